@@ -1,4 +1,4 @@
-"""Which submissions are let in, and to which revision."""
+"""Whether a submission is admitted, and which fleet computes it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from baton.coordinator.lanes.lanes import TENANT_RATE, Lanes
 from baton.coordinator.rollouts.traffic import Traffic
 from baton.coordinator.routing.output_lengths import max_output_tokens
 from baton.coordinator.routing.placers import Placers
+from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.request_table import RequestTable
 from baton.coordinator.state.requests import Request, RequestState, Submission
 from baton.coordinator.state.workers import WorkerRegistry
@@ -23,14 +24,14 @@ class CheckedSubmission(NamedTuple):
     Attributes:
         refused: why it is not let in; None: it is.
         num_tokens: tokens of its prompt and of the longest output that it may have.
-        revision: the revision that computes it.
+        fleet: The fleet that computes it.
         hashes: of its prompt's blocks, there.
         forecast: when it would have its first token; None: at any time, or nobody knows.
     """
 
     refused: errors.BatonError | None
     num_tokens: int
-    revision: str
+    fleet: Fleet
     hashes: array[int]
     forecast: TtftForecast | None
 
@@ -55,7 +56,7 @@ class AdmissionCheck:
     def check(
         self, submission: Submission, older: Request | None, now: float, *, goes_on: bool
     ) -> CheckedSubmission:
-        """Whether a submission is let in, and to which revision; counts it as arrived or shed.
+        """Whether a submission is let in, and to which fleet; counts it as arrived or shed.
 
         Args:
             submission: new, or resumed.
@@ -66,27 +67,27 @@ class AdmissionCheck:
         num_tokens = len(submission.prompt_token_ids)
         num_tokens += max_output_tokens(submission, self._workers.max_model_len)
         refused = self._limit_error(submission, older, num_tokens, now, goes_on=goes_on)
-        revision = self._traffic.revision_of(submission)
-        hashes = self._placers.of(revision).prompts.hashes(submission)
+        fleet = self._traffic.fleet_of(submission)
+        hashes = self._placers.of(fleet).prompts.hashes(submission)
         forecast = None
         if refused is None:
-            forecast = self._admission.forecast(submission, hashes, revision, now)
-            if _is_late(forecast) and revision != self._traffic.stable:
-                # What is only tried out is no reason to refuse anybody.
-                tried, revision = revision, self._traffic.stable
-                hashes = self._placers.of(revision).prompts.hashes(submission)
-                forecast = self._admission.forecast(submission, hashes, revision, now)
+            forecast = self._admission.forecast(submission, hashes, fleet, now)
+            if _is_late(forecast) and fleet is not self._traffic.stable:
+                # A canary must not cause requests to be refused.
+                tried, fleet = fleet, self._traffic.stable
+                hashes = self._placers.of(fleet).prompts.hashes(submission)
+                forecast = self._admission.forecast(submission, hashes, fleet, now)
                 if not _is_late(forecast):
                     self._stats.moved_to_stable(tried)
             if forecast is not None and _is_late(forecast):
                 refused = forecast.error()
         shed = refused if isinstance(refused, errors.ResourceExhausted) else None
         if refused is None or (shed is not None and shed.reason != TENANT_RATE):
-            demand = self._placers.of(revision).predictions.demand(submission, hashes)
+            demand = self._placers.of(fleet).predictions.demand(submission, hashes)
             self._stats.demand[submission.lane].arrived(*demand)
         if shed is not None:
             self._stats.shed(submission.lane, shed.reason, now)
-        return CheckedSubmission(refused, num_tokens, revision, hashes, forecast)
+        return CheckedSubmission(refused, num_tokens, fleet, hashes, forecast)
 
     def _limit_error(
         self,

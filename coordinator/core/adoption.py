@@ -20,6 +20,7 @@ from baton.coordinator.core.outputs import apply_step
 from baton.coordinator.core.request_lifecycle import RequestLifecycle
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.requests import (
     Request,
     RequestKey,
@@ -36,7 +37,7 @@ from baton.v1 import cluster_pb2, common_pb2
 # How long requests wait for their worker from when the first worker is back. Nearly all are back by
 # then: they look for a coordinator three times a second and more.
 _RETURN_S = 0.25
-# How long after the first worker requests wait for one of a revision that has none.
+# How long after the first worker requests wait for a worker of a fleet that has none.
 _LATE_S = 2.0
 # How long a worker goes on with an output that no client has come back for.
 _UNCLAIMED_S = 10.0
@@ -66,7 +67,7 @@ class _Orphan:
 
     Attributes:
         worker: the worker.
-        revision: the worker's.
+        fleet: The worker's fleet.
         attempt: the attempt's number, which another coordinator gave it.
         tenant: whom it is charged to.
         digest: of prompt, sampling and adapter: tells whether a client's request is this one.
@@ -78,7 +79,7 @@ class _Orphan:
     """
 
     worker: WorkerKey
-    revision: str
+    fleet: Fleet
     attempt: int
     tenant: str
     digest: int
@@ -92,7 +93,7 @@ class _Orphan:
     def of(cls, worker: Worker, running: cluster_pb2.RunningRequest) -> _Orphan:
         return cls(
             worker.key,
-            worker.revision,
+            worker.fleet,
             running.attempt,
             running.tenant,
             running.digest,
@@ -228,10 +229,10 @@ class Adoption:
                 continue
             orphan.take(output)
             if orphan.finished is not None:
-                self._placers.let_go(key, orphan.revision, orphan.worker)
+                self._placers.let_go(key, orphan.fleet, orphan.worker)
                 self._lifecycle.room_freed()
             else:
-                self._placers.held_grows(key, orphan.revision, orphan.worker, orphan.num_kv_tokens)
+                self._placers.held_grows(key, orphan.fleet, orphan.worker, orphan.num_kv_tokens)
 
     def lost(self, worker: WorkerKey) -> None:
         """A worker is gone, and all that it ran with it."""
@@ -349,7 +350,7 @@ class Adoption:
         """Takes an attempt out, and gives back the room it held; None when there is none."""
         orphan = self._orphans.pop(key, None)
         if orphan is not None:
-            self._placers.let_go(key, orphan.revision, orphan.worker)
+            self._placers.let_go(key, orphan.fleet, orphan.worker)
             self._lifecycle.room_freed()
         return orphan
 

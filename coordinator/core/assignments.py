@@ -33,14 +33,14 @@ class Assignments:
             num_tokens: prompt and known output.
             yields: see Placer.assign.
         """
-        self._placers.of(request.revision).assign(request, placement, yields=yields)
+        self._placers.of(request.fleet).assign(request, placement, yields=yields)
         for key in (request.prefill, request.decode):
             if (worker := self._workers.get(key)) is not None:
                 worker.ledger.assign(request.key, num_tokens)
 
     def adopt(self, request: Request, worker: Worker) -> None:
         """Counts an attempt that a worker goes on with from before a restart."""
-        self._placers.of(request.revision).adopt(request, worker.key)
+        self._placers.of(request.fleet).adopt(request, worker.key)
         worker.ledger.assign(request.key, request.num_tokens)
 
     def sent(self, request: Request, worker: Worker) -> None:
@@ -68,7 +68,7 @@ class Assignments:
 
     def prefill_over(self, request: Request) -> bool:
         """The prompt is computed: the prefill worker has only the handoff left to finish."""
-        self._placers.of(request.revision).computed(request)
+        self._placers.of(request.fleet).computed(request)
         return self._release(request.prefill, request)
 
     def handed_over(self, request: Request) -> None:
@@ -80,7 +80,7 @@ class Assignments:
     def let_go(self, request: Request) -> bool:
         """The request leaves all its workers."""
         self.handed_over(request)
-        self._placers.of(request.revision).released(request)
+        self._placers.of(request.fleet).released(request)
         by_prefill = self._release(request.prefill, request)
         return self._release(request.decode, request) or by_prefill
 
@@ -98,7 +98,7 @@ class Assignments:
             worker.ledger.check_integrity(parts[worker.key])
         for request in requests.values():
             found = map(self._workers.get, (request.prefill, request.decode))
-            assert all(one is None or one.revision == request.revision for one in found)
+            assert all(one is None or one.fleet is request.fleet for one in found)
 
     def _release(self, key: WorkerKey | None, request: Request) -> bool:
         worker = self._workers.get(key)

@@ -16,6 +16,7 @@ from baton.coordinator.core.membership import Membership
 from baton.coordinator.core.outputs import apply_step
 from baton.coordinator.core.recovery_timeout import RecoveryTimeout
 from baton.coordinator.core.request_lifecycle import RequestLifecycle
+from baton.coordinator.core.rollout_control import RolloutControl
 from baton.coordinator.rollouts.retiring import gone_error
 from baton.coordinator.rollouts.rollout import Rollouts
 from baton.coordinator.rollouts.traffic import Traffic
@@ -26,9 +27,9 @@ from baton.coordinator.scaling.autoscale.policy import Policy
 from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.fleets import Fleets
 from baton.coordinator.state.pools import POOL_OF
 from baton.coordinator.state.requests import EndedRequest, Request, RequestKey
-from baton.coordinator.state.revision import Revision
 from baton.coordinator.state.scaling_config import in_config
 from baton.coordinator.state.slow_steps import Stall
 from baton.coordinator.state.timers import CoreTimer, Timers
@@ -49,11 +50,12 @@ class Core:
         policy: what sizes the pools; the autoscaler unless told.
 
     Attributes:
+        fleets: The fleets of workers.
         workers: attached ones.
         placers: what is assigned to each worker.
         latency: what steps cost on the workers.
         scaler: how large the pools are to be.
-        rollouts: which revisions there are, and what each gets.
+        rollouts: The rollout that runs, and the fleets that leave.
     """
 
     def __init__(
@@ -66,10 +68,11 @@ class Core:
         self._timers = Timers()
         # Whether a waiting request may find a worker, so that a round of dispatching is due.
         self._may_dispatch = False
-        self.workers = WorkerRegistry(config.model_name, config.revision)
+        self.fleets = Fleets(config.revision)
+        self.workers = WorkerRegistry(config.model_name, self.fleets)
         self.latency = LatencyRegistry(config.latency)
         self.placers = Placers(config, self.workers, self.latency)
-        traffic = Traffic(config.revision)
+        traffic = Traffic(self.fleets)
         self._lifecycle = RequestLifecycle(
             config,
             self.workers,
@@ -89,9 +92,8 @@ class Core:
             self._timers,
             self._emit,
             policy,
-            Revision(config.revision),
         )
-        self._recovery_timeout = RecoveryTimeout(config, self.workers, self.scaler)
+        self._recovery_timeout = RecoveryTimeout(config, self.scaler)
         self._members = members = Membership(
             config,
             self._lifecycle,
@@ -105,14 +107,17 @@ class Core:
         )
         self.rollouts = Rollouts(
             traffic,
-            self._lifecycle,
+            self._lifecycle.requests,
             self.workers,
-            self.placers,
             self.scaler,
+            self.stats,
             self._timers,
             members.drain,
             self._emit,
             config.max_request_s,
+        )
+        self._rollout_control = control = RolloutControl(
+            self.rollouts, self._lifecycle, self.workers
         )
         self._dispatcher = Dispatcher(
             config,
@@ -146,10 +151,10 @@ class Core:
             ev.ScaleAsked: lambda event, now: self.scaler.scale(event.pool, event.num_workers, now),
             ev.AutoscaleAsked: lambda event, now: self.scaler.set_autoscale(event.enabled, now),
             ev.TargetsAsked: self._targets_asked,
-            ev.RolloutAsked: self.rollouts.start,
-            ev.ShareAsked: lambda event, now: self.rollouts.set_share(event.share),
-            ev.PromotionAsked: lambda event, now: self.rollouts.promote(event.drain_s, now),
-            ev.AbortAsked: lambda event, now: self.rollouts.abort(event.drain_s, event.why, now),
+            ev.RolloutAsked: control.start,
+            ev.ShareAsked: control.set_share,
+            ev.PromotionAsked: control.promote,
+            ev.AbortAsked: control.abort,
             ev.AdmissionClosed: self._admission_closed,
             ev.EverythingEnds: self._everything_ends,
             ev.Tick: self._tick,
@@ -158,7 +163,7 @@ class Core:
         self._timed: dict[CoreTimer, Callable[[float], None]] = {
             CoreTimer.ADOPTION: self._adoption.advance,
             CoreTimer.SCALING: members.scale,
-            CoreTimer.ROLLOUT: self.rollouts.advance,
+            CoreTimer.ROLLOUT: control.advance,
             CoreTimer.ROOM: self._room_is_due,
         }
 
@@ -176,13 +181,12 @@ class Core:
         self._lifecycle.lanes.now = now
         self._members.excuse(now)
         self._handlers[type(event)](event, now)
-        if self.placers.changed:
-            self.placers.changed = False
-            if self.rollouts:
-                self.rollouts.advance(now)
+        self._rollout_control.after_event(now)
         if self._may_dispatch:
             self._may_dispatch = self._dispatcher.dispatch(now)
         self._members.advance()
+        if len(self.fleets) > 1:
+            self._forget_unused_fleets()
         return self._lifecycle.take_effects()
 
     def next_deadline(self) -> float | None:
@@ -191,6 +195,14 @@ class Core:
 
     def _emit(self, effect: ev.Effect) -> None:
         self._lifecycle.out.append(effect)
+
+    def _forget_unused_fleets(self) -> None:
+        """Forgets fleets that have no worker and no request and take no part in a rollout."""
+        for fleet in self.fleets.unused():
+            if not self.rollouts.involves(fleet):
+                self.fleets.forget(fleet)
+                self.placers.forget(fleet)
+                self._lifecycle.forget(fleet)
 
     # ---- What the shell may look at
 
@@ -211,7 +223,7 @@ class Core:
     @property
     def can_serve(self) -> bool:
         """Whether requests are admitted, and each pool has a serving worker or will start one."""
-        stable = self.workers.of(self.workers.stable)
+        stable = self.fleets.stable.workers
         return self._lifecycle.admission.closing is None and all(
             stable.serving(role) or self.scaler.wakes(POOL_OF[role]) for role in POOL_OF
         )
@@ -281,6 +293,8 @@ class Core:
         """Raises AssertionError when a resource has no owner, or two."""
         self._lifecycle.check_integrity()
         self.workers.check_integrity()
+        self.fleets.check_integrity(self.workers, self.running())
+        assert all(self.rollouts.involves(fleet) for fleet in self.fleets.unused())
         self.placers.check_integrity()
         self.scaler.launches.check_integrity()
         num_timers = len(self._lifecycle.requests) + len(self.workers) + self._adoption.num_timers
@@ -294,10 +308,11 @@ class Core:
         submission = event.submission
         resumes = len(submission.known_token_ids) > 0
         goes_on = resumes and self._adoption.may_find(submission.key)
-        revision = submission.revision
-        if resumes and revision and self.rollouts.is_gone(revision) and not goes_on:
-            self._emit(ev.SendFailed(submission.to, gone_error(revision)))
-            return
+        if resumes and submission.revision and not goes_on:
+            fleet = self.fleets.named(submission.revision)
+            if self.rollouts.is_gone(fleet):
+                self._emit(ev.SendFailed(submission.to, gone_error(fleet)))
+                return
         request = self._lifecycle.admit(submission, now, goes_on=goes_on)
         if request is not None:
             self._adoption.admitted(request, now)
@@ -340,7 +355,7 @@ class Core:
     def _worker_attached(self, event: ev.WorkerAttached, now: float) -> None:
         worker = self._members.attached(event, now)
         if worker is not None:
-            self.rollouts.attached(worker, now, returns=event.returns)
+            self._rollout_control.attached(worker, now, returns=event.returns)
 
     def _flip_asked(self, event: ev.FlipAsked, now: float) -> None:
         worker = self.workers.by_id(event.worker_id)
@@ -366,7 +381,7 @@ class Core:
     # ---- Time and sizes
 
     def _launcher_ready(self, event: ev.LauncherReady, now: float) -> None:
-        self.rollouts.starts_workers(now)
+        self._rollout_control.starts_workers(now)
         self.scaler.begin(event.sizes, now)
 
     def _targets_asked(self, event: ev.TargetsAsked, now: float) -> None:

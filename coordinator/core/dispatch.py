@@ -58,11 +58,11 @@ class Dispatcher:
         for request in self._lifecycle.lanes.candidates() if len(self._lifecycle.lanes) else ():
             if self._settled(request, now) or self._adoption.may_return(request):
                 continue
-            if self._rollouts.is_gone(request.revision):
+            if self._rollouts.is_gone(request.fleet):
                 if request.attempt or not self._adoption.may_find(request.key):
-                    self._lifecycle.fail(request, gone_error(request.revision), now)
+                    self._lifecycle.fail(request, gone_error(request.fleet), now)
                 continue
-            placer = self._placers.of(request.revision)
+            placer = self._placers.of(request.fleet)
             placement = placer.place(request)
             if self._made_room(placer, request, placement, now):
                 placement = placer.place(request)
@@ -71,7 +71,7 @@ class Dispatcher:
             if placement is None:
                 room_at = min(room_at, placer.room_at(request))
                 if self._never_fits_beside(placer, request):
-                    self._lifecycle.lanes.pass_over(request.revision)
+                    self._lifecycle.lanes.pass_over(request.fleet)
                 continue  # The lanes pass its own over.
             problem = self._resume_error(request, placement)
             if problem is not None:
@@ -92,14 +92,14 @@ class Dispatcher:
         waited = f"waited {waited_s:g} s"
         if request.losses:
             waited = f"{waited} after {request.losses[-1]}"
-        revision, members = request.revision, self._workers.of(request.revision)
-        there = {pool.value: members.presence(role) for pool, role in ROLE_OF.items()}
-        if revision != self._workers.stable:
-            waited = f"revision {revision!r} began its output, and no other may go on: {waited}"
+        fleet, fleets = request.fleet, self._workers.fleets
+        there = {pool.value: fleet.workers.presence(role) for pool, role in ROLE_OF.items()}
+        if fleet is not fleets.stable:
+            waited = f"revision {fleet.name!r} began its output, and no other may go on: {waited}"
         elif not all(one.num_serving for one in there.values()) and (
-            others := [one for one in self._workers.revisions if one != revision]
+            others := [one.name for one in fleets if one is not fleet and len(one.workers)]
         ):
-            waited = f"revision {revision!r} is the stable one, attached are {others}: {waited}"
+            waited = f"revision {fleet.name!r} is the stable one, attached are {others}: {waited}"
         if empty := [name for name, one in there.items() if not one.num_attached]:
             return errors.Unavailable(f"no {' and no '.join(empty)} worker is attached: {waited}")
         if idle := [name for name, one in there.items() if not one.num_serving]:
@@ -112,11 +112,10 @@ class Dispatcher:
 
     def _never_fits_beside(self, placer: Placer, request: Request) -> bool:
         """Whether the request would never find room while others keep taking what there is."""
-        if request.suspect:
+        workers = request.fleet.workers
+        if request.suspect and any(one.serving and one.ledger.unanswered for one in workers):
             # While others keep joining them, no worker has ever answered everything.
-            workers = self._workers.of(request.revision)
-            if any(one.serving and one.ledger.unanswered for one in workers):
-                return True
+            return True
         # Interactive prompts that took the room would leave it none for ever.
         return self._lifecycle.lanes.is_due(request) and placer.is_crowded_out(request)
 
@@ -177,7 +176,7 @@ class Dispatcher:
         while self._placers.crowded:
             crowded, _ = self._placers.crowded.popitem()
             worker = self._workers.get(crowded)
-            while worker is not None and self._placers.of(worker.revision).must_yield(worker.key):
+            while worker is not None and self._placers.of(worker.fleet).must_yield(worker.key):
                 batch = self._yielding(worker)
                 if not batch:
                     break
@@ -201,7 +200,7 @@ class Dispatcher:
     def _settled(self, request: Request, now: float) -> bool:
         """Ends a request that no worker need see, by the context length that workers have."""
         sampling, num_known = request.submission.sampling, len(request.token_ids)
-        max_len = self._workers.of(request.revision).max_model_len
+        max_len = request.fleet.workers.max_model_len
         if max_len and request.num_prompt_tokens >= max_len:
             allowed = f"at most {max_len - 1} tokens, one less than the context"
             error = errors.InvalidArgument("prompt", f"{request.num_prompt_tokens} tokens", allowed)

@@ -70,7 +70,7 @@ class Flips:
             return FailedPrecondition(f"{name} is changing its role; wait until it serves")
         if not worker.serving:
             return FailedPrecondition(f"{name} does not serve: only a serving worker can change")
-        if self._workers.peers(worker) == [worker]:
+        if worker.fleet.workers.serving(worker.role) == [worker]:
             return FailedPrecondition(
                 f"{name} is the only one that serves {serves}: scale {serves} up first"
             )
@@ -97,7 +97,7 @@ class Flips:
         flip = worker.flip
         if flip is None or flip.told:
             return
-        elsewhere = bool(self._workers.peers(worker))
+        elsewhere = bool(worker.fleet.workers.serving(worker.role))
         late = now >= flip.until
         if late and not elsewhere:
             self._give_up(worker)
@@ -123,7 +123,7 @@ class Flips:
             if worker is None or worker.flip is None:
                 self._flipping.pop(key, None)
                 continue
-            told, others = worker.flip.told, self._workers.of(worker.revision).presence(worker.role)
+            told, others = worker.flip.told, worker.fleet.workers.presence(worker.role)
             if not others.num_staying:
                 if told:
                     # It changes, and back again.
@@ -151,10 +151,10 @@ class Flips:
 
     def _move_sooner(self, request: Request, worker: Worker, now: float) -> None:
         """Moves an output that the worker decodes, if it would go on sooner so than it ends."""
-        placer = self._placers.of(request.revision)
+        placer = self._placers.of(request.fleet)
         predictions = placer.predictions
         here_s = predictions.here_s(request)
-        waiting_s = sum(self._lifecycle.lanes.waiting_s(lane, request.revision) for lane in LANES)
+        waiting_s = sum(self._lifecycle.lanes.waiting_s(lane, request.fleet) for lane in LANES)
         anew_s = predictions.elsewhere_s(request, waiting_s)
         placement = placer.by_handoff(request, worker, within_s=min(here_s, anew_s))
         if placement is not None:

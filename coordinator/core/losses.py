@@ -10,6 +10,7 @@ from baton.coordinator.routing.latency import LatencyRegistry
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.requests import RequestKey, RequestState
 from baton.coordinator.state.timers import Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
@@ -77,7 +78,7 @@ class Losses:
         suspects = worker.computing() if blame and not worker.unresponsive else []
         self._recover_all(worker, reason, suspects, now)
         if ended:
-            self.left_pool(worker.role, worker.revision, now)
+            self.left_pool(worker.role, worker.fleet, now)
         fence = errors.Aborted(f"worker {worker.id} is fenced: it {reason}") if fenced else None
         self._emit(ev.FenceWorker(worker.key, fence))
 
@@ -85,12 +86,14 @@ class Losses:
         """A worker does not respond: others take its requests, where there are others.
 
         It is not out: when it responds again it is given new work. What it then still says of the
-        requests that went elsewhere is of an older attempt. Where only the stable revision could
+        requests that went elsewhere is of an older attempt. Where only the stable fleet could
         take its requests, those stay that have begun, and everywhere those that no other worker
         could go on with.
         """
-        has_peers = any(other is not worker for other in self._workers.peers(worker))
-        if not worker.unresponsive and (has_peers or worker.revision != self._workers.stable):
+        has_peers = any(other is not worker for other in worker.fleet.workers.serving(worker.role))
+        if not worker.unresponsive and (
+            has_peers or worker.fleet is not self._workers.fleets.stable
+        ):
             worker.unresponsive = reason
             self._placers.refresh(worker)
             self._lifecycle.stats.worker_unresponsive(now)
@@ -101,12 +104,12 @@ class Losses:
         self._placers.refresh(worker)
         self._lifecycle.room_freed()
 
-    def left_pool(self, role: common_pb2.Role.ValueType, revision: str, now: float) -> None:
+    def left_pool(self, role: common_pb2.Role.ValueType, fleet: Fleet, now: float) -> None:
         """A worker has left its pool: if it was the last, parked requests wait for a new one."""
-        if self._workers.of(revision).presence(role).num_attached:
+        if fleet.workers.presence(role).num_attached:
             return
         for request in self._lifecycle.requests.all():
-            if request.state is RequestState.PARKED and request.revision == revision:
+            if request.state is RequestState.PARKED and request.fleet is fleet:
                 self._lifecycle.strand(request, now)
 
     # ---- Inside

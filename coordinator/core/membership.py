@@ -94,7 +94,7 @@ class Membership:
             self._emit(ev.RefuseWorker(key, refusal))
             return None
         worker = self._workers.by_id(hello.worker_id)
-        was_in = (worker.role, worker.revision) if worker is not None else None
+        was_in = (worker.role, worker.fleet) if worker is not None else None
         if worker is not None and worker.key != key:
             replaced = f"was replaced by incarnation {hello.incarnation:016x}"
             # One that was to leave has done so.
@@ -102,7 +102,8 @@ class Membership:
             self._losses.lose(worker, replaced, now, blame=blame, ended=False)
             worker = None
         if worker is None:
-            worker = Worker(hello, hello.role, hello.state, attached_at=now, heard_at=now)
+            fleet = self._workers.fleet_of(hello)
+            worker = Worker(hello, fleet, hello.role, hello.state, attached_at=now, heard_at=now)
             self._detector.expect(worker)
             self._workers.add(worker)
             if not hello.generation:
@@ -193,7 +194,7 @@ class Membership:
         # Nothing leads out of draining; the worker may not have heard of it yet.
         if change.state and worker.state != cluster_pb2.WORKER_STATE_DRAINING:
             worker.state = change.state
-        was_in = worker.role, worker.revision
+        was_in = worker.role, worker.fleet
         if change.role:
             worker.role = change.role
             self._flips.heard(worker)

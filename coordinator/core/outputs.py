@@ -112,7 +112,7 @@ class _Step:
         if not num_tokens and not delta.text:
             return True
         if request.last_token_at is None:
-            delta.revision = request.revision
+            delta.revision = request.fleet.name
         request.token_ids.extend(delta.token_ids)
         request.text_chars += len(delta.text)
         encoded = delta.SerializeToString()
@@ -153,13 +153,13 @@ class _Step:
         if not self._gaps:
             return
         recent = stats.recent.at(self.now)
-        side = None
-        if stats.sides and (worker := self.lifecycle.worker(self.worker)) is not None:
-            side = stats.sides.get(worker.revision)
+        fleet_stats = None
+        if stats.compared and (worker := self.lifecycle.worker(self.worker)) is not None:
+            fleet_stats = stats.compared.get(worker.fleet)
         for (lane, last_at), (_, count) in self._gaps.items():
             gap_s = self.now - last_at
-            if side is not None:
-                side.lanes[lane].itl.observe(gap_s, count)
+            if fleet_stats is not None:
+                fleet_stats.lanes[lane].itl.observe(gap_s, count)
             stats.lanes[lane].itl.observe(gap_s, count)
             recent.lanes[lane].itl.observe(gap_s, count)
             target_s = stats.recent.itl_target_s(lane)

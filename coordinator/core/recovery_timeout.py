@@ -8,7 +8,6 @@ from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import ROLE_OF
 from baton.coordinator.state.requests import Request, RequestState
-from baton.coordinator.state.workers import WorkerRegistry
 from baton.v1 import common_pb2
 
 
@@ -19,15 +18,15 @@ class RecoveryTimeout:
     requests also wait while interactive ones have their place, as those do that were parked.
     """
 
-    def __init__(self, config: CoreConfig, workers: WorkerRegistry, scaler: Scaler) -> None:
-        self._max_recovery_s, self._workers, self._scaler = config.max_recovery_s, workers, scaler
+    def __init__(self, config: CoreConfig, scaler: Scaler) -> None:
+        self._max_recovery_s, self._scaler = config.max_recovery_s, scaler
 
     def waits_until(self, request: Request, now: float) -> float:
         """When a recovering request is to be looked at again, or has waited for long enough.
 
-        A batch request waits for as long as workers of its revision serve in both pools.
+        A batch request waits for as long as workers of its fleet serve in both pools.
 
-        While its revision has no worker in a pool, and one is on its way there, any request waits;
+        While its fleet has no worker in a pool, and one is on its way there, any request waits;
         from then on for max_recovery_s, as if it had lost its worker just now. In all it waits no
         longer than max_recovery_s and what a start takes: a job the longest that any may, a person
         what one takes as a rule.
@@ -41,7 +40,7 @@ class RecoveryTimeout:
         """
         if request.state is not RequestState.RECOVERING:
             return request.waits_until
-        since, members = request.state_since, self._workers.of(request.revision)
+        since, members = request.state_since, request.fleet.workers
         is_batch = request.submission.lane == common_pb2.LANE_BATCH
         if is_batch and all(members.presence(role).num_serving for role in ROLE_OF.values()):
             return now + self._max_recovery_s
@@ -52,7 +51,7 @@ class RecoveryTimeout:
             there = members.presence(role)
             if there.since < math.inf:
                 until = max(until, there.since)
-            elif there.num_coming or self._scaler.launches.num_starting(pool, request.revision):
+            elif there.num_coming or self._scaler.launches.num_starting(pool, request.fleet):
                 until = now
             else:
                 return request.waits_until

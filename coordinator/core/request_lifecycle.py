@@ -16,6 +16,7 @@ from baton.coordinator.routing.choices import Placement
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import LANES, lane_config
 from baton.coordinator.state.recent_deltas import RecentDeltas
 from baton.coordinator.state.request_table import RequestTable
@@ -56,7 +57,7 @@ class RequestLifecycle:
         config: limits and times.
         workers: attached ones.
         placers: choose workers, and count what requests take there.
-        traffic: says which revision a new request gets.
+        traffic: Chooses the fleet of a new request.
         timers: the core's; each request has one.
         random_bytes: makes handoff ids; injected so that a simulation repeats.
         room_freed: see the attribute.
@@ -168,8 +169,11 @@ class RequestLifecycle:
             request.dispatched_at = now
             self.stats.dispatched(request, now, after_start=False)
         self.stats.num_adopted += 1
+        if request.fleet is not worker.fleet:
+            self.requests.move(request, worker.fleet)
+            self.lanes.changed_fleet(request)
+        request.hashes = None
         self.lanes.dispatched(request, 0)
-        request.revision, request.hashes = worker.revision, None
         self._assignments.adopt(request, worker)
 
     def dispatch(self, request: Request, placement: Placement, now: float) -> None:
@@ -237,7 +241,7 @@ class RequestLifecycle:
     def charge(self, request: Request) -> None:
         """Charges the tenant for the tokens since the last charge, and counts their KV room."""
         self._pay(request)
-        self._placers.of(request.revision).grows(request, CHARGE_TOKENS)
+        self._placers.of(request.fleet).grows(request, CHARGE_TOKENS)
 
     def answered(self, request: Request, worker: WorkerKey) -> None:
         """A worker has reported something of the request's attempt."""
@@ -270,14 +274,19 @@ class RequestLifecycle:
         self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
         self.stats.recovered(request, now)
 
-    def change_revision(self, request: Request, revision: str) -> None:
-        """Moves a waiting request, of which no token is known, to another revision's workers."""
+    def change_fleet(self, request: Request, fleet: Fleet) -> None:
+        """Moves a waiting request without any output to another fleet."""
         assert request.waits
         assert not len(request.token_ids)
-        self.stats.moved_to_stable(request.revision)
-        request.revision, request.hashes = revision, None
-        self.lanes.changed_revision(request)
+        self.stats.moved_to_stable(request.fleet)
+        self.requests.move(request, fleet)
+        self.lanes.changed_fleet(request)
         self.room_freed()
+
+    def forget(self, fleet: Fleet) -> None:
+        """Drops what is remembered of a fleet that has no requests."""
+        self.lanes.forget(fleet)
+        self.admission.forget(fleet)
 
     def park(self, request: Request, now: float) -> None:
         """Takes a running batch request off its workers to make room; it waits for another turn."""
@@ -412,7 +421,7 @@ class RequestLifecycle:
             token_ids=array("I", submission.known_token_ids),
             text_chars=submission.known_text_chars,
             hashes=checked.hashes if len(checked.hashes) else None,
-            revision=checked.revision,
+            fleet=checked.fleet,
             prediction=forecast.prediction if forecast is not None and forecast.tells else None,
             attempts_before=before.attempt_number if before is not None else 0,
         )
@@ -469,7 +478,7 @@ class RequestLifecycle:
         self._pay(request)
         self.lanes.ended(request, now)
         if error is None and finish_reason != common_pb2.FINISH_REASON_CANCELLED:
-            self._placers.of(request.revision).ended(request)
+            self._placers.of(request.fleet).ended(request)
         self.admission.ended(request, now)
         self._timers.cancel(request.key)
         self._let_go(request)
@@ -539,7 +548,7 @@ class RequestLifecycle:
         self.out.append(ev.SendAccepted(to, request.id, request.num_prompt_tokens, adapter))
 
     def _queue(self, request: Request, now: float, num_tokens: int = 0) -> None:
-        work_s = self._placers.of(request.revision).predictions.prefill_s(request)
+        work_s = self._placers.of(request.fleet).predictions.prefill_s(request)
         self.lanes.push(request, now, num_tokens, work_s)
 
     def _begin_again(

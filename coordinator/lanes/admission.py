@@ -11,6 +11,7 @@ from baton.coordinator.lanes.lanes import Lanes
 from baton.coordinator.lanes.wait_correction import WaitCorrection
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import LANES, Lane, lane_config
 from baton.coordinator.state.requests import Prediction, Request, Submission
 from baton.runtime import errors
@@ -21,7 +22,7 @@ from baton.v1 import common_pb2
 _RETRY_AFTER_S = 1.0
 # So many of a lane's latest waits tell how others turn out.
 _WINDOW = 256
-# Of a revision that has had no first token for so long nobody knows any more what prompts take.
+# Seconds without a first token after which a fleet's predictions are considered stale.
 _UNTRIED_S = 5.0
 # Predictions are not wrong by more than that.
 _MOST_WRONG = 30.0
@@ -100,8 +101,8 @@ class Admission:
     def __init__(self, config: CoreConfig, lanes: Lanes, placers: Placers) -> None:
         self._config, self._lanes, self._placers = config, lanes, placers
         self._ratios = {lane: WaitCorrection(_WINDOW) for lane in LANES}
-        # When a revision had its latest first token, or one was to show what they take.
-        self._tried_at: dict[str, float] = {}
+        # When a fleet had its latest first token, or let in a request to measure what prompts take.
+        self._tried_at: dict[Fleet, float] = {}
         self.closing: errors.Unavailable | None = None
 
     def error(self, lane: common_pb2.Lane.ValueType, num_requests: int) -> errors.BatonError | None:
@@ -130,14 +131,14 @@ class Admission:
         return None
 
     def forecast(
-        self, submission: Submission, hashes: array[int], revision: str, now: float
+        self, submission: Submission, hashes: array[int], fleet: Fleet, now: float
     ) -> TtftForecast | None:
         """When a request would have its first token, and when it should.
 
         Args:
             submission: the request, which is not queued.
             hashes: of its prompt's blocks.
-            revision: that it would be on.
+            fleet: The fleet that it would run on.
             now: by the core's clock.
 
         Returns:
@@ -151,8 +152,8 @@ class Admission:
             wanted_s = min(submission.timeout_s, wanted_s or submission.timeout_s)
         if wanted_s is None:
             return None
-        in_lane_s = partial(self._lanes.wait_s, submission, revision)
-        predictions = self._placers.of(revision).predictions
+        in_lane_s = partial(self._lanes.wait_s, submission, fleet)
+        predictions = self._placers.of(fleet).predictions
         prediction = predictions.ttft(submission, hashes, in_lane_s)
         if prediction is None:
             return None
@@ -166,10 +167,10 @@ class Admission:
         )
         if forecast.is_hopeless and not prediction.wait_s and forecast.slot_s is None:
             # Were all refused, a prediction that is wrong would never be found out.
-            tried_at = self._tried_at.get(revision, -math.inf)
+            tried_at = self._tried_at.get(fleet, -math.inf)
             may_be = prediction.work_s <= _MOST_WRONG * wanted_s
             if may_be and now - tried_at >= _UNTRIED_S:
-                self._tried_at[revision] = now
+                self._tried_at[fleet] = now
                 return None
         return forecast
 
@@ -183,7 +184,7 @@ class Admission:
         A request whose attempt was lost tells nothing. What its own prompt takes longer than
         predicted counts as a longer wait: what is promised is their sum.
         """
-        self._tried_at[request.revision] = now
+        self._tried_at[request.fleet] = now
         prediction = request.prediction
         if prediction is not None and not request.interruptions:
             waited_s = now - request.submitted_at - prediction.work_s
@@ -196,6 +197,10 @@ class Admission:
             return
         if now - request.submitted_at > prediction.wait_s + prediction.work_s:
             self.first_token(request, now)
+
+    def forget(self, fleet: Fleet) -> None:
+        """Drops what is remembered of a fleet that has no requests."""
+        self._tried_at.pop(fleet, None)
 
     def _place_s(self, lane: Lane) -> float:
         """When one of those that wait in a full lane will have left it, in seconds."""

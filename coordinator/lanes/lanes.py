@@ -3,9 +3,9 @@
 Interactive goes first. While both lanes have work to start, batch gets its share of the tokens all
 the same; what interactive cannot use, batch gets whole.
 
-Requests of different revisions wait for different workers: each revision has an order of its own,
-so that none is held up by another that has no room. What a lane and a tenant may have is counted
-over all of them.
+Requests of different fleets wait for different workers. Each fleet therefore has queues of its
+own, so that a fleet without room does not hold up the requests of another fleet. The limits of
+lanes and tenants count the requests of all fleets.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 
+from baton.coordinator.lanes.fleet_queues import FleetQueues, LaneQueue
 from baton.coordinator.lanes.tenants import Tenant, TenantQueue, Tenants, Ticket
-from baton.coordinator.lanes.tracks import RevisionTracks, Track
+from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import LANES, Lane, lane_config
 from baton.coordinator.state.requests import Request, RequestKey, Submission
 from baton.runtime.config import LanesConfig, TenantConfig
 from baton.runtime.errors import ResourceExhausted
-from baton.runtime.names import FIRST_REVISION
 from baton.v1 import common_pb2
 
 # Why a request was refused that more workers would not have let in either.
@@ -61,9 +61,7 @@ class Lanes:
         self._max_running = {lane: lane_config(config, lane).max_running for lane in LANES}
         self._batch_share = config.batch.share
         self._tenants = Tenants(defaults or TenantConfig(), tenants or {}, self._must_remember)
-        # Revisions that get new requests; they are kept also while they have none.
-        self._current: frozenset[str] = frozenset({FIRST_REVISION})
-        self._revisions: dict[str, RevisionTracks] = {}
+        self._fleets: dict[Fleet, FleetQueues] = {}
         self._tickets: dict[RequestKey, Ticket] = {}
         # By the lane they were submitted to, longest waiting first.
         self._waiting: dict[Lane, OrderedDict[RequestKey, Request]] = {
@@ -73,8 +71,8 @@ class Lanes:
         self._num_running = dict.fromkeys(LANES, 0)
         self._num_pushed = 0
         self.now = 0.0
-        # Tracks whose first request could not be placed in this round.
-        self._passed: set[Track] = set()
+        # Queues whose first request could not be placed in this round.
+        self._passed: set[LaneQueue] = set()
 
     def __len__(self) -> int:
         """How many requests wait."""
@@ -95,37 +93,37 @@ class Lanes:
 
     # ---- How long requests wait
 
-    def waiting_s(self, lane: Lane, revision: str) -> float:
-        """Seconds of prefill work that wait, of requests that were submitted to a lane."""
-        tracks = self._revisions.get(revision)
-        return tracks.submitted_work_us[lane] / 1e6 if tracks is not None else 0.0
+    def waiting_s(self, lane: Lane, fleet: Fleet) -> float:
+        """Seconds of prefill work that wait for a fleet in requests submitted to a lane."""
+        queues = self._fleets.get(fleet)
+        return queues.submitted_work_us[lane] / 1e6 if queues is not None else 0.0
 
     def wait_s(
-        self, submission: Submission, revision: str, work_s: float, num_workers: int
+        self, submission: Submission, fleet: Fleet, work_s: float, num_workers: int
     ) -> float:
         """How long a request that comes now would wait for its turn, in seconds.
 
         Args:
             submission: the request, which is not queued.
-            revision: the revision that it would be on.
+            fleet: The fleet that it would wait for.
             work_s: its own prefill work, in seconds.
             num_workers: how many workers compute prompts.
         """
-        tracks = self._revisions.get(revision)
-        if tracks is None:
+        queues = self._fleets.get(fleet)
+        if queues is None:
             return 0.0
-        track = tracks.of(submission.ordered_in(self._long_prompt_tokens))
-        # Seconds of prefill work that can leave the track in a second.
+        queue = queues.of(submission.ordered_in(self._long_prompt_tokens))
+        # Seconds of prefill work that can leave the queue in a second.
         most_per_s, first_s = num_workers * (1 - self._batch_share), 0.0
-        if track is tracks.batch:
-            first_s = tracks.interactive.work.work_s / most_per_s
+        if queue is queues.batch:
+            first_s = queues.interactive.work.work_s / most_per_s
             most_per_s = num_workers
         weight = self._tenants.config(submission.tenant).weight
-        ahead_s = track.ahead_s(self._tenants.find(submission.tenant), weight, work_s)
+        ahead_s = queue.ahead_s(self._tenants.find(submission.tenant), weight, work_s)
         wait_s = first_s + ahead_s / most_per_s
-        if track.work.work_s:
+        if queue.work.work_s:
             # Where something else than prefill workers is short, less leaves than could.
-            per_s = track.work.per_s(most_per_s, self.now)
+            per_s = queue.work.per_s(most_per_s, self.now)
             wait_s = max(wait_s, (ahead_s + work_s) / per_s - work_s / most_per_s)
         return wait_s
 
@@ -143,7 +141,9 @@ class Lanes:
             return None
         lane = submission.ordered_in(self._long_prompt_tokens)
         before = {lane, _INTERACTIVE}
-        num_waiting = sum(len(one) for track, one in tenant.queues.items() if track.lane in before)
+        num_waiting = sum(
+            len(one) for one in tenant.queues.values() if one.lane_queue.lane in before
+        )
         return tenant.slots.wait_s(num_waiting, self.now)
 
     # ---- In
@@ -182,7 +182,6 @@ class Lanes:
         ticket.is_queued = True
         ticket.has_returned = request.attempt > 0 or len(request.token_ids) > 0
         ticket.work_us, ticket.queued_at = round(work_s * 1e6), now
-        self._follow_revision(ticket)
         self._put_in(ticket)
         waiting = self._waiting[request.submission.lane]
         waiting[request.key] = request
@@ -190,21 +189,23 @@ class Lanes:
             waiting.move_to_end(request.key, last=False)
         self._reorder(ticket.queue.tenant)
 
-    def changed_revision(self, request: Request) -> None:
-        """Moves a waiting request to its new revision's track."""
+    def changed_fleet(self, request: Request) -> None:
+        """Moves a waiting request, whose fleet has changed, to the queue of its new fleet."""
         ticket = self._tickets[request.key]
+        tenant, lane = ticket.queue.tenant, ticket.queue.lane_queue.lane
         self._take_out(ticket)
-        self._reorder(ticket.queue.tenant)
-        self._follow_revision(ticket)
+        self._reorder(tenant)
+        ticket.queue = tenant.queue(self._queues_of(request.fleet).of(lane))
+        ticket.owed_per_token = 0.0
         self._put_in(ticket)
-        self._reorder(ticket.queue.tenant)
+        self._reorder(tenant)
 
     # ---- Next
 
     def candidates(self) -> Iterator[Request]:
         """Who is next, one after another, while places are being given.
 
-        One that still waits when the next is asked for could not be placed: its track is passed
+        One that still waits when the next is asked for could not be placed: its queue is passed
         over for the rest of the round, since whoever is behind must not take its place, and the
         others go on.
         """
@@ -213,7 +214,7 @@ class Lanes:
             while (ticket := self._next()) is not None:
                 yield ticket.request
                 if ticket.is_queued:
-                    self._passed.add(ticket.queue.track)
+                    self._passed.add(ticket.queue.lane_queue)
         finally:
             self._passed.clear()
 
@@ -223,13 +224,13 @@ class Lanes:
         Args:
             request: the candidate at hand.
         """
-        track = self._tickets[request.key].queue.track
-        return track.lane == _BATCH and self._other_waits(track)
+        queue = self._tickets[request.key].queue.lane_queue
+        return queue.lane == _BATCH and self._other_waits(queue)
 
-    def pass_over(self, revision: str) -> None:
-        """Offers no more requests of a revision in this round."""
-        tracks = self._revisions[revision]
-        self._passed.update((tracks.interactive, tracks.batch))
+    def pass_over(self, fleet: Fleet) -> None:
+        """Offers no more requests of a fleet in this round."""
+        queues = self._fleets[fleet]
+        self._passed.update((queues.interactive, queues.batch))
 
     def dispatched(self, request: Request, num_prompt_tokens: int) -> bool:
         """A waiting request goes to its workers: its tenant is charged for its prompt.
@@ -243,29 +244,30 @@ class Lanes:
             was owed to it.
         """
         ticket = self._tickets[request.key]
-        queue, track = ticket.queue, ticket.queue.track
-        is_batch, other_waits = track.lane == _BATCH, self._other_waits(track)
+        queue, lane_queue = ticket.queue, ticket.queue.lane_queue
+        is_batch, other_waits = lane_queue.lane == _BATCH, self._other_waits(lane_queue)
         # With the other lane empty, or passed over, the place was nobody else's: it puts the lane
         # into nobody's debt.
         ticket.owed_per_token = 0.0
         if other_waits:
-            trickle = self._revisions[track.revision].trickle
+            trickle = lane_queue.fleet_queues.trickle
             ticket.owed_per_token = -1.0 if is_batch else trickle.per_token
         self._stop_waiting(ticket)
         queue.tenant.started(self.now)
-        self._num_running[track.lane] += 1
-        track.order.took_turn(queue)
+        self._num_running[lane_queue.lane] += 1
+        lane_queue.order.took_turn(queue)
         ticket.num_charged_tokens += num_prompt_tokens
         self._charge(ticket, num_prompt_tokens * self._prompt_weight)
         self._reorder(queue.tenant)
         return is_batch and other_waits
 
-    def set_current(self, revisions: frozenset[str]) -> None:
-        """Says which revisions get new requests; others are forgotten once they have none."""
-        self._current = revisions
-        for revision in self._revisions.keys() - revisions:
-            if not self._revisions[revision].num_tickets:
-                self._forget(revision)
+    def forget(self, fleet: Fleet) -> None:
+        """Removes the queues of a fleet that has no requests."""
+        queues = self._fleets.pop(fleet, None)
+        if queues is not None:
+            for tenant in self._tenants:
+                tenant.queues.pop(queues.interactive, None)
+                tenant.queues.pop(queues.batch, None)
 
     # ---- Running
 
@@ -287,9 +289,9 @@ class Lanes:
             return
         num_back, ticket.num_charged_tokens = min(num_tokens, ticket.num_charged_tokens), 0
         if num_back:
-            cost, track = num_back * self._prompt_weight, ticket.queue.track
-            track.order.credit(ticket.queue, cost)
-            self._revisions[track.revision].trickle.owed -= cost * ticket.owed_per_token
+            cost, lane_queue = num_back * self._prompt_weight, ticket.queue.lane_queue
+            lane_queue.order.credit(ticket.queue, cost)
+            lane_queue.fleet_queues.trickle.owed -= cost * ticket.owed_per_token
 
     def ended(self, request: Request, now: float) -> None:
         """A request ended, wherever it was; idempotent.
@@ -313,53 +315,51 @@ class Lanes:
                 num_used = request.num_tokens
             tenant.bucket.give_back(ticket.num_reserved_tokens - num_used, now)
         self._reorder(tenant)
-        self._leave(ticket.queue.track.revision)
         if tenant.idle:
             self._tenants.rest(tenant, now)
 
     # ---- Whose turn it is
 
     def _next(self) -> Ticket | None:
-        """Of the revisions' next tickets the one that has been there for longest."""
+        """Returns the oldest of the fleets' next tickets."""
         found = None
-        for tracks in self._revisions.values():
-            ticket = self._next_of(tracks)
+        for queues in self._fleets.values():
+            ticket = self._next_of(queues)
             if ticket is not None and (found is None or ticket.order < found.order):
                 found = ticket
         return found
 
-    def _next_of(self, tracks: RevisionTracks) -> Ticket | None:
-        interactive, batch = self._head(tracks.interactive), self._head(tracks.batch)
+    def _next_of(self, queues: FleetQueues) -> Ticket | None:
+        interactive, batch = self._head(queues.interactive), self._head(queues.batch)
         if interactive is None or batch is None:
             return interactive or batch
         request = batch.request
         num_tokens = request.num_tokens
-        due = tracks.trickle.is_due(num_tokens * self._prompt_weight)
+        due = queues.trickle.is_due(num_tokens * self._prompt_weight)
         return batch if due else interactive
 
-    def _head(self, track: Track) -> Ticket | None:
-        """Whose turn it is in a track; None when it has nothing to run, or cannot."""
-        limit = self._max_running[track.lane]
-        if track in self._passed or (limit is not None and self._num_running[track.lane] >= limit):
+    def _head(self, lane_queue: LaneQueue) -> Ticket | None:
+        """Returns the next ticket of a lane's queue; None if it has none that may run now."""
+        lane = lane_queue.lane
+        limit = self._max_running[lane]
+        if lane_queue in self._passed or (limit is not None and self._num_running[lane] >= limit):
             return None
-        queue = track.order.first()
+        queue = lane_queue.order.first()
         return queue.first() if queue is not None else None
 
-    def _other_waits(self, track: Track) -> bool:
-        """Whether the other lane of the track's revision has something that could go now."""
-        return self._head(self._revisions[track.revision].beside(track)) is not None
+    def _other_waits(self, lane_queue: LaneQueue) -> bool:
+        """Whether the other lane has a request of the same fleet that could go now."""
+        return self._head(lane_queue.fleet_queues.beside(lane_queue)) is not None
 
     def _reorder(self, tenant: Tenant) -> None:
-        """Puts a tenant's queues into the orders of their tracks, or takes them out."""
+        """Puts a tenant's queues into the orders of their lanes, or takes them out."""
         can_run = tenant.can_run
-        for track, queue in tenant.queues.items():
+        for lane_queue, queue in tenant.queues.items():
             if can_run and len(queue):
                 if queue.item is None:
-                    if track.lane == _BATCH and not len(track.order):
-                        self._revisions[track.revision].trickle.lane_begins()
-                    track.join(queue, self.now)
+                    lane_queue.join(queue, self.now)
             elif queue.item is not None:
-                track.leave(queue, self.now)
+                lane_queue.leave(queue, self.now)
 
     # ---- Tickets in and out
 
@@ -370,28 +370,26 @@ class Lanes:
             tenant.bucket.take(num_tokens, now)
         self._num_pushed += 1
         lane = submission.ordered_in(self._long_prompt_tokens)
-        queue = tenant.queue(self._join(request.revision).of(lane))
+        queue = tenant.queue(self._queues_of(request.fleet).of(lane))
         ticket = Ticket(request, queue, self._num_pushed, num_tokens)
         self._tickets[request.key] = ticket
         return ticket
 
-    def _follow_revision(self, ticket: Ticket) -> None:
-        """Turns a ticket, which is in no queue, to the track of its request's revision."""
-        before, revision = ticket.queue.track, ticket.request.revision
-        if before.revision == revision:
-            return
-        ticket.queue = ticket.queue.tenant.queue(self._join(revision).of(before.lane))
-        ticket.owed_per_token = 0.0
-        self._leave(before.revision)
+    def _queues_of(self, fleet: Fleet) -> FleetQueues:
+        """Returns the queues of a fleet; creates them at the first use."""
+        queues = self._fleets.get(fleet)
+        if queues is None:
+            queues = self._fleets[fleet] = FleetQueues(fleet, self._batch_share)
+        return queues
 
     def _put_in(self, ticket: Ticket) -> None:
         queue, work_us = ticket.queue, ticket.work_us
         queue.push(ticket)
         queue.work_us += work_us
+        lane_queue = queue.lane_queue
         if queue.item is not None:
-            queue.track.work.add(work_us, self.now)
-        tracks = self._revisions[queue.track.revision]
-        tracks.submitted_work_us[ticket.request.submission.lane] += work_us
+            lane_queue.work.add(work_us, self.now)
+        lane_queue.fleet_queues.submitted_work_us[ticket.request.submission.lane] += work_us
 
     def _take_out(self, ticket: Ticket) -> None:
         queue, work_us = ticket.queue, ticket.work_us
@@ -399,10 +397,10 @@ class Lanes:
         has_waited = ticket.queued_at < self.now
         queue.remove(ticket)
         queue.work_us -= work_us
+        lane_queue = queue.lane_queue
         if queue.item is not None:
-            queue.track.work.remove(work_us, self.now, left=has_waited)
-        tracks = self._revisions[queue.track.revision]
-        tracks.submitted_work_us[ticket.request.submission.lane] -= work_us
+            lane_queue.work.remove(work_us, self.now, left=has_waited)
+        lane_queue.fleet_queues.submitted_work_us[ticket.request.submission.lane] -= work_us
 
     def _stop_waiting(self, ticket: Ticket) -> None:
         ticket.is_queued = False
@@ -412,49 +410,28 @@ class Lanes:
     def _stopped(self, ticket: Ticket) -> None:
         """A dispatched request runs no longer."""
         ticket.queue.tenant.stopped(self.now)
-        self._num_running[ticket.queue.track.lane] -= 1
+        self._num_running[ticket.queue.lane_queue.lane] -= 1
 
     # ---- What is charged and remembered
 
     def _charge(self, ticket: Ticket, cost: float) -> None:
         queue = ticket.queue
-        track = queue.track
-        track.order.charge(queue, cost)
+        lane_queue = queue.lane_queue
+        lane_queue.order.charge(queue, cost)
         if ticket.owed_per_token:
-            self._revisions[track.revision].trickle.owed += cost * ticket.owed_per_token
-        elif track.lane == _BATCH:
-            self._revisions[track.revision].trickle.got(cost)
+            lane_queue.fleet_queues.trickle.owed += cost * ticket.owed_per_token
+        elif lane_queue.lane == _BATCH:
+            lane_queue.fleet_queues.trickle.got(cost)
 
     def _must_remember(self, tenant: Tenant, now: float) -> bool:
         """Whether an idle tenant, were it forgotten, would come back better or worse off."""
         # What it was served still puts it behind others.
-        if any(queue.counter > track.order.level() for track, queue in tenant.queues.items()):
+        if any(one.counter > one.lane_queue.order.level() for one in tenant.queues.values()):
             return True
         # How long its requests run is not known of a new one.
         if tenant.slots is not None and tenant.slots.has_history:
             return True
         return tenant.bucket is not None and not tenant.bucket.full(now)
-
-    def _join(self, revision: str) -> RevisionTracks:
-        """The revision has one ticket more."""
-        tracks = self._revisions.get(revision)
-        if tracks is None:
-            tracks = self._revisions[revision] = RevisionTracks(revision, self._batch_share)
-        tracks.num_tickets += 1
-        return tracks
-
-    def _leave(self, revision: str) -> None:
-        """The revision has one ticket less."""
-        tracks = self._revisions[revision]
-        tracks.num_tickets -= 1
-        if not tracks.num_tickets and revision not in self._current:
-            self._forget(revision)
-
-    def _forget(self, revision: str) -> None:
-        tracks = self._revisions.pop(revision)
-        for tenant in self._tenants:
-            tenant.queues.pop(tracks.interactive, None)
-            tenant.queues.pop(tracks.batch, None)
 
     # ---- Integrity
 
@@ -463,7 +440,7 @@ class Lanes:
         queued = [ticket for ticket in self._tickets.values() if ticket.is_queued]
         assert len(queued) == len(self)
         assert sum(self._num_running.values()) == len(self._tickets) - len(queued)
-        assert all(one.queue is one.queue.tenant.queues[one.queue.track] for one in queued)
+        assert all(one.queue is one.queue.tenant.queues[one.queue.lane_queue] for one in queued)
         queues = {id(ticket.queue): ticket.queue for ticket in self._tickets.values()}
         assert sum(map(len, queues.values())) == len(queued)
         for queue in queues.values():
@@ -472,27 +449,29 @@ class Lanes:
             ticket.queue.tenant.name for ticket in self._tickets.values() if not ticket.is_queued
         )
         assert all(tenant.num_running == running[tenant.name] for tenant in self._tenants)
-        self._check_revisions()
+        self._check_fleets()
         self._check_work(queued)
         self._tenants.check_integrity()
 
-    def _check_revisions(self) -> None:
-        num_tickets = Counter(one.queue.track.revision for one in self._tickets.values())
-        assert num_tickets.keys() <= self._revisions.keys() <= self._current | num_tickets.keys()
-        for revision, tracks in self._revisions.items():
-            assert tracks.num_tickets == num_tickets[revision]
-            for track in (tracks.interactive, tracks.batch):
-                queues = [one.queues[track] for one in self._tenants if track in one.queues]
-                track.check_integrity([queue for queue in queues if queue.item is not None])
+    def _check_fleets(self) -> None:
+        for ticket in self._tickets.values():
+            fleet = ticket.request.fleet
+            assert ticket.queue.lane_queue.fleet_queues is self._fleets[fleet]
+        for fleet, fleet_queues in self._fleets.items():
+            assert fleet_queues.fleet is fleet
+            for lane_queue in (fleet_queues.interactive, fleet_queues.batch):
+                queues = [one.queues.get(lane_queue) for one in self._tenants]
+                inside = [one for one in queues if one is not None and one.item is not None]
+                lane_queue.check_integrity(inside)
 
     def _check_work(self, queued: list[Ticket]) -> None:
-        of_queues, submitted = Counter[TenantQueue](), Counter[tuple[str, Lane]]()
+        of_queues, submitted = Counter[TenantQueue](), Counter[tuple[Fleet, Lane]]()
         for ticket in queued:
             of_queues[ticket.queue] += ticket.work_us
-            revision, lane = ticket.queue.track.revision, ticket.request.submission.lane
-            submitted[revision, lane] += ticket.work_us
+            request = ticket.request
+            submitted[request.fleet, request.submission.lane] += ticket.work_us
         for tenant in self._tenants:
             assert all(one.work_us == of_queues[one] for one in tenant.queues.values())
-        for revision, tracks in self._revisions.items():
-            for lane, work_us in tracks.submitted_work_us.items():
-                assert work_us == submitted[revision, lane]
+        for fleet, queues in self._fleets.items():
+            for lane, work_us in queues.submitted_work_us.items():
+                assert work_us == submitted[fleet, lane]

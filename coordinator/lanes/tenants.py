@@ -13,7 +13,7 @@ from baton.coordinator.state.requests import Request, RequestKey
 from baton.runtime.config import TenantConfig
 
 if TYPE_CHECKING:
-    from baton.coordinator.lanes.tracks import Track
+    from baton.coordinator.lanes.fleet_queues import LaneQueue
 
 # Where more tenants than this have no request, the one idle for longest is forgotten, whatever it
 # owes.
@@ -42,7 +42,7 @@ class Ticket:
         num_reserved_tokens: what was taken from its tenant's rate when it was admitted.
         num_charged_tokens: prompt tokens that its tenant was charged, while it is not yet known
             how many of them came from a prefix cache; 0 after that.
-        owed_per_token: what each weighted token that it is served adds to what the batch track is
+        owed_per_token: what each weighted token that it is served adds to what the batch lane is
             owed.
     """
 
@@ -73,17 +73,18 @@ def _order(ticket: Ticket) -> tuple[float, int]:
 
 
 class TenantQueue(Account):
-    """What one tenant has waiting in one track, and the account of what it was served there.
+    """The requests of one tenant that wait in one lane for one fleet, and its account there.
 
     Attributes:
+        lane_queue: The lane's queue that it is part of.
         work_us: prefill work that waits, in whole microseconds: sums of floats would drift.
     """
 
-    __slots__ = ("_fresh", "_returned", "tenant", "track", "work_us")
+    __slots__ = ("_fresh", "_returned", "lane_queue", "tenant", "work_us")
 
-    def __init__(self, tenant: Tenant, track: Track) -> None:
+    def __init__(self, tenant: Tenant, lane_queue: LaneQueue) -> None:
         super().__init__(tenant.config.weight)
-        self.tenant, self.track = tenant, track
+        self.tenant, self.lane_queue = tenant, lane_queue
         self.work_us = 0
         self._fresh: OrderedDict[RequestKey, Ticket] = OrderedDict()
         self._returned: list[Ticket] = []
@@ -117,7 +118,7 @@ class Tenant:
     """Whom requests are charged to.
 
     Attributes:
-        queues: what it has waiting, by track; a queue is made when it is first used.
+        queues: Its waiting requests, by the lane's queue; created at the first use.
         num_running: its requests that are dispatched and have not ended.
         bucket: its rate; None: the rate has no limit.
         slots: the requests that it may have running; None: their number has no limit.
@@ -130,17 +131,17 @@ class Tenant:
         self.num_running = 0
         limit = config.max_concurrent
         self.slots = Slots(limit, now) if limit is not None else None
-        self.queues: dict[Track, TenantQueue] = {}
+        self.queues: dict[LaneQueue, TenantQueue] = {}
         self.bucket: TokenBucket | None = None
         if config.tokens_per_s is not None:
             burst_tokens = config.burst_tokens or config.tokens_per_s * _BURST_S
             self.bucket = TokenBucket(config.tokens_per_s, burst_tokens, now)
 
-    def queue(self, track: Track) -> TenantQueue:
-        """Its queue in a track, made where there is none."""
-        queue = self.queues.get(track)
+    def queue(self, lane_queue: LaneQueue) -> TenantQueue:
+        """Returns its part of a lane's queue; creates it at the first use."""
+        queue = self.queues.get(lane_queue)
         if queue is None:
-            queue = self.queues[track] = TenantQueue(self, track)
+            queue = self.queues[lane_queue] = TenantQueue(self, lane_queue)
         return queue
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from baton.coordinator.state.lanes import LANES
-from baton.coordinator.telemetry.revision_stats import Side
+from baton.coordinator.telemetry.fleet_stats import FleetStats
 from baton.coordinator.telemetry.sketch import Sketch
 from baton.runtime.enum_names import lane_name
 
@@ -37,7 +37,7 @@ class Judgement:
     reason: str
 
 
-def judge(stable: Side, canary: Side) -> Judgement:
+def judge(stable: FleetStats, canary: FleetStats) -> Judgement:
     """Says whether the canary is worse than the stable revision, as far as the samples carry.
 
     Errors, and requests that it gave up to the stable one: Fisher's exact test, one-sided. TTFT and
@@ -73,7 +73,9 @@ def judge(stable: Side, canary: Side) -> Judgement:
     )
 
 
-def _compare_errors(stable: Side, canary: Side, found: list[str], few: list[str]) -> None:
+def _compare_errors(
+    stable: FleetStats, canary: FleetStats, found: list[str], few: list[str]
+) -> None:
     ended = stable.num_ended, canary.num_ended + canary.num_moved
     if min(ended) < MIN_ENDED:
         few.append(

@@ -1,7 +1,7 @@
-"""Revisions that leave: what they began ends there, and then their workers go.
+"""Fleets that leave: they finish the outputs that they began, then their workers are drained.
 
-An output that has begun is never gone on with by another revision: other weights would finish an
-answer that is nobody's, and say that all is well. So it ends on its own, or fails and says why.
+No other fleet continues an output: it has other weights, and would return an answer that mixes two
+models without reporting an error. The output therefore ends in its fleet, or fails with a reason.
 """
 
 from __future__ import annotations
@@ -9,126 +9,115 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from baton.coordinator.rollouts.requests import RolloutRequests
 from baton.coordinator.scaling.launches import Launches
+from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.pools import ROLE_OF, Pool
-from baton.coordinator.state.workers import Worker, WorkerRegistry
+from baton.coordinator.state.workers import Worker
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 
 _DRAINING = cluster_pb2.WORKER_STATE_DRAINING
-# Clients whose connection broke come back with what they have: until then there is still somebody.
+# A fleet without requests keeps its workers this long: clients whose connection broke may resume.
 _QUIET_S = 2.0
 
 
 @dataclass(slots=True)
 class _Leaving:
-    """Times by the core's clock.
+    """How far a fleet is with leaving. Times are by the core's clock.
 
     Attributes:
-        until: what has not ended then fails.
-        busy_at: when a request of it was last there.
+        until: Requests that have not ended by then are failed.
+        reason: Why the fleet leaves, as its workers are told.
+        busy_at: When the fleet last had a request.
     """
 
     until: float
-    why: str
+    reason: str
     busy_at: float
 
 
-def gone_error(revision: str) -> errors.Unavailable:
-    """Of a request that no worker may go on with."""
+def gone_error(fleet: Fleet) -> errors.Unavailable:
+    """The error of a request that has output and whose fleet has no workers any more."""
     return errors.Unavailable(
-        f"revision {revision!r} began this output and has no workers any more; another revision "
+        f"revision {fleet.name!r} began this output and has no workers any more; another revision "
         "does not go on with it: submit the request anew",
         reason="REVISION_GONE",
     )
 
 
 class Retiring:
-    """Owns the revisions that leave.
+    """Owns the fleets that leave. `Rollouts` adds fleets; the last worker's end removes them.
 
     Args:
-        drain: tells a worker to leave: itself, how long it may take in seconds, why, and the time.
+        launches: Worker processes that were started here.
+        drain: Tells a worker to leave: worker, time limit in seconds, reason, current time.
     """
 
     def __init__(
-        self,
-        lifecycle: RolloutRequests,
-        workers: WorkerRegistry,
-        launches: Launches,
-        drain: Callable[[Worker, float, str, float], None],
+        self, launches: Launches, drain: Callable[[Worker, float, str, float], None]
     ) -> None:
-        self._lifecycle, self._workers, self._launches, self._drain = (
-            lifecycle,
-            workers,
-            launches,
-            drain,
-        )
-        self._leaving: dict[str, _Leaving] = {}
+        self._launches, self._drain = launches, drain
+        self._leaving: dict[Fleet, _Leaving] = {}
 
     def __len__(self) -> int:
         return len(self._leaving)
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Fleet]:
         return iter(tuple(self._leaving))
 
-    def decodes(self, revision: str) -> bool:
-        """Whether it has a decode worker that is not to leave."""
+    def __contains__(self, fleet: Fleet) -> bool:
+        return fleet in self._leaving
+
+    def decodes(self, fleet: Fleet) -> bool:
+        """Whether the fleet has a decode worker that is not draining."""
         return any(
-            one.role == common_pb2.ROLE_DECODE and one.state != _DRAINING
-            for one in self._workers.of(revision)
+            one.role == common_pb2.ROLE_DECODE and one.state != _DRAINING for one in fleet.workers
         )
 
-    def awaits_decode(self, revision: str) -> bool:
-        """Whether all decode workers that it is to keep only start now."""
-        is_starting = self._launches.num_starting(Pool.DECODE, revision) > 0
-        return is_starting and not self.decodes(revision)
+    def awaits_decode(self, fleet: Fleet) -> bool:
+        """Whether the fleet's only decode workers are starting, or all others drain."""
+        return self._launches.num_starting(Pool.DECODE, fleet) > 0 and not self.decodes(fleet)
 
-    def begin(self, revision: str, why: str, drain_s: float, now: float) -> None:
-        """It gets nothing new. What it has begun and not ended within `drain_s` fails."""
-        self._leaving[revision] = _Leaving(now + drain_s, why, busy_at=now)
+    def begin(self, fleet: Fleet, reason: str, drain_s: float, now: float) -> None:
+        """Lets a fleet leave: it gets no new requests, and has `drain_s` seconds for its own."""
+        self._leaving[fleet] = _Leaving(now + drain_s, reason, busy_at=now)
 
-    def replace(self, revisions: Iterable[str], drain_s: float, now: float) -> None:
-        """Others leave instead."""
+    def replace(self, fleets: Iterable[Fleet], drain_s: float, now: float) -> None:
+        """Replaces the fleets that leave, as another coordinator has recorded them."""
         self._leaving.clear()
-        for revision in revisions:
-            self.begin(revision, "another revision has taken its place", drain_s, now)
+        for fleet in fleets:
+            self.begin(fleet, "another revision has taken its place", drain_s, now)
+
+    def overdue(self, now: float) -> list[Fleet]:
+        """Returns the fleets whose requests must end now."""
+        return [fleet for fleet, leaving in self._leaving.items() if now >= leaving.until]
 
     def advance(self, now: float) -> bool:
-        """Goes on with it; whether one of them is gone for good."""
+        """Drains workers that are not needed any more; returns whether a fleet has left."""
         before = len(self._leaving)
-        for revision in self:
-            self._let_go(revision, self._leaving[revision], now)
+        for fleet in self:
+            self._release(fleet, self._leaving[fleet], now)
         return len(self._leaving) < before
 
-    def _let_go(self, revision: str, leaving: _Leaving, now: float) -> None:
-        """Those leave that are not needed, the last one of each pool when nothing is left to do.
+    def _release(self, fleet: Fleet, leaving: _Leaving, now: float) -> None:
+        """Drains all workers but one per pool, and that one once the fleet has no requests.
 
-        So what waits for another attempt there (a worker died, batch made room) has somewhere to
-        go. Where the last decode worker drains already, that is the one that starts in its place.
+        A request that waits for another attempt (its worker died, or it made room for interactive
+        work) needs the last worker of each pool. If the last decode worker drains already, the
+        decode worker that is starting takes its place.
         """
-        # What waits here and has not begun is what the stable revision cannot compute.
-        stays = [one for one in self._lifecycle.requests.all() if one.revision == revision]
-        if now >= leaving.until:
-            for request in stays:
-                if len(request.token_ids):
-                    self._lifecycle.fail(request, gone_error(revision), now)
-                elif not request.waits:
-                    # Nobody has seen anything of it: another revision may compute it.
-                    self._lifecycle.move(request, now)
-            stays = []
+        stays = fleet.num_requests > 0 and now < leaving.until
         if stays:
             leaving.busy_at = now
         is_needed = now < min(leaving.until, leaving.busy_at + _QUIET_S)
-        if not (stays and self.awaits_decode(revision)):
-            self._launches.give_up_all(revision)
-        members = self._workers.of(revision)
+        if not (stays and self.awaits_decode(fleet)):
+            self._launches.give_up_all(fleet)
         for role in ROLE_OF.values():
-            there = [one for one in members if one.role == role and one.state != _DRAINING]
+            there = [one for one in fleet.workers if one.role == role and one.state != _DRAINING]
             there.sort(key=lambda one: (one.serving, len(one.ledger), one.id))
             if is_needed and there:
                 there.pop()
             for worker in there:
-                self._drain(worker, max(1.0, leaving.until - now), leaving.why, now)
-        if not stays and not len(members):
-            del self._leaving[revision]
+                self._drain(worker, max(1.0, leaving.until - now), leaving.reason, now)
+        if not stays and not len(fleet.workers):
+            del self._leaving[fleet]

@@ -1,10 +1,10 @@
-"""Another revision on a share of the traffic, until it is promoted or given up.
+"""A rollout: a canary fleet gets a share of the traffic until it is promoted or aborted.
 
-Part of the core: no I/O, no clock. Only one rollout runs at a time. A request stays on the revision
-that began its output (retiring.py says why); one of which nothing has been sent goes to the stable
-revision when its own has no workers.
+No I/O, no clock. One rollout runs at a time. A request stays in the fleet that began its output
+(retiring.py says why); a request without output moves to the stable fleet if its own fleet has no
+workers.
 
-Attached workers keep a record of it, and a coordinator that follows this one takes it from them.
+Every attached worker keeps a record of the rollout, from which a restarted coordinator restores it.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from dataclasses import dataclass, field
 
 from baton.coordinator.rollouts import rollout_errors as why
 from baton.coordinator.rollouts.comparison import Verdict, judge
-from baton.coordinator.rollouts.requests import RolloutRequests
 from baton.coordinator.rollouts.retiring import Retiring
-from baton.coordinator.rollouts.traffic import Traffic, fits
-from baton.coordinator.routing.placers import Placers
+from baton.coordinator.rollouts.traffic import Traffic
 from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.pools import ROLE_OF, Pool
+from baton.coordinator.state.request_table import RequestTable
 from baton.coordinator.state.revision import Revision
 from baton.coordinator.state.timers import CoreTimer, Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
-from baton.coordinator.telemetry.revision_stats import Side
+from baton.coordinator.telemetry.fleet_stats import FleetStats
+from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime import errors
 from baton.v1 import cluster_pb2
 
@@ -34,377 +35,351 @@ _DRAINING = cluster_pb2.WORKER_STATE_DRAINING
 
 @dataclass(slots=True)
 class Rollout:
-    """One that runs, or the last one.
+    """The rollout that runs, or the last one.
 
     Attributes:
-        sizes: workers to start, by pool; nothing where nothing starts workers.
-        abort_if_worse: than the stable one, by the verdict on both.
-        sides: of stable and canary, once the canary has served; they are compared since `since`.
-        drains_s: None: it is not being promoted; else how long the old revision's requests may
-            take then.
+        canary: The fleet that is tried out.
+        stable: The stable fleet when the rollout began.
+        sizes: Number of workers that the coordinator starts, by pool; 0 if it starts no workers.
+        abort_if_worse: Whether the rollout is aborted when the comparison finds the canary worse.
+        stats: Statistics of both fleets; empty until the canary has served.
+        since: When `stats` began, by the core's clock.
+        drains_s: Seconds that requests of the old fleet may take after the promotion; None: the
+            canary is not being promoted.
     """
 
-    revision: Revision
-    stable: str
+    canary: Fleet
+    stable: Fleet
     sizes: dict[Pool, int]
     abort_if_worse: bool = False
-    sides: dict[str, Side] = field(default_factory=dict)
+    stats: dict[Fleet, FleetStats] = field(default_factory=dict)
     since: float = 0.0
     drains_s: float | None = None
 
 
 class Rollouts:
-    """Owns the rollout that runs, and the revisions that leave.
+    """Owns the rollout that runs, and the fleets that leave.
+
+    `RolloutControl` in core/ calls `advance` after every change, and ends and moves requests.
 
     Args:
-        traffic: says which revision a request gets; changed only here.
-        drain: tells a worker to leave: itself, how long it may take in seconds, why, and the time.
-        emit: takes effects.
-        max_request_s: longest life of a request.
+        traffic: Chooses the fleet of a request; changed only here.
+        requests: Requests that have not ended.
+        workers: All attached workers.
+        scaler: Starts the canary's workers if it is active.
+        stats: Counts by fleet while two fleets are compared.
+        timers: The core's timers.
+        drain: Tells a worker to leave: worker, time limit in seconds, reason, current time.
+        emit: Takes effects.
+        max_request_s: Longest life of a request, in seconds.
 
     Attributes:
-        rollout: the one that runs; None: none does.
-        last: the one before, or None.
-        outcome: how that ended, in words.
-        retiring: revisions that finish what they have.
+        rollout: The rollout that runs, if any.
+        last: The rollout that ended last, if any.
+        outcome: How `last` ended, in words.
+        retiring: Fleets that finish their requests and leave.
     """
 
     def __init__(
         self,
         traffic: Traffic,
-        lifecycle: RolloutRequests,
+        requests: RequestTable,
         workers: WorkerRegistry,
-        placers: Placers,
         scaler: Scaler,
+        stats: CoreStats,
         timers: Timers,
         drain: Callable[[Worker, float, str, float], None],
         emit: Callable[[ev.Effect], None],
         max_request_s: float,
     ) -> None:
-        self.traffic, self._lifecycle, self._workers, self._placers = (
-            traffic,
-            lifecycle,
-            workers,
-            placers,
-        )
-        self._scaler, self._timers, self._emit = scaler, timers, emit
-        self.retiring = Retiring(lifecycle, workers, scaler.launches, drain)
-        self._configured, self._version = traffic.stable, 0
-        # Whether an operator has said something here: what workers remember is older.
+        self.traffic, self._requests, self._workers = traffic, requests, workers
+        self._scaler, self._stats, self._timers, self._emit = scaler, stats, timers, emit
+        self._fleets, self._max_request_s = workers.fleets, max_request_s
+        self.retiring = Retiring(scaler.launches, drain)
+        self._configured, self._version = traffic.stable.name, 0
+        # Whether an operator has changed a rollout here, so that records of workers are outdated.
         self._was_told = False
-        self._max_request_s = max_request_s
         self.rollout: Rollout | None = None
         self.last: Rollout | None = None
         self.outcome = ""
-        self._set_current()
 
-    # ---- What others may ask.
+    # ---- Questions
 
     def __bool__(self) -> bool:
-        """Whether there is anything to look at."""
+        """Whether a rollout runs or a fleet leaves."""
         return self.rollout is not None or len(self.retiring) > 0
 
     @property
     def num_timers(self) -> int:
+        """Number of timers that are set."""
         return int(bool(self))
 
-    def is_gone(self, revision: str) -> bool:
-        """Whether no worker will go on with what this revision began."""
-        traffic = self.traffic
+    def involves(self, fleet: Fleet) -> bool:
+        """Whether the fleet is stable, a canary or leaving, so that it must be kept."""
+        return self.traffic.is_current(fleet) or fleet in self.retiring
+
+    def is_gone(self, fleet: Fleet) -> bool:
+        """Whether no worker will continue the outputs that this fleet began."""
         return (
-            revision not in (traffic.stable, traffic.canary)
+            not self.traffic.is_current(fleet)
             and len(self._workers) > 0
-            and not self.retiring.decodes(revision)
-            and not self.retiring.awaits_decode(revision)
+            and not self.retiring.decodes(fleet)
+            and not self.retiring.awaits_decode(fleet)
         )
 
     def flip_error(self, worker: Worker) -> errors.BatonError | None:
-        """Why a worker may not change its role; None when rollouts have nothing against it."""
-        if worker.revision == self.traffic.stable:
+        """Returns why rollouts forbid that a worker changes its role; None if they do not."""
+        if worker.fleet is self.traffic.stable:
             return None
         return errors.FailedPrecondition(
-            f"worker {worker.id} is of revision {worker.revision!r}; only workers of the stable "
-            f"one, {self.traffic.stable!r}, change their role"
+            f"worker {worker.id} is of revision {worker.fleet.name!r}; only workers of the stable "
+            f"one, {self.traffic.stable.name!r}, change their role"
         )
 
     def start_error(
         self, revision: Revision, share: float, sizes: Mapping[Pool, int]
     ) -> errors.BatonError | None:
-        """Why this rollout cannot be started; None when it can.
+        """Returns why this rollout cannot be started; None if it can.
 
         Args:
-            revision: what its workers are to run.
-            share: of new sessions.
-            sizes: workers to start; a pool that is left out has those that are attached, or one.
+            revision: Launch configuration of the canary's workers.
+            share: Share of new sessions for the canary.
+            sizes: Number of workers by pool. For a pool that is left out, the attached workers are
+                used, or 1 worker is started.
         """
-        running, leaving = self.traffic.canary, frozenset(self.retiring)
         return why.start_error(
-            self._workers, self._scaler, running, leaving, revision, sizes
+            self._workers, self._scaler, self.traffic.canary, tuple(self.retiring), revision, sizes
         ) or why.share_error(share)
 
     def share_error(self, share: float) -> errors.BatonError | None:
+        """Returns why the share cannot be changed to this value; None if it can."""
         return self.abort_error() or why.share_error(share)
 
     def promote_error(self) -> errors.BatonError | None:
-        """Why the canary cannot be promoted; None when it can."""
+        """Returns why the canary cannot be promoted; None if it can."""
         if self.rollout is None:
             return why.none_runs()
-        return why.promote_error(self._workers, self._scaler, self.rollout.revision)
+        return why.promote_error(self._workers, self._scaler, self.rollout.canary)
 
     def abort_error(self) -> errors.BatonError | None:
+        """Returns why no rollout can be aborted; None if one can."""
         return None if self.rollout is not None else why.none_runs()
 
-    # ---- What happens.
+    # ---- Events
 
-    def start(self, event: ev.RolloutAsked, now: float) -> None:
-        """There is no `start_error`."""
-        name, self._was_told = event.revision.name, True
+    def start(self, event: ev.RolloutAsked) -> None:
+        """Starts a rollout; `start_error` was None."""
+        canary, self._was_told = self._fleets.named(event.revision.name), True
+        canary.revision = event.revision
         sizes = dict.fromkeys(Pool, 0)
         if self._scaler.active:
-            sizes = {pool: why.to_start(self._workers, pool, name, event.sizes) for pool in Pool}
-        self.rollout = Rollout(event.revision, self.traffic.stable, sizes, event.abort_if_worse)
-        self.traffic.canary, self.traffic.share = name, event.share
-        self._set_current()
+            sizes = {pool: why.to_start(canary.workers, pool, event.sizes) for pool in Pool}
+        self.rollout = Rollout(canary, self.traffic.stable, sizes, event.abort_if_worse)
+        self.traffic.canary, self.traffic.share = canary, event.share
         self._changed()
-        self.advance(now)
 
     def set_share(self, share: float) -> None:
+        """Changes the canary's share; `share_error` was None."""
         if self.rollout is not None:
             self.traffic.share, self._was_told = share, True
             self._changed()
 
-    def promote(self, drain_s: float | None, now: float) -> None:
-        """There is no `promote_error`."""
+    def promote(self, drain_s: float | None) -> None:
+        """Promotes the canary as soon as it has enough workers; `promote_error` was None."""
         if self.rollout is not None:
             self._was_told = True
             self.rollout.drains_s = drain_s or self._max_request_s
-            self.advance(now)
 
     def abort(self, drain_s: float | None, reason: str, now: float) -> None:
-        """There is no `abort_error`."""
-        rollout = self.rollout
-        if rollout is not None:
+        """Aborts the rollout; `abort_error` was None."""
+        if self.rollout is not None:
             self._was_told = True
-            self._give_up(rollout, reason, drain_s, now)
-            self.advance(now)
+            self._abort(self.rollout, reason, drain_s, now)
 
-    def attached(self, worker: Worker, now: float, *, returns: bool) -> None:
-        """A worker is there: it may know of a rollout that another coordinator was told of."""
+    def attached(self, worker: Worker, now: float, *, returns: bool) -> bool:
+        """A worker has attached; it may know of a rollout from an earlier coordinator.
+
+        Returns:
+            Whether that rollout was restored, so that waiting requests may have to move.
+        """
         record = worker.hello.rollout
-        if (
+        restores = (
             returns
             and record.version > self._version
             and record.configured == self._configured
-            # What it started itself ended with it.
+            # The workers that an active scaler started ended with its coordinator.
             and not self._scaler.active
             and not self._was_told
-        ):
+        )
+        if restores:
             self._restore(record, now)
         elif self._version:
             self._emit(ev.SendCommand(worker.key, self._record()))
-        if returns and worker.revision not in self.retiring and self._replaced(worker):
-            self._retire(worker.revision, "another revision has taken its place", None, now)
+        if returns and worker.fleet not in self.retiring and self._was_replaced(worker):
+            self._retire(worker.fleet, "another revision has taken its place", None, now)
             self._changed()
+        return restores
 
     def starts_workers(self, now: float) -> None:
-        """Those are of the configured revision, whatever a worker has remembered before this."""
+        """A launcher is ready: the configured revision is stable again, as its workers run it."""
         if self._version and not self._was_told:
             record = cluster_pb2.RolloutRecord(version=self._version + 1, stable=self._configured)
             self._restore(record, now)
 
     def advance(self, now: float) -> None:
-        """Looks at who serves, and does what follows. To be called when that has changed."""
-        self._placers.changed = False
+        """Starts, opens, ends and retires fleets according to the workers that serve now."""
         rollout = self.rollout
         if rollout is not None:
-            self._size(rollout, now)
+            self._start_workers(rollout, now)
             self._open(rollout, now)
-            if (found := self._is_worse(rollout)) is not None:
-                self._give_up(rollout, found, None, now)
+            if (found := self._found_worse(rollout)) is not None:
+                self._abort(rollout, found, None, now)
             elif (
                 rollout.drains_s is not None
                 and self._has_sizes(rollout)
                 and not self._needs_start(rollout.stable)
             ):
                 self._switch(rollout, rollout.drains_s, now)
-        for revision in self.retiring:
-            self._scaler.launches.give_up_stuck(revision, self._scaler.start_timeout_s, now)
+        for fleet in self.retiring:
+            self._scaler.launches.give_up_stuck(fleet, self._scaler.start_timeout_s, now)
         if self.retiring.advance(now):
             self._changed()
         self._reserve()
-        self._move_waiting()
-        # What waits for workers that are gone is to hear it.
-        self._lifecycle.room_freed()
         if self:
             self._timers.set(CoreTimer.ROLLOUT, now + _INTERVAL_S)
         else:
             self._timers.cancel(CoreTimer.ROLLOUT)
-            self._placers.keep_only(frozenset({self.traffic.stable}))
 
-    # ---- Inside.
+    # ---- The record that workers keep
 
     def _record(self) -> cluster_pb2.RolloutRecord:
         traffic = self.traffic
         return cluster_pb2.RolloutRecord(
             version=self._version,
             configured=self._configured,
-            stable=traffic.stable,
-            canary=traffic.canary,
+            stable=traffic.stable.name,
+            canary=traffic.canary.name if traffic.canary is not None else "",
             share=traffic.share,
-            retiring=self.retiring,
+            retiring=[fleet.name for fleet in self.retiring],
             abort_if_worse=self.rollout is not None and self.rollout.abort_if_worse,
         )
 
     def _changed(self) -> None:
-        """Something is no more what workers remember."""
+        """Sends a new version of the record to all workers."""
         self._version += 1
-        self._tell()
+        self._send_record()
 
-    def _tell(self) -> None:
-        """Workers are to remember what is so now."""
+    def _send_record(self) -> None:
         record = self._record()
         for worker in self._workers:
             self._emit(ev.SendCommand(worker.key, record))
 
     def _restore(self, record: cluster_pb2.RolloutRecord, now: float) -> None:
-        """Goes on where the coordinator before was."""
+        """Continues with the state that an earlier coordinator has recorded."""
+        named = self._fleets.named
         self._version, self.rollout = record.version, None
-        self.retiring.replace(record.retiring, self._max_request_s, now)
-        self._lifecycle.stats.sides = {}
-        self.traffic.stable = self._workers.stable = record.stable
-        self.traffic.canary, self.traffic.open = "", False
+        self.retiring.replace(map(named, record.retiring), self._max_request_s, now)
+        self._stats.compared = {}
+        self._fleets.stable = stable = named(record.stable)
+        self.traffic.canary, self.traffic.open = None, False
         if record.canary:
-            canary = Revision(record.canary)
-            sizes = dict.fromkeys(Pool, 0)
-            self.rollout = Rollout(canary, record.stable, sizes, record.abort_if_worse)
-            self.traffic.canary, self.traffic.share = record.canary, record.share
-        self._set_current()
-        self._placers.changed = True
+            canary, sizes = named(record.canary), dict.fromkeys(Pool, 0)
+            self.rollout = Rollout(canary, stable, sizes, record.abort_if_worse)
+            self.traffic.canary, self.traffic.share = canary, record.share
         if not self:
             self._timers.cancel(CoreTimer.ROLLOUT)
-        # What came before the first worker did was taken for the configured revision's.
-        self._move_waiting()
-        self._tell()
+        self._send_record()
 
-    def _replaced(self, worker: Worker) -> bool:
-        """Whether a worker's revision left, or was to, when it lost the coordinator before.
+    def _was_replaced(self, worker: Worker) -> bool:
+        """Whether a worker's fleet left, or began to, before the worker lost its coordinator.
 
-        One that no rollout was of waits for its own.
+        The workers of a fleet that took part in no rollout are kept.
         """
-        record, revision = worker.hello.rollout, worker.revision
+        record, fleet = worker.hello.rollout, worker.fleet
         known = (record.stable, record.canary) if record.configured == self._configured else ()
-        return revision not in (self.traffic.stable, self.traffic.canary) and (
-            revision in known or revision in record.retiring
+        return not self.traffic.is_current(fleet) and (
+            fleet.name in known or fleet.name in record.retiring
         )
 
-    def _set_current(self) -> None:
-        current = frozenset(filter(None, (self.traffic.stable, self.traffic.canary)))
-        self._lifecycle.lanes.set_current(current)
+    # ---- Steps of a rollout
 
-    def _size(self, rollout: Rollout, now: float) -> None:
-        """Starts what the canary lacks; what of it does not come up is given up."""
+    def _start_workers(self, rollout: Rollout, now: float) -> None:
+        """Starts the workers that the canary lacks; gives up starts that take too long."""
         if not self._scaler.active:
             return
-        name, launches = rollout.revision.name, self._scaler.launches
-        launches.give_up_stuck(name, self._scaler.start_timeout_s, now)
+        canary, launches = rollout.canary, self._scaler.launches
+        launches.give_up_stuck(canary, self._scaler.start_timeout_s, now)
         for pool, role in ROLE_OF.items():
             if rollout.drains_s is not None:
                 rollout.sizes[pool] = max(rollout.sizes[pool], self._promoted_size(pool))
-            there = sum(
-                one.role == role and one.state != _DRAINING for one in self._workers.of(name)
-            )
-            lacking = rollout.sizes[pool] - there - launches.num_starting(pool, name)
-            launches.start(pool, lacking, now, rollout.revision)
-            launches.settle(pool, now, name)
+            there = sum(one.role == role and one.state != _DRAINING for one in canary.workers)
+            lacking = rollout.sizes[pool] - there - launches.num_starting(pool, canary)
+            launches.start(pool, lacking, now, canary)
+            launches.settle(pool, now, canary)
 
     def _reserve(self) -> None:
-        """GPUs that the pools may not grow into.
+        """Keeps GPUs from the pools that belong to the canary and to fleets that leave.
 
-        The canary's, and those of workers that stay, or still start, until what their revision has
-        has ended: those that drain the pools count themselves.
+        Draining workers are left out: the pools count them themselves.
         """
-        scaler, rollout = self._scaler, self.rollout
-        held = 0
+        scaler, rollout, held = self._scaler, self.rollout, 0
         if rollout is not None:
-            held = why.canary_gpus(self._workers, scaler, rollout.revision, rollout.sizes)
-        stay = (
-            one
-            for revision in self.retiring
-            for one in self._workers.of(revision)
-            if one.state != _DRAINING
-        )
-        starting = sum(scaler.gpus_starting(revision) for revision in self.retiring)
-        scaler.reserve(held + scaler.gpus_of(stay) + starting)
+            canary = rollout.canary
+            held = why.canary_gpus(scaler, canary.workers, canary.revision, rollout.sizes)
+        for fleet in self.retiring:
+            held += scaler.gpus_of(one for one in fleet.workers if one.state != _DRAINING)
+            held += scaler.gpus_starting(fleet)
+        scaler.reserve(held)
 
     def _open(self, rollout: Rollout, now: float) -> None:
-        """New requests go to the canary while it serves in both pools."""
-        traffic, name = self.traffic, rollout.revision.name
-        counts = why.serving(self._workers, name)
-        traffic.open = all(counts[pool] for pool in Pool)
-        traffic.canary_model = self._workers.of(name).model
-        if traffic.open and not rollout.sides:
-            rollout.sides, rollout.since = {rollout.stable: Side(), name: Side()}, now
-            self._lifecycle.stats.sides = rollout.sides
+        """Lets the canary get new requests while it serves in both pools."""
+        canary, counts = rollout.canary, why.serving(rollout.canary.workers)
+        self.traffic.open = all(counts[pool] for pool in Pool)
+        if self.traffic.open and not rollout.stats:
+            rollout.stats, rollout.since = {rollout.stable: FleetStats(), canary: FleetStats()}, now
+            self._stats.compared = rollout.stats
 
     def _promoted_size(self, pool: Pool) -> int:
-        return why.promoted_size(self._workers, self._scaler, pool)
+        return why.promoted_size(self.traffic.stable, self._scaler, pool)
 
     def _has_sizes(self, rollout: Rollout) -> bool:
-        counts = why.serving(self._workers, rollout.revision.name)
+        counts = why.serving(rollout.canary.workers)
         return all(counts[pool] >= self._promoted_size(pool) for pool in Pool)
 
-    def _needs_start(self, revision: str) -> bool:
-        """Whether what it began may have to go on with a decode worker that only starts now.
+    def _needs_start(self, fleet: Fleet) -> bool:
+        """Whether requests of the fleet may need a decode worker that is still starting.
 
-        As a revision that leaves it would get no other one, should that fail to start.
+        A fleet that leaves starts no further worker, should this start fail.
         """
-        return self.retiring.awaits_decode(revision) and any(
-            one.stays_on(revision) for one in self._lifecycle.requests.all()
+        return self.retiring.awaits_decode(fleet) and any(
+            one.fleet is fleet and one.has_begun for one in self._requests.all()
         )
 
     def _switch(self, rollout: Rollout, drain_s: float, now: float) -> None:
-        """The canary is the stable revision from now on."""
-        new, old = rollout.revision, self.traffic.stable
-        self._end(rollout, f"revision {new.name!r} was promoted, after {old!r}")
-        self.traffic.stable = self._workers.stable = new.name
-        self._scaler.promoted(new, now)
-        self._set_current()
+        """Makes the canary the stable fleet."""
+        new, old = rollout.canary, self.traffic.stable
+        self._end(rollout, f"revision {new.name!r} was promoted, after {old.name!r}")
+        self._fleets.stable = new
+        self._scaler.promoted(now)
         self._retire(old, f"revision {new.name} has taken its place", drain_s, now)
         self._changed()
 
-    def _is_worse(self, rollout: Rollout) -> str | None:
-        """What is worse about a canary that is to be aborted then; None: nothing is known of it."""
-        if not rollout.abort_if_worse or not rollout.sides:
+    def _found_worse(self, rollout: Rollout) -> str | None:
+        """Returns why the rollout is aborted because the canary is worse; None if it is not."""
+        if not rollout.abort_if_worse or not rollout.stats:
             return None
-        found = judge(rollout.sides[rollout.stable], rollout.sides[rollout.revision.name])
+        found = judge(rollout.stats[rollout.stable], rollout.stats[rollout.canary])
         return found.reason if found.verdict is Verdict.WORSE else None
 
-    def _give_up(self, rollout: Rollout, reason: str, drain_s: float | None, now: float) -> None:
-        self._end(rollout, f"revision {rollout.revision.name!r} was aborted: {reason}")
-        self._retire(rollout.revision.name, "its rollout was aborted", drain_s, now)
+    def _abort(self, rollout: Rollout, reason: str, drain_s: float | None, now: float) -> None:
+        self._end(rollout, f"revision {rollout.canary.name!r} was aborted: {reason}")
+        self._retire(rollout.canary, "its rollout was aborted", drain_s, now)
         self._changed()
 
     def _end(self, rollout: Rollout, outcome: str) -> None:
         self.rollout, self.last, self.outcome = None, rollout, outcome
-        self.traffic.canary, self.traffic.open, self.traffic.share = "", False, 0.0
-        self._lifecycle.stats.sides = {}
-        self._set_current()
+        self.traffic.canary, self.traffic.open, self.traffic.share = None, False, 0.0
+        self._stats.compared = {}
 
-    def _retire(self, revision: str, reason: str, drain_s: float | None, now: float) -> None:
-        self.retiring.begin(revision, reason, drain_s or self._max_request_s, now)
-
-    def _move_waiting(self) -> None:
-        """What waits on a revision that gets nothing new goes to the stable one.
-
-        What the stable one cannot compute (it lacks an adapter, its context is shorter) stays as
-        long as there are workers that can.
-        """
-        model = self._workers.of(self.traffic.stable).model
-        for request in self._lifecycle.requests.all():
-            if (
-                request.waits
-                and not len(request.token_ids)
-                and not self.traffic.gets_new(request.revision)
-                and (fits(request.submission, model) or self.is_gone(request.revision))
-            ):
-                self._lifecycle.change_revision(request, self.traffic.stable)
+    def _retire(self, fleet: Fleet, reason: str, drain_s: float | None, now: float) -> None:
+        self.retiring.begin(fleet, reason, drain_s or self._max_request_s, now)

@@ -1,54 +1,70 @@
-"""What a revision runs, and which one a new request gets.
+"""Which fleet a new request gets.
 
-A revision is a name for model and engine arguments together. All that an output rests on is of one
-revision: weights, KV cache, sampling state. So a request stays on the one that began its output.
+Everything that an output depends on (weights, KV cache, sampling state) belongs to one fleet, so a
+request stays in the fleet that began its output.
 """
 
 from __future__ import annotations
 
 import xxhash
 
+from baton.coordinator.state.fleets import Fleet, Fleets
 from baton.coordinator.state.requests import Submission
 from baton.v1 import common_pb2
 
 
 class Traffic:
-    """Which revision a request gets. Pure: the same session gets the same one.
+    """Chooses the fleet of a new request by a hash, so that a session keeps its fleet.
+
+    Only `Rollouts` changes the attributes.
+
+    Args:
+        fleets: All fleets; its `stable` fleet gets the requests that the canary does not get.
 
     Attributes:
-        stable: serves all that no rollout takes.
-        canary: gets `share` of new sessions while it is `open`; empty: there is none.
-        share: 0 to 1.
-        open: whether the canary has workers that serve, in both pools.
-        canary_model: what the canary's workers serve; None: not known.
+        canary: The fleet that is tried out; None: no rollout runs.
+        share: Share of new sessions that the canary gets while it is `open`, 0 to 1.
+        open: Whether the canary has serving workers in both pools.
     """
 
-    def __init__(self, stable: str) -> None:
-        self.stable, self.canary = stable, ""
+    def __init__(self, fleets: Fleets) -> None:
+        self._fleets = fleets
+        self.canary: Fleet | None = None
         self.share, self.open = 0.0, False
-        self.canary_model: common_pb2.ModelDescription | None = None
 
-    def gets_new(self, revision: str) -> bool:
-        return revision == self.stable or (revision == self.canary and self.open)
+    @property
+    def stable(self) -> Fleet:
+        """The stable fleet."""
+        return self._fleets.stable
 
-    def revision_of(self, submission: Submission) -> str:
-        """By a hash of the session, or of the request where it has none.
+    def is_current(self, fleet: Fleet) -> bool:
+        """Whether the fleet is the stable one or the canary."""
+        return fleet is self.stable or fleet is self.canary
 
-        A share that grows takes sessions along that were in it before. The canary's name is in the
-        hash, so that it is not the same users who try everything.
+    def gets_new(self, fleet: Fleet) -> bool:
+        """Whether the fleet gets new requests now."""
+        return fleet is self.stable or (fleet is self.canary and self.open)
+
+    def fleet_of(self, submission: Submission) -> Fleet:
+        """Returns the fleet of a new or resumed request.
+
+        A resumed output stays in the fleet that began it. Otherwise the session, or the request if
+        it has no session, is hashed together with the canary's name: a growing share keeps the
+        sessions it had, and each canary gets other sessions.
         """
         if submission.revision and len(submission.known_token_ids):
-            return submission.revision
-        # What is let in is checked by the stable one's context, and by its adapters.
-        if not (self.open and fits(submission, self.canary_model)):
+            return self._fleets.named(submission.revision)
+        canary = self.canary
+        # Admission checked the request against the stable fleet's context length and adapters.
+        if canary is None or not self.open or not fits(submission, canary.workers.model):
             return self.stable
         key = submission.session_id or submission.request_id
-        place = xxhash.xxh3_64_intdigest(f"{self.canary}\0{key}".encode()) / 2**64
-        return self.canary if place < self.share else self.stable
+        place = xxhash.xxh3_64_intdigest(f"{canary.name}\0{key}".encode()) / 2**64
+        return canary if place < self.share else self.stable
 
 
 def fits(submission: Submission, model: common_pb2.ModelDescription | None) -> bool:
-    """Whether workers that serve this model can compute a request; yes where it is not known."""
+    """Whether workers that serve this model can compute a request; True if `model` is None."""
     if model is None:
         return True
     if submission.adapter and all(one.name != submission.adapter for one in model.adapters):

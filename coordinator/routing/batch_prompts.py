@@ -17,7 +17,7 @@ class BatchPrompts:
 
     Args:
         router: of these workers; it is only read.
-        workers: of one revision.
+        workers: Workers of one fleet.
     """
 
     def __init__(self, router: Router, workers: AttachedWorkers) -> None:

@@ -28,7 +28,7 @@ class LocalPrompts:
     """Says when a decode worker should compute a prompt, and counts what that costs its outputs.
 
     Args:
-        router: of one revision's workers.
+        router: Router of one fleet's workers.
         itl_target_s: target of gaps between an interactive output's tokens, in seconds.
     """
 

@@ -50,13 +50,13 @@ def _open_to(worker: Worker) -> Pool | None:
 
 
 class Placer:
-    """Places the requests of one revision on its workers, and counts there what they take.
+    """Places the requests of one fleet on its workers, and counts there what they take.
 
     Args:
         config: limits and targets.
-        workers: of this revision.
+        workers: The fleet's workers.
         latency: what steps cost on each worker.
-        outputs: how long outputs are; shared by all revisions.
+        outputs: how long outputs are; shared by all fleets.
         crowded: takes the decode workers that are given interactive work.
 
     Attributes:

@@ -1,7 +1,7 @@
-"""A placer for each revision, so that no request can be given workers of two.
+"""One placer per fleet, so that no request is ever given workers of two fleets.
 
-A prefix, a session's last worker, the least loaded one and the other end of a handoff are all
-looked up in one placer, which knows workers of its own revision only.
+A placer knows only its own fleet's workers. It looks up cached prefixes, a session's last worker,
+the least loaded worker and the other end of a handoff.
 """
 
 from __future__ import annotations
@@ -12,18 +12,17 @@ from baton.coordinator.routing.placement import Placer
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerLoad
 from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.requests import RequestKey, WorkerKey
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.v1 import cluster_pb2
 
 
 class Placers:
-    """Owns one placer per revision that has workers.
+    """Owns one placer per fleet, from its first use until the core forgets the fleet.
 
     Attributes:
         crowded: decode workers that were given interactive work since they were last looked at.
-        changed: whether workers have come, gone or changed what they take; whoever looks at them
-            then sets it back.
     """
 
     def __init__(
@@ -33,8 +32,7 @@ class Placers:
         self._outputs = OutputLengths()
         self._now = 0.0
         self.crowded: dict[WorkerKey, None] = {}
-        self._placers: dict[str, Placer] = {}
-        self.changed = False
+        self._placers: dict[Fleet, Placer] = {}
 
     def __len__(self) -> int:
         return len(self._placers)
@@ -45,51 +43,40 @@ class Placers:
         for placer in self._placers.values():
             placer.router.now = now
 
-    def of(self, revision: str) -> Placer:
-        """The placer of a revision, made where there is none."""
-        placer = self._placers.get(revision)
+    def of(self, fleet: Fleet) -> Placer:
+        """Returns the placer of a fleet; creates it if it does not exist."""
+        placer = self._placers.get(fleet)
         if placer is None:
-            # Clients may name any revision: placers without workers are not kept.
-            self.keep_only(frozenset({self._workers.stable}))
-            placer = self._placers[revision] = Placer(
-                self._config,
-                self._workers.follow(revision),
-                self._latency,
-                self._outputs,
-                self.crowded,
+            placer = self._placers[fleet] = Placer(
+                self._config, fleet.workers, self._latency, self._outputs, self.crowded
             )
             placer.router.now = self._now
         return placer
 
-    def keep_only(self, revisions: frozenset[str]) -> None:
-        """Forgets the placers of revisions without attached workers, but for these."""
-        for revision in self._placers.keys() - revisions - set(self._workers.revisions):
-            del self._placers[revision]
-            self._workers.forget(revision)
+    def forget(self, fleet: Fleet) -> None:
+        """Removes the placer of a fleet that has neither workers nor requests."""
+        self._placers.pop(fleet, None)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when sums, masks or owners differ from what they stand for."""
-        for revision, placer in self._placers.items():
+        assert self._placers.keys() <= set(self._workers.fleets)
+        for fleet, placer in self._placers.items():
             placer.check_integrity()
             for worker in self._workers:
-                assert worker.revision == revision or placer.router.load(worker.key) is None
+                assert worker.fleet is fleet or placer.router.load(worker.key) is None
 
     # ---- Members.
 
     def attach(self, worker: Worker) -> None:
-        self.changed = True
         self._workers.changed(worker)
-        self.keep_only(frozenset({self._workers.stable, worker.revision}))
-        self.of(worker.revision).attach(worker)
+        self.of(worker.fleet).attach(worker)
 
     def refresh(self, worker: Worker) -> None:
-        self.changed = True
         self._workers.changed(worker)
-        self.of(worker.revision).refresh(worker)
+        self.of(worker.fleet).refresh(worker)
 
     def detach(self, worker: Worker) -> None:
-        self.changed = True
-        self.of(worker.revision).detach(worker)
+        self.of(worker.fleet).detach(worker)
 
     def load(self, worker: Worker) -> WorkerLoad | None:
         return self._router(worker).load(worker.key)
@@ -106,19 +93,17 @@ class Placers:
         """Counts so many tokens of KV room on a worker, until `let_go`."""
         self._router(worker).hold(key, worker.key, num_tokens)
 
-    def held_grows(
-        self, key: RequestKey, revision: str, worker: WorkerKey, num_tokens: int
-    ) -> None:
+    def held_grows(self, key: RequestKey, fleet: Fleet, worker: WorkerKey, num_tokens: int) -> None:
         """It takes this many tokens now."""
-        router = self.of(revision).router
+        router = self.of(fleet).router
         if router.outgrows(key, worker, num_tokens):
             router.grow(key, worker, num_tokens)
 
-    def let_go(self, key: RequestKey, revision: str, worker: WorkerKey) -> None:
+    def let_go(self, key: RequestKey, fleet: Fleet, worker: WorkerKey) -> None:
         """Frees what was held; idempotent."""
-        self.of(revision).router.release(key, None, worker)
+        self.of(fleet).router.release(key, None, worker)
 
     # ---- Inside.
 
     def _router(self, worker: Worker) -> Router:
-        return self.of(worker.revision).router
+        return self.of(worker.fleet).router

@@ -19,13 +19,13 @@ from baton.v1 import common_pb2
 
 
 class Predictions:
-    """Predicts by the fitted latency of one revision's workers, and by what is queued there.
+    """Predicts by the fitted latency of one fleet's workers, and by what is queued there.
 
     It chooses nothing and changes nothing.
 
     Args:
         router: of these workers.
-        workers: of one revision.
+        workers: Workers of one fleet.
         prompts: cuts prompts into these workers' blocks.
         batch_prompts: batch prompts that may make room for interactive ones.
         outputs: how long outputs are.

@@ -13,11 +13,11 @@ from baton.runtime.block_hashes import block_hashes, root_of
 
 
 class PromptBlocks:
-    """Cuts prompts into the blocks of one revision's workers.
+    """Cuts prompts into the blocks of one fleet's workers.
 
     Args:
         router: of these workers; it is only read.
-        workers: of one revision.
+        workers: Workers of one fleet.
     """
 
     def __init__(self, router: Router, workers: AttachedWorkers) -> None:

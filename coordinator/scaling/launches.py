@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from baton.coordinator.scaling.autoscale.types import Phase, WorkerView
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.revision import Revision
 from baton.coordinator.state.workers import WorkerRegistry
@@ -28,7 +29,7 @@ class _Launch:
     """A process from the order to start it until nothing of it is left.
 
     Attributes:
-        revision: the revision that it was started as.
+        revision: Launch configuration that it was started with.
         since: when it was ordered.
         attached_at: when its worker attached first; None: it has not yet.
         ends: it is to end, or its worker has left: it holds its GPUs until the launcher says that
@@ -52,7 +53,7 @@ class _Launch:
 
 @dataclass(slots=True)
 class _Starts:
-    """How starts go in one pool and revision.
+    """How starts go in one pool of one fleet.
 
     Attributes:
         num_failed: how many failed in a row.
@@ -74,10 +75,6 @@ class Launches:
         workers: attached ones.
         stats: counts cold starts and starts that fail.
         emit: takes effects.
-        stable: the revision that processes are started as unless told otherwise.
-
-    Attributes:
-        stable: as above; a promoted revision takes its place.
     """
 
     def __init__(
@@ -85,13 +82,14 @@ class Launches:
         workers: WorkerRegistry,
         stats: CoreStats,
         emit: Callable[[ev.Effect], None],
-        stable: Revision,
     ) -> None:
         self._workers, self._stats, self._emit = workers, stats, emit
-        self.stable, self._first = stable, stable.name
+        # Its workers' ids do not contain the fleet's name.
+        self._first = workers.fleets.stable.name
         self._all: dict[str, _Launch] = {}
+        # By pool and the fleet's name: a fleet may be forgotten and created again.
         self._num_starting: Counter[tuple[Pool, str]] = Counter()
-        # What fails of one revision holds up no other.
+        # Failed starts of one fleet do not delay the starts of another fleet.
         self._starts: defaultdict[tuple[Pool, str], _Starts] = defaultdict(_Starts)
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
@@ -107,17 +105,17 @@ class Launches:
         return worker_id in self._all
 
     def revision_of(self, worker_id: str) -> Revision | None:
-        """The revision that a process was started as; None: it was not started here."""
+        """Returns the launch configuration of a process, or None if it was not started here."""
         one = self._all.get(worker_id)
         return one.revision if one is not None else None
 
-    def num_starting(self, pool: Pool, revision: str = "") -> int:
-        """How many processes start and have not attached; of the stable revision unless told."""
-        return self._num_starting[pool, revision or self.stable.name]
+    def num_starting(self, pool: Pool, fleet: Fleet | None = None) -> int:
+        """Returns how many processes start and have not attached; default: stable fleet."""
+        return self._num_starting[self._key(pool, fleet)]
 
-    def starting(self, revision: str) -> list[tuple[str, Pool]]:
-        """The processes that start as this revision and have not attached."""
-        return [(one.worker_id, one.pool) for one in self._starting(revision)]
+    def starting(self, fleet: Fleet) -> list[tuple[str, Pool]]:
+        """Returns id and pool of the processes that start for a fleet and have not attached."""
+        return [(one.worker_id, one.pool) for one in self._starting(fleet)]
 
     def is_starting(self, worker_id: str) -> bool:
         """Whether a process that was started here is waited for."""
@@ -132,24 +130,25 @@ class Launches:
     def views(self) -> Iterator[WorkerView]:
         """The processes that are not among the attached workers: they start, or still hold GPUs.
 
-        Processes that start as another revision than the stable one are the rollout's to count.
+        Processes that start for another fleet than the stable one are counted by the rollout.
         """
+        stable = self._workers.fleets.stable.name
         for one in self._all.values():
-            if one.starting and one.revision.name != self.stable.name:
+            if one.starting and one.revision.name != stable:
                 continue
             if one.starting:
                 yield WorkerView(one.worker_id, one.pool, Phase.STARTING, one.since)
             elif one.ends and self._workers.by_id(one.worker_id) is None:
                 yield WorkerView(one.worker_id, one.pool, Phase.DRAINING, one.since)
 
-    def problem(self, pool: Pool, revision: str = "") -> str:
+    def problem(self, pool: Pool, fleet: Fleet | None = None) -> str:
         """Why workers of this pool did not start lately; empty when all is well."""
-        starts = self._starts.get((pool, revision or self.stable.name))
+        starts = self._starts.get(self._key(pool, fleet))
         return starts.problem if starts is not None else ""
 
-    def waiting(self, pool: Pool, revision: str = "") -> str:
+    def waiting(self, pool: Pool, fleet: Fleet | None = None) -> str:
         """Which workers of this pool cannot be started yet, and why; empty when none waits."""
-        key = pool, revision or self.stable.name
+        key = self._key(pool, fleet)
         waiting = [
             one
             for one in self._all.values()
@@ -162,47 +161,47 @@ class Launches:
         return f"{told}; {others} more wait" if others else told
 
     def not_before(self, pool: Pool) -> float:
-        """When the next process of the stable revision may be started, by the core's clock."""
-        return self._starts[pool, self.stable.name].not_before
+        """When the next process of the stable fleet may be started, by the core's clock."""
+        return self._starts[self._key(pool)].not_before
 
     # ---- What the scaler and a rollout want.
 
-    def start(self, pool: Pool, number: int, now: float, revision: Revision | None = None) -> None:
+    def start(self, pool: Pool, number: int, now: float, fleet: Fleet | None = None) -> None:
         """Starts processes; after a start that failed one at a time, and not before `not_before`.
 
         Args:
             pool: the pool that they are for.
             number: how many; 0 or less starts none.
             now: by the core's clock.
-            revision: the stable one unless told.
+            fleet: The fleet that they are for; None: the stable fleet.
         """
-        revision = revision or self.stable
-        starts = self._starts[pool, revision.name]
+        fleet = fleet or self._workers.fleets.stable
+        starts = self._starts[pool, fleet.name]
         if now < starts.not_before:
             return
         if starts.num_failed:
-            number = min(number, 1 - self.num_starting(pool, revision.name))
-        prefix = pool.value if revision.name == self._first else f"{pool.value}-{revision.name}"
+            number = min(number, 1 - self.num_starting(pool, fleet))
+        prefix = pool.value if fleet.name == self._first else f"{pool.value}-{fleet.name}"
         for _ in range(number):
             worker_id = next(
                 name
                 for name in (f"{prefix}-{count}" for count in self._numbers[prefix])
                 if self._workers.by_id(name) is None
             )
-            self._all[worker_id] = _Launch(worker_id, pool, now, revision)
-            self._num_starting[pool, revision.name] += 1
-            self._emit(ev.StartWorker(worker_id, pool, revision))
+            self._all[worker_id] = _Launch(worker_id, pool, now, fleet.revision)
+            self._num_starting[pool, fleet.name] += 1
+            self._emit(ev.StartWorker(worker_id, pool, fleet.revision))
 
-    def give_up_stuck(self, revision: str, timeout_s: float, now: float) -> None:
-        """Ends processes of a revision that have been starting for longer: these starts failed."""
-        for one in self._starting(revision):
+    def give_up_stuck(self, fleet: Fleet, timeout_s: float, now: float) -> None:
+        """Ends processes of a fleet that have been starting for longer: these starts failed."""
+        for one in self._starting(fleet):
             if now - one.since > timeout_s:
                 self._end(one)
                 self._lost(one, f"did not come up within {timeout_s:g} s", now)
 
-    def give_up_all(self, revision: str) -> None:
-        """Ends processes of a revision that have not attached yet."""
-        for one in self._starting(revision):
+    def give_up_all(self, fleet: Fleet) -> None:
+        """Ends processes of a fleet that have not attached yet."""
+        for one in self._starting(fleet):
             self._end(one)
 
     def give_up(self, worker_id: str) -> None:
@@ -271,9 +270,9 @@ class Launches:
         self._lost(one, loading or event.reason, now)
         return True
 
-    def settle(self, pool: Pool, now: float, revision: str = "") -> None:
+    def settle(self, pool: Pool, now: float, fleet: Fleet | None = None) -> None:
         """Forgets failed starts once a later worker has served for a while, or none is wanted."""
-        key = pool, revision or self.stable.name
+        key = self._key(pool, fleet)
         starts = self._starts[key]
         if not starts.num_failed:
             return
@@ -298,8 +297,12 @@ class Launches:
 
     # ---- Inside.
 
-    def _starting(self, revision: str) -> list[_Launch]:
-        return [one for one in self._all.values() if one.starting and one.revision.name == revision]
+    def _key(self, pool: Pool, fleet: Fleet | None = None) -> tuple[Pool, str]:
+        return pool, (fleet or self._workers.fleets.stable).name
+
+    def _starting(self, fleet: Fleet) -> list[_Launch]:
+        name = fleet.name
+        return [one for one in self._all.values() if one.starting and one.revision.name == name]
 
     def _end(self, one: _Launch) -> None:
         self._num_starting[one.pool, one.revision.name] -= one.starting

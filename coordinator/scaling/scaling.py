@@ -19,6 +19,7 @@ from baton.coordinator.scaling.decision_log import DecisionLog
 from baton.coordinator.scaling.launches import Launches
 from baton.coordinator.scaling.pool_sizes import PoolSizes
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.pools import POOL_OF, Pool
 from baton.coordinator.state.revision import Revision
 from baton.coordinator.state.scaling_config import ScalingSettings, Targets
@@ -43,7 +44,6 @@ class Scaler:
         timers: the core's.
         emit: takes effects.
         policy: what decides; the autoscaler unless told.
-        stable: the revision that workers are started as.
 
     Attributes:
         launches: the processes that were started.
@@ -60,18 +60,17 @@ class Scaler:
         timers: Timers,
         emit: Callable[[ev.Effect], None],
         policy: Policy | None = None,
-        stable: Revision | None = None,
     ) -> None:
         self._workers, self._observer, self._stats = workers, observer, stats
         self._timers, self._emit = timers, emit
         self._policy = policy or Autoscaler(settings.config)
         # As configured, whatever sizes are held; the policy's own has those for limits.
         self._config = self._policy.config
-        self.launches = Launches(workers, stats, emit, stable or Revision())
+        self.launches = Launches(workers, stats, emit)
         self.active = False
         self._sizes = PoolSizes(autoscale=settings.autoscale)
         self.decisions = DecisionLog()
-        # GPUs that workers of a rollout have, or of revisions that leave.
+        # GPUs that workers of a rollout or of a retiring fleet have.
         self._reserved_gpus = 0
         # What the last decision saw.
         self._seen: Observation | None = None
@@ -143,23 +142,23 @@ class Scaler:
 
         Args:
             sizes: numbers of workers, by pool.
-            revision: the workers'; the stable one unless told.
+            revision: Launch configuration of the workers; None: that of the stable fleet.
         """
-        revision = revision or self.launches.stable
+        revision = revision or self._workers.fleets.stable.revision
         return sum(
             revision.num_gpus(self._config.limits(pool).gpus) * number
             for pool, number in sizes.items()
         )
 
     def gpus_of(self, workers: Iterable[Worker]) -> int:
-        """How many GPUs these workers have, of whatever revisions they are."""
+        """How many GPUs these workers of any fleet have."""
         return sum(
             self._gpus_of(one.id, POOL_OF[one.role]) for one in workers if one.role in POOL_OF
         )
 
-    def gpus_starting(self, revision: str) -> int:
-        """How many GPUs the processes are to have that start as this revision."""
-        return sum(self._gpus_of(*one) for one in self.launches.starting(revision))
+    def gpus_starting(self, fleet: Fleet) -> int:
+        """How many GPUs the processes will have that start for a fleet."""
+        return sum(self._gpus_of(*one) for one in self.launches.starting(fleet))
 
     def error(self) -> BatonError | None:
         """Why pools have no sizes here; None when they have."""
@@ -239,14 +238,13 @@ class Scaler:
         self._move_sizes(worker_id, into, pool, since)
 
     def reserve(self, num_gpus: int) -> None:
-        """Keeps so many GPUs from the pools: workers of other revisions have them."""
+        """Keeps so many GPUs from the pools: workers of other fleets have them."""
         if num_gpus != self._reserved_gpus:
             self._reserved_gpus = num_gpus
             self._limit_policy()
 
-    def promoted(self, revision: Revision, now: float) -> None:
-        """The pools are of this revision from now on; their sizes stay."""
-        self.launches.stable = revision
+    def promoted(self, now: float) -> None:
+        """Another fleet has become the stable one: the pools keep their sizes."""
         # Its workers may have other numbers of GPUs.
         self._limit_policy()
         self.soon(now)
@@ -287,7 +285,7 @@ class Scaler:
         span_s, self._decided_at = now - self._decided_at, now
         self._set_timer(now + self._policy.interval_s)
         # Before it is decided: another is to follow, later where that has failed too.
-        self.launches.give_up_stuck(self.launches.stable.name, self.start_timeout_s, now)
+        self.launches.give_up_stuck(self._workers.fleets.stable, self.start_timeout_s, now)
         observation = self._observe(now)
         decision = self._policy.decide(observation, now)
         of_attached = self._apply(decision.actions, observation, now)
@@ -344,9 +342,10 @@ class Scaler:
     def _limit_policy(self) -> None:
         """Tells the policy of sizes that are held: they are limits that leave it no choice."""
         config, limits = self._config, {}
+        stable = self._workers.fleets.stable.revision
         for pool in POOLS:
             held, one = self._sizes.held(pool), config.limits(pool)
-            one = replace(one, gpus=self.launches.stable.num_gpus(one.gpus))
+            one = replace(one, gpus=stable.num_gpus(one.gpus))
             limits[pool] = one if held is None else replace(one, floor=held, ceiling=held)
         max_gpus = config.max_gpus
         if max_gpus is not None:

@@ -291,8 +291,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     def _pool(self, role: common_pb2.Role.ValueType) -> admin_pb2.PoolInfo:
         # A rollout's workers are its own, and not of the pool that is sized.
-        stable = self._core.workers.of(self._core.workers.stable)
-        workers = [worker for worker in stable if worker.role == role]
+        stable = self._core.fleets.stable
+        workers = [worker for worker in stable.workers if worker.role == role]
         pool, scaler = POOL_OF[role], self._core.scaler
         floor, ceiling = scaler.limits(pool)
         past = scaler.decisions[pool]
@@ -367,7 +367,7 @@ def _worker_info(
         num_requests=len(worker.ledger),
         startup_ms=hello.startup_ms,
         labels=hello.labels,
-        revision=worker.revision,
+        revision=worker.fleet.name,
         config_digest=hello.config_digest,
         latency=_latency_info(latency),
         unresponsive=worker.trouble(now, silent_s),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,10 +12,11 @@ from baton.coordinator.rollouts.rollout_errors import serving
 from baton.coordinator.server.shell import Shell
 from baton.coordinator.server.status import percentiles
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import LANES
 from baton.coordinator.state.pools import ROLE_OF, Pool
 from baton.coordinator.state.revision import Revision
-from baton.coordinator.telemetry.revision_stats import Side
+from baton.coordinator.telemetry.fleet_stats import FleetStats
 from baton.coordinator.telemetry.times import drain_s, duration
 from baton.runtime.config import BatonConfig
 from baton.runtime.config_error import ConfigError
@@ -41,7 +41,7 @@ class RolloutCalls:
         return self._shell.core.rollouts
 
     def start(self, request: admin_pb2.StartRolloutRequest) -> admin_pb2.StartRolloutResponse:
-        stable = self._shell.core.scaler.launches.stable
+        stable = self._rollouts.traffic.stable.revision
         revision = Revision(
             request.revision,
             request.model or stable.model,
@@ -67,7 +67,8 @@ class RolloutCalls:
         if (refused := self._rollouts.share_error(request.share)) is not None:
             raise refused
         self._shell.post(ev.ShareAsked(request.share))
-        name = self._rollouts.traffic.canary
+        canary = self._rollouts.traffic.canary
+        name = canary.name if canary is not None else ""
         message = f"{100 * request.share:.3g} % of new sessions go to revision {name}"
         return admin_pb2.SetRolloutShareResponse(message=message)
 
@@ -78,7 +79,7 @@ class RolloutCalls:
         rollout = self._rollouts.rollout
         assert rollout is not None
         self._shell.post(ev.PromotionAsked(within_s))
-        name, old = rollout.revision.name, rollout.stable
+        name, old = rollout.canary.name, rollout.stable.name
         if self._rollouts.rollout is None:
             message = (
                 f"revision {name} is the stable one; workers of {old} finish what they have, "
@@ -94,16 +95,16 @@ class RolloutCalls:
                 f"revision {name} becomes the stable one when all its workers serve (missing: "
                 f"{lacking}); then those of {old} finish what they have, and leave"
             )
-        if rollout.sides:
-            judged = judge(rollout.sides[old], rollout.sides[name])
+        if rollout.stats:
+            judged = judge(rollout.stats[rollout.stable], rollout.stats[rollout.canary])
             if judged.verdict is not Verdict.NO_WORSE:
                 message += f"; {judged.reason}"
-        if lost := self._adapters(old) - self._adapters(name):
+        if lost := _adapters(rollout.stable) - _adapters(rollout.canary):
             message += (
                 f"; it has no adapter {', '.join(sorted(lost))}: what was admitted for that ends "
                 f"with revision {old}, and what is new is refused"
             )
-        wanted = _in_configuration(rollout.revision)
+        wanted = _in_configuration(rollout.canary.revision)
         message += f". So that the next coordinator serves it too, {wanted} in the configuration"
         return admin_pb2.PromoteRolloutResponse(message=message)
 
@@ -111,8 +112,10 @@ class RolloutCalls:
         within_s = _drain_s(request)
         if (refused := self._rollouts.abort_error()) is not None:
             raise refused
-        name, stable = self._rollouts.traffic.canary, self._rollouts.traffic.stable
-        running = self._running()[name]
+        rollout = self._rollouts.rollout
+        assert rollout is not None
+        name, stable = rollout.canary.name, rollout.stable.name
+        running = rollout.canary.num_requests
         self._shell.post(ev.AbortAsked("an operator asked for it", within_s))
         message = (
             f"everything new goes to revision {stable}; workers of {name} finish the requests that "
@@ -122,32 +125,38 @@ class RolloutCalls:
 
     def status(self) -> admin_pb2.RolloutStatus:
         rollouts, now = self._rollouts, self._shell.now()
-        traffic, running = rollouts.traffic, self._running()
+        traffic = rollouts.traffic
         shown = rollouts.rollout or rollouts.last
         found = admin_pb2.RolloutStatus(
-            share=traffic.share, last=rollouts.outcome, stable_revision=traffic.stable
+            share=traffic.share, last=rollouts.outcome, stable_revision=traffic.stable.name
         )
-        sides: Mapping[str, Side] = shown.sides if shown is not None else {}
+        stats: Mapping[Fleet, FleetStats] = shown.stats if shown is not None else {}
         stable = shown.stable if shown is not None else traffic.stable
-        known = {stable}
-        found.stable.CopyFrom(self._revision(Revision(stable), sides.get(stable), running))
+        shown_names = {stable.name}
+        found.stable.CopyFrom(self._status_of(stable, stats.get(stable)))
         if shown is not None:
-            canary = shown.revision
-            known.add(canary.name)
-            found.canary.CopyFrom(self._revision(canary, sides.get(canary.name), running))
-        if shown is not None and sides:
-            judged = judge(sides[stable], sides[shown.revision.name])
+            canary = shown.canary
+            shown_names.add(canary.name)
+            found.canary.CopyFrom(self._status_of(canary, stats.get(canary)))
+            found.canary.model = canary.revision.model
+            for key, value in canary.revision.engine_args.items():
+                found.canary.engine_args[key] = json.dumps(value)
+        if shown is not None and stats:
+            judged = judge(stats[stable], stats[shown.canary])
             found.verdict, found.verdict_reason = _VERDICTS[judged.verdict], judged.reason
         if rollouts.rollout is not None:
             found.phase = _phase(rollouts.rollout, is_open=traffic.open)
             found.problem = self._problem(rollouts.rollout)
             found.abort_if_worse = rollouts.rollout.abort_if_worse
-            if sides:
+            if stats:
                 found.compared_for.CopyFrom(duration(now - rollouts.rollout.since))
-        others = {*rollouts.retiring, *self._shell.core.workers.revisions} - known
-        found.others.extend(
-            self._revision(Revision(name), None, running) for name in sorted(others)
-        )
+        others = [
+            fleet
+            for fleet in self._shell.core.fleets
+            if fleet.name not in shown_names and (len(fleet.workers) or fleet in rollouts.retiring)
+        ]
+        others.sort(key=lambda fleet: fleet.name)
+        found.others.extend(self._status_of(fleet, None) for fleet in others)
         return found
 
     # ---- Inside.
@@ -165,63 +174,57 @@ class RolloutCalls:
         return f"{gets} once it serves in both pools{being}"
 
     def _lacking(self, rollout: Rollout) -> dict[Pool, int]:
-        counts = serving(self._shell.core.workers, rollout.revision.name)
+        counts = serving(rollout.canary.workers)
         return {pool: max(0, rollout.sizes[pool] - counts[pool]) for pool in Pool}
 
-    def _adapters(self, revision: str) -> set[str]:
-        model = self._shell.core.workers.of(revision).model
-        return {one.name for one in model.adapters} if model is not None else set()
-
     def _problem(self, rollout: Rollout) -> str:
-        launches, name = self._shell.core.scaler.launches, rollout.revision.name
+        launches, canary = self._shell.core.scaler.launches, rollout.canary
         found = (
             told
             for pool in Pool
-            for told in (launches.problem(pool, name), launches.waiting(pool, name))
+            for told in (launches.problem(pool, canary), launches.waiting(pool, canary))
         )
         return "; ".join(filter(None, found))
 
-    def _running(self) -> Counter[str]:
-        """Requests by revision."""
-        return Counter(request.revision for request in self._shell.core.running())
-
-    def _revision(
-        self, revision: Revision, side: Side | None, running: Mapping[str, int]
-    ) -> admin_pb2.RevisionStatus:
-        name = revision.name
+    def _status_of(self, fleet: Fleet, stats: FleetStats | None) -> admin_pb2.RevisionStatus:
+        # The fleet of a rollout that has ended may have been forgotten, and created again.
+        fleet = self._shell.core.fleets.find(fleet.name) or fleet
         found = admin_pb2.RevisionStatus(
-            name=name,
-            model=revision.model,
-            engine_args={key: json.dumps(one) for key, one in revision.engine_args.items()},
-            pools=[self._pool(name, pool) for pool in Pool],
-            num_running=running.get(name, 0),
+            name=fleet.name,
+            pools=[self._pool(fleet, pool) for pool in Pool],
+            num_running=fleet.num_requests,
         )
-        if side is None:
+        if stats is None:
             return found
-        found.num_admitted, found.num_ended = side.num_admitted, side.num_ended
-        found.num_recoveries, found.num_moved = side.num_recoveries, side.num_moved
-        found.errors.update(side.errors)
+        found.num_admitted, found.num_ended = stats.num_admitted, stats.num_ended
+        found.num_recoveries, found.num_moved = stats.num_recoveries, stats.num_moved
+        found.errors.update(stats.errors)
         for lane in LANES:
-            latency = side.lanes[lane]
+            latency = stats.lanes[lane]
             found.lanes.add(lane=lane, ttft=percentiles(latency.ttft), itl=percentiles(latency.itl))
         return found
 
-    def _pool(self, revision: str, pool: Pool) -> admin_pb2.RevisionPool:
+    def _pool(self, fleet: Fleet, pool: Pool) -> admin_pb2.RevisionPool:
         core, role = self._shell.core, ROLE_OF[pool]
-        workers = [one for one in core.workers.of(revision) if one.role == role]
+        workers = [one for one in fleet.workers if one.role == role]
         rollout = core.rollouts.rollout
         desired = 0
-        if rollout is not None and rollout.revision.name == revision:
+        if rollout is not None and rollout.canary is fleet:
             desired = rollout.sizes[pool]
-        elif revision == core.workers.stable:
+        elif fleet is core.fleets.stable:
             desired = core.scaler.desired(pool)
         return admin_pb2.RevisionPool(
             role=role,
             num_serving=sum(one.serving for one in workers),
-            num_starting=core.scaler.launches.num_starting(pool, revision),
+            num_starting=core.scaler.launches.num_starting(pool, fleet),
             num_draining=sum(one.state == cluster_pb2.WORKER_STATE_DRAINING for one in workers),
             desired=desired,
         )
+
+
+def _adapters(fleet: Fleet) -> set[str]:
+    model = fleet.workers.model
+    return {one.name for one in model.adapters} if model is not None else set()
 
 
 def _phase(rollout: Rollout, *, is_open: bool) -> admin_pb2.RolloutPhase.ValueType:

@@ -334,8 +334,10 @@ class Intake:
     def _limits(self, request: inference_pb2.GenerateRequest) -> ModelLimits:
         model, known = self.model(), self._known_limits
         if request.resume.token_ids:
-            # It goes on with its own revision, which may have what the stable one lacks.
-            model = self._core.workers.of(request.resume.revision).model or model
+            # Its own fleet continues it, which may have an adapter that the stable fleet lacks.
+            fleet = self._core.fleets.find(request.resume.revision)
+            if fleet is not None:
+                model = fleet.workers.model or model
         if known is None or known[0] is not model:
             limits = ModelLimits(
                 model.name,

@@ -40,22 +40,20 @@ def rollout_metrics(core: Core) -> Iterator[Metric]:
         )
     }
     rollout = core.rollouts.rollout
-    revisions = (
-        {} if rollout is None else {"stable": rollout.stable, "canary": rollout.revision.name}
-    )
-    for label, name in revisions.items():
-        workers.add_metric([label], sum(one.serving for one in core.workers.of(name)))
-        side = rollout.sides.get(name) if rollout is not None else None
-        if side is None:
+    fleets = {} if rollout is None else {"stable": rollout.stable, "canary": rollout.canary}
+    for label, fleet in fleets.items():
+        workers.add_metric([label], sum(one.serving for one in fleet.workers))
+        stats = rollout.stats.get(fleet) if rollout is not None else None
+        if stats is None:
             continue
         for outcome, count in (
-            ("ended", side.num_ended),
-            ("failed", sum(tuple(side.errors.values()))),
-            ("recovered", side.num_recoveries),
-            ("given_up", side.num_moved),
+            ("ended", stats.num_ended),
+            ("failed", sum(tuple(stats.errors.values()))),
+            ("recovered", stats.num_recoveries),
+            ("given_up", stats.num_moved),
         ):
             requests.add_metric([label, outcome], count)
-        for lane, latency in side.lanes.items():
+        for lane, latency in stats.lanes.items():
             for one, family in latencies.items():
                 for quantile, value_s in _quantiles(getattr(latency, one)):
                     family.add_metric([label, lane_name(lane), f"{quantile:g}"], value_s)

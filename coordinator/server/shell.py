@@ -329,13 +329,13 @@ class Shell:
         link.role, link.adopted = effect.role, effect.adopted
 
     def _warn_of_revision(self, key: WorkerKey) -> None:
-        """Of a worker that gets nothing: it may be meant to serve."""
+        """Warns of a worker whose fleet gets no new requests: it may be a mistake."""
         worker, traffic = self.core.workers.get(key), self.core.rollouts.traffic
-        if worker is not None and worker.revision not in (traffic.stable, traffic.canary):
+        if worker is not None and not traffic.is_current(worker.fleet):
             _log.warning(
                 "revision %r is neither the stable one, %r, nor rolled out: it gets nothing new",
-                worker.revision,
-                traffic.stable,
+                worker.fleet.name,
+                traffic.stable.name,
                 extra={"worker": worker.id},
             )
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeVar
 
+from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.requests import EndedRequest, Request, RequestKey, StreamKey
 from baton.runtime.errors import InvalidArgument
 from baton.runtime.names import request_name
@@ -90,6 +91,7 @@ class RequestTable:
 
     def add(self, request: Request) -> None:
         to = request.submission.to
+        request.fleet.num_requests += 1
         self._requests[request.key] = request
         self._by_session.setdefault(to.session, {})[to.stream] = request
 
@@ -99,9 +101,16 @@ class RequestTable:
         request.submission = replace(request.submission, to=to)
         self.add(request)
 
+    def move(self, request: Request, fleet: Fleet) -> None:
+        """Moves a request to another fleet; hashes of its blocks are the fleet's own."""
+        request.fleet.num_requests -= 1
+        request.fleet, request.hashes = fleet, None
+        fleet.num_requests += 1
+
     def remove(self, request: Request) -> None:
         """Takes out a request; the handle of its attempt is taken back by `end_attempt`."""
         to = request.submission.to
+        request.fleet.num_requests -= 1
         del self._requests[request.key]
         session = self._by_session[to.session]
         del session[to.stream]

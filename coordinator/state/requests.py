@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, NamedTuple, NewType
 
 from baton.coordinator.state.recent_deltas import RecentDeltas
 from baton.runtime.errors import BatonError
-from baton.runtime.names import DEFAULT_TENANT, FIRST_REVISION, request_name
+from baton.runtime.names import DEFAULT_TENANT, request_name
 from baton.runtime.sampling import needs_exact_state
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
 if TYPE_CHECKING:
+    from baton.coordinator.state.fleets import Fleet
     from baton.coordinator.state.slow_steps import Stall
 
 WorkerKey = tuple[str, int]
@@ -173,6 +174,8 @@ class Request:
     """One admitted request. Only the core changes it, and its state only through `advance`.
 
     Attributes:
+        fleet: The workers that it may run on; fixed once the output has begun. Only the
+            RequestTable changes it.
         key: what it is found by; `id` is for people.
         token_ids: the whole output so far, known tokens included.
         text_chars: code points of text sent so far, known ones included.
@@ -206,7 +209,6 @@ class Request:
             (recovery_timeout.py).
         num_charged: how many tokens of its output its tenant was charged for.
         gaps_us: microseconds between its tokens.
-        revision: the revision whose workers it may run on; it stays once the output has begun.
         prediction: what was predicted of its first token, where that tells how good predictions
             are; else None.
         kept: what its client was sent, where only its own worker can go on with the output; None:
@@ -214,6 +216,7 @@ class Request:
     """
 
     submission: Submission
+    fleet: Fleet
     submitted_at: float
     deadline: float
     key: RequestKey = field(init=False)
@@ -252,7 +255,6 @@ class Request:
     last_token_at: float | None = None
     num_charged: int = field(init=False)
     gaps_us: array[int] = field(default_factory=lambda: array("I"))
-    revision: str = FIRST_REVISION
     prediction: Prediction | None = None
     kept: RecentDeltas | None = None
 
@@ -329,9 +331,10 @@ class Request:
             (len(known), submission.known_text_chars), (len(self.token_ids), self.text_chars)
         )
 
-    def stays_on(self, revision: str) -> bool:
-        """Whether the request has begun on a revision, so that no other may go on with it."""
-        return self.revision == revision and (len(self.token_ids) > 0 or not self.waits)
+    @property
+    def has_begun(self) -> bool:
+        """Whether the request runs or has output, so that its fleet must finish it."""
+        return len(self.token_ids) > 0 or not self.waits
 
     def advance(self, state: RequestState, now: float) -> None:
         """Moves to another state.

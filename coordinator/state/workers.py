@@ -6,6 +6,7 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from baton.coordinator.state.requests import Request, RequestKey, WorkerKey
 from baton.coordinator.state.slow_steps import MAX_SLOW_STEPS, SlowStep
@@ -21,6 +22,9 @@ from baton.runtime.errors import (
 from baton.runtime.names import FIRST_REVISION, REVISION_NAMES, is_revision
 from baton.runtime.sampling import needs_exact_state
 from baton.v1 import cluster_pb2, common_pb2
+
+if TYPE_CHECKING:
+    from baton.coordinator.state.fleets import Fleet, Fleets
 
 # Incarnations that must never come back; far more than workers die in a coordinator's life.
 _MAX_FENCED = 4096
@@ -53,6 +57,7 @@ class Worker:
 
     Attributes:
         hello: as it introduced itself last.
+        fleet: The fleet that it belongs to, named by its revision.
         key: one object, which requests and the shell refer to.
         connected: whether its stream is up.
         heard_at: when it last gave a sign of life, by the core's clock.
@@ -71,6 +76,7 @@ class Worker:
     """
 
     hello: cluster_pb2.Hello
+    fleet: Fleet
     role: common_pb2.Role.ValueType
     state: cluster_pb2.WorkerState.ValueType
     attached_at: float
@@ -95,10 +101,6 @@ class Worker:
     @property
     def id(self) -> str:
         return self.key[0]
-
-    @property
-    def revision(self) -> str:
-        return self.hello.revision or FIRST_REVISION
 
     @property
     def serving(self) -> bool:
@@ -157,7 +159,7 @@ class Presence:
 
 
 class AttachedWorkers:
-    """The workers that are attached now: all of them, or those of one revision.
+    """The workers that are attached now: all of them, or those of one fleet.
 
     Args:
         workers: by key. The registry that owns them changes them, and calls `recount` then.
@@ -225,7 +227,6 @@ class AttachedWorkers:
 
 
 _NO_PRESENCE = Presence()
-_NOBODY = AttachedWorkers({})
 
 
 def _presences(workers: Iterable[Worker]) -> Mapping[common_pb2.Role.ValueType, Presence]:
@@ -247,19 +248,19 @@ class WorkerRegistry(AttachedWorkers):
 
     Args:
         model_name: what this coordinator serves; other workers are refused.
-        stable: the revision that serves what no rollout tries out.
+        fleets: The fleets that workers are added to.
 
     Attributes:
-        stable: as above; a promoted revision takes its place.
+        fleets: As above.
+        num_changes: How often a worker came, left or changed the work that it takes.
     """
 
-    def __init__(self, model_name: str, stable: str = FIRST_REVISION) -> None:
-        self._model_name, self.stable = model_name, stable
+    def __init__(self, model_name: str, fleets: Fleets) -> None:
+        self._model_name, self.fleets = model_name, fleets
+        self.num_changes = 0
         self._workers: dict[str, Worker] = {}
         self._by_key: dict[WorkerKey | None, Worker] = {}
         super().__init__(self._by_key)
-        self._by_revision: dict[str, dict[WorkerKey | None, Worker]] = {}
-        self._members: dict[str, AttachedWorkers] = {}
         # Insertion order is age; the value says what ended the incarnation.
         self._fenced: dict[WorkerKey, str] = {}
 
@@ -267,46 +268,20 @@ class WorkerRegistry(AttachedWorkers):
         """The attached worker of an id, whichever incarnation it is."""
         return self._workers.get(worker_id)
 
-    def of(self, revision: str) -> AttachedWorkers:
-        """The workers that a revision has now; there may be none."""
-        return self._members.get(revision, _NOBODY)
-
-    def follow(self, revision: str) -> AttachedWorkers:
-        """The workers of a revision, as they come and go, until it is forgotten."""
-        members = self._members.get(revision)
-        if members is None:
-            self._by_revision[revision] = {}
-            members = self._members[revision] = AttachedWorkers(self._by_revision[revision])
-        return members
-
-    def forget(self, revision: str) -> None:
-        """Ends `follow`; a revision that has workers is kept."""
-        if not self._by_revision.get(revision, True):
-            del self._by_revision[revision], self._members[revision]
-
-    @property
-    def revisions(self) -> list[str]:
-        """The revisions of attached workers."""
-        return [revision for revision, workers in self._by_revision.items() if workers]
-
-    def peers(self, worker: Worker) -> list[Worker]:
-        """Workers that serve the same role and revision, this one included if it serves."""
-        return self.of(worker.revision).serving(worker.role)
+    def fleet_of(self, hello: cluster_pb2.Hello) -> Fleet:
+        """Returns the fleet of a worker that says this hello; creates it if it does not exist."""
+        return self.fleets.named(hello.revision or FIRST_REVISION)
 
     def changed(self, worker: Worker) -> None:
         """An attached worker's role, state or readiness has changed."""
+        self.num_changes += 1
         self.recount()
-        self.of(worker.revision).recount()
-
-    def check_integrity(self) -> None:
-        super().check_integrity()
-        for members in self._members.values():
-            members.check_integrity()
+        worker.fleet.workers.recount()
 
     @property
     def model(self) -> common_pb2.ModelDescription | None:
-        """The model of the stable revision's workers, or else of any; None without workers."""
-        return self.of(self.stable).model or super().model
+        """The model of the stable fleet, or of any worker if that fleet has none; else None."""
+        return self.fleets.stable.workers.model or super().model
 
     def refusal(self, hello: cluster_pb2.Hello) -> BatonError | None:
         """Why a worker that says this hello may not attach; None when it may."""
@@ -328,19 +303,19 @@ class WorkerRegistry(AttachedWorkers):
         revision = hello.revision or FIRST_REVISION
         if not is_revision(revision):
             return InvalidArgument("hello.revision", revision, REVISION_NAMES)
-        if current is not None and current.key == key and current.revision != revision:
-            return InvalidArgument("hello.revision", revision, f"was {current.revision!r} before")
+        if current is not None and current.key == key and current.fleet.name != revision:
+            return InvalidArgument("hello.revision", revision, f"was {current.fleet.name!r} before")
         return self._misfit(hello, revision)
 
     def _misfit(self, hello: cluster_pb2.Hello, revision: str) -> BatonError | None:
-        """Why a worker of this revision cannot serve beside the attached ones; None when it can."""
+        """Why a worker of this fleet cannot serve beside the attached ones; None when it can."""
         others = [one for one in self._workers.values() if one.id != hello.worker_id]
         if not others:
             return None
-        # The attached workers of one revision are alike.
-        other = next((one for one in others if one.revision == revision), None)
+        # The attached workers of one fleet are alike.
+        other = next((one for one in others if one.fleet.name == revision), None)
         if other is None:
-            # Prompts are tokenized once, whichever revision they go to.
+            # Prompts are tokenized once, before their fleet is chosen.
             other = others[0]
             differing = _differences(other.hello.model, hello.model, ("vocab_size",))
         else:
@@ -362,8 +337,7 @@ class WorkerRegistry(AttachedWorkers):
         """Takes in a worker whose hello was not refused; none of its id is attached."""
         assert worker.id not in self._workers
         self._workers[worker.id] = self._by_key[worker.key] = worker
-        self.follow(worker.revision)
-        self._by_revision[worker.revision][worker.key] = worker
+        worker.fleet.add(worker)
         self.changed(worker)
 
     def remove(self, worker: Worker, reason: str) -> None:
@@ -374,7 +348,7 @@ class WorkerRegistry(AttachedWorkers):
             reason: in words, continuing "this incarnation ...".
         """
         del self._workers[worker.id], self._by_key[worker.key]
-        del self._by_revision[worker.revision][worker.key]
+        worker.fleet.remove(worker)
         self.changed(worker)
         self._fenced[worker.key] = reason
         while len(self._fenced) > _MAX_FENCED:

@@ -6,12 +6,13 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import LANES
 from baton.coordinator.state.pools import POOL_OF
 from baton.coordinator.state.requests import EndedRequest, Request
 from baton.coordinator.state.workers import Worker
+from baton.coordinator.telemetry.fleet_stats import FleetStats
 from baton.coordinator.telemetry.recent import Recent, Stage
-from baton.coordinator.telemetry.revision_stats import Side
 from baton.coordinator.telemetry.sketch import Sketch
 from baton.runtime.config import LaneTargetsConfig
 from baton.runtime.handoff_metrics import EXPOSED_S, reason_label, transport_label
@@ -115,7 +116,7 @@ class CoreStats:
         cold_start_s: how long they took, by stage.
         num_failed_starts: workers that ended before they had served for a while.
         scalings: decisions that changed a pool, by pool and "up", "down" or "flip" (into it).
-        sides: of the revisions that are compared; whoever compares them replaces this.
+        compared: Statistics of the fleets that a rollout compares; replaced by the rollout.
     """
 
     def __init__(self, targets: LaneTargetsConfig | None = None) -> None:
@@ -144,7 +145,7 @@ class CoreStats:
         self.cold_start_s = {stage: Histogram(_START_S) for stage in _START_STAGES}
         self.num_failed_starts = 0
         self.scalings: Counter[tuple[str, str]] = Counter()
-        self.sides: Mapping[str, Side] = {}
+        self.compared: Mapping[Fleet, FleetStats] = {}
 
     def came_up(self, worker: Worker, now: float) -> None:
         """A worker has attached for the first time, and may say how long its stages took."""
@@ -166,8 +167,8 @@ class CoreStats:
 
     def admitted(self, request: Request, now: float) -> None:
         self.recent.at(now).lanes[request.submission.lane].num_admitted += 1
-        if (side := self.sides.get(request.revision)) is not None:
-            side.num_admitted += 1
+        if (fleet := self.compared.get(request.fleet)) is not None:
+            fleet.num_admitted += 1
 
     def shed(self, lane: common_pb2.Lane.ValueType, reason: str, now: float) -> None:
         """A submission was not admitted for overload."""
@@ -198,8 +199,8 @@ class CoreStats:
         ttft_s = now - submission.arrived_at
         self.lanes[submission.lane].ttft.observe(ttft_s)
         self.demand[submission.lane].ttfts_s.append(ttft_s)
-        if (side := self.sides.get(request.revision)) is not None:
-            side.lanes[submission.lane].ttft.observe(ttft_s)
+        if (fleet := self.compared.get(request.fleet)) is not None:
+            fleet.lanes[submission.lane].ttft.observe(ttft_s)
         self.recent.at(now).lanes[submission.lane].first_token(
             submission.tenant,
             request.num_prompt_tokens,
@@ -225,8 +226,8 @@ class CoreStats:
         self.requests[record.lane, outcome] += 1
         self.num_prompt_tokens += record.num_prompt_tokens
         lane.e2e.observe(record.ended_at - record.arrived_at)
-        if (side := self.sides.get(request.revision)) is not None:
-            side.ended(record.error_code)
+        if (fleet := self.compared.get(request.fleet)) is not None:
+            fleet.ended(record.error_code)
         if request.first_token_at is not None and request.last_token_at is not None:
             num_new = len(request.token_ids) - len(request.submission.known_token_ids)
             if num_new > 1:
@@ -248,14 +249,14 @@ class CoreStats:
                 sketch = recent.stages[stage] = Sketch()
             sketch.observe(sum_us / 1e6)
 
-    def moved_to_stable(self, revision: str) -> None:
-        """A request that was to run on this revision goes on with the stable one."""
-        if (side := self.sides.get(revision)) is not None:
-            side.num_moved += 1
+    def moved_to_stable(self, fleet: Fleet) -> None:
+        """Counts a request that moved from this fleet to the stable fleet."""
+        if (found := self.compared.get(fleet)) is not None:
+            found.num_moved += 1
 
     def recovered(self, request: Request, now: float) -> None:
-        if (side := self.sides.get(request.revision)) is not None:
-            side.num_recoveries += 1
+        if (fleet := self.compared.get(request.fleet)) is not None:
+            fleet.num_recoveries += 1
         self.num_recoveries += 1
         self.recent.at(now).counts["recoveries"] += 1
 

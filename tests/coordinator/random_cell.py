@@ -316,7 +316,7 @@ class RandomCell:
         else:
             # Whoever runs it sees to it that there is somebody.
             for name, role in (("last-p", PREFILL), ("last-d", DECODE)):
-                self.spawn(name, role, core.rollouts.traffic.stable)
+                self.spawn(name, role, core.fleets.stable.name)
         # Until whoever stands still goes on.
         for worker in list(self.workers):
             self.run(max(0.0, worker.frozen_until - self.now, worker.wedged_until - self.now))
@@ -339,8 +339,8 @@ class RandomCell:
         for lane, stats in core.stats.lanes.items():
             assert stats.num_running == 0
             assert core.num_queued(lane) == 0
-            for revision in (*core.workers.revisions, core.workers.stable):
-                assert core._lifecycle.lanes.waiting_s(lane, revision) == 0
+            for fleet in core.fleets:
+                assert core._lifecycle.lanes.waiting_s(lane, fleet) == 0
         assert not core._adoption._orphans
         for worker in core.workers:
             assert worker.flip is None, worker

@@ -92,9 +92,10 @@ class RandomEvents:
         attached = list(self._core.workers)
         return self._chance.choice(attached) if attached else None
 
-    def _is_leaving(self, worker: Worker | RandomWorker) -> bool:
-        """Whether its revision gets nothing new, and no other workers: it needs those it has."""
-        return not self._core.rollouts.traffic.gets_new(worker.revision)
+    def _is_leaving(self, revision: str) -> bool:
+        """Whether its fleet gets no new requests and no new workers: it needs those it has."""
+        fleet = self._core.fleets.find(revision)
+        return fleet is None or not self._core.rollouts.traffic.gets_new(fleet)
 
     def _flip(self) -> None:
         if worker := self._any_attached():
@@ -106,13 +107,15 @@ class RandomEvents:
         worker = self._any_attached()
         if worker is None:
             return
-        is_last = self._core.workers.peers(worker) in ([], [worker])
-        if not self._faults and ((is_last and not self._launched) or self._is_leaving(worker)):
+        is_last = worker.fleet.workers.serving(worker.role) in ([], [worker])
+        if not self._faults and (
+            (is_last and not self._launched) or self._is_leaving(worker.fleet.name)
+        ):
             return
         timeout_s = self._chance.choice([0.2, 5.0, 60.0]) if self._faults else 300.0
         self._post(ev.DrainAsked(worker.id, timeout_s, "test"))
         if not self._launched:
-            self._begin_later(5.0, f"{worker.id}x", worker.role, worker.revision)
+            self._begin_later(5.0, f"{worker.id}x", worker.role, worker.fleet.name)
 
     def _scale(self) -> None:
         pool = self._chance.choice(list(Pool))
@@ -131,7 +134,7 @@ class RandomEvents:
 
     def _roll_out(self) -> None:
         rollouts, chance = self._core.rollouts, self._chance
-        name = chance.choice([one for one in REVISIONS if one != rollouts.traffic.stable])
+        name = chance.choice([one for one in REVISIONS if one != rollouts.traffic.stable.name])
         revision, share = Revision(name), chance.choice([0.0, 0.3, 1.0])
         sizes = {pool: chance.choice([1, 2]) for pool in Pool if chance.random() < 0.5}
         if rollouts.start_error(revision, share, sizes) is not None:
@@ -180,7 +183,7 @@ class RandomEvents:
             for one in self._cell.workers
             if (one.role, one.revision, one.state) == (worker.role, worker.revision, SERVING)
         ]
-        if self._faults or (len(alike) > 1 and not self._is_leaving(worker)):
+        if self._faults or (len(alike) > 1 and not self._is_leaving(worker.revision)):
             worker.drain(5.0)
             if not self._launched:
                 name = worker.id if self._faults else f"{worker.id}n"

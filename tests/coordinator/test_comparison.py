@@ -8,7 +8,7 @@ import random
 import pytest
 
 from baton.coordinator.rollouts.comparison import Verdict, fisher, judge, tail_chance
-from baton.coordinator.telemetry.revision_stats import Side
+from baton.coordinator.telemetry.fleet_stats import FleetStats
 from baton.v1 import common_pb2
 
 INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
@@ -17,7 +17,7 @@ INTERNAL = 13
 
 def side(num, *, ttft_s=0.1, itl_s=0.02, num_failed=0, lane=INTERACTIVE, seed=1):
     """So many requests of 20 outputs, with log-normal times."""
-    found, draw = Side(), random.Random(seed)
+    found, draw = FleetStats(), random.Random(seed)
     for number in range(num):
         found.num_admitted += 1
         found.ended(INTERNAL if number < num_failed else 0)

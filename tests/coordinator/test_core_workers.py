@@ -9,7 +9,6 @@ from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import RequestState
 from baton.runtime import errors
 from baton.runtime.config import BatonConfig
-from baton.runtime.names import FIRST_REVISION
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -168,7 +167,7 @@ def test_blocks_of_a_prompt_are_others_with_an_adapter(world):
     for adapter in ("", "poet", "clerk"):
         to = world.submit(num_prompt=64, adapter=adapter)
         submission = world.core.request(f"r{to.stream}").submission
-        found |= set(world.core.placers.of(FIRST_REVISION).prompts.hashes(submission))
+        found |= set(world.core.placers.of(world.core.fleets.stable).prompts.hashes(submission))
     assert len(found) == 3 * 4
 
 

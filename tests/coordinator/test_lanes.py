@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 from baton.coordinator.lanes import tenants as tenants_module
 from baton.coordinator.lanes.lanes import Lanes
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.fleets import Fleets
 from baton.coordinator.state.lanes import LANES
 from baton.coordinator.state.requests import Request, StreamKey, Submission
 from baton.runtime import errors
@@ -27,6 +28,9 @@ from baton.v1 import common_pb2
 
 INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
 STOP = common_pb2.FINISH_REASON_STOP
+
+
+FLEET = Fleets("1").stable
 
 
 def request(
@@ -42,7 +46,7 @@ def request(
         tenant=tenant,
         known_token_ids=known,
     )
-    return Request(submission, float(number), 1e9, token_ids=array("I", known))
+    return Request(submission, FLEET, float(number), 1e9, token_ids=array("I", known))
 
 
 def dispatch(lanes: Lanes, limit: int = 10**6) -> list[str]:

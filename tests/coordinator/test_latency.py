@@ -9,6 +9,7 @@ import pytest
 
 from baton.coordinator.routing.latency import LatencyRegistry, WorkerKind
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.fleets import Fleets
 from baton.coordinator.state.workers import Worker
 from baton.engine import simulated
 from baton.engine.base import EngineRequest
@@ -48,7 +49,7 @@ def described(world, worker_id: str):
 
 def worker(say_hello, name: str, **changes) -> Worker:
     hello = say_hello(name, DECODE, **changes)
-    return Worker(hello, hello.role, hello.state, attached_at=0.0, heard_at=0.0)
+    return Worker(hello, Fleets("1").stable, hello.role, hello.state, attached_at=0.0, heard_at=0.0)
 
 
 def test_load_reports_fit_the_model_of_the_workers_kind(world):

@@ -20,13 +20,13 @@ def test_a_request_whose_output_has_begun_goes_on_with_its_revision(two_revision
     cell = two_revisions(1.0)
     to = cell.begin()
     request = cell.request(to)
-    assert request.revision == "r2"
+    assert request.fleet.name == "r2"
     lost = (request.prefill if leg == "cp" else request.decode)[0]
     cell.world.handle(ev.WorkerLost(lost, "was killed"))
     if leg == "cd":
         assert request.attempt == 2
-        assert cell.core.workers.get(request.prefill).revision == "r2"
-        assert cell.core.workers.get(request.decode).revision == "r2"
+        assert cell.core.workers.get(request.prefill).fleet.name == "r2"
+        assert cell.core.workers.get(request.decode).fleet.name == "r2"
         cell.first_token(to)
     cell.token(to, finish=STOP)
     assert cell.world.last(to).reason == STOP
@@ -90,14 +90,14 @@ def test_what_has_not_begun_goes_to_the_stable_revision(two_revisions):
     cell.first_token(running)
     cell.token(running, finish=STOP)
     assert cell.world.last(running).reason == STOP
-    assert cell.core.rollouts.rollout.sides["r2"].num_moved == 1
+    assert cell.core.rollouts.rollout.stats[cell.core.fleets.find("r2")].num_moved == 1
 
 
 def test_what_both_revisions_refuse_is_not_held_against_the_canary(two_revisions):
     cell = two_revisions()
     to = cell.world.submit(slo_ttft_s=1e-9)
     assert cell.world.last(to).error.reason == "TOO_LATE"
-    assert cell.core.rollouts.rollout.sides["r2"].num_moved == 0
+    assert cell.core.rollouts.rollout.stats[cell.core.fleets.find("r2")].num_moved == 0
 
 
 def test_a_silent_worker_is_no_reason_to_leave_the_revision(two_revisions):
@@ -141,9 +141,9 @@ def test_no_request_is_lost_when_a_rollout_ends(two_revisions, how):
         cell.token(to, finish=STOP)
         assert cell.world.last(to).reason == STOP
     cell.beat(6)
-    assert {worker.revision for worker in cell.core.workers} == {stays}
+    assert {worker.fleet.name for worker in cell.core.workers} == {stays}
     assert not len(cell.core.rollouts.retiring)
-    assert cell.core.workers.stable == stays
+    assert cell.core.fleets.stable.name == stays
     assert cell.core.can_serve
 
 
@@ -175,7 +175,7 @@ def test_what_the_promoted_revision_cannot_compute_ends_with_the_old_one(with_la
     # It has workers, and loses the one that computes it just as its revision leaves.
     assert not cell.request(waiting).waits
     cell.world.handle(ev.PromotionAsked())
-    assert cell.core.workers.stable == "r2"
+    assert cell.core.fleets.stable.name == "r2"
     cell.world.handle(ev.WorkerLost("p3", "was killed"))
     cell.beat(3)
     assert [cell.revision(to) for to in (waiting, other)] == ["1", "r2"]
@@ -186,7 +186,7 @@ def test_what_the_promoted_revision_cannot_compute_ends_with_the_old_one(with_la
     cell.token(waiting, finish=STOP)
     assert cell.world.last(waiting).reason == STOP
     cell.beat(5)
-    assert {worker.revision for worker in cell.core.workers} == {"r2"}
+    assert {worker.fleet.name for worker in cell.core.workers} == {"r2"}
 
 
 @pytest.mark.parametrize("how", ["dies", "is late"])
@@ -210,7 +210,7 @@ def test_a_revision_that_leaves_keeps_a_worker_in_each_pool_while_it_is_needed(t
     to = cell.begin()
     cell.world.handle(ev.AbortAsked("test"))
     cell.beat(3)
-    left = {one.role for one in cell.core.workers if one.revision == "r2"}
+    left = {one.role for one in cell.core.workers if one.fleet.name == "r2"}
     assert left == {PREFILL, DECODE}
     assert len(cell.ids()) == 6
     cell.token(to, finish=STOP)
@@ -265,7 +265,7 @@ def test_a_canary_that_is_worse_is_aborted_by_itself_if_so_wished(two_revisions,
     for number in range(120):
         to = cell.world.submit(session_id=f"s{number}", num_prompt=8)
         request = cell.request(to)
-        if fails and request.revision == "r2":
+        if fails and request.fleet.name == "r2":
             wrong = cluster_pb2.RequestOutput(request_id=request.id, attempt=1)
             wrong.failed.code, wrong.failed.message = 3, "no such argument"
             cell.world.step(request.prefill[0], wrong)

@@ -36,7 +36,7 @@ def promoted(made, revision):
     made.come_up()
     made.world.handle(ev.PromotionAsked())
     made.wait(5)
-    assert made.core.workers.revisions == [revision.name]
+    assert [one.name for one in made.core.fleets] == [revision.name]
 
 
 def test_a_canary_that_is_too_large_is_refused(launched):
@@ -128,7 +128,7 @@ def test_workers_of_the_one_before_count_with_theirs_until_they_have_left(launch
     made.come_up()
     made.world.handle(ev.PromotionAsked())
     made.world.after(1.0)
-    assert set(made.core.workers.revisions) == {"1", "r2"}
+    assert {one.name for one in made.core.fleets} == {"1", "r2"}
     # 4 are the old ones', 2 the new ones'.
     made.world.handle(ev.ScaleAsked(Pool.DECODE, 3))
     made.world.after(1.0)

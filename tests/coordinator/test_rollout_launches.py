@@ -26,7 +26,7 @@ def launched(new_world):
 
 
 def of_revision(made, revision):
-    return {one.id for one in made.core.workers if one.revision == revision}
+    return {one.id for one in made.core.workers if one.fleet.name == revision}
 
 
 def test_a_rollout_starts_its_workers_and_promotion_raises_them(launched):
@@ -50,9 +50,9 @@ def test_a_rollout_starts_its_workers_and_promotion_raises_them(launched):
     assert made.ids(Pool.PREFILL) == {"prefill-0", "prefill-1", "prefill-r2-0"}
     made.world.handle(ev.PromotionAsked())
     assert made.started[6:] == ["prefill-r2-1", "decode-r2-1"]
-    assert made.core.workers.stable == "1"
+    assert made.core.fleets.stable.name == "1"
     made.come_up()
-    assert made.core.workers.stable == "r2"
+    assert made.core.fleets.stable.name == "r2"
     made.wait(10)
     assert of_revision(made, "1") == set()
     assert len(of_revision(made, "r2")) == 4
@@ -70,10 +70,10 @@ def test_who_starts_workers_serves_with_those_whatever_one_remembers(new_world, 
         cluster_pb2.RolloutRecord(version=3, configured="1", stable="r2", retiring=["1"])
     )
     world.handle(ev.WorkerAttached(hello, returns=True))
-    assert world.core.workers.stable == "r2"
+    assert world.core.fleets.stable.name == "r2"
     world.handle(ev.LauncherReady({Pool.PREFILL: 1, Pool.DECODE: 1}))
     started = [one for one in world.membership if isinstance(one, ev.StartWorker)]
-    assert {one.revision.name for one in started} == {world.core.workers.stable} == {"1"}
+    assert {one.revision.name for one in started} == {world.core.fleets.stable.name} == {"1"}
     assert world.commands["p9"][-1].stable == "1"
 
 
@@ -95,7 +95,9 @@ def test_a_canary_that_does_not_come_up_is_told_and_holds_up_nothing(launched):
     for _ in range(4):
         made.world.handle(ev.WorkerExited(made.started[-1], "exited with code 1", "no such model"))
         made.wait(3)
-    assert "no such model" in made.core.scaler.launches.problem(Pool.DECODE, "r2")
+    assert "no such model" in made.core.scaler.launches.problem(
+        Pool.DECODE, made.core.fleets.find("r2")
+    )
     assert made.core.scaler.launches.problem(Pool.DECODE) == ""
     made.world.handle(ev.WorkerExited("decode-0", "was killed by SIGKILL"))
     made.world.after(0.5)
@@ -111,7 +113,7 @@ def test_a_canary_that_waits_for_room_is_told_of_as_the_canarys(launched):
     made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
     made.world.handle(ev.WorkerWaits("prefill-r2-0", "waits for 1 GPU"))
     launches, told = made.core.scaler.launches, "worker prefill-r2-0 waits for 1 GPU"
-    assert launches.waiting(Pool.PREFILL, "r2") == told
+    assert launches.waiting(Pool.PREFILL, made.core.fleets.find("r2")) == told
     assert launches.waiting(Pool.PREFILL) == ""
     assert told in str(made.core.rollouts.promote_error())
 
@@ -133,7 +135,7 @@ def test_gpus_of_a_revision_that_leaves_are_free_when_it_has_left(launched):
     made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
     made.come_up()
     made.world.handle(ev.PromotionAsked())
-    assert made.core.workers.stable == "r2"
+    assert made.core.fleets.stable.name == "r2"
     made.world.handle(ev.ScaleAsked(Pool.DECODE, 2))
     made.wait(5)
     # A worker of each pool is there until the request has ended.
@@ -162,15 +164,15 @@ def test_a_promotion_leaves_no_output_without_the_worker_that_starts_for_it(laun
     assert made.started[-1] == "decode-1"
     made.world.handle(ev.PromotionAsked())
     made.wait(5)
-    assert made.core.workers.stable == "1"
+    assert made.core.fleets.stable.name == "1"
     assert made.core.request("r1").decode[0] == "decode-0"
     made.come_up()
     made.wait(2)
-    assert made.core.workers.stable == "r2"
+    assert made.core.fleets.stable.name == "r2"
     assert "decode-1" not in made.ended
     made.world.handle(ev.WorkerExited("decode-0", "was killed by SIGKILL"))
     made.world.after(0.5)
-    assert made.core.request("r1").revision == "1"
+    assert made.core.request("r1").fleet.name == "1"
     assert made.core.request("r1").decode[0] == "decode-1"
     # It does not wait for a worker that nobody needs any more.
     made.world.handle(ev.StreamCancelled(to))
@@ -193,7 +195,7 @@ def aborted(launched, drain_s):
     made.wait(2)
     assert made.started[-1] == "decode-r2-1"
     made.world.handle(ev.AbortAsked("test"))
-    assert made.core.rollouts.traffic.canary == ""
+    assert made.core.rollouts.traffic.canary is None
     return made, to
 
 
@@ -212,7 +214,7 @@ def test_an_abort_leaves_no_output_without_the_worker_that_starts_for_it(launche
     made.world.handle(ev.WorkerExited("decode-r2-0", "was killed by SIGKILL"))
     made.world.after(0.5)
     request = made.core.request("r1")
-    assert request.revision == "r2"
+    assert request.fleet.name == "r2"
     assert request.decode == (("decode-r2-1", 1) if comes else None)
     # It is there for nobody else.
     made.world.handle(ev.StreamCancelled(to))

@@ -61,14 +61,14 @@ def test_no_request_ever_meets_two_revisions(new_world, out, share, steps):
         elif step == "promote" and cell.core.rollouts.promote_error() is None:
             cell.world.handle(ev.PromotionAsked())
         elif step == "start":
-            other = next(r for r in ("1", "r2") if r != cell.core.workers.stable)
+            other = next(r for r in ("1", "r2") if r != cell.core.fleets.stable.name)
             if cell.core.rollouts.start_error(Revision(other), share, {}) is None:
                 cell.world.handle(ev.RolloutAsked(Revision(other), share, {}))
         for request in cell.core.running():
             pair = [cell.core.workers.get(key) for key in (request.prefill, request.decode)]
-            assert {worker.revision for worker in pair if worker} <= {request.revision}
+            assert {worker.fleet.name for worker in pair if worker} <= {request.fleet.name}
             if len(request.token_ids):
-                assert began.setdefault(request.id, request.revision) == request.revision
+                assert began.setdefault(request.id, request.fleet.name) == request.fleet.name
     for key, commands in cell.world.commands.items():
         for command in commands:
             if isinstance(command, cluster_pb2.PrefillCommand) and command.HasField("handoff"):

@@ -50,13 +50,13 @@ def test_a_rollout_outlives_its_coordinator(two_revisions, new_world, say_hello)
     ):
         back(name, role, revision, told)
     rollouts = after.core.rollouts
-    assert (rollouts.traffic.canary, rollouts.traffic.share) == ("r2", 0.25)
+    assert (rollouts.traffic.canary.name, rollouts.traffic.share) == ("r2", 0.25)
     assert rollouts.traffic.open
     # The same sessions as before.
     for number in range(40):
         assert revision_of_session(cell.world, number) == revision_of_session(after, number)
     after.handle(ev.PromotionAsked())
-    assert after.core.workers.stable == "r2"
+    assert after.core.fleets.stable.name == "r2"
     promoted = latest_record(after, "cd")
     # After a promotion too; unless the configuration has been changed since.
     for configured, stable in (("1", "r2"), ("r9", "r9")):
@@ -64,7 +64,7 @@ def test_a_rollout_outlives_its_coordinator(two_revisions, new_world, say_hello)
         hello = say_hello("cd", DECODE, revision="r2", generation=78)
         hello.rollout.CopyFrom(promoted)
         third.handle(ev.WorkerAttached(hello, returns=True))
-        assert third.core.workers.stable == stable
+        assert third.core.fleets.stable.name == stable
 
 
 @pytest.mark.parametrize("has_heard", [True, False])
@@ -89,7 +89,7 @@ def test_who_was_to_leave_leaves_though_its_coordinator_died(
     hello.rollout.CopyFrom(promoted)
     after.handle(ev.WorkerAttached(hello, returns=True))
     after.wait(4)
-    assert after.core.workers.stable == "r2"
+    assert after.core.fleets.stable.name == "r2"
     leaving = {worker.id for worker in after.core.workers if worker.state == DRAINING}
     assert leaving == {"p", "d"}
 
@@ -106,7 +106,7 @@ def test_who_comes_before_the_first_worker_after_a_promotion_is_served(new_world
     world.wait(3)
     assert world.kinds(early) == ["Accepted"]
     request = world.core.request("r1")
-    assert (request.revision, request.prefill[0]) == ("r2", "cp")
+    assert (request.fleet.name, request.prefill[0]) == ("r2", "cp")
 
 
 def latest_record(world, worker):
@@ -136,9 +136,9 @@ def test_a_request_that_is_adopted_is_on_its_workers_revision(two_revisions, say
     cell.world.handle(ev.WorkerAttached(hello, returns=True))
     to = cell.world.submit(known_token_ids=[7])
     request = cell.request(to)
-    assert (request.revision, request.decode[0]) == ("r2", "cd9")
+    assert (request.fleet.name, request.decode[0]) == ("r2", "cd9")
     cell.world.handle(ev.WorkerLost("cd9", "was killed"))
-    assert cell.core.workers.get(request.decode).revision == "r2"
+    assert cell.core.workers.get(request.decode).fleet.name == "r2"
 
 
 def test_a_worker_that_leaves_is_found_by_who_comes_back_for_what_it_goes_on_with(

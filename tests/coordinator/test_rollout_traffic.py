@@ -46,7 +46,7 @@ def test_a_revision_that_nobody_rolls_out_gets_nothing(two_revisions):
     cell = two_revisions(None)
     for _ in range(20):
         assert cell.revision(cell.world.submit()) == "1"
-    assert not any(len(worker.ledger) for worker in cell.core.workers if worker.revision == "r2")
+    assert not any(len(worker.ledger) for worker in cell.core.workers if worker.fleet.name == "r2")
 
 
 def test_it_is_said_where_only_another_revision_is_attached(new_world):
@@ -73,8 +73,8 @@ def test_nothing_is_kept_of_revisions_that_clients_make_up(new_world):
     for number in range(20):
         to = world.submit(known_token_ids=[1], revision=f"none-{number}")
         world.handle(ev.StreamCancelled(to))
-    # The stable one's, and the last.
-    assert len(world.core.placers) <= 2
+    assert [fleet.name for fleet in world.core.fleets] == ["1"]
+    assert len(world.core.placers) <= 1
 
 
 def test_a_canary_that_serves_in_one_pool_only_gets_nothing(two_revisions):
@@ -155,8 +155,8 @@ def test_a_full_canary_holds_up_nobody_else(two_revisions):
             continue
         if request.waits:
             waiting.append(request)
-        elif request.revision == "1":
+        elif request.fleet.name == "1":
             cell.world.handle(ev.RequestCancelled(request.id))
     # Those of the canary wait for it; no stable one waits behind them.
     assert waiting
-    assert {one.revision for one in waiting} == {"r2"}
+    assert {one.fleet.name for one in waiting} == {"r2"}

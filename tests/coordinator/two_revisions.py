@@ -35,7 +35,7 @@ class TwoRevisions:
         return self.core.request(f"r{to.stream}")
 
     def revision(self, to):
-        return self.request(to).revision
+        return self.request(to).fleet.name
 
     def first_token(self, to):
         request = self.request(to)
@@ -81,4 +81,4 @@ def revision_of_session(world, number):
     to = world.submit(session_id=f"s{number}", num_prompt=8)
     request = world.core.request(f"r{to.stream}")
     world.handle(ev.RequestCancelled(request.id))
-    return request.revision
+    return request.fleet.name

@@ -1,7 +1,8 @@
 """What the autoscaler sees of the coordinator's core.
 
-It sizes the pools of the stable revision. A canary's workers are its rollout's, and no relief: the
-demand is that of all requests, so that the stable pools can take everything back at any time.
+The autoscaler sizes the pools of the stable fleet. It ignores a canary's workers, which the rollout
+starts: it counts the demand of all requests, so that the stable pools can take all of them back at
+any time.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ class Observer:
             now: by the core's clock.
             starting: workers that were asked for and are not attached yet.
         """
-        workers = list(self._workers.of(self._workers.stable))
+        stable = self._workers.fleets.stable
+        workers = list(stable.workers)
         # They hold GPUs until they have left.
         leaving = [
             one
             for one in self._workers
-            if one.revision != self._workers.stable
-            and one.state == cluster_pb2.WORKER_STATE_DRAINING
+            if one.fleet is not stable and one.state == cluster_pb2.WORKER_STATE_DRAINING
         ]
         loads: dict[Pool, list[WorkerLoad]] = {pool: [] for pool in Pool}
         for worker in workers:
@@ -102,7 +103,9 @@ class Observer:
         decode_is_full: bool,
     ) -> LaneLoad:
         demand = self._stats.demand[lane]
-        waiting_s = 0.0 if decode_is_full else self._lanes.waiting_s(lane, self._workers.stable)
+        waiting_s = (
+            0.0 if decode_is_full else self._lanes.waiting_s(lane, self._workers.fleets.stable)
+        )
         target = dict(config.targets).get(lane_name(lane))
         ttft_s, num_first, num_late = None, len(demand.ttfts_s), 0
         if target is not None and num_first:
@@ -127,7 +130,7 @@ class Observer:
         self, loads: Sequence[WorkerLoad], workers: Sequence[Worker], config: ScalingConfig
     ) -> DecodeLoad:
         num_decodes = sum(entry.num_decodes for entry in loads)
-        router = self._placers.of(self._workers.stable).router
+        router = self._placers.of(self._workers.fleets.stable).router
         steps = [
             step
             for worker in workers

@@ -1,4 +1,4 @@
-"""What waits for the workers of one revision: a track for each lane, and how the two share."""
+"""The requests that wait for one fleet's workers: one queue per lane, and how the lanes share."""
 
 from __future__ import annotations
 
@@ -7,43 +7,46 @@ import math
 from baton.coordinator.lanes.fairness import FairOrder, Trickle
 from baton.coordinator.lanes.lane_work import WaitingWork
 from baton.coordinator.lanes.tenants import Tenant, TenantQueue
+from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import Lane
 from baton.v1 import common_pb2
 
 
-class Track:
-    """The requests of one lane and one revision: they wait for the same workers.
+class LaneQueue:
+    """The requests of one lane that wait for the workers of one fleet.
 
     Attributes:
-        lane: the lane that its requests are ordered in.
-        revision: the revision whose workers they wait for.
-        order: the queues with a request that its tenant may run now, in the order of fairness.
-        work: the prefill work that waits in those queues.
-        weight: the sum of the weights of those queues' tenants.
+        lane: The lane that its requests are ordered in.
+        fleet_queues: Both lanes' queues of its fleet.
+        order: The tenants' queues with a request that its tenant may run now, ordered by fairness.
+        work: The prefill work that waits in those queues.
+        weight: Sum of the weights of those queues' tenants.
     """
 
-    __slots__ = ("lane", "order", "revision", "weight", "work")
+    __slots__ = ("fleet_queues", "lane", "order", "weight", "work")
 
-    def __init__(self, lane: Lane, revision: str) -> None:
-        self.lane, self.revision = lane, revision
+    def __init__(self, lane: Lane, fleet_queues: FleetQueues) -> None:
+        self.lane, self.fleet_queues = lane, fleet_queues
         self.order: FairOrder[TenantQueue] = FairOrder()
         self.work = WaitingWork()
         self.weight = 0.0
 
     def join(self, queue: TenantQueue, now: float) -> None:
-        """Puts a queue into the order."""
+        """Puts a tenant's queue into the order."""
+        if self.lane == common_pb2.LANE_BATCH and not len(self.order):
+            self.fleet_queues.trickle.lane_begins()
         self.order.join(queue)
         self.weight += queue.weight
         self.work.add(queue.work_us, now)
 
     def leave(self, queue: TenantQueue, now: float) -> None:
-        """Takes a queue out of the order; its requests wait on."""
+        """Takes a tenant's queue out of the order; its requests still wait."""
         self.order.leave(queue)
         self.weight -= queue.weight
         self.work.remove(queue.work_us, now, left=False)
 
     def ahead_s(self, tenant: Tenant | None, weight: float, work_s: float) -> float:
-        """How much prefill work of this track goes before a request that comes now.
+        """How much prefill work of this queue goes before a request that comes now.
 
         Other tenants go first only as far as fairness has it: each gets as much, for its weight,
         as the request's own tenant gets up to and with the request.
@@ -81,36 +84,36 @@ class Track:
         assert math.isclose(self.work.work_s, work_us / 1e6, abs_tol=1e-9)
 
 
-class RevisionTracks:
-    """The two tracks of one revision.
+class FleetQueues:
+    """Both lanes' queues of one fleet.
 
     Args:
-        revision: its name.
-        batch_share: the share of tokens that batch gets while both lanes have work.
+        fleet: Fleet whose workers the requests wait for.
+        batch_share: Share of tokens that the batch lane gets while both lanes have work, 0 to 1.
 
     Attributes:
-        interactive, batch: the tracks.
-        trickle: what the batch track is owed.
-        num_tickets: requests of the revision that have not ended.
-        submitted_work_us: prefill work that waits, by the lane that it was submitted to, in whole
-            microseconds: sums of floats would drift.
+        fleet: As above.
+        interactive, batch: The queues.
+        trickle: Tokens that the batch lane is owed.
+        submitted_work_us: Prefill work that waits, in microseconds, by the lane that it was
+            submitted to. Integers, because sums of floats would drift.
     """
 
-    __slots__ = ("batch", "interactive", "num_tickets", "submitted_work_us", "trickle")
+    __slots__ = ("batch", "fleet", "interactive", "submitted_work_us", "trickle")
 
-    def __init__(self, revision: str, batch_share: float) -> None:
-        self.interactive = Track(common_pb2.LANE_INTERACTIVE, revision)
-        self.batch = Track(common_pb2.LANE_BATCH, revision)
+    def __init__(self, fleet: Fleet, batch_share: float) -> None:
+        self.fleet = fleet
+        self.interactive = LaneQueue(common_pb2.LANE_INTERACTIVE, self)
+        self.batch = LaneQueue(common_pb2.LANE_BATCH, self)
         self.trickle = Trickle(batch_share)
-        self.num_tickets = 0
         self.submitted_work_us: dict[Lane, int] = {
             common_pb2.LANE_INTERACTIVE: 0,
             common_pb2.LANE_BATCH: 0,
         }
 
-    def of(self, lane: Lane) -> Track:
+    def of(self, lane: Lane) -> LaneQueue:
         return self.batch if lane == common_pb2.LANE_BATCH else self.interactive
 
-    def beside(self, track: Track) -> Track:
-        """The other lane's track."""
-        return self.interactive if track is self.batch else self.batch
+    def beside(self, queue: LaneQueue) -> LaneQueue:
+        """Returns the other lane's queue."""
+        return self.interactive if queue is self.batch else self.batch

@@ -1,4 +1,4 @@
-"""Latencies and errors of the requests of one revision, for the comparison of two revisions."""
+"""Latencies and errors of the requests of one fleet, for the comparison of two fleets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.coordinator.telemetry.sketch import Sketch
 
 
 class LaneLatency:
-    """Of one lane: times to first token, and gaps between outputs."""
+    """Sketches of one lane's times to first token and gaps between outputs."""
 
     __slots__ = ("itl", "ttft")
 
@@ -19,13 +19,13 @@ class LaneLatency:
         self.ttft, self.itl = Sketch(), Sketch()
 
 
-class Side:
-    """One revision, since both are compared.
+class FleetStats:
+    """Counters and latencies of one fleet since the comparison of two fleets began.
 
     Attributes:
-        errors: requests that failed after they had been let in, by the code's name.
-        num_recoveries: attempts that were lost and went on.
-        num_moved: requests that went on with the stable revision, nothing of them having been sent.
+        errors: Admitted requests that failed, by the error code's name in lower case.
+        num_recoveries: Lost attempts whose requests were tried again.
+        num_moved: Requests without any output that moved from this fleet to the stable fleet.
     """
 
     __slots__ = ("errors", "lanes", "num_admitted", "num_ended", "num_moved", "num_recoveries")

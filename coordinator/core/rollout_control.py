@@ -1,0 +1,103 @@
+"""Applies events to the rollouts, and carries out for requests what a rollout has decided."""
+
+from __future__ import annotations
+
+from baton.coordinator.core.request_lifecycle import RequestLifecycle
+from baton.coordinator.rollouts.retiring import gone_error
+from baton.coordinator.rollouts.rollout import Rollouts
+from baton.coordinator.rollouts.traffic import fits
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.workers import Worker, WorkerRegistry
+
+
+class RolloutControl:
+    """Advances the rollouts after each event that may change them.
+
+    Args:
+        rollouts: Decide which fleets get requests, and which leave.
+        lifecycle: Ends and moves requests.
+        workers: All attached workers.
+    """
+
+    def __init__(
+        self, rollouts: Rollouts, lifecycle: RequestLifecycle, workers: WorkerRegistry
+    ) -> None:
+        self._rollouts, self._lifecycle, self._workers = rollouts, lifecycle, workers
+        # WorkerRegistry.num_changes when the rollouts were advanced last.
+        self._num_changes_seen = 0
+
+    def start(self, event: ev.RolloutAsked, now: float) -> None:
+        """Starts a rollout."""
+        self._rollouts.start(event)
+        self.advance(now)
+
+    def set_share(self, event: ev.ShareAsked, now: float) -> None:
+        """Changes the canary's share of new sessions."""
+        self._rollouts.set_share(event.share)
+
+    def promote(self, event: ev.PromotionAsked, now: float) -> None:
+        """Promotes the canary as soon as it has enough workers."""
+        self._rollouts.promote(event.drain_s)
+        self.advance(now)
+
+    def abort(self, event: ev.AbortAsked, now: float) -> None:
+        """Aborts the rollout."""
+        self._rollouts.abort(event.drain_s, event.why, now)
+        self.advance(now)
+
+    def attached(self, worker: Worker, now: float, *, returns: bool) -> None:
+        """A worker has attached; `returns` if it served another coordinator before."""
+        if self._rollouts.attached(worker, now, returns=returns):
+            self._move_waiting()
+
+    def starts_workers(self, now: float) -> None:
+        """A launcher is ready to start workers."""
+        self._rollouts.starts_workers(now)
+        self._move_waiting()
+
+    def after_event(self, now: float) -> None:
+        """Advances the rollouts if workers came, left or changed the work that they take."""
+        if self._num_changes_seen != self._workers.num_changes:
+            self._num_changes_seen = self._workers.num_changes
+            if self._rollouts:
+                self.advance(now)
+
+    def advance(self, now: float) -> None:
+        """Advances the rollouts, and ends or moves requests of the fleets that changed."""
+        self._num_changes_seen = self._workers.num_changes
+        self._end_overdue(now)
+        self._rollouts.advance(now)
+        self._move_waiting()
+
+    def _end_overdue(self, now: float) -> None:
+        """Takes the requests of fleets that must have left by now off their workers.
+
+        A request with output fails. A request that runs without output waits again: another fleet
+        may compute it.
+        """
+        overdue = self._rollouts.retiring.overdue(now)
+        for request in self._lifecycle.requests.all() if overdue else ():
+            if request.fleet not in overdue:
+                continue
+            if len(request.token_ids):
+                self._lifecycle.fail(request, gone_error(request.fleet), now)
+            elif not request.waits:
+                self._lifecycle.move(request, now)
+
+    def _move_waiting(self) -> None:
+        """Moves requests that wait without output to the stable fleet if their fleet is closed.
+
+        A request that the stable fleet cannot compute (unknown adapter, too long prompt) stays in
+        its fleet while that fleet has workers.
+        """
+        traffic = self._rollouts.traffic
+        model = traffic.stable.workers.model
+        for request in self._lifecycle.requests.all():
+            if (
+                not request.has_begun
+                and not traffic.gets_new(request.fleet)
+                and (fits(request.submission, model) or self._rollouts.is_gone(request.fleet))
+            ):
+                self._lifecycle.change_fleet(request, traffic.stable)
+        # Requests that wait for a fleet without workers fail in the next round of dispatching.
+        self._lifecycle.room_freed()
