@@ -1,1 +1,1 @@
-"""OpenAI-compatible HTTP in front of a coordinator."""
+"""The HTTP gateway: OpenAI's API in front of one or several coordinators."""

@@ -1,4 +1,4 @@
-"""Whose question to the Admin service the gateway is passing on."""
+"""The credential with which the gateway calls the Admin service for an HTTP request."""
 
 from __future__ import annotations
 
@@ -11,13 +11,19 @@ _credential: ContextVar[str] = ContextVar("credential", default="")
 
 
 def current_credential() -> str:
-    """The API key or JWT of who asks; empty: none."""
+    """Returns the API key or JWT of the HTTP request that this task serves, or ""."""
     return _credential.get()
 
 
 @contextlib.contextmanager
 def use_credential(authorization: str) -> Iterator[None]:
-    """What is asked inside is asked with an HTTP request's credential, and no rights of our own."""
+    """Sends Admin calls made inside the `with` block with an HTTP request's credential.
+
+    The gateway has no rights of its own at the coordinator.
+
+    Args:
+        authorization: Value of the request's `authorization` header, with or without "Bearer".
+    """
     is_bearer = authorization[: len(_SCHEME)].lower() == _SCHEME
     secret = authorization[len(_SCHEME) :].strip() if is_bearer else authorization.strip()
     token = _credential.set(secret)

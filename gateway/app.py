@@ -1,4 +1,4 @@
-"""The routes."""
+"""The gateway's HTTP routes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from baton.gateway.cell import Cell
 from baton.gateway.cells import Cells
 from baton.gateway.coordinator_queries import PerCallerQuery, QueryLimiter, request_credential
 from baton.gateway.dashboard.data import overview
-from baton.gateway.dashboard.data import request as described
+from baton.gateway.dashboard.data import request as render_request
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
 from baton.gateway.generation import CHAT, COMPLETIONS, Generation
 from baton.gateway.metrics import GatewayCollector, GatewayStats
@@ -37,30 +37,31 @@ from baton.v1 import common_pb2
 
 _log = logging.getLogger(__name__)
 
-# How long what the dashboard shows holds.
-_HOLDS_S = 1.0
+# Seconds for which the dashboard's data is cached per caller.
+_OVERVIEW_TTL_S = 1.0
 _DASHBOARD, _MAX_LISTED = "/dashboard", 25
 _DATA_HEADERS = {"cache-control": "no-store", "x-content-type-options": "nosniff"}
-# The page needs nothing but itself, and nothing else may frame it.
+# The page loads nothing from other origins, and no other page may embed it in a frame.
 _PAGE_HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": "default-src 'self'; img-src data:; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
 }
-_KINDS = {404: "not_found_error"}
+_ERROR_KINDS = {404: "not_found_error"}
 
 
 class Gateway:
-    """What is behind the routes, as an ASGI application.
+    """All routes of the gateway, as an ASGI application.
 
     Args:
-        cells: what answers.
-        turns: of questions that strangers may ask.
-        config: limits.
-        security: who may read metrics.
+        cells: The cells behind the gateway.
+        query_limiter: Limits the queries to the coordinators.
+        config: Limits of requests.
+        security: Says who may read the metrics; None: the default.
 
     Attributes:
-        refusals: of this process.
+        stats: Counts and latencies of requests, for the metrics.
+        refusals: Counts of refused callers of this process, for the metrics.
     """
 
     def __init__(
@@ -72,21 +73,23 @@ class Gateway:
     ) -> None:
         self.stats = GatewayStats((COMPLETIONS, CHAT), cells.failovers)
         self.refusals = Refusals()
-        self._scrapers = MetricsAuth(security or SecurityConfig(), self.refusals)
+        self._metrics_auth = MetricsAuth(security or SecurityConfig(), self.refusals)
         self._registry = GatewayCollector(self.stats).registry()
         self._registry.register(self.refusals)
         self._created = int(time.time())
         self._config = config
         self._cells, self._query_limiter = cells, query_limiter
         self._overviews = {
-            cell.name: PerCallerQuery(partial(_look, cell), _HOLDS_S, query_limiter)
+            cell.name: PerCallerQuery(
+                partial(_fetch_overview, cell), _OVERVIEW_TTL_S, query_limiter
+            )
             for cell in cells
         }
         tokenizing = TokenizeRoutes(cells)
         self._generations = {
             route: Generation(route, cells, config, self.stats) for route in (COMPLETIONS, CHAT)
         }
-        self._others = Starlette(
+        self._other_routes = Starlette(
             routes=[
                 *(
                     Route(route, generation, methods=["POST"])
@@ -95,7 +98,7 @@ class Gateway:
                 Route("/v1/models", self._counted("/v1/models", self._models)),
                 Route("/v1/models/{name:path}", self._counted("/v1/models", self._one_model)),
                 Route("/health", self._counted("/health", self._health)),
-                # As vLLM has it for SageMaker; no route of its own to metrics and alerts.
+                # vLLM has /ping for SageMaker. Metrics count it as /health.
                 Route("/ping", self._counted("/health", self._health), methods=["GET", "POST"]),
                 Route("/version", self._counted("/version", self._version)),
                 *(
@@ -115,15 +118,15 @@ class Gateway:
         """The ASGI application."""
         generation = self._generations.get(scope["path"])
         if generation is not None and scope["method"] == "POST":
-            # Straight there: each layer in between would cost again with every token.
+            # Bypass Starlette: each of its layers would add a cost per token.
             await generation(scope, receive, send)
         else:
-            await self._others(scope, receive, send)
+            await self._other_routes(scope, receive, send)
 
     def _counted(
         self, route: str, answer: Callable[[Request], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """An endpoint whose problems are answers."""
+        """Wraps an endpoint: turns errors into error responses and counts the request."""
 
         async def endpoint(request: Request) -> Response:
             try:
@@ -142,18 +145,18 @@ class Gateway:
 
     async def _models(self, request: Request) -> Response:
         models = await self._cells.models(request_credential(request.headers))
-        return JSONResponse({"object": "list", "data": self._described(models)})
+        return JSONResponse({"object": "list", "data": self._model_list(models)})
 
     async def _one_model(self, request: Request) -> Response:
-        found = self._described(await self._cells.models(request_credential(request.headers)))
+        found = self._model_list(await self._cells.models(request_credential(request.headers)))
         name = request.path_params["name"]
         for one in found:
             if one["id"] == name:
                 return JSONResponse(one)
         raise error_responses.model_not_found(name, [str(one["id"]) for one in found])
 
-    def _described(self, models: Iterable[common_pb2.ModelDescription]) -> list[dict[str, object]]:
-        """Each base model, then its adapters, as vLLM lists them."""
+    def _model_list(self, models: Iterable[common_pb2.ModelDescription]) -> list[dict[str, object]]:
+        """Lists each base model followed by its adapters, as vLLM does."""
         return [
             {
                 "id": name,
@@ -181,7 +184,7 @@ class Gateway:
     def _with_body(
         self, answer: Callable[[bytes, Mapping[str, str]], Awaitable[dict[str, object]]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """An endpoint that takes a body."""
+        """Wraps an endpoint that reads a JSON body."""
 
         async def endpoint(request: Request) -> Response:
             body = await body_reader.read_body(request.receive, request.headers, self._config)
@@ -190,10 +193,10 @@ class Gateway:
         return endpoint
 
     async def _metrics(self, request: Request) -> Response:
-        self._scrapers.check(request.headers, request.client.host if request.client else "")
+        self._metrics_auth.check(request.headers, request.client.host if request.client else "")
         return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
 
-    # ---- The dashboard: what it shows is the operators', not the clients'.
+    # ---- The dashboard. Its data is for operators: the coordinator checks the caller's credential.
 
     def _dashboard(self) -> list[Route]:
         def page(body: bytes, kind: str) -> Callable[[Request], Awaitable[Response]]:
@@ -207,12 +210,12 @@ class Gateway:
             for path, (body, kind) in dashboard.files().items()
         ]
 
-        async def to_page(request: Request) -> Response:
+        async def redirect_to_page(request: Request) -> Response:
             return RedirectResponse(_DASHBOARD)
 
         return [
-            # Where `baton up` says that it is; people open it in a browser.
-            Route("/", self._counted(_DASHBOARD, to_page)),
+            # `baton up` prints the root URL, which people open in a browser.
+            Route("/", self._counted(_DASHBOARD, redirect_to_page)),
             *routes,
             Route(f"{_DASHBOARD}/data", self._counted(_DASHBOARD, self._data)),
             Route(
@@ -221,10 +224,10 @@ class Gateway:
             ),
         ]
 
-    def _shown(self, request: Request) -> Cell:
-        """The cell that is looked at: unless told, the first that is not away.
+    def _selected_cell(self, request: Request) -> Cell:
+        """Returns the cell that the query names; by default the first reachable cell.
 
-        Raises HttpError when there is none of that name.
+        Raises HttpError if there is no cell of that name.
         """
         name = request.query_params.get("cell")
         if name is None:
@@ -234,47 +237,47 @@ class Gateway:
                 return cell
         known = " or ".join(repr(cell.name) for cell in self._cells)
         message = f"cell is {shown(name)}; must be {known}"
-        raise HttpError(404, message, kind=_KINDS[404], param="cell", code="no_such_cell")
+        raise HttpError(404, message, kind=_ERROR_KINDS[404], param="cell", code="no_such_cell")
 
     async def _data(self, request: Request) -> Response:
-        # However many look at it with one credential, the coordinator is asked once per _HOLDS_S.
-        name = self._shown(request).name
+        # All viewers with the same credential share one query per _OVERVIEW_TTL_S.
+        name = self._selected_cell(request).name
         found = await self._overviews[name].get(request_credential(request.headers))
         found = {**found, "cell": name, "cells": [cell.name for cell in self._cells]}
         return JSONResponse(found, headers=_DATA_HEADERS)
 
     async def _waterfall(self, request: Request) -> Response:
-        watcher = self._shown(request).watcher
+        watcher = self._selected_cell(request).watcher
         with use_credential(request_credential(request.headers)):
             try:
                 request_id = request.path_params["request_id"]
                 tenant = request.query_params.get("tenant", "")
                 found = await self._query_limiter.run(lambda: watcher.request(request_id, tenant))
             except NotFoundError as error:
-                kind = _KINDS[404]
+                kind = _ERROR_KINDS[404]
                 raise HttpError(404, str(error), kind=kind, code="request_not_found") from None
             except RemoteError as error:
                 raise error_responses.from_remote_error(error) from None
-        return JSONResponse(described(found), headers=_DATA_HEADERS)
+        return JSONResponse(render_request(found), headers=_DATA_HEADERS)
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         self.stats.requests["other", error.status_code] += 1
         message = f"{request.method} {request.url.path}: {error.detail}"
-        kind = _KINDS.get(error.status_code, error_responses.INVALID_REQUEST)
+        kind = _ERROR_KINDS.get(error.status_code, error_responses.INVALID_REQUEST)
         problem = HttpError(error.status_code, message, kind=kind, code="no_such_route")
         return _response(problem, error.headers)
 
 
-async def _look(cell: Cell, authorization: str) -> dict[str, object]:
-    """What the dashboard shows of a cell to whom the credential belongs."""
+async def _fetch_overview(cell: Cell, authorization: str) -> dict[str, object]:
+    """Fetches the dashboard's data of a cell with a caller's credential."""
     with use_credential(authorization):
         view = await cell.watcher.look(include_history=True)
         return overview(view, await cell.watcher.requests(_MAX_LISTED))
 
 
 class _Unread(Response):
-    """Refuses a request of which something is left to read."""
+    """An error response to a request whose body is not fully read; closes the connection."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send(

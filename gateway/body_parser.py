@@ -1,6 +1,6 @@
-"""From the bytes of a request's body to its fields, or to what is wrong with it.
+"""Parses and validates the JSON body of a request.
 
-A field that cannot be honoured is refused by name, and so is one that nobody knows.
+Unsupported and unknown fields are refused by name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ B = TypeVar("B", bound=BodyModel)
 
 _MAX_NAME_CHARS = 80
 
-# Fields of OpenAI and vLLM that Baton does not carry out, and the values that ask for nothing.
+# Fields of OpenAI and vLLM that Baton does not support, with the values that have no effect and are
+# therefore accepted.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "audio": (),
     "best_of": (1,),
@@ -46,35 +47,35 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 
 
 def parse_body(body: bytes, kind: type[B]) -> B:
-    """Reads a body.
+    """Parses a body.
 
     Args:
-        body: JSON.
-        kind: the fields that it may have.
+        body: JSON in UTF-8.
+        kind: Class that declares the body's fields.
 
     Raises:
-        HttpError: it is no JSON, or a field of it is wrong, unknown or not supported.
+        HttpError: The body is not a JSON object, or a field is wrong, unknown or not supported.
     """
     try:
         values = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
         raise HttpError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(values, dict):
-        what = f"the body is a JSON {type(values).__name__}; must be an object"
-        raise HttpError(400, what, code="invalid_json")
+        message = f"the body is a JSON {type(values).__name__}; must be an object"
+        raise HttpError(400, message, code="invalid_json")
     known = {field.alias or name for name, field in kind.model_fields.items()}
-    values = {name: value for name, value in values.items() if _is_looked_at(name, value, known)}
+    values = {name: value for name, value in values.items() if _is_validated(name, value, known)}
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise _explained(error, values) from None
+        raise _explain(error, values) from None
 
 
-def _is_looked_at(name: str, value: object, known: set[str]) -> bool:
-    """Whether a field is to be checked: it is known, and asks for something; null does not.
+def _is_validated(name: str, value: object, known: set[str]) -> bool:
+    """Whether to validate a field; unsupported fields without effect (or null) are dropped.
 
     Raises:
-        HttpError: it is unknown, or not supported.
+        HttpError: The field is unknown or not supported.
     """
     if name in known:
         return True
@@ -87,25 +88,25 @@ def _is_looked_at(name: str, value: object, known: set[str]) -> bool:
             param=name,
             code="unsupported_parameter",
         )
-    name = _short(name)
+    name = _shorten(name)
     hint = did_you_mean(name, known, cutoff=0.8)
     raise HttpError(400, f"{name}: unknown field{hint}", param=name, code="unknown_parameter")
 
 
-def _explained(error: ValidationError, values: Any) -> HttpError:
-    """The first thing that is wrong with a body, by its path there."""
+def _explain(error: ValidationError, values: Any) -> HttpError:
+    """Returns the first validation error, with the path of the wrong field in the body."""
     paths: dict[str, tuple[Any, list[str]]] = {}
     for problem in error.errors(include_url=False):
-        path, value = _found(problem["loc"], values)
-        said = problem["msg"].removeprefix("Value error, ")
-        said = said[:1].lower() + said[1:]
+        path, value = _locate(problem["loc"], values)
+        reason_text = problem["msg"].removeprefix("Value error, ")
+        reason_text = reason_text[:1].lower() + reason_text[1:]
         if problem["type"] in ("extra_forbidden", "missing"):
-            # Its last part leads to nothing that is there, or should be.
+            # The last part of the location is the missing or extra field.
             *above, name = problem["loc"]
-            path = f"{_found(above, values)[0]}.{_short(str(name))}".lstrip(".")
+            path = f"{_locate(above, values)[0]}.{_shorten(str(name))}".lstrip(".")
             missing = problem["type"] == "missing"
-            said = "it is required" if missing else "this server does not support it"
-        paths.setdefault(path, (value, []))[1].append(said)
+            reason_text = "it is required" if missing else "this server does not support it"
+        paths.setdefault(path, (value, []))[1].append(reason_text)
     path, (value, reasons) = next(iter(paths.items()))
     reason = " or ".join(dict.fromkeys(reasons))
     if not path:
@@ -115,10 +116,11 @@ def _explained(error: ValidationError, values: Any) -> HttpError:
     return invalid_value(path, value, reason)
 
 
-def _found(location: Sequence[int | str], values: Any) -> tuple[str, Any]:
-    """Where a location of pydantic's leads, and what is there.
+def _locate(location: Sequence[int | str], values: Any) -> tuple[str, Any]:
+    """Returns the path and the value in the body that a pydantic error location points to.
 
-    It is followed as far as it leads into the body: behind that it names members of unions.
+    The end of a location may name members of unions, which do not exist in the body; that part is
+    ignored.
     """
     path = ""
     for part in location:
@@ -126,11 +128,11 @@ def _found(location: Sequence[int | str], values: Any) -> tuple[str, Any]:
             values = values[part]
         except (LookupError, TypeError):
             break
-        name = _short(str(part))
+        name = _shorten(str(part))
         path += f"[{part}]" if isinstance(part, int) else f".{name}" if path else name
     return path, values
 
 
-def _short(name: str) -> str:
-    """A field's name, which a client may have made as long as it likes, as errors show it."""
+def _shorten(name: str) -> str:
+    """Shortens a field name for an error message: clients may send names of any length."""
     return name if len(name) <= _MAX_NAME_CHARS else f"{name[: _MAX_NAME_CHARS - 3]}..."

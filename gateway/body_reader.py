@@ -1,4 +1,4 @@
-"""Bodies of requests on their way in: bounded in bytes and in time."""
+"""Reads request bodies, with a limit on their bytes and on the time that they take."""
 
 from __future__ import annotations
 
@@ -13,26 +13,32 @@ from baton.gateway.error_responses import HttpError
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import shown
 
-# Statuses of problems that leave something of the body to read.
+# Error statuses after which part of the request body is still unread.
 UNREAD_BODY_STATUSES = (408, 413, 415)
 
 
 class ClientDisconnected(Exception):
-    """Nobody reads the answer any more."""
+    """The HTTP client closed its connection before the response was complete."""
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], config: HttpConfig) -> bytes:
-    """A whole body of JSON.
+    """Reads a whole JSON body.
+
+    Args:
+        receive: The ASGI receive function of the request.
+        headers: The request's headers.
+        config: Gives the limits `max_body_bytes` and `read_timeout_s`.
 
     Raises:
-        ClientLeft: before it was whole.
-        HttpError: it is of another type, too long, or comes too slowly.
+        ClientDisconnected: The client left before the body was complete.
+        HttpError: The content type is not JSON (415), the body is too long (413), or the body
+            does not arrive in time (408).
     """
     kind = headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
-        # A web page may send any other type to any server, this one without asking first.
-        what = f"content-type is {shown(kind)}; must be application/json"
-        raise HttpError(415, what, param="content-type", code="unsupported_media_type")
+        # Browsers send other content types across origins without a preflight request (CORS).
+        message = f"content-type is {shown(kind)}; must be application/json"
+        raise HttpError(415, message, param="content-type", code="unsupported_media_type")
     limit, timeout_s = config.max_body_bytes, config.read_timeout_s
     too_large = HttpError(413, f"the body is longer than {limit} bytes", code="body_too_large")
     length = headers.get("content-length", "")
@@ -43,24 +49,25 @@ async def read_body(receive: Receive, headers: Mapping[str, str], config: HttpCo
     try:
         async with asyncio.timeout(timeout_s):
             while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
+                event = await receive()
+                if event["type"] == "http.disconnect":
                     raise ClientDisconnected
-                parts.append(message.get("body", b""))
+                parts.append(event.get("body", b""))
                 num_bytes += len(parts[-1])
                 if num_bytes > limit:
                     raise too_large
-                more = message.get("more_body", False)
+                more = event.get("more_body", False)
     except TimeoutError:
-        what = f"no whole body within {timeout_s:g} s"
-        raise HttpError(408, what, code="request_timeout") from None
+        message = f"the request body was not complete within {timeout_s:g} s"
+        raise HttpError(408, message, code="request_timeout") from None
     return b"".join(parts)
 
 
 async def discard_body(receive: Receive) -> None:
-    """Drops what the client still sends, for a moment.
+    """Reads and drops the rest of a request body, for at most LINGER_S.
 
-    Closed with something unread the connection would be reset, and the answer lost.
+    If the gateway closed the connection with unread data, TCP would reset the connection and the
+    client might lose the response.
     """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LINGER_S):

@@ -1,4 +1,4 @@
-"""One cell behind the gateway: its coordinators, and what the gateway asks and knows of them."""
+"""One cell behind the gateway: its client, its model and its health, as the gateway sees them."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ OutputParsersFactory: TypeAlias = (
     "Callable[[PerCallerQuery[common_pb2.ModelDescription]], ModelOutputParsers]"
 )
 
-# Longest wait for a coordinator's answer to a question about itself, and how long it holds.
-_ASK_TIMEOUT_S, _HOLDS_S = 2.0, 1.0
-_MODEL_HOLDS_S = 10.0
+# Longest wait for a coordinator's model description or health.
+_QUERY_TIMEOUT_S = 2.0
+# Seconds for which the gateway caches them.
+_HEALTH_TTL_S, _MODEL_TTL_S = 1.0, 10.0
 
 
 class Cell:
-    """A coordinator with its two pools, and those coordinators that may take its place.
+    """A coordinator with its two pools, and its standby coordinators.
 
     Args:
-        client: open; requests go through it.
-        watcher: open; what the dashboard shows.
-        turns: of questions that strangers may ask.
-        parsers: makes those of chats' outputs; None: there are none.
+        client: Open client; the cell's requests go through it.
+        watcher: Open watcher; the dashboard reads the cell's status through it.
+        query_limiter: Limits the queries to the coordinators.
+        parsers: Makes the parsers of chat outputs; None: outputs are not parsed.
 
     Attributes:
-        name: its coordinators' addresses.
-        model: what it serves, by the credential of who asks.
-        tokenizer: of that model.
-        parsers: of what that model writes; None: there are none.
-        outage: tells the log when it cannot be reached.
+        name: Addresses of the coordinators, separated by commas.
+        model: The model description, fetched with each caller's credential.
+        tokenizer: Tokenizer of that model.
+        parsers: Parsers of the model's chat outputs; None: outputs are not parsed.
+        outage: Logs when the cell cannot be reached.
     """
 
     def __init__(
@@ -54,26 +55,26 @@ class Cell:
         self.client, self.watcher = client, watcher
         self.name = ",".join(client.addresses)
         self.outage = OutageLog()
-        self.model = PerCallerQuery(self._asked_model, _MODEL_HOLDS_S, query_limiter)
+        self.model = PerCallerQuery(self._fetch_model, _MODEL_TTL_S, query_limiter)
         self.tokenizer = model_tokenizer(self.model)
         self.parsers = parsers(self.model) if parsers is not None else None
-        self._ready = CachedQuery(self._asked_ready, _HOLDS_S)
+        self._ready = CachedQuery(self._fetch_ready, _HEALTH_TTL_S)
 
     async def ready(self) -> None:
-        """Returns when a request could be served. Raises HttpError when none could."""
+        """Returns when the cell can serve requests. Raises HttpError when it cannot."""
         await self._ready.get()
 
-    async def _asked_model(self, authorization: str) -> common_pb2.ModelDescription:
+    async def _fetch_model(self, authorization: str) -> common_pb2.ModelDescription:
         try:
-            return await self.client.model(_ASK_TIMEOUT_S, authorization=authorization)
+            return await self.client.model(_QUERY_TIMEOUT_S, authorization=authorization)
         except RemoteError as error:
             if error.code in (code_pb2.UNAVAILABLE, code_pb2.DEADLINE_EXCEEDED):
                 self.outage.began(error)
             raise
 
-    async def _asked_ready(self) -> bool:
+    async def _fetch_ready(self) -> bool:
         try:
-            await self.client.wait_ready(_ASK_TIMEOUT_S)
+            await self.client.wait_ready(_QUERY_TIMEOUT_S)
         except RemoteError as error:
             self.outage.failed(error)
             raise

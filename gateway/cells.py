@@ -1,8 +1,8 @@
-"""The cells behind one gateway, and which of them a request goes to.
+"""The cells behind one gateway, and the choice of the cell for each request.
 
 A cell serves one base model and its adapters, and shares nothing with other cells. A gateway in
-front of several puts many models behind one address, and lets a model grow beyond what one
-coordinator carries.
+front of several cells offers many models at one address, and lets several coordinators serve the
+same model.
 """
 
 from __future__ import annotations
@@ -23,92 +23,94 @@ from baton.runtime.closing import AsyncClosing
 from baton.runtime.errors import RemoteError
 from baton.v1 import common_pb2
 
-# Statuses of a cell that gives no answer.
+# HTTP statuses that mean that a cell gave no response.
 _UNREACHABLE_STATUSES = (503, 504)
-# How long one wait for a cell to serve lasts, and the pause after one that failed.
+# Timeout of one wait for an unreachable cell to serve again, and the pause before the next one.
 _WAIT_S, _PAUSE_S = 60.0, 1.0
 
 
 class Cells(AsyncClosing):
-    """One cell or several. A gateway in front of a single one asks it nothing before a request.
+    """Chooses the cell of each request and tracks the cells that cannot be reached.
 
-    Of several cells that serve a model, rendezvous hashing says which one a session's requests go
-    to, so that they find their KV cache again; a cell that comes or goes moves no sessions but
-    those that it takes or leaves. One that cannot be reached is tried last until it serves again.
+    With a single cell, the gateway queries nothing before it sends a request there.
 
-    Their clients are opened and closed by whoever adds them.
+    If several cells serve a model, rendezvous hashing chooses the cell of a session, so that the
+    session's requests find their KV cache in the prefix cache. Adding or removing a cell moves only
+    the sessions of that cell. A cell that cannot be reached is tried last until it serves again.
+
+    The caller that adds a cell opens and closes the cell's clients.
 
     Attributes:
-        failovers: requests that another cell has taken, by the name of the one that was away.
+        failovers: Number of requests that another cell served, by the name of the unreachable cell.
     """
 
     def __init__(self) -> None:
         self.failovers: Counter[str] = Counter()
         self._cells: list[Cell] = []
-        # What each cell served when it last said so, whoever had asked.
+        # Names of the models that each cell served in its latest response to any caller.
         self._served: dict[str, list[str]] = {}
-        # Of cells that are away: what waits for them.
+        # Tasks that wait until an unreachable cell serves again, by cell name.
         self._return_tasks: dict[str, asyncio.Task[None]] = {}
 
     def __iter__(self) -> Iterator[Cell]:
         return iter(self._cells)
 
     def add(self, cell: Cell) -> None:
-        """One more, of a name that the others do not have."""
+        """Adds a cell; its name must be unique."""
         self._cells.append(cell)
 
     async def aclose(self) -> None:
-        """Waits for no cell any more; idempotent."""
+        """Stops waiting for unreachable cells; idempotent."""
         return_tasks, self._return_tasks = self._return_tasks, {}
         for task in return_tasks.values():
             task.cancel()
         await asyncio.gather(*return_tasks.values(), return_exceptions=True)
 
     def is_unreachable(self, cell: Cell) -> bool:
-        """Whether it could not be reached, and has not served since."""
+        """Whether the cell could not be reached and has not served since."""
         return cell.name in self._return_tasks
 
     async def candidates(
         self, model: str | None, session: str, authorization: str
     ) -> Sequence[Cell]:
-        """The cells to try for a request, in order; at least one.
+        """Returns the cells to try for a request, in order; at least one.
 
         Args:
-            model: that the request names; None: the first cell's base model.
-            session: what keeps requests together: a conversation's id, or the request's own.
-            authorization: of who asks; each cell is asked for its model with it.
+            model: Model that the request names; None: the base model of the first cell.
+            session: Session ID, or the request ID of a request without a session.
+            authorization: Credential of the caller, with which each cell's model is fetched.
 
         Raises:
-            HttpError: no cell serves that model, lets the caller in or can be reached.
+            HttpError: No cell serves the model, admits the caller or can be reached.
         """
         if len(self._cells) == 1:
             return self._cells
-        served, refusal = await self._ask_all(authorization)
+        served, refusal = await self._fetch_all(authorization)
         if refusal is not None and not served:
             raise refusal
         wanted = model if model is not None else next(iter(served.values()))[0]
         found = [cell for cell in self._cells if wanted in served.get(cell.name, ())]
         if not found:
-            # Of a cell that has never answered nobody knows what it serves.
+            # `refusal` is set if a cell has never responded: that cell may serve the model.
             names = dict.fromkeys(name for names in served.values() for name in names)
             raise refusal or error_responses.model_not_found(wanted, names)
         return sorted(found, key=lambda cell: (self.is_unreachable(cell), _weight(cell, session)))
 
     async def models(self, authorization: str) -> list[common_pb2.ModelDescription]:
-        """What the cells that answer serve, in their order; each base model once.
+        """Returns the models of all cells that respond, in the cells' order, without duplicates.
 
         Raises:
-            HttpError: none answers.
+            HttpError: No cell responds.
         """
-        asked = [cell for cell in self._cells if not self.is_unreachable(cell)] or self._cells
-        answers = await asyncio.gather(*(self._model(cell, authorization) for cell in asked))
-        found = [one for one in answers if isinstance(one, common_pb2.ModelDescription)]
+        queried = [cell for cell in self._cells if not self.is_unreachable(cell)] or self._cells
+        responses = await asyncio.gather(*(self._model(cell, authorization) for cell in queried))
+        found = [one for one in responses if isinstance(one, common_pb2.ModelDescription)]
         if not found:
-            raise next(one for one in answers if isinstance(one, HttpError))
+            raise next(one for one in responses if isinstance(one, HttpError))
         return list({one.name: one for one in reversed(found)}.values())[::-1]
 
     async def ready(self) -> None:
-        """Returns when one of the cells can serve. Raises HttpError when none can."""
+        """Returns when one of the cells can serve. Raises HttpError when no cell can."""
         found = list[HttpError]()
         for cell in sorted(self._cells, key=self.is_unreachable):
             try:
@@ -117,48 +119,48 @@ class Cells(AsyncClosing):
                 found.append(problem)
         raise found[0]
 
-    def other_client(self, away: Cell, model: str) -> BatonClient | None:
-        """Of a cell that can go on with a request of another one, which is away or refuses it.
+    def other_client(self, lost: Cell, model: str) -> BatonClient | None:
+        """Returns the client of a cell that can continue a request of another cell.
 
         Args:
-            away: where the request was.
-            model: that it needs; empty: the base model there.
+            lost: Cell that lost the request's session or refuses the request.
+            model: Model that the request needs; empty: the base model of `lost`.
         """
-        if away.client.address is None:
-            away.outage.began(f"requests have lost their session with {away.name}")
-            self._mark_unreachable(away)
-        wanted = model or next(iter(self._served.get(away.name, ())), None)
+        if lost.client.address is None:
+            lost.outage.began(f"requests lost their session with {lost.name}")
+            self._mark_unreachable(lost)
+        wanted = model or next(iter(self._served.get(lost.name, ())), None)
         found = [
             cell
             for cell in self._cells
-            if cell is not away
+            if cell is not lost
             and not self.is_unreachable(cell)
             and wanted in self._served.get(cell.name, ())
         ]
         return random.choice(found).client if found else None
 
-    def failed(self, cell: Cell, error: RemoteError) -> None:
-        """A request failed there, for that."""
+    def report_failure(self, cell: Cell, error: RemoteError) -> None:
+        """Reports that a request failed in a cell."""
         cell.outage.failed(error)
         if error.code == code_pb2.UNAVAILABLE:
             self._mark_unreachable(cell)
 
-    async def _ask_all(self, authorization: str) -> tuple[dict[str, list[str]], HttpError | None]:
-        """What the cells serve.
+    async def _fetch_all(self, authorization: str) -> tuple[dict[str, list[str]], HttpError | None]:
+        """Fetches the models of all cells.
 
-        A cell that is away is not asked: what it served before is what it will serve again.
+        An unreachable cell is not queried; the models of its latest response are returned.
 
         Returns:
-            The models of the cells that are known and let the caller in, by cell and in order. And
-            why others are not among them: that one cannot be reached, sooner than that the caller
-            may not use it.
+            The names of the models by cell name, in the cells' order, for the cells that admit the
+            caller. And an error if a cell is missing there: an unreachable cell takes precedence
+            over a cell that refuses the caller.
         """
-        asked = [cell for cell in self._cells if not self.is_unreachable(cell)]
-        answers = await asyncio.gather(*(self._model(cell, authorization) for cell in asked))
+        queried = [cell for cell in self._cells if not self.is_unreachable(cell)]
+        responses = await asyncio.gather(*(self._model(cell, authorization) for cell in queried))
         refused = {
-            cell.name: answer
-            for cell, answer in zip(asked, answers, strict=True)
-            if isinstance(answer, HttpError)
+            cell.name: response
+            for cell, response in zip(queried, responses, strict=True)
+            if isinstance(response, HttpError)
         }
         served, refusal, unknown = dict[str, list[str]](), None, None
         for cell in self._cells:
@@ -184,7 +186,7 @@ class Cells(AsyncClosing):
         return model
 
     def _mark_unreachable(self, cell: Cell) -> None:
-        """The cell is tried last until it serves again."""
+        """From now on the cell is tried last, until it serves again."""
         if len(self._cells) > 1 and not self.is_unreachable(cell):
             task = asyncio.create_task(self._await_return(cell), name=f"return of {cell.name}")
             self._return_tasks[cell.name] = task
@@ -201,11 +203,11 @@ class Cells(AsyncClosing):
 
 
 def _unreachable(cell: Cell) -> HttpError:
-    """It is away and has never said what it serves."""
+    """The error for a cell that cannot be reached and has never said which models it serves."""
     message = f"the coordinator at {cell.name} cannot be reached"
     return error_responses.from_remote_error(errors.make(code_pb2.UNAVAILABLE, message))
 
 
 def _weight(cell: Cell, session: str) -> int:
-    """Rendezvous hashing: the cell with the least one has the session."""
+    """Rendezvous hashing: the session belongs to the cell with the lowest weight."""
     return xxhash.xxh3_64_intdigest(f"{cell.name} {session}".encode())

@@ -1,4 +1,4 @@
-"""One HTTP connection: uvicorn's protocol, with bounds on what a peer may take."""
+"""One HTTP connection: uvicorn's protocol with limits on the resources that a peer may use."""
 
 from __future__ import annotations
 
@@ -17,14 +17,20 @@ from baton.gateway.metrics import GatewayStats
 from baton.runtime.config import HttpConfig
 from baton.runtime.tls import Handshakes
 
-# How long a client that was refused may take to read why.
+# Time that a refused client has to read the error response before the connection is closed.
 LINGER_S = 1.0
 
 
 def protocol_factory(
     config: HttpConfig, stats: GatewayStats, handshakes: Handshakes | None = None
 ) -> Callable[..., asyncio.Protocol]:
-    """What uvicorn makes its connections with; `handshakes` hear of those that came over TLS."""
+    """Returns the factory of uvicorn's connections.
+
+    Args:
+        config: Limits of each connection and of their number.
+        stats: Counts the connections and refusals.
+        handshakes: Counts TLS handshakes; None without TLS.
+    """
     waiting: dict[Connection, None] = {}
 
     def make(**arguments: Any) -> asyncio.Protocol:
@@ -34,18 +40,17 @@ def protocol_factory(
 
 
 class Connection(HttpToolsProtocol):
-    """Bounds on headers (bytes, time), on idle readers and on the number of connections.
+    """Limits the header bytes, the header time, idle readers and the number of connections.
 
-    uvicorn has none of these with httptools; its own keep-alive timeout ends what idles between
-    two requests.
+    uvicorn has no such limits with httptools. uvicorn's own keep-alive timeout closes connections
+    that are idle between two requests.
 
     Args:
-        limits: of each, and of all.
-        stats: counts them.
-        waiting: all of the server's that have no whole request, those first that have waited
-            longest.
-        handshakes: None without TLS.
-        **arguments: uvicorn's.
+        limits: Limits of each connection and of their number.
+        stats: Counts the connections and refusals.
+        waiting: All connections of the server without a complete request, oldest first; shared.
+        handshakes: Counts TLS handshakes; None without TLS.
+        **arguments: Passed to uvicorn's protocol.
     """
 
     def __init__(
@@ -59,10 +64,10 @@ class Connection(HttpToolsProtocol):
         super().__init__(**arguments)
         self._limits, self._stats, self._waiting = limits, stats, waiting
         self._handshakes = handshakes
-        # What the parser is given, and what of it another parser is given next.
+        # Bytes that the parser reads now, and the rest of them that the next parser reads.
         self._data: bytes | memoryview = b""
         self._rest: bytes | memoryview = b""
-        # Of the head that is being read: as it came, and what the parser has whole.
+        # Bytes of the current request head: received, and parsed into whole headers.
         self._num_raw_bytes = self._num_parsed_bytes = 0
         self._in_head, self._num_heads = True, 0
         self._refusal: HttpError | None = None
@@ -77,8 +82,8 @@ class Connection(HttpToolsProtocol):
             self._handshakes.used()
         connection = transport.get_extra_info("socket")
         if connection is not None:
-            # Unix sockets have no such option. Without it a token that follows another closely
-            # waits for the peer's delayed acknowledgement, 40 ms.
+            # Unix sockets have no such option. Without TCP_NODELAY, a token that closely follows
+            # another one waits for the peer's delayed acknowledgement (40 ms).
             with contextlib.suppress(OSError):
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.connections) > self._limits.max_connections and not self._evict():
@@ -104,7 +109,7 @@ class Connection(HttpToolsProtocol):
         if self._refusal is not None or self.transport.is_closing():
             return
         if in_head and num_heads == self._num_heads:
-            # What comes in small pieces is not seen by on_header until it is whole.
+            # on_header sees a header only when it is complete: count the bytes of partial headers.
             self._num_raw_bytes += len(data)
             if self._num_raw_bytes > self._limits.max_header_bytes:
                 self._refuse("header_bytes", self._too_long())
@@ -167,21 +172,24 @@ class Connection(HttpToolsProtocol):
             self._reader_timer = None
 
     def send_400_response(self, msg: str) -> None:
-        """Also what a refusal from within the parser becomes."""
+        """Refuses a malformed request, or one that a parser callback has refused."""
         if self._refusal is not None:
             self._refuse("header_bytes", self._refusal)
         else:
             self._refuse("malformed", HttpError(400, msg, code="invalid_http"))
 
     def _upgrades(self) -> bool:
-        """Whether the head asks for another protocol; it comes again without that."""
+        """Whether the request head asks for another protocol.
+
+        Such a head is parsed a second time without its `upgrade` header.
+        """
         return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Goes on in HTTP/1.1, as a server may (RFC 9110, 7.8).
+        """Ignores the upgrade and continues in HTTP/1.1, as RFC 9110, 7.8 allows.
 
-        The parser takes what follows the head for another protocol. It is the body: clients, Java's
-        HttpClient by default, ask for HTTP/2 with whatever they send first.
+        The parser treats the bytes after the head as another protocol, but they are the request
+        body: some clients (by default Java's HttpClient) ask for HTTP/2 in their first request.
         """
         upgrade = sys.exception()
         assert isinstance(upgrade, httptools.HttpParserUpgrade)
@@ -192,7 +200,8 @@ class Connection(HttpToolsProtocol):
         lines = [b"%s %s HTTP/%s" % (method, self.url, version)]
         lines += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
         self.parser, self._num_parsed_bytes = httptools.HttpRequestParser(self), 0
-        # Not copied, and not from here: as many such requests may follow as one chunk holds.
+        # A view, not a copy, and parsed by _parse, not recursively: one chunk may hold many such
+        # requests.
         self._rest = memoryview(self._data)[upgrade.args[0] :]
         super().data_received(b"\r\n".join(lines) + b"\r\n\r\n")
 
@@ -200,7 +209,7 @@ class Connection(HttpToolsProtocol):
         self._num_parsed_bytes += num_bytes
         if self._num_parsed_bytes > self._limits.max_header_bytes:
             self._refusal = self._too_long()
-            # The parser stops at whatever its callback raises.
+            # An exception from a callback stops the parser.
             raise httptools.HttpParserError("headers too long")
 
     def _too_long(self) -> HttpError:
@@ -208,9 +217,12 @@ class Connection(HttpToolsProtocol):
         return HttpError(431, message, code="headers_too_large")
 
     def _evict(self) -> bool:
-        """Closes the connection that has gone longest without a whole request; False: none does.
+        """Closes the connection that has been without a complete request for longest.
 
-        So neither idle connections nor slow heads and bodies can keep others out.
+        Idle connections and slow requests can thus not keep other clients out.
+
+        Returns:
+            Whether there was such a connection.
         """
         if not self._waiting:
             return False
@@ -227,12 +239,12 @@ class Connection(HttpToolsProtocol):
 
     def _on_slow_head(self) -> None:
         self._head_timer = None
-        message = f"no whole head of a request within {self._limits.read_timeout_s:g} s"
+        message = f"the request's head was not complete within {self._limits.read_timeout_s:g} s"
         self._refuse("slow_head", HttpError(408, message, code="request_timeout"))
 
     def _on_idle_reader(self) -> None:
         self._stats.refused_connections["idle_reader"] += 1
-        # At once: what is buffered has nowhere to go.
+        # Abort instead of close: the peer does not read the buffered bytes.
         self.transport.abort()
 
     def _refuse(self, reason: str, problem: HttpError) -> None:
@@ -242,7 +254,7 @@ class Connection(HttpToolsProtocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
         if self._answering or self.transport.is_closing():
-            # Not into the middle of another answer.
+            # An error response must not be written into the middle of another response.
             self.transport.close()
             return
         body = problem.body()
@@ -252,7 +264,8 @@ class Connection(HttpToolsProtocol):
             + b"content-length: %d\r\n\r\n" % len(body)
             + body
         )
-        # Closed at once, with something unread, it would be reset: the answer would be lost.
+        # If the connection were closed at once with unread bytes, TCP would reset it and the client
+        # might lose the response.
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._linger_timer = self.loop.call_later(LINGER_S, self.transport.close)

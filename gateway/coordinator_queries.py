@@ -1,4 +1,7 @@
-"""Questions that the gateway asks the coordinator for whoever comes, known or not."""
+"""Queries that the gateway sends to the coordinator for HTTP callers, limited and cached.
+
+A caller may be unknown: its credential is only checked by the coordinator.
+"""
 
 from __future__ import annotations
 
@@ -16,103 +19,121 @@ from baton.runtime.secret_words import fits_header
 
 T = TypeVar("T")
 
-# Less than gRPC's metadata may have by default.
+# Below the default size limit of gRPC metadata.
 _MAX_CREDENTIAL_CHARS = 12 * 2**10
-_MAX_ANSWERS = 256
-_ERROR_HOLDS_S = 1.0
-# At a time, and the longest wait for a turn: as long as an answer may take.
-_MAX_CONCURRENT_QUERIES, _QUEUE_TIMEOUT_S = 32, 2.0
+# Number of callers whose results one PerCallerQuery caches.
+_MAX_CACHED_CALLERS = 256
+# Longest time that an error is cached.
+_ERROR_TTL_S = 1.0
+_MAX_CONCURRENT_QUERIES = 32
+# Longest wait for a free slot; a query itself may take as long (cell.py).
+_QUEUE_TIMEOUT_S = 2.0
 
 
 def request_credential(headers: Mapping[str, str]) -> str:
-    """Returns the `authorization` header; empty: none. Raises HttpError if it is malformed."""
+    """Returns the `authorization` header, or "" if there is none.
+
+    Raises:
+        HttpError: gRPC could not carry the value to the coordinator (401).
+    """
     shown = headers.get("authorization", "")
     if len(shown) > _MAX_CREDENTIAL_CHARS or not fits_header(shown):
-        message = "the credential is not valid here"
+        message = "authorization is too long or has characters that no credential has"
         raise HttpError(401, message, kind="authentication_error", code="invalid_api_key")
     return shown
 
 
 class QueryLimiter:
-    """So many questions at a time. The others wait, but not for ever.
+    """Limits how many queries are sent to the coordinators at a time; further queries queue.
 
-    Strangers with a thousand keys are as many connections to the gateway, and no more than this to
-    the coordinator.
+    Callers with many invalid keys can thus not cost the coordinator more than
+    _MAX_CONCURRENT_QUERIES calls at a time.
     """
 
     def __init__(self) -> None:
         self._free = asyncio.Semaphore(_MAX_CONCURRENT_QUERIES)
 
-    async def run(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Asks in its turn. Raises HttpError when that does not come."""
+    async def run(self, fetch: Callable[[], Awaitable[T]]) -> T:
+        """Runs a query when a slot is free. Raises HttpError 503 if none is within the timeout."""
         try:
             async with asyncio.timeout(_QUEUE_TIMEOUT_S):
                 await self._free.acquire()
         except TimeoutError:
-            message = "too many questions to the coordinator wait"
+            message = "too many queries to the coordinator are queued"
             raise HttpError(
                 503, message, kind="service_unavailable_error", code="overloaded", retry_after_s=1.0
             ) from None
         try:
-            return await ask()
+            return await fetch()
         finally:
             self._free.release()
 
 
 class CachedQuery(Generic[T]):
-    """A question asked at most once at a time, and not again for a while: anyone may ask it."""
+    """Runs one query at most once at a time and caches its result.
 
-    def __init__(self, ask: Callable[[], Awaitable[T]], holds_s: float) -> None:
-        self._ask, self._holds_s = ask, holds_s
+    Any number of tasks may call `get`.
+
+    Args:
+        fetch: Sends the query.
+        ttl_s: Seconds for which a result is cached.
+    """
+
+    def __init__(self, fetch: Callable[[], Awaitable[T]], ttl_s: float) -> None:
+        self._fetch, self._ttl_s = fetch, ttl_s
         self._lock = asyncio.Lock()
-        self._until = 0.0
-        self._answer: T | RemoteError | HttpError | None = None
+        self._fresh_until = 0.0
+        self._result: T | RemoteError | HttpError | None = None
 
     async def get(self) -> T:
-        """Raises HttpError as the question did, or of its RemoteError."""
+        """Returns the result, from the cache if it is fresh.
+
+        Raises:
+            HttpError: The query failed, now or within the last _ERROR_TTL_S.
+        """
         async with self._lock:
-            if time.monotonic() >= self._until:
+            if time.monotonic() >= self._fresh_until:
                 try:
-                    self._answer = await self._ask()
-                    self._until = time.monotonic() + self._holds_s
+                    self._result = await self._fetch()
+                    self._fresh_until = time.monotonic() + self._ttl_s
                 except (RemoteError, HttpError) as error:
-                    # All who wait for it have waited: none of them begins anew.
-                    self._answer = error
-                    self._until = time.monotonic() + min(_ERROR_HOLDS_S, self._holds_s)
-            answer = self._answer
-        if isinstance(answer, RemoteError):
-            raise error_responses.from_remote_error(answer)
-        if isinstance(answer, HttpError):
-            raise answer.with_traceback(None)
-        assert answer is not None
-        return answer
+                    # The tasks that waited for this query get its error and do not send it again.
+                    self._result = error
+                    self._fresh_until = time.monotonic() + min(_ERROR_TTL_S, self._ttl_s)
+            result = self._result
+        if isinstance(result, RemoteError):
+            raise error_responses.from_remote_error(result)
+        if isinstance(result, HttpError):
+            raise result.with_traceback(None)
+        assert result is not None
+        return result
 
 
 class PerCallerQuery(Generic[T]):
-    """A question asked with each caller's own credential.
+    """Runs a query with each caller's own credential and caches the result per caller.
 
-    The latest callers' answers are kept for a while, by a hash of what they showed.
+    The cache is keyed by a hash of the credential.
 
     Args:
-        ask: gets the credential, as in `authorization`.
-        holds_s: how long an answer does.
-        turns: of the questions.
+        fetch: Sends the query; its argument is the value of the `authorization` header.
+        ttl_s: Seconds for which a result is cached.
+        query_limiter: Limits the queries that run at a time.
     """
 
     def __init__(
-        self, ask: Callable[[str], Awaitable[T]], holds_s: float, query_limiter: QueryLimiter
+        self, fetch: Callable[[str], Awaitable[T]], ttl_s: float, query_limiter: QueryLimiter
     ) -> None:
-        self._ask, self._holds_s, self._query_limiter = ask, holds_s, query_limiter
-        self._answers: OrderedDict[bytes, CachedQuery[T]] = OrderedDict()
+        self._fetch, self._ttl_s, self._query_limiter = fetch, ttl_s, query_limiter
+        self._cached_queries: OrderedDict[bytes, CachedQuery[T]] = OrderedDict()
 
     async def get(self, authorization: str) -> T:
-        """Raises HttpError."""
+        """Returns the result for a caller. Raises HttpError if the query failed."""
         key = hashlib.sha256(authorization.encode()).digest()
-        answer = self._answers.get(key)
-        if answer is None:
-            answer = self._answers[key] = CachedQuery(
-                lambda: self._query_limiter.run(lambda: self._ask(authorization)), self._holds_s
+        result = self._cached_queries.get(key)
+        if result is None:
+            result = self._cached_queries[key] = CachedQuery(
+                lambda: self._query_limiter.run(lambda: self._fetch(authorization)), self._ttl_s
             )
-            if len(self._answers) > _MAX_ANSWERS:
-                self._answers.popitem(last=False)
-        return await answer.get()
+            if len(self._cached_queries) > _MAX_CACHED_CALLERS:
+                self._cached_queries.popitem(last=False)
+        return await result.get()

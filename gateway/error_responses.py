@@ -1,4 +1,4 @@
-"""Errors as OpenAI's API has them: a status, and a body that names what is wrong.
+"""Error responses in the form of OpenAI's API: an HTTP status and a JSON body.
 
 Source: https://platform.openai.com/docs/guides/error-codes; the body is
 {"error": {"message", "type", "param", "code"}}. gRPC codes become HTTP statuses here and nowhere
@@ -17,11 +17,11 @@ from baton.client.errors import InvalidArgumentError, ResourceExhaustedError
 from baton.runtime.errors import RemoteError, shown
 
 INVALID_REQUEST = "invalid_request_error"
-# What nginx calls a request whose client left; no one reads it, metrics count it.
+# nginx's status for a request whose client disconnected. It is never sent, only counted in metrics.
 CLIENT_CLOSED_REQUEST = 499
 _RETRY_S = 1.0
 
-# Code: status and type.
+# HTTP status and OpenAI error type, by gRPC code.
 _KINDS: dict[int, tuple[int, str]] = {
     code_pb2.INVALID_ARGUMENT: (400, INVALID_REQUEST),
     code_pb2.FAILED_PRECONDITION: (400, INVALID_REQUEST),
@@ -34,11 +34,11 @@ _KINDS: dict[int, tuple[int, str]] = {
     code_pb2.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
     code_pb2.UNIMPLEMENTED: (501, "server_error"),
     code_pb2.UNAVAILABLE: (503, "service_unavailable_error"),
-    # Not by the client's leaving, which nobody is told of: the gateway stopped.
+    # The gateway stopped. (If the client disconnects, no response is sent.)
     code_pb2.CANCELLED: (503, "service_unavailable_error"),
     code_pb2.DEADLINE_EXCEEDED: (504, "timeout_error"),
 }
-# Fields of the contract, by what HTTP calls them.
+# HTTP names (body fields or headers) of fields of the gRPC request.
 _NAMES = {
     "request_id": "x-request-id",
     "tenant": "x-baton-tenant",
@@ -52,16 +52,16 @@ _NAMES = {
 
 
 class HttpError(Exception):
-    """What a client did wrong, or cannot have now.
+    """An error that is sent as the HTTP response.
 
     Args:
-        status: of HTTP.
-        message: names field, value and what is allowed.
-        kind: OpenAI's "type".
-        param: the field.
-        code: a word for machines.
-        retry_after_s: when trying again makes sense; None where that is not known.
-        hopeless: trying again never makes sense.
+        status: HTTP status.
+        message: Names the field, its value and the allowed values.
+        kind: OpenAI's error "type".
+        param: Name of the wrong field or header.
+        code: Machine-readable error code.
+        retry_after_s: Seconds after which the client should retry; None: unknown.
+        permanent: A retry can never succeed.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class HttpError(Exception):
             found.append((b"www-authenticate", b"Bearer"))
         if self.retry_after_s is not None:
             found.append((b"retry-after", b"%d" % max(1, math.ceil(self.retry_after_s))))
-            # Whole seconds are coarse; OpenAI's clients read this one first.
+            # `retry-after` has a resolution of 1 s; OpenAI's clients prefer this header.
             found.append((b"retry-after-ms", b"%d" % math.ceil(self.retry_after_s * 1e3)))
         if self.permanent:
             found.append((b"x-should-retry", b"false"))
@@ -102,31 +102,31 @@ class HttpError(Exception):
 
 
 def invalid_value(field: str, value: object, allowed: str) -> HttpError:
-    """A field of the body, or a header, is not what it may be."""
+    """The error for a body field or header with a value that is not allowed."""
     return HttpError(
         400, f"{field} is {shown(value)}; {allowed}", param=field, code="invalid_value"
     )
 
 
 def tools_unsupported() -> HttpError:
-    """Tools may be called, and nobody here would find the calls in what the model writes."""
-    message = "tools: this gateway has no tool_call_parser; tool_choice must be 'none' beside them"
+    """The error for a request with tools when the gateway has no parser for tool calls."""
+    message = "tools: this gateway has no tool_call_parser; tool_choice must be 'none'"
     return HttpError(400, message, param="tools", code="unsupported_parameter")
 
 
 def model_not_found(name: str, served: Iterable[str]) -> HttpError:
-    """No cell behind this gateway serves it."""
+    """The error for a model that no cell behind this gateway serves."""
     message = f"model is {name!r}; this gateway serves {' and '.join(map(repr, served))}"
     kind = "not_found_error"
     return HttpError(404, message, kind=kind, param="model", code="model_not_found")
 
 
 def from_remote_error(error: RemoteError, names: Mapping[str, str] | None = None) -> HttpError:
-    """What the coordinator, or the client library, answered.
+    """Converts an error of the coordinator or of the client library.
 
     Args:
-        error: it.
-        names: what this request calls fields of the contract, where not as most do.
+        error: The error.
+        names: HTTP names of gRPC fields that differ from the default for this request.
     """
     status, kind = _KINDS.get(error.code, (500, "server_error"))
     message, param = str(error), None
@@ -134,13 +134,14 @@ def from_remote_error(error: RemoteError, names: Mapping[str, str] | None = None
     retry_after_s, permanent = error.retry_after_s, False
     if isinstance(error, InvalidArgumentError) and error.field:
         param = _http_name(error.field, {**_NAMES, **(names or {})})
-        # A message begins with the field's name, as the contract has it.
+        # The message begins with the field's gRPC name.
         message = (
             param + message.removeprefix(error.field)
             if message.startswith(error.field)
             else message
         )
-        # What is allowed may name other fields; what was sent stays as it is.
+        # The part after "; " says what is allowed and may name other gRPC fields. The part before
+        # quotes the client's value and must not be changed.
         told, semicolon, allowed = message.rpartition("; ")
         message = told + semicolon + allowed.replace("sampling.", "")
     elif isinstance(error, ResourceExhaustedError):
@@ -149,7 +150,7 @@ def from_remote_error(error: RemoteError, names: Mapping[str, str] | None = None
             retry_after_s = _RETRY_S
         permanent = retry_after_s is None
     elif error.code == code_pb2.UNAUTHENTICATED:
-        # As OpenAI's own.
+        # OpenAI's code for this error.
         code = "invalid_api_key"
     elif error.code == code_pb2.NOT_FOUND:
         param, code = "model", "model_not_found"
@@ -167,7 +168,7 @@ def from_remote_error(error: RemoteError, names: Mapping[str, str] | None = None
 
 
 def _http_name(field: str, names: Mapping[str, str]) -> str:
-    """The field of the body, or the header, that became a field of the contract."""
+    """Returns the name of the body field or header that became a gRPC field."""
     for ours, theirs in names.items():
         if field == ours or field.startswith(f"{ours}."):
             return theirs

@@ -1,4 +1,4 @@
-"""One generation: from an HTTP request to requests of the session, and their events back."""
+"""Serves the generation routes: turns an HTTP request into client requests and streams back."""
 
 from __future__ import annotations
 
@@ -55,16 +55,16 @@ _JSON = (b"content-type", b"application/json")
 _SSE = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    # Of nginx, which would hold tokens back.
+    # Tells nginx not to buffer the response, which would delay tokens.
     (b"x-accel-buffering", b"no"),
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A route's endpoint, as an ASGI application."""
+    """The endpoint of one generation route, as an ASGI application."""
 
-    route: str
+    path: str
     cells: Cells
     config: HttpConfig
     stats: GatewayStats
@@ -74,39 +74,39 @@ class Generation:
 
 
 class Exchange:
-    """One request and its answer. Leaving is enough to cancel: the streams are closed at once."""
+    """Serves one HTTP request; cancels its token streams when the client disconnects."""
 
-    def __init__(self, to: Generation, scope: Scope, receive: Receive, send: Send) -> None:
-        self._to, self._receive, self._send = to, receive, send
+    def __init__(self, route: Generation, scope: Scope, receive: Receive, send: Send) -> None:
+        self._route, self._receive, self._send = route, receive, send
         self._headers = Headers(scope=scope)
-        self._began_at = time.monotonic()
-        chat = to.route == CHAT
+        self._started_at = time.monotonic()
+        chat = route.path == CHAT
         self._id = self._headers.get("x-request-id") or parsed_request.new_request_id(chat=chat)
         self._streams: list[TokenStream] = []
-        # That was asked first, and last.
+        # The cells that the request was sent to first and last.
         self._first: Cell | None = None
         self._cell: Cell | None = None
-        self._left = self._started = False
+        self._disconnected = self._response_started = False
 
     async def run(self) -> None:
-        stats, status, running = self._to.stats, 200, False
-        watch: asyncio.Task[None] | None = None
+        stats, status, running = self._route.stats, 200, False
+        watcher: asyncio.Task[None] | None = None
         request: ParsedRequest | None = None
         try:
-            body = await body_reader.read_body(self._receive, self._headers, self._to.config)
-            # One whose body comes slowly takes nobody's place.
-            if stats.num_running >= self._to.config.max_running_requests:
-                raise self._too_many()
+            body = await body_reader.read_body(self._receive, self._headers, self._route.config)
+            # Count a request only after its body is complete, so that slow clients occupy no slot.
+            if stats.num_running >= self._route.config.max_running_requests:
+                raise self._gateway_full()
             stats.num_running += 1
             running = True
             request, chat = self._parse_body(body)
             session = request.options.get("session_id") or request.id
-            cells = await self._to.cells.candidates(
+            cells = await self._route.cells.candidates(
                 request.options.get("model"), session, request_credential(self._headers)
             )
-            watch = asyncio.create_task(self._watch(), name="watch for the client's leaving")
-            await self._try(cells, request, chat)
-            self._latencies(request).e2e.observe(time.monotonic() - self._began_at)
+            watcher = asyncio.create_task(self._watch(), name="watch for a client disconnect")
+            await self._try_cells(cells, request, chat)
+            self._latencies(request).e2e.observe(time.monotonic() - self._started_at)
         except body_reader.ClientDisconnected:
             status = CLIENT_CLOSED_REQUEST
         except (HttpError, RemoteError) as error:
@@ -116,50 +116,55 @@ class Exchange:
                 if isinstance(error, HttpError)
                 else error_responses.from_remote_error(error, names)
             )
-            status = CLIENT_CLOSED_REQUEST if self._left else problem.status
-            if not self._left:
+            status = CLIENT_CLOSED_REQUEST if self._disconnected else problem.status
+            if not self._disconnected:
                 await self._fail(problem)
         except asyncio.CancelledError:
             status = 503
             raise
         except Exception:
             status = 500
-            _log.exception("request failed", extra={"request_id": self._id})
+            _log.exception("HTTP request failed", extra={"request_id": self._id})
             await self._fail(HttpError(500, "internal error", kind="server_error", code="internal"))
         finally:
-            # What must be done comes before what can be cancelled.
+            # The counts come first: the awaits below may be cancelled.
             stats.num_running -= running
-            stats.requests[self._to.route, status] += 1
+            stats.requests[self._route.path, status] += 1
             self._count_failover()
-            if watch is not None:
-                watch.cancel()
+            if watcher is not None:
+                watcher.cancel()
             await self._close_streams()
 
-    async def _try(
+    async def _try_cells(
         self, cells: Sequence[Cell], request: ParsedRequest, chat: ChatBody | None
     ) -> None:
-        """Has the first cell that can be reached answer."""
+        """Serves the request from the first cell that can be reached."""
         self._first = cells[0]
         for number, cell in enumerate(cells, start=1):
             try:
-                await self._answer_from(cell, self._in_time(request), chat)
+                await self._serve_from(cell, self._with_remaining_timeout(request), chat)
                 return
             except RemoteError as error:
-                self._to.cells.failed(cell, error)
+                self._route.cells.report_failure(cell, error)
                 is_unreachable = error.code == code_pb2.UNAVAILABLE
-                # What the client has been told of an answer is that cell's to finish.
-                if self._started or self._left or not is_unreachable or number == len(cells):
+                # Once the response has begun, only this cell can finish it.
+                if (
+                    self._response_started
+                    or self._disconnected
+                    or not is_unreachable
+                    or number == len(cells)
+                ):
                     raise
                 await self._close_streams()
 
     def _count_failover(self) -> None:
-        """Counts a request that another cell has taken than the one that was asked first."""
+        """Counts a failover if the request was served by another cell than its first one."""
         first = self._first
         taken_at = {stream.address for stream in self._streams} - {None}
         if first is not None and not taken_at <= {*first.client.addresses}:
-            self._to.cells.failovers[first.name] += 1
+            self._route.cells.failovers[first.name] += 1
 
-    async def _answer_from(self, cell: Cell, request: ParsedRequest, chat: ChatBody | None) -> None:
+    async def _serve_from(self, cell: Cell, request: ParsedRequest, chat: ChatBody | None) -> None:
         output_parser = await self._output_parser(cell, chat) if chat is not None else None
         if output_parser is not None:
             request = output_parser.adjust_request(request)
@@ -171,12 +176,12 @@ class Exchange:
             request, tokenizer, output_parser
         )
 
-    def _in_time(self, request: ParsedRequest) -> ParsedRequest:
-        """The request with what is left of its time; all of it where no cell was tried yet."""
+    def _with_remaining_timeout(self, request: ParsedRequest) -> ParsedRequest:
+        """Returns the request with its remaining timeout if another cell was tried before."""
         timeout_s = request.options.get("timeout_s")
         if timeout_s is None or self._cell is None:
             return request
-        left_s = max(0.001, timeout_s - (time.monotonic() - self._began_at))
+        left_s = max(0.001, timeout_s - (time.monotonic() - self._started_at))
         return replace(request, options={**request.options, "timeout_s": left_s})
 
     async def _close_streams(self) -> None:
@@ -186,17 +191,17 @@ class Exchange:
 
     def _parse_body(self, body: bytes) -> tuple[ParsedRequest, ChatBody | None]:
         chat: ChatBody | None = None
-        if self._to.route == CHAT:
+        if self._route.path == CHAT:
             chat = body_parser.parse_body(body, request_bodies.ChatBody)
-            request = parsed_request.from_chat_body(chat, self._named(chat), self._headers)
+            request = parsed_request.from_chat_body(chat, self._set_request_id(chat), self._headers)
         else:
             completion = body_parser.parse_body(body, request_bodies.CompletionBody)
             request = parsed_request.from_completion_body(
-                completion, self._named(completion), self._headers
+                completion, self._set_request_id(completion), self._headers
             )
-        limit = self._to.config.max_choices
+        limit = self._route.config.max_choices
         if request.num_choices > limit:
-            allowed = f"prompts times n may be at most {limit}, and are {request.num_choices}"
+            allowed = f"prompts times n must be at most {limit}, is {request.num_choices}"
             raise error_responses.invalid_value("n", request.n, allowed)
         return request, chat
 
@@ -207,8 +212,8 @@ class Exchange:
             raise error_responses.tools_unsupported()
         return None
 
-    def _named(self, body: GenerationBody) -> str:
-        """The request's id, which its body may say where no header does."""
+    def _set_request_id(self, body: GenerationBody) -> str:
+        """Returns the request ID: from the header, the body, or generated."""
         if body.request_id is not None and not self._headers.get("x-request-id"):
             self._id = body.request_id
         return self._id
@@ -222,10 +227,10 @@ class Exchange:
         return await cell.tokenizer.get(request_credential(self._headers), field)
 
     async def _watch(self) -> None:
-        """Ends everything when the client is gone: its reader then sees the streams closed."""
+        """Closes the token streams when the client disconnects, which ends `run`."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self._left = True
+        self._disconnected = True
         for stream in self._streams:
             await stream.aclose()
 
@@ -236,7 +241,7 @@ class Exchange:
         output_parser: ChatOutputParser | None,
     ) -> None:
         readings = [self._whole(request, stream) for stream in self._streams]
-        completions = await _all(readings)
+        completions = await _gather(readings)
         head = response_rendering.ResponseHead(request, completions[0].model, int(time.time()))
         prompts = await render_prompts(request, tokenizer)
         parsers = _parsers(request, prompts, output_parser)
@@ -246,25 +251,25 @@ class Exchange:
                 response_rendering.full_response(head, completions, prompts, parsers)
             ).encode()
 
-        # To write all that is known of a long prompt takes longer than others' tokens should wait.
+        # Serializing the details of a long prompt takes long: a thread keeps other tokens flowing.
         long = "prompt_logprobs" in request.options or request.return_token_ids
-        await self._answer(200, [_JSON], await asyncio.to_thread(body) if long else body())
+        await self._send_response(200, [_JSON], await asyncio.to_thread(body) if long else body())
 
     async def _whole(self, request: ParsedRequest, stream: TokenStream) -> Completion:
-        """A choice's answer, its latencies counted."""
+        """Reads the whole output of one choice and records its latencies."""
         parts: list[Tokens] = []
-        clock = _Clock(self._latencies(request), self._began_at)
+        latency = _LatencyRecorder(self._latencies(request), self._started_at)
         accepted: Accepted | None = None
         async for event in stream:
             if isinstance(event, Tokens):
-                clock.tick()
+                latency.record_delta()
                 parts.append(event)
             elif isinstance(event, Accepted):
                 accepted = event
             else:
                 assert accepted is not None
                 return Completion.of(accepted.request_id, accepted.model, parts, event)
-        raise _cut_short()
+        raise _incomplete_stream()
 
     async def _stream(
         self,
@@ -272,12 +277,12 @@ class Exchange:
         tokenizer: Tokenizer | None,
         output_parser: ChatOutputParser | None,
     ) -> None:
-        """The answer as server-sent events.
+        """Sends the response as server-sent events.
 
-        The status waits for all choices to be admitted and the first to say something, so that a
-        refusal is a status and not an event.
+        The HTTP status is sent after all choices are admitted and the first one has output, so
+        that a refusal becomes an HTTP status and not an event.
         """
-        accepted = await _all([_accepted(stream) for stream in self._streams])
+        accepted = await _gather([_accepted(stream) for stream in self._streams])
         head = response_rendering.ResponseHead(request, accepted[0].model, int(time.time()))
         prompts = await render_prompts(request, tokenizer)
         parsers = _parsers(request, prompts, output_parser)
@@ -291,8 +296,8 @@ class Exchange:
             )
             for index, one in enumerate(accepted)
         ]
-        # Each a task: a token resumes its choice, and not all that waits for that one's end.
-        finished = await _all(
+        # One task per choice: a token then wakes up its choice only.
+        finished = await _gather(
             [
                 asyncio.create_task(self._choice(stream, chunks[index]))
                 for index, stream in enumerate(self._streams)
@@ -309,52 +314,52 @@ class Exchange:
     async def _choice(
         self, stream: TokenStream, chunks: response_rendering.ChunkRenderer
     ) -> Finished:
-        """Sends a choice's chunks, one per delta; the last one says how it ended."""
-        clock = _Clock(self._latencies(chunks.request), self._began_at)
+        """Sends one chunk per delta of a choice; the last chunk has the finish reason."""
+        latency = _LatencyRecorder(self._latencies(chunks.request), self._started_at)
         while events := await stream.read():
             parts: list[bytes] = []
             tokens: Tokens | None = None
             finished: Finished | None = None
             for event in events:
                 if isinstance(event, Tokens):
-                    clock.tick()
+                    latency.record_delta()
                     if tokens is not None:
                         parts.append(chunks.render(tokens, None))
                     tokens = event
                 elif isinstance(event, Finished):
                     finished = event
-            # The end comes together with the last tokens.
+            # The finish reason is sent in the same chunk as the last tokens.
             parts.append(chunks.render(tokens, finished))
             body = b"".join(parts)
             if not body:
                 continue
-            if self._started:
+            if self._response_started:
                 await self._send({"type": "http.response.body", "body": body, "more_body": True})
             else:
                 await self._write(body)
             if finished is not None:
                 return finished
-        raise _cut_short()
+        raise _incomplete_stream()
 
     def _latencies(self, request: ParsedRequest) -> RouteStats:
-        return self._to.stats.latencies[self._to.route, request.lane]
+        return self._route.stats.latencies[self._route.path, request.lane]
 
     async def _write(self, chunk: bytes) -> None:
-        if not self._started:
+        if not self._response_started:
             await self._start(200, _SSE)
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        self._started = True
+        self._response_started = True
         cell = self._cell
-        if status == 200 and cell is not None and not self._to.cells.is_unreachable(cell):
+        if status == 200 and cell is not None and not self._route.cells.is_unreachable(cell):
             cell.outage.served()
         own = (b"x-request-id", self._id.encode("latin-1", "replace"))
         await self._send(
             {"type": "http.response.start", "status": status, "headers": [*headers, own]}
         )
 
-    async def _answer(
+    async def _send_response(
         self,
         status: int,
         headers: list[tuple[bytes, bytes]],
@@ -367,21 +372,21 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": not last})
 
     async def _fail(self, problem: HttpError) -> None:
-        if not self._started:
+        if not self._response_started:
             headers = [_JSON, *problem.headers()]
             if problem.status not in body_reader.UNREAD_BODY_STATUSES:
-                await self._answer(problem.status, headers, problem.body())
+                await self._send_response(problem.status, headers, problem.body())
                 return
             headers.append((b"connection", b"close"))
-            await self._answer(problem.status, headers, problem.body(), last=False)
+            await self._send_response(problem.status, headers, problem.body(), last=False)
             await body_reader.discard_body(self._receive)
             await self._send({"type": "http.response.body", "body": b""})
             return
         event = b"data: " + problem.body() + b"\n\n" + response_rendering.DONE
         await self._send({"type": "http.response.body", "body": event, "more_body": False})
 
-    def _too_many(self) -> HttpError:
-        limit = self._to.config.max_running_requests
+    def _gateway_full(self) -> HttpError:
+        limit = self._route.config.max_running_requests
         return HttpError(
             429,
             f"{limit} requests are running on this gateway, its limit",
@@ -391,19 +396,19 @@ class Exchange:
         )
 
 
-class _Clock:
-    """When a choice's deltas came."""
+class _LatencyRecorder:
+    """Records TTFT and the gaps between the deltas of one choice."""
 
-    __slots__ = ("_last_at", "_stats", "_ticked")
+    __slots__ = ("_has_first", "_last_at", "_stats")
 
-    def __init__(self, stats: RouteStats, began_at: float) -> None:
-        self._stats, self._last_at, self._ticked = stats, began_at, False
+    def __init__(self, stats: RouteStats, started_at: float) -> None:
+        self._stats, self._last_at, self._has_first = stats, started_at, False
 
-    def tick(self) -> None:
+    def record_delta(self) -> None:
         now = time.monotonic()
-        histogram = self._stats.itl if self._ticked else self._stats.ttft
+        histogram = self._stats.itl if self._has_first else self._stats.ttft
         histogram.observe(now - self._last_at)
-        self._last_at, self._ticked = now, True
+        self._last_at, self._has_first = now, True
 
 
 def _parsers(
@@ -411,7 +416,7 @@ def _parsers(
     prompts: Sequence[RenderedPrompt],
     output_parser: ChatOutputParser | None,
 ) -> list[ChoiceOutputParser]:
-    """One per choice; empty: outputs are not parsed."""
+    """Makes one output parser per choice; an empty list if outputs are not parsed."""
     if output_parser is None:
         return []
     token_ids = prompts[0].token_ids if output_parser.needs_prompt else ()
@@ -428,11 +433,11 @@ async def _next(stream: TokenStream) -> Event:
     try:
         return await anext(stream)
     except StopAsyncIteration:
-        raise _cut_short() from None
+        raise _incomplete_stream() from None
 
 
-async def _all(awaitables: Sequence[Awaitable[T]]) -> list[T]:
-    """Their results, in their order; the first that fails cancels the others."""
+async def _gather(awaitables: Sequence[Awaitable[T]]) -> list[T]:
+    """Returns all results in order. The first failure cancels the rest."""
     if len(awaitables) == 1:
         return [await awaitables[0]]
     tasks = [asyncio.ensure_future(one) for one in awaitables]
@@ -444,5 +449,5 @@ async def _all(awaitables: Sequence[Awaitable[T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _cut_short() -> RemoteError:
+def _incomplete_stream() -> RemoteError:
     return errors.make(code_pb2.DATA_LOSS, "the stream ended without its last event")

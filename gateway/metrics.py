@@ -1,4 +1,4 @@
-"""What the gateway shows: requests as HTTP sees them, and latencies as its clients do."""
+"""The gateway's Prometheus metrics: HTTP requests, and latencies as clients observe them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SLOW_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 3
 
 
 class RouteStats:
-    """Of one route and lane, in seconds: generations only."""
+    """Latency histograms of one generation route and lane, in seconds."""
 
     __slots__ = ("e2e", "itl", "ttft")
 
@@ -34,11 +34,12 @@ class GatewayStats:
     """Totals since the gateway started.
 
     Attributes:
-        requests: that ended, by route and status.
-        num_running: generations that have not ended.
-        num_connections: open now.
-        refused_connections: by reason.
-        failovers: as Cells.failovers.
+        requests: Number of ended requests, by route and HTTP status.
+        latencies: Latencies of generations, by route and lane.
+        num_running: Number of running generations.
+        num_connections: Number of open connections.
+        refused_connections: Number of connections closed for exceeding a limit, by reason.
+        failovers: Number of requests served by another cell, by the unreachable cell's name.
     """
 
     def __init__(self, routes: tuple[str, ...], failovers: Counter[str]) -> None:
@@ -51,7 +52,7 @@ class GatewayStats:
 
 
 class GatewayCollector(Collector):
-    """Reads the counts when they are scraped."""
+    """Converts the counts to Prometheus metrics at each scrape."""
 
     def __init__(self, stats: GatewayStats) -> None:
         self._stats = stats
@@ -65,16 +66,28 @@ class GatewayCollector(Collector):
         stats = self._stats
         requests = CounterMetricFamily(
             "baton_http_requests",
-            "Requests that ended; code 499: the client left first.",
+            "HTTP requests that ended; code 499 means that the client disconnected first.",
             labels=["route", "code"],
         )
         for (route, code), count in tuple(stats.requests.items()):
             requests.add_metric([route, str(code)], count)
         yield requests
         for attribute, name, documentation in (
-            ("ttft", "baton_http_time_to_first_token_seconds", "From the request's head on."),
-            ("itl", "baton_http_inter_token_latency_seconds", "Gaps between a choice's deltas."),
-            ("e2e", "baton_http_request_duration_seconds", "Generations, until their last byte."),
+            (
+                "ttft",
+                "baton_http_time_to_first_token_seconds",
+                "Time from the request's head to its first token.",
+            ),
+            (
+                "itl",
+                "baton_http_inter_token_latency_seconds",
+                "Time between consecutive deltas of a choice.",
+            ),
+            (
+                "e2e",
+                "baton_http_request_duration_seconds",
+                "Time from the head of a generation request to the last byte of its response.",
+            ),
         ):
             family = HistogramMetricFamily(name, documentation, labels=["route", "lane"])
             for (route, lane), one in stats.latencies.items():
@@ -82,25 +95,29 @@ class GatewayCollector(Collector):
                 family.add_metric([route, lane], histogram.buckets(), sum_value=histogram.total)
             yield family
         yield GaugeMetricFamily(
-            "baton_http_requests_running", "Generations.", value=stats.num_running
+            "baton_http_requests_running",
+            "Generation requests that are running.",
+            value=stats.num_running,
         )
-        yield GaugeMetricFamily("baton_http_connections", "Open.", value=stats.num_connections)
+        yield GaugeMetricFamily(
+            "baton_http_connections", "Open HTTP connections.", value=stats.num_connections
+        )
         yield _counter(
             "baton_http_refusals",
-            "Connections that were closed for what they did, by reason.",
+            "Connections that the gateway closed because they exceeded a limit, by reason.",
             "reason",
             stats.refused_connections,
         )
         yield _counter(
             "baton_http_failovers",
-            "Requests that another cell has taken since this one was away.",
+            "Requests that another cell served because this cell could not be reached.",
             "coordinator",
             stats.failovers,
         )
 
 
 def _counter(name: str, documentation: str, label: str, counts: Counter[str]) -> Metric:
-    """Counts by one label."""
+    """Returns a counter family with one label."""
     family = CounterMetricFamily(name, documentation, labels=[label])
     for value, count in tuple(counts.items()):
         family.add_metric([value], count)

@@ -1,4 +1,4 @@
-"""Who may read the gateway's metrics, which share a port with everybody's requests."""
+"""Access control of /metrics, which shares its port with clients' requests."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from baton.runtime.watched_file import WatchedFiles, watched_secret
 
 
 class MetricsAuth:
-    """Knows the metrics token.
+    """Checks that a scraper may read the metrics.
 
-    Without one metrics are open where all of HTTP is, and where clients have shown certificates.
+    Without a metrics token, anyone may read the metrics if requests need no API keys or if HTTP
+    clients authenticate with certificates; otherwise the metrics are closed.
+
+    Args:
+        security: Gives the file of the metrics token.
+        refusals: Counts the refused scrapes.
 
     Raises:
-        ConfigError: the token's file cannot be used.
+        ConfigError: The file of the token cannot be read or has invalid content.
     """
 
     def __init__(self, security: SecurityConfig, refusals: Refusals) -> None:
@@ -29,15 +34,20 @@ class MetricsAuth:
             self._token = watched_secret(path, "security.metrics_token_file")
 
     def check(self, headers: Mapping[str, str], peer: str) -> None:
-        """Raises HttpError, 401, where somebody may not read them."""
+        """Raises HttpError with status 401 if the caller may not read the metrics.
+
+        Args:
+            headers: The request's headers.
+            peer: Address of the caller, for the log.
+        """
         shown = headers.get("authorization", "")
         if self._token is None:
             if not self._closed:
                 return
-            what = "metrics need security.metrics_token_file where requests need keys"
+            message = "metrics need security.metrics_token_file where requests need keys"
         else:
             if hmac.compare_digest(shown.encode(), bearer(self._token.get)().encode()):
                 return
-            what = "metrics need the metrics token: authorization: Bearer TOKEN"
+            message = "metrics need the header `authorization: Bearer METRICS_TOKEN`"
         self._refusals.count("metrics", "unknown" if shown else "missing", peer=peer)
-        raise HttpError(401, what, kind="authentication_error", code="invalid_api_key")
+        raise HttpError(401, message, kind="authentication_error", code="invalid_api_key")

@@ -1,4 +1,4 @@
-"""Says in the log that no coordinator serves requests, and that one does again."""
+"""Logs when a cell's coordinator stops serving requests, and when it serves again."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from baton.runtime.errors import RemoteError
 
 _log = logging.getLogger(__name__)
 
-# One that comes so soon after another is not told: where some requests are served, and others not.
+# An outage that begins within this many seconds after the last one is not logged, so that a cell
+# that serves some requests and refuses others does not fill the log.
 _QUIET_S = 60.0
 
 
 class OutageLog:
-    """Of what requests and probes meet: one line when it begins, one when it is over.
+    """Writes one log line when an outage begins and one when it ends.
+
+    Requests and health probes of one cell report what they observe.
 
     Args:
-        clock: seconds; monotonic.
+        clock: Returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -29,20 +32,20 @@ class OutageLog:
         self._quiet_until = clock()
 
     def failed(self, error: RemoteError) -> None:
-        """The coordinator was asked for something, in vain."""
+        """Reports a failed call; only UNAVAILABLE begins an outage."""
         if error.code == code_pb2.UNAVAILABLE:
             self.began(error)
 
     def began(self, why: object) -> None:
-        """Whatever is asked of the coordinator would be in vain."""
+        """Begins an outage, for the given reason."""
         now = self._clock()
         if self._since is None and now >= self._quiet_until:
             self._since = now
-            _log.warning("the coordinator does not serve: %s", why)
+            _log.warning("coordinator outage begins: %s", why)
 
     def served(self) -> None:
-        """The coordinator has answered, or is ready to."""
+        """Reports that the coordinator answered or is ready; ends the outage."""
         if self._since is not None:
             now = self._clock()
-            _log.info("the coordinator serves again, after %.3g s", now - self._since)
+            _log.info("coordinator outage ends after %.3g s: it serves again", now - self._since)
             self._since, self._quiet_until = None, now + _QUIET_S

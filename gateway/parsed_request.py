@@ -1,4 +1,4 @@
-"""From a checked body and its headers to requests for the coordinator."""
+"""Converts a validated body and its headers to requests for the coordinator."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from baton.client.request import LaneName
 from baton.gateway.error_responses import invalid_value
 from baton.gateway.request_bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions
 
-# Of OpenAI's completions route, for requests that do not say.
+# OpenAI's default max_tokens of /v1/completions.
 _DEFAULT_COMPLETION_TOKENS = 16
-# Beside those that problems.py knows.
-_OTHER_NAMES = {
+# gRPC fields by the body field that a request used, in addition to error_responses.py.
+_HTTP_NAMES = {
     "max_completion_tokens": "sampling.max_tokens",
     "top_logprobs": "sampling.logprobs",
     "structured_outputs": "sampling.structured_output",
     "request_id": "request_id",
     "session_id": "session_id",
 }
-_SAMPLING = (
+_SAMPLING_FIELDS = (
     "temperature",
     "top_p",
     "presence_penalty",
@@ -44,19 +44,25 @@ _SAMPLING = (
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """What one HTTP request asks of the coordinator.
+    """One HTTP generation request after parsing.
 
     Attributes:
-        id: of the whole; that of choice i of several ends in "-i".
-        prompts: each of them gets `n` choices.
-        seed: of a prompt's first choice; the next one's is one more, as vLLM has it.
-        include_usage, continuous_usage: at the end of a stream, and with it in every chunk.
-        num_logprobs: of the likeliest tokens beside the chosen one's; None: none at all.
-        echo: the prompt comes before its output.
-        only_prompt: the output is left out.
-        num_prompt_logprobs: as num_logprobs, to be shown by themselves.
-        return_token_ids: of prompts and outputs.
-        names: what the body calls fields of the contract that have two names there.
+        id: Request ID. If there are several choices, the ID of choice i has the suffix "-i".
+        chat: Whether the request came by the chat route.
+        lane: Lane of the request.
+        prompts: Prompts; each prompt gets `n` choices.
+        n: Number of choices per prompt.
+        seed: Seed of a prompt's first choice; each further choice adds 1, as in vLLM.
+        stream: Whether the response is a stream of server-sent events.
+        include_usage: Send the token usage at the end of a stream.
+        continuous_usage: Send the token usage in every chunk of a stream.
+        num_logprobs: Number of most likely tokens per position to return; None: no logprobs.
+        options: Options for the client, without the request ID and the seed.
+        echo: Return the prompt in front of the output.
+        only_prompt: Return the prompt without the output.
+        num_prompt_logprobs: As num_logprobs, for the prompt's tokens.
+        return_token_ids: Return the token IDs of prompts and outputs.
+        names: HTTP names of gRPC fields for which the body may use two names.
     """
 
     id: str
@@ -78,7 +84,7 @@ class ParsedRequest:
 
     @property
     def needs_tokenizer(self) -> str | None:
-        """The field that asks for more of a prompt than came; None: none does."""
+        """Body field for which the gateway needs a tokenizer; None: no tokenizer is needed."""
         all_texts = all(isinstance(prompt, str) for prompt in self.prompts)
         if self.echo and (self.num_logprobs is not None or not all_texts):
             return "echo"
@@ -90,7 +96,7 @@ class ParsedRequest:
         return len(self.prompts) * self.n
 
     def choice_requests(self) -> Iterator[tuple[Prompt, RequestOptions]]:
-        """One per choice, in the order of their indices."""
+        """Yields the prompt and client options of each choice, in order of the choice index."""
         for index in range(self.num_choices):
             options: RequestOptions = {**self.options, "request_id": self.id}
             if self.num_choices > 1:
@@ -101,20 +107,20 @@ class ParsedRequest:
 
 
 def new_request_id(*, chat: bool) -> str:
-    """Of a request that came without."""
+    """Generates an ID for a request without one."""
     return f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
 
 
 def from_completion_body(
     body: CompletionBody, request_id: str, headers: Mapping[str, str]
 ) -> ParsedRequest:
-    """Raises HttpError when a field or a header is wrong."""
+    """Converts a /v1/completions body. Raises HttpError if a field or header is wrong."""
     options = _options(body, headers)
     if body.max_tokens is None:
         options["default_max_tokens"] = _DEFAULT_COMPLETION_TOKENS
     only_prompt = bool(body.echo) and body.max_tokens == 0
     if only_prompt:
-        # What the coordinator takes at least; it is left out of the answer.
+        # The coordinator's minimum is 1; the gateway drops that token from the response.
         options["max_tokens"] = 1
     if body.echo and body.logprobs is not None:
         if body.stream:
@@ -125,7 +131,7 @@ def from_completion_body(
 
 
 def from_chat_body(body: ChatBody, request_id: str, headers: Mapping[str, str]) -> ParsedRequest:
-    """Raises HttpError when a field or a header is wrong."""
+    """Converts a /v1/chat/completions body. Raises HttpError if a field or header is wrong."""
     options = _options(body, headers)
     if body.max_completion_tokens is not None:
         options["max_tokens"] = body.max_completion_tokens
@@ -134,7 +140,7 @@ def from_chat_body(body: ChatBody, request_id: str, headers: Mapping[str, str]) 
     if body.template_kwargs:
         options["template_kwargs"] = body.template_kwargs
     if body.tools:
-        options["tools"] = [tool.described() for tool in body.tools]
+        options["tools"] = [tool.template_tool() for tool in body.tools]
     if not body.messages:
         raise invalid_value("messages", [], "must not be empty")
     turns = [message.turn() for message in body.messages]
@@ -169,8 +175,8 @@ def _build(
         num_prompt_logprobs=body.prompt_logprobs,
         return_token_ids=bool(body.return_token_ids),
         names={
-            ours: name
-            for name, ours in _OTHER_NAMES.items()
+            grpc_field: name
+            for name, grpc_field in _HTTP_NAMES.items()
             if getattr(body, name, None) is not None
         },
     )
@@ -180,9 +186,9 @@ def _options(body: GenerationBody, headers: Mapping[str, str]) -> RequestOptions
     if body.stream and body.prompt_logprobs is not None:
         raise invalid_value("prompt_logprobs", body.prompt_logprobs, "must be left out in a stream")
     found: dict[str, Any] = {
-        name: value for name in _SAMPLING if (value := getattr(body, name)) is not None
+        name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None
     }
-    # As vLLM does: many clients allow every request as much as the model could ever write.
+    # As in vLLM: many clients always set max_tokens to the model's maximum length.
     found["cut_max_tokens"] = True
     for name, value in (
         ("max_tokens", body.max_tokens),
@@ -209,7 +215,7 @@ def _structured(body: GenerationBody) -> dict[str, Any]:
     wanted, by_vllm = body.response_format, body.structured_outputs
     if wanted is not None and wanted.type != "text":
         if by_vllm is not None:
-            allowed = "must be left out beside response_format"
+            allowed = "must be left out if response_format is set"
             raise invalid_value(
                 "structured_outputs", by_vllm.model_dump(exclude_none=True), allowed
             )
@@ -225,29 +231,29 @@ def _structured(body: GenerationBody) -> dict[str, Any]:
         raise invalid_value(
             "structured_outputs",
             found,
-            "must have one of json, json_object, regex, choice, grammar",
+            "must have exactly one of json, json_object, regex, choice, grammar",
         )
     return found
 
 
 def _lane(body: GenerationBody, headers: Mapping[str, str]) -> LaneName:
-    """The header decides; without it a priority above 0, less urgent in vLLM, is batch."""
-    said = headers.get("x-baton-lane")
-    if said is None:
+    """Returns the lane: from the header, or batch if vLLM's `priority` is above 0 (less urgent)."""
+    value = headers.get("x-baton-lane")
+    if value is None:
         return "batch" if (body.priority or 0) > 0 else "interactive"
-    if said not in ("interactive", "batch"):
-        raise invalid_value("x-baton-lane", said, "must be interactive or batch")
-    return cast("LaneName", said)
+    if value not in ("interactive", "batch"):
+        raise invalid_value("x-baton-lane", value, "must be interactive or batch")
+    return cast("LaneName", value)
 
 
 def _timeout_s(headers: Mapping[str, str]) -> float | None:
-    said = headers.get("x-baton-timeout-s")
-    if said is None:
+    value = headers.get("x-baton-timeout-s")
+    if value is None:
         return None
     try:
-        timeout_s = float(said)
+        timeout_s = float(value)
     except ValueError:
         timeout_s = math.nan
     if not (math.isfinite(timeout_s) and timeout_s > 0):
-        raise invalid_value("x-baton-timeout-s", said, "must be a positive number of seconds")
+        raise invalid_value("x-baton-timeout-s", value, "must be a positive number of seconds")
     return timeout_s

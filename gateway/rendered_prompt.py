@@ -1,4 +1,7 @@
-"""Prompts as tokens and text, by the served model's tokenizer: read when it is first needed."""
+"""Prompts as text and token IDs, for responses that show them.
+
+The gateway loads the model's tokenizer when a request first needs it.
+"""
 
 from __future__ import annotations
 
@@ -24,16 +27,17 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-_NONE_HERE = 501
+_NO_TOKENIZER_STATUS = 501
 
 
 @dataclass(frozen=True, slots=True)
 class RenderedPrompt:
-    """What an answer shows of a prompt; what it does not is empty.
+    """The parts of a prompt that a response shows; other parts are empty.
 
     Attributes:
-        text: before the output's, with `echo`.
-        first_token: its text; of the others the logprobs have it.
+        text: Text of the prompt, for `echo`.
+        first_token: Text of the first token; logprobs contain the text of all other tokens.
+        token_ids: Token IDs of the prompt.
     """
 
     text: str = ""
@@ -42,11 +46,11 @@ class RenderedPrompt:
 
 
 class TokenizerResource(Generic[T]):
-    """What is made, when it is first needed, of the served model's tokenizer files on this host.
+    """An object made from the model's tokenizer files on this host, when it is first needed.
 
     Args:
-        model: asked with each caller's credential.
-        make: of the files' directory or hub id; works in a thread. Raises ConfigError.
+        model: The model description, fetched with each caller's credential.
+        make: Makes the object from the files' directory or hub ID, in a thread. Raises ConfigError.
     """
 
     def __init__(
@@ -54,81 +58,91 @@ class TokenizerResource(Generic[T]):
     ) -> None:
         self._model, self._make = model, make
         self._path = ""
-        self._answer: CachedQuery[T] | None = None
+        self._cached: CachedQuery[T] | None = None
 
     async def get(self, authorization: str, field: str | None = None) -> T:
-        """Raises HttpError: the caller may not ask, or the files are not here.
+        """Returns the object.
 
         Args:
-            authorization: of the caller.
-            field: of the body, that needs it; None: the route itself does.
+            authorization: Credential of the caller.
+            field: Body field that needs the object; None: the route itself needs it.
+
+        Raises:
+            HttpError: The caller may not use the model, or its files are not on this host.
         """
         path = (await self._model.get(authorization)).tokenizer
-        if self._answer is None or path != self._path:
-            self._path, self._answer = path, CachedQuery(lambda: self._made(path), math.inf)
+        if self._cached is None or path != self._path:
+            self._path, self._cached = (
+                path,
+                CachedQuery(lambda: self._make_in_thread(path), math.inf),
+            )
         try:
-            return await self._answer.get()
+            return await self._cached.get()
         except HttpError as problem:
-            if field is None or problem.status != _NONE_HERE:
+            if field is None or problem.status != _NO_TOKENIZER_STATUS:
                 raise
             message = f"{field} is not supported here: {problem}"
             raise HttpError(400, message, param=field, code="unsupported_parameter") from None
 
-    async def _made(self, path: str) -> T:
+    async def _make_in_thread(self, path: str) -> T:
         try:
             return await asyncio.to_thread(self._make, path)
         except ConfigError as error:
-            _log.warning("the model's tokenizer cannot be used here: %s", error)
+            _log.warning("cannot load the model's tokenizer: %s", error)
             message = "this gateway has no files of the model's tokenizer"
-            raise HttpError(_NONE_HERE, message, kind="server_error", code="no_tokenizer") from None
+            raise HttpError(
+                _NO_TOKENIZER_STATUS, message, kind="server_error", code="no_tokenizer"
+            ) from None
 
 
 ModelTokenizer: TypeAlias = "TokenizerResource[Tokenizer]"
 
 
 def model_tokenizer(model: PerCallerQuery[common_pb2.ModelDescription]) -> ModelTokenizer:
-    """To show prompts as tokens."""
+    """Returns the lazily loaded tokenizer of a model."""
     return TokenizerResource(model, _tokenizer)
 
 
 async def render_prompts(
     request: ParsedRequest, tokenizer: Tokenizer | None
 ) -> list[RenderedPrompt]:
-    """Of each prompt, as far as the answer shows it; its tokens wherever there is a tokenizer.
+    """Renders the parts of each prompt that the response shows.
 
     Args:
-        request: taken by the coordinator, so its prompts are good and not too long.
+        request: A request that the coordinator has accepted: its prompts are valid.
         tokenizer: needed if `request.needs_tokenizer` is set, or an output parser reads the prompt.
 
     Raises:
-        HttpError: they are not, by the files here.
+        HttpError: The tokenizer of this gateway rejects a prompt.
     """
     if tokenizer is None:
-        shows = request.echo or request.return_token_ids
-        return [_plain(prompt) if shows else RenderedPrompt() for prompt in request.prompts]
+        is_shown = request.echo or request.return_token_ids
+        return [
+            _render_received(prompt) if is_shown else RenderedPrompt() for prompt in request.prompts
+        ]
     try:
         return await asyncio.to_thread(
-            lambda: [_shown(request, prompt, tokenizer) for prompt in request.prompts]
+            lambda: [_render(request, prompt, tokenizer) for prompt in request.prompts]
         )
     except InvalidArgument as error:
         raise HttpError(400, str(error), param="messages" if request.chat else "prompt") from None
 
 
 def _tokenizer(path: str) -> Tokenizer:
-    # With what it imports it takes longer than a gateway to start.
+    # Imported late: the import takes longer than the start of a gateway.
     from baton.runtime.tokenization import Tokenizer
 
     return Tokenizer(path)
 
 
-def _plain(prompt: Prompt) -> RenderedPrompt:
-    """Of one that shows nothing but what came."""
+def _render_received(prompt: Prompt) -> RenderedPrompt:
+    """Renders a prompt as it was received, without a tokenizer."""
     if isinstance(prompt, str):
         return RenderedPrompt(prompt)
     return RenderedPrompt(token_ids=cast("Sequence[int]", prompt))
 
 
-def _shown(request: ParsedRequest, prompt: Prompt, tokenizer: Tokenizer) -> RenderedPrompt:
+def _render(request: ParsedRequest, prompt: Prompt, tokenizer: Tokenizer) -> RenderedPrompt:
     ids = tokenizer.prompt_at_once(build(prompt, request.options)).tolist()
     if not request.echo:
         return RenderedPrompt(token_ids=ids)

@@ -1,6 +1,6 @@
-"""The fields of requests' bodies: OpenAI's, and vLLM's own beside them.
+"""The JSON fields of request bodies: OpenAI's fields and vLLM's extensions.
 
-Whether values make sense to the model is the coordinator's to say.
+The coordinator checks whether values fit the model.
 
 Source: https://platform.openai.com/docs/api-reference; vllm/entrypoints/openai/*/protocol.py.
 """
@@ -17,19 +17,19 @@ from baton.runtime.errors import shown
 
 T = TypeVar("T")
 
-# A body has room for millions of wrong entries, and describing each takes time: of a list only the
-# first wrong entry is told, and objects with more fields than any can have are refused unread.
+# A body may contain millions of wrong entries, and describing each one takes time. Therefore only
+# the first wrong entry of a list is reported, and objects with too many fields are refused unread.
 _FailsFast = Annotated[list[T], Field(fail_fast=True)]
 _MAX_FIELDS = 64
-# As many as a coordinator takes.
+# The coordinator's limits.
 _MAX_MESSAGES, _MAX_LOGIT_BIASES = 4096, 1024
 _MAX_TOOLS = 1024
 
 
 class BodyModel(BaseModel):
-    """An object of a body, or the whole of it."""
+    """Base class of a body and of the JSON objects in it."""
 
-    # Strict: "5" is no number and 1 no boolean.
+    # Strict: "5" is not accepted as a number, nor 1 as a boolean.
     model_config = ConfigDict(
         extra="forbid", strict=True, frozen=True, allow_inf_nan=False, populate_by_name=True
     )
@@ -38,15 +38,17 @@ class BodyModel(BaseModel):
     @classmethod
     def _is_small(cls, value: Any) -> Any:
         if isinstance(value, Mapping) and len(value) > _MAX_FIELDS:
-            raise ValueError(f"has {len(value)} fields, of which some are unknown")
+            raise ValueError(
+                f"has {len(value)} fields, some of them unknown; at most {_MAX_FIELDS}"
+            )
         return value
 
 
 class StreamOptions(BodyModel):
     include_usage: bool | None = None
-    # Of vLLM: with every chunk what there was of its choice so far.
+    # vLLM: send the usage of a choice so far with each of its chunks.
     continuous_usage_stats: bool | None = None
-    # Of OpenAI: padding against eavesdroppers, which a private server leaves out.
+    # OpenAI: padding against eavesdroppers. Accepted and ignored.
     include_obfuscation: bool | None = None
 
 
@@ -66,7 +68,7 @@ class ResponseFormat(BodyModel):
         given = self.json_schema is not None and self.json_schema.schema_ is not None
         if (self.type == "json_schema") is not given:
             raise ValueError(
-                "json_schema.schema must be there with type json_schema, and only then"
+                "json_schema.schema is required with type json_schema and not allowed otherwise"
             )
         return self
 
@@ -80,7 +82,7 @@ class StructuredOutputs(BodyModel):
 
 
 class GenerationBody(BodyModel):
-    """What both routes take."""
+    """Fields that both generation routes accept."""
 
     model: str | None = None
     stream: bool | None = None
@@ -95,7 +97,7 @@ class GenerationBody(BodyModel):
     frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     response_format: ResponseFormat | None = None
-    # vLLM's.
+    # vLLM's extensions.
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
@@ -103,7 +105,7 @@ class GenerationBody(BodyModel):
     ignore_eos: bool | None = None
     stop_token_ids: _FailsFast[int] | None = None
     bad_words: _FailsFast[str] | None = None
-    # Empty it would allow no token, and to the coordinator it is as good as absent.
+    # An empty list is refused: it would allow no token, but gRPC cannot tell it from an absent one.
     allowed_token_ids: Annotated[_FailsFast[int], Field(min_length=1)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -111,13 +113,13 @@ class GenerationBody(BodyModel):
     priority: int | None = None
     prompt_logprobs: Annotated[int, Field(ge=0)] | None = None
     return_token_ids: bool | None = None
-    # It comes back in a header.
+    # Returned in the header x-request-id.
     request_id: Annotated[str, Field(pattern=r"\A[A-Za-z0-9._:-]{1,128}\z")] | None = None
-    # Requests that share it find their KV cache again.
+    # Requests with the same key share their KV cache in the prefix cache.
     prompt_cache_key: str | None = None
-    # The same, as vLLM calls it.
+    # vLLM's name of prompt_cache_key.
     session_id: str | None = None
-    # Accepted, and of no consequence here.
+    # Accepted and ignored.
     user: str | None = None
     metadata: dict[str, Any] | None = None
     store: bool | None = None
@@ -127,13 +129,13 @@ class GenerationBody(BodyModel):
 
     @field_validator("logit_bias", mode="before")
     @classmethod
-    def _has_few(cls, value: Any) -> Any:
+    def _has_few_entries(cls, value: Any) -> Any:
         if isinstance(value, Mapping) and len(value) > _MAX_LOGIT_BIASES:
             raise ValueError(f"has {len(value)} entries; at most {_MAX_LOGIT_BIASES}")
         return value
 
     @model_validator(mode="after")
-    def _streams_what_it_says(self) -> GenerationBody:
+    def _requires_stream(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options needs stream to be true")
         return self
@@ -143,14 +145,14 @@ class CompletionBody(GenerationBody):
     prompt: Any
     logprobs: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
-    # The coordinator adds them to texts, and leaves those of chats to the template.
+    # The coordinator always adds special tokens to text; in chats the template adds them.
     add_special_tokens: Literal[True] | None = None
 
     def prompts(self) -> Sequence[str | Sequence[int]]:
-        """Texts, or prompts of token ids; at least one.
+        """Returns the prompts, as text or token IDs; at least one.
 
         Raises:
-            HttpError: it is something else.
+            HttpError: `prompt` has another type.
         """
         prompt = self.prompt
         if isinstance(prompt, str):
@@ -167,19 +169,19 @@ class CompletionBody(GenerationBody):
 class Function(BodyModel):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
-    # A JSON schema.
+    # JSON schema of the arguments.
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
 class Tool(BodyModel):
-    """What the model may call."""
+    """A tool that the model may call."""
 
     type: Literal["function"]
     function: Function
 
-    def described(self) -> dict[str, Any]:
-        """As the chat template reads it: what is not said is null, as in vLLM, but for `strict`."""
+    def template_tool(self) -> dict[str, Any]:
+        """Returns the tool for the chat template; as in vLLM, absent fields are null."""
         found = self.model_dump()
         if self.function.strict is None:
             del found["function"]["strict"]
@@ -191,7 +193,7 @@ class NamedFunction(BodyModel):
 
 
 class NamedTool(BodyModel):
-    """The one that it is to call."""
+    """The tool that the model must call."""
 
     type: Literal["function"] = "function"
     function: NamedFunction
@@ -199,16 +201,16 @@ class NamedTool(BodyModel):
 
 class CalledFunction(BodyModel):
     name: str
-    # As the model wrote them, which should be a JSON object.
+    # As the model wrote them; normally a JSON object.
     arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(BodyModel):
-    """Of an earlier answer."""
+    """A tool call in an earlier assistant turn."""
 
     id: str | None = None
     type: Literal["function"] = "function"
-    # Of a stream's chunks, which some clients put together and send back.
+    # Some clients join the chunks of a stream and send this field back.
     index: int | None = None
     function: CalledFunction
 
@@ -220,14 +222,14 @@ class Message(BodyModel):
     content: str
     name: str | None = None
     tool_calls: _FailsFast[ToolCall] | None = None
-    # Whose result a turn of role "tool" is.
+    # ID of the tool call whose result this turn (role "tool") contains.
     tool_call_id: str | None = None
-    # Of an earlier answer, as vLLM calls it now and as it did.
+    # Reasoning of an earlier assistant turn, by vLLM's current and former names.
     reasoning: str | None = None
     reasoning_content: str | None = None
 
     def turn(self) -> dict[str, Any]:
-        """As the chat template reads it; reasoning by both names, since templates differ."""
+        """Returns the turn for the chat template, with the reasoning by both of its names."""
         turn = self.model_dump(exclude_none=True)
         for call in turn.get("tool_calls", ()):
             call.pop("index", None)
@@ -236,8 +238,8 @@ class Message(BodyModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nothing(cls, value: Any) -> Any:
-        """Answers come back as turns, with all their empty fields."""
+    def _drop_empty_fields(cls, value: Any) -> Any:
+        """Drops empty fields, which clients send when they return an earlier response as a turn."""
         if not isinstance(value, Mapping):
             return value
         kept = {key: one for key, one in value.items() if one not in (None, [])}
@@ -253,11 +255,9 @@ class Message(BodyModel):
             if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
                 raise ValueError(f"part {index} is {shown(part)}; must be an object with a type")
             if part["type"] != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(
-                    f"part {index} has type {shown(part['type'])}; only text is served"
-                )
+                raise ValueError(f"part {index} has type {shown(part['type'])}; must be text")
             texts.append(part["text"])
-        # As vLLM joins them for templates that take plain text.
+        # vLLM joins parts in the same way for templates that take plain text.
         return "\n".join(texts)
 
 
@@ -281,12 +281,12 @@ class ChatBody(GenerationBody):
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
-    # Of vLLM: whether what was reasoned is shown.
+    # vLLM: whether the response includes the reasoning.
     include_reasoning: bool | None = None
 
     @property
     def template_kwargs(self) -> dict[str, Any]:
-        """Variables of the chat template, with what follows from the effort, as in vLLM."""
+        """Variables of the chat template, including those set by reasoning_effort, as in vLLM."""
         kwargs = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             kwargs["reasoning_effort"] = self.reasoning_effort
@@ -295,12 +295,12 @@ class ChatBody(GenerationBody):
 
     @property
     def chosen_tool(self) -> str | None:
-        """The tool that is to be called."""
+        """Name of the tool that the model must call; None: the model chooses."""
         return self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
 
     @property
     def may_call(self) -> bool:
-        """Whether tools are there to be called, as they are unless it is said otherwise."""
+        """Whether the model may call tools; tool_choice is "auto" by default."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @model_validator(mode="after")
@@ -309,7 +309,7 @@ class ChatBody(GenerationBody):
         if not names and self.tool_choice not in (None, "none", "auto"):
             raise ValueError("tool_choice needs tools")
         if self.chosen_tool is not None and self.chosen_tool not in names:
-            raise ValueError(f"tool_choice names {shown(self.chosen_tool)}, which is none of tools")
+            raise ValueError(f"tool_choice names {shown(self.chosen_tool)}, which is not in tools")
         return self
 
     @model_validator(mode="after")

@@ -1,6 +1,6 @@
-"""Answers in OpenAI's form: whole, and as chunks of a stream.
+"""Renders responses in OpenAI's form: complete responses and the chunks of a stream.
 
-A chunk is made for every delta, so what is the same in all chunks of a choice is written once.
+A chunk is rendered for every delta, so the constant parts of a choice's chunks are serialized once.
 
 Source: https://platform.openai.com/docs/api-reference; vllm/entrypoints/openai/*/serving.py for
 `stop_reason` and the forms of logprobs.
@@ -22,17 +22,19 @@ if TYPE_CHECKING:
     from baton.gateway.vllm_parsers import ChoiceOutputParser
 
 DONE = b"data: [DONE]\n\n"
-# JSON has no infinity; vLLM's floor for tokens that cannot be picked.
-_LEAST_LOGPROB = -9999.0
+# vLLM's value for tokens that cannot be sampled; JSON has no infinity.
+_MIN_LOGPROB = -9999.0
 _FINISH_REASONS = {"cancelled": "abort", "unspecified": None}
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """What every answer to one request begins with.
+    """The fields that all responses and chunks of one request share.
 
     Attributes:
-        created: seconds since the epoch.
+        request: The request.
+        model: Name of the model or adapter that serves it.
+        created: Unix time in seconds.
     """
 
     request: ParsedRequest
@@ -40,6 +42,7 @@ class ResponseHead:
     created: int
 
     def fields(self, kind: str) -> dict[str, Any]:
+        """Returns the fields for a response object of a kind, such as "chat.completion"."""
         return {"id": self.request.id, "object": kind, "created": self.created, "model": self.model}
 
 
@@ -49,17 +52,17 @@ def full_response(
     prompts: Sequence[RenderedPrompt],
     parsers: Sequence[ChoiceOutputParser | None] = (),
 ) -> dict[str, Any]:
-    """The answer to a request that does not stream.
+    """Renders the response of a request that does not stream.
 
     Args:
-        head: of it.
-        completions: by the index of their choice.
-        prompts: what is shown of each.
-        parsers: of the choices' outputs; without one they are as the model wrote them.
+        head: Shared fields of the response.
+        completions: Output of each choice, in order of the choice index.
+        prompts: The shown parts of each prompt.
+        parsers: Output parser of each choice; empty or None: outputs are not parsed.
     """
     request, choices = head.request, []
-    of_prompts = [
-        _of_prompt(request, completions[index * request.n].finished, prompt)
+    prompt_details = [
+        _prompt_details(request, completions[index * request.n].finished, prompt)
         for index, prompt in enumerate(prompts)
     ]
     for index, completion in enumerate(completions):
@@ -72,33 +75,33 @@ def full_response(
         logprobs = _logprobs(request, positions, 0, prompt.first_token)
         parser = parsers[index] if parsers else None
         if parser is not None:
-            said: dict[str, Any] = {"message": parser.message(text, token_ids)}
+            content: dict[str, Any] = {"message": parser.message(text, token_ids)}
         elif request.chat:
-            said = {"message": {"role": "assistant", "content": text}}
+            content = {"message": {"role": "assistant", "content": text}}
         else:
-            said = {"text": text}
-        end = _end(request, finished, parser)
-        choice = {"index": index, **said, "logprobs": logprobs, **end}
+            content = {"text": text}
+        end = _finish_fields(request, finished, parser)
+        choice = {"index": index, **content, "logprobs": logprobs, **end}
         if request.return_token_ids:
             choice["token_ids"] = token_ids
-        # As vLLM has them: a chat has one prompt, which is the whole answer's.
-        choices.append(choice if request.chat else choice | of_prompts[index // request.n])
+        # As in vLLM: a chat has one prompt, whose details belong to the response, not to a choice.
+        choices.append(choice if request.chat else choice | prompt_details[index // request.n])
     kind = "chat.completion" if request.chat else "text_completion"
     found = {**head.fields(kind), "choices": choices}
     if request.chat:
-        found |= of_prompts[0]
+        found |= prompt_details[0]
     return found | {"usage": usage(request, [one.usage for one in completions], parsers)}
 
 
 class ChunkRenderer:
-    """The chunks of one choice.
+    """Renders the chunks of one choice of a streamed response.
 
     Args:
-        head: of the answer.
-        index: of the choice.
-        num_prompt_tokens: of its prompt.
-        prompt: what is shown of it, with the first chunk.
-        parser: of its output; None: deltas are as the model wrote them.
+        head: Shared fields of the response.
+        index: Index of the choice.
+        num_prompt_tokens: Number of tokens of the choice's prompt.
+        prompt: The parts of the prompt that the first chunk shows.
+        parser: Output parser of the choice; None: outputs are not parsed.
     """
 
     def __init__(
@@ -113,8 +116,8 @@ class ChunkRenderer:
         self._first: dict[str, Any] = {"role": "assistant"}
         self._echo = prompt.text if head.request.echo else ""
         self._num_prompt_tokens, self._num_tokens = num_prompt_tokens, 0
-        # What is the same in all chunks says nothing of one.
-        self._all_alike = (
+        # All chunks but the last have the same fields after the text.
+        self._has_constant_end = (
             head.request.num_logprobs is None
             and not head.request.continuous_usage
             and not head.request.return_token_ids
@@ -122,20 +125,20 @@ class ChunkRenderer:
         )
         kind = "chat.completion.chunk" if head.request.chat else "text_completion"
         fields = json.dumps(head.fields(kind), separators=(",", ":"))
-        said = '"delta":{"content":' if head.request.chat else '"text":'
+        content = '"delta":{"content":' if head.request.chat else '"text":'
         if parser is not None:
-            # What is in a delta differs.
-            said = '"delta":'
-        start = f'data: {fields[:-1]},"choices":[{{"index":{index},{said}'
-        # The first chunk of a chat says who speaks.
+            # The fields of a parsed delta vary.
+            content = '"delta":'
+        start = f'data: {fields[:-1]},"choices":[{{"index":{index},{content}'
+        # The first chunk of a chat has the role.
         self._start = start.replace('"delta":{', '"delta":{"role":"assistant",', 1)
         if head.request.return_token_ids:
-            # It has the prompt's tokens too: a chat's beside its choices, as in vLLM.
+            # The first chunk also has the prompt's token IDs; chats have them beside `choices`.
             ids = json.dumps(list(prompt.token_ids), separators=(",", ":"))
             before = '"choices":[' if head.request.chat else '"text":'
             self._start = self._start.replace(before, f'"prompt_token_ids":{ids},{before}', 1)
         self._next_start = start
-        # Usage is in the last chunk alone; with include_usage the others say that it is not there.
+        # With include_usage, the last chunk has the usage and the other chunks have null.
         with_usage = head.request.include_usage and not head.request.continuous_usage
         close = '],"usage":null}\n\n' if with_usage else "]}\n\n"
         self._closed = "}" if head.request.chat and parser is None else ""
@@ -144,48 +147,48 @@ class ChunkRenderer:
         self._num_chars = 0
 
     def render(self, tokens: Tokens | None, finished: Finished | None) -> bytes:
-        """One event of the stream: tokens, the end, or both. Empty: there is nothing to say yet."""
+        """Renders one event with tokens, the end, or both; b"" if there is nothing to send yet."""
         if self.request.only_prompt:
             tokens = None
-        said = self._said(tokens, finished)
-        if not said:
+        content = self._content(tokens, finished)
+        if not content:
             return b""
         start, self._start = self._start, self._next_start
-        if finished is None and self._all_alike:
-            return f"{start}{said}{self._plain_end}".encode()
+        if finished is None and self._has_constant_end:
+            return f"{start}{content}{self._plain_end}".encode()
         logprobs = _logprobs(self.request, tokens.logprobs, self._num_chars) if tokens else None
         if not self.request.chat and logprobs is not None:
             self._num_chars += sum(map(len, logprobs["tokens"]))
         rest: dict[str, Any] = {"logprobs": logprobs, "finish_reason": None}
         if finished is not None:
-            rest |= _end(self.request, finished, self._parser)
+            rest |= _finish_fields(self.request, finished, self._parser)
         if self.request.return_token_ids:
             rest["token_ids"] = tokens.token_ids if tokens is not None else ()
         end = json.dumps(rest, separators=(",", ":"))[1:]
         close = self._close
         if self.request.continuous_usage:
             self._num_tokens += len(tokens.token_ids) if tokens is not None else 0
-            so_far = Usage(self._num_prompt_tokens, self._num_tokens, 0)
-            so_far_used = usage(self.request, [so_far], [self._parser])
-            close = f'],"usage":{json.dumps(so_far_used)}}}\n\n'
-        return f"{start}{said}{self._closed},{end}{close}".encode()
+            usage_so_far = Usage(self._num_prompt_tokens, self._num_tokens, 0)
+            rendered_usage = usage(self.request, [usage_so_far], [self._parser])
+            close = f'],"usage":{json.dumps(rendered_usage)}}}\n\n'
+        return f"{start}{content}{self._closed},{end}{close}".encode()
 
-    def _said(self, tokens: Tokens | None, finished: Finished | None) -> str:
-        """The text, or the whole delta where outputs are parsed, as JSON."""
+    def _content(self, tokens: Tokens | None, finished: Finished | None) -> str:
+        """Renders the text, or the parsed delta, as JSON; "" if there is nothing to send yet."""
         if self._parser is None:
             text, self._echo = self._echo + (tokens.text if tokens is not None else ""), ""
             return quoted(text)
         delta = self._parser.delta(tokens, finished=finished is not None)
-        if delta is None and finished is None and self._all_alike:
+        if delta is None and finished is None and self._has_constant_end:
             return ""
-        said, self._first = {**self._first, **(delta or {})}, {}
-        return json.dumps(said, separators=(",", ":"))
+        content, self._first = {**self._first, **(delta or {})}, {}
+        return json.dumps(content, separators=(",", ":"))
 
 
 def usage_chunk(
     head: ResponseHead, usages: Sequence[Usage], parsers: Sequence[ChoiceOutputParser | None] = ()
 ) -> bytes:
-    """The last chunk of a stream that asked for usage."""
+    """Renders the last chunk of a stream with include_usage."""
     kind = "chat.completion.chunk" if head.request.chat else "text_completion"
     fields = {**head.fields(kind), "choices": [], "usage": usage(head.request, usages, parsers)}
     return b"data: " + json.dumps(fields).encode() + b"\n\n"
@@ -196,7 +199,7 @@ def usage(
     usages: Sequence[Usage],
     parsers: Sequence[ChoiceOutputParser | None] = (),
 ) -> dict[str, Any]:
-    """Tokens of all choices; a prompt counts once, however many choices it has."""
+    """Returns the token counts of all choices; a prompt with several choices counts once."""
     firsts = usages[:: request.n]
     num_prompt = sum(one.prompt_tokens for one in firsts)
     num_output = sum(one.completion_tokens for one in usages)
@@ -212,7 +215,7 @@ def usage(
     return found
 
 
-def _end(
+def _finish_fields(
     request: ParsedRequest, finished: Finished, parser: ChoiceOutputParser | None
 ) -> dict[str, Any]:
     stop: str | int | None = finished.stop or None
@@ -225,10 +228,10 @@ def _end(
     return {"finish_reason": reason, "stop_reason": stop}
 
 
-def _of_prompt(
+def _prompt_details(
     request: ParsedRequest, finished: Finished, prompt: RenderedPrompt
 ) -> dict[str, Any]:
-    """What an answer says of a prompt when it is asked to."""
+    """Returns the requested details of a prompt: logprobs and token IDs."""
     found: dict[str, Any] = {}
     if request.num_prompt_logprobs is not None:
         found["prompt_logprobs"] = [
@@ -254,13 +257,13 @@ def _logprobs(
     num_chars: int,
     first_token: str = "",
 ) -> dict[str, Any] | None:
-    """Of some positions.
+    """Renders the logprobs of consecutive tokens; None if the request has no logprobs.
 
     Args:
-        request: whether and how many.
-        positions: per token, the chosen one first.
-        num_chars: of the tokens before.
-        first_token: of a prompt, which nothing is known of but its text.
+        request: Gives the number of logprobs per token.
+        positions: The candidates per position, chosen token first.
+        num_chars: Number of characters before the first token.
+        first_token: Text of a prompt's first token, which has no logprobs.
     """
     if request.num_logprobs is None:
         return None
@@ -278,8 +281,8 @@ def _logprobs(
         text = position[0].text if position else first_token
         found["tokens"].append(text)
         found["token_logprobs"].append(_finite(position[0].logprob) if position else None)
-        # Of a prompt there may be more. The first of equal texts is the chosen token, or the
-        # likelier one.
+        # A prompt's position may have more entries. If two candidates have the same text, the
+        # chosen token, or the more likely one, is kept.
         shown = position[: request.num_logprobs + 1]
         top = {one.text: _finite(one.logprob) for one in reversed(shown)}
         found["top_logprobs"].append(dict(reversed(top.items())) or None)
@@ -289,7 +292,7 @@ def _logprobs(
 
 
 def _chat_position(position: Sequence[TokenLogprob], num_top: int) -> dict[str, Any]:
-    # The chosen token may be there twice: first, and where it ranks.
+    # The chosen token may be listed twice: first, and at its rank.
     ranked = sorted({one.token_id: one for one in position}.values(), key=lambda one: one.rank)
     top = [_chat_token(one) for one in ranked if one.rank <= num_top]
     return {**_chat_token(position[0]), "top_logprobs": top}
@@ -301,4 +304,4 @@ def _chat_token(one: TokenLogprob) -> dict[str, Any]:
 
 
 def _finite(logprob: float) -> float:
-    return max(logprob, _LEAST_LOGPROB)
+    return max(logprob, _MIN_LOGPROB)

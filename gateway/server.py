@@ -1,4 +1,4 @@
-"""The gateway's process: a session with each cell's coordinator, one HTTP server."""
+"""The gateway's process: a client for each cell and one HTTP server."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from baton.runtime.tls import CONFIG_KEYS, Handshakes, TlsFiles
 
 _log = logging.getLogger(__name__)
 
-# As many as one session may have by the coordinator's default.
+# The coordinator's default limit of requests per session.
 _MAX_STREAMS = 4096
-# After requests have been ended for lack of time: for their clients to read that.
+# Time for clients to read the error after the drain timeout ended their requests.
 _CLOSE_GRACE_S = 2.0
 
 
 class _Server(uvicorn.Server):
-    """Signals are the process's, not the server's.
+    """uvicorn's server without signal handlers, which the process installs itself.
 
     Args:
-        config: of uvicorn.
-        ready: called once when connections are accepted.
-        tls: None: without.
-        handshake_timeout_s: of TLS.
+        config: uvicorn's configuration.
+        ready: Called once when connections are accepted.
+        tls: TLS context; None: no TLS.
+        handshake_timeout_s: Timeout of TLS handshakes.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class _Server(uvicorn.Server):
         self._handshake_timeout_s = handshake_timeout_s
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        # uvicorn would wait for a minute for the end of a handshake.
+        # Listeners are opened here: uvicorn has no option for the TLS handshake timeout (60 s).
         await super().startup([])
         loop = asyncio.get_running_loop()
         for listener in sockets or ():
@@ -95,18 +95,18 @@ class _Server(uvicorn.Server):
 
 
 def setup_logs() -> None:
-    """Of this process: uvicorn's lines go where Baton's go."""
-    # Its warnings are of peers that send garbage: refusals are counted instead.
+    """Sends uvicorn's log lines to the same place as Baton's."""
+    # uvicorn's warnings are about malformed requests, which the gateway counts as refusals.
     logs.adopt("uvicorn", logging.ERROR)
 
 
 @dataclass(frozen=True, slots=True)
 class CellEndpoints:
-    """Where a cell is.
+    """The addresses of a cell's coordinators, and its output parsers.
 
     Attributes:
-        coordinators: host:port of each; one of them serves at a time.
-        parsers: makes those of its chats' outputs; None: there are none.
+        coordinators: host:port of each coordinator; one of them serves at a time.
+        parsers: Makes the parsers of chat outputs; None: outputs are not parsed.
     """
 
     coordinators: Sequence[str]
@@ -115,28 +115,28 @@ class CellEndpoints:
 
 async def serve(
     config: HttpConfig,
-    places: Sequence[CellEndpoints],
+    cell_endpoints: Sequence[CellEndpoints],
     listener: socket.socket,
     *,
     ready: Callable[[], None],
     stop: asyncio.Event | None = None,
     security: SecurityConfig | None = None,
 ) -> int:
-    """Serves until asked to stop; then drains, for a bounded time.
+    """Serves until `stop` is set, then drains for at most `config.drain_timeout_s`.
 
     Args:
-        config: limits.
-        places: of the cells; at least one.
-        listener: bound.
-        ready: called once when connections are accepted.
-        stop: set to stop it; None for SIGINT and SIGTERM.
-        security: TLS on both sides, and who may read metrics; None: as by default.
+        config: Limits of requests and connections.
+        cell_endpoints: The cells behind the gateway; at least one.
+        listener: Bound socket.
+        ready: Called once when connections are accepted.
+        stop: Set it to stop the gateway; None: SIGINT and SIGTERM stop it.
+        security: TLS towards clients and coordinators, and access to metrics; None: the defaults.
 
     Returns:
-        The exit code: 0 after a stop that was asked for.
+        The exit code: 0 after a requested stop.
 
     Raises:
-        ConfigError: a file of `security` cannot be used.
+        ConfigError: A file of `security` cannot be used.
     """
     security = security or SecurityConfig()
     tls, context, handshakes = None, None, None
@@ -152,8 +152,10 @@ async def serve(
     query_limiter = QueryLimiter()
     async with settled_heap(), contextlib.AsyncExitStack() as stack:
         cells = Cells()
-        for place in places:
-            cells.add(await _open(place, cells, len(places) > 1, tls, query_limiter, stack))
+        for endpoints in cell_endpoints:
+            cells.add(
+                await _open(endpoints, cells, len(cell_endpoints) > 1, tls, query_limiter, stack)
+            )
         await stack.enter_async_context(cells)
         gateway = Gateway(cells, query_limiter, config, security)
         gateway.refusals.handshakes = handshakes
@@ -176,8 +178,8 @@ async def serve(
         )
         ending = asyncio.create_task(_end_in_time(stop, cells, config.drain_timeout_s))
         try:
-            # 1. Nothing more is accepted, idle connections close. 2. What runs ends, or is ended
-            # by _end_in_time. 3. The session closes.
+            # Shutdown: 1. No new connections; idle connections close. 2. Running requests end, or
+            # _end_in_time ends them after the drain timeout. 3. The clients' sessions close.
             await server.run_until(stop, listener)
         finally:
             ending.cancel()
@@ -186,38 +188,38 @@ async def serve(
 
 
 async def _open(
-    place: CellEndpoints,
+    endpoints: CellEndpoints,
     cells: Cells,
     has_others: bool,
     tls: Tls | None,
     query_limiter: QueryLimiter,
     stack: contextlib.AsyncExitStack,
 ) -> Cell:
-    """A cell, which is to be one of `cells`; the stack closes what it needs."""
+    """Opens the clients of a cell; the stack closes them. The caller adds the cell to `cells`."""
 
     def elsewhere(model: str) -> BatonClient | None:
         return cells.other_client(cell, model)
 
     client = BatonClient(
-        place.coordinators,
+        endpoints.coordinators,
         max_requests=_MAX_STREAMS,
         tls=tls,
         elsewhere=elsewhere if has_others else None,
     )
-    watcher = Watcher(place.coordinators, tls=tls, api_key=admin_credential.current_credential)
+    watcher = Watcher(endpoints.coordinators, tls=tls, api_key=admin_credential.current_credential)
     cell = Cell(
         await stack.enter_async_context(client),
         await stack.enter_async_context(watcher),
         query_limiter,
-        place.parsers,
+        endpoints.parsers,
     )
     return cell
 
 
 async def _end_in_time(stop: asyncio.Event, cells: Cells, drain_timeout_s: float) -> None:
-    """Ends what does not end in time after a stop."""
+    """Ends the requests that still run drain_timeout_s after a stop."""
     await stop.wait()
     await asyncio.sleep(drain_timeout_s)
-    _log.warning("requests did not end within %g s", drain_timeout_s)
-    why = f"the gateway stopped after {drain_timeout_s:g} s"
+    _log.warning("drain timeout of %g s is over: ending the running requests", drain_timeout_s)
+    why = f"the gateway stopped; its drain timeout of {drain_timeout_s:g} s was over"
     await asyncio.gather(*(cell.client.aclose(why) for cell in cells))

@@ -1,4 +1,4 @@
-"""The routes /tokenize and /detokenize, as vLLM has them."""
+"""The routes /tokenize and /detokenize, compatible with vLLM."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A text may be megabytes long: what is more waits.
-_MAX_AT_ONCE = 2
+# A text may be megabytes long. Further requests wait.
+_MAX_CONCURRENT = 2
 
 
 class TokenizeBody(request_bodies.BodyModel):
-    """A text, or the messages of a chat."""
+    """Body of /tokenize: a text or the messages of a chat."""
 
     model: str | None = None
     prompt: str | None = None
@@ -40,28 +40,30 @@ class TokenizeBody(request_bodies.BodyModel):
     @model_validator(mode="after")
     def _has_one(self) -> TokenizeBody:
         if (self.prompt is None) is (self.messages is None):
-            raise ValueError("prompt or messages must be there, one of them")
+            raise ValueError("exactly one of prompt and messages is required")
         return self
 
 
 class DetokenizeBody(request_bodies.BodyModel):
+    """Body of /detokenize."""
+
     model: str | None = None
     tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 
 
 class TokenizeRoutes:
-    """What answers both.
+    """Serves both routes with the tokenizers of the cells' models.
 
     Args:
-        cells: whose models' tokenizers these are.
+        cells: The cells behind the gateway.
     """
 
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
-        self._free = asyncio.Semaphore(_MAX_AT_ONCE)
+        self._free = asyncio.Semaphore(_MAX_CONCURRENT)
 
     async def tokenize(self, body: bytes, headers: Mapping[str, str]) -> dict[str, object]:
-        """Raises HttpError."""
+        """Converts text or a chat to token IDs. Raises HttpError."""
         body_fields = body_parser.parse_body(body, TokenizeBody)
         if body_fields.messages is not None and not body_fields.messages:
             raise invalid_value("messages", [], "must not be empty")
@@ -71,12 +73,12 @@ class TokenizeRoutes:
         except InvalidArgument as error:
             raise HttpError(400, str(error), param="messages", code="invalid_value") from None
         except RemoteError as error:
-            # What no message can hold.
+            # A value that the gRPC request cannot hold.
             raise error_responses.from_remote_error(error) from None
         return {**found, "max_model_len": model.max_model_len or None}
 
     async def detokenize(self, body: bytes, headers: Mapping[str, str]) -> dict[str, object]:
-        """Raises HttpError."""
+        """Converts token IDs to text. Raises HttpError."""
         body_fields = body_parser.parse_body(body, DetokenizeBody)
         model, tokenizer = await self._served(body_fields.model, headers)
         size = model.vocab_size or tokenizer.vocab_size
@@ -103,7 +105,7 @@ class TokenizeRoutes:
 
 
 def check_served(name: str | None, model: common_pb2.ModelDescription) -> None:
-    """Raises HttpError when there is no model of that name; None is the base model."""
+    """Raises HttpError if no model or adapter has this name; None is the base model."""
     names = [model.name, *(adapter.name for adapter in model.adapters)]
     if name is not None and name not in names:
         raise model_not_found(name, names)
@@ -125,7 +127,7 @@ def _ids(tokenizer: Tokenizer, body_fields: TokenizeBody) -> list[int]:
         {
             "add_generation_prompt": body_fields.add_generation_prompt,
             "template_kwargs": body_fields.chat_template_kwargs,
-            "tools": [tool.described() for tool in body_fields.tools or ()],
+            "tools": [tool.template_tool() for tool in body_fields.tools or ()],
         },
     ).chat
     special = bool(body_fields.add_special_tokens)

@@ -1,7 +1,7 @@
-"""Calls of tools, and what was reasoned, out of the text that a model wrote: by vLLM's parsers.
+"""Extracts tool calls and reasoning from a model's output with vLLM's parsers.
 
-Every model writes them in a way of its own, and vLLM has a parser for each. They see a choice's
-whole output, whichever workers it came from: a recovery cannot cut one off.
+Each model has its own format, and vLLM has a parser for each of them. A parser in the gateway sees
+the whole output of a choice, also if several workers produced it after a recovery.
 
 Source: vllm/entrypoints/openai/chat_completion/serving.py.
 """
@@ -35,7 +35,7 @@ from baton.gateway.request_bodies import ChatBody
 from baton.runtime.config_error import ConfigError
 from baton.v1 import common_pb2
 
-# What a request says that matters to parsers, and nothing that the coordinator checks.
+# The body fields that vLLM's parsers read.
 _READ_BY_PARSERS = {
     "messages",
     "tools",
@@ -47,7 +47,7 @@ _READ_BY_PARSERS = {
     "skip_special_tokens",
     "reasoning_effort",
 }
-# Fields of vLLM's structured outputs, by the client's options.
+# Fields of vLLM's structured outputs, by the names of the client's options.
 _CONSTRAINTS = {
     "json_schema": "json",
     "json_object": "json_object",
@@ -60,10 +60,10 @@ _CONSTRAINTS = {
 
 @dataclass(frozen=True, slots=True)
 class OutputParserNames:
-    """Of vLLM's parsers; empty: none.
+    """Names of vLLM's parsers; empty: no parser.
 
     Raises:
-        ConfigError: vLLM has none of that name.
+        ConfigError: vLLM has no parser of that name.
     """
 
     tool_call_parser: str
@@ -79,11 +79,11 @@ class OutputParserNames:
 
 
 class ModelOutputParsers:
-    """Those of the model that the coordinator serves.
+    """Makes output parsers for the model of a cell, whose tokenizer is loaded when first needed.
 
     Args:
-        names: of the parsers.
-        model: asked with each caller's credential.
+        names: Names of the parsers.
+        model: The model description, fetched with each caller's credential.
     """
 
     def __init__(
@@ -93,10 +93,14 @@ class ModelOutputParsers:
         self._parsers = TokenizerResource(model, lambda path: OutputParsers(names, path))
 
     async def chat(self, body: ChatBody, authorization: str) -> ChatOutputParser | None:
-        """What one request needs of them; None: its outputs are as they are written.
+        """Returns the output parser of one request; None: its outputs are not parsed.
+
+        Args:
+            body: The request's body.
+            authorization: Credential of the caller.
 
         Raises:
-            HttpError: vLLM refuses what it asks for, or the tokenizer is not here.
+            HttpError: vLLM rejects the request, or the tokenizer is not on this host.
         """
         if body.may_call and not self._names.tool_call_parser:
             raise error_responses.tools_unsupported()
@@ -106,14 +110,14 @@ class ModelOutputParsers:
 
 
 class OutputParsers:
-    """Those of one model's tokenizer.
+    """Makes output parsers for one tokenizer.
 
     Args:
-        names: of the parsers.
-        path: of the model's tokenizer, a directory or hub id.
+        names: Names of the parsers.
+        path: Directory or hub ID of the model's tokenizer.
 
     Raises:
-        ConfigError: the tokenizer is not here, or lacks what the parsers need.
+        ConfigError: The tokenizer is not on this host or lacks a token that a parser needs.
     """
 
     def __init__(self, names: OutputParserNames, path: str) -> None:
@@ -127,29 +131,32 @@ class OutputParsers:
                 model_name=path,
                 tokenizer=self._tokenizer,
             )
-        # Of many libraries: a missing file, a hub that does not answer, no such token.
+        # Many libraries raise here: missing file, unreachable hub, missing token.
         except Exception as error:
             raise ConfigError(f"parsers for {path}: {error}") from error
         self._model_config = _model_config(path)
 
     def chat(self, body: ChatBody) -> ChatOutputParser:
-        """What one request needs of them. Raises HttpError: vLLM refuses what it asks for."""
-        said = body.model_dump(include=_READ_BY_PARSERS, exclude_none=True, by_alias=True)
+        """Returns the output parser of one request. Raises HttpError if vLLM rejects it."""
+        fields = body.model_dump(include=_READ_BY_PARSERS, exclude_none=True, by_alias=True)
         kwargs = body.template_kwargs
         try:
-            request = ChatCompletionRequest.model_validate({**said, "chat_template_kwargs": kwargs})
+            request = ChatCompletionRequest.model_validate(
+                {**fields, "chat_template_kwargs": kwargs}
+            )
             request = self._parser(request).adjust_request(request)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            raise _refused(first["msg"], ".".join(map(str, first["loc"]))) from None
+            raise _rejected(first["msg"], ".".join(map(str, first["loc"]))) from None
         except VLLMValidationError as error:
-            raise _refused(str(error), error.parameter or "tools") from None
+            raise _rejected(str(error), error.parameter or "tools") from None
         except ValueError as error:
-            # Of a parser, which reads no more of a request than its tools.
-            raise _refused(str(error), "tools") from None
+            # Raised by a tool parser, which only reads the request's tools.
+            raise _rejected(str(error), "tools") from None
         return ChatOutputParser(self, request, bool(self._names.reasoning_parser))
 
     def choice(self, request: Any, prompt_token_ids: Sequence[int]) -> ChoiceOutputParser:
+        """Makes the output parser of one choice."""
         return ChoiceOutputParser(self._parser(request), request, prompt_token_ids, self._names)
 
     def _parser(self, request: Any) -> Any:
@@ -165,11 +172,12 @@ class OutputParsers:
 
 @dataclass(frozen=True, slots=True)
 class ChatOutputParser:
-    """One request whose outputs are parsed.
+    """Parses the outputs of one chat request.
 
     Attributes:
-        request: as vLLM's parsers have changed it.
-        needs_prompt: to know whether the prompt's end begins to reason.
+        request: vLLM's form of the request, as adjusted by the parsers.
+        needs_prompt: Whether the parsers need the prompt's token IDs: the end of the prompt may
+            begin the reasoning.
     """
 
     _parsers: OutputParsers
@@ -177,16 +185,16 @@ class ChatOutputParser:
     needs_prompt: bool
 
     def adjust_request(self, request: ParsedRequest) -> ParsedRequest:
-        """With what the parsers need: marks in the text, calls by a grammar."""
+        """Returns the request with the options that the parsers need (special tokens, grammars)."""
         request = replace(request, options=cast("RequestOptions", self._options(request.options)))
         if self.request.tools:
-            # What workers refuse of a grammar that was made of them.
+            # If a worker rejects the grammar made from the tools, the error names `tools`.
             request = replace(
                 request, names={**request.names, "sampling.structured_output": "tools"}
             )
         if self.request.include_reasoning:
             return request
-        # They would show what was reasoned.
+        # Logprobs and token IDs would reveal the reasoning.
         return replace(request, num_logprobs=None, return_token_ids=False)
 
     def _options(self, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -195,18 +203,18 @@ class ChatOutputParser:
             found["skip_special_tokens"] = False
         constraints = self.request.extract_structured_outputs()
         if constraints is not None:
-            for ours, theirs in _CONSTRAINTS.items():
-                if (value := getattr(constraints, theirs)) is not None:
-                    found[ours] = value
+            for option, vllm_field in _CONSTRAINTS.items():
+                if (value := getattr(constraints, vllm_field)) is not None:
+                    found[option] = value
         return found
 
     def choices(self, count: int, prompt_token_ids: Sequence[int]) -> list[ChoiceOutputParser]:
-        """One per choice, since they keep state."""
+        """Makes one parser per choice: parsers keep state."""
         return [self._parsers.choice(self.request, prompt_token_ids) for _ in range(count)]
 
 
 class ChoiceOutputParser:
-    """The output of one choice, as a stream's deltas or as a whole."""
+    """Parses the output of one choice, either delta by delta or as a whole."""
 
     def __init__(
         self, parser: Any, request: Any, prompt_token_ids: Sequence[int], names: OutputParserNames
@@ -219,7 +227,7 @@ class ChoiceOutputParser:
         parser.set_prompt_token_ids(self._prompt_token_ids)
 
     def delta(self, tokens: Tokens | None, *, finished: bool) -> dict[str, Any] | None:
-        """What a stream says with some tokens; None: nothing yet."""
+        """Parses the next tokens of a stream; None: there is nothing to send yet."""
         token_ids = list(tokens.token_ids) if tokens is not None else []
         self._token_ids += token_ids
         message = self._parser.parse_delta(
@@ -232,12 +240,12 @@ class ChoiceOutputParser:
         if message is None:
             return None
         message = maybe_filter_parallel_tool_calls(message, self._request)
-        said: dict[str, Any] = message.model_dump(exclude_none=True)
-        self._has_called |= "tool_calls" in said
-        return said
+        fields: dict[str, Any] = message.model_dump(exclude_none=True)
+        self._has_called |= "tool_calls" in fields
+        return fields
 
     def message(self, text: str, token_ids: Sequence[int]) -> dict[str, Any]:
-        """A whole output as the assistant's turn."""
+        """Parses a whole output; returns the assistant's message."""
         self._token_ids = list(token_ids)
         reasoning, content, calls = self._parser.parse(
             text,
@@ -245,12 +253,12 @@ class ChoiceOutputParser:
             enable_auto_tools=bool(self._names.tool_call_parser),
             model_output_token_ids=self._token_ids,
         )
-        said: dict[str, Any] = {"role": "assistant", "content": content}
+        fields: dict[str, Any] = {"role": "assistant", "content": content}
         if reasoning and self._request.include_reasoning:
-            said["reasoning"] = reasoning
+            fields["reasoning"] = reasoning
         if calls:
             calls = maybe_filter_parallel_tool_calls(calls, self._request)
-            said["tool_calls"] = [
+            fields["tool_calls"] = [
                 {
                     "id": call.id or make_tool_call_id(),
                     "type": "function",
@@ -259,28 +267,28 @@ class ChoiceOutputParser:
                 for call in calls
             ]
         self._has_called = bool(calls)
-        return said
+        return fields
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """As in OpenAI's API: calls are a reason of their own, unless one was told to be made."""
+        """Returns "tool_calls" if the model chose to call tools, as in OpenAI's API."""
         chose = self._request.tool_choice in (None, "auto", "required")
         return "tool_calls" if reason == "stop" and self._has_called and chose else reason
 
     @property
     def num_reasoning_tokens(self) -> int | None:
-        """Of the tokens so far; None: nobody tells them apart."""
+        """Number of reasoning tokens so far; None: there is no reasoning parser."""
         if not self._names.reasoning_parser:
             return None
         return int(self._parser.count_reasoning_tokens(self._token_ids))
 
 
-def _refused(reason: str, param: str) -> HttpError:
+def _rejected(reason: str, param: str) -> HttpError:
     reason = reason.removeprefix("Value error, ")
     return HttpError(400, f"{param}: {reason}", param=param, code="invalid_value")
 
 
 def _model_config(path: str) -> SimpleNamespace:
-    """What parsers read of vLLM's, without vLLM's reading all of a model's files: its kind."""
+    """Returns the fields of vLLM's ModelConfig that parsers read, from the model's config.json."""
     config: dict[str, Any] = {}
     if (file := Path(path) / "config.json").is_file():
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -1,10 +1,10 @@
-"""The web dashboard: one page, and what it draws as JSON."""
+"""The web dashboard: one page and the JSON data that it draws."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# What the page is made of, by the path that it is served at, below /dashboard.
+# Files of the page, by their path below /dashboard.
 _FILES = {
     "": ("index.html", "text/html; charset=utf-8"),
     "style.css": ("style.css", "text/css; charset=utf-8"),
@@ -14,6 +14,6 @@ _FILES = {
 
 
 def files() -> dict[str, tuple[bytes, str]]:
-    """Contents and media types, read once."""
+    """Returns the content and media type of each file, by path."""
     folder = Path(__file__).parent
     return {path: ((folder / name).read_bytes(), kind) for path, (name, kind) in _FILES.items()}

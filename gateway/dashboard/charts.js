@@ -1,4 +1,4 @@
-// Drawing: lines over time, and one request's waterfall. SVG by hand, text by textContent only.
+// Draws line charts over time and bar charts as SVG. Text is set by textContent only, never as HTML.
 "use strict";
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -22,20 +22,21 @@ function empty(into, words) {
   into.replaceChildren(make("div", { class: "empty" }, words));
 }
 
-// The least of 1, 2, 5 times a power of ten, times 4, that is not smaller.
+// Top of an axis with 4 ticks: the lowest 4 * (1, 2 or 5) * 10^n that is not below the value.
 function ceiling(value) {
   let unit = 10 ** Math.floor(Math.log10(Math.max(value, 1e-9) / 4));
   for (const factor of [1, 2, 5, 10]) if (unit * factor * 4 >= value) return unit * factor * 4;
   return unit * 40;
 }
 
-// series: [{name, kind, points: [[seconds, value or null]]}], kind: one, two or target.
+// Draws a line chart. series: [{name, kind, points: [[seconds, value or null]]}]; kind is the CSS
+// class: one, two or target. whole: values are counts and drawn as steps.
 function lines(into, series, { unit, now, whole = false }) {
   const values = series.flatMap((one) => one.points.map((point) => point[1]))
     .filter((value) => value !== null);
   const measured = series.filter((one) => one.kind !== "target");
   if (!measured.some((one) => one.points.some((point) => point[1] !== null))) {
-    return empty(into, "nothing to show yet");
+    return empty(into, "no data yet");
   }
   const width = Math.max(280, into.clientWidth), height = 170;
   const left = 52, right = 10, top = 10, bottom = 24;
@@ -64,9 +65,9 @@ function lines(into, series, { unit, now, whole = false }) {
     for (const [at, value] of one.points) {
       if (value === null) { pen = false; continue; }
       const [atX, atY] = [x(at).toFixed(1), y(value).toFixed(1)];
-      // Numbers of things change at once.
+      // Counts change in steps.
       path += !pen ? `M${atX},${atY}` : whole ? `H${atX}V${atY}` : `L${atX},${atY}`;
-      // A point by itself is a dot.
+      // A very short line makes a single point visible.
       if (!pen) path += "h0.1";
       pen = true;
     }
@@ -87,9 +88,9 @@ function axisMs(value) {
   return value >= 10000 ? `${+(value / 1000).toFixed(1)} s` : `${+value.toFixed(1)} ms`;
 }
 
-// rows: [{label, start_ms, duration_ms, kind}]; one bar each on a common axis.
+// Draws one bar per row on a common time axis. rows: [{label, start_ms, duration_ms, kind}].
 function bars(into, rows, total_ms) {
-  if (!rows.length || !(total_ms > 0)) return empty(into, "nothing to show yet");
+  if (!rows.length || !(total_ms > 0)) return empty(into, "no data yet");
   const width = Math.max(280, into.clientWidth), line = 20, left = 118, right = 66, top = 4;
   const height = top + rows.length * line + 24;
   const scale = (width - left - right) / total_ms;

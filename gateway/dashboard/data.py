@@ -1,4 +1,4 @@
-"""The cell as the dashboard draws it: plain values for JSON, units in their names."""
+"""The dashboard's data as plain values for JSON, with units in their names."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from baton.v1 import admin_pb2, cluster_pb2
 
 
 def overview(view: View, requests: Iterable[admin_pb2.RequestInfo]) -> dict[str, Any]:
-    """Everything but single requests' waterfalls.
+    """Returns all data of the page except the waterfalls of single requests.
 
     Args:
-        view: with its history.
-        requests: to list.
+        view: Status of the cell, with its history.
+        requests: The requests to list.
     """
     status = view.status
     return {
@@ -52,7 +52,7 @@ def overview(view: View, requests: Iterable[admin_pb2.RequestInfo]) -> dict[str,
 
 
 def request(info: admin_pb2.RequestInfo) -> dict[str, Any]:
-    """One request; with its waterfall and its stalls where they are known."""
+    """Returns one request, with its waterfall and stalls if they are known."""
     return {
         "request_id": info.request_id,
         "state": enum_name(admin_pb2.RequestState.DESCRIPTOR, info.state),

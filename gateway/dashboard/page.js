@@ -1,13 +1,13 @@
-// The page: asks for the cell again and again, and draws it.
+// The dashboard page: fetches the cell's status every REFRESH_MS and draws it.
 "use strict";
 
-const EVERY_MS = 2000;
+const REFRESH_MS = 2000;
 const by = (id) => document.getElementById(id);
 const percent = (share) =>
   share === null ? "-" : share === 1 ? "100 %" : `${Math.min(99.9, 100 * share).toFixed(1)} %`;
 const share = (value) => (value === null ? "-" : `${(100 * value).toFixed(0)} %`);
 let latest = null, seen = 0, chosen = null;
-// Of a gateway's cells: /dashboard?cell=ADDRESS.
+// The cell to show, from the query: /dashboard?cell=ADDRESS; null: the gateway chooses.
 const shown = new URLSearchParams(location.search).get("cell");
 
 function ago(seconds) {
@@ -18,7 +18,8 @@ function ago(seconds) {
   return `${value.toFixed(0)} s`;
 }
 
-// columns: names, those to be aligned left begin with "<"; a cell is text, or [text, class].
+// Fills a table. columns: names; "<" in front aligns a column left. rows: arrays of text,
+// [text, CSS class] or DOM nodes. words: text of an empty table.
 function table(id, columns, rows, words) {
   if (!rows.length) return by(id).replaceChildren(rowOf([make("td", { class: "empty" }, words)]));
   const left = columns.map((name) => name.startsWith("<"));
@@ -41,7 +42,7 @@ function findings(cell) {
   if (!cell.findings.length) {
     const state = cell.workers.length ? make("strong", { class: "good" }, "Healthy")
       : make("strong", { class: "bad" }, "No workers are attached");
-    const words = cell.workers.length ? cell.summary.replace(/^healthy;?/, "") : ": nothing is served";
+    const words = cell.workers.length ? cell.summary.replace(/^healthy;?/, "") : ": requests cannot be served";
     const line = make("div");
     line.append(state, words);
     return by("findings").replaceChildren(line);
@@ -112,8 +113,8 @@ function stages(cell) {
 
 function decisions(cell) {
   const into = by("decisions");
-  if (cell.decisions === null) return empty(into, "nothing scales these pools");
-  if (!cell.decisions.length) return empty(into, "none yet");
+  if (cell.decisions === null) return empty(into, "the coordinator does not scale these pools");
+  if (!cell.decisions.length) return empty(into, "no decisions yet");
   into.replaceChildren(...cell.decisions.slice(0, 8).map((one) => {
     const line = make("p", { class: "decision" });
     line.append(make("span", { class: "soft" }, `${ago(cell.at - one.at)} ago  `),
@@ -140,44 +141,44 @@ function requests(cell) {
 }
 
 async function waterfall() {
-  const into = by("waterfall"), asked = chosen;
-  if (asked === null) return;
+  const into = by("waterfall"), requested = chosen;
+  if (requested === null) return;
   into.hidden = false;
   let one;
   try {
-    // Ids are a tenant's own; neither has a slash.
-    const [id, tenant = ""] = asked.split("/").reverse();
-    one = await ask(`/dashboard/requests/${encodeURIComponent(id)}`, { tenant });
+    // Request IDs are unique per tenant only. Neither IDs nor tenants contain a slash.
+    const [id, tenant = ""] = requested.split("/").reverse();
+    one = await fetchJson(`/dashboard/requests/${encodeURIComponent(id)}`, { tenant });
   } catch (error) {
-    if (asked === chosen) empty(into, `${asked}: ${error.message}`);
+    if (requested === chosen) empty(into, `${requested}: ${error.message}`);
     return;
   }
-  if (asked !== chosen) return;
+  if (requested !== chosen) return;
   const chart = make("div");
   const stalls = one.stalls.map((stall) => ({ ...stall, label: `stall: ${stall.cause}`, kind: "stall" }));
   const title = `${one.request_id}: ${one.state}, first token ${ms(one.ttft_ms)}, total ${ms(one.total_ms)}`;
-  const note = one.itl_target_ms === null ? "no target between tokens"
+  const note = one.itl_target_ms === null ? "the request has no ITL target"
     : `${stalls.length ? `the longest ${stalls.length}` : "no"} gaps over ${one.itl_target_ms} ms`;
   into.replaceChildren(make("strong", {}, title), chart, make("div", { class: "soft" }, note));
   const total = Math.max(one.total_ms, ...stalls.map((stall) => stall.start_ms + stall.duration_ms));
   bars(chart, [...one.stages.map((stage) => ({ ...stage, label: stage.stage, kind: "bar" })), ...stalls], total);
 }
 
-// Of who looks; it stays in this tab and goes nowhere but to the gateway that gave the page.
+// Storage key of the viewer's API key. It stays in this tab and is only sent to this gateway.
 const KEY = "baton-key";
 
-async function ask(path, parameters = {}) {
+async function fetchJson(path, parameters = {}) {
   const query = new URLSearchParams(shown === null ? parameters : { ...parameters, cell: shown });
   const key = sessionStorage.getItem(KEY);
   const headers = key ? { authorization: `Bearer ${key}` } : {};
-  const answer = await fetch(`${path}?${query}`, { cache: "no-store", headers });
-  by("key").hidden = answer.status !== 401 && answer.status !== 403;
-  if (!answer.ok) {
-    let words = `HTTP ${answer.status}`;
-    try { words = (await answer.json()).error.message || words; } catch { /* not ours */ }
+  const response = await fetch(`${path}?${query}`, { cache: "no-store", headers });
+  by("key").hidden = response.status !== 401 && response.status !== 403;
+  if (!response.ok) {
+    let words = `HTTP ${response.status}`;
+    try { words = (await response.json()).error.message || words; } catch { /* The body is not a gateway error. */ }
     throw new Error(words);
   }
-  return answer.json();
+  return response.json();
 }
 
 function cells(cell) {
@@ -195,10 +196,10 @@ function draw() {
   for (const part of [cells, findings, overTime, lanes, stages, decisions, workers, requests]) part(cell);
 }
 
-async function again() {
+async function refresh() {
   const live = by("live");
   try {
-    latest = await ask("/dashboard/data");
+    latest = await fetchJson("/dashboard/data");
     seen = Date.now();
     document.body.classList.add("known");
     draw();
@@ -206,15 +207,15 @@ async function again() {
     live.className = "good";
     waterfall();
   } catch (error) {
-    const age = latest ? `; below is how it was ${ago((Date.now() - seen) / 1000)} ago` : "";
+    const age = latest ? `; the data below is ${ago((Date.now() - seen) / 1000)} old` : "";
     live.textContent = `disconnected: ${error.message}${age}`;
     live.className = "bad";
-    if (!latest) empty(by("findings"), "nothing is known of the cell");
+    if (!latest) empty(by("findings"), "no status of the cell yet");
   }
-  setTimeout(again, EVERY_MS);
+  setTimeout(refresh, REFRESH_MS);
 }
 
-// A request's waterfall has an address: /dashboard#REQUEST.
+// A request's waterfall has the URL /dashboard#TENANT/REQUEST or /dashboard#REQUEST.
 function choose() {
   chosen = decodeURIComponent(location.hash.slice(1)) || null;
   by("waterfall").hidden = chosen === null;
@@ -230,4 +231,4 @@ by("key").addEventListener("submit", (event) => {
 window.addEventListener("hashchange", choose);
 window.addEventListener("resize", () => { if (latest) { draw(); waterfall(); } });
 choose();
-again();
+refresh();

@@ -462,5 +462,5 @@ async def test_stopping_lets_requests_end_for_a_while(inference, coordinator, st
         else:
             error = json.loads(said[-2])["error"]
             assert error["type"] == "service_unavailable_error"
-            assert error["message"] == "the gateway stopped after 0.2 s"
+            assert error["message"] == "the gateway stopped; its drain timeout of 0.2 s was over"
         assert await gateway.serving == 0
