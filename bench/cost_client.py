@@ -128,7 +128,6 @@ class SessionClient(_Tally):
         self._asked: dict[int, Asked] = {}
         self._to_send: deque[int] = deque()
         self._posted = asyncio.Event()
-        self._takes_batches = False
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
     async def ask(self, slot: int) -> None:
@@ -150,10 +149,9 @@ class SessionClient(_Tally):
             await self._posted.wait()
             self._posted.clear()
             while self._to_send:
-                most = MAX_BATCH if self._takes_batches else 1
                 found = [
                     self._submissions[self._to_send.popleft()]
-                    for _ in range(min(most, len(self._to_send)))
+                    for _ in range(min(MAX_BATCH, len(self._to_send)))
                 ]
                 if len(found) > 1:
                     found = [part for one in found for part in (prefix(BATCH_TAG, len(one)), one)]
@@ -163,7 +161,6 @@ class SessionClient(_Tally):
         try:
             while (batch := await self._call.read()) is not grpc.aio.EOF:
                 now = time.perf_counter()
-                self._takes_batches |= batch.takes_batches
                 for event in batch.events:
                     self._event(event, now)
             raise ConnectionError(await self._call.details())

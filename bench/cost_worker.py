@@ -191,7 +191,6 @@ def hello(worker_id: str, role: common_pb2.Role.ValueType) -> cluster_pb2.Hello:
         ),
         kv_address=f"{worker_id}.invalid:1",
         engine="scripted",
-        takes_batches=True,
     )
 
 

@@ -45,15 +45,13 @@ class Stream:
 async def prefill(stream: Stream, answers: Answers) -> None:
     """Answers first tokens at once."""
     together = Together(stream.write)
-    # As a coordinator says it: the client may send several submissions as one message.
-    head = inference_pb2.SessionEvents(takes_batches=True).SerializeToString()
     async with asyncio.TaskGroup() as group:
         group.create_task(together.run())
         async for message in stream:
             for entry in message.batch:
                 for one in entry.batch or (entry,):
                     event = inference_pb2.SessionEvent(stream=one.submit.stream)
-                    together.post([head, *answers.of(event, 0, 1)])
+                    together.post(answers.of(event, 0, 1))
 
 
 async def decode(stream: Stream, decoder: Decoder, answers: Answers, num_tokens: int) -> None:

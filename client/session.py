@@ -105,7 +105,7 @@ class Session:
         self._unaccepted: set[int] = set()
         self._to_send = asyncio.Event()
         self._closed = False
-        self._served = self._takes_batches = False
+        self._served = False
         self.leaving = False
 
     @property
@@ -170,7 +170,6 @@ class Session:
         try:
             while isinstance(batch := await self._call.read(), inference_pb2.SessionEvents):
                 self._served = True
-                self._takes_batches |= batch.takes_batches
                 for event in batch.events:
                     self._hand_out(event)
         except grpc.RpcError as error:
@@ -285,13 +284,12 @@ class Session:
         They make room for what is submitted, and are never of what still waits here.
         """
         found, num_bytes = list[inference_pb2.SessionRequest](), 0
-        most = _MAX_BATCH if self._takes_batches else 1
-        while self._cancels and len(found) < most:
+        while self._cancels and len(found) < _MAX_BATCH:
             number = next(iter(self._cancels))
             del self._cancels[number]
             cancel = inference_pb2.Cancel(stream=number)
             found.append(inference_pb2.SessionRequest(cancel=cancel))
-        while self._submits and len(found) < most:
+        while self._submits and len(found) < _MAX_BATCH:
             number = next(iter(self._submits))
             num_bytes += self._submits[number].ByteSize()
             if found and num_bytes > _MAX_BATCH_BYTES:

@@ -40,7 +40,7 @@ class TokenizeBody(request_bodies.BodyModel):
     @model_validator(mode="after")
     def _has_one(self) -> TokenizeBody:
         if (self.prompt is None) is (self.messages is None):
-            raise ValueError("exactly one of prompt and messages is required")
+            raise ValueError("prompt or messages is required, and not both")
         return self
 
 

@@ -109,7 +109,6 @@ class Outgoing(Protocol):
 
     @property
     def has_unsent(self) -> bool: ...
-    def next_unsent(self) -> cluster_pb2.WorkerMessage | None: ...
     def next_batch(self) -> cluster_pb2.WorkerMessage | None: ...
     def acknowledge(self, seq: int) -> None: ...
     def mark_hello(self) -> None: ...
@@ -146,7 +145,7 @@ class Attachment:
         self._received = self._acknowledged = 0
         self._heartbeat_s, self._grace_s = 1.0, 0.0
         self._load: cluster_pb2.LoadReport | None = None
-        self._leaving = self._sends_batches = False
+        self._leaving = False
         self.detached = asyncio.Event()
         self.detached.set()
 
@@ -219,7 +218,6 @@ class Attachment:
     async def _exchange_hello(self, call: _Call) -> None:
         hello = self._host.hello()
         hello.generation, hello.ack = self._generation, self._received
-        hello.takes_batches = True
         self._outbox.mark_hello()
         async with asyncio.timeout(_WELCOME_TIMEOUT_S):
             await call.write(cluster_pb2.WorkerMessage(hello=hello))
@@ -229,7 +227,6 @@ class Attachment:
         if not first.HasField("welcome"):
             raise EOFError("the coordinator's first message is not a welcome")
         welcome = first.welcome
-        self._sends_batches = welcome.takes_batches
         self._heartbeat_s = welcome.heartbeat_interval.ToNanoseconds() / 1e9 or 1.0
         self._grace_s = welcome.adoption_grace.ToNanoseconds() / 1e9
         if welcome.generation == self._generation:
@@ -268,10 +265,9 @@ class Attachment:
 
     async def _write(self, call: _Call) -> None:
         posted = self._outbox.posted
-        following = self._outbox.next_batch if self._sends_batches else self._outbox.next_unsent
         while True:
             posted.clear()
-            while (message := following()) is not None:
+            while (message := self._outbox.next_batch()) is not None:
                 await self._send(call, message)
             if self._load is not None:
                 load, self._load = self._load, None

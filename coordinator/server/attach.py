@@ -55,7 +55,6 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             await abort(context, error)
             return
         try:
-            link.takes_batches = hello.takes_batches
             welcome = cluster_pb2.CoordinatorMessage(welcome=self._welcome(link))
             await context.write(welcome.SerializeToString())
             reader = asyncio.create_task(self._read(link, stream, context))
@@ -99,7 +98,6 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             ack=link.received,
             role=link.role,
             adopted=link.adopted,
-            takes_batches=True,
         )
         welcome.heartbeat_interval.FromMicroseconds(round(self._config.heartbeat_s * 1e6))
         welcome.adoption_grace.FromMicroseconds(round(self._config.adoption_grace_s * 1e6))

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from baton.coordinator.server.intake import Intake
-from baton.coordinator.server.session_events import TAKES_BATCHES, generate_events
+from baton.coordinator.server.session_events import generate_events
 from baton.coordinator.server.shell import ClientSession, Shell
 from baton.coordinator.server.stall import StallGuard, slow_reader
 from baton.coordinator.state import events as ev
@@ -324,14 +324,13 @@ class _SessionCall:
 
     async def _write(self, reader: asyncio.Task[None]) -> None:
         """Until the client has said and heard everything; raises what the reader raised."""
-        session, head = self._session, TAKES_BATCHES
+        session = self._session
         while True:
             taken = await session.outbox.take()
             if session.slow:
                 raise slow_reader()
             if taken:
-                await self._guard.write(head + taken)
-                head = b""
+                await self._guard.write(taken)
             if session.left is not None and session.outbox.empty:
                 raise session.left
             if reader.done():

@@ -48,7 +48,6 @@ class WorkerLink:
         received: highest sequence number processed.
         stream: the stream it runs over now; a newer one takes over from an older.
         wake: set when the writer has something to do.
-        takes_batches: several messages may go as one.
         error: what ends the stream, once `ended`.
     """
 
@@ -59,7 +58,6 @@ class WorkerLink:
         self.received = 0
         self.stream: object | None = None
         self.wake = asyncio.Event()
-        self.takes_batches = False
         self.ended = False
         self.error: BatonError | None = None
         self._acknowledged = 0
@@ -120,7 +118,7 @@ class WorkerLink:
         if num_unsent <= 0:
             return None
         parts = [self._kept[first]]
-        if self.takes_batches and num_unsent > 1:
+        if num_unsent > 1:
             num_bytes = len(parts[0])
             for index in range(first + 1, first + min(num_unsent, MAX_BATCH_MESSAGES)):
                 message = self._kept[index]

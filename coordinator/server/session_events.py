@@ -28,8 +28,6 @@ _DELTA, _ACCEPTED, _FINISHED, _FAILED = (
 _GENERATE_DELTA = length_tag(inference_pb2.GenerateEvent.DESCRIPTOR, "delta")
 # Of tokens with logprobs: each time another size.
 _MANY_BYTES = 128
-# Goes before a session's first events.
-TAKES_BATCHES = inference_pb2.SessionEvents(takes_batches=True).SerializeToString()
 
 
 def encoded_deltas(deltas: Iterable[tuple[StreamKey, bytes]]) -> dict[int, bytes]:

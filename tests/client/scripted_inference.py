@@ -39,8 +39,8 @@ class Connection:
         assert message.WhichOneof("message") == "cancel", message
         return message.cancel.stream
 
-    def send(self, *events: inference_pb2.SessionEvent, **fields: bool) -> None:
-        self.outgoing.put_nowait(inference_pb2.SessionEvents(events=events, **fields))
+    def send(self, *events: inference_pb2.SessionEvent) -> None:
+        self.outgoing.put_nowait(inference_pb2.SessionEvents(events=events))
 
     def end(self, error: errors.BatonError | None = None) -> None:
         self.outgoing.put_nowait(error)

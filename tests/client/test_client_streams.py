@@ -142,35 +142,35 @@ async def test_requests_share_one_session_and_do_not_mix(client, inference):
     assert inference.connections.empty()
 
 
-async def test_what_is_submitted_together_is_one_message_where_it_may_be(client, inference):
+async def test_requests_submitted_together_are_sent_as_one_message(client, inference):
     first = client.generate("0", max_tokens=1)
     connection = await inference.connection()
     number = (await connection.submitted()).stream
     more = [client.generate(f"{index}", max_tokens=1) for index in range(1, 4)]
     numbers = [number] + [(await connection.submitted()).stream for _ in more]
-    # An older coordinator says nothing of batches.
-    assert connection.sizes == [1, 1, 1, 1]
+    assert sum(connection.sizes) == 4
+    num_messages = len(connection.sizes)
     for number in numbers:
-        connection.send(accepted(number), delta(number, 0, [7], "a"), takes_batches=True)
+        connection.send(accepted(number), delta(number, 0, [7], "a"))
         connection.send(finished(number, completion_tokens=1))
     for stream in (first, *more):
         await gathered(stream)
     streams = [client.generate(f"{index}", max_tokens=1) for index in range(100)]
     submitted = [await connection.submitted() for _ in streams]
     assert [one.request.text for one in submitted] == [f"{index}" for index in range(100)]
-    assert connection.sizes[4:] == [64, 36]
+    assert connection.sizes[num_messages:] == [64, 36]
     for stream in streams:
         stream.cancel()
     cancelled = [await connection.cancelled() for _ in streams]
     assert cancelled == [one.stream for one in submitted]
-    assert connection.sizes[6:] == [64, 36]
+    assert connection.sizes[num_messages + 2 :] == [64, 36]
 
 
 async def test_a_cancel_waits_behind_no_submissions(client, inference):
     first = client.generate("first")
     connection = await inference.connection()
     number = (await connection.submitted()).stream
-    connection.send(accepted(number), takes_batches=True)
+    connection.send(accepted(number))
     await anext(first)
     more = [client.generate(f"{index}") for index in range(200)]
     first.cancel()

@@ -117,7 +117,6 @@ class RandomNetwork:
             worker.after(self._delay_s, lambda: self._cell.exit(worker, f"was refused: {refusal}"))
             return
         link = coordinator.links[worker.key]
-        link.takes_batches = True
         link.open(stream)
         adopted = frozenset((one.request_id, one.attempt) for one in link.adopted)
         welcome = functools.partial(self._welcome, stream, link.received, link.role, adopted)

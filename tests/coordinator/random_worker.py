@@ -159,7 +159,7 @@ class RandomWorker:
     def hello(self) -> cluster_pb2.Hello:
         said = hello(self.key, self.role, SHAPE, self.cell.conditions.kv_tokens)
         said.state, said.kv_address = self.state, self.address
-        said.generation, said.ack, said.takes_batches = self.generation, self.received, True
+        said.generation, said.ack = self.generation, self.received
         said.revision = said.model.revision = said.fingerprint.revision = self.revision
         for name in self.adapters:
             said.model.adapters.add(name=name, revision="x")

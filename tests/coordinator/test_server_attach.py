@@ -111,9 +111,7 @@ async def test_reconnect_loses_nothing_either_way(coordinator, channel, say_hell
 async def test_what_waits_for_a_worker_comes_as_one_message(coordinator, channel, say_hello):
     inference = inference_pb2_grpc.InferenceStub(channel)
     hellos = say_hello("p", PREFILL), say_hello("d", DECODE)
-    hellos[0].takes_batches = True
-    async with attached(coordinator.address, *hellos) as (p, d):
-        assert p.welcome.takes_batches
+    async with attached(coordinator.address, *hellos) as (p, _):
         await p.disconnect()
         calls = [inference.Generate(generate(), timeout=WAIT_S) for _ in range(3)]
         for call in calls:
@@ -122,8 +120,6 @@ async def test_what_waits_for_a_worker_comes_as_one_message(coordinator, channel
         for call in calls:
             assert tokens_of(await events_of(call)) == [0, 1, 2, 3]
         assert p.batches == [3]
-        # It said nothing of them.
-        assert not d.batches
 
 
 async def test_messages_in_a_batch_are_taken_one_by_one(coordinator, channel, say_hello):

@@ -52,8 +52,6 @@ async def test_a_batch_is_taken_one_by_one(pair, inference):
         client = Client(inference)
         await client.submit(1, generate())
         await client.until(1, "finished")
-        assert client.batches[0].takes_batches
-        assert not any(batch.takes_batches for batch in client.batches[1:])
         batch = [
             inference_pb2.SessionRequest(submit=inference_pb2.Submit(stream=stream, request=asked))
             for stream, asked in (

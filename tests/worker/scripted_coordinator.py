@@ -33,7 +33,6 @@ class Stream:
         while (message := await self._context.read()) is not grpc.aio.EOF:
             self.acks = max(self.acks, message.ack)
             if message.batch:
-                assert coordinator.takes_batches
                 coordinator.batches.append(len(message.batch))
             if message.HasField("load"):
                 self.load = message.load
@@ -118,7 +117,6 @@ class ScriptedCoordinator(cluster_pb2_grpc.ClusterServicer):
         self.received = 0
         self.sent = 0
         self.adopted: Sequence[cluster_pb2.AdoptedRequest] = ()
-        self.takes_batches = False
         # Number of messages in each batch of more than one.
         self.batches: list[int] = []
         self.refusal: tuple[grpc.StatusCode, str] | None = None
@@ -146,7 +144,6 @@ class ScriptedCoordinator(cluster_pb2_grpc.ClusterServicer):
             generation=self.generation,
             ack=self.received,
             adopted=self.adopted,
-            takes_batches=self.takes_batches,
         )
         welcome.heartbeat_interval.FromMilliseconds(50)
         welcome.adoption_grace.FromMicroseconds(round(self.grace_s * 1e6))

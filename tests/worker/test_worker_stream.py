@@ -57,10 +57,8 @@ async def test_a_broken_stream_neither_loses_nor_repeats_outputs(
 
 
 async def test_batches_deliver_the_same_as_single_messages(coordinator, start_worker, vocabulary):
-    coordinator.takes_batches = True
     start_worker(simulated=SLOW)
     stream = await coordinator.stream()
-    assert stream.hello.takes_batches
     commands = [decode(f"r{index}", [5, 6, index], max_tokens=30) for index in range(3)]
     await coordinator.command_batch(stream, *({"decode": command} for command in commands))
     await some_outputs(stream, 6)

@@ -81,9 +81,9 @@ class WorkerMessage(_message.Message):
     def profile(self) -> Global___ProfileReport: ...
     @_builtins.property
     def batch(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerMessage]:
-        """Several messages in one, in order. A worker may use this if Welcome.takes_batches is set, for
-        messages that queued up while another one was being written. The outer message then has only
-        `ack`; each inner message has its own `seq` and must not be a batch.
+        """Several messages in one, in order, for messages that queued up while another one was being
+        written. The outer message then has only `ack`; each inner message has its own `seq` and must
+        not be a batch.
         """
 
     def __init__(
@@ -153,7 +153,7 @@ class CoordinatorMessage(_message.Message):
     def rollout(self) -> Global___RolloutRecord: ...
     @_builtins.property
     def batch(self) -> _containers.RepeatedCompositeFieldContainer[Global___CoordinatorMessage]:
-        """Like WorkerMessage.batch, for workers that set Hello.takes_batches."""
+        """Like WorkerMessage.batch."""
 
     def __init__(
         self,
@@ -246,7 +246,6 @@ class Hello(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     PID_FIELD_NUMBER: _builtins.int
     STARTUP_MS_FIELD_NUMBER: _builtins.int
-    TAKES_BATCHES_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     CONFIG_DIGEST_FIELD_NUMBER: _builtins.int
     ROLLOUT_FIELD_NUMBER: _builtins.int
@@ -269,8 +268,6 @@ class Hello(_message.Message):
     ack: _builtins.int
     """Highest CoordinatorMessage.seq of that generation that this worker has processed."""
     pid: _builtins.int
-    takes_batches: _builtins.bool
-    """Whether the worker understands CoordinatorMessage.batch."""
     revision: _builtins.str
     """Name of the model and engine arguments of this worker (worker.revision); empty: "1". Requests
     stay on workers of one revision, and handoffs happen only within it.
@@ -329,14 +326,13 @@ class Hello(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         pid: _builtins.int = ...,
         startup_ms: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
-        takes_batches: _builtins.bool = ...,
         revision: _builtins.str = ...,
         config_digest: _builtins.str = ...,
         rollout: Global___RolloutRecord | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capacity", b"capacity", "fingerprint", b"fingerprint", "model", b"model", "rollout", b"rollout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "capacity", b"capacity", "config_digest", b"config_digest", "device", b"device", "engine", b"engine", "engine_version", b"engine_version", "fingerprint", b"fingerprint", "generation", b"generation", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "labels", b"labels", "model", b"model", "pid", b"pid", "revision", b"revision", "role", b"role", "rollout", b"rollout", "running", b"running", "startup_ms", b"startup_ms", "state", b"state", "takes_batches", b"takes_batches", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "capacity", b"capacity", "config_digest", b"config_digest", "device", b"device", "engine", b"engine", "engine_version", b"engine_version", "fingerprint", b"fingerprint", "generation", b"generation", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "labels", b"labels", "model", b"model", "pid", b"pid", "revision", b"revision", "role", b"role", "rollout", b"rollout", "running", b"running", "startup_ms", b"startup_ms", "state", b"state", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -472,7 +468,6 @@ class Welcome(_message.Message):
     ADOPTION_GRACE_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     ADOPTED_FIELD_NUMBER: _builtins.int
-    TAKES_BATCHES_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Random number per coordinator start."""
     ack: _builtins.int
@@ -481,8 +476,6 @@ class Welcome(_message.Message):
     """
     role: _common_pb2.Role.ValueType
     """Role that the worker must serve; may differ from the Hello's."""
-    takes_batches: _builtins.bool
-    """Whether the coordinator understands WorkerMessage.batch."""
     @_builtins.property
     def heartbeat_interval(self) -> _duration_pb2.Duration: ...
     @_builtins.property
@@ -502,11 +495,10 @@ class Welcome(_message.Message):
         adoption_grace: _duration_pb2.Duration | None = ...,
         role: _common_pb2.Role.ValueType = ...,
         adopted: _abc.Iterable[Global___AdoptedRequest] | None = ...,
-        takes_batches: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["adoption_grace", b"adoption_grace", "heartbeat_interval", b"heartbeat_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "adopted", b"adopted", "adoption_grace", b"adoption_grace", "generation", b"generation", "heartbeat_interval", b"heartbeat_interval", "role", b"role", "takes_batches", b"takes_batches"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "adopted", b"adopted", "adoption_grace", b"adoption_grace", "generation", b"generation", "heartbeat_interval", b"heartbeat_interval", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -407,10 +407,9 @@ class SessionRequest(_message.Message):
     def cancel(self) -> Global___Cancel: ...
     @_builtins.property
     def batch(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionRequest]:
-        """Several messages in one, in order; at most 64, none of them a batch. Use it only if the server
-        has set SessionEvents.takes_batches on this stream. A client should batch messages that queued
-        up while another was being written, because each message costs the coordinator as much as the
-        rest of a short request.
+        """Several messages in one, in order; at most 64, none of them a batch. A client should batch
+        messages that queued up while another was being written, because each message costs the
+        coordinator as much as the rest of a short request.
         """
 
     def __init__(
@@ -486,20 +485,16 @@ class SessionEvents(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EVENTS_FIELD_NUMBER: _builtins.int
-    TAKES_BATCHES_FIELD_NUMBER: _builtins.int
-    takes_batches: _builtins.bool
-    """Set in the first message of the stream if the server understands SessionRequest.batch."""
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionEvent]: ...
     def __init__(
         self,
         *,
         events: _abc.Iterable[Global___SessionEvent] | None = ...,
-        takes_batches: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "takes_batches", b"takes_batches"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
