@@ -20,21 +20,22 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.bench import interrupts, stats, systems
-from baton.bench.load.figures import Result
-from baton.bench.load.generator import Generator
-from baton.bench.load.lengths import Lengths
-from baton.bench.load.measured import Slo
-from baton.bench.load.plan import LaneRule, Planned, arrival_times, generated
-from baton.bench.load.prompts import Prompts
-from baton.bench.results import PERCENTS
-from baton.bench.simulate.report import Figures
-from baton.bench.simulate.run import simulate
-from baton.bench.simulate.traces import Arrival
-from baton.bench.stats import Reach
+from baton.bench import interrupts, systems
 from baton.client import AdminClient, BatonClient
+from baton.load import stats
+from baton.load.figures import Result
+from baton.load.generator import Generator
+from baton.load.lengths import Lengths
+from baton.load.measured import Slo
+from baton.load.plan import LaneRule, Planned, arrival_times, generated
+from baton.load.prompts import Prompts
+from baton.load.results import PERCENTS
+from baton.load.stats import Reach
+from baton.load.traces import Arrival
 from baton.runtime import demo_model
 from baton.runtime.config import parse
+from baton.simulator.report import Figures
+from baton.simulator.run import simulate
 from baton.v1 import admin_pb2, common_pb2
 
 MODEL = "demo-88m"

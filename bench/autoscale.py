@@ -32,9 +32,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from baton.bench import stats
 from baton.bench.autoscale_runs import Results, Runs, Where, cells, needs_of, tell
-from baton.bench.simulate.scenes import (
+from baton.bench.autoscale_scenes import (
     BATON,
     BATON_AT,
     HPA,
@@ -44,8 +43,9 @@ from baton.bench.simulate.scenes import (
     TRACES,
     Needs,
 )
-from baton.bench.stats import Reach
 from baton.coordinator.state.pools import Pool
+from baton.load import stats
+from baton.load.stats import Reach
 
 # Of a trace, with --quick.
 QUICK_S = 240.0

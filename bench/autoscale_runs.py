@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from baton.bench import stats
-from baton.bench.simulate.peak import Within
-from baton.bench.simulate.report import Figures, as_json, figures
-from baton.bench.simulate.scenes import STATIC, Needs, Scene, scene
+from baton.bench.autoscale_peak import Within
+from baton.bench.autoscale_scenes import STATIC, Needs, Scene, scene
 from baton.coordinator.state.pools import Pool
+from baton.load import stats
+from baton.simulator.report import Figures, as_json, figures
 
 # ---- What other processes do; each reads a trace once.
 

@@ -28,11 +28,12 @@ from typing import Any
 
 import psutil
 
-from baton.bench import chaos_report, interrupts, stats
+from baton.bench import chaos_report, interrupts
 from baton.bench.chaos_cell import POOLS, Cell, Member
 from baton.bench.chaos_report import Disturbance, Kind, Stream
 from baton.client import BatonClient, Tokens
 from baton.engine.sim_tokens import Vocabulary, expected_tokens
+from baton.load import stats
 from baton.runtime import demo_model
 from baton.runtime.errors import RemoteError
 

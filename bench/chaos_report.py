@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from baton.bench import stats
-from baton.bench.stats import Reach
 from baton.client import Tokens
+from baton.load import stats
+from baton.load.stats import Reach
 
 if TYPE_CHECKING:
     from baton.bench.chaos import Chaos

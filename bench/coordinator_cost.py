@@ -21,7 +21,7 @@ from pathlib import Path
 
 import uvloop
 
-from baton.bench import interrupts, scheduling_cost, stats, systems
+from baton.bench import interrupts, scheduling_cost, systems
 from baton.bench.cost_answers import MODEL
 from baton.bench.cost_client import Client, Loop, SessionClient, StreamsClient, wave
 from baton.bench.cost_meter import Figures, Meter
@@ -42,6 +42,7 @@ from baton.bench.cost_report import (
     show,
 )
 from baton.bench.scheduling_cost import Scheduling
+from baton.load import stats
 
 CLIENTS: dict[str, type[SessionClient | StreamsClient]] = {
     SESSION: SessionClient,

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import psutil
 
-from baton.bench import stats
 from baton.bench.cost_client import Client, Seen
+from baton.load import stats
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from baton.bench import stats
 from baton.bench.cost_meter import Figures
 from baton.bench.scheduling_cost import Scheduling
-from baton.bench.stats import Reach
+from baton.load import stats
+from baton.load.stats import Reach
 
 PATHS = SESSION, SINGLE = "one session", "single streams"
 PACED, FLAT, ONE_TOKEN, DIRECT = "paced", "flat out", "one token", "direct"

@@ -16,11 +16,12 @@ from typing import Any
 import psutil
 import yaml
 
-from baton.bench import stats, systems
+from baton.bench import systems
 from baton.bench.coordinator_cost import pinned, ready
 from baton.bench.cost_answers import MODEL
 from baton.bench.cost_client import Client, Seen, SessionClient
 from baton.bench.cost_http import HttpClient
+from baton.load import stats
 from baton.runtime import dev_certs
 from baton.runtime.dial import PLAIN, Dial
 from baton.runtime.tls import TlsFiles

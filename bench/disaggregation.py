@@ -19,7 +19,7 @@ from pathlib import Path
 
 import aiohttp
 
-from baton.bench import interrupts, nixl_transfer, stats, streams, systems
+from baton.bench import interrupts, nixl_transfer, streams, systems
 from baton.bench.disaggregation_report import (
     BATON,
     FRESH_REQUESTS,
@@ -33,6 +33,7 @@ from baton.bench.disaggregation_report import (
 )
 from baton.bench.streams import Ask, Prompt, Timed
 from baton.client.client import BatonClient
+from baton.load import stats
 from baton.runtime import demo_model
 
 MODEL = "demo-88m"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from baton.bench import stats
-from baton.bench.stats import Reach
 from baton.bench.streams import Timed
+from baton.load import stats
+from baton.load.stats import Reach
 
 PLAIN, BATON, NIXL = "plain vLLM", "Baton", "vLLM NixlConnector"
 # What a fresh system is asked, one at a time, nothing warmed up.

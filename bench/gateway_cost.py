@@ -19,19 +19,12 @@ from typing import Any
 
 import uvloop
 
-from baton.bench import interrupts, stats
+from baton.bench import interrupts
 from baton.bench.coordinator_cost import MAX_OTHERS, MAX_TRIES, SETTLE_S, progress
 from baton.bench.cost_client import Loop
-from baton.bench.cost_system import (
-    Figures,
-    Load,
-    Meter,
-    System,
-    certificates,
-    serving,
-    spans_sink,
-)
-from baton.bench.stats import Reach
+from baton.bench.cost_system import Figures, Load, Meter, System, certificates, serving, spans_sink
+from baton.load import stats
+from baton.load.stats import Reach
 
 PLAIN, TLS, TRACING = "plain", "TLS", "tracing"
 NUM_REQUESTS = 64

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from baton.bench import stats
 from baton.bench.streams import Prompt, Timed
+from baton.load import stats
 
 # Token ids of the demo tokenizer, special ones left out.
 TOKEN_IDS = range(5, 430)

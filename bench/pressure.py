@@ -26,15 +26,16 @@ from typing import Any
 
 import psutil
 
-from baton.bench import interrupts, stats
+from baton.bench import interrupts
 from baton.bench.chaos_cell import POOLS, Cell
 from baton.bench.mixed_load import TOKEN_IDS, Slo
-from baton.bench.stats import Reach
 from baton.client import BatonClient, Tokens
 from baton.client.errors import ResourceExhaustedError
 from baton.client.request import LaneName
 from baton.client.request import Slo as WantedSlo
 from baton.client.stream import TokenStream
+from baton.load import stats
+from baton.load.stats import Reach
 from baton.runtime import demo_model
 
 NUM_PAIRS = 4

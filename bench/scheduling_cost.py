@@ -14,13 +14,13 @@ from array import array
 from collections import deque
 from dataclasses import dataclass, replace
 
-from baton.bench import stats
 from baton.bench.cost_answers import MODEL
 from baton.bench.cost_worker import hello
 from baton.coordinator.core.core import Core
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.requests import StreamKey, Submission, WorkerKey
+from baton.load import stats
 from baton.runtime.config import BatonConfig, LanesConfig
 from baton.v1 import cluster_pb2, common_pb2
 

@@ -14,18 +14,17 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from baton.bench import stats
-from baton.bench.simulate import traces
-from baton.bench.simulate.cell import SimulatedCell
-from baton.bench.simulate.parts import Shape
-from baton.bench.simulate.policies import Baton
-from baton.bench.simulate.report import figures
-from baton.bench.stats import Reach
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Targets
+from baton.load import stats, traces
+from baton.load.stats import Reach
 from baton.runtime.config import parse
 from baton.runtime.latency import LatencyModel
+from baton.simulator.cell import SimulatedCell
+from baton.simulator.parts import Shape
+from baton.simulator.policies import Baton
+from baton.simulator.report import figures
 
 TRACE = Path("tests/data/azure/conv_first3000.csv")
 MODEL = LatencyModel(0.02, 0.0004, 0.0, 0.04, 0.0005, 5e-7)

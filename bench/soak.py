@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-from baton.bench import interrupts, soak_report, stats
+from baton.bench import interrupts, soak_report
 from baton.bench.soak_handoffs import (
     ANSWER_TIMEOUT_S,
     LAYOUT,
@@ -38,6 +38,7 @@ from baton.bench.soak_handoffs import (
 )
 from baton.bench.transfer_workers import Watch, Worker
 from baton.kvtransfer.control import ServiceGone, TransferRefused, checksum
+from baton.load import stats
 from baton.runtime.config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2 as pb
 

@@ -7,10 +7,10 @@ import random
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.bench import stats
 from baton.bench.transfer_workers import Worker
 from baton.kvtransfer.control import FIRST_EPOCH, checksum, filled_frame, split_blocks
 from baton.kvtransfer.layout import KvLayout
+from baton.load import stats
 
 MIB = 2**20
 # 6 KiB per block of 4 tokens.

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from baton.bench import stats
 from baton.bench.soak_handoffs import MIB, TRANSPORTS, Fault, Outcome
-from baton.bench.stats import Reach
+from baton.load import stats
+from baton.load.stats import Reach
 
 if TYPE_CHECKING:
     from baton.bench.soak import Soak

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from baton.bench import bare_stream, copies, interrupts, nixl_transfer, stats, transfer_workers
+from baton.bench import bare_stream, copies, interrupts, nixl_transfer, transfer_workers
 from baton.bench.copies import CopyCounter
 from baton.bench.transport_driver import (
     GB,
@@ -35,6 +35,7 @@ from baton.bench.transport_driver import (
 )
 from baton.kvtransfer.control import TransferError
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES
+from baton.load import stats
 from baton.runtime.config import KvTransferConfig
 
 TRANSPORTS = ("shm", "gloo", "grpc")

@@ -28,14 +28,15 @@ from typing import Any
 
 import aiohttp
 
-from baton.bench import interrupts, mixed_load, stats, streams, systems
+from baton.bench import interrupts, mixed_load, streams, systems
 from baton.bench.mixed_load import LONG, Answer, Arrival, Ask, Slo
 from baton.bench.rate_search import GROWTH, RateSearch
-from baton.bench.stats import Reach
 from baton.bench.streams import Timed
 from baton.client import errors
 from baton.client.client import BatonClient
 from baton.client.request import LaneName
+from baton.load import stats
+from baton.load.stats import Reach
 from baton.runtime import demo_model
 
 MODEL = "demo-88m"

@@ -12,7 +12,7 @@ import typer
 from baton.cli import load, options
 
 if TYPE_CHECKING:
-    from baton.bench.load.generator import Generator, Outcome
+    from baton.load.generator import Generator, Outcome
 
 app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]})
 # When nothing says how long.
@@ -64,8 +64,8 @@ def bench(
     import itertools
     import random
 
-    from baton.bench.load.lengths import Lengths
-    from baton.bench.load.plan import LaneRule, arrival_times, generated
+    from baton.load.lengths import Lengths
+    from baton.load.plan import LaneRule, arrival_times, generated
 
     if (rate is None) == (concurrency is None):
         raise typer.BadParameter("give one of --rate and --concurrency", param_hint="--rate")
@@ -129,8 +129,8 @@ def compare(
     a: Annotated[Path, _Result], b: Annotated[Path, _Result], as_json: options.Json = False
 ) -> None:
     """Show two results of bench, replay or simulate side by side, with B over A."""
-    from baton.bench.load import compare as comparison
     from baton.cli.output import print_json, print_table
+    from baton.load import compare as comparison
 
     try:
         rows = comparison.compared(comparison.read(a), comparison.read(b))

@@ -13,10 +13,10 @@ import typer
 from baton.cli import connection, options
 
 if TYPE_CHECKING:
-    from baton.bench.load.figures import Result
-    from baton.bench.load.generator import Generator, Outcome
-    from baton.bench.load.measured import Slo
-    from baton.bench.load.plan import Planned
+    from baton.load.figures import Result
+    from baton.load.generator import Generator, Outcome
+    from baton.load.measured import Slo
+    from baton.load.plan import Planned
 
 Drive = Callable[["Generator", asyncio.Event], Coroutine[Any, Any, "Outcome"]]
 
@@ -62,7 +62,7 @@ _CLEAR = "\r\x1b[K"
 
 def slo(ttft_ms: float | None, itl_ms: float | None) -> Slo:
     """Raises typer.BadParameter when a target is not more than 0."""
-    from baton.bench.load.measured import Slo
+    from baton.load.measured import Slo
 
     for name, value in (("--ttft-ms", ttft_ms), ("--itl-ms", itl_ms)):
         if value is not None and not value > 0:
@@ -103,8 +103,8 @@ def carry_out(
     """
     import uvloop
 
-    from baton.bench.load.figures import Result
     from baton.cli import interrupts
+    from baton.load.figures import Result
 
     if not timeout_s > 0:
         raise typer.BadParameter(f"is {timeout_s:g}; must be more than 0", param_hint="--timeout")
@@ -143,9 +143,9 @@ async def _run(
 ) -> Outcome:
     import secrets
 
-    from baton.bench.load.generator import Generator
-    from baton.bench.load.prompts import Prompts
     from baton.client import BatonClient
+    from baton.load.generator import Generator
+    from baton.load.prompts import Prompts
     from baton.runtime import lifecycle
 
     to = connection.current()

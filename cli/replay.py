@@ -11,7 +11,7 @@ import typer
 from baton.cli import load, options
 
 if TYPE_CHECKING:
-    from baton.bench.load.generator import Generator, Outcome
+    from baton.load.generator import Generator, Outcome
 
 
 def replay(
@@ -45,8 +45,8 @@ def replay(
 
     Exit codes: 0 done, 1 no request ended well, 2 wrong usage, 3 unavailable, 130 interrupted.
     """
-    from baton.bench.load.plan import LaneRule, replayed
-    from baton.bench.simulate import traces
+    from baton.load import traces
+    from baton.load.plan import LaneRule, replayed
 
     try:
         rule = LaneRule(batch_share, batch_prompt_tokens)

@@ -53,11 +53,12 @@ def simulate(
     """
     import json
 
-    from baton.bench.simulate import report, traces
-    from baton.bench.simulate.picture import svg
-    from baton.bench.simulate.run import simulate as run
     from baton.cli.output import print_table
     from baton.coordinator.state.scaling_config import scaling_config
+    from baton.load import traces
+    from baton.simulator import report
+    from baton.simulator.picture import svg
+    from baton.simulator.run import simulate as run
 
     options.check_writable(json_file, "--json")
     options.check_writable(picture, "--picture")

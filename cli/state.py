@@ -12,11 +12,7 @@ from baton.cli.asking import ask
 from baton.cli.watching import follow
 
 if TYPE_CHECKING:
-    from baton.v1.admin_pb2 import (
-        LatencyInfo,
-        ListPoolsResponse,
-        WorkerInfo,
-    )
+    from baton.v1.admin_pb2 import LatencyInfo, ListPoolsResponse, WorkerInfo
 
 
 def pools(

@@ -14,15 +14,7 @@ from google.rpc import code_pb2
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from baton.client import (
-    Accepted,
-    Completion,
-    Event,
-    Finished,
-    Tokens,
-    TokenStream,
-    errors,
-)
+from baton.client import Accepted, Completion, Event, Finished, Tokens, TokenStream, errors
 from baton.gateway import (
     body_parser,
     body_reader,

@@ -10,12 +10,7 @@ from dataclasses import dataclass
 
 from baton.runtime import api_keys
 from baton.runtime.api_keys import Grants, LaneName
-from baton.runtime.errors import (
-    BatonError,
-    PermissionDenied,
-    ResourceExhausted,
-    Unauthenticated,
-)
+from baton.runtime.errors import BatonError, PermissionDenied, ResourceExhausted, Unauthenticated
 from baton.runtime.jwt_tokens import BadToken, JwtVerifier
 from baton.runtime.refusals import Refusals
 from baton.runtime.security_config import JwtConfig, SecurityConfig

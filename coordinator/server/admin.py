@@ -25,14 +25,7 @@ from baton.coordinator.state.workers import Worker
 from baton.coordinator.telemetry.budget import latency_budget
 from baton.coordinator.telemetry.times import duration, timestamp
 from baton.runtime.config import BatonConfig
-from baton.runtime.errors import (
-    BatonError,
-    InvalidArgument,
-    NotFound,
-    Unavailable,
-    abort,
-    shown,
-)
+from baton.runtime.errors import BatonError, InvalidArgument, NotFound, Unavailable, abort, shown
 from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
 
 Q = TypeVar("Q")

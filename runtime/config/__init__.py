@@ -26,12 +26,7 @@ from baton.runtime.config.scaling import (
 )
 from baton.runtime.config.tracing import TracingConfig
 from baton.runtime.config.whole import BatonConfig
-from baton.runtime.config.workers import (
-    DecodePoolConfig,
-    PoolConfig,
-    SimulatedConfig,
-    WorkerConfig,
-)
+from baton.runtime.config.workers import DecodePoolConfig, PoolConfig, SimulatedConfig, WorkerConfig
 from baton.runtime.kv_transfer_config import KvTransferConfig
 
 __all__ = [

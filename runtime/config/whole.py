@@ -13,12 +13,7 @@ from baton.runtime.config.lanes import LanesConfig, TenantConfig
 from baton.runtime.config.ray import RayConfig
 from baton.runtime.config.scaling import ScalingSection
 from baton.runtime.config.tracing import TracingConfig
-from baton.runtime.config.workers import (
-    DecodePoolConfig,
-    PoolConfig,
-    SimulatedConfig,
-    WorkerConfig,
-)
+from baton.runtime.config.workers import DecodePoolConfig, PoolConfig, SimulatedConfig, WorkerConfig
 from baton.runtime.kv_transfer_config import KvTransferConfig
 from baton.runtime.names import TENANT_NAMES, is_tenant
 from baton.runtime.section import Section

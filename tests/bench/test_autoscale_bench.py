@@ -8,8 +8,8 @@ import pytest
 
 from baton.bench import autoscale
 from baton.bench.autoscale import Runs
-from baton.bench.simulate.report import Figures
-from baton.bench.simulate.scenes import BATON, BATON_AT, HPA, PLANNER, POLICIES, STATIC
+from baton.bench.autoscale_scenes import BATON, BATON_AT, HPA, PLANNER, POLICIES, STATIC
+from baton.simulator.report import Figures
 
 
 def figures(attained: float, gpu_hours: float) -> Figures:

@@ -14,15 +14,7 @@ from scripted_inference import (
     unused_address,
 )
 
-from baton.client import (
-    Accepted,
-    BatonClient,
-    ChatMessage,
-    Finished,
-    Slo,
-    Tokens,
-    Usage,
-)
+from baton.client import Accepted, BatonClient, ChatMessage, Finished, Slo, Tokens, Usage
 from baton.client.errors import (
     DataLossError,
     DeadlineExceededError,

@@ -8,11 +8,7 @@ import grpc
 import pytest
 from scripted_worker import WAIT_S
 
-from baton.v1 import (
-    common_pb2,
-    inference_pb2,
-    inference_pb2_grpc,
-)
+from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 
 @pytest.fixture

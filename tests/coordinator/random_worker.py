@@ -16,7 +16,6 @@ from google.rpc import code_pb2
 from hashed_output import HashedOutput, is_last, most_tokens, text_of
 from random_conditions import SHAPE
 
-from baton.bench.simulate.hello import hello
 from baton.engine.attempts import Attempt
 from baton.engine.base import EngineOutput, Finish
 from baton.runtime.block_hashes import block_hashes, root_of
@@ -28,6 +27,7 @@ from baton.runtime.errors import (
     ResourceExhausted,
     Unavailable,
 )
+from baton.simulator.hello import hello
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 from baton.worker.outbox import Outbox
 

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 from virtual_cell import VirtualCell
 
-from baton.bench.simulate.hello import hello
 from baton.client.resume import backoff_s
 from baton.coordinator.core.core import Core
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import StreamKey
 from baton.runtime.request_digest import request_digest
+from baton.simulator.hello import hello
 from baton.v1 import cluster_pb2
 from baton.worker import attach
 

@@ -15,8 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.bench.simulate.hello import hello
-from baton.bench.simulate.parts import PrefixCache
 from baton.coordinator.core.core import Core
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
@@ -24,6 +22,8 @@ from baton.coordinator.state.requests import StreamKey, Submission, WorkerKey
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.errors import BatonError, ResourceExhausted
 from baton.runtime.latency import LatencyModel, PrefillChunk
+from baton.simulator.hello import hello
+from baton.simulator.parts import PrefixCache
 from baton.v1 import cluster_pb2, common_pb2
 
 _PREFILL, _DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE

@@ -11,13 +11,7 @@ from typing import Any
 
 import vllm_cases as cases
 
-from baton.engine.base import (
-    EngineInfo,
-    EngineOutput,
-    EngineRequest,
-    ReceiveHandoff,
-    SendHandoff,
-)
+from baton.engine.base import EngineInfo, EngineOutput, EngineRequest, ReceiveHandoff, SendHandoff
 from baton.engine.vllm_engine import VllmEngine
 from baton.kvtransfer.control import EnginePort, TransferClient
 from baton.runtime.block_hashes import block_hashes

@@ -27,16 +27,16 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench import stats
-from baton.bench.simulate.cell import SimulatedCell
-from baton.bench.simulate.parts import Shape
-from baton.bench.simulate.policies import Static
-from baton.bench.simulate.traces import Arrival
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import ScalingConfig
+from baton.load import stats
+from baton.load.traces import Arrival
 from baton.runtime.config import parse
 from baton.runtime.latency import LatencyModel
+from baton.simulator.cell import SimulatedCell
+from baton.simulator.parts import Shape
+from baton.simulator.policies import Static
 
 DATA = Path(__file__).parents[1] / "data" / "distserve"
 RAY_S, RAY_PER_TOKEN_S = 0.002, 1e-7

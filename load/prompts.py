@@ -6,8 +6,8 @@ import math
 import random
 from array import array
 
-from baton.bench.load.plan import Planned
-from baton.bench.simulate.traces import MOONCAKE_BLOCK_TOKENS
+from baton.load.plan import Planned
+from baton.load.traces import MOONCAKE_BLOCK_TOKENS
 
 _POOL_TOKENS = 1 << 16
 # Odd, so that every number has an offset of its own until the pool is used up.

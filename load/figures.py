@@ -6,10 +6,10 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from baton.bench.load.generator import Outcome
-from baton.bench.load.measured import Measured, Slo
-from baton.bench.results import PERCENTS, plain, targets
-from baton.bench.tally import Tally
+from baton.load.gap_histogram import GapHistogram
+from baton.load.generator import Outcome
+from baton.load.measured import Measured, Slo
+from baton.load.results import PERCENTS, plain, targets
 
 # A generator that was later than this, and than so much of TTFT, has measured itself too.
 _LATE_MS, _LATE_SHARE = 10.0, 0.1
@@ -213,7 +213,7 @@ class Result:
         )
 
 
-def _ms(tally: Tally) -> dict[int, float]:
+def _ms(tally: GapHistogram) -> dict[int, float]:
     return {percent: tally.percentile(percent) * 1e3 for percent in PERCENTS}
 
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.bench.simulate.record import Record
-from baton.bench.simulate.traces import Arrival
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import Targets
+from baton.load.traces import Arrival
+from baton.simulator.record import Record
 
 Sizes = Mapping[Pool, int]
 Trial = Callable[[Sequence[Arrival], Sizes], Record]

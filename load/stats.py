@@ -46,7 +46,7 @@ def medians(runs: Sequence[Figures]) -> Figures:
 
 
 def ratio(value: float, base: float) -> float:
-    """value / base; nothing over nothing is 1, something over nothing infinite."""
+    """Value / base; nothing over nothing is 1, something over nothing infinite."""
     if base:
         return value / base
     return math.inf if value else 1.0

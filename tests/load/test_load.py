@@ -12,15 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from baton.bench.load.figures import Figures, Result
-from baton.bench.load.generator import Generator
-from baton.bench.load.lengths import Lengths
-from baton.bench.load.measured import Measured, Slo
-from baton.bench.load.plan import LaneRule, Planned, arrival_times, generated, replayed
-from baton.bench.load.prompts import Prompts
-from baton.bench.simulate.traces import Arrival
 from baton.cli.main import app
 from baton.client import BatonClient
+from baton.load.figures import Figures, Result
+from baton.load.generator import Generator
+from baton.load.lengths import Lengths
+from baton.load.measured import Measured, Slo
+from baton.load.plan import LaneRule, Planned, arrival_times, generated, replayed
+from baton.load.prompts import Prompts
+from baton.load.traces import Arrival
 from baton.runtime import errors, rpc
 from baton.runtime.block_hashes import block_hashes
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc

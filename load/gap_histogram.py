@@ -13,7 +13,7 @@ _LEAST_S = 1e-6
 _PARTS = 8
 
 
-class Tally:
+class GapHistogram:
     """Durations by how many there were; its memory is that of a few thousand buckets at most."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Tally:
         self._since: Counter[int] = Counter()
 
     @classmethod
-    def of_all(cls, tallies: Iterable[Tally]) -> Tally:
+    def of_all(cls, tallies: Iterable[GapHistogram]) -> GapHistogram:
         """What all of them have counted."""
         found = cls()
         for one in tallies:

@@ -13,17 +13,7 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from baton.bench import stats
-from baton.bench.simulate import traces
-from baton.bench.simulate.baselines import Hindsight, Hpa, Planner, needed_sizes
-from baton.bench.simulate.cell import ColdStart, SimulatedCell
-from baton.bench.simulate.parts import Shape
-from baton.bench.simulate.peak import Search, within
-from baton.bench.simulate.picture import svg
-from baton.bench.simulate.policies import Baton, Static, decision
-from baton.bench.simulate.record import Moment
-from baton.bench.simulate.report import figures
-from baton.bench.simulate.traces import Arrival
+from baton.bench.autoscale_peak import Search, within
 from baton.cli.main import app
 from baton.coordinator.scaling.autoscale.types import Phase
 from baton.coordinator.state import events as ev
@@ -31,8 +21,17 @@ from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Targets
 from baton.coordinator.state.scaling_decision import Drain, Flip, Want
+from baton.load import stats, traces
+from baton.load.traces import Arrival
 from baton.runtime.config import parse
 from baton.runtime.latency import LatencyModel
+from baton.simulator.baselines import Hindsight, Hpa, Planner, needed_sizes
+from baton.simulator.cell import ColdStart, SimulatedCell
+from baton.simulator.parts import Shape
+from baton.simulator.picture import svg
+from baton.simulator.policies import Baton, Static, decision
+from baton.simulator.record import Moment
+from baton.simulator.report import figures
 from baton.v1 import common_pb2
 
 sys.path.append(str(Path(__file__).parents[1] / "coordinator"))

@@ -262,12 +262,13 @@ def repeated(arrivals: Sequence[Arrival], until_s: float) -> list[Arrival]:
 def tidal(
     arrivals: Sequence[Arrival], period_s: float, lowest: float, seed: int = 0
 ) -> list[Arrival]:
-    """Thinned so that the load ebbs to a share of itself and comes back, as over a day.
+    """Thins a trace so that its load falls to a share of itself and rises again, as over a day.
 
     Args:
-        arrivals: in order.
-        period_s: from one high tide to the next; it begins at low tide.
-        lowest: the share that is left then.
+        arrivals: the trace, in order of time.
+        period_s: seconds from one maximum of the load to the next; the trace begins at a minimum.
+        lowest: share of the load that is left at a minimum, 0 to 1.
+        seed: of the random choice of the requests that are left out.
     """
     chance = random.Random(seed)
     kept = []

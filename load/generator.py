@@ -8,11 +8,11 @@ from collections.abc import Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.bench.load.measured import Measured, Sample, Slo
-from baton.bench.load.plan import Planned
-from baton.bench.load.prompts import Prompts
 from baton.client import BatonClient, Finished, Prompt, Tokens, errors
 from baton.client.request import LaneName
+from baton.load.measured import Measured, Sample, Slo
+from baton.load.plan import Planned
+from baton.load.prompts import Prompts
 from baton.runtime.errors import RemoteError
 
 # How long a caller of a closed loop waits after a failure when it was not told, and at most.

@@ -6,15 +6,15 @@ import math
 from collections import deque
 from collections.abc import Sequence
 
-from baton.bench.simulate.policies import decision
-from baton.bench.simulate.traces import Arrival
 from baton.coordinator.scaling.autoscale import queueing
 from baton.coordinator.scaling.autoscale.sizing import POOLS, Members, leaving
 from baton.coordinator.scaling.autoscale.types import LaneLoad, Observation
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import ScalingConfig, Targets
 from baton.coordinator.state.scaling_decision import Action, Decision, Drain, Want
+from baton.load.traces import Arrival
 from baton.runtime.latency import LatencyModel
+from baton.simulator.policies import decision
 
 
 def _apply(

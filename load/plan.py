@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.bench.load.lengths import Lengths
-from baton.bench.simulate.traces import Arrival
 from baton.client.request import LaneName
+from baton.load.lengths import Lengths
+from baton.load.traces import Arrival
 
 
 class Planned(NamedTuple):
@@ -57,7 +57,7 @@ class LaneRule:
 
 
 def arrival_times(rate: float, burstiness: float, chance: random.Random) -> Iterator[float]:
-    """Seconds, without an end.
+    """Yields arrival times in seconds after the start, without an end.
 
     Gaps are gamma distributed, as in vLLM's `bench serve`: with a burstiness of 1 arrivals are
     Poisson, below they come in bursts, above they are more regular.
@@ -66,9 +66,10 @@ def arrival_times(rate: float, burstiness: float, chance: random.Random) -> Iter
         rate: requests/s.
         burstiness: the shape of the distribution; the gaps' variance over their squared mean is
             1 / burstiness.
+        chance: the source of random numbers.
 
     Raises:
-        ValueError: one of them is not more than 0.
+        ValueError: `rate` or `burstiness` is not more than 0.
     """
     for name, value in (("rate", rate), ("burstiness", burstiness)):
         if not 0 < value < math.inf:

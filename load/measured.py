@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 from google.rpc import code_pb2
 
-from baton.bench.tally import Tally
 from baton.client.events import Usage
+from baton.load.gap_histogram import GapHistogram
 from baton.runtime.errors import RemoteError
 
 # Different reasons that are told apart.
@@ -73,13 +73,13 @@ class Measured:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     num_resumed: int = 0
-    ttft: Tally = field(default_factory=Tally)
-    e2e: Tally = field(default_factory=Tally)
-    ttft_from_send: Tally = field(default_factory=Tally)
-    e2e_from_send: Tally = field(default_factory=Tally)
-    itl: Tally = field(default_factory=Tally)
-    tpot: Tally = field(default_factory=Tally)
-    lateness: Tally = field(default_factory=Tally)
+    ttft: GapHistogram = field(default_factory=GapHistogram)
+    e2e: GapHistogram = field(default_factory=GapHistogram)
+    ttft_from_send: GapHistogram = field(default_factory=GapHistogram)
+    e2e_from_send: GapHistogram = field(default_factory=GapHistogram)
+    itl: GapHistogram = field(default_factory=GapHistogram)
+    tpot: GapHistogram = field(default_factory=GapHistogram)
+    lateness: GapHistogram = field(default_factory=GapHistogram)
     sheds: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     messages: dict[str, str] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class Measured:
         ):
             setattr(found, name, sum(getattr(one, name) for one in lanes))
         for name in ("ttft", "e2e", "ttft_from_send", "e2e_from_send", "itl", "tpot", "lateness"):
-            setattr(found, name, Tally.of_all(getattr(one, name) for one in lanes))
+            setattr(found, name, GapHistogram.of_all(getattr(one, name) for one in lanes))
         for one in lanes:
             found.sheds.update(one.sheds)
             found.failures.update(one.failures)

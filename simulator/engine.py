@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from baton.bench.simulate.parts import Live, PrefixCache, Run, Shape
-from baton.bench.tally import Tally
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import WorkerKey
+from baton.load.gap_histogram import GapHistogram
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.latency import PrefillChunk
+from baton.simulator.parts import Live, PrefixCache, Run, Shape
 from baton.v1 import cluster_pb2, common_pb2
 
 _TOKEN = 7
@@ -34,7 +34,7 @@ class Host(Protocol):
     """The simulation around an engine."""
 
     now: float
-    tally: Tally
+    tally: GapHistogram
 
     def at(self, when: float, action: Callable[..., object], *arguments: object) -> None: ...
     def tell(self, worker: Engine, event: ev.Event) -> None: ...

@@ -6,12 +6,12 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from baton.bench import stats
-from baton.bench.results import PERCENTS, plain, targets
-from baton.bench.simulate.record import Record
-from baton.bench.tally import Tally
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import Targets
+from baton.load import stats
+from baton.load.gap_histogram import GapHistogram
+from baton.load.results import PERCENTS, plain, targets
+from baton.simulator.record import Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Figures:
     num_events: int
 
 
-def figures(record: Record, tally: Tally, limits: Targets) -> Figures:
+def figures(record: Record, tally: GapHistogram, limits: Targets) -> Figures:
     """Of a whole simulation."""
     ttfts, tpots, lasted = list[float](), list[float](), list[float]()
     num_failed = num_attained = num_ttft = num_tpot = 0

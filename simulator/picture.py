@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from baton.bench.simulate.record import Moment
 from baton.coordinator.state.scaling_config import Targets
+from baton.simulator.record import Moment
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 900, 130, 70, 40, 46
 # Between the highest and the lowest value and the border, which would hide them.

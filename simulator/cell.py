@@ -12,13 +12,6 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from baton.bench.simulate.engine import Engine
-from baton.bench.simulate.hello import hello
-from baton.bench.simulate.parts import Shape
-from baton.bench.simulate.policies import Policy
-from baton.bench.simulate.record import Record
-from baton.bench.simulate.traces import Arrival
-from baton.bench.tally import Tally
 from baton.coordinator.core.core import Core
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
@@ -26,6 +19,13 @@ from baton.coordinator.state.pools import POOL_OF, ROLE_OF, Pool
 from baton.coordinator.state.requests import StreamKey, Submission, WorkerKey
 from baton.coordinator.state.scaling_config import ScalingSettings
 from baton.coordinator.state.scaling_decision import Flip, Want
+from baton.load.gap_histogram import GapHistogram
+from baton.load.traces import Arrival
+from baton.simulator.engine import Engine
+from baton.simulator.hello import hello
+from baton.simulator.parts import Shape
+from baton.simulator.policies import Policy
+from baton.simulator.record import Record
 from baton.v1 import cluster_pb2, common_pb2
 
 _START_S = 1000.0
@@ -103,7 +103,7 @@ class SimulatedCell:
         seed: int = 0,
     ) -> None:
         self.now = _START_S
-        self.tally = Tally()
+        self.tally = GapHistogram()
         self.record = Record(_START_S, gpus or dict.fromkeys(Pool, 1))
         settings = ScalingSettings(policy.config, autoscale=True, drain_s=_DRAIN_S)
         self.core = Core(replace(config, scaling=settings), random.Random(seed).randbytes, policy)

@@ -8,19 +8,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 
-from baton.bench.simulate import baselines, hardware, traces
-from baton.bench.simulate.cell import ColdStart, SimulatedCell
-from baton.bench.simulate.parts import Shape
-from baton.bench.simulate.peak import Search, Sizes
-from baton.bench.simulate.policies import Baton, Policy, Static
-from baton.bench.simulate.record import Record
-from baton.bench.simulate.traces import Arrival
+from baton.bench import hardware
+from baton.bench.autoscale_peak import Search, Sizes
 from baton.coordinator.scaling.autoscale import queueing
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Targets
+from baton.load import traces
+from baton.load.traces import Arrival
 from baton.runtime.config import parse
 from baton.runtime.latency import LatencyModel
+from baton.simulator import baselines
+from baton.simulator.cell import ColdStart, SimulatedCell
+from baton.simulator.parts import Shape
+from baton.simulator.policies import Baton, Policy, Static
+from baton.simulator.record import Record
 
 DATA = Path("tests/data")
 GPUS = 8

@@ -6,19 +6,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from baton.bench.simulate.baselines import Hindsight, Hpa, Planner, needed_sizes
-from baton.bench.simulate.cell import ColdStart, SimulatedCell
-from baton.bench.simulate.parts import Shape
-from baton.bench.simulate.policies import Baton, Policy, Static
-from baton.bench.simulate.record import Record
-from baton.bench.simulate.report import Figures, figures
-from baton.bench.simulate.traces import Arrival
 from baton.coordinator.scaling.autoscale import queueing
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import ScalingConfig, scaling_config
+from baton.load.traces import Arrival
 from baton.runtime.config import BatonConfig
 from baton.runtime.latency import LatencyModel
+from baton.simulator.baselines import Hindsight, Hpa, Planner, needed_sizes
+from baton.simulator.cell import ColdStart, SimulatedCell
+from baton.simulator.parts import Shape
+from baton.simulator.policies import Baton, Policy, Static
+from baton.simulator.record import Record
+from baton.simulator.report import Figures, figures
 
 POLICIES = ("baton", "static", "hpa", "planner", "hindsight")
 _SPAN_S = 10.0

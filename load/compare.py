@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from baton.bench.results import PERCENTS
+from baton.load.results import PERCENTS
 
 _LATENCIES = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
 _FIGURES = {
