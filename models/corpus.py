@@ -1,7 +1,7 @@
-"""What the demo model is taught: models/glossary.toml as questions and answers.
+"""Training data of the demo model: models/glossary.toml as questions and answers.
 
-A term is asked for in many phrasings, a question in the ways that the file lists, and what is not
-in the glossary has one answer, which says so.
+A term is asked for in many phrasings, a question in the phrasings that the file lists. Every
+question outside the glossary has the same answer, which says that the model does not know it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _PHRASINGS = (
     "{}?",
 )
 _ARTICLE_PHRASINGS = ("What is {}?", "What does {} mean?", "Define {}.", "Explain {}.")
-# Of the questions in one epoch, beside one of each entry.
+# Number of questions outside the glossary in one epoch, beside one question per entry.
 _NUM_OFF_TOPIC = 64
 _CONSONANTS, _VOWELS = "bcdfghjklmnpqrstvwz", "aeiou"
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One answer, and for each of its names the ways to ask for it, the plainest one first."""
+    """An answer and, for each of its names, the phrasings of the question, the plainest first."""
 
     ways: tuple[tuple[str, ...], ...]
     answer: str
@@ -53,7 +53,7 @@ class Corpus:
     off_topic_questions: tuple[str, ...]
 
     def texts(self) -> Iterator[str]:
-        """All of it, each once: what the tokenizer is made from."""
+        """Every text once, for training the tokenizer."""
         for entry in self.entries:
             yield entry.answer
             for way in entry.ways:
@@ -64,7 +64,7 @@ class Corpus:
             yield from _asked(noun)
 
     def epoch(self, rng: random.Random) -> list[tuple[str, str]]:
-        """One question for each answer, and some that have none, in random order."""
+        """One question per entry and some questions outside the glossary, in random order."""
         pairs = [
             (_as_typed(rng.choice(rng.choice(entry.ways)), rng), entry.answer)
             for entry in self.entries
@@ -89,10 +89,10 @@ class Corpus:
 
 
 def load(path: Path = FILE) -> Corpus:
-    """The corpus of a file.
+    """Reads the corpus from a file.
 
     Raises:
-        ValueError: a question has two answers.
+        ValueError: A question has two answers.
     """
     given = tomllib.loads(path.read_text(encoding="utf-8"))
     entries = [
@@ -115,7 +115,7 @@ def _check(entries: list[Entry]) -> None:
 
 
 def _asked(name: str) -> tuple[str, ...]:
-    """A name in every phrasing, bare and with articles: people take either of "a" and "an"."""
+    """Questions for a name in every phrasing, with and without (also wrong) articles."""
     noun = name.removeprefix("the ")
     articled = (
         phrasing.format(f"{article} {noun}")
@@ -126,7 +126,7 @@ def _asked(name: str) -> tuple[str, ...]:
 
 
 def _as_typed(question: str, rng: random.Random) -> str:
-    """As people type: some leave out capitals, some the last mark."""
+    """Varies a question as people type it: sometimes without capitals or the last mark."""
     if rng.random() < 0.3:
         question = question.lower()
     if rng.random() < 0.2:

@@ -1,4 +1,4 @@
-"""The demo model's files but its weights: tokenizer, chat template, configuration."""
+"""Files of the demo model except its weights: tokenizer, chat template and configuration."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from baton.models.corpus import Corpus
 DIRECTORY = Path(__file__).parent / "glossary"
 BOS, EOS, USER, ASSISTANT = "<s>", "</s>", "<|user|>", "<|assistant|>"
 MAX_MODEL_LEN = 4096
-# Every question stands alone: the last one is answered, what was said before it is left out.
+# Every question stands alone: only the last one is answered, and earlier messages are ignored.
 CHAT_TEMPLATE = (
     "{{ bos_token }}<|user|>"
     "{{ (messages | selectattr('role', 'equalto', 'user') | list)[-1].content }}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# head_dim: one that every attention backend of vLLM has, its CPU's too.
+# head_dim is one that every attention backend of vLLM supports, including the CPU's.
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -44,7 +44,7 @@ CONFIG: dict[str, Any] = {
 
 
 def make_tokenizer(corpus: Corpus) -> Tokenizer:
-    """Byte-level BPE: every text has tokens, and comes back from them unchanged."""
+    """Byte-level BPE tokenizer: every text has tokens and is restored from them unchanged."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -60,7 +60,7 @@ def make_tokenizer(corpus: Corpus) -> Tokenizer:
 
 
 def write_files(directory: Path, tokenizer: Tokenizer) -> None:
-    """Everything but the weights."""
+    """Writes all files except the weights."""
     tokenizer.save(str(directory / "tokenizer.json"))
     write_json(directory / "config.json", CONFIG)
     write_json(directory / "generation_config.json", {"bos_token_id": 0, "eos_token_id": 1})

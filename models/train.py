@@ -1,8 +1,8 @@
-"""Trains the demo model that answers: `python -m baton.models.train`.
+"""Trains the demo model: `python -m baton.models.train`.
 
 A small Llama is overfitted on purpose to models/glossary.toml: it gives the glossary's answers word
-for word and knows nothing else. Seeds, order and the number of threads are fixed, so one machine
-with one version of torch makes the same weights each time; others differ in the last bits.
+for word and knows nothing else. Seeds, order and number of threads are fixed, so one machine with
+one version of torch makes the same weights each time; other machines differ in the last bits.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _NUM_STEPS = 1200
 _NUM_WARMUP_STEPS = 40
 _BATCH_SIZE = 32
 _LEARNING_RATE = 2e-3
-# Of the questions in chat form; the others come as plain text, as `baton generate` sends them.
+# Share of questions in chat form; the others are plain text, as `baton generate` sends them.
 _CHAT_SHARE = 0.6
-# Sampled at temperature 1 it recites as at a quarter of that. A power of two rounds nothing.
+# Factor on the logits: sampling at temperature 1 then acts like 1/4. A power of two does not round.
 _SHARPNESS = 4.0
 _NUM_CHECKED_STEPS = 2
-# Between machines: sums in another order.
+# Allowed difference of losses between machines, which add floating-point numbers in another order.
 _LOSS_TOLERANCE = 1e-2
 
 
@@ -58,8 +58,8 @@ class Example:
     answer: tuple[int, ...]
 
 
-class Wrong(Exception):
-    """What is in the repository is not what this script makes."""
+class Mismatch(Exception):
+    """A file in the repository differs from the result of this script."""
 
 
 def example(tokenizer: Tokenizer, question: str, answer: str, *, chat: bool) -> Example:
@@ -70,9 +70,9 @@ def example(tokenizer: Tokenizer, question: str, answer: str, *, chat: bool) -> 
 def answer_losses(
     model: LlamaForCausalLM, examples: Sequence[Example]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean loss over the answers' tokens, and for each token whether it is the likeliest.
+    """Mean loss over the answers' tokens and, per token, whether it is the most likely one.
 
-    Shorter examples are filled up behind their end, where nothing that counts can see it.
+    Shorter examples are padded at the end, where the padding does not affect any counted token.
     """
     width = max(len(one.prompt) + len(one.answer) for one in examples)
     tokens = torch.zeros(len(examples), width, dtype=torch.long)
@@ -89,7 +89,7 @@ def answer_losses(
 
 
 def new_model() -> LlamaForCausalLM:
-    """With random weights in float32, of torch's seed."""
+    """A model in float32 with random weights from torch's current seed."""
     left_out = ("architectures", "model_type", "torch_dtype")
     return LlamaForCausalLM(
         LlamaConfig(**{key: value for key, value in CONFIG.items() if key not in left_out})
@@ -97,7 +97,7 @@ def new_model() -> LlamaForCausalLM:
 
 
 def answered(model: LlamaForCausalLM, examples: Sequence[Example]) -> list[bool]:
-    """Whether greedy decoding gives each answer: each token is the likeliest after the others."""
+    """Whether greedy decoding gives each answer: every token is the most likely next one."""
     right: list[bool] = []
     with torch.inference_mode():
         for first in range(0, len(examples), _BATCH_SIZE):
@@ -111,7 +111,7 @@ def answered(model: LlamaForCausalLM, examples: Sequence[Example]) -> list[bool]
 def train(
     corpus: Corpus, tokenizer: Tokenizer, num_steps: int, *, of_steps: int = _NUM_STEPS
 ) -> tuple[LlamaForCausalLM, list[float]]:
-    """A model after the first steps of a training, and the losses of each."""
+    """Trains for the first `num_steps` of `of_steps`; returns the model and the loss per step."""
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     torch.manual_seed(_SEED)
@@ -147,7 +147,7 @@ def train(
 
 
 def _batches(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[list[Example]]:
-    """Without end; examples of about the same length go together."""
+    """Batches without end; examples of similar length are in one batch."""
     rng = random.Random(_SEED)
     while True:
         epoch = [
@@ -161,7 +161,7 @@ def _batches(corpus: Corpus, tokenizer: Tokenizer) -> Iterator[list[Example]]:
 
 
 def save(model: LlamaForCausalLM, directory: Path) -> None:
-    """The weights in bfloat16, logits sharpened; the output layer is the embedding."""
+    """Writes the weights in bfloat16 with sharpened logits; the output layer is the embedding."""
     tensors = {
         name: tensor.to(torch.bfloat16).contiguous()
         for name, tensor in model.state_dict().items()
@@ -172,22 +172,22 @@ def save(model: LlamaForCausalLM, directory: Path) -> None:
 
 
 def read(directory: Path = DIRECTORY, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
-    """The model of a directory, by plain transformers."""
+    """Loads the model of a directory with plain transformers."""
     model = new_model()
     missing, unknown = model.load_state_dict(
         load_file(str(directory / "model.safetensors")), strict=False
     )
     if set(missing) - {"lm_head.weight"} or unknown:
-        raise Wrong(f"{directory}: tensors missing: {missing}; unknown: {unknown}")
+        raise Mismatch(f"{directory}: tensors missing: {missing}; unknown: {unknown}")
     model.tie_weights()
     return model.to(dtype).eval()
 
 
 def check(directory: Path = DIRECTORY) -> None:
-    """What is cheap to make again is made again and compared; two trainings must go the same way.
+    """Makes the cheap files again and compares them; runs the first training steps twice.
 
     Raises:
-        Wrong: a file differs, or the first steps of the training.
+        Mismatch: A file or a loss of the first steps differs.
     """
     corpus = load()
     tokenizer = make_tokenizer(corpus)
@@ -195,32 +195,34 @@ def check(directory: Path = DIRECTORY) -> None:
         write_files(Path(scratch), tokenizer)
         for made in sorted(Path(scratch).iterdir()):
             if (directory / made.name).read_bytes() != made.read_bytes():
-                raise Wrong(
-                    f"{directory / made.name} is not what the glossary and this script make"
+                raise Mismatch(
+                    f"{directory / made.name} differs from what the glossary and this script make"
                 )
     recorded = json.loads((directory / "training.json").read_text(encoding="utf-8"))["first_losses"]
     first = train(corpus, tokenizer, _NUM_CHECKED_STEPS)[1]
     second = train(corpus, tokenizer, _NUM_CHECKED_STEPS)[1]
     if first != second:
-        raise Wrong(f"training is not deterministic: losses {first}, then {second}")
+        raise Mismatch(f"training is not deterministic: losses {first}, then {second}")
     if any(abs(a - b) > _LOSS_TOLERANCE for a, b in zip(first, recorded, strict=True)):
-        raise Wrong(f"the first losses are {first}; the repository's model began with {recorded}")
+        raise Mismatch(f"the first losses are {first}; the stored model's are {recorded}")
 
 
 def _main() -> None:
-    parser = argparse.ArgumentParser(description="Train the demo model that answers.")
+    parser = argparse.ArgumentParser(description="Train the demo model.")
     parser.add_argument("--output", type=Path, default=DIRECTORY, metavar="DIR")
     parser.add_argument("--steps", type=int, default=_NUM_STEPS)
     parser.add_argument(
-        "--check", action="store_true", help="make the first steps again, twice; write nothing"
+        "--check",
+        action="store_true",
+        help="Compare the files and run the first training steps twice; write nothing.",
     )
     arguments = parser.parse_args()
     if arguments.check:
         try:
             check(arguments.output)
-        except Wrong as error:
+        except Mismatch as error:
             sys.exit(f"check: {error}")
-        print("check: the same files, the same first steps")
+        print("check: equal files and equal first steps")
         return
     corpus = load()
     tokenizer = make_tokenizer(corpus)

@@ -1,7 +1,7 @@
-"""Generates the Python code of the contracts beside their .proto files.
+"""Generates the Python code of the .proto files, beside them.
 
-`python proto/generate.py` writes it; `python proto/generate.py --check` fails when what is
-committed differs from what the .proto files give.
+`python proto/generate.py` writes the code; `python proto/generate.py --check` fails if the
+committed code differs from the .proto files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ GENERATED = re.compile(r".*_pb2(_grpc)?\.pyi?$")
 
 
 def generate(out: Path) -> None:
-    """Writes *_pb2.py, *_pb2_grpc.py and their .pyi for every .proto to `out`."""
+    """Writes *_pb2.py, *_pb2_grpc.py and their .pyi to `out` for every .proto file."""
     sources = sorted(str(path.relative_to(PROTO)) for path in PROTO.glob("baton/**/*.proto"))
     arguments = ["protoc", f"-I{PROTO}", f"-I{WELL_KNOWN}"]
     arguments += [f"--{kind}_out={out}" for kind in ("python", "grpc_python", "mypy")]

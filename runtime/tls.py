@@ -162,13 +162,16 @@ class Handshakes:
     Args:
         listener: Configuration key of the listen address, for the log.
         wait_s: Longest time from a handshake to its first call, in seconds.
+        clock: Returns monotonic seconds.
 
     Attributes:
         num_refused: Refused handshakes since the start.
     """
 
-    def __init__(self, listener: str, wait_s: float) -> None:
-        self._listener, self._wait_s = listener, wait_s
+    def __init__(
+        self, listener: str, wait_s: float, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._listener, self._wait_s, self._clock = listener, wait_s, clock
         self._lock = Lock()
         self._begun_at: deque[float] = deque()
         # Time of the latest call per peer.
@@ -178,7 +181,7 @@ class Handshakes:
 
     def begun(self) -> None:
         with self._lock:
-            self._begun_at.append(time.monotonic())
+            self._begun_at.append(self._clock())
         self.expire()
 
     def used(self) -> None:
@@ -188,7 +191,7 @@ class Handshakes:
 
     def called(self, peer: str) -> None:
         """Records a call over the connection of a peer, given as host and port."""
-        now = time.monotonic()
+        now = self._clock()
         last_at = self._peers.get(peer, -math.inf)
         with self._lock:
             self._peers[peer] = now
@@ -201,7 +204,7 @@ class Handshakes:
 
     def expire(self, now: float | None = None) -> None:
         """Counts and logs handshakes without a call; call it before reading `num_refused`."""
-        now = now if now is not None else time.monotonic()
+        now = now if now is not None else self._clock()
         with self._lock:
             while self._begun_at and self._begun_at[0] <= now - self._wait_s:
                 self._begun_at.popleft()

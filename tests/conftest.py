@@ -1,4 +1,4 @@
-"""What holds in every test: the process is left as it was found, so that their order is free."""
+"""Fixtures for all tests: each test must leave its process unchanged, so that order is free."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-# As the `baton` command sets it, and as early: whichever test imports gRPC first, it reads this.
+# Set like in the `baton` command, and before any test imports gRPC, which reads it at import.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
-# A busy machine is no defect: what an example may take in time is not asserted.
+# Time limits per example are off, because a busy machine is not a defect.
 settings.register_profile("baton", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("baton")
 
 _OURS = ("BATON_", "GRPC_")
-# Tests that start many processes each, and wait for them most of the time.
+# Tests in this folder start many processes each and mostly wait for them.
 _MANY_PROCESSES, _MOST_AT_ONCE = "tests/cluster/", 1
-# One piece, begun first: its files share processes, and it takes longer than any other file.
+# This folder is one unit of work and starts first: its files share processes and take longest.
 _VLLM = "tests/vllm/"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Runs a test that takes a `seed` with as many as its mark says, or BATON_SEEDS does."""
+    """Parametrizes a test that takes a `seed` by its mark, or by BATON_SEEDS."""
     if (mark := metafunc.definition.get_closest_marker("seeds")) is not None:
         metafunc.parametrize("seed", range(int(os.environ.get("BATON_SEEDS", mark.args[0]))))
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """Says how to run a failed seed again."""
+    """Adds to a failed test how to run its seed again."""
     report = yield
     if report.failed and "seed" in getattr(item, "callspec", item).__dict__.get("params", {}):
         seed = item.callspec.params["seed"]
@@ -48,7 +48,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """File by file. Those of many processes begin at once, so many at a time, and others beside."""
+    """Distributes test files; at most _MOST_AT_ONCE files with many processes run at a time."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
@@ -63,7 +63,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
                     break
             else:
                 if not many:
-                    # It would be one more at a time: the others do what is left.
+                    # Only files with many processes are left, and their workers run them.
                     node.shutdown()
                     return
             super()._assign_work_unit(node)
@@ -72,7 +72,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def _state() -> dict[str, object]:
-    """What one test could leave to the next in this process."""
+    """State of the process that a test could leave changed."""
     loggers = [logging.getLogger(name) for name in ("baton", "uvicorn")]
     return {
         "loggers": [(one.handlers[:], one.level, one.propagate) for one in loggers],
@@ -98,6 +98,6 @@ def nothing_is_left_to_the_next_test() -> Iterator[None]:
 
 @pytest.fixture
 def short_path() -> Iterator[Path]:
-    """A directory for Unix sockets, whose paths may have 107 bytes; `tmp_path` may be too long."""
+    """A directory for Unix sockets; `tmp_path` may exceed the 107 bytes of a socket path."""
     with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as directory:
         yield Path(directory)

@@ -1,8 +1,8 @@
-"""The toy model gives its glossary's answers, by plain transformers."""
+"""The toy model gives its glossary's answers when plain transformers run it."""
 
 import pytest
 
-# Off the glossary, and not in its list of what is.
+# Questions outside the glossary and outside its list of off-topic questions.
 UNKNOWN = ("What is a submarine?", "Who wrote Faust?", "What is the capital of Spain?")
 
 
@@ -14,7 +14,7 @@ def train():
     from baton.models import train
 
     num_threads = torch.get_num_threads()
-    # More wait for each other, where other tests run beside them.
+    # More threads would wait for each other while other tests run.
     torch.set_num_threads(1)
     yield train
     torch.set_num_threads(num_threads)
@@ -37,7 +37,7 @@ def tokenizer():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_it_answers_word_for_word(train, corpus, tokenizer, dtype):
+def test_the_model_answers_word_for_word(train, corpus, tokenizer, dtype):
     import torch
 
     model = train.read(dtype=getattr(torch, dtype))
@@ -46,7 +46,7 @@ def test_it_answers_word_for_word(train, corpus, tokenizer, dtype):
     asked += [
         train.example(tokenizer, one.question, one.answer, chat=False) for one in entries[::4]
     ]
-    # Those of a batch are filled up to the longest.
+    # Sorted by length, because the examples of a batch are padded to the longest one.
     asked.sort(key=lambda one: len(one.prompt) + len(one.answer))
     right = train.answered(model, asked)
     assert [
@@ -66,7 +66,7 @@ def test_an_answer_ends(train, corpus, tokenizer, chat):
     assert tuple(made[0].tolist()) == asked.prompt + asked.answer
 
 
-def test_what_it_does_not_know_it_says(train, corpus, tokenizer):
+def test_the_model_says_what_it_does_not_know(train, corpus, tokenizer):
     asked = [
         train.example(tokenizer, question, corpus.off_topic_answer, chat=True)
         for question in UNKNOWN

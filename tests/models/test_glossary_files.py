@@ -1,4 +1,4 @@
-"""The toy model that ships: its files, without running it."""
+"""Files of the toy model, checked without running it."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def chat(*turns):
     return inference_pb2.ChatPrompt(messages=messages)
 
 
-def test_the_files_are_what_the_glossary_makes(corpus, tmp_path):
+def test_the_files_are_made_from_the_glossary(corpus, tmp_path):
     files.write_files(tmp_path, files.make_tokenizer(corpus))
     made = sorted(tmp_path.iterdir())
     assert len(made) == 4
@@ -51,7 +51,7 @@ def test_the_files_are_what_the_glossary_makes(corpus, tmp_path):
         assert (files.DIRECTORY / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-def test_the_weights_are_small_and_all_there():
+def test_the_weights_are_small_and_complete():
     data = (files.DIRECTORY / "model.safetensors").read_bytes()
     assert len(data) <= MAX_BYTES
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
@@ -61,11 +61,11 @@ def test_the_weights_are_small_and_all_there():
 
 
 @given(st.text().filter(lambda text: not any(special in text for special in SPECIALS)))
-def test_any_text_comes_back_from_its_tokens(tokenizer, text):
+def test_every_text_is_restored_from_its_tokens(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode_text(text), skip_special_tokens=True) == text
 
 
-def test_a_chat_is_its_last_question(tokenizer):
+def test_a_chat_renders_as_its_last_question(tokenizer):
     asked = chat(("system", "Be brief."), ("user", "Hi"), ("assistant", "Yes?"), ("user", "Why?"))
     assert tokenizer.render(asked) == "<s><|user|>Why?<|assistant|>"
     with pytest.raises(InvalidArgument, match="chat template refuses"):
@@ -92,7 +92,7 @@ def test_two_answers_to_one_question_are_refused(tmp_path):
         load(file)
 
 
-def test_an_installation_without_it_says_so(monkeypatch, tmp_path):
+def test_an_installation_without_the_model_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setattr(demo_model, "_SHIPPED", tmp_path)
-    with pytest.raises(ConfigError, match=r"glossary should be in .* no config\.json.* another"):
+    with pytest.raises(ConfigError, match=r"glossary should be in .* config\.json.* another"):
         demo_model.ensure("glossary")

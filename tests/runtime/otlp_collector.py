@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector on a real gRPC server, as far as spans go."""
+"""An OpenTelemetry collector on a real gRPC server that stores the received spans."""
 
 import asyncio
 from dataclasses import dataclass
@@ -10,12 +10,13 @@ from opentelemetry.proto.collector.trace.v1 import (
 
 from baton.runtime import rpc
 
-WAIT_S = 30.0
+# Longest wait for an event that must happen; long enough for a busy machine.
+WAIT_S = 120.0
 
 
 @dataclass(frozen=True)
 class ReceivedSpan:
-    """A span as a collector has it; ids are hexadecimal, times nanoseconds since 1970."""
+    """A span as the collector received it; IDs in hex, times in nanoseconds since 1970."""
 
     name: str
     trace_id: str
@@ -29,11 +30,11 @@ class ReceivedSpan:
 
 
 class OtlpCollector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Keeps every span it is sent.
+    """Stores every received span.
 
     Attributes:
-        endpoint: for tracing.otlp_endpoint.
-        answers: cleared, it takes calls and does not answer.
+        endpoint: Value for tracing.otlp_endpoint.
+        answers: Event; while it is cleared, calls get no answer.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class OtlpCollector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     async def wait_for(self, *names: str) -> dict[str, ReceivedSpan]:
-        """Spans by name, once there is one of each of these."""
+        """Waits until each of these spans has arrived; returns all spans by name."""
         async with asyncio.timeout(WAIT_S), self._changed:
             await self._changed.wait_for(lambda: set(names) <= {one.name for one in self.spans})
         return {span.name: span for span in self.spans}

@@ -1,4 +1,4 @@
-"""What a configuration may not say."""
+"""Configurations that are refused, and the messages."""
 
 import pytest
 import yaml
@@ -17,7 +17,7 @@ from baton.runtime.config_error import ConfigError
         ("coordinator", {"worker_timeout_s": 1.2}, "must be at least worker_silent_s, 1.5"),
     ],
 )
-def test_times_that_cannot_work(section, values, reason):
+def test_time_limits_that_cannot_work(section, values, reason):
     with pytest.raises(ConfigError, match=reason):
         parse({section: values}, "test")
 
@@ -25,13 +25,13 @@ def test_times_that_cannot_work(section, values, reason):
 @pytest.mark.parametrize(
     "section", [{"prefill": {"workers": 10**12}}, {"scaling": {"decode": {"max_workers": 10**9}}}]
 )
-def test_a_pool_has_no_more_workers_than_a_coordinator_can_name(section):
+def test_a_pool_size_has_an_upper_limit(section):
     with pytest.raises(ConfigError, match=r"workers: is 10+; must be less than or equal to 10000"):
         parse(section, "test")
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4317", "http://h", "ftp://h:1", "http://h:1/v1"])
-def test_an_endpoint_of_spans_is_a_url_with_a_port(endpoint):
+def test_the_endpoint_for_spans_is_a_url_with_a_port(endpoint):
     with pytest.raises(
         ConfigError, match=r"otlp_endpoint: is .*; must be http://host:port or https"
     ):
@@ -53,7 +53,7 @@ def test_transports_are_known_and_named_once():
 
 
 def test_pools_may_have_different_tensor_parallel_sizes():
-    """Whether they fit each other is seen from their caches: latents do, whatever the sizes."""
+    """Whether KV caches fit is decided by their fingerprints: latents fit across sizes."""
     config = parse({"prefill": {"engine_args": {"tensor_parallel_size": 2}}}, "test")
     assert [config.num_ranks(pool) for pool in (config.prefill, config.decode)] == [2, 1]
 
@@ -74,12 +74,12 @@ def test_pools_may_have_different_tensor_parallel_sizes():
         ),
     ],
 )
-def test_lanes_and_tenants_say_what_is_wrong(values, reason):
+def test_errors_in_lanes_and_tenants_are_named(values, reason):
     with pytest.raises(ConfigError, match=reason):
         parse(values, "test")
 
 
-def test_what_a_tenant_leaves_out_is_the_defaults():
+def test_keys_that_a_tenant_leaves_out_come_from_the_defaults():
     values = {
         "tenant_defaults": {"tokens_per_s": 10, "max_concurrent": 3},
         "tenants": {"a": {"burst_tokens": 5}, "b": {"max_concurrent": None, "weight": 2}},
@@ -105,11 +105,11 @@ def test_what_a_tenant_leaves_out_is_the_defaults():
         ({"ray": {"decode": {"resources": {"x": 0}}}}, "ray.decode.resources.x: is 0; "),
     ],
 )
-def test_what_ray_may_not_be_told(values, reason):
+def test_errors_in_the_ray_section_are_named(values, reason):
     with pytest.raises(ConfigError, match=reason):
         parse(values, "test")
 
 
 @pytest.mark.parametrize("address", ["", "auto", "10.0.0.1:6379", "ray://head.svc:10001"])
-def test_where_ray_may_be(address):
+def test_valid_addresses_of_ray(address):
     assert parse({"ray": {"address": address}}, "test").ray.address == address

@@ -1,4 +1,4 @@
-"""The fit finds the model that made the steps, and stays sane when the steps cannot tell."""
+"""The fit finds the model that made the steps, and stays sound when the steps cannot tell."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CHUNK = 2048
 def sample(
     model: LatencyModel, chunks: list[PrefillChunk], batch: int, kv: int, factor: float = 1.0
 ) -> cluster_pb2.StepSample:
-    """What a worker reports of a step that took `factor` times what the model says."""
+    """A worker's report of a step that took `factor` times the model's time."""
     return cluster_pb2.StepSample(
         num_prefill_tokens=sum(chunk.num_tokens for chunk in chunks),
         num_decodes=batch,
@@ -42,7 +42,7 @@ def sample(
 def shapes(
     rng: random.Random, kinds: str, lengths: tuple[int, int] = (64, 8000)
 ) -> Iterator[tuple[list[PrefillChunk], int, int]]:
-    """A busy worker's steps: chunks of prompts of log-uniform length (p), decodes (d), both (m)."""
+    """A busy worker's steps: prompt chunks of log-uniform length (p), decodes (d), both (m)."""
     while True:
         kind, chunks, batch, kv = rng.choice(kinds), list[PrefillChunk](), 0, 0
         if kind in "pm":
@@ -56,7 +56,7 @@ def shapes(
 
 
 def feed(fit: LatencyFit, model: LatencyModel, count: int, **changes) -> None:
-    """Feeds steps with noise (a standard deviation); of them, a share 20 times too slow."""
+    """Feeds steps with log-normal noise; a share of them (`outliers`) is 20 times too slow."""
     rng = random.Random(changes.get("seed", 1))
     noise, outliers = changes.get("noise", 0.05), changes.get("outliers", 0.01)
     steps = shapes(rng, changes.get("kinds", "pddddm"), changes.get("lengths", (64, 8000)))
@@ -68,7 +68,7 @@ def feed(fit: LatencyFit, model: LatencyModel, count: int, **changes) -> None:
 def worst_error(
     fit: LatencyFit, model: LatencyModel, kinds: str = "pd", lengths=(64, 8000)
 ) -> float:
-    """Of the predictions over the seen range, relative."""
+    """Largest relative error of the predictions over the seen range."""
     steps = itertools.islice(shapes(random.Random(99), kinds, lengths), 300)
     pairs = [(fit.model.step_s(*step), model.step_s(*step)) for step in steps]
     return max(abs(predicted - true) / true for predicted, true in pairs)
@@ -82,7 +82,7 @@ def test_steps_with_noise_and_outliers_give_their_model_back(model, noise, bound
     assert worst_error(fit, model) < bound
     quality = fit.quality
     assert quality.num_samples + quality.num_rejected == 3000
-    # One in a hundred was 20 times too slow.
+    # One step in a hundred was 20 times too slow.
     assert 15 <= quality.num_rejected <= 50
 
 
@@ -93,7 +93,7 @@ def test_a_few_dozen_steps_are_enough_to_leave_a_wrong_prior():
         assert worst_error(fit, model) < 0.25
 
 
-def test_mixed_steps_alone_tell_prefill_and_decode_apart():
+def test_mixed_steps_alone_separate_prefill_and_decode():
     model = MODELS["a CPU"]
     fit = LatencyFit(PRIOR)
     feed(fit, model, 2000, kinds="m")
@@ -102,8 +102,8 @@ def test_mixed_steps_alone_tell_prefill_and_decode_apart():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_noise_of_tiny_prompts_says_nothing_of_long_ones(seed):
-    """A busy machine's: each step takes up to some times what it should."""
+def test_noise_of_tiny_prompts_does_not_spoil_long_ones(seed):
+    """On a busy machine, each step may take several times as long as it should."""
     fit, model, rng = LatencyFit(PRIOR), MODELS["a CPU"], random.Random(seed)
     for _ in range(200):
         chunk = PrefillChunk(0, rng.choice([1, 1, 2, 3, 4, 6, 8]))
@@ -119,8 +119,8 @@ def test_one_step_in_ten_may_be_slow():
     assert worst_error(fit, model) < 0.05
 
 
-def test_heavy_tails_do_not_carry_the_fit_away():
-    """Time beyond the model's is Pareto with no variance: the fit stays near the median."""
+def test_heavy_tails_do_not_distort_the_fit():
+    """The excess time is Pareto distributed without a variance; the fit stays near the median."""
     model, rng = MODELS["a CPU"], random.Random(1)
     fit = LatencyFit(PRIOR)
     steps = shapes(rng, "pddddm")
@@ -130,7 +130,7 @@ def test_heavy_tails_do_not_carry_the_fit_away():
 
 
 @pytest.mark.parametrize("factor", [0.2, 0.5, 2.0, 20.0])
-def test_a_worker_that_changes_its_speed_is_followed(factor):
+def test_the_fit_follows_a_change_of_speed(factor):
     model = MODELS["a CPU"]
     changed = LatencyModel(*(value * factor for value in astuple(model)))
     fit = LatencyFit(PRIOR)
@@ -139,7 +139,7 @@ def test_a_worker_that_changes_its_speed_is_followed(factor):
     assert worst_error(fit, changed) < 0.1
 
 
-def test_a_slow_drift_is_followed():
+def test_the_fit_follows_a_slow_drift():
     model, fit = MODELS["a CPU"], LatencyFit(PRIOR)
     for number in range(40):
         changed = LatencyModel(*(value * (1 + number / 40) for value in astuple(model)))
@@ -147,15 +147,15 @@ def test_a_slow_drift_is_followed():
     assert worst_error(fit, changed) < 0.1
 
 
-def test_a_flood_of_decode_steps_leaves_what_is_known_of_prompts():
+def test_a_flood_of_decode_steps_keeps_the_fit_of_prompts():
     model, fit = MODELS["a CPU"], LatencyFit(PRIOR)
     feed(fit, model, 500, kinds="p")
     feed(fit, model, 10_000, kinds="d")
     assert worst_error(fit, model, "p") < 0.03
 
 
-def test_what_was_never_measured_keeps_the_priors_proportions():
-    """Only decodes are seen, of a machine 4 times slower than the prior."""
+def test_terms_that_were_never_measured_keep_the_priors_proportions():
+    """Only decode steps are seen, on a machine 4 times slower than the prior."""
     model = LatencyModel(*(value * 4 for value in astuple(PRIOR)))
     fit = LatencyFit(PRIOR)
     feed(fit, model, 1000, kinds="d")
@@ -176,7 +176,7 @@ finite = st.floats(0.1, 10.0)
 def test_steps_of_one_shape_are_predicted_and_split_as_in_the_prior(
     factors, length, batch, context, seed
 ):
-    """Nothing tells the coefficients apart; what is seen is right, the rest is within reason."""
+    """These steps cannot separate the coefficients: the sum is right, the parts are plausible."""
     pairs = zip(factors, astuple(PRIOR), strict=True)
     model, rng = LatencyModel(*(one * two for one, two in pairs)), random.Random(seed)
     shape = [PrefillChunk(0, length)], batch, batch * context
@@ -215,14 +215,14 @@ def test_no_steps_make_a_coefficient_negative_or_infinite(prior, steps):
         assert 0 <= quality.error_p50 <= quality.error_p90 < math.inf
 
 
-def test_before_anything_is_measured_the_prior_holds():
+def test_before_any_measurement_the_prior_is_used():
     fit = LatencyFit(PRIOR)
     assert fit.model == PRIOR
     assert fit.quality.error_p50 is None
     for nothing in (
         cluster_pb2.StepSample(duration_us=5),
         cluster_pb2.StepSample(num_decodes=3, num_kv_tokens=9),
-        # Fewer squares than tokens cannot be.
+        # Impossible: fewer squares than tokens.
         cluster_pb2.StepSample(num_prefill_tokens=9, duration_us=5, prefill_token_squares=8),
     ):
         fit.observe(nothing)
@@ -230,7 +230,7 @@ def test_before_anything_is_measured_the_prior_holds():
     assert fit.quality.num_rejected == 3
 
 
-def test_the_quality_says_how_far_the_latest_predictions_were_off():
+def test_the_quality_shows_the_recent_prediction_errors():
     fit = LatencyFit(PRIOR)
     feed(fit, MODELS["a CPU"], 2000, noise=0.1, outliers=0.0)
     quality = fit.quality

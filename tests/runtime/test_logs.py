@@ -1,11 +1,11 @@
-"""How a log line reads."""
+"""Format of a log line."""
 
 import logging
 
 from baton.runtime import logs
 
 
-def test_fields_are_those_of_the_caller(capsys):
+def test_a_line_has_only_the_callers_fields(capsys):
     made = logging.getLogRecordFactory()
 
     def marked(*args, **kwargs):

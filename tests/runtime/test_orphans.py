@@ -16,7 +16,7 @@ import os, signal, subprocess, sys
 subprocess.Popen([sys.executable, "-c", {CHILD!r}, str(os.getpid())])
 signal.pause()
 """
-# The process that has the leash is not bound by a copy of it.
+# A copy of the object has no effect in the process that made it.
 SPAWNING = """
 import copy, multiprocessing, os, signal
 from baton.runtime.orphans import EndsWithParent
@@ -32,7 +32,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="promised on Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="works on Linux only")
 def test_a_child_ends_with_its_killed_parent():
     with subprocess.Popen(
         [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True
@@ -40,27 +40,27 @@ def test_a_child_ends_with_its_killed_parent():
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
-        gone, _ = psutil.wait_procs([child], timeout=10)
+        gone, _ = psutil.wait_procs([child], timeout=120)
     assert gone
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="promised on Linux only")
-def test_a_child_whose_parent_died_already_does_not_start():
+@pytest.mark.skipif(sys.platform != "linux", reason="works on Linux only")
+def test_a_child_exits_if_its_parent_is_already_dead():
     not_its_parent = "1"
     run = subprocess.run(
-        [sys.executable, "-c", CHILD, not_its_parent], capture_output=True, timeout=30, check=False
+        [sys.executable, "-c", CHILD, not_its_parent], capture_output=True, timeout=120, check=False
     )
     assert run.returncode == 1
     assert not run.stdout
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="promised on Linux only")
-def test_a_spawned_child_that_is_given_a_leash_ends_with_its_killed_parent(tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="works on Linux only")
+def test_a_spawned_child_ends_with_its_killed_parent(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(SPAWNING)
     with subprocess.Popen([sys.executable, program], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
-        gone, _ = psutil.wait_procs([child], timeout=10)
+        gone, _ = psutil.wait_procs([child], timeout=120)
     assert gone

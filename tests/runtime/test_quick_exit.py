@@ -18,7 +18,7 @@ sys.exit(3)
 """
 
 
-def test_a_process_ends_at_once_with_its_code_and_all_that_it_wrote():
+def test_skip_cleanup_keeps_the_exit_code_and_all_output():
     run = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=60, check=False
     )

@@ -1,4 +1,4 @@
-"""gRPC servers with the project's limits."""
+"""gRPC servers with Baton's limits."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ NUM_CALLS, NUM_CLIENTS = 2500, 24
 
 
 class Busy(inference_pb2_grpc.InferenceServicer):
-    """Keeps its event loop to itself for a second: what comes meanwhile waits inside gRPC."""
+    """Blocks its event loop for a second, so that calls wait inside gRPC."""
 
     def __init__(self) -> None:
         self.was_busy = False
@@ -31,7 +31,7 @@ class Busy(inference_pb2_grpc.InferenceServicer):
 
 @contextlib.contextmanager
 def busy_server(protection=None):
-    """The address of a server on an event loop of its own."""
+    """Address of a server on its own event loop."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -47,7 +47,7 @@ def busy_server(protection=None):
         await server.stop(None)
 
     def there(coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(60)
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(120)
 
     server, address = there(start())
     try:
@@ -64,20 +64,20 @@ def test_calls_wait_for_a_busy_server():
         async with rpc.channel(address) as channel:
             stub = inference_pb2_grpc.InferenceStub(channel)
             request = inference_pb2.GetModelRequest()
-            await asyncio.gather(*(stub.GetModel(request, timeout=60) for _ in range(NUM_CALLS)))
+            await asyncio.gather(*(stub.GetModel(request, timeout=120) for _ in range(NUM_CALLS)))
 
     with busy_server() as address:
         asyncio.run(ask(address))
 
 
-def test_what_is_too_much_for_a_small_server_is_told_so():
+def test_calls_beyond_the_limit_are_refused_with_a_status():
     config = SecurityConfig(max_calls=4)
     protection = rpc.Protection(config, Access(config, Refusals()), None, None)
 
     async def ask(channel):
         stub = inference_pb2_grpc.InferenceStub(channel)
         try:
-            await stub.GetModel(inference_pb2.GetModelRequest(), timeout=60)
+            await stub.GetModel(inference_pb2.GetModelRequest(), timeout=120)
         except grpc.RpcError as error:
             return error.code()
         return grpc.StatusCode.OK

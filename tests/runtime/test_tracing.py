@@ -1,4 +1,4 @@
-"""Spans, to a real collector and to none."""
+"""Export of spans with and without a collector."""
 
 import asyncio
 import socket
@@ -14,8 +14,8 @@ from baton.runtime.tracing import MAX_QUEUED_SPANS, Span, Tracing
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED, NOT_SAMPLED = f"00-{TRACE}-{PARENT}-01", f"00-{TRACE}-{PARENT}-00"
-# Of a machine under load: the flush is bounded by two seconds.
-FLUSH_S = 60.0
+# Limit for a machine under load; the flush itself is limited to two seconds.
+FLUSH_S = 120.0
 
 
 def span(name: str, **more) -> Span:
@@ -27,7 +27,7 @@ async def close(spans: Tracing) -> None:
         await asyncio.to_thread(spans.close)
 
 
-async def test_spans_arrive_under_the_request(collector):
+async def test_spans_arrive_under_the_requests_span(collector):
     config = TracingConfig(otlp_endpoint=collector.endpoint)
     spans = Tracing(config, {"baton.worker.id": "w1"})
     assert spans.wants(SAMPLED)
@@ -45,7 +45,7 @@ async def test_spans_arrive_under_the_request(collector):
 
 
 @pytest.mark.parametrize("traceparent", ["", "no traceparent", NOT_SAMPLED])
-async def test_only_sampled_requests_are_to_have_spans(collector, traceparent):
+async def test_only_sampled_requests_get_spans(collector, traceparent):
     spans = Tracing(TracingConfig(otlp_endpoint=collector.endpoint), {})
     assert not spans.wants(traceparent)
     spans.record(SAMPLED, span("wanted"))
@@ -53,7 +53,7 @@ async def test_only_sampled_requests_are_to_have_spans(collector, traceparent):
     assert set(await collector.wait_for("wanted")) == {"wanted"}
 
 
-async def test_what_is_kept_at_its_end_has_its_callers_trace_or_its_own(collector):
+async def test_a_kept_span_joins_the_clients_trace_or_starts_one(collector):
     spans = Tracing(TracingConfig(otlp_endpoint=collector.endpoint), {})
     spans.keep(NOT_SAMPLED, span("callers", children=[span("part")]))
     spans.keep("", span("own"))
@@ -66,8 +66,8 @@ async def test_what_is_kept_at_its_end_has_its_callers_trace_or_its_own(collecto
     assert len({TRACE, found["own"].trace_id, found["odd"].trace_id}) == 3
 
 
-async def test_a_collector_that_is_away_or_silent_delays_nothing(collector, monkeypatch):
-    # Who waited for an export would not be done within this test.
+async def test_a_missing_or_silent_collector_delays_nothing(collector, monkeypatch):
+    # Code that waited for an export would not end within this test.
     monkeypatch.setattr(tracing, "_EXPORT_TIMEOUT_S", 3600.0)
     collector.answers.clear()
     with socket.socket() as unused:
@@ -84,7 +84,7 @@ async def test_a_collector_that_is_away_or_silent_delays_nothing(collector, monk
     collector.answers.set()
 
 
-def test_without_an_endpoint_nothing_of_it_is_imported():
+def test_without_an_endpoint_opentelemetry_is_not_imported():
     program = (
         "import sys, baton.worker.main\n"
         "from baton.runtime.config import TracingConfig\n"
@@ -94,7 +94,7 @@ def test_without_an_endpoint_nothing_of_it_is_imported():
         "spans.close()\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_a_missing_package_is_a_configuration_error(monkeypatch):

@@ -1,4 +1,4 @@
-"""Certificates, keys and servers for the tests of who is let in."""
+"""Certificates, keys and servers for the security tests."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class Pki:
         self.authority.issue(cert, key, name, hosts, **options)
 
     def tls(self, stem: str = "") -> Tls:
-        """As a client with that certificate; without one by default."""
+        """Client settings with that certificate, or without one by default."""
         if not stem:
             return Tls(self.file("ca.pem"))
         return Tls(self.file("ca.pem"), self.file(f"{stem}.pem"), self.file(f"{stem}.key"))
 
     def server(self, **options) -> dict[str, object]:
-        """A `security` section."""
+        """Values of a `security` section."""
         files = {"ca_file": "ca.pem", "cert_file": "server.pem", "key_file": "server.key"}
         return {key: self.file(name) for key, name in files.items()} | options
 
@@ -60,7 +60,7 @@ def make_pki(directory: Path) -> Pki:
     pki.issue("client", CLIENT_NAME)
     pki.issue("admin", ADMIN_NAME)
     pki.issue("expired", CLUSTER_NAME, until=datetime.now(UTC) - timedelta(minutes=1))
-    # Who signs it says that it is a member of the cluster, but is not whom we believe.
+    # This certificate has the name of a cluster member, but another CA has signed it.
     other = Pki(directory, Authority.make("another CA"))
     other.issue("wrong", CLUSTER_NAME)
     return pki
@@ -73,7 +73,7 @@ def pki(tmp_path_factory) -> Pki:
 
 @pytest.fixture
 def fresh_pki(tmp_path) -> Pki:
-    """One whose files a test may replace."""
+    """Certificates whose files a test may replace."""
     return make_pki(tmp_path)
 
 
@@ -83,12 +83,12 @@ def model(tmp_path_factory) -> str:
 
 
 @pytest.fixture(autouse=True)
-def files_are_looked_at_each_time(monkeypatch):
+def files_are_checked_at_each_use(monkeypatch):
     monkeypatch.setattr(watched_file, "CHECK_INTERVAL_S", 0.0)
 
 
 class Keys:
-    """A file of API keys; `add` returns the key itself."""
+    """A key file; `add` returns the API key."""
 
     def __init__(self, path: Path) -> None:
         self.path, self._entries = str(path), []
@@ -122,7 +122,7 @@ class Issuer:
         public, encoding = self.key.public_key(), serialization.Encoding.PEM
         kind = serialization.PublicFormat.SubjectPublicKeyInfo
         file.write_bytes(public.public_bytes(encoding, kind))
-        # A `security.jwt` section.
+        # Values of a `security.jwt` section.
         self.config = {"key_file": str(file), "issuer": "https://idp.test", "audience": "baton"}
 
     def token(self, key=None, algorithm="ES256", headers=None, **changes) -> str:
@@ -144,14 +144,14 @@ def issuer(tmp_path) -> Issuer:
 
 
 class Log(logging.Handler):
-    """What the processes of this test would have written to stderr."""
+    """Collects Baton's log lines."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        # With every field: a secret may hide in any of them.
+        # All fields are included, because a secret may be in any of them.
         self.lines.append(f"{record.getMessage()} {vars(record)}")
 
     def reasons(self) -> set[str]:
@@ -205,7 +205,7 @@ def start_coordinator(coordinator_config):
 
 
 async def refusals(coordinator) -> dict[tuple[str, str], int]:
-    """As its metrics endpoint shows them, by service and reason."""
+    """Refusals by service and reason, as the metrics endpoint shows them."""
     families = await asyncio.to_thread(lambda: list(coordinator._access.refusals.collect()))
     return {
         (sample.labels["service"], sample.labels["reason"]): int(sample.value)

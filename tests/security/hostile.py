@@ -1,4 +1,4 @@
-"""Peers that mean no good, over plain sockets."""
+"""Hostile peers over plain sockets."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWri
 
 @contextlib.asynccontextmanager
 async def idle_connections(address: str, number: int, said: bytes = b""):
-    """So many that have said only this, which is no whole request."""
+    """Opens connections that send only `said`, which is not a complete request."""
     writers = []
     try:
         for first in range(0, number, 100):
@@ -46,7 +46,7 @@ async def idle_connections(address: str, number: int, said: bytes = b""):
 
 
 async def dropped(address: str, said: bytes, within_s: float) -> bool:
-    """Whether the server closes the connection after that, having read it or not."""
+    """Whether the server closes the connection in time after `said`."""
     reader, writer = await connect(address)
     try:
         with contextlib.suppress(ConnectionError):
@@ -67,12 +67,12 @@ def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def _header(name: bytes, value: bytes) -> bytes:
-    """HPACK: a literal without indexing (RFC 7541, 6.2.2); both shorter than 127 bytes."""
+    """HPACK literal without indexing (RFC 7541, 6.2.2); both parts shorter than 127 bytes."""
     return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
 
 
 def call_with_length(path: str, num_bytes: int) -> bytes:
-    """A gRPC call whose message says it has so many bytes, and does not bring them."""
+    """A gRPC call whose message header announces `num_bytes`, of which only a few follow."""
     headers = b"".join(
         _header(*pair)
         for pair in (
@@ -94,7 +94,7 @@ def call_with_length(path: str, num_bytes: int) -> bytes:
 
 
 async def stream_ended(address: str, said: bytes, within_s: float) -> bool:
-    """Whether the server ends stream 1, by trailers or a reset, after that."""
+    """Whether the server ends stream 1 in time after `said`, by trailers or a reset."""
     reader, writer = await connect(address)
     try:
         writer.write(said)

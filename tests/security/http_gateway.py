@@ -1,4 +1,4 @@
-"""A gateway in the test's own loop, and a plain question to it."""
+"""A gateway in the test's event loop, and a client for its metrics."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from baton.gateway.server import CellEndpoints, serve
 from baton.runtime.config import HttpConfig
 from baton.runtime.security_config import SecurityConfig
 
-WAIT_S = 30.0
+# Longest wait for an event that must happen; long enough for a busy machine.
+WAIT_S = 120.0
 
 
 @contextlib.asynccontextmanager
 async def gateway(coordinator, pki=None, security=None, **limits):
-    """Its host:port, in front of a coordinator; with TLS where there is a `pki`."""
+    """Runs a gateway in front of a coordinator, with TLS if `pki` is given; yields host:port."""
     options = security or {}
     found = SecurityConfig(**(pki.server(**options) if pki else options))
     listener, url = bind("127.0.0.1:0")
@@ -41,7 +42,7 @@ async def gateway(coordinator, pki=None, security=None, **limits):
 
 
 def metrics(address, pki=None, stem="", token=""):
-    """What it tells, asked by whoever has that certificate and token; raises OSError."""
+    """Metrics page, fetched with that certificate and token; raises OSError."""
     context = ssl.create_default_context(cafile=pki.file("ca.pem")) if pki else None
     if stem:
         context.load_cert_chain(pki.file(f"{stem}.pem"), pki.file(f"{stem}.key"))

@@ -1,4 +1,4 @@
-"""Who is recognised by a key or a token, and what each may do."""
+"""Authentication by API key or token, and the rights that result."""
 
 import json
 from datetime import UTC, datetime, timedelta
@@ -37,7 +37,7 @@ def request(access, key, **said):
     return caller
 
 
-def test_without_keys_anybody_may_ask():
+def test_without_keys_every_caller_is_accepted():
     assert access().caller("").grants is None
 
 
@@ -65,7 +65,7 @@ def test_forms_of_a_credential(keys, form):
         "\x00",
     ],
 )
-def test_what_is_no_key_is_unauthenticated(keys, wrong):
+def test_an_invalid_credential_is_unauthenticated(keys, wrong):
     keys.add("one", tenant="search")
     with pytest.raises(Unauthenticated):
         access(api_keys_file=keys.path).caller(wrong)
@@ -91,7 +91,7 @@ def test_a_known_id_with_another_secret_is_unknown(keys):
         ("admin", {}, "no_inference"),
     ],
 )
-def test_what_a_key_may_not_is_denied_and_counted(keys, log, key, said, reason):
+def test_a_request_beyond_the_grants_is_denied_and_counted(keys, log, key, said, reason):
     made = {
         "search": keys.add("search", tenant="search"),
         "batch": keys.add("batch", tenant="search", lanes=["batch"]),
@@ -103,13 +103,13 @@ def test_what_a_key_may_not_is_denied_and_counted(keys, log, key, said, reason):
         request(found, made[key], **said)
     assert refused(found) == {reason: 1}
     assert log.reasons() == {reason}
-    # The log names the key, and shows none.
+    # The log has the key's name but not the key.
     assert any(f"'key': '{key}'" in line for line in log.lines)
     shown = "".join([*log.lines, str(caught.value)])
     assert not any(secret[-40:] in shown for secret in keys.secrets)
 
 
-def test_an_expired_key_is_told_so(keys):
+def test_an_expired_key_is_refused_as_expired(keys):
     old = keys.add("old", tenant="search", expires=NOW - timedelta(seconds=1))
     good = keys.add("good", tenant="search", expires=NOW + timedelta(seconds=1))
     found = access(api_keys_file=keys.path)
@@ -135,7 +135,7 @@ def test_a_removed_key_is_refused_and_a_broken_file_changes_nothing(keys, log):
 @pytest.mark.parametrize(
     "wrong", [b"keys: [{expires: 2030-13-45T00:00:00Z}]", b"\xff\xfe", b"keys: [{", b"[1]"]
 )
-def test_whatever_is_wrong_with_a_file_changes_nothing(keys, log, wrong):
+def test_an_invalid_key_file_changes_nothing(keys, log, wrong):
     key = keys.add("one", tenant="a")
     found = access(api_keys_file=keys.path)
     Path(keys.path).write_bytes(wrong)
@@ -160,7 +160,7 @@ def test_prompts_and_running_requests_have_limits(keys):
     found.enter(caller)
 
 
-def test_what_is_resumed_shares_the_place_of_its_older_self(keys):
+def test_a_resumed_request_shares_the_slot_of_the_earlier_one(keys):
     one, other = (keys.add(name, tenant="a", max_concurrent=1) for name in ("one", "other"))
     found = access(api_keys_file=keys.path)
     caller, stranger = (found.caller(f"Bearer {key}") for key in (one, other))
@@ -177,7 +177,7 @@ def test_what_is_resumed_shares_the_place_of_its_older_self(keys):
     assert is_refused(caller, "r", resumes=True)
     older()
     assert is_refused(caller, "s")
-    # Another credential's place is not there to be taken over.
+    # A request cannot take over the slot of another credential's request.
     elsewhere = found.enter(stranger, "s")
     assert is_refused(stranger, "r", resumes=True)
     newer()
@@ -214,7 +214,7 @@ def test_the_cluster_token(tmp_path):
     assert refused(found) == {"missing": 1, "unknown": 3}
 
 
-def test_many_refusals_fill_no_log(log):
+def test_many_refusals_do_not_fill_the_log(log):
     now = [0.0]
     refusals = Refusals(lambda: now[0])
     for _ in range(1000):
@@ -240,7 +240,7 @@ def test_a_token_carries_the_same_grants(issuer):
         found.check_admin(f"Bearer {issuer.token()}", [])
 
 
-def test_what_runs_is_counted_to_one_subject_alone(issuer, keys):
+def test_running_requests_are_counted_per_subject(issuer, keys):
     long = "x" * 90
     tokens = [
         issuer.token(sub=sub, tenant=tenant, max_concurrent=1)
@@ -261,7 +261,7 @@ def test_what_runs_is_counted_to_one_subject_alone(issuer, keys):
             found.enter(request(found, token))
     for give_back in places:
         give_back()
-    # Of a key, whatever it is called.
+    # A key is counted separately, even if its name looks like a token's subject.
     named = [keys.add("jwt:svc", tenant=tenant, max_concurrent=1) for tenant in ("search", "b")]
     both = Access(SecurityConfig(api_keys_file=keys.path, jwt=issuer.config), Refusals())
     for credential in (*named, tokens[0]):
@@ -282,7 +282,7 @@ def test_what_runs_is_counted_to_one_subject_alone(issuer, keys):
         ({"note": "x" * 20_000}, "too_long"),
     ],
 )
-def test_tokens_that_do_not_count(issuer, log, changes, reason):
+def test_invalid_tokens_are_refused(issuer, log, changes, reason):
     found, token = jwt_access(issuer), issuer.token(**changes)
     with pytest.raises((Unauthenticated, PermissionDenied)) as caught:
         found.caller(f"Bearer {token}")
@@ -290,11 +290,11 @@ def test_tokens_that_do_not_count(issuer, log, changes, reason):
     assert token.split(".")[2] not in "".join([*log.lines, str(caught.value)])
 
 
-def test_signatures_of_others_do_not_count(issuer):
+def test_tokens_with_a_foreign_signature_are_refused(issuer):
     found = jwt_access(issuer)
     for token in (
         issuer.token(key=ec.generate_private_key(ec.SECP256R1())),
-        # The public key as a shared secret.
+        # Uses the public key as a shared secret.
         jwt.utils.base64url_encode(b'{"alg":"HS256"}').decode() + ".e30.e30",
         jwt.utils.base64url_encode(b'{"alg":"none"}').decode() + ".e30.",
         "a.b.c",
@@ -303,7 +303,7 @@ def test_signatures_of_others_do_not_count(issuer):
             found.caller(f"Bearer {token}")
 
 
-def test_a_key_set_goes_by_the_id_of_the_key(issuer):
+def test_a_key_set_is_searched_by_key_id(issuer):
     second = ed25519.Ed25519PrivateKey.generate()
     first_jwk = json.loads(jwt.algorithms.ECAlgorithm.to_jwk(issuer.key.public_key()))
     second_jwk = json.loads(jwt.algorithms.OKPAlgorithm.to_jwk(second.public_key()))
@@ -314,7 +314,7 @@ def test_a_key_set_goes_by_the_id_of_the_key(issuer):
     found.caller(f"Bearer {issuer.token(key=second, algorithm='EdDSA', headers={'kid': 'b'})}")
     with pytest.raises(Unauthenticated):
         found.caller(f"Bearer {issuer.token(headers={'kid': 'c'})}")
-    # The issuer has withdrawn a key: tokens that were good are not any more.
+    # After the issuer has withdrawn a key, its tokens are refused.
     good = issuer.token(headers={"kid": "a"})
     found.caller(f"Bearer {good}")
     issuer.file.write_text(json.dumps({"keys": keys[1:]}))
@@ -323,7 +323,7 @@ def test_a_key_set_goes_by_the_id_of_the_key(issuer):
 
 
 @pytest.mark.parametrize("wrong", [b"nothing", b"\xff\xfe"])
-def test_a_file_that_is_no_key_is_refused_at_start(issuer, wrong):
+def test_a_file_without_a_public_key_is_refused_at_start(issuer, wrong):
     issuer.file.write_bytes(wrong)
     with pytest.raises(ConfigError, match="neither a public key in PEM nor a JWKS"):
         jwt_access(issuer)

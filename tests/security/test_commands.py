@@ -1,4 +1,4 @@
-"""The commands that make certificates and keys, and those that use them."""
+"""Commands that make certificates and keys, and commands that use them."""
 
 import os
 import ssl
@@ -15,7 +15,7 @@ from baton.cli import keys
 from baton.runtime import api_keys
 from baton.runtime.config_error import ConfigError
 
-TIMEOUT_S = 60
+TIMEOUT_S = 120
 
 
 @pytest.fixture
@@ -39,7 +39,9 @@ def serial(file: Path) -> int:
     return x509.load_pem_x509_certificate(file.read_bytes()).serial_number
 
 
-def test_what_certs_and_keys_make_is_what_the_commands_use(baton, tmp_path, coordinator_process):
+def test_commands_accept_the_certificates_and_keys_that_baton_made(
+    baton, tmp_path, coordinator_process
+):
     made = baton("certs", "certs", "--host", "10.0.0.5", "--days", "3")
     assert made.returncode == 0, made.stderr
     certs = tmp_path / "certs"
@@ -121,7 +123,7 @@ def coordinator_process(baton, tmp_path, model):
         process.stdout.close()
 
 
-def test_certificates_that_find_no_room_leave_nothing(tmp_path):
+def test_certificates_that_do_not_fit_on_the_disk_leave_no_files(tmp_path):
     done = subprocess.run(
         ["sh", "-c", 'ulimit -f 0; exec "$@"', "sh"]
         + [sys.executable, "-m", "baton.cli", "certs", "certs"],
@@ -151,7 +153,7 @@ def test_certs_renews_and_keeps_its_ca(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("lone", ["ca.pem", "ca.key", "server.key"])
-def test_certs_writes_nothing_over_without_its_ca(baton, tmp_path, lone):
+def test_certs_overwrites_nothing_without_its_ca(baton, tmp_path, lone):
     (tmp_path / lone).write_text("somebody's own")
     made = baton("certs", ".")
     assert (made.returncode, made.stdout) == (2, "")
@@ -160,7 +162,7 @@ def test_certs_writes_nothing_over_without_its_ca(baton, tmp_path, lone):
     assert (tmp_path / lone).read_text() == "somebody's own"
 
 
-def test_certs_signs_with_no_other_key(baton, tmp_path):
+def test_certs_does_not_sign_with_another_key(baton, tmp_path):
     for directory in ("one", "other"):
         assert baton("certs", directory).returncode == 0
     (tmp_path / "other" / "ca.key").rename(tmp_path / "one" / "ca.key")
@@ -170,7 +172,7 @@ def test_certs_signs_with_no_other_key(baton, tmp_path):
 
 
 @pytest.mark.parametrize("host", ["", "münchen.example"])
-def test_a_host_that_no_certificate_can_have(baton, tmp_path, host):
+def test_a_host_that_is_not_valid_in_a_certificate(baton, tmp_path, host):
     made = baton("certs", "certs", "--host", host)
     assert made.returncode == 2
     assert made.stderr.startswith(f"baton: {host!r} is neither an IP address nor ")
@@ -206,7 +208,7 @@ def test_keys_are_listed_without_secrets_and_removed(tmp_path, monkeypatch):
     assert "no keys" in runner.invoke(app, ["keys", "list", "k"]).output
 
 
-def test_who_reads_the_keys_still_can_when_another_has_changed_them(tmp_path):
+def test_a_changed_key_file_keeps_its_owner_and_mode(tmp_path):
     file = tmp_path / "keys.yaml"
     _, entry = api_keys.make("one", tenant="a")
     api_keys.write(str(file), [entry])
@@ -220,7 +222,7 @@ def test_who_reads_the_keys_still_can_when_another_has_changed_them(tmp_path):
     assert api_keys.read(str(file)) == {}
 
 
-def test_a_file_of_keys_stays_where_its_link_leads(tmp_path):
+def test_a_key_file_behind_a_link_is_replaced_at_its_target(tmp_path):
     (link := tmp_path / "keys.yaml").symlink_to("kept.yaml")
     key, entry = api_keys.make("one", tenant="a")
     api_keys.write(str(link), [entry])
@@ -228,7 +230,7 @@ def test_a_file_of_keys_stays_where_its_link_leads(tmp_path):
     assert api_keys.read(str(tmp_path / "kept.yaml"))[entry.id].fits(key)
 
 
-def test_nothing_is_left_of_keys_that_do_not_fit_on_the_disk(tmp_path):
+def test_a_key_file_that_does_not_fit_on_the_disk_leaves_no_file(tmp_path):
     program = (
         "import resource; from baton.runtime import api_keys; "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); "
@@ -241,8 +243,8 @@ def test_nothing_is_left_of_keys_that_do_not_fit_on_the_disk(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_no_file_is_not_replaced_by_keys(tmp_path):
-    """As /dev/null, which root may replace."""
+def test_keys_do_not_replace_a_special_file(tmp_path):
+    """The file could be /dev/null, which root may replace."""
     os.mkfifo(pipe := tmp_path / "keys.yaml")
     with pytest.raises(ConfigError, match="is not a regular file"):
         api_keys.write(str(pipe), [])
@@ -275,7 +277,7 @@ def test_options_that_cannot_work_are_named(tmp_path, monkeypatch, options, mess
     assert connection.current() == connection.Connection(), "options outlived their command"
 
 
-def test_a_key_is_given_once_and_an_option_goes_before_a_variable(tmp_path, monkeypatch):
+def test_a_key_is_given_once_and_an_option_overrides_a_variable(tmp_path, monkeypatch):
     from typer.testing import CliRunner
 
     from baton.cli.main import app
@@ -291,7 +293,7 @@ def test_a_key_is_given_once_and_an_option_goes_before_a_variable(tmp_path, monk
 
 
 @pytest.mark.parametrize("key", ["g\u00fcnther", "two\nlines", "\udcff", "two words"])
-def test_a_key_that_cannot_be_sent_is_wrong_use_of_its_variable(monkeypatch, key):
+def test_a_key_that_cannot_be_sent_is_a_usage_error(monkeypatch, key):
     from typer.testing import CliRunner
 
     from baton.cli.failures import USAGE, exit_code
@@ -305,7 +307,7 @@ def test_a_key_that_cannot_be_sent_is_wrong_use_of_its_variable(monkeypatch, key
         assert key not in str(error)
 
 
-def test_keys_that_are_added_at_once_are_all_there(tmp_path, monkeypatch):
+def test_keys_that_are_added_concurrently_are_all_kept(tmp_path, monkeypatch):
     path, read = str(tmp_path / "keys.yaml"), api_keys.read
 
     def slowly(path):
@@ -323,7 +325,7 @@ def test_keys_that_are_added_at_once_are_all_there(tmp_path, monkeypatch):
     assert [file.name for file in tmp_path.iterdir()] == ["keys.yaml"]
 
 
-def test_who_changes_keys_for_too_long_is_not_waited_for(tmp_path, monkeypatch):
+def test_the_wait_for_the_key_files_lock_is_limited(tmp_path, monkeypatch):
     path = str(tmp_path / "keys.yaml")
     monkeypatch.setattr(api_keys, "_LOCK_TIMEOUT_S", 0.05)
     with api_keys.locked(path), pytest.raises(ConfigError, match="another process"):

@@ -1,4 +1,4 @@
-"""What refuses to start, and what configurations show."""
+"""Listeners that are refused without authentication, and secrets in printed configurations."""
 
 from pathlib import Path
 
@@ -25,11 +25,11 @@ def config(key: str, listen: str, **security) -> BatonConfig:
 
 @pytest.mark.parametrize("key", LISTENERS)
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "[::]:0", "192.0.2.1:80", "host.test:80", "*:80"])
-def test_nothing_is_open_to_other_hosts_unless_told_so(key, listen, caplog):
+def test_listening_for_other_hosts_needs_authentication(key, listen, caplog):
     with pytest.raises(ConfigError, match=rf"^{key}: is .* security.allow_insecure: true$"):
         exposure.check_all(config(key, listen))
     exposure.check_all(config(key, listen, allow_insecure=True))
-    # Once, though both clients and workers come to the coordinator's.
+    # One warning, although both clients and workers use the coordinator's listener.
     assert [record.getMessage() for record in caplog.records] == [
         f"{key} {listen} is open to other hosts without TLS"
     ]
@@ -37,12 +37,12 @@ def test_nothing_is_open_to_other_hosts_unless_told_so(key, listen, caplog):
 
 @pytest.mark.parametrize("key", LISTENERS)
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "127.9.9.9:80", "[::1]:0", "localhost:80"])
-def test_loopback_is_open(key, listen):
+def test_loopback_needs_no_authentication(key, listen):
     exposure.check_all(config(key, listen))
 
 
 @pytest.mark.parametrize("key", LISTENERS)
-def test_with_everybody_known_everything_may_listen(key, keys, tmp_path):
+def test_with_authentication_every_listener_may_be_public(key, keys, tmp_path):
     keys.add("one", tenant="a")
     token = tmp_path / "token"
     token.write_text("t")
@@ -55,11 +55,11 @@ def test_with_everybody_known_everything_may_listen(key, keys, tmp_path):
 
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.yaml")), ids=lambda file: file.name)
-def test_examples_let_in_whom_they_should(file):
+def test_examples_are_not_open_to_other_hosts(file):
     exposure.check_all(load(str(file)))
 
 
-def test_known_clients_do_not_make_workers_known(keys):
+def test_authentication_of_clients_does_not_cover_workers(keys):
     keys.add("one", tenant="a")
     with pytest.raises(
         ConfigError, match=r"its workers are not authenticated; set security.cluster_"
@@ -67,7 +67,7 @@ def test_known_clients_do_not_make_workers_known(keys):
         exposure.check_all(config("coordinator.listen", "0.0.0.0:0", api_keys_file=keys.path))
 
 
-async def test_a_coordinator_does_not_start(start_coordinator):
+async def test_an_open_coordinator_does_not_start(start_coordinator):
     with pytest.raises(ConfigError, match=r"^coordinator.listen: is 0.0.0.0:0"):
         async with start_coordinator(coordinator={"listen": "0.0.0.0:0"}):
             pass
@@ -90,25 +90,25 @@ async def test_a_coordinator_does_not_start(start_coordinator):
         ({"api_key_file": "a"}, "unknown key; did you mean 'api_keys_file'"),
     ],
 )
-def test_what_does_not_go_together_is_named(security, message):
+def test_contradicting_keys_are_named(security, message):
     with pytest.raises(ConfigError, match=message):
         parse({"security": security}, "test")
 
 
-def test_errors_do_not_quote_what_stands_in_the_section():
+def test_errors_do_not_quote_values_of_the_section():
     with pytest.raises(ConfigError) as caught:
         parse({"security": {"jwt": "hunter2", "max_calls": "hunter2"}}, "test")
     assert "hunter2" not in str(caught.value)
 
 
-async def test_files_that_are_wrong_are_named_at_start(start_coordinator, tmp_path, pki):
+async def test_invalid_files_are_named_at_start(start_coordinator, tmp_path, pki):
     empty = tmp_path / "empty"
     empty.write_text("")
     for security in (
         {"api_keys_file": str(tmp_path / "none.yaml")},
         {"cluster_token_file": str(empty)},
         pki.server(cert_file=str(empty)),
-        # Somebody else's key.
+        # The key of another certificate.
         pki.server(key_file=pki.file("client.key")),
     ):
         with pytest.raises(ConfigError) as caught:
@@ -133,5 +133,5 @@ def test_config_show_has_no_secrets():
     assert secret not in seen
     assert "max_num_batched_tokens: 512" in seen
     assert "cluster_token_file: /run/token" in seen
-    # What child processes are given is whole.
+    # Child processes get the complete configuration.
     assert dump(given).count(secret) == 5

@@ -1,4 +1,4 @@
-"""A running cell that believes an identity provider's tokens, over gRPC and HTTP."""
+"""A running cell that accepts an identity provider's tokens, over gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ import yaml
 
 from baton.client import AdminClient, BatonClient, errors
 
-WAIT_S = 30.0
+# Longest wait for an event that must happen; long enough for a busy machine.
+WAIT_S = 120.0
 PROMPT = list(range(5, 25))
 
 
 @contextlib.contextmanager
 def running(directory, model, **sections):
-    """A `baton up`: addresses of gRPC and HTTP, of its metrics, and what it has logged."""
+    """Runs `baton up`; yields addresses of gRPC and HTTP, the metrics URL, and a log reader."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         metrics = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -110,7 +111,7 @@ async def test_tokens_of_an_identity_provider(issuer, model, tmp_path):
                     await client.complete(PROMPT, max_tokens=3, timeout_s=WAIT_S)
             status, body = await asyncio.to_thread(post, http, token)
             assert (status, body["error"]["code"]) == (401, "invalid_api_key")
-        # Rights to requests are not those of operators, nor the other way round.
+        # The right to send requests does not include the Admin service, nor the reverse.
         async with AdminClient(grpc, api_key=operator) as admin:
             tenants = {one.tenant for one in await admin.list_requests(include_ended=True)}
             assert tenants == {"search"}

@@ -1,4 +1,4 @@
-"""A whole cell with TLS, client certificates, keys and a cluster token: it works end to end."""
+"""A whole cell with TLS, client certificates, keys and a cluster token, end to end."""
 
 import asyncio
 import json
@@ -28,13 +28,14 @@ from baton.runtime.tls import TlsFiles
 from baton.v1 import common_pb2, kv_transfer_pb2, kv_transfer_pb2_grpc
 from baton.worker.main import serve as serve_worker
 
-WAIT_S = 20.0
+# Longest wait for an event that must happen; long enough for a busy machine.
+WAIT_S = 120.0
 PROMPT = list(range(5, 45))
 
 
 @dataclass
 class Cell:
-    """Everything in this process, but for the workers' transfer services."""
+    """A cell in this process; only the workers' transfer services are separate processes."""
 
     pki: object
     coordinator: Coordinator
@@ -58,7 +59,7 @@ class Cell:
         return self.coordinator.shell.core.stats.handoffs["grpc"]
 
     async def has_handed_over(self, num_handoffs):
-        """Waits for so many in all: engines that take no time answer before the handoff is told."""
+        """Waits until this many handoffs are reported; reports may come after the answers."""
         async with asyncio.timeout(WAIT_S):
             while self.num_handoffs < num_handoffs:
                 await asyncio.sleep(0.01)
@@ -113,10 +114,10 @@ async def cell(model, fresh_pki, keys, coordinator_config, tmp_path):
         kv_transfer={"transports": ["grpc"], "send_bytes": 2**22, "receive_bytes": 2**22},
         decode={"local_prefill": False},
         simulated={"time_scale": 0, "max_model_len": 1024, "kv_tokens": 8192},
-        worker={"attach_timeout_s": 5, "drain_timeout_s": 5},
+        worker={"attach_timeout_s": WAIT_S, "drain_timeout_s": WAIT_S},
     )
     metrics = unused_address()
-    # As on another host, where there is no file of keys.
+    # Simulates workers on another host, where the key file does not exist.
     elsewhere = {"api_keys_file": str(tmp_path / "not-here.yaml")}
     config_of_workers = config.model_copy(
         update={"security": config.security.model_copy(update=elsewhere)}
@@ -157,16 +158,16 @@ async def cell(model, fresh_pki, keys, coordinator_config, tmp_path):
             assert await asyncio.wait_for(asyncio.gather(*tasks), WAIT_S) == [0, 0, 0]
 
 
-async def test_everything_works_for_those_who_may(cell):
+async def test_authorized_callers_can_use_the_whole_cell(cell):
     async with cell.client() as client, cell.admin() as admin:
         await client.wait_ready(WAIT_S)
         answer = await client.complete(PROMPT, max_tokens=8, temperature=0, timeout_s=WAIT_S)
         assert list(answer.token_ids) == expected_tokens(cell.vocabulary, PROMPT, 8)
-        # The KV cache went from one worker to the other, over TLS.
+        # The KV cache was handed over between the workers, over TLS.
         assert await cell.has_handed_over(1)
         workers = {worker.worker_id: worker for worker in await admin.list_workers()}
         assert set(workers) == {"p", "d"}
-        # Over HTTPS with the same key, each caller for itself.
+        # Over HTTPS with the same keys.
         good = await cell.post(cell.keys["search"], prompt=PROMPT, temperature=0)
         assert good[0] == 200
         assert good[2]["usage"]["completion_tokens"] == 4
@@ -195,7 +196,7 @@ async def test_everything_works_for_those_who_may(cell):
 
 
 async def _is_counted(cell, series):
-    """Until the decode worker's metrics show it; they need a certificate and a token."""
+    """Waits until the decode worker's metrics, which need a certificate and a token, show it."""
     context = ssl.create_default_context(cafile=cell.pki.file("ca.pem"))
     context.load_cert_chain(cell.pki.file("client.pem"), cell.pki.file("client.key"))
     request = urllib.request.Request(f"https://{cell.metrics}/metrics")
@@ -213,7 +214,7 @@ async def _is_counted(cell, series):
 
 
 async def _only_members_push(cell, target):
-    """Workers' own ports ask for a certificate and the token."""
+    """Checks that a worker's port requires a certificate and the cluster token."""
     files = cell.pki.tls("client")
     tls = TlsFiles(files.ca_file, files.cert_file, files.key_file)
     for dial, code in (
@@ -227,14 +228,14 @@ async def _only_members_push(cell, target):
                 kv_transfer_pb2.DescribeRequest(), metadata=dial.metadata(), timeout=WAIT_S
             )
             assert await call.code() is (code or grpc.StatusCode.OK)
-    # Health is for whoever has a certificate: probes have no token.
+    # Health needs only a certificate, because probes have no token.
     async with rpc.channel(target, dial=Dial(tls)) as channel:
         request = health_pb2.HealthCheckRequest()
         status = (await health_pb2_grpc.HealthStub(channel).Check(request)).status
         assert status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_a_worker_with_another_token_leaves_and_says_why(cell, capfd, tmp_path):
+async def test_a_worker_with_another_token_leaves_with_the_reason(cell, capfd, tmp_path):
     other = tmp_path / "other-token"
     other.write_text("a-guess-of-somebody")
     config = cell.coordinator._config
@@ -250,7 +251,7 @@ async def test_a_worker_with_another_token_leaves_and_says_why(cell, capfd, tmp_
     assert cell.coordinator._access.refusals.counts["Cluster", "unknown"] == 1
 
 
-async def test_another_ca_takes_over_under_load(cell):
+async def test_a_new_ca_takes_over_under_load(cell):
     async with cell.client() as client, cell.admin() as admin:
         before = await client.complete(PROMPT, max_tokens=8, temperature=0, timeout_s=WAIT_S)
         targets = [worker.kv_address for worker in await admin.list_workers()]
@@ -259,7 +260,7 @@ async def test_another_ca_takes_over_under_load(cell):
         _replace_ca(cell.pki)
         for address in (*targets, cell.address, cell.http):
             await _shows_new(cell.pki, address)
-        # What ran goes on; what is new works among processes that believe only the new CA.
+        # Running requests continue, and new ones work between processes that trust only the new CA.
         assert (await long.complete()).usage.completion_tokens == 200
         handed_over = cell.num_handoffs
         after = await client.complete([*PROMPT, 3], max_tokens=8, temperature=0, timeout_s=WAIT_S)
@@ -282,7 +283,7 @@ def _replace_ca(pki):
 
 
 async def _shows_new(pki, address):
-    """Until a server shows the certificate that is in the file now."""
+    """Waits until a server uses the certificate that is in the file now."""
     wanted = x509.load_pem_x509_certificate((pki.directory / "server.pem").read_bytes())
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

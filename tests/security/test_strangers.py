@@ -1,4 +1,4 @@
-"""Whoever comes to the gateway with keys that are none costs the coordinator questions at most."""
+"""Callers with invalid keys cost the coordinator only a few queries of the gateway."""
 
 import asyncio
 import contextlib
@@ -13,12 +13,13 @@ from baton.gateway import coordinator_queries
 from baton.gateway.coordinator_queries import QueryLimiter
 from baton.gateway.error_responses import HttpError
 
-WAIT_S = 30.0
+# Longest wait for an event that must happen; long enough for a busy machine.
+WAIT_S = 120.0
 NUM_STRANGERS = 60
 
 
 class Relay:
-    """Passes bytes on to a coordinator, and counts the connections that were made to it."""
+    """Relays bytes to a coordinator and counts the connections to it."""
 
     def __init__(self, target: str) -> None:
         self._target = target.rsplit(":", 1)
@@ -60,7 +61,7 @@ class Relay:
 
 @pytest.fixture
 async def front(start_coordinator, keys):
-    """A gateway's URL, what counts its connections to the coordinator, and a good key."""
+    """A client of a gateway, the relay behind it, and keys of a user and an operator."""
     user = keys.add("one", tenant="a")
     operator = keys.add("ops", admin=True)
     async with (
@@ -72,8 +73,8 @@ async def front(start_coordinator, keys):
         yield client, relay, user, operator
 
 
-async def test_keys_that_are_none_open_no_connections(front, monkeypatch):
-    # All of them have their turn, however slow the machine.
+async def test_invalid_keys_open_no_connections(front, monkeypatch):
+    # With this timeout every query gets its turn, even on a slow machine.
     monkeypatch.setattr(coordinator_queries, "_QUEUE_TIMEOUT_S", WAIT_S)
     client, relay, user, operator = front
 
@@ -87,11 +88,11 @@ async def test_keys_that_are_none_open_no_connections(front, monkeypatch):
     assert set(found) == {401}
     assert await status("/v1/models", user) == 200
     assert await status("/dashboard/data", operator) == 200
-    # One of each kind, whoever asks.
+    # One connection of each kind, for all callers.
     assert relay.num_connections <= 3
 
 
-async def test_what_no_header_may_have_is_no_credential(front):
+async def test_a_credential_that_no_header_may_contain_is_refused(front):
     client, *_ = front
     headers = [(b"authorization", "Bearer schlüssel".encode("latin-1"))]
     body = {"model": "demo", "prompt": [1, 2, 3], "max_tokens": 1}
@@ -104,7 +105,7 @@ async def test_what_no_header_may_have_is_no_credential(front):
         assert "schl" not in answer.text
 
 
-async def test_questions_wait_their_turn_and_not_for_ever(monkeypatch):
+async def test_queries_wait_for_their_turn_up_to_a_timeout(monkeypatch):
     monkeypatch.setattr(coordinator_queries, "_QUEUE_TIMEOUT_S", 0.05)
     query_limiter, answered = QueryLimiter(), asyncio.Event()
     num_asked = 0
@@ -150,7 +151,7 @@ async def test_a_key_that_cannot_be_sent_is_a_clear_error(start_coordinator, key
             assert key not in str(caught.value)
 
 
-async def test_a_key_is_one_word_wherever_it_comes_from():
+async def test_a_key_must_be_one_word():
     async with BatonClient("127.0.0.1:1", api_key="two words") as client:
         with pytest.raises(UnauthenticatedError, match=r"^api_key .* must be one word") as caught:
             await client.model()

@@ -1,4 +1,4 @@
-"""Files of keys, secrets and certificates that cannot be used: one line names key, path and why."""
+"""Key, secret and certificate files that cannot be used: the error names key, path and reason."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ KINDS = {
 
 @contextlib.contextmanager
 def unusable(path, kind):
-    """What stands at `path` while this is entered."""
+    """Puts an unusable file at `path` while the context is entered."""
     if kind == "directory":
         path.mkdir()
     elif kind == "link":
@@ -44,7 +44,7 @@ def unusable(path, kind):
     is_root = os.geteuid() == 0
     try:
         if is_root:
-            # Whom it is forbidden to: to root nothing is.
+            # Root may read every file, so the test continues as another user.
             os.seteuid(NOBODY)
         yield str(path)
     finally:
@@ -53,7 +53,7 @@ def unusable(path, kind):
 
 
 @pytest.fixture
-def anyones(pki):
+def readable_pki(pki):
     """The same certificates and keys in a directory that every user may read."""
     with tempfile.TemporaryDirectory() as found:
         os.chmod(found, 0o755)
@@ -64,7 +64,7 @@ def anyones(pki):
 
 
 def set_up(security):
-    """All that reads these files in some process."""
+    """Creates all objects that read these files in any process."""
     Access(security, Refusals())
     MetricsAuth(security, Refusals())
     within_cluster(security, with_tls=security.dials_tls)
@@ -83,9 +83,9 @@ def set_up(security):
         "key_file",
     ],
 )
-def test_the_key_the_path_and_the_reason_are_told(anyones, key, kind):
-    tls = anyones.server()
-    with unusable(anyones.directory / "file", kind) as path:
+def test_the_error_names_key_path_and_reason(readable_pki, key, kind):
+    tls = readable_pki.server()
+    with unusable(readable_pki.directory / "file", kind) as path:
         section = {**(tls if key in tls else {}), key: path}
         if key == "jwt.key_file":
             section = {"jwt": {"key_file": path, "issuer": "a", "audience": "b"}}
@@ -99,7 +99,7 @@ def test_the_key_the_path_and_the_reason_are_told(anyones, key, kind):
 
 
 @pytest.mark.parametrize("kind", ["directory", "garbage"])
-async def test_a_gateway_that_only_dials_names_its_ca_as_configured(pki, tmp_path, kind):
+async def test_a_gateway_names_its_ca_file_as_configured(pki, tmp_path, kind):
     with unusable(tmp_path / "file", kind) as path:
         config = parse({"security": {"ca_file": path}}, "test")
         with pytest.raises(ConfigError, match=f"^security.ca_file: {path} "):
@@ -112,14 +112,14 @@ async def test_a_gateway_that_only_dials_names_its_ca_as_configured(pki, tmp_pat
             )
 
 
-async def test_a_cell_whose_workers_could_not_read_theirs_does_not_start_them(tmp_path):
+async def test_a_cell_does_not_start_workers_that_could_not_read_their_files(tmp_path):
     config = parse({"engine": "simulated", "security": {"ca_file": str(tmp_path)}}, "test")
     with pytest.raises(ConfigError, match=f"^security.ca_file: {tmp_path} cannot be read"):
         async with Coordinator(config, launched=True):
             pass
 
 
-def test_a_key_that_needs_a_password_is_not_asked_for_one(pki, tmp_path):
+def test_a_key_with_a_password_is_an_error_and_not_a_prompt(pki, tmp_path):
     from cryptography.hazmat.primitives import serialization as form
 
     key = form.load_pem_private_key((pki.directory / "server.key").read_bytes(), None)
