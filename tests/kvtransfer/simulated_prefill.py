@@ -243,7 +243,7 @@ class Prefill:
             stream.awake = False
             return
         # Everything that leaves under one epoch is of one writer's epoch.
-        voided_before = self.sender._sends[handoff_id].writer_epoch
+        voided_before = self.sender._table.sends[handoff_id].writer_epoch
         writer = self.world.writers.setdefault((handoff_id, batch.epoch), voided_before)
         assert writer == voided_before, (stream.attempt, batch.epoch, writer)
         try:

@@ -1,0 +1,73 @@
+"""The frames of a send: what the sender puts on the wire for each thing that the engine filled."""
+
+from __future__ import annotations
+
+from baton.kvtransfer import frames
+from baton.kvtransfer.arena import Extent
+from baton.kvtransfer.frames import FrameKind, position_digest
+from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.sending import Filled, Outgoing, OutgoingBlocks, Send, SendState
+from baton.v1 import kv_transfer_pb2 as pb
+
+
+def open_frame(send: Send, layout: KvLayout, now: float) -> Outgoing:
+    """Returns the frame that opens the current epoch of a send."""
+    message = pb.PushOpen(
+        handoff_id=send.handoff_id,
+        epoch=send.epoch,
+        fingerprint=layout.fingerprint(),
+        num_blocks=send.num_blocks,
+        num_tokens=send.num_tokens,
+        wait_ms=max(0, round((send.wait_until - now) * 1000)),
+        offers=send.offers,
+    )
+    return Outgoing(frames.encode_open(message), memoryview(b""))
+
+
+def commit_frame(send: Send, rank: int) -> Outgoing:
+    """Returns the frame that commits one rank's part with its totals."""
+    totals = send.totals[rank].encode()
+    commit = frames.encode(FrameKind.COMMIT, send.handoff_id, send.epoch, totals, rank=rank)
+    return Outgoing(commit, memoryview(b""))
+
+
+def outgoing_blocks(
+    send: Send, filled: Filled, extent: Extent, layout: KvLayout, memory: memoryview
+) -> OutgoingBlocks:
+    """Returns a run of filled blocks with its place in the segment, and adds it to the totals."""
+    num_bytes = filled.num_blocks * layout.block_bytes
+    start = extent.offset + layout.offset(
+        filled.rank, filled.layer, filled.first_block, send.num_blocks
+    )
+    digest = position_digest(
+        filled.rank, filled.layer, filled.first_block, filled.num_blocks, filled.checksum
+    )
+    send.totals[filled.rank] = send.totals[filled.rank].plus(num_bytes, digest)
+    return OutgoingBlocks(
+        send.handoff_id,
+        send.epoch,
+        filled.rank,
+        filled.layer,
+        filled.first_block,
+        filled.num_blocks,
+        filled.checksum,
+        start,
+        memory[start : start + num_bytes],
+    )
+
+
+def fill_problem(send: Send, filled: pb.LocalFrame, layout: KvLayout) -> str | None:
+    """Returns why a rank's notification is wrong; None when it names bytes of the send's extent."""
+    if send.state is SendState.WAITING:
+        return "filled before its staging was reserved"
+    if filled.rank >= layout.num_shards or filled.layer >= layout.num_layers:
+        return f"rank {filled.rank}, layer {filled.layer} were filled: no such rank or layer"
+    end = filled.first_block + filled.num_blocks
+    if end > send.num_blocks:
+        return f"blocks up to {end} were filled; the handoff has {send.num_blocks}"
+    num_bytes = filled.num_blocks * layout.block_bytes
+    if num_bytes > frames.MAX_PAYLOAD_BYTES:
+        return f"a frame of {num_bytes} bytes was filled; at most {frames.MAX_PAYLOAD_BYTES}"
+    if filled.epoch == send.writer_epoch and send.last[filled.rank]:
+        return f"rank {filled.rank} filled more after its last frame"
+    return None
