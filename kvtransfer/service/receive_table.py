@@ -1,6 +1,6 @@
 """The handoffs on their way to one worker: their staging, their streams, and how they end.
 
-What their frames say is the receiver's business (receiver.py); pure and synchronous like it.
+receiver.py decides what to do with each call; this table carries it out. Pure and synchronous.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from baton.kvtransfer.arena import Arena, ArenaStatistics
-from baton.kvtransfer.errors import NoRoom
 from baton.kvtransfer.frames import Frame
 from baton.kvtransfer.receiving import (
     SENDER_AT_WORK,
@@ -24,42 +23,45 @@ from baton.kvtransfer.receiving import (
     Reply,
     changed,
 )
+from baton.kvtransfer.service.staging_queue import StagingQueue
 from baton.v1 import kv_transfer_pb2 as pb
 
 _S = ReceiveState
 
 
-class HandoffTable:
-    """Handoffs that are live, that wait for room, and, for a while, that are over.
+class ReceiveTable:
+    """The handoffs that are live, and a bounded number of those that are over.
 
-    What happens to them is told by effects, taken with `take_effects`.
+    Every change is also an effect; the caller takes the effects with `take_effects`.
 
     Args:
-        arena: of the receiving half of the segment; this object is its only user.
+        arena: Arena of the receiving half of the segment; this object is its only user.
+        limits: How long each state may last, and how much is remembered.
 
     Attributes:
-        live: by id; changed here alone.
-        streams: which handoff each stream carries.
+        live: Handoffs that are not over, by ID; only this class changes the dictionary.
+        streams: Handoff ID that each stream carries.
+        statistics: Counts since the service started.
     """
 
     def __init__(self, arena: Arena, limits: ReceiverLimits) -> None:
-        self._arena, self._limits = arena, limits
+        self._limits = limits
         self.live: dict[bytes, Handoff] = {}
         self.streams: dict[int, bytes] = {}
-        # First come, first served; the value is not used.
-        self._queue: OrderedDict[bytes, None] = OrderedDict()
+        self._queue = StagingQueue(arena)
+        # The last state of handoffs that are over, oldest first.
         self._ended: OrderedDict[bytes, Changed] = OrderedDict()
-        # To be claimed for every rank as soon as they are committed; the value is not used.
+        # Handoffs to claim for every rank as soon as they are committed; the values are not used.
         self._ahead: OrderedDict[bytes, None] = OrderedDict()
         self._effects: list[Effect] = []
         self.statistics = ReceiverStatistics()
 
     def of_stream(self, stream: int) -> Handoff | None:
-        """The live handoff that a stream carries."""
+        """Returns the live handoff that a stream carries."""
         return self.live.get(self.streams.get(stream, b""))
 
     def why_ended(self, handoff_id: bytes) -> tuple[pb.RefusalReason.ValueType, str] | None:
-        """Why a handoff takes nothing more; None unless it is over and remembered."""
+        """Returns why a handoff takes no more frames; None unless it is over and remembered."""
         ended = self._ended.get(handoff_id)
         if ended is None:
             return None
@@ -68,7 +70,7 @@ class HandoffTable:
         return ended.reason, f"it has failed already: {ended.detail}"
 
     def take_effects(self) -> list[Effect]:
-        """Effects since they were taken last."""
+        """Returns the effects since they were taken last."""
         effects, self._effects = self._effects, []
         return effects
 
@@ -86,40 +88,40 @@ class HandoffTable:
                 self.fail(handoff, pb.REFUSAL_REASON_EXPIRED, detail, now)
 
     def next_deadline(self) -> float | None:
-        """When `expire` has something to do, at the earliest."""
+        """Returns the earliest time at which `expire` may have something to do."""
         return min((handoff.deadline for handoff in self.live.values()), default=None)
 
     def known(self) -> Iterator[Changed]:
-        """The state of every handoff that is live or remembered."""
+        """Yields the state of every handoff that is live or remembered."""
         yield from self._ended.values()
         for handoff in self.live.values():
             yield changed(handoff)
 
     def arena_statistics(self) -> ArenaStatistics:
-        """Usage of this side's staging."""
-        return self._arena.statistics()
+        """Returns the usage of the receiving half of staging."""
+        return self._queue.statistics()
 
     @property
     def num_live(self) -> int:
+        """Number of handoffs that are not over."""
         return len(self.live)
 
     @property
     def num_waiting(self) -> int:
-        """Handoffs that wait for room."""
+        """Number of handoffs that wait for staging."""
         return len(self._queue)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless exactly the live handoffs hold what they should."""
-        self._arena.check_integrity()
+        """Raises AssertionError unless exactly the live handoffs hold staging and streams."""
         holding = [handoff for handoff in self.live.values() if handoff.extent is not None]
-        assert self._arena.statistics().num_extents == len(holding)
+        self._queue.check_integrity(len(holding))
         for handoff in self.live.values():
             assert (handoff.state is _S.QUEUED) == (handoff.extent is None), handoff
             assert (handoff.state is _S.QUEUED) == (handoff.handoff_id in self._queue), handoff
             assert handoff.handoff_id not in self._ended, handoff
             if handoff.stream is not None:
                 assert self.streams[handoff.stream] == handoff.handoff_id, handoff
-        assert all(handoff_id in self.live for handoff_id in self._queue)
+        assert len(self._queue) + len(holding) == len(self.live)
         for stream, handoff_id in self.streams.items():
             assert self.live[handoff_id].stream == stream, (stream, handoff_id)
         assert len(self._ended) <= self._limits.max_tombstones
@@ -127,21 +129,22 @@ class HandoffTable:
         assert self._ahead.keys().isdisjoint(self._ended)
 
     def claim_when_committed(self, handoff_id: bytes) -> None:
-        """Remembers that it is claimed ahead; one that is over stays as it is."""
+        """Marks a handoff to be claimed at its commit; a handoff that is over stays over."""
         if handoff_id not in self._ended:
             self._ahead[handoff_id] = None
             if len(self._ahead) > self._limits.max_tombstones:
                 self._ahead.popitem(last=False)
 
     def is_claimed_ahead(self, handoff_id: bytes) -> bool:
+        """Returns whether a handoff is to be claimed at its commit."""
         return handoff_id in self._ahead
 
     def why_no_room(
         self, num_bytes: int, live: Handoff | None
     ) -> tuple[pb.RefusalReason.ValueType, str] | None:
-        """Why waiting for so many bytes is in vain; None: they are free, or may be soon."""
-        if not self._arena.fits_ever(num_bytes):
-            total = self._arena.statistics().total_bytes
+        """Returns why a handoff cannot wait for staging; None when it can, or needs no wait."""
+        if not self._queue.fits_ever(num_bytes):
+            total = self._queue.statistics().total_bytes
             detail = f"handoff of {num_bytes} bytes; the receiver's staging has {total}"
             return pb.REFUSAL_REASON_TOO_LARGE, detail
         if live is None and len(self._queue) >= self._limits.max_queued:
@@ -150,33 +153,33 @@ class HandoffTable:
         return None
 
     def add(self, handoff: Handoff) -> None:
-        """Adds a new handoff, without room and without a stream."""
+        """Adds a new handoff, which has no staging and no stream yet."""
         self.live[handoff.handoff_id] = handoff
 
     def carry(self, handoff: Handoff, stream: int) -> None:
-        """The handoff's frames come on this stream from now on, and on no other."""
+        """Assigns a stream to a handoff; frames of it on another stream are refused from now on."""
         if handoff.stream is not None:
             del self.streams[handoff.stream]
         handoff.stream, self.streams[stream] = stream, handoff.handoff_id
 
     def lose(self, stream: int) -> Handoff | None:
-        """The stream is over; returns the live handoff that it carried."""
+        """Removes a stream that has ended; returns the live handoff that it carried."""
         handoff = self.live.get(self.streams.pop(stream, b""))
         if handoff is not None:
             handoff.stream = None
         return handoff
 
     def reserve(self, handoff: Handoff, num_bytes: int, wait_s: float, now: float) -> None:
-        """Reserves staging for a handoff, or lets it wait in line for as long as it may."""
+        """Reserves staging for a handoff, or adds the handoff to the queue for staging."""
         if handoff.extent is not None and handoff.num_bytes != num_bytes:
-            self._arena.free(handoff.extent)
+            self._queue.free(handoff.extent)
             handoff.extent = None
         handoff.num_bytes = num_bytes
         if handoff.extent is not None:
             self._receive(handoff, now)
             return
         handoff.deadline = now + min(wait_s, self._limits.max_wait_s)
-        self._queue.setdefault(handoff.handoff_id)
+        self._queue.add(handoff.handoff_id, num_bytes)
         self._admit(now)
         if handoff.extent is None:
             self.advance(handoff, _S.QUEUED)
@@ -186,14 +189,9 @@ class HandoffTable:
         self._effects.append(effect)
 
     def _admit(self, now: float) -> None:
-        """Gives room to those that wait, in their order: a large one is not overtaken."""
-        while self._queue:
-            handoff = self.live[next(iter(self._queue))]
-            try:
-                handoff.extent = self._arena.allocate(handoff.num_bytes)
-            except NoRoom:
-                return
-            del self._queue[handoff.handoff_id]
+        for handoff_id, extent in self._queue.admit():
+            handoff = self.live[handoff_id]
+            handoff.extent = extent
             self._receive(handoff, now)
 
     def _receive(self, handoff: Handoff, now: float) -> None:
@@ -204,7 +202,7 @@ class HandoffTable:
     def interrupt(
         self, handoff: Handoff, reason: pb.RefusalReason.ValueType, detail: str, now: float
     ) -> None:
-        """The epoch is over; the sender may open the next one in the same room."""
+        """Ends the epoch of a handoff; the sender may open the next epoch in the same staging."""
         self.refuse(handoff.stream, handoff.handoff_id, handoff.epoch, reason, detail)
         handoff.problem = reason, detail
         handoff.deadline = now + self._limits.retry_timeout_s
@@ -213,17 +211,18 @@ class HandoffTable:
     def fail(
         self, handoff: Handoff, reason: pb.RefusalReason.ValueType, detail: str, now: float
     ) -> None:
+        """Ends a handoff that failed."""
         self.statistics.num_failed += 1
         self.end(handoff, _S.FAILED, reason, detail, now)
 
     def give_up(
         self, handoff_id: bytes, reason: pb.RefusalReason.ValueType, detail: str, now: float
     ) -> None:
-        """Fails it here, also before its open; one that has ended stays as it is."""
+        """Fails a handoff, also before its open; a handoff that is over stays as it is."""
         if (handoff := self.live.get(handoff_id)) is not None:
             self.fail(handoff, reason, detail, now)
         elif handoff_id not in self._ended:
-            self.bury(Changed(handoff_id, 0, _S.FAILED, reason=reason, detail=detail))
+            self.remember_ended(Changed(handoff_id, 0, _S.FAILED, reason=reason, detail=detail))
 
     def end(
         self,
@@ -233,20 +232,20 @@ class HandoffTable:
         detail: str,
         now: float,
     ) -> None:
-        """The one way a handoff ends: frees its staging, tells everybody, admits the next."""
+        """Ends a handoff, the only way it ends; frees its staging and admits the next handoff."""
         if handoff.state in SENDER_AT_WORK and handoff.stream is not None:
             self.refuse(handoff.stream, handoff.handoff_id, handoff.epoch, reason, detail)
         if handoff.stream is not None:
             del self.streams[handoff.stream]
         self.advance(handoff, state, quiet=True)
         if handoff.extent is not None:
-            self._arena.free(handoff.extent)
+            self._queue.free(handoff.extent)
             handoff.extent = None
-        self._queue.pop(handoff.handoff_id, None)
+        self._queue.remove(handoff.handoff_id)
         del self.live[handoff.handoff_id]
         if state is _S.RELEASED:
             reason, detail = pb.REFUSAL_REASON_UNSPECIFIED, ""
-        self.bury(changed(handoff, reason, detail))
+        self.remember_ended(changed(handoff, reason, detail))
         self._admit(now)
 
     def reject(
@@ -258,7 +257,7 @@ class HandoffTable:
         detail: str,
         now: float,
     ) -> None:
-        """An open that cannot be: the handoff is over, also as it was in an older epoch."""
+        """Refuses an open and fails its handoff, also if an older epoch of it was live."""
         self.refuse(stream, frame.handoff_id, frame.epoch, reason, detail)
         if live is not None:
             if live.stream == stream:
@@ -267,11 +266,12 @@ class HandoffTable:
             self.fail(live, reason, detail, now)
         else:
             self.statistics.num_failed += 1
-            self.bury(
+            self.remember_ended(
                 Changed(frame.handoff_id, frame.epoch, _S.FAILED, reason=reason, detail=detail)
             )
 
-    def bury(self, ended: Changed) -> None:
+    def remember_ended(self, ended: Changed) -> None:
+        """Keeps the last state of a handoff, so that late frames are refused with the reason."""
         self._ahead.pop(ended.handoff_id, None)
         self._ended[ended.handoff_id] = ended
         if len(self._ended) > self._limits.max_tombstones:
@@ -279,6 +279,7 @@ class HandoffTable:
         self._effects.append(ended)
 
     def advance(self, handoff: Handoff, state: ReceiveState, *, quiet: bool = False) -> None:
+        """Moves a handoff to a state; `quiet` leaves the effect to the caller."""
         if state not in TRANSITIONS[handoff.state]:
             raise AssertionError(f"{handoff.state.name} to {state.name} is not in the table")
         handoff.state = state
@@ -286,6 +287,7 @@ class HandoffTable:
             self._effects.append(changed(handoff))
 
     def reply(self, handoff: Handoff, kind: pb.PushReply.Kind.ValueType) -> None:
+        """Replies on the stream of a handoff."""
         if handoff.stream is not None:
             reply = Reply(handoff.stream, kind, handoff.handoff_id, handoff.epoch)
             if kind == pb.PushReply.KIND_OPENED:
@@ -301,12 +303,14 @@ class HandoffTable:
         reason: pb.RefusalReason.ValueType,
         detail: str,
     ) -> None:
+        """Counts a refusal, and replies with it when there is a stream."""
         self.statistics.refusals[reason] += 1
         if stream is not None:
             kind = pb.PushReply.KIND_REFUSED
             self._effects.append(Reply(stream, kind, handoff_id, epoch, reason, detail))
 
     def state_in_words(self, handoff_id: bytes) -> str:
+        """Returns the state of a handoff without staging, for error messages."""
         ended = self._ended.get(handoff_id)
         if ended is None:
             return "not known" if handoff_id not in self.live else "waiting for room"

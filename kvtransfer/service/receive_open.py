@@ -1,0 +1,122 @@
+"""Opens of incoming handoffs: which are refused, and how an epoch of the others begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.kvtransfer.errors import MalformedFrame
+from baton.kvtransfer.frames import Frame
+from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.receiving import (
+    SENDER_AT_WORK,
+    Choice,
+    Handoff,
+    RankPart,
+    ReceiveState,
+    parse_open,
+)
+from baton.kvtransfer.service.receive_table import ReceiveTable
+from baton.runtime import kv_fingerprint
+from baton.v1 import kv_transfer_pb2 as pb
+
+_S = ReceiveState
+
+
+class OpenHandler:
+    """Takes the open frames that reach a receiver.
+
+    Args:
+        table: The receiver's handoffs.
+        choose: Takes one of an open's offers for a stream; raises MalformedFrame when the service
+            can use none of them.
+    """
+
+    def __init__(self, table: ReceiveTable, choose: Callable[[int, pb.PushOpen], Choice]) -> None:
+        self._table, self._choose = table, choose
+
+    def handle(self, stream: int, frame: Frame, layout: KvLayout, now: float) -> None:
+        """Begins an epoch of a handoff, or refuses it."""
+        if self._is_refused(stream, frame, now):
+            return
+        live = self._table.live.get(frame.handoff_id)
+        try:
+            opened = parse_open(frame)
+            num_bytes = self._checked_bytes(opened, layout, live)
+            choice = self._choose(stream, opened)
+        except MalformedFrame as error:
+            self._table.reject(stream, frame, live, error.reason, str(error), now)
+        else:
+            self._begin(stream, opened, choice, num_bytes, layout, now)
+
+    def _is_refused(self, stream: int, frame: Frame, now: float) -> bool:
+        """Refuses an open that must not change the handoff it names; returns whether it did."""
+        handoff_id, epoch = frame.handoff_id, frame.epoch
+        carried = self._table.streams.get(stream, handoff_id)
+        live = self._table.live.get(handoff_id)
+        if carried != handoff_id:
+            detail = f"the stream carries handoff {carried.hex()}; one stream carries one handoff"
+            self._table.refuse(stream, handoff_id, epoch, pb.REFUSAL_REASON_MALFORMED, detail)
+        elif (why := self._table.why_ended(handoff_id)) is not None:
+            self._table.refuse(stream, handoff_id, epoch, *why)
+        elif live is None:
+            return False
+        elif live.state is _S.CLAIMED:
+            reason = pb.REFUSAL_REASON_UNKNOWN_HANDOFF
+            self._table.refuse(stream, handoff_id, epoch, reason, "it is being loaded")
+        elif epoch <= live.epoch:
+            detail = f"epoch is {epoch}; epoch {live.epoch} is open"
+            if live.stream == stream and epoch == live.epoch and live.state in SENDER_AT_WORK:
+                self._table.fail(live, pb.REFUSAL_REASON_MALFORMED, detail, now)
+            else:
+                self._table.refuse(stream, handoff_id, epoch, pb.REFUSAL_REASON_OLD_EPOCH, detail)
+        else:
+            return False
+        return True
+
+    def _checked_bytes(self, opened: pb.PushOpen, layout: KvLayout, live: Handoff | None) -> int:
+        """Returns the size of a handoff in bytes; raises MalformedFrame when it cannot be taken."""
+        num_bytes = layout.handoff_bytes(opened.num_blocks)
+        if differing := kv_fingerprint.differences(layout.fingerprint(), opened.fingerprint):
+            raise MalformedFrame(
+                f"KV caches differ: {'; '.join(differing)}", pb.REFUSAL_REASON_FINGERPRINT
+            )
+        most = opened.num_blocks * layout.block_size_tokens
+        if not 1 <= opened.num_tokens <= most:
+            raise MalformedFrame(
+                f"num_tokens is {opened.num_tokens}; must be 1 to {most} for "
+                f"{opened.num_blocks} blocks"
+            )
+        if (why := self._table.why_no_room(num_bytes, live)) is not None:
+            reason, detail = why
+            raise MalformedFrame(detail, reason)
+        return num_bytes
+
+    def _begin(
+        self,
+        stream: int,
+        opened: pb.PushOpen,
+        choice: Choice,
+        num_bytes: int,
+        layout: KvLayout,
+        now: float,
+    ) -> None:
+        """Starts an epoch of a handoff, which drops everything of its older epochs."""
+        live = self._table.live.get(opened.handoff_id)
+        ranks = [
+            RankPart(bytearray(layout.num_layers * opened.num_blocks))
+            for _ in range(layout.num_shards)
+        ]
+        if live is None:
+            live = Handoff(opened.handoff_id, 0, None, 0, 0, 0, _S.QUEUED, now, ranks, choice)
+            self._table.add(live)
+        elif live.stream not in (None, stream) and live.state in SENDER_AT_WORK:
+            detail = f"superseded by epoch {opened.epoch}"
+            self._table.refuse(
+                live.stream, live.handoff_id, live.epoch, pb.REFUSAL_REASON_OLD_EPOCH, detail
+            )
+        self._table.carry(live, stream)
+        live.epoch, live.ranks = opened.epoch, ranks
+        live.choice, live.problem = choice, None
+        live.num_bytes_received = live.num_bytes_told = 0
+        live.num_blocks, live.num_tokens = opened.num_blocks, opened.num_tokens
+        self._table.reserve(live, num_bytes, opened.wait_ms / 1000, now)
