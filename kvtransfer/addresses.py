@@ -1,4 +1,4 @@
-"""Where a transfer service listens, and the address it tells others to dial."""
+"""The address on which a transfer service listens, and the address that other workers dial."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from baton.runtime.kv_transfer_config import KvTransferConfig
 
 
 def towards(config: KvTransferConfig, coordinator: str) -> KvTransferConfig:
-    """The configuration with a `listen` that those who reach the coordinator can dial.
+    """Returns the configuration with a `listen` address that other workers can dial.
 
-    Workers of one coordinator find each other where they find it: over loopback when it is on this
-    host and listens there, otherwise on the interface that leads to it.
+    The address is the one from which this host reaches the coordinator: loopback when the
+    coordinator listens there, otherwise that of the interface on the route to the coordinator.
 
     Args:
-        config: what listen already says is kept.
-        coordinator: host:port.
+        config: The section; a `listen` that is set is kept.
+        coordinator: host:port of the coordinator.
 
     Raises:
-        ConfigError: there is no way to the coordinator.
+        ConfigError: This host has no route to the coordinator.
     """
     if config.listen:
         return config
@@ -39,8 +39,8 @@ def towards(config: KvTransferConfig, coordinator: str) -> KvTransferConfig:
         local = local_address(host.strip("[]"), port)
     except OSError as error:
         raise ConfigError(
-            f"kv_transfer.listen: is empty, and there is no way to the coordinator at "
-            f"{coordinator} to tell the interface by: {error}"
+            f"kv_transfer.listen: is empty, and no interface leads to the coordinator at "
+            f"{coordinator}: {error}"
         ) from None
     return config.model_copy(update={"listen": joined(local, 0)})
 
@@ -51,12 +51,12 @@ def bind(
     """Binds the server's port and returns host:port, with the port that 0 became.
 
     Args:
-        server: not started yet.
-        config: where.
-        protection: as the server's.
+        server: A server that has not started yet.
+        config: The section with the address.
+        protection: TLS and access control of the server.
 
     Raises:
-        ConfigError: the address is wrong, or every port of it is in use.
+        ConfigError: The address is wrong, or every port of its range is in use.
     """
     listen = config.listen or "127.0.0.1:0"
     host, port = split_address(listen, "kv_transfer.listen")
@@ -70,7 +70,7 @@ def bind(
             continue
     raise ConfigError(
         f"kv_transfer.port_range: every port of {config.port_range} is in use on {host}, or "
-        f"{host} is no address of this host"
+        f"{host} is not an address of this host"
     )
 
 
@@ -80,15 +80,15 @@ def _ports(port_range: str) -> Iterable[int]:
 
 
 def advertised(bound: str, advertise_host: str) -> str:
-    """host:port that other workers can dial.
+    """Returns the host:port that other workers can dial.
 
     Args:
-        bound: host:port listened on, with its real port.
-        advertise_host: configured; empty: that of `bound`, or for a wildcard bind the address of
-            this host's interface towards the outside.
+        bound: host:port on which the service listens, with its real port.
+        advertise_host: Configured host. Empty: the host of `bound`, or for a wildcard address the
+            address of this host's interface towards the outside.
 
     Raises:
-        ConfigError: a wildcard bind, and no address but loopback ones to be found.
+        ConfigError: The address is a wildcard, and this host has only loopback addresses.
     """
     host, port = split_address(bound, "kv_transfer.listen")
     if advertise_host:
@@ -99,6 +99,6 @@ def advertised(bound: str, advertise_host: str) -> str:
     if found is None:
         raise ConfigError(
             f"kv_transfer.advertise_host: is empty while kv_transfer.listen is {bound}, and this "
-            "host has no address others could dial; set it to one"
+            "host has no address that other workers can dial; set it to such an address"
         )
     return joined(found, port)

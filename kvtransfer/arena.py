@@ -1,8 +1,8 @@
 """Staging memory: one shared segment, and the extents of an arena inside it.
 
-A segment is a file in /dev/shm, created by the transfer service and mapped by name by the engine's
-processes. The service holds an flock on it as long as it lives: a segment without one is a leftover
-of a service that was killed, and the next service to start on this machine removes it.
+A segment is a file in /dev/shm. The transfer service creates it, and the engine's processes map it
+by name. The service holds an flock on the file as long as it lives. A segment without an flock is
+left over from a killed service; the next service that starts on this machine removes it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from baton.kvtransfer.errors import NoRoom, TransferError
 
 SEGMENT_DIRECTORY = Path("/dev/shm")
 SEGMENT_PREFIX = "baton-kv-"
-# Of Linux's mman.h; Python's mmap does not name it.
+# Constant of Linux's mman.h, which Python's mmap does not define.
 MADV_POPULATE_WRITE = 23
-# Of every extent: a cache line's multiple.
+# Alignment of extents in bytes: a multiple of a cache line.
 ALIGN_BYTES = 256
 
 
@@ -31,12 +31,12 @@ class Segment:
     """A mapped shared-memory segment.
 
     Attributes:
-        name: of the file in SEGMENT_DIRECTORY.
-        memory: all of it, as writable bytes unless it was opened read-only.
+        name: Name of the file in SEGMENT_DIRECTORY.
+        memory: The whole segment; writable unless it was opened read-only.
     """
 
     def __init__(self, name: str, file: int, *, owner: bool, read_only: bool = False) -> None:
-        """Takes over the file descriptor once it is mapped; use `create` and `open`."""
+        """Maps a file and takes over its descriptor. Callers use `create` and `open`."""
         self.name = name
         self._file: int | None = file
         self._owner = owner
@@ -46,10 +46,10 @@ class Segment:
 
     @classmethod
     def create(cls, size_bytes: int) -> Segment:
-        """Makes a segment that only this user can open; removes leftovers of killed services.
+        """Creates a segment that only this user can open; removes segments of killed services.
 
         Raises:
-            TransferError: not enough shared memory, or none at all.
+            TransferError: Shared memory is missing or too small.
         """
         remove_leftovers()
         try:
@@ -60,13 +60,13 @@ class Segment:
                 path = SEGMENT_DIRECTORY / name
                 file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
                 fcntl.flock(file, fcntl.LOCK_EX)
-                # Another service may have taken it for a leftover before it was locked.
+                # Another service may have removed the file before it was locked.
                 if path.exists():
                     break
                 os.close(file)
             try:
-                # All of it now: a file system that fills up later would kill whoever touches the
-                # rest, and the first handoffs would wait for the kernel to find and clear pages.
+                # Allocated now: if the file system filled up later, a process that touches a
+                # missing page would be killed, and the first handoffs would wait for the kernel.
                 os.posix_fallocate(file, 0, size_bytes)
                 return cls(name, file, owner=True)
             except OSError:
@@ -86,7 +86,7 @@ class Segment:
         """Maps the segment of a running service.
 
         Raises:
-            TransferError: no such segment, or it cannot be mapped.
+            TransferError: The segment does not exist or cannot be mapped.
         """
         if not name.startswith(SEGMENT_PREFIX) or "/" in name:
             raise TransferError(f"segment name is {name!r}; must begin with {SEGMENT_PREFIX!r}")
@@ -101,20 +101,19 @@ class Segment:
             raise TransferError(f"segment {name}: {error}") from error
 
     def prefault(self) -> None:
-        """Makes every page of it known to this process now.
+        """Maps every page into this process now.
 
-        The first write to each page costs more than all that follow; a fresh worker's first
-        handoffs would pay for it.
+        The first write to a page is slow; without this call the first handoffs would be slow.
         """
-        # Not of every kernel (Linux 5.14); pages then come as they are touched.
+        # Linux before 5.14 refuses the call; pages are then mapped at the first write.
         with contextlib.suppress(OSError):
             self._map.madvise(MADV_POPULATE_WRITE)
 
     def close(self) -> bool:
-        """Unmaps it, and removes it when this process made it; idempotent.
+        """Unmaps the segment, and removes it if this process created it. Idempotent.
 
         Returns:
-            Whether it is unmapped. Where somebody still holds a slice, it goes with the last one.
+            Whether the segment is unmapped. If slices of it exist, the last one unmaps it.
         """
         if self._file is None:
             return self._map.closed
@@ -135,7 +134,7 @@ def _free_bytes() -> int:
 
 
 def remove_leftovers() -> list[str]:
-    """Removes this user's segments whose service no longer lives; returns their names."""
+    """Removes this user's segments whose service has ended; returns their names."""
     removed = []
     for path in SEGMENT_DIRECTORY.glob(f"{SEGMENT_PREFIX}*"):
         with contextlib.suppress(OSError):
@@ -156,8 +155,8 @@ class Extent:
     """A run of bytes of a segment that one owner has reserved.
 
     Attributes:
-        offset: in the segment.
-        size_bytes: asked for; what is reserved is that, aligned up.
+        offset: Offset in the segment, in bytes.
+        size_bytes: Requested size; the reserved size is rounded up to ALIGN_BYTES.
     """
 
     offset: int
@@ -166,7 +165,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class ArenaStatistics:
-    """Of an arena's reserved bytes, alignment included."""
+    """Usage of an arena in bytes, alignment included."""
 
     total_bytes: int
     used_bytes: int
@@ -175,7 +174,7 @@ class ArenaStatistics:
 
 
 def aligned(size_bytes: int) -> int:
-    """What an extent of that size takes."""
+    """Returns the reserved size of an extent of this size, in bytes."""
     return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
@@ -185,21 +184,21 @@ class Arena:
     def __init__(self, begin: int, size_bytes: int) -> None:
         self._begin = begin
         self._size = size_bytes // ALIGN_BYTES * ALIGN_BYTES
-        # Sorted, never adjacent: offsets and sizes of the free runs.
+        # Offsets and sizes of the free runs, sorted by offset; two runs are never adjacent.
         self._free_offsets = [begin] if self._size else []
         self._free_sizes = [self._size] if self._size else []
         self._used: dict[int, Extent] = {}
         self._used_bytes = 0
 
     def fits_ever(self, size_bytes: int) -> bool:
-        """Whether an empty arena would have room."""
+        """Returns whether an empty arena has room for this size."""
         return aligned(size_bytes) <= self._size
 
     def allocate(self, size_bytes: int) -> Extent:
         """Reserves an extent of at least one byte.
 
         Raises:
-            NoRoom: no free run is that large now.
+            NoRoom: No free run is large enough now.
         """
         assert size_bytes > 0
         wanted = aligned(size_bytes)
@@ -220,7 +219,7 @@ class Arena:
         raise NoRoom(f"no {wanted} bytes in one run; {self._size - self._used_bytes} are free")
 
     def free(self, extent: Extent) -> None:
-        """Gives an extent back; exactly once."""
+        """Frees an extent; must be called exactly once for each extent."""
         if self._used.pop(extent.offset, None) is not extent:
             raise ValueError(f"{extent} is not reserved")
         size = aligned(extent.size_bytes)
@@ -237,6 +236,7 @@ class Arena:
             del offsets[index], sizes[index]
 
     def statistics(self) -> ArenaStatistics:
+        """Returns the usage of the arena."""
         return ArenaStatistics(
             self._size, self._used_bytes, max(self._free_sizes, default=0), len(self._used)
         )

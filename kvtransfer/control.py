@@ -1,4 +1,4 @@
-"""Clients of the transfer service's control socket: one import for workers and engines."""
+"""The names that workers and engines import to use the transfer service."""
 
 from __future__ import annotations
 

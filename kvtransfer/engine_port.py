@@ -1,4 +1,4 @@
-"""An engine process's end of the control socket: plain blocking sockets with bounds, no asyncio."""
+"""An engine process's end of the control socket: blocking sockets with timeouts, no asyncio."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.kvtransfer.errors import ServiceGone, TransferError
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES, checksum
 from baton.v1 import kv_transfer_pb2
 
-# The epoch of a handoff's first frames, unless it was opened with another.
+# Epoch of a handoff's first frames, unless the handoff was opened with another epoch.
 FIRST_EPOCH = 1
 _RECEIVE_BYTES = 2**18
 
@@ -26,11 +26,11 @@ class Claim:
     """Staging that one rank is about to load.
 
     Attributes:
-        offset: of this rank's bytes in the segment; layer l, block b is at
+        offset: Where this rank's bytes begin in the segment; layer l, block b is at
             offset + (l * num_blocks + b) * block_bytes.
-        frames: what was received: of a claim all, in layer order; of a peek those that are new. A
-            loader verifies each frame's checksum over the bytes as they are after its copy, not
-            before it: staging may expire under a slow copy.
+        frames: The received frames: all of them in layer order for a claim, the new ones for a
+            peek. The loader must verify each frame's checksum after its copy, not before, because
+            staging may expire during a slow copy.
     """
 
     offset: int
@@ -41,7 +41,7 @@ class Claim:
 
     @classmethod
     def of(cls, claimed: kv_transfer_pb2.LocalClaimed) -> Claim:
-        """As the contract has it."""
+        """Converts the contract's message."""
         return cls(
             claimed.offset,
             claimed.num_blocks,
@@ -52,14 +52,14 @@ class Claim:
 
     @classmethod
     def parse(cls, claimed: bytes) -> Claim:
-        """A LocalClaimed as it was serialized, to pass from process to process."""
+        """Parses a serialized LocalClaimed, which one process passed to another."""
         return cls.of(kv_transfer_pb2.LocalClaimed.FromString(claimed))
 
 
 def split_blocks(
     first_block: int, num_blocks: int, block_bytes: int, max_bytes: int = FRAME_TARGET_BYTES
 ) -> Iterator[tuple[int, int]]:
-    """Cuts a run of blocks into runs (first_block, num_blocks) of a frame's size each."""
+    """Cuts a run of blocks into runs (first_block, num_blocks) of at most max_bytes each."""
     step = max(1, max_bytes // block_bytes)
     for first in range(first_block, first_block + num_blocks, step):
         yield first, min(step, first_block + num_blocks - first)
@@ -76,11 +76,18 @@ def filled_frame(
     *,
     last: bool = False,
 ) -> kv_transfer_pb2.LocalFrame:
-    """The notification that a run of blocks was written to staging.
+    """Returns the notification that a run of blocks was written to staging.
 
-    `data` is the num_blocks * block_bytes bytes, best as they were in the cache rather than as they
-    are in staging: then no other writer of staging can go unnoticed. `last` says that nothing more
-    follows from this rank; a frame of 0 blocks may say it alone.
+    Args:
+        handoff_id: 16 bytes.
+        epoch: Epoch of the writer.
+        rank: Rank of the writer.
+        layer: Layer of the blocks.
+        first_block: Index of the first block in the handoff.
+        num_blocks: Number of blocks; 0 for a notification that only carries `last`.
+        data: The num_blocks * block_bytes bytes. Pass the bytes of the cache rather than those in
+            staging, so that the checksum detects any other writer of staging.
+        last: Whether nothing more follows from this rank.
     """
     return kv_transfer_pb2.LocalFrame(
         handoff_id=handoff_id,
@@ -97,16 +104,17 @@ def filled_frame(
 class EnginePort:
     """One engine process's connection to the transfer service beside it.
 
-    Never raises into the engine's loop: once the service has ended `alive` is False and every call
-    answers as if there were no handoffs (False, None, []). The mapped segment stays readable and
-    writable until `close`. One thread uses it.
+    No method raises into the engine's loop: once the service has ended, `alive` is False and every
+    call returns its empty value (False, None, []). The mapped segment stays readable and writable
+    until `close`. Only one thread may use a port.
 
     Args:
-        socket_path: of the service's control socket; everything else is asked for there.
-        timeout_s: for connecting, and for the service to take what is written to it.
+        socket_path: Path of the service's control socket.
+        timeout_s: Longest time to connect, and to write one request, in seconds.
 
     Raises:
-        ServiceGone: only from here: nobody listens on the socket, or no answer in time.
+        ServiceGone: The service does not listen on the socket, or does not answer in time. Only
+            the constructor raises.
     """
 
     def __init__(self, socket_path: str, *, timeout_s: float = 5.0) -> None:
@@ -138,7 +146,7 @@ class EnginePort:
 
     @property
     def alive(self) -> bool:
-        """False once the service is known to have ended; it does not come back."""
+        """Whether the service lives, as far as known; once False it stays False."""
         return self._alive
 
     @property
@@ -148,18 +156,18 @@ class EnginePort:
 
     @property
     def memory(self) -> memoryview:
-        """The whole segment, writable bytes: offsets of sends and claims index it.
+        """The whole segment as writable bytes; offsets of sends and claims index it.
 
-        Release every slice of it (and every array over it) before `close`.
+        Release every slice of it, and every array over it, before `close`.
         """
         return self._segment.memory
 
     def prefault(self) -> None:
-        """For whoever writes to the segment: the first writes cost no more than all others."""
+        """Maps all pages of the segment, so that the first writes are as fast as later ones."""
         self._segment.prefault()
 
     def send_frames(self, frames: Iterable[kv_transfer_pb2.LocalFrame]) -> bool:
-        """Says that these blocks of staging are filled; one write for all of them."""
+        """Reports blocks of staging as filled, all in one write to the socket."""
         return self._send(
             kv_transfer_pb2.LocalRequest(frames=kv_transfer_pb2.LocalFrames(frames=frames))
         )
@@ -176,19 +184,19 @@ class EnginePort:
         return reply is not None and not reply.error
 
     def abort_send(self, handoff_id: bytes) -> bool:
-        """The send is over without a commit. Unknown ids are ignored."""
+        """Ends a send without a commit. Unknown IDs are ignored."""
         abort = kv_transfer_pb2.LocalAbortSend(handoff_id=handoff_id)
         return self._send(kv_transfer_pb2.LocalRequest(abort_send=abort))
 
     def subscribe(self) -> bool:
-        """From now on `poll` returns changes of handoffs' states, beginning with those known."""
+        """Makes `poll` return states of handoffs, first the current ones and then each change."""
         subscribe = kv_transfer_pb2.LocalSubscribe()
         return self._send(kv_transfer_pb2.LocalRequest(subscribe=subscribe))
 
     def poll(self) -> list[kv_transfer_pb2.LocalHandoffState]:
-        """Handoffs whose state changed since the last poll, the latest state of each; never waits.
+        """Returns the latest state of each handoff that changed since the last poll; never waits.
 
-        Empty also when the service has ended: look at `alive`.
+        The list is also empty when the service has ended: see `alive`.
         """
         self._receive()
         states = list(self._states.values())
@@ -196,15 +204,15 @@ class EnginePort:
         return states
 
     def claim(self, handoff_id: bytes, rank: int, *, timeout_s: float = 2.0) -> Claim | None:
-        """Takes committed staging to load it; None when it is not committed (any more).
+        """Claims committed staging to load it; None when it is not committed (any more).
 
-        Each rank claims once. Whatever the answer, it is released, by `release`: the service may
-        have given what nobody waited for any longer.
+        Each rank claims once, and must call `release` after it even when the result is None: the
+        service may have granted the claim after the timeout.
 
         Args:
-            handoff_id: of 16 bytes.
-            rank: whose part.
-            timeout_s: for each answer; one lists so many frames at most.
+            handoff_id: 16 bytes.
+            rank: Rank of the part.
+            timeout_s: Longest wait for each reply; a reply lists at most MAX_LISTED_FRAMES.
         """
         frames: list[kv_transfer_pb2.LocalFrame] = []
         while True:
@@ -221,9 +229,9 @@ class EnginePort:
     def claim_ahead(self, handoff_id: bytes) -> bool:
         """Claims staging for every rank as soon as it is committed, also before the handoff comes.
 
-        The state that says so has the claims. From then on it is held until it is released, for as
-        long as a commit lasts. Said again when its load begins, it is held for as long as a load
-        may take from there.
+        The notification of the commit then carries the claims. They last until the release, and at
+        most `commit_ttl_s`. A second call, when the load begins, extends them by
+        `claim_timeout_s`.
         """
         claim = kv_transfer_pb2.LocalClaim(handoff_id=handoff_id, ahead=True)
         return self._send(kv_transfer_pb2.LocalRequest(claim=claim))
@@ -231,16 +239,16 @@ class EnginePort:
     def peek(
         self, handoff_id: bytes, rank: int, epoch: int, num_seen: int, *, timeout_s: float = 2.0
     ) -> Claim | None:
-        """What has come of a handoff; None when nothing can be read of it now.
+        """Returns the frames of a handoff that have arrived; None when it cannot be read now.
 
-        Of more than a message may list it is the beginning.
+        The result holds at most MAX_LISTED_FRAMES; further calls return the rest.
 
         Args:
-            handoff_id: of 16 bytes.
-            rank: whose part.
-            epoch: of the frames seen before; 0 for none.
-            num_seen: frames that are not wanted again, unless the epoch is another one.
-            timeout_s: for the answer.
+            handoff_id: 16 bytes.
+            rank: Rank of the part.
+            epoch: Epoch of the frames seen before; 0 for none.
+            num_seen: Number of leading frames to leave out, if the epoch is still the same.
+            timeout_s: Longest wait for the reply, in seconds.
         """
         peek = kv_transfer_pb2.LocalPeek(
             handoff_id=handoff_id, rank=rank, epoch=epoch, num_seen=num_seen
@@ -249,7 +257,7 @@ class EnginePort:
         return None if reply is None else _claim(reply)
 
     def wait(self, timeout_s: float, beside: Sequence[socket.socket] = ()) -> None:
-        """Until there is something to poll, or to read from another socket; at most so long."""
+        """Waits until `poll` has a state, another socket is readable, or the timeout has passed."""
         if self._alive and not self._states:
             select.select([self._socket, *beside], [], [], timeout_s)
 
@@ -263,13 +271,13 @@ class EnginePort:
             kv_transfer_pb2.REFUSAL_REASON_UNSPECIFIED
         ),
     ) -> bool:
-        """Done with a handoff: loaded, or nothing to load. Idempotent; unknown ids are ignored.
+        """Releases a handoff: it is loaded, or not needed. Idempotent; unknown IDs are ignored.
 
         Args:
-            handoff_id: of 16 bytes.
-            rank: unless it is all of them.
-            all_ranks: every rank's part.
-            not_loaded: why nothing was loaded that should have been: the handoff fails for that.
+            handoff_id: 16 bytes.
+            rank: Rank of the part; not used with all_ranks.
+            all_ranks: Whether to release the parts of all ranks.
+            not_loaded: Why the handoff was not loaded although it should have been; fails it.
         """
         release = kv_transfer_pb2.LocalRelease(
             handoff_id=handoff_id, rank=rank, all_ranks=all_ranks, not_loaded=not_loaded
@@ -277,7 +285,7 @@ class EnginePort:
         return self._send(kv_transfer_pb2.LocalRequest(release=release))
 
     def close(self) -> None:
-        """Closes the connection and unmaps the segment; idempotent."""
+        """Closes the connection and unmaps the segment. Idempotent."""
         self._alive = False
         self._socket.close()
         self._segment.close()
@@ -313,13 +321,13 @@ class EnginePort:
                 except BlockingIOError:
                     remaining = deadline - time.monotonic()
                     if remaining <= 0:
-                        # Half a message may be out: nothing can follow it on this connection.
+                        # Part of the message may have left, so the connection is unusable.
                         self._alive = False
                         self._socket.close()
                         return False
                     select.select([], [self._socket], [], remaining)
         except OSError:
-            # What it wrote before it ended can still be read, but nothing it holds is left.
+            # Its last messages can still be read, but the handoffs it held are lost.
             self._alive = False
         return self._alive
 
@@ -342,7 +350,7 @@ class EnginePort:
     def _take(self, reply: kv_transfer_pb2.LocalReply) -> None:
         if reply.HasField("handoff"):
             state = reply.handoff
-            # Again at the end: in the order of the latest changes.
+            # Moved to the end: states are returned in the order of their latest changes.
             self._states.pop(state.handoff_id, None)
             self._states[state.handoff_id] = state
         elif reply.call_id == self._awaited != 0:

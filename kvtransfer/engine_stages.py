@@ -1,6 +1,7 @@
-"""How far an engine has come in its start, noted by its first rank for the worker that waits.
+"""Stages of an engine's start, which its first rank records for the waiting worker.
 
-As lines of a file beside the control socket: vLLM's processes tell nothing before all is done.
+The stages are lines of a file beside the control socket, because vLLM's processes report nothing
+until the start is complete.
 """
 
 from __future__ import annotations
@@ -10,20 +11,21 @@ from pathlib import Path
 
 _FILE = "engine-stages"
 
-# The model is loaded, and how much cache fits beside it is known; the cache is allocated.
+# WEIGHTS ends when the model is loaded and the size of the KV cache is known; KV ends when the
+# cache is allocated.
 WEIGHTS, KV = "weights", "kv"
 
 
 def note(socket_path: str, stage: str) -> None:
-    """Says that a stage has ended."""
+    """Records that a stage has ended."""
     with Path(socket_path).with_name(_FILE).open("a", encoding="utf-8") as file:
         file.write(f"{stage} {time.monotonic()}\n")
 
 
 def ended_at(socket_path: str) -> dict[str, float]:
-    """When each stage that was noted had ended, by time.monotonic, which a host's processes share.
+    """Returns when each recorded stage ended, in seconds of time.monotonic().
 
-    Of what happened twice, the last time.
+    All processes of a host share that clock. The last record of a stage counts.
     """
     try:
         lines = Path(socket_path).with_name(_FILE).read_text(encoding="utf-8").splitlines()
@@ -33,5 +35,5 @@ def ended_at(socket_path: str) -> dict[str, float]:
 
 
 def forget(socket_path: str) -> None:
-    """Removes what was noted; idempotent."""
+    """Removes the records. Idempotent."""
     Path(socket_path).with_name(_FILE).unlink(missing_ok=True)

@@ -1,10 +1,12 @@
-"""What can go wrong in the handoff, seen from the processes of one worker.
+"""Errors of the handoff, as the processes of one worker see them.
 
 TransferError
-├── ServiceGone        the transfer service has ended; nothing it held is left
+├── ServiceGone        the transfer service has ended; all its handoffs are lost
 ├── TransferRefused    the service refused a call; the handoff does not happen
 ├── NoRoom             an arena has no extent of that size now
-└── MalformedFrame     bytes that are no frame, or not the frame they claim to be
+├── PushLost           push.py: the stream of a handoff has ended
+├── LinkLost           transports/transport.py: a transport's link has ended
+└── MalformedFrame     the bytes are not a frame, or not the frame that they claim to be
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from baton.v1 import kv_transfer_pb2
 
 
 class TransferError(Exception):
-    """Base of everything the handoff raises."""
+    """Base class of the errors that the handoff raises."""
 
 
 class ServiceGone(TransferError):
@@ -29,10 +31,11 @@ class NoRoom(TransferError):
 
 
 class MalformedFrame(TransferError):
-    """Bytes from the network are not a frame.
+    """Bytes from the network are not a valid frame.
 
     Attributes:
-        reason: REFUSAL_REASON_MALFORMED, or REFUSAL_REASON_CHECKSUM when the bytes were altered.
+        reason: Why the sender is refused: usually REFUSAL_REASON_MALFORMED, or
+            REFUSAL_REASON_CHECKSUM when the bytes were altered.
     """
 
     def __init__(

@@ -1,14 +1,14 @@
-"""What travels on a push stream: frames, each a fixed header and a payload.
+"""Frames, the units that travel on a push: each is a fixed header and a payload.
 
 A message of the stream is one or more whole frames. The header (60 bytes, little-endian) is
 
     magic 4s | version u8 | kind u8 | rank u16 | layer u32 | first_block u32 | num_blocks u32 |
     epoch u32 | payload_bytes u32 | payload checksum u64 | handoff id 16s | header checksum u64
 
-Both checksums are XXH3-64; the header's covers all the bytes before it, the payload's checksum
-included, so that no bit of a frame can change unnoticed. A reference stands for a data frame whose
-bytes are to be copied from the sender's segment: its payload is where they are, its payload
-checksum is theirs.
+Both checksums are XXH3-64. The header's checksum covers all bytes before it, including the
+payload's checksum, so every changed bit of a frame is detected. A reference stands for a data frame
+whose bytes the receiver copies from the sender's segment: its payload is their offset, and its
+payload checksum is the checksum of the blocks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from baton.v1 import kv_transfer_pb2
 
 HANDOFF_ID_BYTES = 16
 MAGIC = b"BTKV"
-# Of one frame's payload, where blocks allow it: large enough to cost little per byte, small enough
-# to leave while the next is filled.
+# Target size of one frame's payload in bytes: large enough to cost little per byte, small enough to
+# be sent while the next frame is filled.
 FRAME_TARGET_BYTES = 2 * 2**20
-# Of one frame's payload, whatever the blocks.
+# Largest payload of one frame in bytes.
 MAX_PAYLOAD_BYTES = MAX_FRAME_BYTES - 2**20
 
 _FIELDS = struct.Struct("<4sBBHIIIIIQ16s")
@@ -40,13 +40,13 @@ _TOTALS = struct.Struct("<QQQ")
 _OFFSET = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 _MODULUS = 2**64
-# Copied and then read again for its checksum, while it is in the cache of the core.
+# Bytes that are copied at a time; the checksum then reads them from the core's cache.
 _COPY_BYTES = 2**18
 _NOTHING = memoryview(b"")
 
 
 class FrameKind(IntEnum):
-    """What a frame is; the numbers are on the wire."""
+    """Kinds of frames; the numbers are on the wire."""
 
     # The payload is a PushOpen.
     OPEN = 1
@@ -56,13 +56,13 @@ class FrameKind(IntEnum):
     COMMIT = 3
     # The handoff is over; no payload.
     ABORT = 4
-    # As DATA; the payload is the blocks' offset in the sender's segment.
+    # Like DATA, but the payload is the blocks' offset in the sender's segment.
     REFERENCE = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One decoded frame. The payload is a view of the message it came in."""
+    """One decoded frame. The payload is a view of the message that carried the frame."""
 
     kind: FrameKind
     handoff_id: bytes
@@ -75,14 +75,14 @@ class Frame:
     payload: memoryview = _NOTHING
 
     def referenced(self, segment: memoryview, num_bytes: int) -> Frame:
-        """The data frame that a reference stands for.
+        """Returns the data frame that a reference stands for.
 
         Args:
-            segment: the sender's.
-            num_bytes: of the blocks.
+            segment: The sender's segment.
+            num_bytes: Size of the blocks in bytes.
 
         Raises:
-            MalformedFrame: it names bytes outside the segment.
+            MalformedFrame: The reference lies outside the segment.
         """
         if len(self.payload) != _OFFSET.size:
             raise MalformedFrame(f"reference of {len(self.payload)} bytes; must be {_OFFSET.size}")
@@ -98,11 +98,11 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What one rank sent in one epoch, in whatever order it arrives.
+    """Totals of the data frames of one rank in one epoch; independent of their order.
 
     Attributes:
-        num_bytes: of all payloads.
-        digest: sum modulo 2**64 of `position_digest` of every data frame.
+        num_bytes: Bytes of all payloads.
+        digest: Sum modulo 2**64 of the `position_digest` of every data frame.
     """
 
     num_frames: int = 0
@@ -110,7 +110,7 @@ class Totals:
     digest: int = 0
 
     def plus(self, num_bytes: int, digest: int) -> Totals:
-        """The totals with one more frame."""
+        """Returns the totals with one more frame."""
         return Totals(
             self.num_frames + 1, self.num_bytes + num_bytes, (self.digest + digest) % _MODULUS
         )
@@ -120,22 +120,22 @@ class Totals:
 
     @classmethod
     def decode(cls, payload: memoryview) -> Totals:
-        """Raises MalformedFrame when the payload is not one rank's totals."""
+        """Parses a commit's payload. Raises MalformedFrame when its size is wrong."""
         if len(payload) != _TOTALS.size:
             raise MalformedFrame(f"commit of {len(payload)} bytes; must be {_TOTALS.size}")
         return cls(*_TOTALS.unpack(payload))
 
 
 def checksum(data: bytes | bytearray | memoryview) -> int:
-    """XXH3-64 of bytes: of a frame's payload."""
+    """Returns the XXH3-64 of a frame's payload."""
     return int(xxhash.xxh3_64_intdigest(data))
 
 
 def copy(target: memoryview, source: memoryview) -> int:
-    """Copies bytes, and returns the checksum of the source as it is after that.
+    """Copies bytes, and returns the checksum of the source after the copy.
 
-    A source that is right after it was copied was right while it was copied: it was written before
-    it was announced, and who writes it again makes it wrong.
+    If the source is right after the copy, the copy is right too: the source was written before it
+    was announced, and any later write makes its checksum wrong.
     """
     digest = xxhash.xxh3_64()
     for begin in range(0, len(source), _COPY_BYTES):
@@ -146,7 +146,7 @@ def copy(target: memoryview, source: memoryview) -> int:
 
 
 def position_digest(rank: int, layer: int, first_block: int, num_blocks: int, value: int) -> int:
-    """A digest of a frame's place and checksum; commits carry the sum of them."""
+    """Returns a digest of a frame's place and checksum; commits carry the sum of these digests."""
     return checksum(_POSITION.pack(rank, layer, first_block, num_blocks, value))
 
 
@@ -162,7 +162,7 @@ def encode_header(
     payload_bytes: int = 0,
     payload_checksum: int = 0,
 ) -> bytes:
-    """A frame's header; payload_bytes of payload follow it on the wire."""
+    """Returns a frame's header; payload_bytes of payload follow it on the wire."""
     fields = _FIELDS.pack(
         MAGIC,
         PROTOCOL_VERSION,
@@ -190,7 +190,7 @@ def encode(
     first_block: int = 0,
     num_blocks: int = 0,
 ) -> bytes:
-    """A whole small frame: an open, a commit, an abort; data in tests."""
+    """Returns a whole small frame: an open, a commit or an abort (in tests also data)."""
     header = encode_header(
         kind,
         handoff_id,
@@ -216,7 +216,7 @@ def encode_reference(
     num_blocks: int,
     blocks_checksum: int,
 ) -> bytes:
-    """The whole frame that says where in the sender's segment blocks are."""
+    """Returns a whole reference frame: the offset of blocks in the sender's segment."""
     header = encode_header(
         FrameKind.REFERENCE,
         handoff_id,
@@ -232,16 +232,16 @@ def encode_reference(
 
 
 def encode_open(message: kv_transfer_pb2.PushOpen) -> bytes:
-    """The frame that begins an epoch of a handoff."""
+    """Returns the frame that begins an epoch of a handoff."""
     payload = message.SerializeToString()
     return encode(FrameKind.OPEN, message.handoff_id, message.epoch, payload)
 
 
 def decode(message: bytes | memoryview) -> Iterator[Frame]:
-    """The frames of one message, checked but for the payloads' checksums (`verify`).
+    """Yields the frames of one message, with all checks except the payloads' checksums (`verify`).
 
     Raises:
-        MalformedFrame: on the first frame that is none; those before it were yielded.
+        MalformedFrame: The message is not a sequence of frames; the frames before were yielded.
     """
     view = memoryview(message)
     if not view:
@@ -294,5 +294,5 @@ def decode(message: bytes | memoryview) -> Iterator[Frame]:
 
 
 def verify(frame: Frame) -> bool:
-    """Whether the payload is what was sent."""
+    """Returns whether the payload matches its checksum."""
     return checksum(frame.payload) == frame.checksum

@@ -1,4 +1,4 @@
-"""What a KV cache looks like, and where a handoff's bytes lie in staging."""
+"""The layout of a KV cache, and the place of each block of a handoff in staging."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from dataclasses import dataclass
 from baton.runtime import kv_fingerprint
 from baton.v1 import kv_transfer_pb2
 
-# Of frames and of the meaning of their bytes.
+# Version of the frames and of the meaning of their bytes.
 PROTOCOL_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """One engine's KV cache, as far as handing it over needs.
+    """The properties of one engine's KV cache that both ends of a handoff must share.
 
     Attributes:
-        num_kv_heads: of one rank.
-        block_bytes: of one block of one layer on one rank.
-        axes: order of a block's axes, as "heads,tokens,content".
-        tp_size: tensor-parallel ranks.
-        num_replicas: neighbouring ranks that hold the same keys and values, a shard.
+        num_kv_heads: Number of KV heads of one rank.
+        block_bytes: Bytes of one block of one layer on one rank.
+        axes: Order of a block's axes, as "heads,tokens,content".
+        tp_size: Number of tensor-parallel ranks.
+        num_replicas: Number of neighbouring ranks that hold the same keys and values. Such a group
+            of ranks is one shard.
     """
 
     model: str
@@ -37,22 +38,23 @@ class KvLayout:
 
     @property
     def num_shards(self) -> int:
+        """Number of different parts of the cache, each handed over once."""
         return self.tp_size // self.num_replicas
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Blocks that hold so many tokens."""
+        """Returns the number of blocks that hold this many tokens."""
         return -(-num_tokens // self.block_size_tokens)
 
     def shard_bytes(self, num_blocks: int) -> int:
-        """Bytes of one shard of a handoff."""
+        """Returns the size of one shard of a handoff, in bytes."""
         return self.num_layers * num_blocks * self.block_bytes
 
     def handoff_bytes(self, num_blocks: int) -> int:
-        """Bytes of a whole handoff, all shards."""
+        """Returns the size of a whole handoff, all shards, in bytes."""
         return self.num_shards * self.shard_bytes(num_blocks)
 
     def offset(self, shard: int, layer: int, block: int, num_blocks: int) -> int:
-        """Where a block's bytes begin inside its handoff."""
+        """Returns the offset of a block inside its handoff, in bytes."""
         return ((shard * self.num_layers + layer) * num_blocks + block) * self.block_bytes
 
     def fingerprint(self) -> kv_transfer_pb2.KvFingerprint:

@@ -16,22 +16,22 @@ from baton.kvtransfer.errors import TransferError
 
 _LENGTH = struct.Struct("<I")
 MAX_LOCAL_MESSAGE_BYTES = 16 * 2**20
-# Of what was received, in one message, of 40 to 60 bytes each: a fraction of a second's work for
-# the service, and for the engine's scheduler.
+# Most received frames that one message lists, at 40 to 60 bytes each: the service and the engine's
+# scheduler handle such a message in a fraction of a second.
 MAX_LISTED_FRAMES = 2**15
 
 
 def encode(message: Message) -> bytes:
-    """One message, ready to be written to the socket."""
+    """Returns a message as the bytes to write to the socket."""
     data = message.SerializeToString()
     return _LENGTH.pack(len(data)) + data
 
 
 def bind(path: str) -> socket.socket:
-    """A listening socket that only this user can connect to; replaces a dead one's file.
+    """Returns a listening socket that only this user can connect to; replaces a dead socket's file.
 
     Raises:
-        TransferError: naming the path when it cannot be.
+        TransferError: The socket cannot be created; the message names the path.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -60,16 +60,16 @@ def bind(path: str) -> socket.socket:
 
 
 class Unpacker:
-    """Cuts a byte stream into messages; keeps at most one message's beginning."""
+    """Cuts a byte stream into messages; keeps at most the beginning of one message."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Adds bytes; yields each message that is whole, without its length.
+        """Adds bytes; yields each complete message, without its length.
 
         Raises:
-            TransferError: a length over MAX_LOCAL_MESSAGE_BYTES; the stream is of no use after it.
+            TransferError: A length exceeds MAX_LOCAL_MESSAGE_BYTES; the stream is unusable then.
         """
         self._buffer += data
         start, end = 0, len(self._buffer)

@@ -1,7 +1,8 @@
-"""Notes from a worker's main process to its engine's scheduler, over a Unix socket of their own.
+"""Notes: messages from a worker's main process to its engine's scheduler, over a Unix socket.
 
-The first token that a request waits for goes this way: through the transfer service it would wake
-one process more. Messages are the control socket's (local_wire.py), in one direction.
+A note carries the first token that a request waits for. The transfer service is not used for it,
+because that would wake one more process. The messages are framed as on the control socket
+(local_wire.py) and go in one direction.
 """
 
 from __future__ import annotations
@@ -19,23 +20,23 @@ from baton.kvtransfer.errors import TransferError
 from baton.v1 import kv_transfer_pb2
 
 _RECEIVE_BYTES = 2**16
-# Kept by the writer, beside what the socket holds, which is a few hundred notes of one token.
+# Most bytes that the writer keeps beside the socket's own buffer, which holds a few hundred notes.
 _MAX_UNSENT_BYTES = 2**20
 
 
 def path_beside(socket_path: str) -> str:
-    """Of the notes of the engine beside a control socket."""
+    """Returns the path of the notes' socket that belongs to a control socket."""
     return f"{socket_path}.n"
 
 
 class NoteReader:
-    """The scheduler's end: takes notes from whoever connected last. One thread uses it.
+    """The scheduler's end: takes notes from the latest connection. One thread uses it.
 
     Args:
-        socket_path: of the control socket.
+        socket_path: Path of the control socket.
 
     Raises:
-        TransferError: the socket cannot be made.
+        TransferError: The socket cannot be created.
     """
 
     def __init__(self, socket_path: str) -> None:
@@ -46,11 +47,11 @@ class NoteReader:
 
     @property
     def sockets(self) -> list[socket.socket]:
-        """Readable when there may be something to take."""
+        """The sockets that become readable when `take` may return notes."""
         return [self._listener, *([self._connection] if self._connection is not None else [])]
 
     def take(self) -> list[kv_transfer_pb2.LocalNote]:
-        """Those that have come since the last call, in order; never waits."""
+        """Returns the notes since the last call, in order; never waits."""
         notes: list[kv_transfer_pb2.LocalNote] = []
         while self._connection is not None or self._accepted():
             assert self._connection is not None
@@ -64,7 +65,7 @@ class NoteReader:
                 data = b""
             try:
                 if not data:
-                    raise TransferError("the notes' writer has gone")
+                    raise TransferError("the writer of the notes has closed its end")
                 for message in self._unpacker.feed(data):
                     notes.append(kv_transfer_pb2.LocalNote.FromString(message))
             except (TransferError, DecodeError):
@@ -78,7 +79,7 @@ class NoteReader:
         Path(self._path).unlink(missing_ok=True)
 
     def _accepted(self) -> bool:
-        """Whether somebody else has connected, who then is the writer."""
+        """Accepts a new connection, which replaces the old one; returns whether there was one."""
         try:
             connection, _ = self._listener.accept()
         except OSError:
@@ -95,22 +96,22 @@ class NoteReader:
 
 
 class NoteWriter:
-    """The main process's end. Never raises once it is made: `alive` says whether anyone reads.
+    """The main process's end. Only the constructor raises; `alive` says if it is connected.
 
-    It never waits either: an engine in the middle of a step reads nothing, for as long as the step
-    takes. What does not fit into the socket is kept, and sent by the event loop of whoever notes.
+    It never waits, because the engine does not read during a step. Notes that do not fit into the
+    socket are kept, and the caller's event loop sends them later.
 
     Args:
-        socket_path: of the control socket.
+        socket_path: Path of the control socket.
 
     Raises:
-        OSError: nobody listens.
+        OSError: No scheduler listens on the socket.
     """
 
     def __init__(self, socket_path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._unsent = bytearray()
-        # Calls `_send` once more fits into the socket; None while nothing is kept.
+        # Event loop that calls `_send` when the socket has room; None while no notes are kept.
         self._loop: asyncio.AbstractEventLoop | None = None
         self.alive = True
         try:
@@ -123,10 +124,10 @@ class NoteWriter:
     def note(
         self, num_submitted: int, handoff_id: bytes = b"", token_ids: Iterable[int] = ()
     ) -> bool:
-        """Tells the engine's scheduler something; see LocalNote in the contract.
+        """Sends a note to the engine's scheduler; see LocalNote in the contract.
 
-        While others are kept, a count alone is left out: the next one holds it. False when this one
-        is not told: too many are kept, or nobody reads them any more.
+        While notes are kept, a note with only a count is dropped: the next note holds the count.
+        Returns False when the note is not sent: too many are kept, or the connection has ended.
         """
         if not self.alive:
             return False

@@ -1,4 +1,4 @@
-"""What a receiver knows of a handoff, and says of it; the machine is in service/receiver.py."""
+"""The receiver's data of a handoff: states, limits, effects. service/receiver.py is the machine."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class ReceiveState(Enum):
     INTERRUPTED = pb.HANDOFF_STATE_INTERRUPTED
 
 
-# A load that begins so long after its commit says so, lest the commit expires under it. Most begin
-# at once, and wake nobody.
+# A load that begins more than this many seconds after its commit is announced, so that the commit
+# does not expire during the load. Most loads begin sooner and need no announcement.
 LONG_HELD_S = 1.0
 _S = ReceiveState
-# To the same state, or back: a newer epoch.
+# A newer epoch moves a handoff to the same state or back.
 TRANSITIONS: dict[ReceiveState, frozenset[ReceiveState]] = {
     _S.QUEUED: frozenset({_S.QUEUED, _S.RECEIVING, _S.RELEASED, _S.FAILED}),
-    # To CLAIMED: committed, and claimed ahead.
+    # To CLAIMED: the handoff was claimed ahead of its commit.
     _S.RECEIVING: frozenset(
         {
             _S.QUEUED,
@@ -59,12 +59,12 @@ SENDER_AT_WORK = frozenset({_S.QUEUED, _S.RECEIVING, _S.INTERRUPTED})
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which of the offered transports an epoch takes.
+    """The transport that the receiver takes for an epoch.
 
     Attributes:
-        transport: its name.
-        reason: why none of the better ones; empty when it is the best.
-        link_id: of the link whose frames belong to the epoch; empty: its stream carries them.
+        transport: Name of the transport.
+        reason: Why no better one was taken; empty when it is the best.
+        link_id: The link that carries the epoch's frames; empty when its push carries them.
     """
 
     transport: str
@@ -77,19 +77,19 @@ class ReceiverLimits:
     """How long each state may last, and how much is remembered.
 
     Attributes:
-        max_wait_s: for room, whatever a sender is willing to wait.
-        idle_timeout_s: RECEIVING without a frame.
-        commit_ttl_s: COMMITTED without a claim; CLAIMED ahead, if that is not too short for a load
-            that begins within LONG_HELD_S.
-        claim_timeout_s: CLAIMED, from each rank's claim; claimed ahead it lasts as COMMITTED does,
-            and from when the scheduler says that its load begins, if that is longer.
-        retry_timeout_s: INTERRUPTED, until the next epoch is opened.
-        progress_bytes: subscribers are told again of a handoff after so many bytes of it, or half
-            of what had not come when they were told last.
-        max_queued: handoffs that wait for room.
-        max_tombstones: ended handoffs that are remembered; likewise those claimed before they came.
-        max_frames_ahead: of all ranks, of a handoff that can be claimed ahead: they are told in one
-            message.
+        max_wait_s: Longest wait for staging, whatever the sender allows.
+        idle_timeout_s: Longest RECEIVING without a frame.
+        commit_ttl_s: Longest COMMITTED without a claim. A handoff that was claimed ahead stays
+            CLAIMED for this time, and at least for LONG_HELD_S + claim_timeout_s.
+        claim_timeout_s: Longest CLAIMED, from each rank's claim or, for a handoff that was claimed
+            ahead, from the announcement of its load.
+        retry_timeout_s: Longest INTERRUPTED, until the next epoch is opened.
+        progress_bytes: Subscribers are told of a handoff's progress after this many bytes, or after
+            half of the bytes that were missing when they were told last.
+        max_queued: Most handoffs that wait for staging.
+        max_tombstones: Most ended handoffs that are remembered, and most that are claimed ahead.
+        max_frames_ahead: Most frames, over all ranks, of a handoff that can be claimed ahead: one
+            message lists them all.
     """
 
     max_wait_s: float
@@ -105,7 +105,7 @@ class ReceiverLimits:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Effect: write this to a stream. A refusal of what the stream carries also ends it."""
+    """Effect: write a reply to a stream. A refusal of the stream's handoff also ends the stream."""
 
     stream: int
     kind: pb.PushReply.Kind.ValueType
@@ -129,7 +129,7 @@ class ReceivedFrame:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a claim gives one rank; offset is of this rank's bytes in the segment."""
+    """The part of a handoff that one rank may read; offset is where it begins in the segment."""
 
     handoff_id: bytes
     epoch: int
@@ -141,10 +141,10 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Effect: tell subscribers of a handoff's new state.
+    """Effect: tell subscribers a handoff's new state.
 
     Attributes:
-        grants: of every rank, when the handoff was claimed ahead and has been committed.
+        grants: Grants of every rank, when a handoff that was claimed ahead is committed.
     """
 
     handoff_id: bytes
@@ -177,10 +177,11 @@ class ReceiverStatistics:
 
 @dataclass(slots=True)
 class RankPart:
-    """What arrived of one rank in the current epoch; `seen` has a byte per layer and block.
+    """The frames of one rank that arrived in the current epoch.
 
     Attributes:
-        in_order: its frames as a claim lists them, once its rank has claimed it.
+        seen: One byte for each layer and block; 1 when the block has arrived.
+        in_order: The frames in the order of a claim, once the rank has claimed its part.
     """
 
     seen: bytearray
@@ -195,7 +196,14 @@ class RankPart:
 
 @dataclass(slots=True)
 class Handoff:
-    """One live handoff. It owns its extent from RECEIVING on; `stream` is None once that ended."""
+    """One live handoff. It owns its extent from RECEIVING on.
+
+    Attributes:
+        stream: Number of the push that carries it; None once that has ended.
+        num_bytes_received: Bytes that arrived in this epoch.
+        num_bytes_told: Bytes of which subscribers were told last.
+        problem: Why the epoch was interrupted.
+    """
 
     handoff_id: bytes
     epoch: int
@@ -208,10 +216,8 @@ class Handoff:
     ranks: list[RankPart]
     choice: Choice
     extent: Extent | None = None
-    # Of this epoch; and how much of it when subscribers were last told of the progress.
     num_bytes_received: int = 0
     num_bytes_told: int = 0
-    # Why the epoch was interrupted.
     problem: tuple[pb.RefusalReason.ValueType, str] | None = None
 
 
@@ -220,7 +226,7 @@ def changed(
     reason: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED,
     detail: str = "",
 ) -> Changed:
-    """The effect that tells of a handoff as it is."""
+    """Returns the effect that tells subscribers the current state of a handoff."""
     return Changed(
         handoff.handoff_id,
         handoff.epoch,
@@ -236,13 +242,13 @@ def changed(
 
 
 def parse_open(frame: Frame) -> pb.PushOpen:
-    """Raises MalformedFrame."""
+    """Returns the message of an open frame. Raises MalformedFrame."""
     if not verify(frame):
         raise MalformedFrame("the open was altered", pb.REFUSAL_REASON_CHECKSUM)
     try:
         opened = pb.PushOpen.FromString(bytes(frame.payload))
     except DecodeError as error:
-        raise MalformedFrame(f"the open's payload is no PushOpen: {error}") from None
+        raise MalformedFrame(f"the open's payload is not a PushOpen: {error}") from None
     if opened.handoff_id != frame.handoff_id or opened.epoch != frame.epoch:
         raise MalformedFrame("the open's payload names another handoff than its header")
     if opened.num_blocks < 1:

@@ -1,4 +1,4 @@
-"""What a sender knows of a handoff, and says of it; the machine is in service/sender.py."""
+"""The sender's data of a handoff: states, limits, effects. service/sender.py is the machine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from baton.v1 import kv_transfer_pb2 as pb
 class SendState(Enum):
     """States of a handoff at its sender."""
 
-    # For room in the sender's own staging.
+    # Waits for room in the sender's own staging.
     WAITING = "waiting"
-    # Until the receiver has reserved the whole size.
+    # Waits until the receiver has reserved the whole size.
     OPENING = "opening"
     SENDING = "sending"
-    # Everything has been handed to the transport; the receiver verifies.
+    # All frames are with the transport; the receiver verifies them.
     COMMITTING = "committing"
     COMMITTED = "committed"
     FAILED = "failed"
@@ -32,7 +32,7 @@ class SendState(Enum):
 _S = SendState
 TRANSITIONS: dict[SendState, frozenset[SendState]] = {
     _S.WAITING: frozenset({_S.OPENING, _S.FAILED, _S.ABORTED}),
-    # To COMMITTED: in the epoch before, as the receiver says only now.
+    # To COMMITTED: the receiver's commit of the previous epoch arrives late.
     _S.OPENING: frozenset({_S.OPENING, _S.SENDING, _S.COMMITTED, _S.FAILED, _S.ABORTED}),
     _S.SENDING: frozenset({_S.OPENING, _S.COMMITTING, _S.FAILED, _S.ABORTED}),
     _S.COMMITTING: frozenset({_S.OPENING, _S.COMMITTED, _S.FAILED, _S.ABORTED}),
@@ -48,15 +48,15 @@ class SenderLimits:
     """How long each state may last.
 
     Attributes:
-        max_wait_s: for room, whatever the caller is willing to wait.
-        idle_timeout_s: SENDING without anything filled or sent, and COMMITTING without an answer.
-        reply_grace_s: OPENING beyond the wait that was agreed: the network's time.
-        linger_s: how long the extent of an aborted send stays reserved: the engine may be in the
-            middle of writing to it, and learns only later that nobody wants it.
-        writer_timeout_s: how long the extent of a send that failed by itself stays reserved for its
-            writer, whom nobody tells: it ends with an abort, or each rank's last frame. Longer than
-            any request.
-        max_sends: at a time.
+        max_wait_s: Longest wait for staging, whatever the caller allows.
+        idle_timeout_s: Longest SENDING without a fill or a send, and COMMITTING without a reply.
+        reply_grace_s: Time for the network, added to the wait of OPENING.
+        linger_s: Time for which the extent of an aborted send stays reserved: the engine may still
+            be writing to it.
+        writer_timeout_s: Longest time for which the extent of a failed send stays reserved. The
+            engine is not told of the failure, so the extent is freed by an abort or by the last
+            frame of every rank. Longer than any request.
+        max_sends: Most sends at a time.
     """
 
     max_wait_s: float
@@ -69,7 +69,7 @@ class SenderLimits:
 
 @dataclass(frozen=True, slots=True)
 class Reserved:
-    """Effect: answer the caller of `open`: its staging is at offset."""
+    """Effect: reply to the caller of `open` with the offset of its staging."""
 
     handoff_id: bytes
     offset: int
@@ -77,7 +77,7 @@ class Reserved:
 
 @dataclass(frozen=True, slots=True)
 class NotReserved:
-    """Effect: answer the caller of `open`: no staging."""
+    """Effect: reply to the caller of `open` that it gets no staging."""
 
     handoff_id: bytes
     detail: str
@@ -85,7 +85,7 @@ class NotReserved:
 
 @dataclass(frozen=True, slots=True)
 class StartPush:
-    """Effect: dial the target; then take batches."""
+    """Effect: dial the target; then take batches with `next_batch`."""
 
     handoff_id: bytes
     target: str
@@ -93,14 +93,14 @@ class StartPush:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Effect: there is something for `next_batch`."""
+    """Effect: `next_batch` may have frames now."""
 
     handoff_id: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StopPush:
-    """Effect: the push is over; write `farewell` first when there is one."""
+    """Effect: end the push, after writing `farewell` when there is one."""
 
     handoff_id: bytes
     farewell: bytes | None = None
@@ -130,7 +130,7 @@ Effect = Reserved | NotReserved | StartPush | Wake | StopPush | Ended
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A frame to be sent now: the payload is staging, to be copied before anything else happens."""
+    """A frame to send now. The payload is staging: copy it before anything else can happen."""
 
     header: bytes
     payload: memoryview
@@ -217,7 +217,7 @@ class SenderTransports(Protocol):
 
 @dataclass(slots=True)
 class SenderStatistics:
-    """Counts since the start; those of bytes, frames, commits and fallbacks by transport."""
+    """Counts since the start; bytes, frames, commits and fallbacks are by transport."""
 
     num_bytes: Counter[str] = field(default_factory=Counter)
     num_frames: Counter[str] = field(default_factory=Counter)
@@ -230,7 +230,7 @@ class SenderStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """A run of blocks that waits to be sent, or (num_blocks 0) a rank's commit."""
+    """A run of blocks that waits to be sent; with num_blocks 0, the end of a rank's part."""
 
     rank: int
     layer: int = 0
@@ -241,16 +241,16 @@ class Filled:
 
 @dataclass(slots=True)
 class Send:
-    """One send. It owns its extent from OPENING until it is over, or has lingered.
+    """One send. It owns its extent from OPENING until the extent is freed.
 
     Attributes:
-        writer_epoch: what the engine counts: it goes up when the prompt is computed again. `epoch`
-            is the receiver's: it goes up with every open.
-        wait_until: the receiver may take so long to find room.
-        filled: everything of the writer's epoch, in its order; `num_sent` of them have left.
-        sent: epoch, transport and number of frames of the last one that left with its commits.
-        tried: transports that failed.
-        offers: what the open under way offers.
+        writer_epoch: Epoch of the engine: it rises when the prompt is computed again.
+        epoch: Epoch of the frames: it rises with every open.
+        wait_until: Deadline for the receiver to find room.
+        filled: The runs of the writer's epoch, in order; `num_sent` of them have left.
+        sent: Epoch, transport and number of frames of the last epoch that left completely.
+        tried: Transports that failed.
+        offers: Offers of the open under way.
     """
 
     handoff_id: bytes
@@ -290,6 +290,7 @@ def ended(
     detail: str,
     now: float,
 ) -> Ended:
+    """Returns the effect that reports how a send ended."""
     committed = state is _S.COMMITTED
     return Ended(
         send.handoff_id,

@@ -1,4 +1,4 @@
-"""The worker's main process's end: starts the transfer service, talks to it, ends it."""
+"""The main process's client of the transfer service: starts, uses and ends it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ HandoffEvent = pb.LocalHandoffState | pb.LocalSendState
 
 CALL_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
-# Handoffs whose latest state nobody has asked for; beyond it the oldest is forgotten.
+# Most unread events, one for each handoff; when there are more, the oldest is dropped.
 MAX_UNREAD_EVENTS = 65_536
 _READ_BYTES = 2**18
 _MAX_LINE_BYTES = 2**16
-# How glibc serves a process that moves megabytes at a time; others ignore it.
+# Settings for glibc's allocator and memcpy, for a process that moves megabytes at a time. Other C
+# libraries ignore them.
 _GLIBC_TUNABLES = {
-    # The memory of large messages is kept, not given back after each: to map and clear it again
-    # costs as much as to move the bytes. What is kept is bounded by what is in flight.
+    # glibc keeps the memory of large messages: mapping and clearing it again would cost as much as
+    # moving the bytes. The kept memory is bounded by the messages in flight.
     "glibc.malloc.mmap_threshold": 32 * 2**20,
     "glibc.malloc.trim_threshold": 256 * 2**20,
-    # Large copies go past the caches: nobody reads the bytes again on this core.
+    # Large copies bypass the caches: this core does not read the bytes again.
     "glibc.cpu.x86_non_temporal_threshold": 2**17,
 }
 
@@ -40,14 +41,14 @@ _GLIBC_TUNABLES = {
 class TransferClient:
     """The transfer service of this worker, which lives as long as this object.
 
-    Use from one event loop; `start` makes it, `close` (or leaving `async with`) ends it.
+    One event loop uses it. `start` creates it and `close` ends it.
 
     Attributes:
-        socket_path: of the control socket; engine processes get it for their EnginePort.
-        address: host:port that other workers' services push to.
-        send_bytes: size of the sender's staging: the largest handoff this worker can send.
-        receive_bytes: the same of the receiver's.
-        gone: set once the service has ended, whoever ended it; `gone_reason` says why.
+        socket_path: Path of the control socket, which engine processes pass to EnginePort.
+        address: host:port to which other workers' services push.
+        send_bytes: Size of the sending staging: the largest handoff that this worker can send.
+        receive_bytes: Size of the receiving staging.
+        gone: Set once the service has ended for any reason; `gone_reason` says why.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class TransferClient:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        """Takes over a running service; use `start`."""
+        """Takes over a running service. Callers use `start`."""
         self.socket_path = ready["socket_path"]
         self.address = ready["address"]
         self.send_bytes = int(ready["send_bytes"])
@@ -70,7 +71,7 @@ class TransferClient:
         self._calls: dict[int, asyncio.Future[pb.LocalReply]] = {}
         self._events: OrderedDict[tuple[str, bytes], HandoffEvent] = OrderedDict()
         self._has_events = asyncio.Event()
-        # The service's last words, for gone_reason.
+        # Last line of the service's stderr, for gone_reason.
         self._stderr: deque[str] = deque(maxlen=1)
         self._closing = False
         self._tasks = [
@@ -92,15 +93,15 @@ class TransferClient:
         """Starts the service's process and connects to it.
 
         Args:
-            config: of the service.
-            socket_path: where the service makes its control socket; a short path in a directory
-                that only this user can enter.
-            security: of the service's port and of what it dials; None: as by default.
-            log_level: of the service; its log goes to this process's stderr.
-            timeout_s: until it serves.
+            config: The `kv_transfer` section.
+            socket_path: Path for the service's control socket: a short path in a directory that
+                only this user can enter.
+            security: TLS and credentials of the service's port and connections; None: the default.
+            log_level: Log level of the service; its log goes to this process's stderr.
+            timeout_s: Longest time until the service serves, in seconds.
 
         Raises:
-            ServiceGone: it did not start; the message is its one line of explanation.
+            ServiceGone: The service did not start; the message says why.
         """
         arguments = {
             "socket_path": socket_path,
@@ -109,9 +110,9 @@ class TransferClient:
             "kv_transfer": config.model_dump(mode="json"),
             "security": (security or SecurityConfig()).model_dump(mode="json"),
         }
-        # In the worker's own process group, so that whoever kills that leaves nothing behind; it
-        # ignores the SIGINT of a terminal. Never a session of its own: see the coordinator's
-        # launchers/launcher.py.
+        # The service stays in the worker's process group, so that killing the group leaves nothing
+        # behind. It ignores a terminal's SIGINT. It must not get its own session: see the
+        # coordinator's launchers/launcher.py.
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -133,13 +134,13 @@ class TransferClient:
                 reader, writer = await asyncio.open_unix_connection(socket_path)
             client = cls(process, ready, reader, writer)
         except BaseException as error:
-            # It may have a socket and shared memory already, which are its own to remove.
+            # The process may have a socket and shared memory already, which it removes itself.
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
             try:
                 await _end(process)
             finally:
-                # Of one that did not come to it.
+                # For a process that was killed before it could remove its segment.
                 remove_leftovers()
             if isinstance(error, TimeoutError):
                 detail = f"did not serve within {timeout_s:g} s"
@@ -157,11 +158,11 @@ class TransferClient:
 
     @property
     def pid(self) -> int:
-        """Of the service's process."""
+        """Process ID of the service."""
         return self._process.pid
 
     async def configure(self, fingerprint: pb.KvFingerprint) -> None:
-        """Says what the engine's cache is like; before that the service takes no handoffs.
+        """Gives the service the fingerprint of the engine's cache; it takes no handoffs before.
 
         Raises:
             ServiceGone, TransferRefused.
@@ -185,20 +186,20 @@ class TransferClient:
         Args:
             handoff_id: 16 random bytes.
             target: host:port of the receiving worker's transfer service.
-            num_blocks: that hold the tokens.
-            num_tokens: prompt tokens to hand over, from the first.
-            wait_s: how long to wait for room, here and at the receiver together; at most the
-                service's open_timeout_s.
-            epoch: of the first frames.
+            num_blocks: Number of blocks that hold the tokens.
+            num_tokens: Number of prompt tokens to hand over, from the first token.
+            wait_s: Longest wait for staging, here and at the receiver together, in seconds; at
+                most the service's open_timeout_s.
+            epoch: Epoch of the first frames.
 
         Returns:
-            The offset of the handoff's bytes in the segment (see LocalSendOpened). How it goes on
-            is told by `next_events`, always with one LocalSendState unless it is aborted here.
+            The offset of the handoff's bytes in the segment (see LocalSendOpened). `next_events`
+            later returns exactly one LocalSendState, unless this worker aborts the send.
 
         Raises:
-            TransferRefused: no room in time, too large, or the id is in use: prefill without
-                handing over.
-            ServiceGone: the same.
+            TransferRefused: No staging in time, too large, or the ID is in use. The prompt is then
+                computed without a handoff.
+            ServiceGone: The service has ended; the prompt is computed without a handoff.
         """
         wanted = pb.LocalOpenSend(
             handoff_id=handoff_id,
@@ -218,30 +219,30 @@ class TransferClient:
         return reply.send_opened.offset
 
     def abort_send(self, handoff_id: bytes) -> None:
-        """The send is over: cancelled, failed, or finished with its first token. Idempotent.
+        """Ends a send: cancelled, failed, or finished with its first token. Idempotent.
 
-        Abort the request in the engine first. Its staging is free half a second later, since the
-        engine may still be writing to it. A send that fails keeps its staging until this, or until
-        every rank has said that it filled the last of it: the engine does not hear of the failure.
+        Abort the request in the engine first. The staging is freed half a second later, because
+        the engine may still be writing to it. The engine is not told when a send fails, so a
+        failed send keeps its staging until this call or until every rank has filled its part.
         """
         self._write(pb.LocalRequest(abort_send=pb.LocalAbortSend(handoff_id=handoff_id)))
 
     def drop(self, handoff_id: bytes) -> None:
-        """A handoff to this worker is not wanted (any more), also before it was opened."""
+        """Drops a handoff to this worker that is not needed (any more), also before its open."""
         self._write(pb.LocalRequest(drop=pb.LocalDrop(handoff_id=handoff_id)))
 
     async def stats(self) -> pb.LocalStatistics:
-        """Raises ServiceGone."""
+        """Returns the service's statistics. Raises ServiceGone."""
         return (await self._call(pb.LocalRequest(stats=pb.LocalStats()))).statistics
 
     async def next_events(self) -> list[HandoffEvent]:
-        """Waits for changes of handoffs' states; the latest of each since the last call.
+        """Waits for changes; returns the latest state of each handoff that changed.
 
-        LocalHandoffState for handoffs to this worker, LocalSendState for those from it. One caller
-        at a time.
+        LocalHandoffState is for handoffs to this worker, LocalSendState for those from it. Only one
+        task may call this at a time.
 
         Raises:
-            ServiceGone: the service has ended, and with it every handoff.
+            ServiceGone: The service has ended, and all its handoffs are lost.
         """
         while not self._events:
             if self.gone.is_set():
@@ -253,7 +254,7 @@ class TransferClient:
         return events
 
     async def close(self) -> None:
-        """Ends the service and waits for its end; socket and segment are gone after. Idempotent."""
+        """Ends the service, waits for its end, and removes its socket and segment. Idempotent."""
         self._closing = True
         self._writer.close()
         try:
@@ -277,7 +278,7 @@ class TransferClient:
             async with asyncio.timeout(timeout_s):
                 reply: pb.LocalReply = await answer
         except TimeoutError:
-            # It is stuck, and with it everything it holds.
+            # A service that does not answer is treated as ended.
             self._lost(f"transfer service: no answer within {timeout_s:g} s")
             raise ServiceGone(self.gone_reason) from None
         finally:
@@ -298,7 +299,7 @@ class TransferClient:
                     self._take(pb.LocalReply.FromString(message))
         except (OSError, TransferError, DecodeError) as error:
             self._lost(f"transfer service: {error}")
-        # Its process is ending; `_watch` says how.
+        # The process is ending; `_watch` records the reason.
 
     def _take(self, reply: pb.LocalReply) -> None:
         if reply.HasField("handoff"):
@@ -331,7 +332,7 @@ class TransferClient:
             if self._closing
             else f"transfer service: ended with exit code {code}{said}"
         )
-        # Of a service that was killed, nobody else removes what it owned.
+        # A killed service leaves these files behind.
         for left in (self.socket_path, f"{SEGMENT_DIRECTORY}/{self._shm_name}"):
             with contextlib.suppress(OSError):
                 os.unlink(left)
@@ -349,7 +350,7 @@ class TransferClient:
 
 
 def _environment() -> dict[str, str]:
-    """This process's, with what suits the service unless somebody has said otherwise."""
+    """Returns the service's environment: this one, with glibc settings the user may override."""
     tunables = [f"{name}={value}" for name, value in _GLIBC_TUNABLES.items()]
     if said := os.environ.get("GLIBC_TUNABLES"):
         tunables.append(said)
@@ -357,7 +358,7 @@ def _environment() -> dict[str, str]:
 
 
 async def _last_words(process: asyncio.subprocess.Process) -> str:
-    """Why a service did not start: its last line, or how it ended."""
+    """Returns why a service did not start: the last line of its stderr, or its exit code."""
     assert process.stderr is not None
     lines = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
     code = await process.wait()
@@ -365,9 +366,9 @@ async def _last_words(process: asyncio.subprocess.Process) -> str:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Waits for the end of one that was asked to end; SIGKILL when it does not, and at a cancel.
+    """Waits for a process that was told to end; kills it after STOP_TIMEOUT_S or at a cancel.
 
-    What a killed one owned is removed by others.
+    The caller removes the files of a killed process.
     """
     try:
         async with asyncio.timeout(STOP_TIMEOUT_S):

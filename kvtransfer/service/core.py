@@ -1,4 +1,4 @@
-"""The transfer service's core: drives both state machines and carries out their effects."""
+"""The core of the transfer service: drives both state machines and carries out their effects."""
 
 from __future__ import annotations
 
@@ -21,22 +21,26 @@ from baton.kvtransfer.transports.negotiation import Negotiator
 from baton.runtime import kv_fingerprint
 from baton.v1 import kv_transfer_pb2 as pb
 
-# For an incoming push that opens no handoff; one that does has the handoff's deadlines.
+# Longest life of an incoming push that opens no handoff; afterwards the handoff's deadlines apply.
 UNUSED_PUSH_TIMEOUT_S = 5.0
-# Of uvloop's clock, which is why times here are time.monotonic's.
+# Resolution of uvloop's clock, in seconds. It is too coarse, so times here are time.monotonic().
 _TIMER_RESOLUTION_S = 0.001
 
 logger = logging.getLogger(__name__)
 
 
 class TransferCore:
-    """Turns requests, frames and time into calls of the state machines, and carries effects out.
+    """Passes requests, frames and time to the state machines, and carries out their effects.
 
-    Everything happens on one event loop and nothing here waits, so that a state machine's call and
-    its effects are one.
+    Everything runs on one event loop and nothing here waits, so no other call can come between a
+    call of a state machine and its effects.
 
     Args:
-        stop: set when the main process's connection is lost.
+        sender: State machine of the handoffs from this worker.
+        receiver: State machine of the handoffs to this worker.
+        negotiator: The transports of this service.
+        dialer: Opens pushes to other services.
+        stop: Set when the main process's connection is lost.
     """
 
     def __init__(
@@ -53,10 +57,10 @@ class TransferCore:
         self._layout: KvLayout | None = None
         self._configured = pb.LocalConfigured()
         self._connections: set[LocalConnection] = set()
-        # Callers of open_send that are not answered yet.
+        # Connection and call ID of each open_send that has no reply yet, by handoff ID.
         self._opening: dict[bytes, tuple[LocalConnection, int]] = {}
         self._pushers: dict[bytes, Pusher] = {}
-        # Every pusher whose tasks are not over, those that say farewell included.
+        # Every pusher with running tasks, including those that send a farewell frame.
         self._live_pushers: set[Pusher] = set()
         self._incoming: dict[int, IncomingPush] = {}
         self._num_streams = 0
@@ -70,7 +74,7 @@ class TransferCore:
         self._refused = refused
 
     def fingerprint(self) -> pb.KvFingerprint | None:
-        """The fingerprint of the engine's KV cache; None until it is known."""
+        """Returns the fingerprint of the engine's KV cache; None until it is known."""
         return self._layout.fingerprint() if self._layout is not None else None
 
     def describe_as(self, address: str, shm_name: str, send_bytes: int, receive_bytes: int) -> None:
@@ -80,7 +84,7 @@ class TransferCore:
         )
 
     def ready_fields(self) -> dict[str, str | int]:
-        """The fields of the line that the process prints when it serves."""
+        """Returns the fields of the line that the process prints when it serves."""
         told = self._configured
         return {
             "address": told.address,
@@ -90,7 +94,7 @@ class TransferCore:
         }
 
     def description(self) -> pb.DescribeResponse | None:
-        """The answer to other workers' Describe; None before the engine's cache is known."""
+        """Returns the reply to other workers' Describe; None before the engine's cache is known."""
         if self._layout is None:
             return None
         statistics = self._receiver.arena_statistics()
@@ -104,7 +108,7 @@ class TransferCore:
     # ---- The control socket.
 
     def handle_request(self, connection: LocalConnection, request: pb.LocalRequest) -> None:
-        """Answers one request of a local client."""
+        """Handles one request of a local client."""
         self._connections.add(connection)
         if request.HasField("frames"):
             for filled in request.frames.frames:
@@ -122,9 +126,11 @@ class TransferCore:
         self._arm()
 
     def connection_lost(self, connection: LocalConnection) -> None:
-        """A local client is gone; with the worker's main process the service ends too."""
+        """Forgets a local client; if it was the worker's main process, the service ends."""
         self._connections.discard(connection)
-        for handoff_id in [key for key, (who, _) in self._opening.items() if who is connection]:
+        for handoff_id in [
+            key for key, (caller, _) in self._opening.items() if caller is connection
+        ]:
             self._carry_out(self._sender.abort(handoff_id, time.monotonic()))
         if connection.is_main:
             self._stop.set()
@@ -132,7 +138,7 @@ class TransferCore:
     def _answer(
         self, connection: LocalConnection, request: pb.LocalRequest
     ) -> pb.LocalReply | None:
-        """The reply to a request; None when an effect will answer it later."""
+        """Returns the reply to a request; None when an effect will reply later."""
         now, kind = time.monotonic(), request.WhichOneof("request")
         if kind == "configure":
             self._configure(request.configure.fingerprint)
@@ -252,7 +258,7 @@ class TransferCore:
 
     def push_frame(self, stream: int, frame: Frame) -> None:
         if frame.kind is FrameKind.REFERENCE:
-            # No stream has chosen shared memory before the layout was known.
+            # A reference before the layout is known is refused: no transport is accepted yet.
             block_bytes = self._layout.block_bytes if self._layout is not None else 0
             frame = self._negotiator.resolve(stream, frame, frame.num_blocks * block_bytes)
         if effects := self._receiver.handle_frame(stream, frame, time.monotonic()):
@@ -325,7 +331,7 @@ class TransferCore:
 
         def on_lost(detail: str) -> None:
             self._live_pushers.discard(pusher)
-            # One that was stopped is no longer the send's.
+            # A stopped pusher no longer belongs to the send.
             if self._pushers.get(handoff_id) is pusher:
                 self._carry_out(self._sender.handle_push_lost(handoff_id, detail, time.monotonic()))
                 self._arm()
@@ -373,7 +379,7 @@ class TransferCore:
 
     @staticmethod
     def _notify(connection: LocalConnection, changed: receiving.Changed) -> None:
-        # Ranks read staging; the main process does not.
+        # Only ranks read staging, so the main process gets no claims.
         state = local_replies.received_state(changed, with_claims=not connection.is_main)
         connection.notify(("receive", changed.handoff_id), pb.LocalReply(handoff=state))
 
@@ -392,7 +398,7 @@ class TransferCore:
                 connection.notify(("send", ended.handoff_id), pb.LocalReply(send=state))
 
     def _arm(self) -> None:
-        """Sets the timer to the next deadline; those that moved away only cost an early look."""
+        """Sets the timer to the next deadline; a deadline that moved later costs one wake-up."""
         deadlines = (self._sender.next_deadline(), self._receiver.next_deadline())
         next_deadline = min((each for each in deadlines if each is not None), default=None)
         if self._timer is not None:
@@ -415,17 +421,18 @@ class TransferCore:
     # ---- Statistics and the end.
 
     def statistics(self) -> pb.LocalStatistics:
+        """Returns the statistics for the worker's metrics."""
         return local_replies.statistics(
             self._sender, self._receiver, self._negotiator.peers(), self._refused()
         )
 
     def close_connections(self) -> None:
-        """Cuts off every local client."""
+        """Closes the connection of every local client."""
         for connection in list(self._connections):
             connection.abort()
 
     async def close_pushes(self) -> None:
-        """Cuts off every push, both ways, and closes the transports."""
+        """Cancels every push in both directions, and closes the transports."""
         for push in self._incoming.values():
             push.end()
         # Before the pushers: a send through a link ends only when its payload is not read any more.

@@ -1,4 +1,4 @@
-"""What the service tells its local clients, as the control socket's messages."""
+"""Builds the messages that the service sends to its local clients over the control socket."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.v1 import kv_transfer_pb2 as pb
 
 
 def part(grant: receiving.Grant, rank: int, first: int) -> pb.LocalClaimed:
-    """One rank's part of a handoff: as many frames, from this one on, as an answer may list."""
+    """Returns one rank's part of a handoff, with at most MAX_LISTED_FRAMES frames from `first`."""
     return _claimed(grant, rank, first, first + local_wire.MAX_LISTED_FRAMES)
 
 
@@ -40,11 +40,11 @@ def _claimed(
 
 
 def received_state(changed: receiving.Changed, *, with_claims: bool) -> pb.LocalHandoffState:
-    """The state of a handoff to this worker.
+    """Returns the message for the state of a handoff to this worker.
 
     Args:
-        changed: the state.
-        with_claims: whether to say what ranks that claimed ahead may read now.
+        changed: The state.
+        with_claims: Whether to add the grants of a handoff that was claimed ahead.
     """
     state = pb.LocalHandoffState(
         handoff_id=changed.handoff_id,
@@ -64,7 +64,7 @@ def received_state(changed: receiving.Changed, *, with_claims: bool) -> pb.Local
 
 
 def sent_state(ended: sending.Ended) -> pb.LocalSendState:
-    """How a send ended."""
+    """Returns the message that says how a send ended."""
     made = pb.LocalSendState
     return made(
         handoff_id=ended.handoff_id,
@@ -89,13 +89,13 @@ def statistics(
     peers: Iterable[pb.PeerTransport],
     access_refusals: Mapping[str, int],
 ) -> pb.LocalStatistics:
-    """What the worker's metrics are made of.
+    """Returns the counts and sizes from which the worker makes its metrics.
 
     Args:
-        sender: this service's.
-        receiver: this service's.
-        peers: of its transports, by worker.
-        access_refusals: of the gRPC port, by reason.
+        sender: The service's sender.
+        receiver: The service's receiver.
+        peers: The transport of the latest handoff to each worker.
+        access_refusals: Calls that the gRPC port refused, by reason.
     """
     sent, received = sender.statistics, receiver.statistics
     sends, receives = sender.arena_statistics(), receiver.arena_statistics()

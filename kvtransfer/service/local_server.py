@@ -1,4 +1,4 @@
-"""The service's end of the control socket: connections, and subscribers that cannot hold it up."""
+"""The service's end of the control socket. A client that does not read cannot block the service."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from baton.kvtransfer.errors import TransferError
 from baton.runtime import worker_directory
 from baton.v1 import kv_transfer_pb2 as pb
 
-# Written and not read by the other end: above HIGH notifications are merged instead, above MAX the
-# connection is given up.
+# Limits of the bytes that a client has not read: above HIGH the service merges notifications, above
+# MAX it closes the connection.
 _HIGH_WATER_BYTES = 2**18
 _MAX_UNREAD_BYTES = 4 * local_wire.MAX_LOCAL_MESSAGE_BYTES
 _MAX_MERGED = 65_536
-# Of the file's name (vllm/utils/network_utils.py, get_file_store_init_method).
+# Start of the file name in vllm/utils/network_utils.py, get_file_store_init_method.
 _RENDEZVOUS = "vllm_dist_"
 
 logger = logging.getLogger(__name__)
@@ -32,8 +32,9 @@ class LocalConnection(asyncio.Protocol):
     """One client of the control socket.
 
     Attributes:
-        subscribed: to handoffs' states.
-        is_main: the worker's main process; hears how sends end, and the service ends with it.
+        subscribed: Whether the client is told the states of handoffs.
+        is_main: Whether the client is the worker's main process. It is told how sends end, and the
+            service ends when it disconnects.
     """
 
     def __init__(
@@ -45,13 +46,13 @@ class LocalConnection(asyncio.Protocol):
         self._unpacker = local_wire.Unpacker()
         self._transport: asyncio.Transport | None = None
         self._paused = False
-        # The latest notification about each thing, not written yet.
+        # The latest notification that is not written yet, for each key.
         self._merged: OrderedDict[tuple[str, bytes], pb.LocalReply] = OrderedDict()
         self.subscribed = False
         self.is_main = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are no subclasses of asyncio's.
+        # uvloop's transports are not subclasses of asyncio's.
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES)
 
@@ -78,11 +79,11 @@ class LocalConnection(asyncio.Protocol):
             self._write(message)
 
     def reply(self, message: pb.LocalReply) -> None:
-        """Answers a call."""
+        """Writes the reply to a call."""
         self._write(message)
 
     def notify(self, key: tuple[str, bytes], message: pb.LocalReply) -> None:
-        """Tells the latest about something; replaces what was not written yet about it."""
+        """Sends a notification; it replaces an unwritten one with the same key."""
         if not self._paused:
             self._write(message)
             return
@@ -93,7 +94,7 @@ class LocalConnection(asyncio.Protocol):
             self.abort()
 
     def abort(self) -> None:
-        """Closes it now."""
+        """Closes the connection now."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -108,13 +109,13 @@ class LocalConnection(asyncio.Protocol):
 
 
 def remove(path: str) -> None:
-    """Removes a socket's file, and a worker's directory with what its engine leaves; idempotent.
+    """Removes a socket's file, and the worker's directory with its engine's files. Idempotent.
 
-    The worker removes its directory itself, unless it was killed. A directory with anything in it
-    but sockets, links, and the file by which ranks find each other stays.
+    A worker that was not killed removes its directory itself. The directory stays if it holds
+    anything except sockets, links, and the file through which ranks find each other.
     """
     Path(path).unlink(missing_ok=True)
-    # Of an engine that was killed.
+    # A killed engine leaves the socket of its notes.
     Path(notes.path_beside(path)).unlink(missing_ok=True)
     directory = Path(path).parent
     if directory.name.startswith(worker_directory.PREFIX):

@@ -1,4 +1,4 @@
-"""Drives one send: batches from the state machine to the transport, replies back."""
+"""Drives one push: batches from the sender to the transport, replies back to the sender."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ from baton.kvtransfer.service.sender import Sender
 from baton.kvtransfer.transports.transport import LinkLost
 from baton.v1 import kv_transfer_pb2
 
-# A push that is over has so long to say so; then it is cut off.
+# Longest time for the last frame of a push that ends; then the push is cancelled.
 FAREWELL_TIMEOUT_S = 2.0
 
 logger = logging.getLogger(__name__)
 
 
 class Pusher:
-    """One push and its two tasks; it owns both.
+    """Owns one push and its two tasks: one writes batches, the other reads replies.
 
     Args:
-        ready: waited for before the push is opened: a receiver ends one that opens no handoff.
-        open_push: opens it.
+        handoff_id: ID of the handoff.
+        sender: The state machine that gives out the batches.
+        ready: Waited for before the push is opened: a receiver soon ends a push without an open.
+        open_push: Opens the push.
         send: Sends a batch by its transport; raises PushLost, LinkLost.
-        on_reply: the receiver answered.
-        on_lost: the push ended; called once, also after `stop`.
+        on_reply: Called with each reply of the receiver.
+        on_lost: Called once with the reason when the push has ended, also after `stop`.
     """
 
     def __init__(
@@ -50,22 +52,22 @@ class Pusher:
         self._changed = asyncio.Event()
         self._stopping = False
         self._farewell: bytes | None = None
-        # What kept the writing half from going on, and why it all ended.
+        # Why the writing task failed, and why the push ended.
         self._problem, self._detail = "", "the push was stopped"
         self._cut_off: asyncio.TimerHandle | None = None
         self._task = asyncio.create_task(self._run())
-        # Not by the task, which may be cancelled before it begins.
+        # A callback, because the task may be cancelled before it begins.
         self._task.add_done_callback(lambda _: on_lost(self._detail))
 
     def wake(self) -> None:
-        """Looks for a batch to send."""
+        """Tells the writing task that a batch may be ready."""
         self._changed.set()
 
     def stop(self, farewell: bytes | None) -> None:
-        """No more batches; says farewell and ends, or is cut off."""
+        """Sends no more batches; sends the farewell frame and ends, with a timeout."""
         self._stopping, self._farewell = True, farewell
         if self._push is None:
-            # Nobody is there to say it to.
+            # The push is not open yet, so there is no receiver to tell.
             self._task.cancel()
             return
         self._changed.set()
@@ -73,7 +75,7 @@ class Pusher:
         self._cut_off = loop.call_later(FAREWELL_TIMEOUT_S, self._push.cancel)
 
     async def close(self) -> None:
-        """Cuts it off now."""
+        """Cancels the push and waits for the tasks."""
         if self._push is not None:
             self._push.cancel()
         self._task.cancel()
@@ -122,7 +124,7 @@ class Pusher:
                 await push.send([Outgoing(self._farewell, memoryview(b""))])
             await push.finish()
         except PushLost:
-            # Receiving says why, with the receiver's own words when it has sent any.
+            # The reading task reports the reason, with the receiver's words if there are any.
             pass
         except TransferRefused as error:
             self._problem = str(error)

@@ -1,4 +1,4 @@
-"""What the receiver requires of frames before it believes them."""
+"""Checks of the frames that reach the receiver."""
 
 from __future__ import annotations
 

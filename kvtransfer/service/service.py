@@ -4,10 +4,11 @@
 
 CONFIG is JSON: {"socket_path": "/run/baton/kv.sock", "kv_transfer": {...}}.
 
-It owns one shared-memory segment with two arenas, send [0, send_bytes) and receive [send_bytes,
-send_bytes + receive_bytes). The engine's processes copy into and out of it; this process moves the
-bytes between workers. It prints one line of JSON when it serves and ends with the connection of the
-worker's main process, with its parent, or on SIGTERM; socket and segment are gone after.
+The service owns one shared-memory segment with two arenas: send [0, send_bytes) and receive
+[send_bytes, send_bytes + receive_bytes). The engine's processes copy into and out of the segment;
+this process moves the bytes between workers. It prints one line of JSON when it serves. It ends
+when the worker's main process disconnects, when its parent ends, or on SIGTERM, and then removes
+socket and segment.
 """
 
 from __future__ import annotations
@@ -52,22 +53,24 @@ from baton.runtime.refusals import Refusals
 from baton.runtime.section import Section
 from baton.runtime.security_config import SecurityConfig
 
-# A commit's answer and a first frame may come this much after the receiver's own idle timeout.
+# Time that a commit's reply and a first frame may take beyond the receiver's idle timeout.
 SENDER_GRACE_S = 5.0
 
 
 class ServiceArguments(Section):
-    """What the process is started with, as JSON in its one argument."""
+    """The JSON argument with which the process is started."""
 
     socket_path: str
-    parent_pid: int = Field(default_factory=os.getppid, description="ends with it")
+    parent_pid: int = Field(
+        default_factory=os.getppid, description="The service ends when this process ends."
+    )
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
     security: SecurityConfig = Field(default_factory=SecurityConfig)
 
 
 def limits(config: KvTransferConfig) -> tuple[SenderLimits, ReceiverLimits]:
-    """The state machines' limits, from the configuration."""
+    """Returns the limits of both state machines from the configuration."""
     sending = SenderLimits(
         max_wait_s=config.open_timeout_s, idle_timeout_s=config.idle_timeout_s + SENDER_GRACE_S
     )
@@ -83,7 +86,7 @@ def limits(config: KvTransferConfig) -> tuple[SenderLimits, ReceiverLimits]:
 
 
 def _run_on(cpus: list[int]) -> None:
-    """Keeps this process, and the threads it is about to start, on some cores."""
+    """Binds this process and the threads that it starts later to these cores; empty: any."""
     if not cpus:
         return
     try:
@@ -99,11 +102,11 @@ async def serve(arguments: ServiceArguments) -> int:
     """Runs the service until it is told to end; returns the process's exit code.
 
     Raises:
-        ConfigError, TransferError: it cannot start.
+        ConfigError, TransferError: The service cannot start.
     """
     stop = lifecycle.stop_requested()
-    # What a terminal sends, when it is closed too, reaches every process: this one ends with its
-    # worker, which may drain, and cleans up after it.
+    # A terminal's signals reach every process of its group. The service ignores them and ends with
+    # its worker, which may still drain.
     asyncio.get_running_loop().remove_signal_handler(signal.SIGINT)
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
@@ -112,7 +115,7 @@ async def serve(arguments: ServiceArguments) -> int:
     refusals = Refusals()
     access = Access.of_members(security, refusals)
     protection = rpc.Protection.of(security, access, "kv_transfer.listen")
-    # Other workers serve as this one does.
+    # Other workers use the same TLS settings as this one.
     dial = within_cluster(security, with_tls=security.serves_tls)
     server = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES, protection=protection)
     dialer = GrpcPushDialer(config.grpc_connections, dial)
@@ -175,7 +178,7 @@ async def _run(
         await health.set(SERVICE, serving)
         await health.set("", serving)
         await stopping
-    # 1. Nothing new. 2. The other ends of our pushes, then of theirs, learn of it at once.
+    # Shutdown: 1. take nothing new, 2. end our pushes, 3. end the pushes of others.
     configured.cancel()
     local.close()
     core.close_connections()
@@ -187,9 +190,9 @@ async def _run(
 
 @contextlib.contextmanager
 def _watched_parent(stop: asyncio.Event, parent: int) -> Iterator[None]:
-    """A parent that was killed leaves no orphan, whoever else holds its end of the socket.
+    """Stops the service when its parent ends, even if a process still holds the parent's socket.
 
-    It may have been killed before this process came to look: who the parent is now says nothing.
+    The parent may have been killed before this process started, so os.getppid() is not enough.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -199,7 +202,7 @@ def _watched_parent(stop: asyncio.Event, parent: int) -> Iterator[None]:
         yield
         return
     except OSError:
-        # Without such descriptors the main process's connection alone has to tell.
+        # Without pidfd support only the main process's connection tells that it has ended.
         yield
         return
     try:

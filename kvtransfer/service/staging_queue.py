@@ -1,4 +1,4 @@
-"""Who gets staging next: the handoffs that wait for an extent of an arena, in order of arrival."""
+"""The handoffs that wait for an extent of staging, in order of arrival."""
 
 from __future__ import annotations
 

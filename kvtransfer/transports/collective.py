@@ -1,18 +1,18 @@
 """Links: frames between two transfer services through a torch.distributed process group of two.
 
-A link goes one way, from rank 0 to rank 1, and is as long-lived as the stream that joins the two
-services; pairs come and go, and there is no world. Frames are announced over that stream: a data
-frame by its header alone, any other frame whole. Only payloads of data frames go through the group,
-and the receiving end asks the group for a payload once it has checked the header. So
+A link goes one way, from rank 0 to rank 1, and lives as long as the stream that joins the two
+services. Each pair has its own group; there is no world. Frames are announced over the stream: a
+data frame by its header alone, any other frame as a whole. Only payloads of data frames go through
+the group, and the receiving end posts the receive of a payload after it has checked the header. So
 
-- a link that waits for work holds nothing of the group: with NCCL a receive is a kernel that spins
-  on the GPU, with either a receive is something with a timeout;
-- the group is never asked for another size than what was sent: gloo ends the process then.
+- an idle link has no operation in the group: an NCCL receive is a kernel that spins on the GPU, and
+  a receive of either backend has a timeout;
+- a receive always has the size of the send: otherwise gloo ends the process.
 
-Who owns what: a link's one thread owns the group and is the only one to use it, but for `cut`. The
-sender's payloads are read by the group from `send` until that returns, whatever becomes of the link
-or of the caller. The receiver's payloads land in buffers of the link, never in staging: a late
-write meets nobody else's bytes. Everything else belongs to the event loop.
+Ownership: only the link's own thread uses the group, except for `cut`. The group reads the sender's
+payloads until `send` returns, even when the link or the caller has ended. The receiver's payloads
+land in buffers of the link, never in staging, so a late write cannot hit another handoff's bytes.
+The event loop owns everything else.
 """
 
 from __future__ import annotations
@@ -40,34 +40,36 @@ from baton.v1 import kv_transfer_pb2
 
 _T = TypeVar("_T")
 
-# The key of messages that announce frames: each as its length and its bytes.
+# Key of the messages that announce frames; each frame is its length and its bytes.
 FRAMES_KEY = "frames"
 _LENGTH = struct.Struct("<I")
-# Of the receiving end: one is consumed while the next is filled.
+# Buffers of the receiving end: one is consumed while the next is filled.
 _NUM_BUFFERS = 2
-# Batches whose payloads wait for the sending end's thread, and sends that it has posted.
+# Most batches that wait for the sending end's thread, and most sends that it has posted.
 _MAX_BATCHES = 16
 _MAX_POSTED = 8
-# Frames announced and not yet received. An honest sender is held back by its payloads, which are
-# taken two at a time; only commits come without one.
+# Most frames that are announced and not yet received. The payloads, which are taken two at a time,
+# slow down a correct sender; only commits have no payload.
 _MAX_ANNOUNCED = 16384
-# A thread that has been told to end needs far less, unless it is connecting.
+# Longest wait in seconds for a thread to end; only a thread that is connecting needs long.
 _CLOSE_TIMEOUT_S = 2.0
 
 logger = logging.getLogger(__name__)
 
 
 class _Ended(Exception):
-    """The link's thread is told to end."""
+    """Tells the link's thread to end."""
 
 
 class _Link(ABC):
     """One end of a link. Constructed and called on a running event loop.
 
     Args:
-        publish: writes a message to the peer's end of the stream; called on the event loop, must
-            not block, and keeps the order.
-        on_lost: the link is over, and why; called on the event loop, once, and never after `close`.
+        options: Settings of this end.
+        publish: Writes a message to the peer's end of the stream, in order. Called on the event
+            loop; must not block.
+        on_lost: Called once on the event loop with the reason when the link has ended; never after
+            `close`.
     """
 
     _rank: int
@@ -83,7 +85,7 @@ class _Link(ABC):
         self._over: str | None = None
         self._opened, self._thread_gone = asyncio.Event(), asyncio.Event()
         self._store = LinkStore(lambda key, value: self._call(self._set, key, value))
-        # Guards what follows, and what subclasses share with the thread.
+        # Guards the attributes below and the data that subclasses share with the thread.
         self._changed = threading.Condition()
         self._ending = False
         self._group: Group | None = None
@@ -91,13 +93,13 @@ class _Link(ABC):
         self._thread.start()
 
     async def opened(self) -> None:
-        """Waits until the group is joined; raises LinkLost."""
+        """Waits until the group is joined. Raises LinkLost."""
         await self._opened.wait()
         if self._over is not None:
             raise LinkLost(self._over)
 
     def received(self, message: kv_transfer_pb2.LinkMessage) -> None:
-        """A message of the peer's end of the stream. What must not be there ends the link."""
+        """Handles a message of the peer's end of the stream. A wrong message ends the link."""
         if self._over is None:
             try:
                 self._handle(message.key, message.value)
@@ -105,12 +107,12 @@ class _Link(ABC):
                 self.fail(str(error))
 
     def fail(self, detail: str) -> None:
-        """Ends the link: its stream has ended, or cannot be trusted. Idempotent."""
+        """Ends the link because its stream has ended or sent a wrong message. Idempotent."""
         if self._finish(detail):
             self._on_lost(detail)
 
     async def close(self) -> None:
-        """Ends the link and waits, for a bounded time, until nothing of it is left. Idempotent."""
+        """Ends the link and waits at most _CLOSE_TIMEOUT_S for its thread. Idempotent."""
         self._finish("the link was closed")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_TIMEOUT_S):
@@ -118,20 +120,20 @@ class _Link(ABC):
 
     @property
     def lost(self) -> str | None:
-        """Why the link is over; None while it is not."""
+        """Why the link has ended; None while it has not."""
         return self._over
 
     @abstractmethod
     def _handle(self, key: str, value: bytes) -> None:
-        """One message."""
+        """Handles one message of the peer."""
 
     @abstractmethod
     def _serve(self, group: Group) -> None:
-        """What the thread does; raises _Ended, or whatever the group raises."""
+        """Runs in the thread. Raises _Ended and the errors of the group."""
 
     @abstractmethod
     def _settle(self) -> None:
-        """The thread and the group are gone: nobody reads or writes payloads any more."""
+        """Called when thread and group have ended: payloads are not used any more."""
 
     def _finish(self, detail: str) -> bool:
         if self._over is not None:
@@ -155,7 +157,7 @@ class _Link(ABC):
 
     def _ended(self, detail: str) -> None:
         self.fail(detail)
-        # It has nothing left to do but to return.
+        # The thread has only to return, so this does not block.
         self._thread.join()
         self._settle()
         self._thread_gone.set()
@@ -163,7 +165,7 @@ class _Link(ABC):
     # ---- In the thread.
 
     def _call(self, callback: Callable[..., None], *arguments: Any) -> None:
-        # The loop is closed when its process is about to end.
+        # The loop may be closed already when the process ends.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(callback, *arguments)
 
@@ -184,7 +186,7 @@ class _Link(ABC):
         self._call(self._ended, detail)
 
     def _take(self, next_one: Callable[[], _T | None], *, block: bool) -> _T | None:
-        """The next piece of work; None when there is none and not to `block`. Raises _Ended."""
+        """Returns the next piece of work, or None; waits for it if `block`. Raises _Ended."""
         with self._changed:
             while not self._ending:
                 if (taken := next_one()) is not None or not block:
@@ -202,7 +204,7 @@ class _Link(ABC):
 
 @dataclass(slots=True)
 class _Batch:
-    """Payloads on their way, in order; who sent them waits for `done`: whether all have left."""
+    """Payloads to send, in order. `done` tells the sender whether all have left."""
 
     payloads: list[memoryview]
     done: asyncio.Future[bool]
@@ -228,11 +230,11 @@ class SendingLink(_Link):
     async def send(self, batch: Sequence[Outgoing]) -> None:
         """Sends frames in this order, after those of earlier calls.
 
-        Payloads are read until this returns or raises, also when the caller is cancelled: that is
-        heard of only then, after at most the frame's time.
+        The group reads the payloads until this method returns or raises. A cancellation is
+        therefore raised only when the payloads are no longer read, at most frame_timeout_s later.
 
         Raises:
-            LinkLost: not every frame has left.
+            LinkLost: Not every frame has left.
         """
         await self.opened()
         async with self._room:
@@ -267,7 +269,7 @@ class SendingLink(_Link):
         self._not_done.clear()
 
     def _serve(self, group: Group) -> None:
-        # What the group reads; the last of a batch with the batch's future.
+        # Sends that the group has begun; the last one of a batch has the batch's future.
         posted: deque[tuple[Any, asyncio.Future[bool] | None]] = deque()
         waiting: deque[tuple[memoryview, asyncio.Future[bool] | None]] = deque()
         while True:
@@ -275,7 +277,7 @@ class SendingLink(_Link):
                 *others, last = batch.payloads
                 waiting.extend((payload, None) for payload in others)
                 waiting.append((last, batch.done))
-                # References to memory that is about to be somebody else's would keep it mapped.
+                # A reference to staging that is freed soon would keep the segment mapped.
                 del batch, others, last
             while waiting and len(posted) < _MAX_POSTED:
                 payload, done = waiting.popleft()
@@ -293,7 +295,7 @@ class SendingLink(_Link):
 
 @dataclass(slots=True)
 class _Incoming:
-    """A frame in one of the link's buffers; its payload is being received unless work is None."""
+    """A frame in one of the link's buffers; `work` is the receive of its payload, if any."""
 
     buffer: memoryview
     frame: Frame
@@ -312,8 +314,8 @@ class ReceivingLink(_Link):
     """The receiving end.
 
     Args:
-        on_frame: a frame, in the order in which they were sent; called on the event loop. The
-            payload is the link's again when it returns.
+        on_frame: Called on the event loop with each frame, in the order of sending. The link reuses
+            the payload's memory when it returns.
     """
 
     _rank = RECEIVER
@@ -375,11 +377,11 @@ class ReceivingLink(_Link):
         return None
 
     def _begin(self, group: Group, announced: bytes, buffer: memoryview) -> _Incoming:
-        """Lays a frame out in a buffer: header, then payload; both checked but for the latter."""
+        """Puts a frame into a buffer and begins to receive its payload; checks the header."""
         if len(announced) > len(buffer):
             raise MalformedFrame(f"frame of {len(announced)} bytes; at most {len(buffer)}")
         buffer[: len(announced)] = announced
-        # What is beyond the announcement is from earlier frames, until it is received.
+        # Bytes behind the announcement are those of earlier frames until the payload is received.
         frame = next(frames.decode(buffer))
         if len(announced) == frames.HEADER_BYTES + len(frame.payload):
             return _Incoming(buffer, frame)
@@ -397,7 +399,7 @@ def _announcement(batch: Sequence[Outgoing]) -> Iterator[bytes]:
 
 
 def _announced(value: bytes) -> Iterator[bytes]:
-    """The frames of an announcement; raises MalformedFrame."""
+    """Yields the frames of an announcement. Raises MalformedFrame."""
     view = memoryview(value)
     while view:
         length = _LENGTH.unpack_from(view)[0] if len(view) >= _LENGTH.size else 0
@@ -409,7 +411,7 @@ def _announced(value: bytes) -> Iterator[bytes]:
 
 
 async def _surely(done: asyncio.Future[bool]) -> bool:
-    """Waits for it, also when cancelled meanwhile; the cancellation counts then."""
+    """Waits for a future even when cancelled, and raises the cancellation afterwards."""
     cancelled = False
     while not done.done():
         try:
@@ -422,6 +424,6 @@ async def _surely(done: asyncio.Future[bool]) -> bool:
 
 
 def _in_short(error: Exception) -> str:
-    """What happened, without torch's source lines and advice."""
+    """Returns an error's message without torch's source lines and advice."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return re.sub(r"^\[[^\]]*\] ", "", text).split(". This is typically")[0]

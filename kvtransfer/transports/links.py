@@ -1,8 +1,8 @@
-"""The links of one transfer service: to whom, how they come to be, and what ends them.
+"""The links of one transfer service: how they are made, used and ended.
 
 A link is joined over the stream `/baton.v1.KvTransfer/Link`, which the sender dials, and lives as
-long as that. It is made in the background, by the first handoff that could use it: that handoff and
-those beside it go by another transport until it is there.
+long as that stream. The first handoff that could use a link starts to make it in the background.
+Handoffs use another transport until the link is joined.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from baton.runtime.dial import PLAIN, Dial
 from baton.v1 import kv_transfer_pb2 as pb
 
 LINK_METHOD = f"/{SERVICE}/Link"
-# From this service, and to it; a pair beyond goes by another transport.
+# Most links from this service, and most to it; further pairs use another transport.
 MAX_LINKS = 64
-# After a link could not be made.
+# Seconds after a failed attempt to make a link before the next attempt.
 RETRY_S = 30.0
 
 _NOT_ENCRYPTED = (
@@ -49,8 +49,8 @@ class _Outgoing:
     """A link to a target, or the attempt to make one.
 
     Attributes:
-        decided: set once it is there or has failed.
-        problem: why it is not there.
+        decided: Set once the link is joined or has failed.
+        problem: Why the link cannot be used now.
     """
 
     link_id: str
@@ -62,14 +62,14 @@ class _Outgoing:
 
 
 class Links:
-    """Every link of one service. Use from one event loop.
+    """The links of one service. One event loop uses them.
 
     Args:
         handler: Takes the frames of incoming links and gives the KV cache's fingerprint.
-        open_timeout_s: until a link is joined.
-        frame_timeout_s: for one frame's payload.
-        dial: how.
-        within_host: whether links to other hosts are refused: what they carry is not encrypted.
+        open_timeout_s: Longest time to join a link.
+        frame_timeout_s: Longest time for one frame's payload.
+        dial: How other services are dialled.
+        within_host: Whether links to other hosts are refused, because links are not encrypted.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Links:
     # ---- Sending.
 
     def to(self, backend: str, target: str) -> str:
-        """The id of the link to a target, which is joined when nobody has asked before.
+        """Returns the ID of the link to a target; the first call starts to join the link.
 
         Raises:
-            LinkLost: it is not there (yet); the message says why.
+            LinkLost: The link is not joined (yet); the message says why.
         """
         outgoing = self._to.get((backend, target))
         if outgoing is None or (outgoing.link is None and time.monotonic() >= outgoing.retry_at):
@@ -108,13 +108,13 @@ class Links:
         return outgoing.link_id
 
     async def decided(self, backend: str, target: str) -> None:
-        """Waits until the link to a target is there or has failed."""
+        """Waits until the link to a target is joined or has failed."""
         with contextlib.suppress(LinkLost):
             self.to(backend, target)
         await self._to[backend, target].decided.wait()
 
     async def send(self, link_id: str, batch: Sequence[Outgoing]) -> None:
-        """Sends frames; raises LinkLost when not all of them have left."""
+        """Sends frames. Raises LinkLost when not all of them have left."""
         for outgoing in self._to.values():
             if outgoing.link_id == link_id and outgoing.link is not None:
                 await outgoing.link.send(batch)
@@ -124,12 +124,12 @@ class Links:
     # ---- Receiving.
 
     def brings(self, link_id: str) -> bool:
-        """Whether a link to this service is there."""
+        """Returns whether an incoming link is joined or being joined, and has not ended."""
         link = self._incoming.get(link_id)
         return link is not None and link.lost is None
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Before the server starts."""
+        """Adds the method to a server that has not started yet."""
         handler: Any = grpc.stream_stream_rpc_method_handler(
             self._serve,
             request_deserializer=pb.LinkMessage.FromString,
@@ -140,7 +140,7 @@ class Links:
         )
 
     async def close(self) -> None:
-        """Ends every link and waits until nothing of them is left."""
+        """Ends every link and waits until their threads have ended. Idempotent."""
         tasks = [each.task for each in self._to.values() if each.task is not None]
         for task in tasks:
             task.cancel()
@@ -164,7 +164,7 @@ class Links:
         return outgoing
 
     async def _keep(self, backend: str, target: str, outgoing: _Outgoing) -> None:
-        """Joins a link and stays with it until it is over."""
+        """Joins a link and waits until it has ended."""
         try:
             await self._join(backend, target, outgoing)
         except grpc.aio.AioRpcError as error:
@@ -177,7 +177,7 @@ class Links:
             logger.exception("link failed")
             outgoing.problem = "internal error"
         finally:
-            # The next handoff tries again, but not at once: others may need the time.
+            # The next handoff after RETRY_S tries again.
             outgoing.link, outgoing.task = None, None
             outgoing.retry_at = time.monotonic() + RETRY_S
             outgoing.decided.set()
@@ -215,7 +215,7 @@ class Links:
         def lost(detail: str) -> None:
             outgoing.link, outgoing.problem = None, detail
             mailbox.close()
-            # The receiver may never end the stream by itself: it may stand still.
+            # A receiver that hangs never ends the stream itself.
             call.cancel()
             self._handler.link_lost(outgoing.link_id, detail)
 
@@ -276,7 +276,7 @@ class Links:
             lost,
             lambda frame: self._handler.link_frame(link_id, frame),
         )
-        # Before anything is awaited: no other stream gets its id, or the last place.
+        # Set before anything is awaited, so no other stream can take its ID or the last place.
         self._incoming[link_id] = link
         reader = asyncio.create_task(_read(messages, link))
         try:
@@ -288,11 +288,11 @@ class Links:
             try:
                 await link.close()
             finally:
-                # Also when gRPC cancels this task a second time.
+                # Runs also when gRPC cancels this task a second time.
                 del self._incoming[link_id]
 
     async def _hello(self, messages: AsyncIterator[pb.LinkMessage]) -> pb.LinkHello:
-        """What a stream begins with; where nothing comes in time an empty one, to be refused."""
+        """Returns the hello of a stream; on a timeout an empty one, which is then refused."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._open_timeout_s):
                 async for message in messages:
@@ -300,7 +300,7 @@ class Links:
         return pb.LinkHello()
 
     def _refusal(self, hello: pb.LinkHello) -> str:
-        """Why a link cannot be; empty when it can."""
+        """Returns why a link is refused; empty when it is not."""
         ours = self._handler.fingerprint()
         if hello.backend not in self._backends:
             return f"{hello.backend or 'no backend'} is not in use at the receiver"
@@ -316,9 +316,9 @@ class Links:
 
 
 class _Mailbox:
-    """Messages on their way to a stream, which one task writes.
+    """Messages that one task writes to a stream.
 
-    Bounded by what links have in flight: a few batches, and a rendezvous.
+    A link has only a few batches and the keys of its group in flight, so the queue stays small.
     """
 
     def __init__(self) -> None:
@@ -328,30 +328,31 @@ class _Mailbox:
         self._queue.put_nowait(message)
 
     def close(self) -> None:
-        """Nothing more comes."""
+        """Ends the mailbox after the messages in it."""
         self._queue.put_nowait(None)
 
     async def next(self) -> pb.LinkMessage | None:
+        """Waits for the next message; None at the end."""
         return await self._queue.get()
 
 
 async def _write(mailbox: _Mailbox, write: Callable[[pb.LinkMessage], Any]) -> None:
-    """Until the mailbox is closed, or the stream is over; whoever reads it says why."""
+    """Writes messages until the mailbox or the stream ends; the stream's reader reports errors."""
     with contextlib.suppress(grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
         while (message := await mailbox.next()) is not None:
             await write(message)
 
 
 async def _read_call(call: Any, link: SendingLink) -> None:
-    """Hands on what the receiver says, until the stream is over."""
+    """Passes the receiver's messages to the link until the stream ends."""
     detail = "the receiver has ended the link"
     try:
         while (message := await call.read()) is not grpc.aio.EOF:
             link.received(message)
     except grpc.aio.AioRpcError as error:
-        detail = f"the receiver is gone: {error.details()}"
+        detail = f"the receiver has ended: {error.details()}"
     except asyncio.CancelledError:
-        # gRPC raises it for a cancelled call too.
+        # gRPC raises this for a cancelled call too.
         detail = "the link was closed"
     link.fail(detail)
 
@@ -363,9 +364,10 @@ async def _read(messages: AsyncIterator[pb.LinkMessage], link: ReceivingLink) ->
 
 
 async def _asked(call: Any, hello: pb.LinkHello) -> Any:
-    """What the receiver answers. It may refuse and end the call while the question still leaves.
+    """Sends the hello and returns the receiver's answer.
 
-    gRPC fails that write, and with it every read that begins later: this one is under way before.
+    The receiver may refuse and end the call during the write. gRPC then fails the write and every
+    read that begins later, so the read begins before the write.
     """
     answer = asyncio.create_task(call.read())
     try:
@@ -377,12 +379,12 @@ async def _asked(call: Any, hello: pb.LinkHello) -> Any:
 
 
 def _is_here(host: str, local: str) -> bool:
-    """Whether a host is this one, which reaches itself from the address it dials."""
+    """Returns whether a host is this one: it reaches itself from the address that it dials."""
     return local in {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
 
 
 def _peer(peer: str) -> tuple[str, int]:
-    """Host and port of gRPC's "ipv4:192.0.2.1:1234" and "ipv6:%5B2001:db8::1%5D:1234"."""
+    """Splits gRPC's "ipv4:192.0.2.1:1234" and "ipv6:%5B2001:db8::1%5D:1234" into host and port."""
     _, _, address = peer.partition(":")
     host, port = split_address(address.replace("%5B", "").replace("%5D", ""), "peer")
     return host, port

@@ -1,6 +1,6 @@
 """The torch.distributed process group of a link: two members, gloo for CPUs or NCCL for GPUs.
 
-A group has no thread safety: who may use it when is the link's matter, see collective.py.
+A group is not thread-safe; collective.py decides which thread uses it.
 """
 
 from __future__ import annotations
@@ -24,25 +24,24 @@ from baton.kvtransfer.transports.link_store import LinkStore
 from baton.kvtransfer.transports.transport import LinkLost
 
 Backend = Literal["gloo", "nccl"]
-# Of the members of a link's group.
+# Ranks in a link's group.
 SENDER, RECEIVER = 0, 1
-# gloo's, in memory order.
+# gloo's size_t, in native byte order.
 _SIZE = struct.Struct("@N")
-# How long NCCL may take to notice; it has no wait with a deadline.
+# Interval in seconds at which NCCL operations are polled: NCCL has no wait with a deadline.
 _POLL_S = 50e-6
 
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
-    """What both ends of a link agree on, and where this end is.
+    """The settings of one end of a link.
 
     Attributes:
         backend: gloo for CPUs, nccl for GPUs.
-        host: gloo listens there, on a port the system picks: this machine's address on the route to
-            the peer.
-        open_timeout_s: until the group is joined.
-        frame_timeout_s: how long one frame's payload may take, or may wait for the peer.
-        max_payload_bytes: of one frame; the receiving end has two buffers of that size.
+        host: This machine's address on the route to the peer; gloo listens there, on a free port.
+        open_timeout_s: Longest time to join the group.
+        frame_timeout_s: Longest time for one frame's payload, including the wait for the peer.
+        max_payload_bytes: Largest payload of one frame; the receiving end has two such buffers.
     """
 
     backend: Backend
@@ -52,13 +51,13 @@ class LinkOptions:
     max_payload_bytes: int = frames.MAX_PAYLOAD_BYTES
 
     def __post_init__(self) -> None:
-        # gloo would take this machine's name then, or failing that localhost.
+        # With an empty host gloo would take this machine's name, or localhost.
         if not self.host:
             raise ValueError("host is empty; must be this machine's address towards the peer")
 
 
 def why_not(backend: Backend) -> str | None:
-    """Why this process cannot use a backend; None when it can."""
+    """Returns why this process cannot use a backend; None when it can."""
     if backend == "gloo":
         return None if distributed.is_gloo_available() else "torch was built without gloo"
     if not torch.cuda.is_available():
@@ -67,7 +66,7 @@ def why_not(backend: Backend) -> str | None:
 
 
 class _Store(distributed.Store):
-    """A LinkStore, as torch calls it."""
+    """Makes a LinkStore usable as torch's store."""
 
     def __init__(self, store: LinkStore, timeout_s: float) -> None:
         super().__init__()
@@ -90,58 +89,58 @@ class _Store(distributed.Store):
 
 
 class _GlooStore(_Store):
-    """Looks at what gloo is given: it trusts lengths."""
+    """Checks the values that gloo reads, because gloo trusts the lengths in them."""
 
     def _checked(self, value: bytes) -> bytes:
-        """Raises LinkLost unless it is what gloo calls a Rank: host, address, two identifiers."""
+        """Raises LinkLost unless the value is gloo's Rank: host, address, two identifiers."""
         rest = memoryview(value)
         for _ in ("host name", "address"):
             length = _SIZE.unpack_from(rest)[0] if len(rest) >= _SIZE.size else len(rest)
             rest = rest[_SIZE.size + length :]
         if len(rest) != 2 * _SIZE.size:
-            raise LinkLost(f"{len(value)} bytes that are no address were set")
+            raise LinkLost(f"{len(value)} bytes that are not an address were set")
         return value
 
 
 class Group(ABC):
-    """A process group of two, joined when it is constructed; left when nobody refers to it."""
+    """A process group of two. The constructor joins it; the last reference leaves it."""
 
     @abstractmethod
     def buffer(self, num_bytes: int) -> memoryview:
-        """Memory to receive into."""
+        """Returns memory to receive into."""
 
     @abstractmethod
     def send(self, payload: memoryview) -> Any:
-        """Begins to send; the payload is read until `wait` has returned or raised."""
+        """Begins to send; the group reads the payload until `wait` returns or raises."""
 
     @abstractmethod
     def recv(self, target: memoryview) -> Any:
-        """Begins to receive exactly as many bytes."""
+        """Begins to receive exactly as many bytes as the target has."""
 
     @abstractmethod
     def wait(self, work: Any, timeout_s: float) -> None:
-        """Until that is done; raises RuntimeError or TimeoutError, and then the group is over."""
+        """Waits for an operation. After a RuntimeError or TimeoutError the group is unusable."""
 
     @abstractmethod
     def cut(self) -> None:
-        """Makes every wait raise, from another thread."""
+        """Makes every `wait` raise. May be called from another thread."""
 
 
 class _GlooGroup(Group):
-    """Over TCP, straight between the two ends' memory."""
+    """Sends over TCP, directly between the memory of the two ends."""
 
     def __init__(self, store: LinkStore, rank: int, options: LinkOptions) -> None:
         group = distributed.ProcessGroupGloo
         made = group._Options()
         made._devices = [group.create_device(hostname=options.host)]
         made._timeout = timedelta(seconds=options.open_timeout_s)
-        # They run collectives; what links do is done by the device's thread.
+        # These threads run collectives; the sends and receives of links run in the device's thread.
         made._threads = 1
         kept = _GlooStore(store, options.open_timeout_s)
         self._group, self._peer = group(kept, rank, 2, made), 1 - rank
 
     def buffer(self, num_bytes: int) -> memoryview:
-        # Pages that no frame has needed yet take no memory.
+        # Pages that no frame has used yet take no memory.
         return memoryview(mmap.mmap(-1, num_bytes))
 
     def send(self, payload: memoryview) -> Any:
@@ -154,23 +153,23 @@ class _GlooGroup(Group):
         work.wait(timedelta(seconds=timeout_s))
 
     def cut(self) -> None:
-        # gloo has no abort; a wait that times out closes the connection under all others.
+        # gloo has no abort; a wait that times out closes the connection for all other waits.
         with contextlib.suppress(RuntimeError):
             self._group.recv([torch.zeros(1)], self._peer, 1).wait(timedelta(milliseconds=1))
 
 
 class _NcclGroup(Group):
-    """Between two GPUs; payloads pass through the memory of each."""
+    """Sends between two GPUs; payloads pass through the memory of both."""
 
     def __init__(self, store: LinkStore, rank: int, options: LinkOptions) -> None:
-        # Left alone, torch ends the process when an operation takes too long.
+        # Without this setting torch ends the process when an operation takes too long.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         made = distributed.ProcessGroupNCCL.Options()
         made._timeout = timedelta(seconds=options.open_timeout_s)
         kept = _Store(store, options.open_timeout_s)
         self._group, self._peer = distributed.ProcessGroupNCCL(kept, rank, 2, made), 1 - rank
         self._device = torch.device("cuda", torch.cuda.current_device())
-        # Connections are made by the first operation: let it be this one.
+        # NCCL connects in the first operation; this one connects before the first payload.
         hello = memoryview(bytearray(1))
         work = self.send(hello) if rank == SENDER else self.recv(hello)
         self.wait(work, options.open_timeout_s)
@@ -195,7 +194,7 @@ class _NcclGroup(Group):
                 self.cut()
                 raise TimeoutError(f"not done within {timeout_s:g} s")
             time.sleep(_POLL_S)
-        # Done or failed: waits for nothing, but raises.
+        # The operation is done or failed: this call does not wait, but raises on failure.
         operation.wait()
         if on_host is not None:
             on_host.copy_(on_device)
@@ -211,5 +210,5 @@ _GROUPS: dict[Backend, Callable[[LinkStore, int, LinkOptions], Group]] = {
 
 
 def join(store: LinkStore, rank: int, options: LinkOptions) -> Group:
-    """Joins the group that meets at a store; raises LinkLost, or whatever torch raises."""
+    """Joins the group whose members share a store. Raises LinkLost and torch's errors."""
     return _GROUPS[options.backend](store, rank, options)

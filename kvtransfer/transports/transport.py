@@ -53,7 +53,7 @@ class LinkHandler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ServiceContext:
-    """What a transfer service gives to each transport that it makes.
+    """The properties of a transfer service that its transports need.
 
     Attributes:
         segment_name: Name of the shared-memory segment that holds the service's staging.
