@@ -455,8 +455,8 @@ class Lanes:
 
     def _check_fleets(self) -> None:
         for ticket in self._tickets.values():
-            fleet = ticket.request.fleet
-            assert ticket.queue.lane_queue.fleet_queues is self._fleets[fleet]
+            fleet_queues = ticket.queue.lane_queue.fleet_queues
+            assert fleet_queues is self._fleets.get(ticket.request.fleet)
         for fleet, fleet_queues in self._fleets.items():
             assert fleet_queues.fleet is fleet
             for lane_queue in (fleet_queues.interactive, fleet_queues.batch):

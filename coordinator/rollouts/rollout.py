@@ -121,7 +121,8 @@ class Rollouts:
     def is_gone(self, fleet: Fleet) -> bool:
         """Whether no worker will continue the outputs that this fleet began."""
         return (
-            not self.traffic.is_current(fleet)
+            fleet is not self._fleets.stable
+            and fleet is not self.traffic.canary
             and len(self._workers) > 0
             and not self.retiring.decodes(fleet)
             and not self.retiring.awaits_decode(fleet)
