@@ -27,7 +27,9 @@ def test_a_worker_listens_where_it_finds_the_coordinator():
         assert towards(KvTransferConfig(), f"{outward}:7070").listen == f"{outward}:0"
     said = KvTransferConfig(listen="192.0.2.1:5")
     assert towards(said, "127.0.0.1:7070") is said
-    with pytest.raises(ConfigError, match=r"no way to the coordinator at nowhere.invalid:7070"):
+    with pytest.raises(
+        ConfigError, match=r"no interface leads to the coordinator at nowhere.invalid:7070"
+    ):
         towards(KvTransferConfig(), "nowhere.invalid:7070")
 
 
