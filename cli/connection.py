@@ -97,7 +97,7 @@ class Connection:
                 are given.
         """
         from baton.runtime.config_error import ConfigError
-        from baton.runtime.secret_words import SECRETS, is_secret
+        from baton.runtime.secret_format import SECRETS, is_secret
         from baton.runtime.watched_file import read_secret
 
         if self.api_key_file and self.api_key:

@@ -159,7 +159,7 @@ def output_parsers(cell: CellConfig) -> OutputParsersFactory | None:
     # Its own handler writes to standard output; its lines are to go where Baton's go.
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     try:
-        with lifecycle.uncollected():
+        with lifecycle.gc_disabled():
             from baton.gateway import vllm_parsers
     except ImportError as error:
         key, name = next(iter(given.items()))

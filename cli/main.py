@@ -109,7 +109,7 @@ def root(
 
 def main() -> None:
     """Runs the command of sys.argv and exits; errors of the user's are one line, never a trace."""
-    quick_exit.skip_last_collection()
+    quick_exit.skip_final_gc()
     # gRPC's own log lines would stand beside the one clear line; what they say arrives as errors.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     _open_standard_streams()

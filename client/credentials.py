@@ -9,7 +9,7 @@ from typing import TypeAlias
 from baton.client import errors
 from baton.runtime.dial import Dial, bearer
 from baton.runtime.errors import RemoteError, Unauthenticated
-from baton.runtime.secret_words import SECRETS, fits_header, is_secret
+from baton.runtime.secret_format import SECRETS, fits_header, is_secret
 from baton.runtime.tls import TlsFiles
 
 # An API key or a JWT; what gives one is asked for every request, and again when that is submitted

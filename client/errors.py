@@ -155,7 +155,7 @@ def from_message(message: common_pb2.RequestError) -> RemoteError:
 def from_rpc_error(error: grpc.RpcError, address: str) -> RemoteError:
     """Of a whole call to the coordinator at an address."""
     found = errors.from_rpc_error(error)
-    if found.code == code_pb2.UNAVAILABLE and (reason := errors.why_not_connected(str(found))):
+    if found.code == code_pb2.UNAVAILABLE and (reason := errors.connection_failure(str(found))):
         return _unreachable(address, reason)
     if found.code == code_pb2.UNAVAILABLE and str(found).startswith(_LOST):
         return make(found.code, f"the coordinator at {address} is lost: {found}")

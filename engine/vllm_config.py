@@ -182,7 +182,7 @@ def bind_threads(config: Any) -> list[int]:
     is_told = affinity.VLLM_BIND_THREADS in os.environ
     if not is_told:
         ranks = config.parallel_config.tensor_parallel_size
-        shares = affinity.deal(sorted(os.sched_getaffinity(0)), ranks)
+        shares = affinity.split_cores(sorted(os.sched_getaffinity(0)), ranks)
         os.environ[affinity.VLLM_BIND_THREADS] = "|".join(
             ",".join(map(str, share)) for share in shares
         )
@@ -190,7 +190,7 @@ def bind_threads(config: Any) -> list[int]:
     if bound in ("auto", "nobind"):
         return []
     cores = sorted({core for share in bound.split("|") for core in parse_id_list(share)})
-    if (taken := affinity.claim(cores)) and not is_told:
+    if (taken := affinity.claim_cores(cores)) and not is_told:
         _log.warning(
             "another worker of this host computes on cores %s too: give each its own, by "
             "`taskset -c` or %s",

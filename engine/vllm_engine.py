@@ -161,7 +161,7 @@ class VllmEngine:
         self._notes = NoteWriter(self._transfer_socket)
         self._profiler = VllmProfiler(self._core, self._traces, extended=setup.has_recording)
         # After the ranks have inherited theirs: what handles tokens must not take a rank's core.
-        affinity.keep_off(setup.rank_cpus)
+        affinity.avoid_cores(setup.rank_cpus)
         self._kv_tokens = setup.kv_tokens
         return setup.info(self._served_name, self._model, begun_at)
 

@@ -79,7 +79,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._stats.num_connections = len(self.connections)
         if self._handshakes is not None:
-            self._handshakes.used()
+            self._handshakes.succeeded()
         connection = transport.get_extra_info("socket")
         if connection is not None:
             # Unix sockets have no such option. Without TCP_NODELAY, a token that closely follows

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from baton.gateway import error_responses
 from baton.gateway.error_responses import HttpError
 from baton.runtime.errors import RemoteError
-from baton.runtime.secret_words import fits_header
+from baton.runtime.secret_format import fits_header
 
 T = TypeVar("T")
 

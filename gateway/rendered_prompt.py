@@ -143,7 +143,7 @@ def _render_received(prompt: Prompt) -> RenderedPrompt:
 
 
 def _render(request: ParsedRequest, prompt: Prompt, tokenizer: Tokenizer) -> RenderedPrompt:
-    ids = tokenizer.prompt_at_once(build(prompt, request.options)).tolist()
+    ids = tokenizer.prompt_token_ids_blocking(build(prompt, request.options)).tolist()
     if not request.echo:
         return RenderedPrompt(token_ids=ids)
     text = prompt if isinstance(prompt, str) else tokenizer.decode(ids, False)

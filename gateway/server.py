@@ -24,7 +24,7 @@ from baton.gateway.connections import protocol_factory
 from baton.gateway.coordinator_queries import QueryLimiter
 from baton.runtime import logs
 from baton.runtime.config import HttpConfig
-from baton.runtime.lifecycle import settled_heap, stop_requested
+from baton.runtime.lifecycle import frozen_heap, stop_requested
 from baton.runtime.security_config import SecurityConfig
 from baton.runtime.tls import CONFIG_KEYS, Handshakes, TlsFiles
 
@@ -150,7 +150,7 @@ async def serve(
         )
     stop = stop if stop is not None else stop_requested()
     query_limiter = QueryLimiter()
-    async with settled_heap(), contextlib.AsyncExitStack() as stack:
+    async with frozen_heap(), contextlib.AsyncExitStack() as stack:
         cells = Cells()
         for endpoints in cell_endpoints:
             cells.add(

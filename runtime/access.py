@@ -69,13 +69,13 @@ class Access:
         if token := config.cluster_token_file:
             self._cluster_token = watched_secret(token, "security.cluster_token_file")
         # Per account: how many requests use each concurrency slot.
-        self._places: defaultdict[str, Counter[object]] = defaultdict(Counter)
+        self._slots: defaultdict[str, Counter[object]] = defaultdict(Counter)
         # Per tenant: how many calls use each call slot; and, per call, the slot that it uses.
-        self._call_places: defaultdict[str, Counter[object]] = defaultdict(Counter)
-        self._place_of: dict[tuple[str, int], object] = {}
+        self._call_slots: defaultdict[str, Counter[object]] = defaultdict(Counter)
+        self._call_slot_of: dict[tuple[str, int], object] = {}
 
     @classmethod
-    def of_members(cls, config: SecurityConfig, refusals: Refusals) -> Access:
+    def for_workers(cls, config: SecurityConfig, refusals: Refusals) -> Access:
         """Access for a server that only workers call: it does not read the clients' key files."""
         return cls(config.model_copy(update={"api_keys_file": "", "jwt": JwtConfig()}), refusals)
 
@@ -95,7 +95,7 @@ class Access:
         """
         if not self.needs_credentials:
             return ANYONE
-        caller = self._recognised(authorization, _INFERENCE, peer)
+        caller = self._authenticated(authorization, _INFERENCE, peer)
         if caller.grants is None or not caller.grants.tenant:
             raise self._refused(
                 _INFERENCE,
@@ -147,7 +147,7 @@ class Access:
                 _INFERENCE, "max_prompt_tokens", PermissionDenied(message), "", caller.name
             )
 
-    def enter(
+    def acquire_slot(
         self, caller: Caller, request_id: str = "", *, resumes: bool = False
     ) -> Callable[[], None] | None:
         """Takes a concurrency slot for one request.
@@ -168,21 +168,21 @@ class Access:
         if limit is None:
             return None
         account = caller.account
-        held, place = self._places[account], object()
+        held, slot = self._slots[account], object()
         # A third request of the same ID needs its own slot: slots also bound request preparation.
         if request_id and held[request_id] <= int(resumes):
-            place = request_id
-        if place not in held and len(held) >= limit:
+            slot = request_id
+        if slot not in held and len(held) >= limit:
             self.refusals.count(_INFERENCE, "max_concurrent", who=caller.name)
             raise ResourceExhausted(
                 f"{limit} requests of this credential are running, its limit",
                 reason="CREDENTIAL_CONCURRENCY",
                 retry_after_s=1.0,
             )
-        held[place] += 1
-        return lambda: _leave(self._places, account, place)
+        held[slot] += 1
+        return lambda: _release(self._slots, account, slot)
 
-    def hold_call(
+    def acquire_call_slot(
         self, caller: Caller, call: int, *, older: int | None = None
     ) -> Callable[[], None]:
         """Counts one open call of the server against the limit of the caller's tenant.
@@ -201,11 +201,11 @@ class Access:
         """
         assert caller.grants is not None
         tenant, limit = caller.grants.tenant, self._config.tenant_calls
-        held = self._call_places[tenant]
-        place = None if older is None else self._place_of.get((tenant, older))
-        if place is None or held[place] > 1:
-            place = object()
-        if place not in held and len(held) >= limit:
+        held = self._call_slots[tenant]
+        slot = None if older is None else self._call_slot_of.get((tenant, older))
+        if slot is None or held[slot] > 1:
+            slot = object()
+        if slot not in held and len(held) >= limit:
             self.refusals.count(_INFERENCE, "tenant_calls", who=caller.name)
             raise ResourceExhausted(
                 f"{limit} sessions and single requests of tenant {tenant} are open, the most that "
@@ -214,9 +214,9 @@ class Access:
                 reason="TENANT_CALLS",
                 retry_after_s=1.0,
             )
-        held[place] += 1
-        self._place_of[tenant, call] = place
-        return lambda: _leave(self._call_places, tenant, self._place_of.pop((tenant, call)))
+        held[slot] += 1
+        self._call_slot_of[tenant, call] = slot
+        return lambda: _release(self._call_slots, tenant, self._call_slot_of.pop((tenant, call)))
 
     # ---- Operators and workers.
 
@@ -232,17 +232,17 @@ class Access:
             Unauthenticated: The credential is missing, unknown or expired.
             PermissionDenied: The credential or certificate has no admin rights.
         """
-        if not self._config.knows_clients or set(names) & set(self._config.admin_names):
+        if not self._config.authenticates_clients or set(names) & set(self._config.admin_names):
             return
         if not self._config.has_keys:
             refusal = PermissionDenied("the certificate names none of security.admin_names")
             raise self._refused(_ADMIN, "certificate_name", refusal, peer)
-        caller = self._recognised(authorization, _ADMIN, peer)
+        caller = self._authenticated(authorization, _ADMIN, peer)
         if caller.grants is None or not caller.grants.admin:
             refusal = PermissionDenied("this credential has no admin rights")
             raise self._refused(_ADMIN, "not_admin", refusal, peer, caller.name)
 
-    def check_member(
+    def check_worker(
         self, authorization: str, names: Collection[str], service: str, *, peer: str = ""
     ) -> None:
         """Checks a worker's call to `service`; other arguments and errors as in `check_admin`."""
@@ -257,7 +257,7 @@ class Access:
             refusal = PermissionDenied("the certificate names none of security.cluster_names")
             raise self._refused(service, "certificate_name", refusal, peer)
 
-    def _recognised(self, authorization: str, service: str, peer: str) -> Caller:
+    def _authenticated(self, authorization: str, service: str, peer: str) -> Caller:
         """Returns the caller that owns the credential; raises Unauthenticated."""
         if not authorization:
             missing = Unauthenticated("a credential is missing: authorization: Bearer KEY")
@@ -267,7 +267,7 @@ class Access:
         key_id = api_keys.id_of(secret)
         if key_id is not None and self._keys is not None:
             key = self._keys.get().get(key_id)
-            if key is not None and key.fits(secret):
+            if key is not None and key.matches(secret):
                 if key.expires is None or key.expires.timestamp() > now:
                     return Caller(key.name, key, f"key {key.id}")
                 reason, who = "expired", key.name
@@ -287,13 +287,13 @@ class Access:
         return error
 
 
-def _leave(places: dict[str, Counter[object]], account: str, place: object) -> None:
-    held = places[account]
-    held[place] -= 1
-    if not held[place]:
-        del held[place]
+def _release(slots: dict[str, Counter[object]], account: str, slot: object) -> None:
+    held = slots[account]
+    held[slot] -= 1
+    if not held[slot]:
+        del held[slot]
     if not held:
-        del places[account]
+        del slots[account]
 
 
 def _secret(authorization: str) -> str:

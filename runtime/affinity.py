@@ -15,12 +15,12 @@ VLLM_BIND_THREADS = "VLLM_CPU_OMP_THREADS_BIND"
 _claimed: set[int] = set()
 
 
-def deal(cores: Sequence[int], num_shares: int) -> tuple[tuple[int, ...], ...]:
+def split_cores(cores: Sequence[int], num_shares: int) -> tuple[tuple[int, ...], ...]:
     """Splits cores evenly; with more shares than cores, some shares get the same core."""
     return tuple(tuple(cores[index % len(cores) :: num_shares]) for index in range(num_shares))
 
 
-def claim(cores: Collection[int]) -> list[int]:
+def claim_cores(cores: Collection[int]) -> list[int]:
     """Marks cores as used by this process until it ends.
 
     Each mark is an abstract Unix socket name, which the kernel frees when the process ends.
@@ -45,16 +45,16 @@ def claim(cores: Collection[int]) -> list[int]:
     return taken
 
 
-def keep_off(cpus: Collection[int]) -> None:
+def avoid_cores(cpus: Collection[int]) -> None:
     """Moves every thread of this process off `cpus`, unless no other core is allowed.
 
     Child processes started later inherit the affinity.
     """
     if others := os.sched_getaffinity(0).difference(cpus):
-        run_on(others)
+        pin_to(others)
 
 
-def run_on(cpus: Collection[int]) -> None:
+def pin_to(cpus: Collection[int]) -> None:
     """Moves every thread of this process to `cpus`.
 
     Raises:

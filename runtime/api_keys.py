@@ -91,7 +91,7 @@ class ApiKey(Grants):
             raise ValueError("needs tenant, or admin: true")
         return self
 
-    def fits(self, key: str) -> bool:
+    def matches(self, key: str) -> bool:
         """Whether `key` is the key of this entry, compared in constant time."""
         return hmac.compare_digest(digest(key), self.sha256)
 

@@ -228,7 +228,7 @@ async def abort(context: grpc.aio.ServicerContext, error: BatonError) -> None:  
     await context.abort(status_code(error), str(error), metadata)
 
 
-def why_not_connected(words: str) -> str:
+def connection_failure(words: str) -> str:
     """Cause of a failed connection, extracted from gRPC's text; empty for any other error."""
     if not words.startswith(("failed to connect", "errors resolving")):
         return ""

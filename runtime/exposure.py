@@ -37,26 +37,26 @@ def check_coordinator(listen: str, security: SecurityConfig) -> None:
         key,
         listen,
         security,
-        _Callers("clients", _CLIENTS, known=security.knows_clients),
-        _Callers("workers", _WORKERS, known=security.knows_workers),
+        _Callers("clients", _CLIENTS, known=security.authenticates_clients),
+        _Callers("workers", _WORKERS, known=security.authenticates_workers),
     )
 
 
 def check_transfer(listen: str, security: SecurityConfig) -> None:
     """Raises ConfigError when unauthenticated peers of other hosts could send KV caches."""
-    workers = _Callers("workers", _WORKERS, known=security.knows_workers)
+    workers = _Callers("workers", _WORKERS, known=security.authenticates_workers)
     _check("kv_transfer.listen", listen, security, workers)
 
 
 def check_http(listen: str, security: SecurityConfig) -> None:
     """Raises ConfigError when unauthenticated clients of other hosts could use the gateway."""
-    clients = _Callers("clients", _HTTP_CLIENTS, known=security.knows_http_clients)
+    clients = _Callers("clients", _HTTP_CLIENTS, known=security.authenticates_http_clients)
     _check("http.listen", listen, security, clients)
 
 
 def check_metrics(key: str, listen: str, security: SecurityConfig) -> None:
     """Raises ConfigError when unauthenticated readers of other hosts could read the metrics."""
-    readers = _Callers("readers", _SCRAPERS, known=security.knows_scrapers)
+    readers = _Callers("readers", _SCRAPERS, known=security.authenticates_metrics_readers)
     _check(key, listen, security, readers)
 
 

@@ -85,7 +85,7 @@ class Guard(grpc.aio.ServerInterceptor):
             )
         if service in _MEMBERS:
             short = service.rpartition(".")[2]
-            return lambda context: access.check_member(
+            return lambda context: access.check_worker(
                 authorization(context), names(context), short, peer=context.peer()
             )
         if method == _GET_MODEL:
@@ -109,7 +109,7 @@ class Guard(grpc.aio.ServerInterceptor):
 
         async def guarded(request: Any, context: Any) -> Any:
             if self._handshakes is not None:
-                self._handshakes.called(context.peer())
+                self._handshakes.on_call(context.peer())
             try:
                 if reads:
                     request = await _message(context)

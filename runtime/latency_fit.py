@@ -39,7 +39,7 @@ _HUBER = 4.0
 _OUTLIER = 8.0
 _OUTLIER_FACTOR = 2.0
 # Bound on |log(measured / predicted)| above which the model counts as far off.
-_FAR = math.log(4)
+_FAR_OFF = math.log(4)
 _LEAST_SPREAD, _MOST_SPREAD = 0.01, 10.0
 # Share of a typical step's time that a coefficient may explain before the ridge holds it, whatever
 # the prior says: a prior of 0 does not mean certainty.
@@ -49,9 +49,9 @@ _FREE_SHARE = 0.3
 _LEAST_TERMS = (1.0, 64.0, 512.0**2, 1.0, 1.0, 512.0)
 # The worker has changed when the running mean of the error signs comes this close to 1. That takes
 # about 50 steps of one sign in a row (6 standard deviations), so chance does not cause it. The
-# older steps then keep only the share _KEPT of their weight.
-_LEAN_WINDOW, _LEAN_LIMIT = 32, 0.8
-_KEPT = 0.05
+# older steps then keep only the share _KEPT_SHARE of their weight.
+_SIGN_WINDOW, _SIGN_LIMIT = 32, 0.8
+_KEPT_SHARE = 0.05
 # Kinds of steps: decodes only, prompt chunks only, both. A shape class is 64 * kind + size.
 _DECODE, _PREFILL, _MIXED = range(3)
 # Largest number of steps between two fits.
@@ -123,7 +123,7 @@ class LatencyFit:
         self._num_samples = self._num_rejected = 0
         self._next_fit = 1
         # Running mean of the error signs, per kind of step.
-        self._leans = [0.0, 0.0, 0.0]
+        self._mean_signs = [0.0, 0.0, 0.0]
         self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
 
     @property
@@ -163,7 +163,7 @@ class LatencyFit:
         log_ratio = math.log(measured_s / predicted_s)
         self._notice_change(name // 64, log_ratio)
         error = abs(log_ratio)
-        weight = _judge(known, error)
+        weight = _huber_weight(known, error)
         if not weight:
             self._num_rejected += 1
             return
@@ -173,7 +173,7 @@ class LatencyFit:
         known.seen_at = self._age(name)
         # Dividing by the measured time would favour fast steps. The maximum prevents that a far too
         # small prediction gives its step hundreds of times the weight.
-        relative_to_s = max(predicted_s, measured_s) if error > _FAR else predicted_s
+        relative_to_s = max(predicted_s, measured_s) if error > _FAR_OFF else predicted_s
         scale = math.sqrt(weight) / relative_to_s
         row = [term * scale for term in terms]
         row.append(measured_s * scale)
@@ -189,18 +189,19 @@ class LatencyFit:
 
     def _notice_change(self, kind: int, log_ratio: float) -> None:
         """Discounts the memory when nearly all recent errors had the same sign."""
-        lean = (
-            self._leans[kind] + (math.copysign(1.0, log_ratio) - self._leans[kind]) / _LEAN_WINDOW
+        mean_sign = (
+            self._mean_signs[kind]
+            + (math.copysign(1.0, log_ratio) - self._mean_signs[kind]) / _SIGN_WINDOW
         )
-        if abs(lean) < _LEAN_LIMIT:
-            self._leans[kind] = lean
+        if abs(mean_sign) < _SIGN_LIMIT:
+            self._mean_signs[kind] = mean_sign
             return
-        self._leans[kind] = 0.0
+        self._mean_signs[kind] = 0.0
         for name, known in self._classes.items():
             # Mixed steps share terms with both other kinds, so a change affects them too.
             if kind in (name // 64, _MIXED) or name // 64 == _MIXED:
-                known.moments = [moment * _KEPT for moment in known.moments]
-                known.weight *= _KEPT
+                known.moments = [moment * _KEPT_SHARE for moment in known.moments]
+                known.weight *= _KEPT_SHARE
                 known.spread, known.num_seen = 1.0, 0
 
     def _age(self, name: int) -> int:
@@ -290,7 +291,7 @@ class LatencyFit:
         ]
 
 
-def _judge(known: _Class, error: float) -> float:
+def _huber_weight(known: _Class, error: float) -> float:
     """Weight of a step whose time is off by a factor of exp(error); 0 for an outlier."""
     spread = known.spread
     known.num_seen += 1

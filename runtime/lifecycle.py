@@ -17,11 +17,11 @@ from typing import Any
 import uvloop
 
 
-class SignalCame(BaseException):
-    """Raised by SIGINT or SIGTERM inside `cut_short`."""
+class SignalReceived(BaseException):
+    """Raised by SIGINT or SIGTERM inside `interruptible`."""
 
 
-def begun_at() -> float:
+def process_started_at() -> float:
     """Start time of this process on the time.monotonic clock, in steps of 1/100 s.
 
     The wall clock is not used, because /proc gives the host's boot time in whole seconds only.
@@ -45,7 +45,7 @@ def run(main: Coroutine[Any, Any, int]) -> int:
 
 
 @contextlib.asynccontextmanager
-async def settled_heap() -> AsyncIterator[None]:
+async def frozen_heap() -> AsyncIterator[None]:
     """Excludes existing objects, which live as long as the process, from garbage collections.
 
     Collections over them would interrupt the process's streams.
@@ -59,7 +59,7 @@ async def settled_heap() -> AsyncIterator[None]:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Disables garbage collection, which takes a sixth of the time of large imports."""
     gc.disable()
     try:
@@ -68,13 +68,13 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def stop_requested(last_words: Callable[[], None] = lambda: None) -> asyncio.Event:
+def stop_requested(before_exit: Callable[[], None] = lambda: None) -> asyncio.Event:
     """Returns an event that SIGINT and SIGTERM set; a second signal ends the process at once.
 
     Call once, in the running loop of the process's main coroutine.
 
     Args:
-        last_words: Called before a second signal ends the process; must be quick.
+        before_exit: Called before a second signal ends the process; must be quick.
     """
     loop, event = asyncio.get_running_loop(), asyncio.Event()
     came = False
@@ -84,7 +84,7 @@ def stop_requested(last_words: Callable[[], None] = lambda: None) -> asyncio.Eve
         # `event` is not checked, because other code may set it too.
         if came:
             loop.remove_signal_handler(number)
-            last_words()
+            before_exit()
             # The default action ends the process without cleanup. Python's handler for SIGINT would
             # raise an exception and clean up first, too slow for a user who presses Ctrl-C twice.
             signal.signal(number, signal.SIG_DFL)
@@ -101,11 +101,12 @@ def stop_requested(last_words: Callable[[], None] = lambda: None) -> asyncio.Eve
 
 
 @contextlib.contextmanager
-def cut_short() -> Iterator[None]:
-    """Interrupts a long synchronous call, such as an import, with SignalCame at SIGINT or SIGTERM.
+def interruptible() -> Iterator[None]:
+    """Interrupts a long synchronous call, such as an import, at SIGINT or SIGTERM.
 
-    The event loop calls its signal handlers only when the call has returned; Python's handlers run
-    during the call. Both run: the event of `stop_requested` is set in the loop's next round.
+    The call raises SignalReceived. The event loop calls its signal handlers only when the call has
+    returned; Python's handlers run during the call. Both run: the event of `stop_requested` is set
+    in the loop's next round.
     """
     before: dict[signal.Signals, Any] = {}
 
@@ -116,7 +117,7 @@ def cut_short() -> Iterator[None]:
     def on_signal(number: int, frame: FrameType | None) -> None:
         del number, frame
         restore()
-        raise SignalCame
+        raise SignalReceived
 
     try:
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -9,7 +9,7 @@ import os
 import sys
 
 
-def skip_last_collection() -> None:
+def skip_final_gc() -> None:
     """Skips the garbage collection at the end of this process.
 
     For a command, that collection takes longer than the rest of its exit. Only memory may be

@@ -151,7 +151,9 @@ def server(
     most_pending = max(limits.max_calls, _LEAST_PENDING_CALLS)
     guards = []
     # Without authentication and TLS there is nothing to check, so the guard's cost is avoided.
-    if protection is not None and (limits.knows_clients or limits.knows_workers or protection.tls):
+    if protection is not None and (
+        limits.authenticates_clients or limits.authenticates_workers or protection.tls
+    ):
         max_open_streams = max(1, limits.max_calls // _OPEN_PART)
         guards = [Guard(protection.access, max_open_streams, protection.handshakes)]
     return grpc.aio.server(

@@ -130,17 +130,17 @@ class SecurityConfig(Section):
         return self.client_auth == "require"
 
     @property
-    def knows_clients(self) -> bool:
+    def authenticates_clients(self) -> bool:
         return self.has_keys or self.needs_certificates
 
     @property
-    def knows_workers(self) -> bool:
+    def authenticates_workers(self) -> bool:
         return bool(self.cluster_token_file) or self.needs_certificates
 
     @property
-    def knows_http_clients(self) -> bool:
+    def authenticates_http_clients(self) -> bool:
         return self.has_keys or self.http_client_auth == "require"
 
     @property
-    def knows_scrapers(self) -> bool:
+    def authenticates_metrics_readers(self) -> bool:
         return bool(self.metrics_token_file) or self.needs_certificates

@@ -92,7 +92,7 @@ class TlsFiles:
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
             nonlocal shown
-            handshakes.begun()
+            handshakes.started()
             pems = self._pems.get()
             if pems is shown:
                 return None
@@ -116,7 +116,7 @@ class TlsFiles:
 
         def at_handshake(socket: ssl.SSLObject | ssl.SSLSocket, *_: object) -> None:
             if handshakes is not None:
-                handshakes.begun()
+                handshakes.started()
             version = self.version
             if version not in current:
                 current.clear()
@@ -179,17 +179,17 @@ class Handshakes:
         self._num_logged, self._logged_at = 0, -math.inf
         self.num_refused = 0
 
-    def begun(self) -> None:
+    def started(self) -> None:
         with self._lock:
             self._begun_at.append(self._clock())
         self.expire()
 
-    def used(self) -> None:
+    def succeeded(self) -> None:
         """Records that a call followed a handshake: most likely the latest handshake."""
         with self._lock, contextlib.suppress(IndexError):
             self._begun_at.pop()
 
-    def called(self, peer: str) -> None:
+    def on_call(self, peer: str) -> None:
         """Records a call over the connection of a peer, given as host and port."""
         now = self._clock()
         last_at = self._peers.get(peer, -math.inf)
@@ -200,7 +200,7 @@ class Handshakes:
                 self._peers.popitem(last=False)
         # After a pause this may be a new connection from the same port.
         if now - last_at > _SAME_CONNECTION_S:
-            self.used()
+            self.succeeded()
 
     def expire(self, now: float | None = None) -> None:
         """Counts and logs handshakes without a call; call it before reading `num_refused`."""

@@ -55,7 +55,7 @@ class Tokenizer:
         max_model_len: Context length in tokens from config.json; None when it does not say.
         vocab_size: Vocabulary size from config.json, or else from the tokenizer.
         eos_token_id: End-of-sequence token of the tokenizer; None when it has none.
-        more_eos_token_ids: Further tokens that end an output, from generation_config.json.
+        extra_eos_token_ids: Further tokens that end an output, from generation_config.json.
         has_latent_attention: Whether the model caches one latent per token that all ranks share
             (MLA), from config.json; None without config.json.
 
@@ -91,12 +91,12 @@ class Tokenizer:
         )
         generation = _read_json(directory / "generation_config.json").get("eos_token_id")
         every = generation if isinstance(generation, list) else [generation]
-        self.more_eos_token_ids = frozenset(
+        self.extra_eos_token_ids = frozenset(
             one for one in every if isinstance(one, int) and one != self.eos_token_id
         )
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="tokenize")
 
-    def is_quick(self, request: inference_pb2.GenerateRequest) -> bool:
+    def is_short(self, request: inference_pb2.GenerateRequest) -> bool:
         """Whether the request's prompt is short enough to be tokenized on the event loop."""
         if request.HasField("tokens"):
             return True
@@ -113,13 +113,13 @@ class Tokenizer:
         Raises:
             InvalidArgument: The model has no chat template, or its template refuses the messages.
         """
-        if self.is_quick(request):
-            return self.prompt_at_once(request)
+        if self.is_short(request):
+            return self.prompt_token_ids_blocking(request)
         return await asyncio.get_running_loop().run_in_executor(
-            self._threads, self.prompt_at_once, request
+            self._threads, self.prompt_token_ids_blocking, request
         )
 
-    def prompt_at_once(self, request: inference_pb2.GenerateRequest) -> array[int]:
+    def prompt_token_ids_blocking(self, request: inference_pb2.GenerateRequest) -> array[int]:
         """Like `prompt_token_ids`, but blocks the calling thread."""
         if request.HasField("tokens"):
             # The slice makes a list first, because iterating over a message's field is slow.

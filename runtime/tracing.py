@@ -112,7 +112,7 @@ class Tracing:
         )
         self._tracer = self._provider.get_tracer("baton")
 
-    def wants(self, traceparent: str) -> bool:
+    def is_sampled(self, traceparent: str) -> bool:
         """Whether spans of a request with this traceparent would be sent."""
         if self._tracer is None or not traceparent:
             return False
@@ -122,12 +122,12 @@ class Tracing:
         return parent.is_valid and parent.trace_flags.sampled
 
     def record(self, traceparent: str, *spans: Span) -> None:
-        """Queues spans and their children under a traceparent for which `wants` is true."""
+        """Queues spans and their children under a traceparent for which `is_sampled` is true."""
         if self._tracer is not None:
             for span in spans:
                 _record(self._tracer, span, _context(traceparent))
 
-    def keep(self, traceparent: str, span: Span) -> None:
+    def record_tail_sample(self, traceparent: str, span: Span) -> None:
         """Queues a span that was not requested by a sampled traceparent, and its children.
 
         The span joins the client's trace if the client named one, otherwise it starts a trace.

@@ -19,7 +19,7 @@ import grpc
 
 from baton.runtime import rpc
 from baton.runtime.dial import PLAIN, Dial
-from baton.runtime.errors import why_not_connected
+from baton.runtime.errors import connection_failure
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2
 
 if TYPE_CHECKING:
@@ -317,7 +317,7 @@ class Attachment:
             return
         if code in _FINAL:
             raise Refused(f"coordinator at {self._address} refuses this worker: {details}")
-        raise _StreamLost(why_not_connected(details) or f"{code.name}: {details}")
+        raise _StreamLost(connection_failure(details) or f"{code.name}: {details}")
 
 
 async def _first_of(*coroutines: Coroutine[Any, Any, None]) -> None:

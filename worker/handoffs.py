@@ -59,7 +59,7 @@ class HandoffLog:
         if report.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED:
             histogram = self._counts.exposed.setdefault(transport, Histogram(EXPOSED_S))
             histogram.observe(report.exposed_us / 1e6)
-        if self._tracing.wants(attempt.spec.traceparent):
+        if self._tracing.is_sampled(attempt.spec.traceparent):
             make = send_spans if direction == SEND else receive_spans
             self._tracing.record(attempt.spec.traceparent, *make(report, time.time_ns()))
 

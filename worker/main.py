@@ -38,7 +38,7 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
             adapters=sorted(config.lora_adapters),
         )
     try:
-        with lifecycle.uncollected():
+        with lifecycle.gc_disabled():
             from baton.engine.vllm_engine import VllmEngine
     except ImportError as error:
         raise ConfigError(
@@ -59,7 +59,7 @@ def _interruptible(make: EngineFactory) -> EngineFactory:
     """Lets a signal interrupt `make`, because importing an engine can take as long as the model."""
 
     def made(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> Engine:
-        with lifecycle.cut_short():
+        with lifecycle.interruptible():
             return make(config, pool, transfer_socket)
 
     return made

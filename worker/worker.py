@@ -118,7 +118,7 @@ class Worker:
         tracing.require(config.tracing)
         exposure.check_metrics("worker.metrics_listen", config.worker.metrics_listen, security)
         dial = within_cluster(security, with_tls=security.dials_tls)
-        self._mark("process", lifecycle.begun_at())
+        self._mark("process", lifecycle.process_started_at())
 
         # 1. The transfer service, which the engine connects to while it starts.
         begun_at = monotonic()
@@ -140,7 +140,7 @@ class Worker:
         begun_at = monotonic()
         try:
             engine = self._engine_factory(config, self._pool, socket_path)
-        except lifecycle.SignalCame:
+        except lifecycle.SignalReceived:
             # The event loop handles the signal next, and cancels this task.
             await asyncio.Event().wait()
             raise

@@ -15,7 +15,7 @@ def known_stop(
     token_ids: Sequence[int],
     sampling: common_pb2.SamplingParams,
     eos_token_id: int | None,
-    more_eos_token_ids: Collection[int],
+    extra_eos_token_ids: Collection[int],
     decode: Callable[[Sequence[int], bool], str],
 ) -> str | None:
     """What the last token has ended the output by, as Finished.stop says it; None: nothing has.
@@ -27,7 +27,7 @@ def known_stop(
         token_ids: the output that the client has.
         sampling: of the request.
         eos_token_id: the tokenizer's end of sequence.
-        more_eos_token_ids: of the model's generation config; they count as stop tokens.
+        extra_eos_token_ids: of the model's generation config; they count as stop tokens.
         decode: text of tokens; the flag says whether special ones are left out.
     """
     if not len(token_ids) or len(token_ids) < sampling.min_tokens:
@@ -37,7 +37,7 @@ def known_stop(
         return ""
     if last in sampling.stop_token_ids:
         return str(last)
-    if not sampling.ignore_eos and last in more_eos_token_ids:
+    if not sampling.ignore_eos and last in extra_eos_token_ids:
         return str(last)
     if not sampling.stop or len(token_ids) <= sampling.min_tokens:
         return None

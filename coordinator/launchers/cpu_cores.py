@@ -37,7 +37,9 @@ class CoreShares:
             return {}
         ranks = self.engines[index]
         if len(ranks) != num_ranks:
-            ranks = affinity.deal(sorted({core for rank in ranks for core in rank}), num_ranks)
+            ranks = affinity.split_cores(
+                sorted({core for rank in ranks for core in rank}), num_ranks
+            )
         bound = (",".join(map(str, cores)) for cores in ranks)
         return {affinity.VLLM_BIND_THREADS: "|".join(bound)}
 
@@ -56,7 +58,7 @@ def share(
         decode_ranks: likewise.
     """
     workers = [*prefill_ranks, *decode_ranks]
-    dealt = iter(affinity.deal(cores, max(1, sum(workers))))
+    dealt = iter(affinity.split_cores(cores, max(1, sum(workers))))
     engines = tuple(tuple(islice(dealt, num_ranks)) for num_ranks in workers)
     prefilling = {
         core for engine in engines[: len(prefill_ranks)] for rank in engine for core in rank

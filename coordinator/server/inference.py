@@ -133,7 +133,7 @@ def _enter(
         session.holders.enter(
             stream,
             caller.grants.tenant,
-            lambda: intake.hold_call(caller, session.number, request, now),
+            lambda: intake.acquire_call_slot(caller, session.number, request, now),
         )
     if (place := intake.enter(caller, request, now)) is not None:
         session.places[stream] = place

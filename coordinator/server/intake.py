@@ -108,14 +108,14 @@ class Intake:
             )
         return caller
 
-    def hold_call(
+    def acquire_call_slot(
         self, caller: Caller, call: int, request: inference_pb2.GenerateRequest, now: float
     ) -> Callable[[], None]:
-        """Counts the call that the request came with to its caller; see Access.hold_call."""
+        """Counts the request's call for its caller; see Access.acquire_call_slot."""
         assert self._access is not None
         older = self._running(request, caller) if request.resume.token_ids else None
         with self._counting(request, now):
-            return self._access.hold_call(
+            return self._access.acquire_call_slot(
                 caller, call, older=older.submission.to.session if older is not None else None
             )
 
@@ -127,7 +127,7 @@ class Intake:
             return None
         with self._counting(request, now):
             resumes = len(request.resume.token_ids) > 0
-            return self._access.enter(caller, request.request_id, resumes=resumes)
+            return self._access.acquire_slot(caller, request.request_id, resumes=resumes)
 
     async def submission(
         self,
@@ -173,11 +173,13 @@ class Intake:
             BatonError: it is wrong, or there is no room for it.
         """
         known = request.resume.prompt_token_ids
-        if not known and not self._tokenizer.is_quick(request):
+        if not known and not self._tokenizer.is_short(request):
             return None
         try:
             _, sampling = self._checked(request, caller)
-            prompt = array("I", known) if known else self._tokenizer.prompt_at_once(request)
+            prompt = (
+                array("I", known) if known else self._tokenizer.prompt_token_ids_blocking(request)
+            )
             return self._submission(request, sampling, prompt, to, arrived_at, None, caller)
         except BatonError as error:
             self._count(request, error, arrived_at)
@@ -286,7 +288,7 @@ class Intake:
             known,
             sampling,
             tokenizer.eos_token_id,
-            tokenizer.more_eos_token_ids,
+            tokenizer.extra_eos_token_ids,
             tokenizer.decode,
         )
         traceparent = request.traceparent if _TRACEPARENT.fullmatch(request.traceparent) else ""

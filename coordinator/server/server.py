@@ -33,7 +33,7 @@ from baton.runtime.config import BatonConfig
 from baton.runtime.config_error import ConfigError
 from baton.runtime.dial import within_cluster
 from baton.runtime.errors import RESTARTING, BatonError, Unavailable, shown
-from baton.runtime.lifecycle import settled_heap, stop_requested
+from baton.runtime.lifecycle import frozen_heap, stop_requested
 from baton.runtime.metrics import MetricsServer
 from baton.runtime.refusals import Refusals
 from baton.runtime.tokenization import Tokenizer
@@ -287,7 +287,7 @@ async def serve(
             running in either case.
     """
     stop = stop if stop is not None else stop_requested()
-    async with settled_heap(), Coordinator(config, launched=launch) as coordinator:
+    async with frozen_heap(), Coordinator(config, launched=launch) as coordinator:
         addresses = {"grpc": coordinator.address, "metrics": coordinator.metrics_address}
         _log.info("listening", extra=addresses)
         if listening is not None:

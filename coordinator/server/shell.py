@@ -354,7 +354,7 @@ class Shell:
     def _tell_trace(self, effect: ev.TellTrace) -> None:
         if self.tracing is None:
             return
-        wanted = self.tracing.wants(effect.traceparent)
+        wanted = self.tracing.is_sampled(effect.traceparent)
         if not wanted and not effect.kept:
             return
         age_s = self.now() - effect.record.arrived_at
@@ -362,7 +362,7 @@ class Shell:
         if wanted:
             self.tracing.record(effect.traceparent, span)
         else:
-            self.tracing.keep(effect.traceparent, span)
+            self.tracing.record_tail_sample(effect.traceparent, span)
 
     def _start_worker(self, effect: ev.StartWorker) -> None:
         if self.launch_supervisor is not None:

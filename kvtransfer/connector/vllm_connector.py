@@ -133,7 +133,7 @@ class BatonConnector(KVConnectorBase_V1):
         self._ranks: RankHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
             # vLLM's scheduler spins while its ranks compute.
-            affinity.keep_off(extra["rank_cpus"])
+            affinity.avoid_cores(extra["rank_cpus"])
             notes = NoteReader(extra["socket"])
             self._scheduler = SchedulerHalf(self._port, notes, self._layout)
         else:

@@ -90,7 +90,7 @@ def _run_on(cpus: list[int]) -> None:
     if not cpus:
         return
     try:
-        affinity.run_on(cpus)
+        affinity.pin_to(cpus)
     except OSError as error:
         raise ConfigError(
             f"kv_transfer.cpus: is {cpus}; this process may use {sorted(os.sched_getaffinity(0))}: "
@@ -113,7 +113,7 @@ async def serve(arguments: ServiceArguments) -> int:
     config, security = arguments.kv_transfer, arguments.security
     _run_on(config.cpus)
     refusals = Refusals()
-    access = Access.of_members(security, refusals)
+    access = Access.for_workers(security, refusals)
     protection = rpc.Protection.of(security, access, "kv_transfer.listen")
     # Other workers use the same TLS settings as this one.
     dial = within_cluster(security, with_tls=security.serves_tls)
@@ -217,7 +217,7 @@ def _watched_parent(stop: asyncio.Event, parent: int) -> Iterator[None]:
 
 def main() -> int:
     """The process's entry point."""
-    quick_exit.skip_last_collection()
+    quick_exit.skip_final_gc()
     try:
         if len(sys.argv) != 2:
             raise ConfigError("takes one argument: a JSON object with socket_path and kv_transfer")

@@ -6,6 +6,7 @@ environment. An unknown key is an error that names the nearest known key.
 
 from __future__ import annotations
 
+from baton.runtime.config.baton_config import BatonConfig
 from baton.runtime.config.coordinator import CoordinatorConfig, LatencyConfig
 from baton.runtime.config.files import dump, load, parse, shown
 from baton.runtime.config.http import CellConfig, HttpConfig
@@ -25,7 +26,6 @@ from baton.runtime.config.scaling import (
     TargetsConfig,
 )
 from baton.runtime.config.tracing import TracingConfig
-from baton.runtime.config.whole import BatonConfig
 from baton.runtime.config.workers import DecodePoolConfig, PoolConfig, SimulatedConfig, WorkerConfig
 from baton.runtime.kv_transfer_config import KvTransferConfig
 

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import ValidationError
 
-from baton.runtime.config.whole import BatonConfig
+from baton.runtime.config.baton_config import BatonConfig
 from baton.runtime.config_error import ConfigError
 from baton.runtime.names import did_you_mean
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple, get_args, get_origin
 
-from baton.runtime.config.whole import BatonConfig
+from baton.runtime.config.baton_config import BatonConfig
 from baton.runtime.section import Section
 
 

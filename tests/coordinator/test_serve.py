@@ -251,15 +251,15 @@ async def test_a_start_that_is_given_up_leaves_the_port_free(config, monkeypatch
 
 
 async def test_an_end_that_is_cut_short_leaves_the_port_free(config):
-    cut_short = Coordinator(config())
-    await cut_short.__aenter__()
-    ending = asyncio.create_task(cut_short.__aexit__(None, None, None))
+    interruptible = Coordinator(config())
+    await interruptible.__aenter__()
+    ending = asyncio.create_task(interruptible.__aexit__(None, None, None))
     await asyncio.sleep(0)
     ending.cancel()
     async with asyncio.timeout(60.0):
         await asyncio.wait([ending])
-    async with Coordinator(config({"listen": cut_short.address})) as another:
-        assert another.address == cut_short.address
+    async with Coordinator(config({"listen": interruptible.address})) as another:
+        assert another.address == interruptible.address
 
 
 async def test_streams_are_told_that_another_coordinator_follows(config):

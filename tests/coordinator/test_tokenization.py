@@ -131,13 +131,13 @@ def test_templates_read_tools_and_calls(fresh_model_dir):
 
 def test_long_tools_leave_the_event_loop(tokenizer):
     short = inference_pb2.GenerateRequest(chat=chat(("user", "x"), tools="[{}]"))
-    assert tokenizer.is_quick(short)
+    assert tokenizer.is_short(short)
     long = json.dumps([{"name": "x" * 10_000}])
-    assert not tokenizer.is_quick(
+    assert not tokenizer.is_short(
         inference_pb2.GenerateRequest(chat=chat(("user", "x"), tools=long))
     )
     short.chat.messages[0].fields = json.dumps({"reasoning": "x" * 10_000})
-    assert not tokenizer.is_quick(short)
+    assert not tokenizer.is_short(short)
 
 
 def test_no_template(fresh_model_dir):
@@ -172,14 +172,14 @@ async def test_long_texts_give_the_same_tokens(tokenizer):
     "messages", [[("r" * 100_000, "x")], [("user", "")] * 1000], ids=["role", "many"]
 )
 def test_long_chats_leave_the_event_loop_whatever_is_long(tokenizer, messages):
-    assert not tokenizer.is_quick(inference_pb2.GenerateRequest(chat=chat(*messages)))
-    assert tokenizer.is_quick(inference_pb2.GenerateRequest(chat=chat(("user", "x"))))
+    assert not tokenizer.is_short(inference_pb2.GenerateRequest(chat=chat(*messages)))
+    assert tokenizer.is_short(inference_pb2.GenerateRequest(chat=chat(("user", "x"))))
 
 
 def test_what_a_template_may_write_counts(tokenizer):
     long = chat(("user", "x"), template_kwargs=json.dumps({"bos_token": 10_000 * "x"}))
     assert len(tokenizer.render(long)) > 10_000
-    assert not tokenizer.is_quick(inference_pb2.GenerateRequest(chat=long))
+    assert not tokenizer.is_short(inference_pb2.GenerateRequest(chat=long))
 
 
 def test_missing_models_are_said_clearly(tmp_path):

@@ -66,7 +66,7 @@ async def running(*addresses: str, **limits) -> AsyncIterator[Running]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connections, "Connection", Seen)
         # The heap is that of all tests: to look through it takes longer than most of them.
-        patch.setattr(server, "settled_heap", nullcontext)
+        patch.setattr(server, "frozen_heap", nullcontext)
         config = HttpConfig(**{"drain_timeout_s": 5.0, **limits})
         places = [server.CellEndpoints([address]) for address in addresses]
         task = asyncio.create_task(

@@ -25,7 +25,7 @@ def test_every_thread_moves_off_the_cores():
 stop = threading.Event()
 thread = threading.Thread(target=stop.wait)
 thread.start()
-affinity.keep_off([{CORES[0]}])
+affinity.avoid_cores([{CORES[0]}])
 print([sorted(os.sched_getaffinity(each)) for each in (0, thread.native_id)])
 stop.set()
 """
@@ -33,7 +33,7 @@ stop.set()
 
 
 def test_moving_off_every_core_changes_nothing():
-    body = f"affinity.keep_off({CORES})\nprint(sorted(os.sched_getaffinity(0)))"
+    body = f"affinity.avoid_cores({CORES})\nprint(sorted(os.sched_getaffinity(0)))"
     assert in_a_process(body) == str(CORES)
 
 
@@ -44,20 +44,20 @@ class Forbidding(socket.socket):
     def bind(self, address):
         raise PermissionError(1, "not here")
 socket.socket = Forbidding
-print(affinity.claim([0, 1]))
+print(affinity.claim_cores([0, 1]))
 """
     assert in_a_process(body) == "[]"
 
 
 def test_a_core_stays_claimed_as_long_as_its_process_lives():
     core = 100_000 + os.getpid()
-    claim = f"print(affinity.claim([{core}, {core} + 1]))"
-    assert affinity.claim([core]) == affinity.claim([core]) == []
+    claim = f"print(affinity.claim_cores([{core}, {core} + 1]))"
+    assert affinity.claim_cores([core]) == affinity.claim_cores([core]) == []
     assert in_a_process(claim) == str([core])
     assert in_a_process(claim) == str([core])
-    assert affinity.claim([core + 1]) == []
+    assert affinity.claim_cores([core + 1]) == []
 
 
 def test_missing_cores_are_an_error():
     with pytest.raises(OSError, match="Invalid argument"):
-        affinity.run_on([CORES[-1] + 1000])
+        affinity.pin_to([CORES[-1] + 1000])

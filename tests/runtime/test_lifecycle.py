@@ -76,7 +76,7 @@ def test_a_first_signal_does_not_interrupt_a_cleanup_in_progress():
 
 
 def test_a_process_knows_its_start_time():
-    told = "from baton.runtime import lifecycle; print(lifecycle.begun_at())"
+    told = "from baton.runtime import lifecycle; print(lifecycle.process_started_at())"
     before = time.monotonic()
     process = subprocess.Popen([sys.executable, "-c", told], stdout=subprocess.PIPE, text=True)
     after = time.monotonic()

@@ -30,7 +30,7 @@ async def close(spans: Tracing) -> None:
 async def test_spans_arrive_under_the_requests_span(collector):
     config = TracingConfig(otlp_endpoint=collector.endpoint)
     spans = Tracing(config, {"baton.worker.id": "w1"})
-    assert spans.wants(SAMPLED)
+    assert spans.is_sampled(SAMPLED)
     outer = span("outer", attributes={"bytes": 7}, error="broke", children=[span("inner")])
     spans.record(SAMPLED, outer)
     await close(spans)
@@ -47,7 +47,7 @@ async def test_spans_arrive_under_the_requests_span(collector):
 @pytest.mark.parametrize("traceparent", ["", "no traceparent", NOT_SAMPLED])
 async def test_only_sampled_requests_get_spans(collector, traceparent):
     spans = Tracing(TracingConfig(otlp_endpoint=collector.endpoint), {})
-    assert not spans.wants(traceparent)
+    assert not spans.is_sampled(traceparent)
     spans.record(SAMPLED, span("wanted"))
     await close(spans)
     assert set(await collector.wait_for("wanted")) == {"wanted"}
@@ -55,9 +55,9 @@ async def test_only_sampled_requests_get_spans(collector, traceparent):
 
 async def test_a_kept_span_joins_the_clients_trace_or_starts_one(collector):
     spans = Tracing(TracingConfig(otlp_endpoint=collector.endpoint), {})
-    spans.keep(NOT_SAMPLED, span("callers", children=[span("part")]))
-    spans.keep("", span("own"))
-    spans.keep("no traceparent", span("odd"))
+    spans.record_tail_sample(NOT_SAMPLED, span("callers", children=[span("part")]))
+    spans.record_tail_sample("", span("own"))
+    spans.record_tail_sample("no traceparent", span("odd"))
     await close(spans)
     found = await collector.wait_for("callers", "part", "own", "odd")
     assert (found["callers"].trace_id, found["callers"].parent_id) == (TRACE, PARENT)
@@ -90,7 +90,7 @@ def test_without_an_endpoint_opentelemetry_is_not_imported():
         "from baton.runtime.config import TracingConfig\n"
         "from baton.runtime.tracing import Tracing\n"
         f"spans = Tracing(TracingConfig(), {{}})\n"
-        f"assert not spans.wants({SAMPLED!r})\n"
+        f"assert not spans.is_sampled({SAMPLED!r})\n"
         "spans.close()\n"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]\n"
     )

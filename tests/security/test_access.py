@@ -152,12 +152,12 @@ def test_prompts_and_running_requests_have_limits(keys):
     found.check_prompt(caller, 10)
     with pytest.raises(PermissionDenied, match="11 tokens; at most 10"):
         found.check_prompt(caller, 11)
-    leave = found.enter(caller)
+    leave = found.acquire_slot(caller)
     with pytest.raises(ResourceExhausted) as caught:
-        found.enter(caller)
+        found.acquire_slot(caller)
     assert caught.value.reason == "CREDENTIAL_CONCURRENCY"
     leave()
-    found.enter(caller)
+    found.acquire_slot(caller)
 
 
 def test_a_resumed_request_shares_the_slot_of_the_earlier_one(keys):
@@ -167,23 +167,23 @@ def test_a_resumed_request_shares_the_slot_of_the_earlier_one(keys):
 
     def is_refused(who, *names, **options):
         with pytest.raises(ResourceExhausted):
-            found.enter(who, *names, **options)
+            found.acquire_slot(who, *names, **options)
         return True
 
-    older = found.enter(caller, "r")
+    older = found.acquire_slot(caller, "r")
     assert is_refused(caller, "r")
     assert is_refused(caller, "s", resumes=True)
-    newer = found.enter(caller, "r", resumes=True)
+    newer = found.acquire_slot(caller, "r", resumes=True)
     assert is_refused(caller, "r", resumes=True)
     older()
     assert is_refused(caller, "s")
     # A request cannot take over the slot of another credential's request.
-    elsewhere = found.enter(stranger, "s")
+    elsewhere = found.acquire_slot(stranger, "s")
     assert is_refused(stranger, "r", resumes=True)
     newer()
     elsewhere()
     for who in (caller, stranger):
-        found.enter(who)
+        found.acquire_slot(who)
         assert is_refused(who)
 
 
@@ -205,12 +205,12 @@ def test_the_cluster_token(tmp_path):
     file = tmp_path / "token"
     file.write_text("first\n")
     found = access(cluster_token_file=str(file))
-    found.check_member("Bearer first", [], "Cluster")
+    found.check_worker("Bearer first", [], "Cluster")
     for wrong in ("", "Bearer", "Bearer firs", "Bearer first2"):
         with pytest.raises(Unauthenticated):
-            found.check_member(wrong, [], "Cluster")
+            found.check_worker(wrong, [], "Cluster")
     file.write_text("second-one\n")
-    found.check_member("Bearer second-one", [], "Cluster")
+    found.check_worker("Bearer second-one", [], "Cluster")
     assert refused(found) == {"missing": 1, "unknown": 3}
 
 
@@ -255,17 +255,17 @@ def test_running_requests_are_counted_per_subject(issuer, keys):
         )
     ]
     found = jwt_access(issuer)
-    places = [found.enter(request(found, token)) for token in tokens]
+    places = [found.acquire_slot(request(found, token)) for token in tokens]
     for token in tokens:
         with pytest.raises(ResourceExhausted):
-            found.enter(request(found, token))
+            found.acquire_slot(request(found, token))
     for give_back in places:
         give_back()
     # A key is counted separately, even if its name looks like a token's subject.
     named = [keys.add("jwt:svc", tenant=tenant, max_concurrent=1) for tenant in ("search", "b")]
     both = Access(SecurityConfig(api_keys_file=keys.path, jwt=issuer.config), Refusals())
     for credential in (*named, tokens[0]):
-        both.enter(request(both, credential))
+        both.acquire_slot(request(both, credential))
 
 
 @pytest.mark.parametrize(

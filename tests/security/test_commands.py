@@ -59,7 +59,7 @@ def test_commands_accept_the_certificates_and_keys_that_baton_made(
     user = baton("keys", "add", "keys.yaml", "--name", "search", "--tenant", "search")
     admin = baton("keys", "add", "keys.yaml", "--name", "ops", "--admin", "--days", "1")
     entries = {key.name: key for key in api_keys.read(str(tmp_path / "keys.yaml")).values()}
-    assert entries["search"].fits(user.stdout.strip())
+    assert entries["search"].matches(user.stdout.strip())
     assert entries["ops"].admin
     assert (tmp_path / "keys.yaml").stat().st_mode & 0o077 == 0
 
@@ -227,7 +227,7 @@ def test_a_key_file_behind_a_link_is_replaced_at_its_target(tmp_path):
     key, entry = api_keys.make("one", tenant="a")
     api_keys.write(str(link), [entry])
     assert link.is_symlink()
-    assert api_keys.read(str(tmp_path / "kept.yaml"))[entry.id].fits(key)
+    assert api_keys.read(str(tmp_path / "kept.yaml"))[entry.id].matches(key)
 
 
 def test_a_key_file_that_does_not_fit_on_the_disk_leaves_no_file(tmp_path):

@@ -155,6 +155,6 @@ def test_failed_handshakes_are_all_counted_and_do_not_fill_the_log(log):
     # A worker with a wrong certificate tries several times a second.
     for number in range(300):
         now = number / 5
-        handshakes.begun()
+        handshakes.started()
     assert handshakes.num_refused == 300
     assert 1 < len(log.lines) < 10
