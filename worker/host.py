@@ -199,12 +199,12 @@ class WorkerHost:
     def on_welcome(self, role: common_pb2.Role.ValueType) -> None:
         if role != common_pb2.ROLE_UNSPECIFIED:
             self._serve(role)
-        self._runner.columns = True
+        self._runner.use_handles = True
         self.attached.set()
 
     def on_detached(self) -> None:
         # The next stream may be to a coordinator that does not know the handles.
-        self._runner.columns = False
+        self._runner.use_handles = False
 
     def keep_only(self, adopted: frozenset[tuple[str, int]]) -> None:
         self._runner.keep_only(adopted)

@@ -17,11 +17,11 @@ class Outbox:
     """Messages of one worker incarnation, numbered from 1 per coordinator generation.
 
     `post` never refuses a message, because the worker's requests bound their number. A producer
-    without such a bound awaits `room` between two posts.
+    without such a bound awaits `wait_for_space` between two posts.
 
     Args:
-        max_messages: Number of kept messages, sent or not, above which `room` blocks.
-        max_bytes: Size of kept messages above which `room` blocks.
+        max_messages: Number of kept messages, sent or not, at which `wait_for_space` blocks.
+        max_bytes: Size of kept messages at which `wait_for_space` blocks.
     """
 
     def __init__(self, max_messages: int = 8192, max_bytes: int = 64 * 2**20) -> None:
@@ -31,8 +31,8 @@ class Outbox:
         # Sequence numbers of the first kept message, of the next to send and of the next to post.
         self._first_seq = self._next_to_send = self._next_seq = 1
         self._reported_seq = 1
-        self._room = asyncio.Event()
-        self._room.set()
+        self._has_space = asyncio.Event()
+        self._has_space.set()
         self.posted = asyncio.Event()
 
     def __len__(self) -> int:
@@ -120,13 +120,13 @@ class Outbox:
                         del outputs[index]
             self.post(message)
 
-    async def room(self) -> None:
+    async def wait_for_space(self) -> None:
         """Waits while too many messages are kept."""
-        await self._room.wait()
+        await self._has_space.wait()
 
     def _count(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes
         if len(self._kept) < self._max_messages and self._num_bytes < self._max_bytes:
-            self._room.set()
+            self._has_space.set()
         else:
-            self._room.clear()
+            self._has_space.clear()

@@ -74,7 +74,7 @@ class Runner:
         idle: Event that is set while no request, cleanup or handoff is left.
         died: Resolves to the reason when the engine has failed.
         num_tokens: Output tokens reported since the start.
-        columns: Whether outputs may use handles; only while the coordinator that gave them listens.
+        use_handles: Whether outputs may use handles: only while their coordinator is attached.
         num_ended: Ended attempts by outcome.
         num_handoff_tokens: Prompt tokens loaded from handoffs, by time of loading.
     """
@@ -116,7 +116,7 @@ class Runner:
         # Finished outputs, each with the sequence number of the message that reports its end.
         self._ended: deque[tuple[int, cluster_pb2.RunningRequest]] = deque(maxlen=_MAX_ENDED)
         self.num_tokens = 0
-        self.columns = True
+        self.use_handles = True
         self.num_ended: dict[str, int] = {}
         self.num_handoff_tokens = {"early": 0, "at_start": 0}
 
@@ -371,13 +371,13 @@ class Runner:
                     self._take(held, output, message)
             if message.outputs or message.HasField("tokens"):
                 self._outbox.post(cluster_pb2.WorkerMessage(step=message))
-            await self._outbox.room()
+            await self._outbox.wait_for_space()
 
     def _take(self, held: _Held, output: EngineOutput, step: cluster_pb2.StepOutputs) -> None:
         self.num_tokens += len(output.token_ids)
         self.num_handoff_tokens["early"] += output.num_early_tokens
         self.num_handoff_tokens["at_start"] += output.num_handoff_tokens - output.num_early_tokens
-        if self.columns and held.attempt.report_token(output, step.tokens):
+        if self.use_handles and held.attempt.report_token(output, step.tokens):
             held.policy.on_output(held.attempt, output)
             return
         message = held.attempt.report(output)

@@ -69,15 +69,15 @@ def test_a_batch_is_bounded_and_a_large_message_is_sent_alone() -> None:
     assert not outbox.has_unsent
 
 
-async def test_room_blocks_at_the_limit_until_messages_are_acknowledged() -> None:
+async def test_space_ends_at_the_limit_until_messages_are_acknowledged() -> None:
     outbox = Outbox(max_messages=2)
     outbox.post(message(1))
-    await outbox.room()
+    await outbox.wait_for_space()
     outbox.post(message(2))
-    assert not outbox._room.is_set()
+    assert not outbox._has_space.is_set()
     sent(outbox)
     outbox.acknowledge(2)
-    await outbox.room()
+    await outbox.wait_for_space()
     assert len(outbox) == 0
 
 

@@ -269,8 +269,8 @@ class ResumeState(_message.Message):
     """Number of characters (Unicode code points) of text received so far."""
     revision: _builtins.str
     """Revision from the first TokenDelta; empty: not known. If no worker of this revision is left,
-    the request fails with UNAVAILABLE and reason REVISION_GONE; the client must then start it
-    anew.
+    the request fails with UNAVAILABLE and reason REVISION_GONE; a client can then only start it
+    again without ResumeState.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
