@@ -413,6 +413,9 @@ class RequestLifecycle:
         self, submission: Submission, checked: CheckedSubmission, now: float
     ) -> Request:
         forecast, before = checked.forecast, self.requests.ended.get(submission.key)
+        prediction = None
+        if forecast is not None and forecast.is_informative:
+            prediction = forecast.prediction
         return Request(
             submission=submission,
             submitted_at=now,
@@ -422,7 +425,7 @@ class RequestLifecycle:
             text_chars=submission.known_text_chars,
             hashes=checked.hashes if len(checked.hashes) else None,
             fleet=checked.fleet,
-            prediction=forecast.prediction if forecast is not None and forecast.tells else None,
+            prediction=prediction,
             attempts_before=before.attempt_number if before is not None else 0,
         )
 

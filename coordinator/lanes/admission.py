@@ -1,4 +1,4 @@
-"""Whether a request is let in: limits, and what is predicted of its first token."""
+"""Whether a request is admitted: queue limits, and its predicted time to first token."""
 
 from __future__ import annotations
 
@@ -19,58 +19,59 @@ from baton.runtime.config import LanesConfig
 from baton.runtime.enum_names import lane_name
 from baton.v1 import common_pb2
 
+# Shortest delay before a refused request should be tried again.
 _RETRY_AFTER_S = 1.0
-# So many of a lane's latest waits tell how others turn out.
+# Number of a lane's recent waits that correct predictions.
 _WINDOW = 256
 # Seconds without a first token after which a fleet's predictions are considered stale.
-_UNTRIED_S = 5.0
-# Predictions are not wrong by more than that.
-_MOST_WRONG = 30.0
+_STALE_S = 5.0
+# Largest factor by which a prediction may be wrong.
+_MAX_ERROR = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class TtftForecast:
-    """When a request that arrives would have its first token, and when it should; in seconds.
+    """Predicted and target time to first token of an arriving request, in seconds.
 
     Attributes:
-        wanted_s: how soon after its arrival it should.
-        passed_s: how long ago it arrived.
-        prediction: how soon from now it would.
-        ratio: how much longer than predicted the wait is taken to be.
-        slot_s: how long it waits, before all that, until its tenant may have one more request
-            running; None: the tenant may now.
+        target_s: Target, from the request's arrival.
+        elapsed_s: Time since the request's arrival.
+        prediction: Predicted wait and prefill time from now on.
+        correction: Factor for the predicted wait, 1 to 4 (WaitCorrection).
+        slot_s: Predicted wait for the tenant's concurrency limit, before the other wait; None: the
+            tenant may run one more request now.
     """
 
-    wanted_s: float
-    passed_s: float
+    target_s: float
+    elapsed_s: float
     prediction: Prediction
-    ratio: float
+    correction: float
     slot_s: float | None
 
     @property
     def late_s(self) -> float:
-        """How much later than wanted the first token would be; 0 or less: in time."""
-        return self.passed_s + self._wait_s + self.prediction.work_s - self.wanted_s
+        """How much the first token would miss the target, in seconds; 0 or less: in time."""
+        return self.elapsed_s + self._wait_s + self.prediction.work_s - self.target_s
 
     @property
-    def tells(self) -> bool:
-        """Whether what becomes of this request shows how good predictions are where they decide.
+    def is_informative(self) -> bool:
+        """Whether the actual wait of this request should correct later predictions.
 
-        That is where the wait is half of what would be too long, or more: there are such requests
-        wherever there is a queue, whatever the ratio. A request that waits for others of its tenant
-        tells nothing of other tenants' requests.
+        Only waits count that are at least half as long as the longest wait in time: predictions
+        decide there, and every queue has such requests. A request that waits for its tenant's
+        concurrency limit says nothing about other tenants' requests.
         """
         return self.slot_s is None and self._wait_s > 0 and self.late_s >= -self._wait_s
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether the first token would be late although the request waited for nobody."""
-        return self.prediction.work_s > self.wanted_s
+        """Whether the prompt alone takes longer than the target."""
+        return self.prediction.work_s > self.target_s
 
     def error(self) -> errors.BatonError:
-        """Why a request that would be late is not let in, and when another try makes sense."""
-        ttft_s = self.wanted_s + self.late_s
-        what = f"the first token is predicted in {ttft_s:.3g} s; {self.wanted_s:.3g} s are wanted"
+        """The error of a request that would be late, with the time after which to retry."""
+        ttft_s = self.target_s + self.late_s
+        what = f"predicted time to first token is {ttft_s:.3g} s, the target {self.target_s:.3g} s"
         if self.is_hopeless:
             what += f", and the prompt alone takes {self.prediction.work_s:.3g} s"
         return errors.ResourceExhausted(
@@ -79,38 +80,38 @@ class TtftForecast:
 
     @property
     def _wait_s(self) -> float:
-        return self.prediction.wait_s * self.ratio + (self.slot_s or 0.0)
+        return self.prediction.wait_s * self.correction + (self.slot_s or 0.0)
 
 
 class Admission:
-    """Refuses requests at once that there is no room for, or that would be late.
+    """Refuses requests at once that find a full queue, or would miss their target.
 
-    Predictions of first tokens are wrong by what no model of the steps knows: the network, a
-    machine's other work, who comes later and goes first. So what became of the latest predictions
-    is kept by lane, and predicted waits are multiplied by what nearly all of them turned out to be.
+    The latency model does not know the network, other load on a host, or later requests that go
+    first. Each lane therefore has a WaitCorrection, which scales predicted waits by the actual
+    waits of recent requests.
 
     Args:
-        config: limits and targets.
-        lanes: what waits.
-        placers: predict first tokens.
+        config: Limits and targets.
+        lanes: Waiting requests.
+        placers: Predict times to first token.
 
     Attributes:
-        closing: why nothing is admitted any more; None while requests are admitted.
+        closing: Why no request is admitted any more; None while requests are admitted.
     """
 
     def __init__(self, config: CoreConfig, lanes: Lanes, placers: Placers) -> None:
         self._config, self._lanes, self._placers = config, lanes, placers
-        self._ratios = {lane: WaitCorrection(_WINDOW) for lane in LANES}
+        self._corrections = {lane: WaitCorrection(_WINDOW) for lane in LANES}
         # When a fleet had its latest first token, or let in a request to measure what prompts take.
-        self._tried_at: dict[Fleet, float] = {}
+        self._probed_at: dict[Fleet, float] = {}
         self.closing: errors.Unavailable | None = None
 
     def error(self, lane: common_pb2.Lane.ValueType, num_requests: int) -> errors.BatonError | None:
-        """Why no request of a lane would be admitted now; None when one would.
+        """Returns why no request of a lane is admitted now; None if requests are admitted.
 
         Args:
-            lane: the lane.
-            num_requests: how many requests have not ended.
+            lane: The lane.
+            num_requests: Number of requests that have not ended.
         """
         if self.closing is not None:
             return self.closing
@@ -133,65 +134,65 @@ class Admission:
     def forecast(
         self, submission: Submission, hashes: array[int], fleet: Fleet, now: float
     ) -> TtftForecast | None:
-        """When a request would have its first token, and when it should.
+        """Predicts the time to first token of a request.
 
         Args:
-            submission: the request, which is not queued.
-            hashes: of its prompt's blocks.
+            submission: The request, which is not queued.
+            hashes: Hashes of its prompt's blocks.
             fleet: The fleet that it would run on.
-            now: by the core's clock.
+            now: Current time by the core's clock.
 
         Returns:
-            None where the first token may come at any time, or nobody can tell when it would: no
-            worker is there, or this one is to show whether prompts take as long as is predicted.
+            None if the request has no target, the fleet has no worker, or the request is admitted
+            to measure whether prompts take as long as predicted.
         """
         if len(submission.known_token_ids):
             return None
-        wanted_s = _lane_ttft_s(self._config.lanes, submission)
+        target_s = _lane_ttft_s(self._config.lanes, submission)
         if submission.timeout_s is not None:
-            wanted_s = min(submission.timeout_s, wanted_s or submission.timeout_s)
-        if wanted_s is None:
+            target_s = min(submission.timeout_s, target_s or submission.timeout_s)
+        if target_s is None:
             return None
         in_lane_s = partial(self._lanes.wait_s, submission, fleet)
         predictions = self._placers.of(fleet).predictions
         prediction = predictions.ttft(submission, hashes, in_lane_s)
         if prediction is None:
             return None
-        passed_s = now - submission.arrived_at
+        elapsed_s = now - submission.arrived_at
         forecast = TtftForecast(
-            wanted_s,
-            passed_s,
+            target_s,
+            elapsed_s,
             prediction,
             self.wait_correction(submission.lane),
             self._lanes.slot_wait_s(submission),
         )
         if forecast.is_hopeless and not prediction.wait_s and forecast.slot_s is None:
-            # Were all refused, a prediction that is wrong would never be found out.
-            tried_at = self._tried_at.get(fleet, -math.inf)
-            may_be = prediction.work_s <= _MOST_WRONG * wanted_s
-            if may_be and now - tried_at >= _UNTRIED_S:
-                self._tried_at[fleet] = now
+            # If all such requests were refused, a wrong prediction would never be corrected.
+            probed_at = self._probed_at.get(fleet, -math.inf)
+            may_be_wrong = prediction.work_s <= _MAX_ERROR * target_s
+            if may_be_wrong and now - probed_at >= _STALE_S:
+                self._probed_at[fleet] = now
                 return None
         return forecast
 
     def wait_correction(self, lane: Lane) -> float:
-        """How much longer than predicted waits in a lane are taken to be; 1 to 4."""
-        return self._ratios[lane].value
+        """Returns the factor for predicted waits in a lane, 1 to 4."""
+        return self._corrections[lane].value
 
     def first_token(self, request: Request, now: float) -> None:
-        """A first token comes now, or would not have come before: learns how good predictions are.
+        """Corrects later predictions by a first token that comes now, or is late already.
 
-        A request whose attempt was lost tells nothing. What its own prompt takes longer than
-        predicted counts as a longer wait: what is promised is their sum.
+        Requests whose attempt was lost are ignored. Prefill time beyond the prediction counts as a
+        longer wait, because the target is for their sum.
         """
-        self._tried_at[request.fleet] = now
+        self._probed_at[request.fleet] = now
         prediction = request.prediction
         if prediction is not None and not request.interruptions:
             waited_s = now - request.submitted_at - prediction.work_s
-            self._ratios[request.submission.lane].turned_out(waited_s, prediction.wait_s)
+            self._corrections[request.submission.lane].observe(waited_s, prediction.wait_s)
 
     def ended(self, request: Request, now: float) -> None:
-        """A request ended: without a first token it is a late one, if it waited for too long."""
+        """Counts a request that ended without a first token, if it was later than predicted."""
         prediction = request.prediction
         if prediction is None or request.first_token_at is not None:
             return
@@ -200,20 +201,20 @@ class Admission:
 
     def forget(self, fleet: Fleet) -> None:
         """Drops what is remembered of a fleet that has no requests."""
-        self._tried_at.pop(fleet, None)
+        self._probed_at.pop(fleet, None)
 
     def _place_s(self, lane: Lane) -> float:
-        """When one of those that wait in a full lane will have left it, in seconds."""
+        """Predicts when a request will leave a full lane, in seconds."""
         oldest = self._lanes.oldest(lane)
         if oldest is None:
             return _RETRY_AFTER_S
-        # While it waited as many have left as wait now, if the lane was full all the time.
+        # If the lane was full all the time, as many requests left during its wait as wait now.
         waited_s = self._lanes.now - oldest.submitted_at
         return max(_RETRY_AFTER_S, waited_s / self._lanes.num_queued(lane))
 
 
 def _lane_ttft_s(config: LanesConfig, submission: Submission) -> float | None:
-    """The time to first token that a request should have at most; None: any will do."""
+    """Returns the target for the time to first token, in seconds; None: no target."""
     if submission.slo_ttft_s is not None:
         return submission.slo_ttft_s
     target_ms = lane_config(config, submission.lane).ttft_ms

@@ -1,7 +1,7 @@
-"""Fair shares by tokens served: between tenants of a lane, between lanes, and a tenant's rate.
+"""Fair shares by served tokens: between tenants of a lane, between lanes, and rate limits.
 
-The order is the virtual token counter of Sheng et al., "Fairness in Serving Large Language Models"
-(OSDI 2024).
+Tenants are ordered by the virtual token counter of Sheng et al., "Fairness in Serving Large
+Language Models" (OSDI 2024).
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Generic, TypeAlias, TypeVar
 
 
 class Account:
-    """What one tenant was served in one lane.
+    """Virtual token counter of one tenant in one lane.
 
     Attributes:
-        weight: its share relative to others' weights; more than 0.
-        counter: weighted tokens that it was served, divided by `weight`; lifted to the others'
-            level when it joins them.
-        floor: the level that it was lifted to last; a credit leads no lower.
-        turn: number of its latest turn, as FairOrder counts them; 0: it has had none.
+        weight: The tenant's share relative to other tenants' weights; more than 0.
+        counter: Weighted tokens that the tenant was served, divided by `weight`. Raised to the
+            level of the other accounts when the account joins the order.
+        floor: Level that `counter` was raised to last. A credit does not reduce it further.
+        turn: Number of its latest turn, as counted by FairOrder; 0: it has had no turn.
     """
 
     __slots__ = ("counter", "floor", "item", "turn", "weight")
@@ -27,24 +27,25 @@ class Account:
         self.weight = weight
         self.counter = self.floor = 0.0
         self.turn = 0
-        # The one entry of FairOrder's heap that counts; None while it is not in the order.
+        # Its valid item in FairOrder's heap; None while the account is not in the order.
         self.item: _Item[Account] | None = None
 
 
 A = TypeVar("A", bound=Account)
-# An entry: counter, turn, a number that tells equal ones apart, the account.
+# Heap item: counter, turn, a unique number, the account.
 _Item: TypeAlias = "tuple[float, int, int, A]"
 
 
 class FairOrder(Generic[A]):
-    """Accounts that have something to run, the smallest counter first.
+    """Accounts with a request to run, smallest counter first.
 
-    Between equal counters the account goes first whose latest turn is longest ago; so a newcomer,
-    who joins with the smallest counter there is, goes before everyone else.
+    Among equal counters, the account with the oldest turn goes first. A new account joins with the
+    smallest counter and no turn, and therefore goes before all others.
 
-    Counters change while their accounts are in the heap. An account whose counter grew is moved to
-    its place when it surfaces, at most once per charge; one whose counter shrank is entered again
-    at once. So every operation costs O(log n), amortised, and a charge costs an addition.
+    Counters change while their accounts are in the heap. An account with a larger counter is moved
+    when it reaches the top, at most once per charge. An account with a smaller counter is pushed
+    again at once, and its old item becomes invalid. Each operation costs O(log n) amortised; a
+    charge costs one addition.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class FairOrder(Generic[A]):
         return self._num_active
 
     def first(self) -> A | None:
-        """Whose turn it is; None when nobody has anything to run."""
+        """Returns the account whose turn it is; None if the order is empty."""
         heap = self._heap
         while heap:
             item = heap[0]
@@ -72,14 +73,14 @@ class FairOrder(Generic[A]):
         return None
 
     def level(self) -> float:
-        """The smallest counter; while nobody is there, that of the account that left last."""
+        """Returns the smallest counter; in an empty order, that of the account that left last."""
         first = self.first() or self._last_left
         return first.counter if first is not None else 0.0
 
     def join(self, account: A) -> None:
-        """An account has something to run from now on.
+        """Adds an account that has a request to run.
 
-        It joins at the others' level at least: what it did not use before is not saved up for it.
+        Its counter is raised to the level of the others, so that unused shares do not accumulate.
         """
         assert account.item is None
         account.floor = self.level()
@@ -88,7 +89,7 @@ class FairOrder(Generic[A]):
         self._push(account)
 
     def leave(self, account: A) -> None:
-        """An account has nothing to run any more."""
+        """Removes an account that has no request to run."""
         assert account.item is not None
         account.item = None
         self._num_active -= 1
@@ -99,13 +100,13 @@ class FairOrder(Generic[A]):
         account.counter += cost / account.weight
 
     def credit(self, account: A, cost: float) -> None:
-        """Takes weighted tokens back that were charged and turned out not to be served."""
+        """Gives back weighted tokens that were charged but not served."""
         account.counter = max(account.floor, account.counter - cost / account.weight)
         if account.item is not None:
             self._push(account)
 
     def took_turn(self, account: A) -> None:
-        """An account was served: among equals it is last from now on."""
+        """Notes that an account was served: among equal counters it is last now."""
         self._num_turns += 1
         account.turn = self._num_turns
 
@@ -122,25 +123,26 @@ class FairOrder(Generic[A]):
         return item
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when an account that joined is not there once."""
+        """Raises AssertionError when an account that joined is not in the order exactly once."""
         live = [item for item in self._heap if item[3].item is item]
         assert len(live) == self._num_active
         assert all(item[3].floor <= item[3].counter for item in live)
-        # No key is ahead of its counter: else the account would wait longer than it must.
+        # A key above its counter would make the account wait too long.
         assert all(item[0] <= item[3].counter for item in live)
 
 
-class Trickle:
-    """What the lane that yields is owed: its share of the tokens of both, while both have work.
+class BatchDeficit:
+    """Deficit counter of the batch lane: tokens that it is owed while both lanes have work.
 
-    A deficit count: its next request goes first once its cost is owed, so that the other lane is
-    never held up by tokens that were not earned yet.
+    The next batch request goes first once its whole cost is owed. The interactive lane is therefore
+    never delayed by batch tokens that are not owed yet.
 
     Args:
-        share: of all tokens, at least 0 and less than 1.
+        share: The batch lane's share of all tokens, at least 0 and less than 1.
 
     Attributes:
-        owed: weighted tokens; negative when it got more than its share.
+        owed: Weighted tokens; negative if the lane got more than its share.
+        per_token: Weighted tokens owed per weighted token of the interactive lane.
     """
 
     __slots__ = ("owed", "per_token")
@@ -150,28 +152,31 @@ class Trickle:
         self.owed = 0.0
 
     def is_due(self, cost: float) -> bool:
-        """Whether the lane is owed a request of so many weighted tokens."""
+        """Whether the lane is owed a request of this cost in weighted tokens."""
         return self.owed >= cost
 
-    def got(self, cost: float) -> None:
-        """The lane got tokens that nobody else could use: they pay what it is owed, and no more."""
+    def used_idle(self, cost: float) -> None:
+        """The batch lane got tokens that the interactive lane could not use.
+
+        They reduce what is owed to at least 0: they do not count against the later share.
+        """
         if self.owed > 0.0:
             self.owed = max(0.0, self.owed - cost)
 
-    def lane_begins(self) -> None:
-        """The lane has something to run again: what it was owed before is not saved up for it."""
+    def restart(self) -> None:
+        """The batch lane has requests again: tokens that it did not use before are not owed."""
         self.owed = min(self.owed, 0.0)
 
 
 class TokenBucket:
-    """A rate of tokens with bursts.
+    """Token bucket: a rate limit with bursts.
 
-    What costs more than a whole burst is let through when the bucket is full, and leaves a debt.
+    A request larger than the burst passes when the bucket is full, and makes the level negative.
 
     Args:
-        tokens_per_s: rate at which it fills.
-        burst_tokens: how many it holds; at the start it is full.
-        now: seconds by the clock of every later call.
+        tokens_per_s: Rate at which the bucket fills.
+        burst_tokens: Capacity; the bucket starts full.
+        now: Current time in seconds, by the clock of every later call.
     """
 
     __slots__ = ("_at", "_burst", "_level", "_rate")
@@ -181,25 +186,26 @@ class TokenBucket:
         self._level, self._at = burst_tokens, now
 
     def wait_s(self, num_tokens: int, now: float) -> float:
-        """Seconds until it has enough; 0 when it has now.
+        """Returns the seconds until the bucket holds enough tokens; 0 if it does now.
 
-        Less than half a token missing is enough: clocks and rates are rounded.
+        Up to half a token may be missing, because clocks and rates are rounded.
         """
         self._fill(now)
         missing = min(num_tokens, self._burst) - self._level
         return missing / self._rate if missing > 0.5 else 0.0
 
     def take(self, num_tokens: int, now: float) -> None:
-        """Takes tokens out, whether or not the bucket has enough."""
+        """Takes tokens out, even if the bucket does not hold enough."""
         self._fill(now)
         self._level -= num_tokens
 
     def give_back(self, num_tokens: int, now: float) -> None:
-        """Puts back what was taken and not used; negative: more was used than was taken."""
+        """Returns unused tokens; a negative number takes the tokens used beyond those taken."""
         self._fill(now)
         self._level = min(self._burst, self._level + num_tokens)
 
     def full(self, now: float) -> bool:
+        """Whether the bucket is full."""
         self._fill(now)
         return self._level >= self._burst
 

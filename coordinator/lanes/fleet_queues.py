@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from baton.coordinator.lanes.fairness import FairOrder, Trickle
+from baton.coordinator.lanes.fairness import BatchDeficit, FairOrder
 from baton.coordinator.lanes.lane_work import WaitingWork
 from baton.coordinator.lanes.tenants import Tenant, TenantQueue
 from baton.coordinator.state.fleets import Fleet
@@ -34,7 +34,7 @@ class LaneQueue:
     def join(self, queue: TenantQueue, now: float) -> None:
         """Puts a tenant's queue into the order."""
         if self.lane == common_pb2.LANE_BATCH and not len(self.order):
-            self.fleet_queues.trickle.lane_begins()
+            self.fleet_queues.deficit.restart()
         self.order.join(queue)
         self.weight += queue.weight
         self.work.add(queue.work_us, now)
@@ -46,18 +46,18 @@ class LaneQueue:
         self.work.remove(queue.work_us, now, left=False)
 
     def ahead_s(self, tenant: Tenant | None, weight: float, work_s: float) -> float:
-        """How much prefill work of this queue goes before a request that comes now.
+        """Returns how much prefill work of this queue goes before a request that arrives now.
 
-        Other tenants go first only as far as fairness has it: each gets as much, for its weight,
-        as the request's own tenant gets up to and with the request.
+        Another tenant goes first only up to its fair share: its weight's worth of the work that the
+        request's own tenant gets until the request has run.
 
         Args:
-            tenant: the request's own; None: it has nothing waiting.
-            weight: that tenant's.
-            work_s: prefill work of the request itself, in seconds.
+            tenant: The request's tenant; None: the tenant is not remembered.
+            weight: The weight of that tenant.
+            work_s: Prefill work of the request itself, in seconds.
 
         Returns:
-            Seconds of prefill work, on one worker.
+            Seconds of prefill work on one worker.
         """
         queue = tenant.queues.get(self) if tenant is not None else None
         own_s = queue.work_us / 1e6 if queue is not None else 0.0
@@ -67,15 +67,15 @@ class LaneQueue:
         else:
             weights += weight
         if queue is not None and own_s and queue.tenant.slots is not None:
-            # What has no slot does not go before it now: Lanes.slot_wait_s counts that.
+            # Requests without a slot do not run now: Lanes.slot_wait_s counts their time.
             own_s *= min(1.0, queue.tenant.slots.num_free / len(queue))
         return min(others_s + own_s, (own_s + work_s) * weights / weight - work_s)
 
     def check_integrity(self, inside: list[TenantQueue]) -> None:
-        """Raises AssertionError when a sum differs from what it is the sum of.
+        """Raises AssertionError when a sum differs from the sum of its parts.
 
         Args:
-            inside: the queues that should be in the order.
+            inside: The tenants' queues that should be in the order.
         """
         assert len(inside) == len(self.order)
         self.order.check_integrity()
@@ -94,24 +94,25 @@ class FleetQueues:
     Attributes:
         fleet: As above.
         interactive, batch: The queues.
-        trickle: Tokens that the batch lane is owed.
+        deficit: Tokens that the batch lane is owed.
         submitted_work_us: Prefill work that waits, in microseconds, by the lane that it was
             submitted to. Integers, because sums of floats would drift.
     """
 
-    __slots__ = ("batch", "fleet", "interactive", "submitted_work_us", "trickle")
+    __slots__ = ("batch", "deficit", "fleet", "interactive", "submitted_work_us")
 
     def __init__(self, fleet: Fleet, batch_share: float) -> None:
         self.fleet = fleet
         self.interactive = LaneQueue(common_pb2.LANE_INTERACTIVE, self)
         self.batch = LaneQueue(common_pb2.LANE_BATCH, self)
-        self.trickle = Trickle(batch_share)
+        self.deficit = BatchDeficit(batch_share)
         self.submitted_work_us: dict[Lane, int] = {
             common_pb2.LANE_INTERACTIVE: 0,
             common_pb2.LANE_BATCH: 0,
         }
 
     def of(self, lane: Lane) -> LaneQueue:
+        """Returns a lane's queue."""
         return self.batch if lane == common_pb2.LANE_BATCH else self.interactive
 
     def beside(self, queue: LaneQueue) -> LaneQueue:

@@ -1,4 +1,4 @@
-"""The requests that a tenant may have running at a time, and how soon one more may."""
+"""The concurrency limit of a tenant, and when the tenant may run one more request."""
 
 from __future__ import annotations
 
@@ -6,109 +6,117 @@ from dataclasses import dataclass
 
 from baton.coordinator.lanes.wait_correction import WaitCorrection
 
-# About so many of its latest requests count.
+# Number of recent requests that the averages cover.
 _NUM_LATEST = 32
-# So many of its latest waits tell how others turn out.
+# Number of recent waits that correct predictions.
 _WINDOW = 64
 
 
 @dataclass(slots=True)
-class _Watched:
-    """A wait that was foreseen, and is compared with what it turns out to be.
+class _PredictedWait:
+    """A predicted wait that is compared with the actual one.
 
     Attributes:
-        since: when it was foreseen.
-        num_left: how many requests have yet to leave until it is over.
-        foreseen_s: how long it was to take.
+        since: When it was predicted.
+        num_left: Number of requests that have yet to end until the wait is over.
+        predicted_s: Predicted length in seconds.
     """
 
     since: float
     num_left: int
-    foreseen_s: float
+    predicted_s: float
 
 
 class Slots:
-    """Counts a tenant's running requests, and foresees how long another one waits to be one.
+    """Counts a tenant's running requests, and predicts how long one more has to wait.
 
-    A request gets a slot when those that wait before it have got theirs and one more has left. With
-    s slots and requests that run for t seconds on average, one leaves every t / s seconds. What is
-    foreseen so is watched, whether or not anybody waits in the end; later forecasts are multiplied
-    by what nearly all of the watched ones turned out to be (WaitCorrection).
+    A request gets a slot when all requests that wait before it have one and one more request ends.
+    With s slots and requests that run t seconds on average, a request ends every t / s seconds.
+    One predicted wait at a time is compared with the actual wait, even if no request waits that
+    long; WaitCorrection scales later predictions.
 
-    After a restart of the coordinator more may run than there are slots: those that workers go on
-    with.
+    After a restart of the coordinator, more requests may run than there are slots: workers
+    continue the requests that they had.
 
     Args:
-        num_slots: how many of the tenant's requests may run at a time.
-        now: by the core's clock, as all times here.
+        num_slots: Number of the tenant's requests that may run at a time.
+        now: Current time by the core's clock, as all times here.
     """
 
-    __slots__ = ("_at", "_num_left", "_num_running", "_num_slots", "_ran_s", "_ratio", "_watched")
+    __slots__ = (
+        "_correction",
+        "_num_left",
+        "_num_running",
+        "_num_slots",
+        "_predicted",
+        "_ran_s",
+        "_updated_at",
+    )
 
     def __init__(self, num_slots: int, now: float) -> None:
         self._num_slots = num_slots
         self._num_running = 0
-        # How long requests ran, those that still do among them, and how many left; both fade.
+        # Seconds that requests ran, running ones included, and number that ended. Both decay.
         self._ran_s = self._num_left = 0.0
-        self._at = now
-        self._ratio = WaitCorrection(_WINDOW)
-        self._watched: _Watched | None = None
+        self._updated_at = now
+        self._correction = WaitCorrection(_WINDOW)
+        self._predicted: _PredictedWait | None = None
 
     @property
     def num_free(self) -> int:
-        """How many more requests may run."""
+        """Number of further requests that may run."""
         return max(0, self._num_slots - self._num_running)
 
     @property
     def has_history(self) -> bool:
-        """Whether any request has left yet, so that waits can be foreseen."""
+        """Whether a request has ended, so that waits can be predicted."""
         return self._num_left > 0
 
-    def took(self, now: float) -> None:
-        """One more request runs."""
-        self._pass(now)
+    def acquire(self, now: float) -> None:
+        """A request begins to run."""
+        self._update(now)
         self._num_running += 1
 
-    def left(self, now: float) -> None:
-        """A request runs no longer."""
-        self._pass(now)
+    def release(self, now: float) -> None:
+        """A running request ends."""
+        self._update(now)
         self._num_running -= 1
-        keeps = 1 - 1 / _NUM_LATEST
-        self._ran_s *= keeps
-        self._num_left = (self._num_left + 1) * keeps
-        watched = self._watched
-        if watched is not None:
-            watched.num_left -= 1
-            if not watched.num_left:
-                self._ratio.turned_out(now - watched.since, watched.foreseen_s)
-                self._watched = None
+        decay = 1 - 1 / _NUM_LATEST
+        self._ran_s *= decay
+        self._num_left = (self._num_left + 1) * decay
+        predicted = self._predicted
+        if predicted is not None:
+            predicted.num_left -= 1
+            if not predicted.num_left:
+                self._correction.observe(now - predicted.since, predicted.predicted_s)
+                self._predicted = None
 
-    def gave_up(self) -> None:
-        """A request has ended while it waited: what was foreseen for those behind it is void."""
-        self._watched = None
+    def waiter_left(self) -> None:
+        """A waiting request has ended: requests behind it wait shorter than was predicted."""
+        self._predicted = None
 
     def wait_s(self, num_waiting: int, now: float) -> float | None:
-        """How long one more request would wait for a slot, in seconds.
+        """Predicts how long one more request waits for a slot, in seconds.
 
         Args:
-            num_waiting: how many requests wait before it.
-            now: by the core's clock.
+            num_waiting: Number of requests that wait before it.
+            now: Current time.
 
         Returns:
-            None where there is a slot for it.
+            None if it has a slot at once.
         """
         num_before = num_waiting + 1 - self._num_slots + self._num_running
         if num_before <= 0:
             return None
-        self._pass(now)
-        # Until the first has left it is taken to leave now.
+        self._update(now)
+        # Before the first request ends, it is assumed to end now.
         wait_s = num_before * self._ran_s / (self._num_left or 1.0) / self._num_slots
-        if wait_s and self._watched is None and self.has_history:
-            self._watched = _Watched(now, num_before, wait_s)
-        return wait_s * self._ratio.value
+        if wait_s and self._predicted is None and self.has_history:
+            self._predicted = _PredictedWait(now, num_before, wait_s)
+        return wait_s * self._correction.value
 
-    def _pass(self, now: float) -> None:
-        """Adds the time that has passed to what running requests ran."""
-        if now > self._at:
-            self._ran_s += self._num_running * (now - self._at)
-            self._at = now
+    def _update(self, now: float) -> None:
+        """Adds the run time of running requests since the last update."""
+        if now > self._updated_at:
+            self._ran_s += self._num_running * (now - self._updated_at)
+            self._updated_at = now

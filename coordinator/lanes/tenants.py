@@ -1,4 +1,4 @@
-"""The tenants that are remembered, and what each has waiting and running."""
+"""Tenants with requests or debts, and the requests that each has waiting and running."""
 
 from __future__ import annotations
 
@@ -15,35 +15,33 @@ from baton.runtime.config import TenantConfig
 if TYPE_CHECKING:
     from baton.coordinator.lanes.fleet_queues import LaneQueue
 
-# Where more tenants than this have no request, the one idle for longest is forgotten, whatever it
-# owes.
+# Above this number of idle tenants, the tenant that is idle for longest is forgotten with its debt.
 _MAX_IDLE = 4096
+# Default burst of a rate limit, in seconds of its rate.
 _BURST_S = 10.0
 
 
-class Ticket:
-    """One request's place, from its admission to its end: it waits, or it was dispatched.
+class QueueEntry:
+    """One request in the lanes, from its admission to its end: waiting or dispatched.
 
     Args:
-        request: the request.
-        queue: where it is to wait.
-        number: counts tickets up.
-        num_tokens: see `num_reserved_tokens`.
+        request: The request.
+        queue: The tenant's queue that it waits in.
+        number: Sequence number of the entry.
+        num_tokens: See `num_reserved_tokens`.
 
     Attributes:
-        queue: where it waits, or waited; what it is served is charged there.
-        order: sorts requests that were dispatched and came back: by arrival, and by `number` where
-            two arrived at the same time.
+        queue: The tenant's queue that it waits or waited in; served tokens are charged there.
+        order: Sort key of requests that were dispatched and came back: arrival, then `number`.
         is_queued: True while it waits, False once it was dispatched.
-        has_returned: whether it was dispatched before (by this coordinator or another): such
+        has_returned: Whether it was dispatched before, by this coordinator or an earlier one. Such
             requests go before new ones.
-        queued_at: when it was queued last, by the core's clock.
-        work_us: prefill work that it had then, in whole microseconds.
-        num_reserved_tokens: what was taken from its tenant's rate when it was admitted.
-        num_charged_tokens: prompt tokens that its tenant was charged, while it is not yet known
-            how many of them came from a prefix cache; 0 after that.
-        owed_per_token: what each weighted token that it is served adds to what the batch lane is
-            owed.
+        queued_at: When it was queued last, by the core's clock.
+        work_us: Prefill work that it had then, in microseconds.
+        num_reserved_tokens: Tokens taken from the tenant's rate limit at its admission.
+        num_charged_tokens: Prompt tokens charged to the tenant; 0 once it is known how many of
+            them came from a prefix cache.
+        owed_per_token: Change of BatchDeficit.owed per weighted token that it is served.
     """
 
     __slots__ = (
@@ -68,8 +66,8 @@ class Ticket:
         self.work_us = 0
 
 
-def _order(ticket: Ticket) -> tuple[float, int]:
-    return ticket.order
+def _order(entry: QueueEntry) -> tuple[float, int]:
+    return entry.order
 
 
 class TenantQueue(Account):
@@ -77,7 +75,7 @@ class TenantQueue(Account):
 
     Attributes:
         lane_queue: The lane's queue that it is part of.
-        work_us: prefill work that waits, in whole microseconds: sums of floats would drift.
+        work_us: Prefill work that waits, in integer microseconds: sums of floats would drift.
     """
 
     __slots__ = ("_fresh", "_returned", "lane_queue", "tenant", "work_us")
@@ -86,42 +84,42 @@ class TenantQueue(Account):
         super().__init__(tenant.config.weight)
         self.tenant, self.lane_queue = tenant, lane_queue
         self.work_us = 0
-        self._fresh: OrderedDict[RequestKey, Ticket] = OrderedDict()
-        self._returned: list[Ticket] = []
+        self._fresh: OrderedDict[RequestKey, QueueEntry] = OrderedDict()
+        self._returned: list[QueueEntry] = []
 
     def __len__(self) -> int:
-        """How many requests wait."""
+        """Number of waiting requests."""
         return len(self._fresh) + len(self._returned)
 
-    def first(self) -> Ticket:
-        """The next request: returned ones by their arrival, then new ones as they were pushed.
+    def first(self) -> QueueEntry:
+        """Returns the next entry: returned ones by arrival, then new ones as they were pushed.
 
         Raises:
-            StopIteration: nothing waits.
+            StopIteration: No request waits.
         """
         return self._returned[0] if self._returned else next(iter(self._fresh.values()))
 
-    def push(self, ticket: Ticket) -> None:
-        if ticket.has_returned:
-            insort(self._returned, ticket, key=_order)
+    def push(self, entry: QueueEntry) -> None:
+        if entry.has_returned:
+            insort(self._returned, entry, key=_order)
         else:
-            self._fresh[ticket.request.key] = ticket
+            self._fresh[entry.request.key] = entry
 
-    def remove(self, ticket: Ticket) -> None:
-        if ticket.has_returned:
-            del self._returned[bisect_left(self._returned, ticket.order, key=_order)]
+    def remove(self, entry: QueueEntry) -> None:
+        if entry.has_returned:
+            del self._returned[bisect_left(self._returned, entry.order, key=_order)]
         else:
-            del self._fresh[ticket.request.key]
+            del self._fresh[entry.request.key]
 
 
 class Tenant:
-    """Whom requests are charged to.
+    """One tenant: requests are charged to it, and its limits apply to them.
 
     Attributes:
         queues: Its waiting requests, by the lane's queue; created at the first use.
-        num_running: its requests that are dispatched and have not ended.
-        bucket: its rate; None: the rate has no limit.
-        slots: the requests that it may have running; None: their number has no limit.
+        num_running: Number of its requests that are dispatched and have not ended.
+        bucket: Its rate limit; None: no limit.
+        slots: Its concurrency limit; None: no limit.
     """
 
     __slots__ = ("bucket", "config", "name", "num_running", "queues", "slots")
@@ -153,27 +151,27 @@ class Tenant:
         """One of its requests was dispatched."""
         self.num_running += 1
         if self.slots is not None:
-            self.slots.took(now)
+            self.slots.acquire(now)
 
     def stopped(self, now: float) -> None:
-        """One that was dispatched ended, or waits again."""
+        """One of its dispatched requests ended, or waits again."""
         self.num_running -= 1
         if self.slots is not None:
-            self.slots.left(now)
+            self.slots.release(now)
 
     @property
     def idle(self) -> bool:
-        """Whether it has no request, neither running nor waiting."""
+        """Whether it has neither running nor waiting requests."""
         return not self.num_running and not any(map(len, self.queues.values()))
 
 
 class Tenants:
-    """The tenants that have requests, and a bounded number of idle ones that must be remembered.
+    """Owns the tenants that have requests, and a limited number of idle tenants with debts.
 
     Args:
-        defaults: the configuration of tenants that `named` does not name.
-        named: configurations by the tenant's name.
-        must_remember: whether an idle tenant must not be forgotten yet, at the given time.
+        defaults: Configuration of tenants that are not in `named`.
+        named: Configurations by the tenant's name.
+        must_remember: Returns whether an idle tenant must not be forgotten yet.
     """
 
     def __init__(
@@ -193,26 +191,26 @@ class Tenants:
         return iter(self._tenants.values())
 
     def find(self, name: str) -> Tenant | None:
-        """The tenant; None when it is not remembered, so that it owes nothing."""
+        """Returns a tenant; None if it is not remembered, so that it has no debt."""
         return self._tenants.get(name)
 
     def config(self, name: str) -> TenantConfig:
-        """The configuration of any tenant, remembered or not."""
+        """Returns the configuration of any tenant, remembered or not."""
         return self._named.get(name, self._defaults)
 
-    def awake(self, name: str, now: float) -> Tenant:
-        """The tenant of a new request: the one that is remembered, or a new one."""
+    def activate(self, name: str, now: float) -> Tenant:
+        """Returns the tenant of a new request; creates it if it is not remembered."""
         tenant = self._tenants.get(name)
         if tenant is None:
             tenant = self._tenants[name] = Tenant(name, self.config(name), now)
         self._idle.pop(name, None)
         return tenant
 
-    def rest(self, tenant: Tenant, now: float) -> None:
-        """Files a tenant that has become idle.
+    def mark_idle(self, tenant: Tenant, now: float) -> None:
+        """Notes that a tenant has become idle, and checks two idle tenants in turn.
 
-        Each call looks at two of the idle ones, in turn, and forgets those that need not be
-        remembered: so they do not pile up, and no call looks at all of them.
+        Tenants that need not be remembered are forgotten. Idle tenants therefore do not accumulate,
+        and no call checks all of them.
         """
         self._idle[tenant.name] = tenant
         for _ in range(min(2, len(self._idle))):
@@ -223,7 +221,7 @@ class Tenants:
                 del self._tenants[name]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when an idle tenant is not filed as idle, or a slot is lost."""
+        """Raises AssertionError when an idle tenant is not noted as idle, or a slot is lost."""
         idle = {name for name, tenant in self._tenants.items() if tenant.idle}
         assert idle == self._idle.keys()
         assert len(idle) <= _MAX_IDLE

@@ -1,23 +1,24 @@
-"""How much longer waits turn out than they were foreseen."""
+"""How much longer waits take than they were predicted."""
 
 from __future__ import annotations
 
 from baton.coordinator.telemetry.recent_values import RecentValues
 
-# So many of the latest waits were no longer than what is reckoned with: who is let in is in time.
-_SHARE = 0.995
-# Nor is more reckoned with than this: an incident that made everybody late is soon over, and those
-# late are among the latest for longer.
+# Quantile of the recent ratios that a prediction must cover: an admitted request should be in time.
+_QUANTILE = 0.995
+# Largest correction. After an incident that made many requests late, their ratios stay in the
+# window for longer than the incident lasts.
 _MAX_RATIO = 4.0
 
 
 class WaitCorrection:
-    """By what waits that are foreseen are multiplied: as nearly all of the latest turned out.
+    """Correction factor for predicted waits, from the ratios of actual to predicted wait.
 
-    As in conformal prediction: Vovk, Gammerman, Shafer, 2005.
+    As in conformal prediction: Vovk, Gammerman, Shafer, "Algorithmic Learning in a Random World"
+    (2005).
 
     Args:
-        window: how many of the latest count.
+        window: Number of recent ratios that count.
     """
 
     __slots__ = ("_ratios",)
@@ -27,10 +28,10 @@ class WaitCorrection:
 
     @property
     def value(self) -> float:
-        """From 1 to 4; 1 until a wait has turned out."""
+        """The 99.5th percentile of the recent ratios, limited to 1 to 4; 1 without any ratio."""
         ratios = self._ratios
-        return min(max(1.0, ratios.quantile(_SHARE)), _MAX_RATIO) if len(ratios) else 1.0
+        return min(max(1.0, ratios.quantile(_QUANTILE)), _MAX_RATIO) if len(ratios) else 1.0
 
-    def turned_out(self, waited_s: float, foreseen_s: float) -> None:
-        """A wait is over, or has lasted for so long already."""
-        self._ratios.add(waited_s / foreseen_s)
+    def observe(self, waited_s: float, predicted_s: float) -> None:
+        """Adds a wait that is over, or that has already lasted `waited_s`."""
+        self._ratios.add(waited_s / predicted_s)

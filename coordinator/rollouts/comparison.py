@@ -1,4 +1,4 @@
-"""Two revisions side by side: what requests found on each, and whether the new one is worse."""
+"""Whether the canary is worse than the stable fleet, by the errors and latencies of both."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from baton.coordinator.telemetry.fleet_stats import FleetStats
 from baton.coordinator.telemetry.sketch import Sketch
 from baton.runtime.enum_names import lane_name
 
-# Of one revision and lane: what a percentile of latencies rests on at least, and what a share of
-# errors does.
+# Fewest requests per fleet and lane for a latency percentile, and per fleet for an error rate.
 MIN_REQUESTS, MIN_ENDED = 100, 20
-# How unlikely a difference must be by chance to be called one. It is looked at over and over, so
-# this is far stricter than one look would need.
-_CHANCE = 1e-4
-# A tail that is longer by less than this is not worth a word: it is what two equal pools may show
-# that are not equally full.
-_MATTERS = 1.1
+# Significance level. The test runs every second, so the level is far stricter than for one test.
+_SIGNIFICANCE = 1e-4
+# Smallest ratio of tail latencies that counts: equal pools with unequal load differ by less.
+_MIN_RATIO = 1.1
 _PERCENT = 95.0
 
 
 class Verdict(Enum):
+    """Result of a comparison."""
+
     TOO_FEW = "too few samples"
     NO_WORSE = "no worse"
     WORSE = "worse"
@@ -31,38 +30,36 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict, and why, in words."""
+    """A verdict and its reason, in words."""
 
     verdict: Verdict
     reason: str
 
 
 def judge(stable: FleetStats, canary: FleetStats) -> Judgement:
-    """Says whether the canary is worse than the stable revision, as far as the samples carry.
+    """Tests whether the canary is worse than the stable fleet.
 
-    Errors, and requests that it gave up to the stable one: Fisher's exact test, one-sided. TTFT and
-    ITL: more of the canary's than 5 % are over what 5 % of the stable one's are over (a binomial
-    bound on the share; the gaps of one request count as one sample, since they go together).
+    Errors, with requests that moved from the canary to the stable fleet: Fisher's exact test,
+    one-sided. TTFT and ITL: whether more than 5 % of the canary's samples exceed the stable fleet's
+    95th percentile (Chernoff bound on a binomial share). The gaps of one request count as one
+    sample, because they are correlated.
     """
     found, few = list[str](), list[str]()
     _compare_errors(stable, canary, found, few)
     for lane in LANES:
-        ours, theirs = stable.lanes[lane], canary.lanes[lane]
-        if not ours.ttft.num and not theirs.ttft.num:
+        stable_lane, canary_lane = stable.lanes[lane], canary.lanes[lane]
+        if not stable_lane.ttft.num and not canary_lane.ttft.num:
             continue
         name = lane_name(lane)
-        least = min(ours.ttft.num, theirs.ttft.num)
-        if least < MIN_REQUESTS:
+        num_stable, num = stable_lane.ttft.num, canary_lane.ttft.num
+        if min(num_stable, num) < MIN_REQUESTS:
             few.append(
-                f"{name} latencies: {ours.ttft.num} stable and {theirs.ttft.num} canary requests, "
+                f"{name} latencies: {num_stable} stable and {num} canary requests, "
                 f"at least {MIN_REQUESTS} of each are needed"
             )
             continue
-        for what, one, other in (
-            ("TTFT", ours.ttft, theirs.ttft),
-            ("ITL", ours.itl, theirs.itl),
-        ):
-            found += _longer_tail(f"{name} {what}", one, other, theirs.ttft.num)
+        found += _longer_tail(f"{name} TTFT", stable_lane.ttft, canary_lane.ttft, num)
+        found += _longer_tail(f"{name} ITL", stable_lane.itl, canary_lane.itl, num)
     samples = f"{stable.num_ended} stable and {canary.num_ended} canary requests have ended"
     if found:
         return Judgement(Verdict.WORSE, f"the canary is worse: {'; '.join(found)} ({samples})")
@@ -85,7 +82,7 @@ def _compare_errors(
         return
     failed = stable.num_errors, canary.num_errors + canary.num_moved
     shares = [one / total for one, total in zip(failed, ended, strict=True)]
-    if shares[1] > shares[0] and fisher(failed[1], ended[1], failed[0], ended[0]) < _CHANCE:
+    if shares[1] > shares[0] and fisher(failed[1], ended[1], failed[0], ended[0]) < _SIGNIFICANCE:
         found.append(
             f"{failed[1]} of {ended[1]} requests failed or were given up ({shares[1]:.1%}), "
             f"{failed[0]} of {ended[0]} of stable ({shares[0]:.1%})"
@@ -93,13 +90,16 @@ def _compare_errors(
 
 
 def _longer_tail(what: str, stable: Sketch, canary: Sketch, num_requests: int) -> list[str]:
-    """What is to be said of the canary's tail; nothing when it is as short."""
+    """Returns the finding if the canary's tail is longer; an empty list if it is not."""
     if not stable.num or not canary.num:
         return []
     (limit_s,), (canary_s,) = (one.percentiles_s((_PERCENT,)) for one in (stable, canary))
     share, usual = canary.num_over(limit_s) / canary.num, stable.num_over(limit_s) / stable.num
     num_independent = min(num_requests, canary.num)
-    if canary_s <= limit_s * _MATTERS or tail_chance(share, usual, num_independent) >= _CHANCE:
+    if (
+        canary_s <= limit_s * _MIN_RATIO
+        or tail_chance(share, usual, num_independent) >= _SIGNIFICANCE
+    ):
         return []
     return [
         f"{what} p95 is {canary_s * 1e3:.3g} ms, stable {limit_s * 1e3:.3g} ms "
@@ -108,23 +108,26 @@ def _longer_tail(what: str, stable: Sketch, canary: Sketch, num_requests: int) -
 
 
 def fisher(failed: int, total: int, other_failed: int, other_total: int) -> float:
-    """How likely so many failures or more would be here, were both sides alike (one-sided)."""
-    all_failed, everyone = failed + other_failed, total + other_total
-    log_all, chance = _log_choose(everyone, all_failed), 0.0
+    """Returns the p-value of Fisher's exact test: the chance of at least `failed` failures.
+
+    One-sided; the null hypothesis is that both fleets fail equally often.
+    """
+    all_failed, all_requests = failed + other_failed, total + other_total
+    log_all, chance = _log_choose(all_requests, all_failed), 0.0
     for one in range(max(failed, all_failed - other_total), min(total, all_failed) + 1):
         log_here = _log_choose(total, one) + _log_choose(other_total, all_failed - one)
         here = math.exp(log_here - log_all)
         chance += here
-        # From the mode on each is less than the one before.
-        if one * everyone > total * all_failed and here < chance * 1e-9:
+        # Beyond the mode each term is smaller than the one before.
+        if one * all_requests > total * all_failed and here < chance * 1e-9:
             break
     return chance
 
 
 def tail_chance(share: float, usual: float, num: int) -> float:
-    """A bound on how likely such a share, or more, of `num` samples is where `usual` is the rule.
+    """Returns an upper bound on the chance that at least this share of `num` samples is over.
 
-    Chernoff's: exp(-num * KL(share, usual)).
+    Chernoff bound: exp(-num * KL(share, usual)), where `usual` is the expected share.
     """
     usual = max(usual, 1e-9)
     if share <= usual:

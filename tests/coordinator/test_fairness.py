@@ -1,4 +1,4 @@
-"""Tenants' counters, the batch lane's trickle, and rates."""
+"""Fairness counters of tenants, the batch lane's deficit counter, and rate limits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.coordinator.lanes.fairness import Account, FairOrder, TokenBucket, Trickle
+from baton.coordinator.lanes.fairness import Account, BatchDeficit, FairOrder, TokenBucket
 
 COSTS = st.integers(1, 1000)
 
@@ -124,27 +124,27 @@ def test_the_heap_does_not_grow_with_joins_and_leaves(indices):
 
 
 def test_what_the_lane_gets_beside_pays_what_it_is_owed_and_no_more():
-    trickle = Trickle(0.2)
-    trickle.owed = 100.0
-    trickle.got(60.0)
-    assert trickle.owed == 40.0
-    trickle.got(60.0)
-    assert trickle.owed == 0.0
-    trickle.owed = -50.0
-    trickle.got(60.0)
-    assert trickle.owed == -50.0
+    deficit = BatchDeficit(0.2)
+    deficit.owed = 100.0
+    deficit.used_idle(60.0)
+    assert deficit.owed == 40.0
+    deficit.used_idle(60.0)
+    assert deficit.owed == 0.0
+    deficit.owed = -50.0
+    deficit.used_idle(60.0)
+    assert deficit.owed == -50.0
 
 
-def test_the_trickle_is_due_when_its_cost_is_owed():
-    trickle = Trickle(0.2)
-    trickle.owed += 400 * trickle.per_token
-    assert trickle.is_due(100)
-    assert not trickle.is_due(101)
-    trickle.lane_begins()
-    assert not trickle.is_due(1)
-    trickle.owed -= 50
-    trickle.lane_begins()
-    assert trickle.owed == -50
+def test_the_deficit_is_due_when_its_cost_is_owed():
+    deficit = BatchDeficit(0.2)
+    deficit.owed += 400 * deficit.per_token
+    assert deficit.is_due(100)
+    assert not deficit.is_due(101)
+    deficit.restart()
+    assert not deficit.is_due(1)
+    deficit.owed -= 50
+    deficit.restart()
+    assert deficit.owed == -50
 
 
 @given(
