@@ -36,7 +36,7 @@ def ask(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) ->
                 if admin.may_have_acted:
                     raise
                 failures.append(error)
-        raise errors.of_all(failures)
+        raise errors.combine(failures)
 
     return interrupts.run(asking())
 

@@ -1,4 +1,4 @@
-"""The gRPC client: `BatonClient` (asyncio), `BlockingClient` (threads), `AdminClient`."""
+"""The gRPC clients: `BatonClient` (asyncio), `BlockingClient` (threads), `AdminClient`."""
 
 from baton.client.admin import AdminClient
 from baton.client.blocking import BlockingClient, BlockingStream

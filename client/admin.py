@@ -1,4 +1,4 @@
-"""The operators' client. It returns the contract's own messages (baton.v1.admin_pb2)."""
+"""The client for operators. It returns the protobuf messages of baton.v1.admin_pb2."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ from baton.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 T = TypeVar("T")
 
 
-# As Baton's own times: three years stand for "for ever".
+# Longest duration that Baton accepts: three years, which stand for "no limit".
 _LONGEST_S = 1e8
 
 
 class AdminClient(AsyncClosing):
     """State and control of a cell: `async with AdminClient("127.0.0.1:7070") as admin:`.
 
-    Every call raises a RemoteError of client/errors.py when it fails, UnavailableError when no
-    coordinator is there. One that changes something may have done so although it has failed: not
-    with UnreachableError, nor where the coordinator has refused it, but where the connection broke
-    (UnavailableError) or no answer came in time (DeadlineExceededError). Nothing is sent twice.
+    A failed call raises a RemoteError of client/errors.py, for example UnavailableError when the
+    coordinator cannot be reached. The client never sends a call twice.
+
+    A failed call may still have changed something at the coordinator if the connection broke
+    (UnavailableError) or no response arrived in time (DeadlineExceededError). It has changed
+    nothing if the error is UnreachableError or the coordinator refused the call.
 
     Args:
-        address: of the coordinator, host:port.
-        timeout_s: of each call.
-        tls: None: without.
-        api_key: of an operator, where the coordinator asks for one.
+        address: Address of the coordinator, host:port.
+        timeout_s: Timeout of each call in seconds.
+        tls: TLS files; None: no TLS.
+        api_key: API key of an operator, if the coordinator requires one.
 
     Attributes:
-        may_have_acted: whether something may have been done there: a call was answered, or one that
-            changes something has failed after it may have arrived.
+        may_have_acted: Whether a call may have had an effect: the coordinator responded, or a
+            changing call failed after it may have arrived.
     """
 
     def __init__(
@@ -60,13 +62,13 @@ class AdminClient(AsyncClosing):
         self.may_have_acted = False
 
     @classmethod
-    def over(cls, channel: grpc.aio.Channel, address: str, *, timeout_s: float) -> Self:
-        """For one who is not entered: the channel is somebody else's, and stays open.
+    def from_channel(cls, channel: grpc.aio.Channel, address: str, *, timeout_s: float) -> Self:
+        """Returns a client that uses a given channel, which the caller owns and closes.
 
         Args:
-            channel: adds the credential to its calls.
-            address: where it leads, for errors.
-            timeout_s: of each call.
+            channel: Open channel, which adds the credential to its calls.
+            address: Address of the coordinator, for error messages.
+            timeout_s: Timeout of each call in seconds.
         """
         client = cls(address, timeout_s=timeout_s)
         client._channel = channel
@@ -83,14 +85,14 @@ class AdminClient(AsyncClosing):
             await channel.close()
 
     async def list_pools(self) -> admin_pb2.ListPoolsResponse:
-        """Pools, lanes, the model, and since when."""
+        """Returns the pools, the lanes, the model and the uptime."""
         request = admin_pb2.ListPoolsRequest()
         return await self._answer(self._stub.ListPools(request, timeout=self._timeout_s))
 
     async def list_workers(
         self, role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED
     ) -> list[admin_pb2.WorkerInfo]:
-        """Workers of a role; of both by default."""
+        """Returns the workers of a role; by default of both roles."""
         request = admin_pb2.ListWorkersRequest(role=role)
         answer = await self._answer(self._stub.ListWorkers(request, timeout=self._timeout_s))
         return list(answer.workers)
@@ -98,30 +100,33 @@ class AdminClient(AsyncClosing):
     async def list_requests(
         self, *, include_ended: bool = False, limit: int = 0
     ) -> list[admin_pb2.RequestInfo]:
-        """Requests that run, and those that ended recently when asked for; limit 0 is no limit."""
+        """Returns running requests, optionally with recently ended requests. Limit 0: no limit."""
         request = admin_pb2.ListRequestsRequest(include_ended=include_ended, limit=limit)
         answer = await self._answer(self._stub.ListRequests(request, timeout=self._timeout_s))
         return list(answer.requests)
 
     async def get_request(self, request_id: str, *, tenant: str = "") -> admin_pb2.RequestInfo:
-        """One request, running or recently ended. NotFoundError when there is none.
+        """Returns one request that runs or ended recently.
 
-        InvalidArgumentError where several tenants have one of this id, and none is named.
+        Raises:
+            NotFoundError: There is no such request.
+            InvalidArgumentError: Several tenants have a request with this ID, and no tenant is
+                given.
         """
         request = admin_pb2.GetRequestRequest(request_id=request_id, tenant=tenant)
         return await self._answer(self._stub.GetRequest(request, timeout=self._timeout_s))
 
     async def get_status(self, *, include_history: bool = False) -> admin_pb2.GetStatusResponse:
-        """How the cell does now and in the last minute; with its history when asked for."""
+        """Returns the cell's status now and over the last minute, optionally with its history."""
         request = admin_pb2.GetStatusRequest(include_history=include_history)
         return await self._answer(self._stub.GetStatus(request, timeout=self._timeout_s))
 
     async def cancel_request(self, request_id: str, *, tenant: str = "") -> None:
-        """Cancels a request. NotFoundError when it is not running; tenants as in get_request."""
+        """Cancels a request. Raises NotFoundError if it does not run; tenants as in get_request."""
         request = admin_pb2.CancelRequestRequest(request_id=request_id, tenant=tenant)
         await self._change(self._stub.CancelRequest(request, timeout=self._timeout_s))
 
-    # ---- Sizes. FailedPreconditionError where the coordinator starts no workers.
+    # ---- Scaling. FailedPreconditionError: the coordinator does not start workers.
 
     async def scale_pool(
         self, role: common_pb2.Role.ValueType, workers: int
@@ -133,27 +138,30 @@ class AdminClient(AsyncClosing):
     async def set_targets(
         self, targets: Iterable[admin_pb2.LaneTargets] = ()
     ) -> list[admin_pb2.LaneTargets]:
-        """Changes what pools are sized for; fields that are absent stay. Returns all lanes'."""
+        """Changes latency targets of lanes; absent fields keep their value. Returns all targets."""
         request = admin_pb2.SetTargetsRequest(targets=targets)
         call = self._stub.SetTargets(request, timeout=self._timeout_s)
         answer = await (self._change(call) if request.targets else self._answer(call))
         return list(answer.targets)
 
     async def set_autoscale(self, *, enabled: bool) -> bool:
-        """Whether pools size themselves from now on."""
+        """Switches autoscaling on or off; returns the new state."""
         request = admin_pb2.SetAutoscaleRequest(enabled=enabled)
         answer = await self._change(self._stub.SetAutoscale(request, timeout=self._timeout_s))
         return answer.enabled
 
     async def drain_worker(self, worker_id: str, drain_s: float | None = None) -> str:
-        """Has a worker finish and leave. NotFoundError when there is none.
+        """Drains a worker: the worker finishes its requests and stops.
 
         Args:
-            worker_id: attached, or being started.
-            drain_s: what it may take; None: the configured time.
+            worker_id: ID of a worker that is attached or starting.
+            drain_s: Drain timeout in seconds; None: the configured timeout.
 
         Returns:
-            What follows, in words.
+            A message that says what happens next.
+
+        Raises:
+            NotFoundError: There is no such worker.
         """
         request = admin_pb2.DrainWorkerRequest(worker_id=worker_id)
         if drain_s is not None:
@@ -162,10 +170,10 @@ class AdminClient(AsyncClosing):
         return answer.message
 
     async def flip_worker(self, worker_id: str, role: common_pb2.Role.ValueType) -> str:
-        """Has a worker change to the other pool. NotFoundError when there is none.
+        """Moves a worker to the other pool. Raises NotFoundError if there is no such worker.
 
         Returns:
-            What follows, in words.
+            A message that says what happens next.
         """
         request = admin_pb2.FlipWorkerRequest(worker_id=worker_id, role=role)
         answer = await self._change(self._stub.FlipWorker(request, timeout=self._timeout_s))
@@ -174,7 +182,7 @@ class AdminClient(AsyncClosing):
     async def list_decisions(
         self, role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED, *, limit: int = 0
     ) -> list[admin_pb2.ScalingDecision]:
-        """The last decisions on a pool's size, newest first; of both, one after the other."""
+        """Returns the latest scaling decisions of a pool, newest first; by default of each pool."""
         request = admin_pb2.ListDecisionsRequest(role=role, limit=limit)
         answer = await self._answer(self._stub.ListDecisions(request, timeout=self._timeout_s))
         return list(answer.decisions)
@@ -192,19 +200,19 @@ class AdminClient(AsyncClosing):
         num_decode: int | None = None,
         abort_if_worse: bool = False,
     ) -> str:
-        """Sends new sessions to another revision, a share of 0 to 1.
+        """Starts a rollout: sends a share of new sessions to a canary revision.
 
         Args:
-            revision: a new name for what its workers run.
-            share: of new sessions, and of requests without one.
-            model: as in the configuration; empty: the stable revision's.
-            engine_args: over the stable revision's.
-            num_prefill: workers to start; None: those that are attached, or one.
-            num_decode: likewise.
-            abort_if_worse: by itself, once the verdict is that the canary is worse.
+            revision: Name of the canary revision.
+            share: Share of new sessions, and of requests without a session, from 0 to 1.
+            model: Model of the canary; empty: the model of the stable revision.
+            engine_args: Engine arguments that override those of the stable revision.
+            num_prefill: Number of prefill workers to start; None: the attached ones, or one.
+            num_decode: Number of decode workers to start; None: the attached ones, or one.
+            abort_if_worse: Abort automatically when the canary is judged to be worse.
 
         Returns:
-            What follows, in words.
+            A message that says what happens next.
         """
         request = admin_pb2.StartRolloutRequest(
             revision=revision,
@@ -219,21 +227,22 @@ class AdminClient(AsyncClosing):
         return answer.message
 
     async def set_rollout_share(self, share: float) -> str:
-        """The canary's share from now on, 0 to 1; returns it in words."""
+        """Sets the canary's share of new sessions, from 0 to 1; returns a message."""
         request = admin_pb2.SetRolloutShareRequest(share=share)
         answer = await self._change(self._stub.SetRolloutShare(request, timeout=self._timeout_s))
         return answer.message
 
     async def get_rollout(self) -> admin_pb2.RolloutStatus:
-        """Stable revision and canary side by side; of the last rollout where none runs."""
+        """Returns the stable revision and the canary of the current rollout, or of the last one."""
         request = admin_pb2.GetRolloutRequest()
         return await self._answer(self._stub.GetRollout(request, timeout=self._timeout_s))
 
     async def promote_rollout(self, drain_s: float | None = None) -> str:
-        """The canary becomes the stable revision; returns what follows, in words.
+        """Makes the canary the stable revision; returns a message that says what happens next.
 
         Args:
-            drain_s: what requests of the old one may take; None: as long as any request may.
+            drain_s: Drain timeout of the old revision's requests in seconds; None: the longest
+                time that any request may take.
         """
         request = admin_pb2.PromoteRolloutRequest()
         if drain_s is not None:
@@ -242,10 +251,11 @@ class AdminClient(AsyncClosing):
         return answer.message
 
     async def abort_rollout(self, drain_s: float | None = None) -> str:
-        """The canary gets nothing new and leaves; returns what follows, in words.
+        """Stops the canary: it gets no new requests; returns a message that says what happens next.
 
         Args:
-            drain_s: what its requests may take; None: as long as any request may.
+            drain_s: Drain timeout of the canary's requests in seconds; None: the longest time
+                that any request may take.
         """
         request = admin_pb2.AbortRolloutRequest()
         if drain_s is not None:
@@ -256,7 +266,7 @@ class AdminClient(AsyncClosing):
     async def watch(
         self, min_interval_s: float = 1.0
     ) -> AsyncGenerator[admin_pb2.WatchEvent, None]:
-        """Pools, workers and the rollout, again whenever they change; without end."""
+        """Yields the pools, the workers and the rollout whenever they change, without end."""
         request = admin_pb2.WatchRequest()
         _set(request.min_interval, "min_interval", min_interval_s)
         call = self._stub.Watch(request)
@@ -271,14 +281,19 @@ class AdminClient(AsyncClosing):
     async def profile(
         self, worker_id: str, seconds: float | None = None
     ) -> AsyncGenerator[admin_pb2.ProfileEvent, None]:
-        """Records what a worker's engine computes, and gives its traces; see Admin.Profile.
+        """Records a profile of a worker's engine and yields the trace files; see Admin.Profile.
 
-        Leaving ends the recording. NotFoundError, FailedPreconditionError (it is being profiled
-        already, or cannot be), ResourceExhaustedError (too large), UnavailableError (it was lost).
+        Closing the generator ends the recording.
 
         Args:
-            worker_id: attached.
-            seconds: 1 to 60; None: 5.
+            worker_id: ID of an attached worker.
+            seconds: Length of the recording, 1 to 60; None: 5.
+
+        Raises:
+            NotFoundError: There is no such worker.
+            FailedPreconditionError: The worker is already being profiled, or cannot be profiled.
+            ResourceExhaustedError: The traces are too large.
+            UnavailableError: The worker was lost.
         """
         request = admin_pb2.ProfileRequest(worker_id=worker_id)
         if seconds is not None:
@@ -295,37 +310,37 @@ class AdminClient(AsyncClosing):
 
     @property
     def _stub(self) -> admin_pb2_grpc.AdminAsyncStub:
-        """For one call, which is counted."""
+        """Returns the stub for one call, and counts the call."""
         if self._channel is None:
             raise RuntimeError("the client is not open: use `async with AdminClient(...)`")
         self._num_calls += 1
         return admin_pb2_grpc.AdminStub(self._channel)
 
     async def _answer(self, call: Awaitable[T]) -> T:
-        """Of the call that has just begun."""
+        """Awaits the response of the call that was just started."""
         num_calls = self._num_calls
         try:
             answer = await call
         except grpc.RpcError as error:
             alone = num_calls == self._num_calls
-            raise errors.of_call(
+            raise errors.from_call(
                 error, self.address, self._channel, self._timeout_s, alone=alone
             ) from None
         self.may_have_acted = True
         return answer
 
     async def _change(self, call: Awaitable[T]) -> T:
-        """The same of a call that changes something."""
+        """Awaits the response of a call that changes something at the coordinator."""
         try:
             return await self._answer(call)
         except RemoteError as error:
-            found = errors.of_change(error)
-            self.may_have_acted |= found is not error
-            raise found from None
+            converted = errors.from_change(error)
+            self.may_have_acted |= converted is not error
+            raise converted from None
 
 
 def _set(into: duration_pb2.Duration, field: str, seconds: float) -> None:
-    """Raises InvalidArgumentError for what no duration is; the rest is the coordinator's to say."""
+    """Sets a duration. Raises InvalidArgumentError if it is longer than _LONGEST_S."""
     if not abs(seconds) <= _LONGEST_S:
         raise errors.invalid(field, f"{seconds:g} s", f"must be at most {_LONGEST_S:g} s")
     into.FromMicroseconds(round(seconds * 1e6))

@@ -1,4 +1,4 @@
-"""The client without asyncio: the same events from a plain iterator."""
+"""The streaming client for code without asyncio: events come from a plain iterator."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class BlockingStream(Closing):
 
     @property
     def request_id(self) -> str:
-        """As submitted, or as the coordinator assigned it; empty until it did."""
+        """The submitted ID, or the ID that the coordinator assigned; empty before that."""
         return self._stream.request_id
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Everything received so far."""
+        """All output tokens received so far."""
         return self._stream.token_ids
 
     @property
     def num_resumes(self) -> int:
-        """How often the request went on at a coordinator after its session was lost."""
+        """How often the request was resumed after its session was lost."""
         return self._stream.num_resumes
 
     def __iter__(self) -> Self:
@@ -54,7 +54,7 @@ class BlockingStream(Closing):
         return event
 
     def complete(self) -> Completion:
-        """Reads to the end and returns the whole answer."""
+        """Reads to the end and returns the complete output."""
         return self._client._call(self._stream.complete())
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class BlockingClient(Closing):
 
     Args:
         addresses, max_requests, max_buffered_events, resume_timeout_s, retry_timeout_s, tenant,
-            tls, api_key: as in BatonClient.
+            tls, api_key: See BatonClient.
     """
 
     def __init__(
@@ -116,24 +116,25 @@ class BlockingClient(Closing):
         return BlockingStream(self, self._call(submit()))
 
     def complete(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
-        """`generate`, read to the end: the whole answer."""
+        """Submits a request and returns its complete output."""
         with self.generate(prompt, **options) as stream:
             return stream.complete()
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Returns as soon as the coordinator can serve. UnavailableError when it could not."""
+        """Returns when the coordinator can serve; raises UnavailableError after the timeout."""
         self._call(self._client.wait_ready(timeout_s))
 
     def model(self, timeout_s: float = 10.0) -> common_pb2.ModelDescription:
-        """The model that the coordinator serves."""
+        """Returns the model that the coordinator serves."""
         return self._call(self._client.model(timeout_s))
 
     @property
     def closed(self) -> bool:
+        """Whether `close` was called."""
         return not self._open
 
     def close(self) -> None:
-        """Cancels what runs, closes the connection and joins the thread; idempotent."""
+        """Cancels running requests, closes the connection and joins the thread; idempotent."""
         with self._lock:
             if not self._open:
                 return
@@ -146,14 +147,14 @@ class BlockingClient(Closing):
 
     async def _shut_down(self) -> None:
         await self._client.aclose()
-        # Calls of other threads: those on streams have just failed, the rest end here.
+        # Calls of other threads: those on streams have just failed, the others are cancelled here.
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine in the client's loop and waits; Ctrl-C cancels it."""
+        """Runs a coroutine in the client's loop and waits for it; Ctrl-C cancels it."""
         with self._lock:
             if not self._open:
                 coroutine.close()

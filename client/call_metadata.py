@@ -1,4 +1,4 @@
-"""The credential of calls that are one question and one answer, or one stream of answers."""
+"""Adds the credential to unary calls and to calls with one response stream."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class _UnaryUnary(grpc.aio.UnaryUnaryClientInterceptor):
     async def intercept_unary_unary(
         self, continuation: Callable[..., Any], client_call_details: Any, request: Any
     ) -> Any:
-        return await continuation(_with(self._dial, client_call_details), request)
+        return await continuation(_with_metadata(self._dial, client_call_details), request)
 
 
 class _UnaryStream(grpc.aio.UnaryStreamClientInterceptor):
@@ -27,17 +27,17 @@ class _UnaryStream(grpc.aio.UnaryStreamClientInterceptor):
     async def intercept_unary_stream(
         self, continuation: Callable[..., Any], client_call_details: Any, request: Any
     ) -> Any:
-        return await continuation(_with(self._dial, client_call_details), request)
+        return await continuation(_with_metadata(self._dial, client_call_details), request)
 
 
 def interceptors(dial: Dial) -> list[grpc.aio.ClientInterceptor]:
-    """Add a dial's metadata to every such call of a channel.
+    """Returns interceptors that add a dial's metadata to every such call of a channel.
 
-    Not for streams in both directions, where they would cost with every message.
+    Bidirectional streams get no interceptor, because it would add a cost to every message.
     """
     return [_UnaryUnary(dial), _UnaryStream(dial)]
 
 
-def _with(dial: Dial, details: Any) -> Any:
+def _with_metadata(dial: Dial, details: Any) -> Any:
     metadata = grpc.aio.Metadata(*(details.metadata or ()), *dial.metadata())
     return details._replace(metadata=metadata)

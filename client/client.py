@@ -1,4 +1,4 @@
-"""The streaming client."""
+"""The streaming client for asyncio."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 
 class BatonClient(AsyncClosing):
-    """Generates text through a coordinator; any number of requests at once over one stream.
+    """Generates text through a coordinator; multiplexes all requests over one gRPC stream.
 
-    `async with BatonClient("127.0.0.1:7070") as client:`; for use in the loop it was entered in.
-    The session opens with the first request. When it is lost, the client opens another, with the
-    same coordinator or the next, and its requests go on there with the tokens they have: who reads
-    their streams notices a pause.
+    `async with BatonClient("127.0.0.1:7070") as client:`; use it in the event loop that entered it.
+    The session opens with the first request. If the session is lost, the client opens another one
+    with the same or the next coordinator and resumes its requests there with the tokens that they
+    have: a reader of a stream only notices a pause.
 
     Args:
-        addresses: of coordinators, host:port; several as a sequence or separated by commas. One of
-            them serves at a time.
-        max_requests: live at a time.
-        max_buffered_events: of one request that wait for its reader; beyond them tokens join the
-            last one.
-        resume_timeout_s: how long after the loss of its session a request may take to be accepted
-            again, within its own timeout_s; 0 turns resuming off.
-        retry_timeout_s: how long after its submission a request that was refused is submitted
-            again, when the coordinator said when to (RetryInfo), within its own timeout_s; 0: it
-            fails at once.
-        tenant: who to account requests to that name none; empty: the coordinator's default.
-        tls: None: without.
-        api_key: of requests that bring no `authorization` of their own: an API key, a JWT, or what
-            gives one; empty: none.
-        elsewhere: asked for an open client of another cell that serves a model, when a request of
-            that model has been without a session for 5 s, or has lost it before its first token: it
-            goes on there with the tokens it has, within resume_timeout_s. None, or an answer of
-            None: it waits for this client's own.
+        addresses: Addresses of the coordinators, host:port, as a sequence or separated by commas.
+            One of them serves at a time.
+        max_requests: Limit of concurrent requests.
+        max_buffered_events: Limit of unread events per request; further tokens are joined to the
+            last event.
+        resume_timeout_s: Time in which a request must be accepted again after its session was
+            lost, within its own timeout_s; 0 disables resuming.
+        retry_timeout_s: Time after submission in which a refused request is submitted again, if
+            the coordinator says when to retry (RetryInfo), within its own timeout_s; 0: the
+            request fails at once.
+        tenant: Tenant of requests that name none; empty: the coordinator's default.
+        tls: TLS files; None: no TLS.
+        api_key: Credential of requests without `authorization`: an API key, a JWT, or a function
+            that returns one; empty: no credential.
+        find_other_cell: Called with a model when a request of that model has been without a
+            session for 5 s, or has lost its session before its first token. Returns an open client
+            of another cell that serves the model, where the request is resumed within
+            resume_timeout_s; or None: the request waits for this client's next session.
     """
 
     def __init__(
@@ -65,19 +65,19 @@ class BatonClient(AsyncClosing):
         tenant: str = "",
         tls: Tls | None = None,
         api_key: ApiKey = "",
-        elsewhere: Callable[[str], BatonClient | None] | None = None,
+        find_other_cell: Callable[[str], BatonClient | None] | None = None,
     ) -> None:
         if max_requests < 1 or max_buffered_events < 1:
             raise ValueError("max_requests and max_buffered_events must be at least 1")
         _check_timeout("resume_timeout_s", resume_timeout_s)
         _check_timeout("retry_timeout_s", retry_timeout_s)
-        self.addresses = _split(addresses)
+        self.addresses = _split_addresses(addresses)
         self._max_requests = max_requests
         self._max_buffered_events = max_buffered_events
         self._resume_timeout_s, self._retry_timeout_s = resume_timeout_s, retry_timeout_s
         self._tenant = tenant
         self._dial = dial(tls, api_key)
-        self._elsewhere = elsewhere
+        self._find_other_cell = find_other_cell
         self._connector: Connector | None = None
         self._channels = SharedChannels(self._dial)
 
@@ -87,12 +87,14 @@ class BatonClient(AsyncClosing):
             max_requests=self._max_requests,
             resume_timeout_s=self._resume_timeout_s,
             dial=self._dial,
-            elsewhere=self._other_connector if self._elsewhere is not None else None,
+            find_other_connector=self._other_connector
+            if self._find_other_cell is not None
+            else None,
         )
         return self
 
     async def aclose(self, why: str = "the client was closed") -> None:
-        """Cancels what runs, which says why, and closes the connection; idempotent."""
+        """Cancels running requests with the reason `why` and closes the connection; idempotent."""
         connector, self._connector = self._connector, None
         try:
             await self._channels.aclose()
@@ -102,26 +104,26 @@ class BatonClient(AsyncClosing):
 
     @property
     def address(self) -> str | None:
-        """The coordinator that the session is with; None while there is none."""
+        """Address of the coordinator of the current session; None without a session."""
         return self._connector.address if self._connector is not None else None
 
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> TokenStream:
         """Submits a request and returns its stream at once.
 
         Args:
-            prompt: text, chat turns, or token ids.
-            **options: sampling, lane, deadline and the rest: see RequestOptions.
+            prompt: Text, chat turns, or token IDs.
+            **options: Sampling, lane, deadline and other options; see RequestOptions.
 
         Raises:
-            InvalidArgumentError: a value that cannot be sent.
-            ResourceExhaustedError: max_requests are running.
-            TypeError: an unknown option.
+            InvalidArgumentError: A value cannot be sent.
+            ResourceExhaustedError: max_requests requests are running.
+            TypeError: An option is unknown.
         """
         defaults: RequestOptions = {"tenant": self._tenant}
         if credential := self._dial.credential():
             defaults["authorization"] = credential
         request = build(prompt, {**defaults, **options})
-        connector = self._open()
+        connector = self._opened_connector()
         retry_timeout_s = options.get("retry_timeout_s")
         if retry_timeout_s is None:
             retry_timeout_s = self._retry_timeout_s
@@ -142,75 +144,75 @@ class BatonClient(AsyncClosing):
         return TokenStream(state)
 
     async def complete(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
-        """`generate`, read to the end: the whole answer.
+        """Submits a request and returns its complete output.
 
         Raises:
-            RemoteError: the request failed; a subclass from client/errors.py.
+            RemoteError: The request failed; a subclass from client/errors.py.
         """
         return await self.generate(prompt, **options).complete()
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Returns as soon as a coordinator can serve requests; the next session is with it.
+        """Returns when a coordinator can serve requests; the next session is opened with it.
 
         Raises:
-            UnavailableError: none could within timeout_s.
+            UnavailableError: No coordinator could serve within timeout_s.
         """
-        connector = self._open()
-        asking = [
+        connector = self._opened_connector()
+        waiting = [
             asyncio.create_task(_wait_serving(address, timeout_s, self._dial))
             for address in connector.addresses
         ]
         failures = []
         try:
-            for answer in asyncio.as_completed(asking):
+            for answer in asyncio.as_completed(waiting):
                 try:
                     connector.prefer(await answer)
                     return
                 except RemoteError as error:
                     failures.append(error)
         finally:
-            for task in asking:
+            for task in waiting:
                 task.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
-        raise errors.of_all(failures)
+            await asyncio.gather(*waiting, return_exceptions=True)
+        raise errors.combine(failures)
 
     async def model(
         self, timeout_s: float = 10.0, *, authorization: str = ""
     ) -> common_pb2.ModelDescription:
-        """The model that the coordinator serves; the first one's that can be reached.
+        """Returns the model of the first coordinator that can be reached.
 
         Args:
-            timeout_s: of each coordinator.
-            authorization: credential, "Bearer ..."; empty: the client's.
+            timeout_s: Timeout of the call to each coordinator, in seconds.
+            authorization: Credential, "Bearer ..."; empty: the client's credential.
 
         Raises:
-            RemoteError: the call failed.
+            RemoteError: The call failed.
         """
         failures = []
         metadata = self._dial.metadata()
         if authorization:
             metadata = ((AUTHORIZATION, sendable(authorization)),)
         request = inference_pb2.GetModelRequest()
-        for address in self._open().addresses:
-            async with self._channels.to(address) as channel:
+        for address in self._opened_connector().addresses:
+            async with self._channels.use(address) as channel:
                 stub: inference_pb2_grpc.InferenceAsyncStub
                 stub = inference_pb2_grpc.InferenceStub(channel)
                 try:
                     return await stub.GetModel(request, timeout=timeout_s, metadata=metadata)
                 except grpc.RpcError as error:
-                    failures.append(errors.of_call(error, address, channel, timeout_s))
+                    failures.append(errors.from_call(error, address, channel, timeout_s))
                 if failures[-1].code != code_pb2.UNAVAILABLE:
                     break
-                await self._channels.leave(address, channel)
-        raise errors.of_all(failures)
+                await self._channels.discard(address, channel)
+        raise errors.combine(failures)
 
     def _other_connector(self, state: RequestState) -> Connector | None:
-        """Of a client that can go on with a request."""
-        assert self._elsewhere is not None
-        other = self._elsewhere(state.model)
+        """Returns the connector of another cell's client that can resume a request."""
+        assert self._find_other_cell is not None
+        other = self._find_other_cell(state.model)
         return other._connector if other is not None else None
 
-    def _open(self) -> Connector:
+    def _opened_connector(self) -> Connector:
         if self._connector is None:
             raise RuntimeError("the client is not open: use `async with BatonClient(...)`")
         return self._connector
@@ -221,7 +223,7 @@ def _check_timeout(name: str, value: float) -> None:
         raise ValueError(f"{name} is {value}; must be at least 0 seconds")
 
 
-def _split(addresses: str | Sequence[str]) -> tuple[str, ...]:
+def _split_addresses(addresses: str | Sequence[str]) -> tuple[str, ...]:
     parts = addresses.split(",") if isinstance(addresses, str) else addresses
     found = tuple(dict.fromkeys(part.strip() for part in parts if part.strip()))
     if not found:
@@ -230,7 +232,7 @@ def _split(addresses: str | Sequence[str]) -> tuple[str, ...]:
 
 
 async def _wait_serving(address: str, timeout_s: float, dial: Dial) -> str:
-    """Returns the address once the coordinator there can serve."""
+    """Returns the address as soon as the coordinator there can serve."""
     async with rpc.channel(address, dial=dial) as channel:
         await health.wait_serving(channel, address, timeout_s)
     return address

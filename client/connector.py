@@ -1,4 +1,4 @@
-"""Which coordinator the requests are with, and where they wait while there is none."""
+"""Opens sessions with coordinators and keeps the requests that wait for one."""
 
 from __future__ import annotations
 
@@ -10,35 +10,42 @@ from google.rpc import code_pb2
 
 from baton.client import errors
 from baton.client.request_state import RequestState
-from baton.client.resume import backoff_s, later_s, not_resumed, retry_delay_s
+from baton.client.retry_policy import (
+    backoff_s,
+    new_request_retry_delay_s,
+    resume_failed,
+    resume_retry_delay_s,
+)
 from baton.client.session import Session, SessionEnd, check_size
 from baton.runtime import rpc
 from baton.runtime.dial import PLAIN, Dial
 from baton.runtime.errors import RemoteError, ResourceExhausted
 
-# A coordinator that hangs is given up after their sum at most; a reader waits for that long.
+# A coordinator that hangs is detected after at most the sum of both.
 _PING_INTERVAL_S, _PING_TIMEOUT_S = 3.0, 3.0
-# Longer than a coordinator takes to start again, when its workers still have what it lost.
+# A request without a session waits this long before it moves to another cell. A coordinator usually
+# restarts faster, and its own workers still have the request's KV cache.
 MOVES_AFTER_S = 5.0
 
 
 class Connector:
-    """One session at a time, with the first coordinator that can be reached.
+    """Keeps one session at a time, with the first coordinator that can be reached.
 
-    Every request that has not ended is in one place: with the session, waiting for one, or waiting
-    until it may be submitted again. A session opens when a request waits. When it is lost, its
-    requests wait for the next one; addresses are tried in turn, with a pause after each round.
-    A coordinator that says that it stops keeps what it has, and what is new goes to another one.
+    A BatonClient owns the connector. Each unended request is in exactly one place: in a session, in
+    the queue for the next session, or in a retry delay. A session opens when a request waits. After
+    the loss of a session, its requests wait for the next one; the addresses are tried in turn, with
+    a backoff after each round. A coordinator that is restarting keeps its running requests, and new
+    requests go to another coordinator.
 
     Args:
-        addresses: of coordinators, host:port; at least one.
-        max_requests: live at a time.
-        resume_timeout_s: in which a request that lost its session must be accepted again; 0: it
-            fails instead.
-        dial: how; each session reads the files again.
-        elsewhere: says which other connector may go on with a request that has been without a
-            session for MOVES_AFTER_S, or has lost its session and no token has come of; None: such
-            a request waits here.
+        addresses: Addresses of the coordinators, host:port; at least one.
+        max_requests: Limit of concurrent requests.
+        resume_timeout_s: Time in which a request that lost its session must be accepted again; 0:
+            it fails instead.
+        dial: Connection settings; each session reads the TLS files again.
+        find_other_connector: Returns the connector of another cell for a request that has been
+            without a session for MOVES_AFTER_S, or that lost its session before its first token.
+            None: such requests wait here.
     """
 
     def __init__(
@@ -48,7 +55,7 @@ class Connector:
         max_requests: int,
         resume_timeout_s: float,
         dial: Dial = PLAIN,
-        elsewhere: Callable[[RequestState], Connector | None] | None = None,
+        find_other_connector: Callable[[RequestState], Connector | None] | None = None,
     ) -> None:
         self._addresses, self._dial = tuple(addresses), dial
         self._max_requests, self._resume_timeout_s = max_requests, resume_timeout_s
@@ -56,40 +63,40 @@ class Connector:
         self._session: Session | None = None
         self._waiting: dict[RequestState, None] = {}
         self._delayed: dict[RequestState, asyncio.TimerHandle] = {}
-        self._elsewhere = elsewhere
-        # Of requests that lost their session: when to look for another place.
-        self._moving: dict[RequestState, asyncio.TimerHandle] = {}
+        self._find_other_connector = find_other_connector
+        # Timers after which requests without a session look for another cell.
+        self._move_timers: dict[RequestState, asyncio.TimerHandle] = {}
         self._task: asyncio.Task[None] | None = None
-        # With coordinators that stop: at most one for each address but the current one's.
-        self._leaving: dict[Session, asyncio.Task[None]] = {}
+        # Sessions with restarting coordinators: at most one for each address but the current one.
+        self._draining: dict[Session, asyncio.Task[None]] = {}
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended."""
-        sessions = [*self._leaving, *([self._session] if self._session is not None else [])]
+        """Number of requests that have not ended."""
+        sessions = [*self._draining, *([self._session] if self._session is not None else [])]
         in_sessions = sum(session.num_requests for session in sessions)
         return in_sessions + len(self._waiting) + len(self._delayed)
 
     @property
     def address(self) -> str | None:
-        """The coordinator that the session is with; None while there is none."""
+        """Address of the coordinator of the current session; None without a session."""
         return self._session.address if self._session is not None else None
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """In the order in which they are tried next."""
+        """The addresses, in the order in which they are tried next."""
         return self._addresses[self._next_address :] + self._addresses[: self._next_address]
 
     def prefer(self, address: str) -> None:
-        """Tries this one first when the next session opens."""
+        """Makes the next session try this address first."""
         self._next_address = self._addresses.index(address)
 
     def submit(self, state: RequestState) -> None:
-        """Takes a new request.
+        """Submits a new request.
 
         Raises:
-            ResourceExhaustedError: too many live requests on this client.
-            InvalidArgumentError: larger than one message may be.
+            ResourceExhaustedError: max_requests requests are running on this client.
+            InvalidArgumentError: The request exceeds gRPC's message size limit.
         """
         if self.num_requests >= self._max_requests:
             message = f"this client has {self._max_requests} requests running, its limit"
@@ -100,23 +107,23 @@ class Connector:
         self._place(state)
 
     async def aclose(self, why: str) -> None:
-        """Ends the session and every request, which say why; returns when the tasks are gone."""
+        """Ends the sessions and all requests with the reason `why`; waits for the tasks."""
         task, self._task = self._task, None
-        # Or one of these would open a session that nobody ends.
-        for timer in (*self._delayed.values(), *self._moving.values()):
+        # A timer that fires later would open a session that is never closed.
+        for timer in (*self._delayed.values(), *self._move_timers.values()):
             timer.cancel()
-        self._moving.clear()
-        tasks = [*self._leaving.values(), *([task] if task is not None else [])]
+        self._move_timers.clear()
+        tasks = [*self._draining.values(), *([task] if task is not None else [])]
         for one in tasks:
             one.cancel()
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
-            # Also when nobody waits for it any more: others may read what it held.
+            # Also if this call is cancelled: readers of the requests must not wait forever.
             self._fail_all(errors.make(code_pb2.CANCELLED, why))
 
     def _place(self, state: RequestState) -> None:
-        """Submits a request, now or when there is a session."""
+        """Submits a request to the current session, or queues it for the next one."""
         if self._session is not None and not self._session.closed:
             self._session.submit(state)
             return
@@ -125,16 +132,16 @@ class Connector:
             self._task = asyncio.create_task(self._run(), name="baton client sessions")
 
     def _wait(self, state: RequestState) -> None:
-        state.on_cancel = self._forget
+        state.on_cancel = self._cancel_waiting
         self._waiting[state] = None
 
-    def _forget(self, state: RequestState) -> None:
-        """Of a request that no coordinator has."""
+    def _cancel_waiting(self, state: RequestState) -> None:
+        """Cancels a request that waits here, without a coordinator."""
         self._drop(state)
         state.finish_cancelled()
 
     def _drop(self, state: RequestState) -> None:
-        """The request waits here no longer."""
+        """Removes a request from the queue and from its retry delay."""
         self._waiting.pop(state, None)
         timer = self._delayed.pop(state, None)
         if timer is not None:
@@ -143,31 +150,33 @@ class Connector:
     def _fail_all(self, error: RemoteError) -> None:
         for timer in self._delayed.values():
             timer.cancel()
-        left = [*self._waiting, *self._delayed]
+        remaining = [*self._waiting, *self._delayed]
         self._waiting, self._delayed = {}, {}
-        for state in left:
+        for state in remaining:
             state.fail(error)
 
     async def _run(self) -> None:
-        """Opens sessions for as long as requests wait for one, and it is this task's to do."""
+        """Opens sessions while requests wait for one and this is the current task."""
         try:
             num_failures = 0
             while self._waiting and self._task is asyncio.current_task():
-                served = await self._round()
+                served = await self._try_addresses()
                 num_failures = 0 if served else num_failures + 1
                 if self._waiting and self._task is asyncio.current_task():
                     await asyncio.sleep(backoff_s(max(0, num_failures - 1), random.random()))
         except Exception as error:
-            self._fail_all(errors.make(code_pb2.INTERNAL, f"the client failed: {error!r}"))
+            self._fail_all(
+                errors.make(code_pb2.INTERNAL, f"internal error in the client: {error!r}")
+            )
             raise
 
-    async def _round(self) -> bool:
-        """Tries each address once, until a session that was of use has ended."""
+    async def _try_addresses(self) -> bool:
+        """Tries each address once; returns True after the end of a session that served."""
         began_with = list(self._waiting)
         ends: list[SessionEnd] = []
-        left = {session.address for session in self._leaving}
+        remaining = {session.address for session in self._draining}
         for address in self.addresses:
-            if address in left:
+            if address in remaining:
                 continue
             end = await self._serve(address)
             if end.served:
@@ -175,21 +184,21 @@ class Connector:
             ends.append(end)
             if not self._waiting:
                 return False
-        error = errors.of_all([end.error for end in ends])
-        hopeless = all(end.hopeless for end in ends)
+        error = errors.combine([end.error for end in ends])
+        permanent = all(end.permanent for end in ends)
         for state in began_with:
             if state in self._waiting and not state.resuming:
                 del self._waiting[state]
                 self._not_accepted(state, error)
-            elif state in self._waiting and hopeless:
+            elif state in self._waiting and permanent:
                 del self._waiting[state]
-                state.fail(not_resumed(error))
+                state.fail(resume_failed(error))
             else:
                 state.delay_resume(error)
         return False
 
     async def _serve(self, address: str) -> SessionEnd:
-        """One session, from the attempt to connect to its end."""
+        """Runs one session, from the connection attempt to its end."""
         self.prefer(address)
         async with rpc.channel(
             address,
@@ -202,15 +211,15 @@ class Connector:
             try:
                 end = await session.run()
             finally:
-                if self._leaving.pop(session, None) is None:
+                if self._draining.pop(session, None) is None:
                     self._session = None
-                    self._pass_on(address)
+                    self._skip_address(address)
                 for state in session.release():
                     self._take_back(state, end)
         return end
 
-    def _pass_on(self, address: str) -> None:
-        """The next one is tried first, unless another one than this is to be already."""
+    def _skip_address(self, address: str) -> None:
+        """Moves on to the next address, unless this address is no longer the first to try."""
         if self._addresses[self._next_address] == address:
             self._next_address = (self._next_address + 1) % len(self._addresses)
 
@@ -221,82 +230,90 @@ class Connector:
             session.submit(state)
 
     def _take_back(self, state: RequestState, end: SessionEnd | None) -> None:
-        """Takes a request from a session that is over; end is None when the client closes."""
-        if end is not None and end.hopeless and end.served:
+        """Takes a request back from an ended session; `end` is None if the client is closing."""
+        if end is not None and end.permanent and end.served:
             state.fail(end.error)
         elif end is not None and (end.served or not end.refused):
-            # A session that has said nothing may have been a proxy's.
-            state.lose(end.error, self._resume_timeout_s, counts=end.served)
+            # A session that never served may have ended at a proxy: its loss does not count.
+            state.on_session_lost(end.error, self._resume_timeout_s, counts=end.served)
         if end is None:
             self._wait(state)
         elif not state.ended:
-            # Nobody has anything of one without a token that would be worth waiting for.
-            self._go_on_with(state, MOVES_AFTER_S if state.token_ids else 0.0)
+            # A request without tokens loses nothing by moving to another cell at once.
+            self._take_over(state, MOVES_AFTER_S if state.token_ids else 0.0)
 
     def _move_later(self, state: RequestState, delay_s: float) -> None:
-        self._moving[state] = asyncio.get_running_loop().call_later(delay_s, self._move, state)
+        self._move_timers[state] = asyncio.get_running_loop().call_later(delay_s, self._move, state)
 
     def _move(self, state: RequestState) -> None:
-        """Gives a request that still waits to another connector, or looks for one again later."""
-        del self._moving[state]
-        if not state.resuming or state.ended or state.cancel_asked:
+        """Moves a waiting request to another cell's connector, or tries again later."""
+        del self._move_timers[state]
+        if not state.resuming or state.ended or state.cancel_requested:
             return
-        assert self._elsewhere is not None
-        other = self._elsewhere(state) if state in self._waiting or state in self._delayed else None
+        assert self._find_other_connector is not None
+        other = (
+            self._find_other_connector(state)
+            if state in self._waiting or state in self._delayed
+            else None
+        )
         if other is None or other.num_requests >= other._max_requests:
             self._move_later(state, MOVES_AFTER_S)
             return
         self._drop(state)
-        other._go_on_with(state, MOVES_AFTER_S)
+        other._take_over(state, MOVES_AFTER_S)
 
-    def _go_on_with(self, state: RequestState, moves_after_s: float) -> None:
-        """Takes a request that lost its session."""
+    def _take_over(self, state: RequestState, moves_after_s: float) -> None:
+        """Takes over a request that lost its session."""
         self._place(state)
-        if state.resuming and self._elsewhere is not None and state not in self._moving:
+        if (
+            state.resuming
+            and self._find_other_connector is not None
+            and state not in self._move_timers
+        ):
             self._move_later(state, moves_after_s)
 
-    def _leave(self) -> bool:
-        """Lets the session go on by itself, for what it has; False with nowhere else to go."""
+    def _detach_draining_session(self) -> bool:
+        """Detaches a draining session; returns False if there is no other address to use."""
         session, task = self._session, self._task
-        if session is None or not session.leaving or task is None:
+        if session is None or not session.draining or task is None:
             return False
-        left = {one.address for one in self._leaving} | {session.address}
-        if left >= set(self._addresses):
+        remaining = {one.address for one in self._draining} | {session.address}
+        if remaining >= set(self._addresses):
             return False
-        self._leaving[session] = task
+        self._draining[session] = task
         self._session = self._task = None
-        self._pass_on(session.address)
+        self._skip_address(session.address)
         return True
 
     def _not_accepted(self, state: RequestState, error: RemoteError) -> None:
-        """Submits a request again that was refused for now, or gives it up."""
-        if state.cancel_asked:
+        """Handles a refusal: schedules a resubmission or fails the request."""
+        if state.cancel_requested:
             state.finish_cancelled()
             return
-        if not state.resuming and errors.restarting(error):
-            # The coordinator stops: the request waits for the next one.
-            state.lose(error, self._resume_timeout_s)
+        if not state.resuming and errors.is_restarting(error):
+            # The coordinator is restarting: the request waits for the next session.
+            state.on_session_lost(error, self._resume_timeout_s)
             if state.ended:
                 return
-        if self._leave():
+        if self._detach_draining_session():
             self._place(state)
             return
         if state.resuming:
-            delay_s = retry_delay_s(error, state.num_refusals, random.random())
-            left_s = state.resume_left_s
+            delay_s = resume_retry_delay_s(error, state.num_refusals, random.random())
+            remaining_s = state.remaining_resume_s
         else:
-            delay_s = later_s(error, random.random())
-            left_s = state.retry_left_s
-        if delay_s is None or delay_s >= left_s:
-            # One that was never accepted is still its caller's to submit again.
-            state.fail(not_resumed(error) if state.accepted else error)
+            delay_s = new_request_retry_delay_s(error, random.random())
+            remaining_s = state.remaining_retry_s
+        if delay_s is None or delay_s >= remaining_s:
+            # If the request was never accepted, its caller may submit it again.
+            state.fail(resume_failed(error) if state.accepted else error)
         else:
             state.num_refusals += 1
             if state.resuming:
                 state.delay_resume(error)
             else:
                 state.retry()
-            state.on_cancel = self._forget
+            state.on_cancel = self._cancel_waiting
             self._delayed[state] = asyncio.get_running_loop().call_later(
                 delay_s, self._submit_delayed, state
             )

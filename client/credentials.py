@@ -1,4 +1,4 @@
-"""How a client introduces itself, and whom it believes."""
+"""Credentials and TLS settings of a client."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from baton.runtime.errors import RemoteError, Unauthenticated
 from baton.runtime.secret_format import SECRETS, fits_header, is_secret
 from baton.runtime.tls import TlsFiles
 
-# An API key or a JWT; what gives one is asked for every request, and again when that is submitted
-# again, so that it may change.
+# An API key or a JWT, or a function that returns one. The client calls the function for every
+# submission and resubmission, so that the credential may change.
 ApiKey: TypeAlias = str | Callable[[], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """TLS from files in PEM; those that change are used by the next connection.
+    """TLS settings with PEM files; each new connection uses the files' current content.
 
     Attributes:
-        ca_file: who signs the coordinator's certificate; empty: whom gRPC trusts by default.
-        cert_file, key_file: of this client, where the coordinator asks for a certificate.
-        server_name: what the coordinator's certificate must name; empty: the host that is dialled.
-        names: what errors call the three files.
+        ca_file: Certificates of the authorities that the client trusts; empty: gRPC's default.
+        cert_file: Certificate of this client, if the coordinator requires one.
+        key_file: Private key of this client.
+        server_name: Name that the coordinator's certificate must have; empty: the dialled host.
+        names: Names of the three files in error messages.
     """
 
     ca_file: str = ""
@@ -36,16 +37,16 @@ class Tls:
 
 
 def dial(tls: Tls | None, api_key: ApiKey) -> Dial:
-    """What connections are made with.
+    """Returns the settings with which connections are opened.
 
     Raises:
-        ConfigError: a file cannot be used.
+        ConfigError: A TLS file cannot be used.
     """
 
     def checked() -> str:
         key = api_key() if callable(api_key) else api_key
         if key and not is_secret(key):
-            raise _unlike_any("api_key", SECRETS)
+            raise _invalid_credential("api_key", SECRETS)
         return key
 
     credential = bearer(checked)
@@ -56,16 +57,16 @@ def dial(tls: Tls | None, api_key: ApiKey) -> Dial:
 
 
 def sendable(authorization: str) -> str:
-    """A credential as it is sent, "Bearer ...", which is never shown.
+    """Returns the credential ("Bearer ...") if gRPC can send it; errors never contain it.
 
     Raises:
-        UnauthenticatedError: it cannot be sent.
+        UnauthenticatedError: The credential has characters that cannot be sent.
     """
     if not fits_header(authorization):
-        raise _unlike_any("authorization", "printable ASCII")
+        raise _invalid_credential("authorization", "printable ASCII")
     return authorization
 
 
-def _unlike_any(what: str, allowed: str) -> RemoteError:
-    message = f"{what} has characters that no credential has: must be {allowed}"
+def _invalid_credential(field: str, allowed: str) -> RemoteError:
+    message = f"{field} has characters that no credential has: must be {allowed}"
     return errors.from_baton(Unauthenticated(message))

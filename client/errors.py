@@ -1,15 +1,15 @@
-"""Errors of client calls: one class per code, mapped here and nowhere else.
+"""Errors of client calls: one class per gRPC code. Only this module maps codes to classes.
 
 RemoteError (runtime/errors.py: code, details(), reason, retry_after_s)
-├── InvalidArgumentError     `field` names what is wrong
+├── InvalidArgumentError     `field` names the wrong field
 ├── NotFoundError
 ├── AlreadyExistsError
 ├── FailedPreconditionError
 ├── PermissionDeniedError
 ├── UnauthenticatedError
-├── ResourceExhaustedError   overload: `reason` says of what, `retry_after_s` when to come back
+├── ResourceExhaustedError   overload: `reason` names the limit, `retry_after_s` when to retry
 ├── UnavailableError         coordinator unreachable, or no worker can serve: retry with backoff
-│   └── UnreachableError     no connection came about: nothing has been asked
+│   └── UnreachableError     no connection could be opened: nothing was sent
 ├── DeadlineExceededError
 ├── AbortedError
 ├── RequestCancelledError
@@ -17,8 +17,8 @@ RemoteError (runtime/errors.py: code, details(), reason, retry_after_s)
 ├── DataLossError            tokens are missing from a stream
 └── InternalError
 
-A code that is not in the tree stays a plain RemoteError. Errors that the client finds by itself
-(a deadline, a lost session, a prompt that cannot be sent) are of the same classes.
+Other codes are plain RemoteErrors. Errors that the client itself detects (a deadline, a lost
+session, a prompt that cannot be sent) use the same classes.
 """
 
 from __future__ import annotations
@@ -123,37 +123,39 @@ _CONNECTING = (
     grpc.ChannelConnectivity.CONNECTING,
     grpc.ChannelConnectivity.TRANSIENT_FAILURE,
 )
-# How gRPC's own words begin where another kind of server answers, and one that is not of gRPC.
-_FOREIGN, _HTTP_STATUS = "Method not found!", "Received http2 header with status: "
+# Beginnings of gRPC's messages if a gRPC server without this method responds, or a server that does
+# not speak gRPC.
+_METHOD_NOT_FOUND, _HTTP_STATUS = "Method not found!", "Received http2 header with status: "
 _PROXY = "PROXY"
-# The same of a server that has as many calls as it takes, and does not say when to come back.
+# Beginning of gRPC's message if a server is at its limit of concurrent calls, and the delay after
+# which the client should retry: gRPC sends none.
 _FULL, _FULL_RETRY_S = "Concurrent RPC limit exceeded", 1.0
-# The same for a connection that breaks under a call.
+# Beginnings of gRPC's messages if the connection breaks during a call.
 _LOST = ("Stream removed", "Socket closed", "Transport closed", "Connection reset", "recvmsg:")
 
 
 def make(code: int, message: str, details: Sequence[any_pb2.Any] = ()) -> RemoteError:
-    """The error of a code (google.rpc.Code number)."""
+    """Makes the error of a code (google.rpc.Code number)."""
     return _BY_CODE.get(code, RemoteError)(code, message, list(details))
 
 
 def cancelled_elsewhere() -> RemoteError:
-    """Of a request that ended as cancelled, though whoever reads it has not cancelled it."""
+    """The error for a request that another client or an operator cancelled."""
     return make(code_pb2.CANCELLED, "somebody cancelled the request")
 
 
 def from_baton(error: BatonError) -> RemoteError:
-    """The client's form of an error: the class of its code."""
+    """Converts an error to the class of its code."""
     return make(error.code, str(error), error.details())
 
 
 def from_message(message: common_pb2.RequestError) -> RemoteError:
-    """Of one request of a session."""
+    """Converts the error of one request of a session."""
     return from_baton(errors.from_message(message))
 
 
 def from_rpc_error(error: grpc.RpcError, address: str) -> RemoteError:
-    """Of a whole call to the coordinator at an address."""
+    """Converts the error of a call to the coordinator at an address."""
     found = errors.from_rpc_error(error)
     if found.code == code_pb2.UNAVAILABLE and (reason := errors.connection_failure(str(found))):
         return _unreachable(address, reason)
@@ -174,13 +176,13 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> RemoteError:
             return from_baton(errors.Unavailable(message, reason=_PROXY))
         message = f"what answers at {address} is no coordinator: HTTP status {status}"
         return make(found.code, message)
-    if str(found).startswith(_FOREIGN):
+    if str(found).startswith(_METHOD_NOT_FOUND):
         message = f"what answers at {address} is no coordinator, or an older one: {found}"
         return make(found.code, message)
     return from_baton(found)
 
 
-def of_call(
+def from_call(
     error: grpc.RpcError,
     address: str,
     channel: grpc.aio.Channel | None,
@@ -188,35 +190,35 @@ def of_call(
     *,
     alone: bool = True,
 ) -> RemoteError:
-    """The same, of a call with a deadline of its own: says what it was that took too long.
+    """Converts the error of a call with a timeout, naming the missing connection or response.
 
     Args:
-        error: of the call.
-        address: of the coordinator.
-        channel: that the call went through; None: it is closed.
-        timeout_s: of the call.
-        alone: no other call through the channel began after it. Where one did, the connection that
-            is missing may be another one than that by which this call was sent.
+        error: Error of the call.
+        address: Address of the coordinator.
+        channel: Channel of the call; None: it is closed.
+        timeout_s: Timeout of the call.
+        alone: No other call through the channel began after this one. Otherwise this call may have
+            been sent over an earlier connection than the one that is missing now.
     """
     found = from_rpc_error(error, address)
     if found.code != code_pb2.DEADLINE_EXCEEDED or channel is None:
         return found
     if channel.get_state() in _CONNECTING:
-        # Where packets are dropped nobody refuses a connection.
+        # A firewall that drops packets does not refuse the connection.
         missing = _unreachable(address, f"no connection within {timeout_s:g} s")
         return missing if alone else make(missing.code, str(missing))
     return make(found.code, f"the coordinator at {address} has not answered within {timeout_s:g} s")
 
 
-def of_change(error: RemoteError) -> RemoteError:
-    """The error of a call that changes something, which says where that may have happened.
+def from_change(error: RemoteError) -> RemoteError:
+    """Adds to the error of a changing call that the change may have happened nevertheless.
 
-    A connection that breaks under a call, and a call that is not answered, leave it open.
+    This is unknown if the connection broke during the call or no response arrived in time.
     """
-    is_open = isinstance(error, UnavailableError | DeadlineExceededError)
-    if not is_open or isinstance(error, UnreachableError):
+    is_unknown = isinstance(error, UnavailableError | DeadlineExceededError)
+    if not is_unknown or isinstance(error, UnreachableError):
         return error
-    message = f"{error}; what was asked for may have been done: look before you ask again"
+    message = f"{error}; the change may have happened: check the state before you retry"
     return make(error.code, message, error.details())
 
 
@@ -225,24 +227,24 @@ def _unreachable(address: str, reason: str) -> UnreachableError:
     return UnreachableError(code_pb2.UNAVAILABLE, message, [])
 
 
-def of_all(found: Sequence[RemoteError]) -> RemoteError:
-    """What several coordinators answered, at least one: whatever says more than UNAVAILABLE."""
-    telling = next((error for error in found if error.code != code_pb2.UNAVAILABLE), None)
-    if telling is not None or len(found) == 1:
-        return telling or found[0]
+def combine(found: Sequence[RemoteError]) -> RemoteError:
+    """Combines the errors of several coordinators; an error other than UNAVAILABLE wins."""
+    specific = next((error for error in found if error.code != code_pb2.UNAVAILABLE), None)
+    if specific is not None or len(found) == 1:
+        return specific or found[0]
     return make(code_pb2.UNAVAILABLE, "; ".join(map(str, found)))
 
 
-def restarting(error: RemoteError) -> bool:
-    """Whether the coordinator said that it stops, and that another one follows."""
+def is_restarting(error: RemoteError) -> bool:
+    """Whether the coordinator refuses requests because it is restarting."""
     return error.code == code_pb2.UNAVAILABLE and error.reason == RESTARTING
 
 
-def by_proxy(error: RemoteError) -> bool:
-    """Whether a proxy said it, which does not reach the coordinator."""
+def is_from_proxy(error: RemoteError) -> bool:
+    """Whether the error comes from a proxy that does not reach the coordinator."""
     return error.code == code_pb2.UNAVAILABLE and error.reason == _PROXY
 
 
 def invalid(field: str, value: object, allowed: str) -> RemoteError:
-    """An argument that the client itself finds wrong."""
+    """The error for an argument that the client itself rejects."""
     return from_baton(errors.InvalidArgument(field, value, allowed))

@@ -1,4 +1,4 @@
-"""What a request's stream yields: Accepted, then Tokens, then Finished."""
+"""Events of a request's stream, in order: Accepted, then Tokens, then Finished."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "unspecified"]
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """Always first, unless it is cancelled sooner: the coordinator admitted the request."""
+    """The coordinator admitted the request. First event, unless it is cancelled before."""
 
     request_id: str
     model: str
@@ -26,7 +26,10 @@ class TokenLogprob:
     """One candidate token at one position.
 
     Attributes:
-        rank: in the vocabulary at this position; 1 is the likeliest.
+        token_id: ID of the token.
+        logprob: Natural logarithm of its probability.
+        rank: Rank of the token in the vocabulary at this position; 1 is the most likely token.
+        text: Text of the token.
     """
 
     token_id: int
@@ -35,15 +38,16 @@ class TokenLogprob:
     text: str
 
 
-# Not frozen: setting its fields past that would take as long as everything else about a token.
+# Not frozen: setting the fields of a frozen dataclass would double the cost per token.
 @dataclass(slots=True)
 class Tokens:
     """Output tokens, contiguous and without repeats from event to event.
 
     Attributes:
-        offset: index of the first of token_ids in the whole output.
-        text: text that became final with these tokens; it may lag behind them.
-        logprobs: one tuple per token, the chosen token first, when asked for.
+        token_ids: IDs of the tokens.
+        text: Text that became final with these tokens; it may lag behind the tokens.
+        offset: Index of the first of token_ids in the whole output.
+        logprobs: Candidates per token, chosen token first; empty if not requested.
     """
 
     token_ids: tuple[int, ...]
@@ -53,7 +57,7 @@ class Tokens:
 
     @classmethod
     def joined(cls, parts: Sequence[Tokens]) -> Tokens:
-        """Events that follow one another as one."""
+        """Joins consecutive events."""
         return cls(
             tuple(token for part in parts for token in part.token_ids),
             "".join(part.text for part in parts),
@@ -64,7 +68,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens counted; cached prompt tokens came from a prefix cache."""
+    """Token counts; cached prompt tokens came from a prefix cache."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -78,8 +82,9 @@ class StageTime:
     Attributes:
         stage: "tokenize", "queue", "prefill_queue", "prefill", "handoff", "decode_queue",
             "decode", "recovery" or "network".
-        start_ms: since the coordinator received the request.
-        worker_id: that spent it; empty for the coordinator.
+        start_ms: Start of the stage, since the coordinator received the request.
+        duration_ms: Duration of the stage.
+        worker_id: Worker that spent the time; empty for the coordinator.
     """
 
     stage: str
@@ -90,7 +95,7 @@ class StageTime:
 
 @dataclass(frozen=True, slots=True)
 class LatencyBudget:
-    """Where a request's time went, from its arrival at the coordinator."""
+    """Breakdown of a request's latency by stage, from its arrival at the coordinator."""
 
     stages: tuple[StageTime, ...]
     ttft_ms: float
@@ -101,11 +106,14 @@ class LatencyBudget:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Always last of a request that did not fail.
+    """Last event of a request that did not fail.
 
     Attributes:
-        stop: the stop string that matched, or the decimal id of the stop token; empty otherwise.
-        prompt_logprobs: per prompt position, when asked for; the first position has none.
+        reason: Why the output ended.
+        stop: The stop string that matched, or the decimal ID of the stop token; empty otherwise.
+        usage: Token counts.
+        budget: Breakdown of the request's latency.
+        prompt_logprobs: Candidates per prompt position, if requested; the first position has none.
     """
 
     reason: FinishReason
@@ -120,7 +128,7 @@ Event: TypeAlias = Accepted | Tokens | Finished
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer; `model` is empty where it was cancelled before a coordinator accepted it."""
+    """A complete output. `model` is empty if the request was cancelled before it was accepted."""
 
     request_id: str
     model: str
@@ -133,25 +141,28 @@ class Completion:
     def of(
         cls, request_id: str, model: str, parts: Sequence[Tokens], finished: Finished
     ) -> Completion:
-        """From all events of a stream."""
+        """Joins all events of a stream."""
         whole = Tokens.joined(parts)
         return cls(request_id, model, whole.text, whole.token_ids, whole.logprobs, finished)
 
     @property
     def finish_reason(self) -> FinishReason:
+        """Why the output ended."""
         return self.finished.reason
 
     @property
     def usage(self) -> Usage:
+        """Token counts."""
         return self.finished.usage
 
 
 def accepted(message: inference_pb2.Accepted) -> Accepted:
+    """Converts the protobuf message."""
     return Accepted(message.request_id, message.model, message.prompt_tokens)
 
 
 def tokens(delta: common_pb2.TokenDelta, num_known: int = 0) -> Tokens:
-    """A delta without its first `num_known` tokens."""
+    """Converts a delta, without its first `num_known` tokens."""
     return Tokens(
         tuple(delta.token_ids[num_known:] if num_known else delta.token_ids),
         delta.text,
@@ -161,6 +172,7 @@ def tokens(delta: common_pb2.TokenDelta, num_known: int = 0) -> Tokens:
 
 
 def finished(message: inference_pb2.Finished) -> Finished:
+    """Converts the protobuf message."""
     usage = message.usage
     return Finished(
         _FINISH_REASONS.get(message.reason, "unspecified"),
@@ -172,6 +184,7 @@ def finished(message: inference_pb2.Finished) -> Finished:
 
 
 def budget(message: common_pb2.LatencyBudget) -> LatencyBudget:
+    """Converts the protobuf message."""
     return LatencyBudget(
         tuple(
             StageTime(

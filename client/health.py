@@ -1,4 +1,4 @@
-"""Waiting until a coordinator can serve, by the standard grpc.health.v1."""
+"""Waits until a coordinator can serve, with the standard service grpc.health.v1."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _RETRY_S = 0.1
 
 
 async def wait_serving(channel: grpc.aio.Channel, address: str, timeout_s: float) -> None:
-    """Returns as soon as baton.v1.Inference is SERVING.
+    """Returns when the service baton.v1.Inference is SERVING.
 
     Raises:
-        UnavailableError: it was not within timeout_s, with what it was instead.
-        RemoteError: there is something else at the address.
+        UnavailableError: It was not SERVING within timeout_s; the message has its last status.
+        RemoteError: Another kind of server listens at the address.
     """
     stub = health_pb2_grpc.HealthStub(channel)
     request = health_pb2.HealthCheckRequest(service=_INFERENCE)
@@ -35,13 +35,15 @@ async def wait_serving(channel: grpc.aio.Channel, address: str, timeout_s: float
                     seen = "unreachable"
                 except grpc.RpcError as error:
                     found = errors.from_rpc_error(error, address)
-                    passes = found.retry_after_s is not None
-                    if found.code != code_pb2.UNAVAILABLE and not passes:
+                    is_transient = found.retry_after_s is not None
+                    if found.code != code_pb2.UNAVAILABLE and not is_transient:
                         raise found from None
-                    seen = f"busy ({found})" if passes else "unreachable"
+                    seen = f"busy ({found})" if is_transient else "unreachable"
                 await asyncio.sleep(_RETRY_S)
     except TimeoutError:
         message = f"the coordinator at {address} is {seen} after {timeout_s:g} s"
         if seen == "NOT_SERVING":
-            message += ": it needs a prefill and a decode worker (`baton pools`), or is stopping"
+            message += (
+                ": it needs a prefill and a decode worker (see `baton pools`), or it is stopping"
+            )
         raise errors.make(code_pb2.UNAVAILABLE, message) from None

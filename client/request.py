@@ -1,4 +1,4 @@
-"""Keyword arguments to the message that submits a request."""
+"""Builds the protobuf message of a request from keyword arguments."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LaneName: TypeAlias = Literal["interactive", "batch"]
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn.
+    """One turn of a chat.
 
     Attributes:
-        role: "system", "user", "assistant" or what the model's template knows.
-        content: empty where there are only calls of tools.
-        fields: what else the template reads of it, as OpenAI's API has it: `tool_calls`,
-            `tool_call_id`.
+        role: "system", "user", "assistant" or another role that the model's chat template knows.
+        content: Text; empty if the turn only calls tools.
+        fields: Further fields that the chat template reads, named as in OpenAI's API:
+            `tool_calls`, `tool_call_id`.
     """
 
     role: str
@@ -35,21 +35,20 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What the caller hopes for, in milliseconds; 0 means no opinion."""
+    """Latency targets of a request in milliseconds; 0 means no target."""
 
     ttft_ms: int = 0
     itl_ms: int = 0
 
 
-# A text, the turns of a chat (also as OpenAI's API has them, {"role": ..., "content": ...}), or
-# token ids.
+# Text, chat turns (also as OpenAI's dictionaries {"role": ..., "content": ...}), or token IDs.
 Prompt: TypeAlias = str | Sequence[int] | Sequence[ChatMessage] | Sequence[Mapping[str, Any]]
 
 
 class SamplingOptions(TypedDict, total=False):
-    """How to pick tokens, named as in vLLM; what is left out is the engine's own default.
+    """Sampling options, named as in vLLM. An option that is left out has the engine's default.
 
-    `json_schema` and those after it, at most one of them, make the output follow a grammar.
+    At most one of `json_schema` and the options after it may be set; it constrains the output.
     """
 
     max_tokens: int
@@ -81,25 +80,27 @@ class SamplingOptions(TypedDict, total=False):
 
 
 class RequestOptions(SamplingOptions, total=False):
-    """Everything a request may say beside its prompt.
+    """All options of a request.
 
     Attributes:
-        model: empty or left out: the base model; also the name of one of its LoRA adapters.
-        lane: "interactive" goes first, "batch" can wait. Left out: interactive.
-        slo: what the caller hopes for; left out: the lane's targets.
-        timeout_s: from submission; then DeadlineExceededError, on both ends.
-        request_id: left out: the coordinator assigns one.
-        session_id: shared by the requests of one conversation.
-        default_max_tokens: of one without max_tokens, or as many as there is room for.
-        cut_max_tokens: max_tokens may be more than there is room for, which counts then.
-        add_generation_prompt: whether a chat ends with the opening of the assistant's turn.
-        template_kwargs: more variables of the model's chat template.
-        tools: what the model may call, in the form of OpenAI's API; calls come as text.
-        authorization: credential of this request, "Bearer ...".
+        model: Name of the base model or of a LoRA adapter; empty or left out: the base model.
+        lane: "interactive" (default) or "batch", which may wait longer.
+        slo: Latency targets; left out: the targets of the lane.
+        timeout_s: Deadline from submission; then both ends raise DeadlineExceededError.
+        request_id: Request ID; left out: the coordinator assigns one.
+        session_id: ID that the requests of one conversation share.
+        default_max_tokens: Output limit of a request without max_tokens, cut to the room that the
+            model's context leaves.
+        cut_max_tokens: Cut max_tokens to the room that the model's context leaves, instead of
+            refusing the request.
+        add_generation_prompt: Whether a chat prompt ends with the start of the assistant's turn.
+        template_kwargs: Additional variables of the model's chat template.
+        tools: Tools that the model may call, in the form of OpenAI's API; calls arrive as text.
+        authorization: Credential of this request, "Bearer ...".
         traceparent: W3C trace context.
-        tenant: who to account to; left out: the client's.
-        retry_timeout_s: in which a request that is refused is submitted again, when the coordinator
-            said when to; 0: it is not. Left out: the client's.
+        tenant: Tenant of the request; left out: the client's tenant.
+        retry_timeout_s: Time after submission in which a refused request is submitted again, if
+            the coordinator says when to retry; 0: never. Left out: the client's setting.
     """
 
     model: str
@@ -119,7 +120,7 @@ class RequestOptions(SamplingOptions, total=False):
     retry_timeout_s: float | None
 
 
-# Of the integers that messages hold.
+# Ranges of protobuf integers.
 _RANGES = {
     FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
     FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
@@ -130,12 +131,11 @@ _STRUCTURED = ("json_schema", "json_object", "regex", "choice", "grammar", "stru
 
 
 def build(prompt: Prompt, options: RequestOptions) -> inference_pb2.GenerateRequest:
-    """The request as it travels. Options that are None count as left out.
+    """Builds the protobuf message. An option that is None counts as left out.
 
     Raises:
-        InvalidArgumentError: a value that the message cannot hold; whether the rest makes sense is
-            the coordinator's to say.
-        TypeError: an option that does not exist.
+        InvalidArgumentError: The message cannot hold a value. (The coordinator validates the rest.)
+        TypeError: An option is unknown.
     """
     request = inference_pb2.GenerateRequest()
     request.lane = _lane(options.get("lane") or "interactive")
@@ -151,17 +151,17 @@ def build(prompt: Prompt, options: RequestOptions) -> inference_pb2.GenerateRequ
             _set_option(request, name, value)
         except (AttributeError, OverflowError, TypeError, ValueError) as error:
             if name == "authorization":
-                # Neither the value nor what is said of it: it is secret.
+                # The credential is secret: the error must not contain it.
                 raise errors.invalid(path, "...", "must be text in UTF-8") from None
             raise errors.invalid(path, value, _allowed(name, error)) from None
     chosen = [name for name in _STRUCTURED if options.get(name) is not None]
     if len(chosen) > 1:
-        raise errors.invalid("sampling.structured_output", chosen, "must be one of them")
+        raise errors.invalid("sampling.structured_output", chosen, "must be at most one of them")
     return request
 
 
 def _allowed(name: str, error: Exception) -> str:
-    """What a field takes: of a number that it cannot hold protobuf says only that."""
+    """Returns what a field allows. For numbers out of range, protobuf's message lacks the range."""
     field = common_pb2.SamplingParams.DESCRIPTOR.fields_by_name.get(name)
     if "out of range" in str(error) and field is not None and field.cpp_type in _RANGES:
         return "must be {} to {}".format(*_RANGES[field.cpp_type])
@@ -175,10 +175,10 @@ def _set_prompt(
         try:
             request.text = prompt
         except UnicodeEncodeError:
-            # Bytes from a command line or a file that were no UTF-8.
+            # The text was decoded from bytes that are not UTF-8 (surrogate escapes).
             raise errors.invalid("text", prompt, "must be valid UTF-8") from None
     elif isinstance(prompt, (bytes, bytearray)):
-        # A sequence of integers, but none of token ids.
+        # bytes are a sequence of integers, but not of token IDs.
         raise errors.invalid("prompt", prompt, "must be text, chat turns or token ids")
     elif len(prompt) > 0 and isinstance(prompt[0], (ChatMessage, Mapping)):
         turns = cast("Sequence[ChatMessage | Mapping[str, Any]]", prompt)
@@ -221,7 +221,7 @@ def _message(turn: Mapping[str, Any]) -> ChatMessage:
     fields = dict(turn)
     role, content = fields.pop("role"), fields.pop("content", None)
     if content is None and fields.get("tool_calls"):
-        # As OpenAI's API has answers that only call tools.
+        # In OpenAI's API, a turn that only calls tools has no content.
         content = ""
     if not isinstance(content, str):
         raise TypeError
@@ -256,7 +256,7 @@ def _set_option(request: inference_pb2.GenerateRequest, name: str, value: Any) -
     elif name == "stop":
         sampling.stop.extend([value] if isinstance(value, str) else value)
     elif name in ("bad_words", "choice") and isinstance(value, str):
-        # A string is a sequence of strings: its characters would go for the words.
+        # A string is a sequence of strings: each of its characters would become a word.
         raise TypeError("must be a list of strings")
     elif name in ("stop_token_ids", "bad_words", "allowed_token_ids"):
         getattr(sampling, name).extend(value)

@@ -1,4 +1,4 @@
-"""One request as its session sees it: what arrives, what its reader gets, what a resume needs."""
+"""Client-side state of one request across its sessions: events, buffer and resume data."""
 
 from __future__ import annotations
 
@@ -11,37 +11,39 @@ from google.rpc import code_pb2
 
 from baton.client import errors, events
 from baton.client.events import Event, Finished, Tokens
-from baton.client.resume import MAX_FRUITLESS_LOSSES, not_resumed
+from baton.client.retry_policy import MAX_LOSSES_WITHOUT_PROGRESS, resume_failed
 from baton.runtime.errors import RemoteError
 from baton.v1 import common_pb2, inference_pb2
 
-_LEAST_TIMEOUT_S = 1e-3
+_MIN_TIMEOUT_S = 1e-3
 
 
 class RequestState:
-    """Deltas in order, a bounded buffer, everything received.
+    """Checks the order of deltas, buffers events for the reader, and keeps the data for a resume.
 
-    A reader that lags costs nobody else anything: once `max_buffered_events` wait, later tokens
-    join the last of them, so that the buffer is bounded by events and the tokens by the output.
+    A slow reader does not delay other requests: when `max_buffered_events` events are buffered,
+    further tokens are joined to the last event. The session and the connector own the state.
 
     Args:
-        request: as it is submitted first.
-        max_buffered_events: as above.
-        timeout_s: None: it has no deadline.
-        retry_timeout_s: in which it is submitted again when it is refused.
-        credential: gives its `authorization` anew when it is submitted again: the one that it came
-            with may have expired. None: it keeps that.
+        request: The request as it is first submitted.
+        max_buffered_events: Limit of buffered events.
+        timeout_s: Deadline of the request; None: no deadline.
+        retry_timeout_s: Time in which a refused request is submitted again; 0: never.
+        credential: Returns a fresh `authorization` for each resubmission, because the first one
+            may have expired. None: the request keeps its credential.
 
     Attributes:
-        number: of the stream in its session.
-        address: of the coordinator that it was submitted to last; empty: to none yet.
-        on_cancel: tells whoever holds the request that it is cancelled, or over (`ended`).
-        accepted: the first one.
-        resuming: it lost its session, and no coordinator has accepted it since.
-        num_resumes: how often it was accepted again.
-        num_refusals: of the resubmission, in a row.
-        cancel_asked: by its reader.
-        ended: nothing more will arrive.
+        number: Stream number of the request in its session.
+        address: Coordinator that the request was last submitted to; empty: none yet.
+        on_cancel: Called when the request is cancelled or has ended here (`ended`); the current
+            holder (session or connector) sets it.
+        accepted: The first Accepted event; None before it.
+        resuming: The request has lost its session and was not accepted again yet.
+        num_resumes: Number of times that the request was accepted again.
+        num_refusals: Number of consecutive refusals of the resubmission.
+        cancel_requested: The reader has cancelled the request.
+        token_ids: All output tokens received so far.
+        ended: No further event will arrive.
     """
 
     def __init__(
@@ -60,17 +62,17 @@ class RequestState:
         self.resuming = False
         self.num_resumes = 0
         self.num_refusals = 0
-        self.cancel_asked = False
+        self.cancel_requested = False
         self.token_ids: list[int] = []
         self._num_text_chars = 0
         self._revision = ""
-        self._num_fruitless_losses = 0
-        self._cause: RemoteError | None = None
+        self._num_losses_without_progress = 0
+        self._last_error: RemoteError | None = None
         self._max_buffered_events = max_buffered_events
         self._buffer: deque[Event] = deque()
-        # The last of them and what came after it, to be joined: once, however much it is.
-        self._late: list[Tokens] = []
-        # Of the reader, while it waits.
+        # The last buffered event and the tokens after it; joined once, when they are read.
+        self._overflow: list[Tokens] = []
+        # Set while the reader waits for an event.
         self._waiter: asyncio.Future[None] | None = None
         self.ended = False
         self._error: RemoteError | None = None
@@ -86,47 +88,47 @@ class RequestState:
 
     @property
     def request_id(self) -> str:
-        """As submitted, or as the coordinator assigned it; empty until it did."""
+        """The submitted ID, or the ID that the coordinator assigned; empty before that."""
         return self.accepted.request_id if self.accepted else self._request.request_id
 
     @property
     def model(self) -> str:
-        """As submitted, or as the coordinator said; empty: the base model, until it did."""
+        """The submitted model, or the coordinator's model name once accepted; empty: base model."""
         return self.accepted.model if self.accepted else self._request.model
 
     @property
     def num_buffered(self) -> int:
-        """Events that wait for the reader."""
+        """Number of events that wait for the reader."""
         return len(self._buffer)
 
     @property
-    def resume_left_s(self) -> float:
-        """What is left of the time in which it must be accepted again."""
+    def remaining_resume_s(self) -> float:
+        """Remaining time in which the request must be accepted again."""
         return self._resume_by.when() - self._loop.time() if self._resume_by is not None else 0.0
 
     @property
     def may_retry(self) -> bool:
-        """Whether it wants to be submitted again when it is refused; once admitted, it resumes."""
+        """Whether to submit the request again after a refusal; accepted requests resume instead."""
         return self._retry_by is not None and self.accepted is None
 
     @property
-    def retry_left_s(self) -> float:
-        """What is left of the time in which a refused request is submitted again."""
+    def remaining_retry_s(self) -> float:
+        """Remaining time in which a refused request is submitted again."""
         if self._retry_by is None:
             return 0.0
         deadline = self._deadline.when() if self._deadline is not None else self._retry_by
         return min(self._retry_by, deadline) - self._loop.time()
 
     def retry(self) -> None:
-        """It is to be submitted again, with the time that it has left then."""
+        """Marks the request for a resubmission with its remaining timeout."""
         self._retried = True
 
     def message(self) -> inference_pb2.GenerateRequest:
-        """The request as it is to be sent now: with the tokens and the time it has."""
+        """Builds the message to send now, with the received tokens and the remaining timeout."""
         if not self.resuming and not self._retried:
             return self._request
         if self._credential is not None:
-            # Where it fails, the last one may still do.
+            # If this fails, the previous credential may still be valid.
             with contextlib.suppress(Exception):
                 self._request.authorization = self._credential() or self._request.authorization
         message = inference_pb2.GenerateRequest()
@@ -139,12 +141,12 @@ class RequestState:
             message.resume.num_text_chars = self._num_text_chars
             message.resume.revision = self._revision
         if self._deadline is not None:
-            left_s = max(_LEAST_TIMEOUT_S, self._deadline.when() - self._loop.time())
-            message.timeout.FromMicroseconds(round(left_s * 1e6))
+            remaining_s = max(_MIN_TIMEOUT_S, self._deadline.when() - self._loop.time())
+            message.timeout.FromMicroseconds(round(remaining_s * 1e6))
         return message
 
     def on_event(self, event: inference_pb2.SessionEvent) -> None:
-        """Takes what arrived; ends the request on its last event."""
+        """Handles an event; the last event ends the request."""
         if self.ended:
             return
         match event.WhichOneof("event"):
@@ -158,25 +160,28 @@ class RequestState:
             case "failed":
                 self._end(errors.from_message(event.failed))
 
-    def lose(self, error: RemoteError, resume_timeout_s: float, *, counts: bool = True) -> None:
-        """Its session is gone: it is to be resumed, or ends here.
+    def on_session_lost(
+        self, error: RemoteError, resume_timeout_s: float, *, counts: bool = True
+    ) -> None:
+        """Handles the loss of the session: the request waits to be resumed, or fails.
 
         Args:
-            error: how the session ended.
-            resume_timeout_s: in which it must be accepted again; 0: it fails.
-            counts: whether a request that was accepted before may be what ended it.
+            error: Error with which the session ended.
+            resume_timeout_s: Time in which the request must be accepted again; 0: it fails.
+            counts: Whether the loss counts towards MAX_LOSSES_WITHOUT_PROGRESS even if the request
+                was accepted before: the request may have caused the loss.
         """
         if self.ended:
             return
         self.on_cancel = None
-        self._cause = error
-        self._num_fruitless_losses += counts or self.accepted is None
-        if self.cancel_asked:
+        self._last_error = error
+        self._num_losses_without_progress += counts or self.accepted is None
+        if self.cancel_requested:
             self.finish_cancelled()
         elif not resume_timeout_s:
             self._end(error)
-        elif self._num_fruitless_losses > MAX_FRUITLESS_LOSSES:
-            times = f"{self._num_fruitless_losses} sessions without a new token"
+        elif self._num_losses_without_progress > MAX_LOSSES_WITHOUT_PROGRESS:
+            times = f"{self._num_losses_without_progress} sessions without a new token"
             self._end(errors.make(error.code, f"the request lost {times}, the last one: {error}"))
         elif not self.resuming:
             self.resuming, self.num_refusals = True, 0
@@ -185,8 +190,8 @@ class RequestState:
             )
 
     def delay_resume(self, cause: RemoteError) -> None:
-        """Says why it is not resumed yet."""
-        self._cause = cause
+        """Records why the request is not resumed yet, for the error of a later timeout."""
+        self._last_error = cause
 
     def fail(self, error: RemoteError) -> None:
         """Ends the request with an error, after what is buffered."""
@@ -196,11 +201,11 @@ class RequestState:
     def cancel(self) -> None:
         """Asks the coordinator to cancel; the stream ends with Finished("cancelled")."""
         if not self.ended and self.on_cancel is not None:
-            self.cancel_asked = True
+            self.cancel_requested = True
             self.on_cancel(self)
 
     def finish_cancelled(self) -> None:
-        """Ends the request as a coordinator does that cancels it: there is none to ask."""
+        """Ends the request as cancelled, without a coordinator."""
         if self.ended:
             return
         num_prompt_tokens = self.accepted.prompt_tokens if self.accepted else 0
@@ -210,17 +215,19 @@ class RequestState:
         self._end(None)
 
     def abandon(self) -> None:
-        """Nobody reads any more: cancels, and forgets what is buffered."""
+        """Cancels the request because its reader has left; drops the buffer."""
         if not self.ended:
-            self._give_up(errors.make(code_pb2.CANCELLED, "the stream was closed by its reader"))
+            self._abort(errors.make(code_pb2.CANCELLED, "the stream was closed by its reader"))
         self._buffer.clear()
-        self._late.clear()
+        self._overflow.clear()
 
     async def next(self) -> Event | None:
-        """The next event; None after the last. For one reader at a time, whose end is a cancel.
+        """Returns the next event; None after the last one. Allows one reader at a time.
+
+        If the reading task is cancelled, the request is cancelled too.
 
         Raises:
-            RemoteError: the request failed.
+            RemoteError: The request failed.
         """
         while not self._buffer:
             if (arrival := self._arrival()) is None:
@@ -230,14 +237,17 @@ class RequestState:
             except asyncio.CancelledError:
                 self.abandon()
                 raise
-        self._join_late()
+        self._join_overflow()
         return self._buffer.popleft()
 
     async def read(self, reader: object = None) -> list[Event]:
-        """All that is there, at least one event; empty after the last. Otherwise as `next`.
+        """Returns all buffered events, waiting for at least one; empty after the last one.
 
         Args:
-            reader: is kept alive until then.
+            reader: Object that the call keeps alive while it waits.
+
+        Raises:
+            RemoteError: The request failed.
         """
         while not self._buffer:
             if (arrival := self._arrival()) is None:
@@ -247,15 +257,15 @@ class RequestState:
             except asyncio.CancelledError:
                 self.abandon()
                 raise
-        self._join_late()
+        self._join_overflow()
         found = list(self._buffer)
         self._buffer.clear()
         return found
 
     def _arrival(self) -> asyncio.Future[None] | None:
-        """Done when something has come; None: nothing more will. Raises as `next` does."""
+        """Returns a future that is done when an event arrives; None: no further event will."""
         if self._error is not None:
-            # A new instance each time: one that is raised twice grows its traceback.
+            # A new instance each time: raising one instance twice would extend its traceback.
             raise errors.from_baton(self._error)
         if self.ended:
             return None
@@ -274,7 +284,7 @@ class RequestState:
             then = f"{first.prompt_tokens} for {first.model!r}"
             message = f"this coordinator would continue another request: {now}, not {then}"
             cause = errors.make(code_pb2.FAILED_PRECONDITION, message)
-            return self._give_up(not_resumed(cause))
+            return self._abort(resume_failed(cause))
         if self.resuming:
             self.resuming = False
             self.num_resumes += 1
@@ -285,7 +295,7 @@ class RequestState:
         self._revision = delta.revision or self._revision
         num_known = len(self.token_ids) - delta.offset
         if num_known < 0:
-            return self._give_up(
+            return self._abort(
                 errors.make(
                     code_pb2.DATA_LOSS,
                     f"tokens {len(self.token_ids)} to {delta.offset - 1} of the output are missing",
@@ -295,17 +305,17 @@ class RequestState:
             if num_known >= len(delta.token_ids):
                 return None
             if delta.text:
-                return self._give_up(
+                return self._abort(
                     errors.make(
                         code_pb2.DATA_LOSS,
-                        f"tokens from {delta.offset} came again together with new ones: which part "
-                        "of their text is new cannot be told",
+                        f"tokens from {delta.offset} were repeated with new tokens: the text "
+                        "of the new tokens is unknown",
                     )
                 )
         tokens = events.tokens(delta, num_known)
         self.token_ids.extend(tokens.token_ids)
         self._num_text_chars += len(tokens.text)
-        self._num_fruitless_losses = 0
+        self._num_losses_without_progress = 0
         self._put(tokens)
         return None
 
@@ -313,36 +323,38 @@ class RequestState:
         buffer = self._buffer
         is_full = len(buffer) >= self._max_buffered_events
         if is_full and isinstance(event, Tokens) and isinstance(last := buffer[-1], Tokens):
-            self._late = self._late or [last]
-            self._late.append(event)
+            self._overflow = self._overflow or [last]
+            self._overflow.append(event)
         else:
-            self._join_late()
+            self._join_overflow()
             buffer.append(event)
         if self._waiter is not None:
             self._wake()
 
-    def _join_late(self) -> None:
-        if self._late:
-            self._buffer[-1], self._late = Tokens.joined(self._late), []
+    def _join_overflow(self) -> None:
+        if self._overflow:
+            self._buffer[-1], self._overflow = Tokens.joined(self._overflow), []
 
     def _on_deadline(self, timeout_s: float) -> None:
-        came = f"{len(self.token_ids)} tokens had come" if self.token_ids else "no token had come"
+        progress = (
+            f"{len(self.token_ids)} tokens received" if self.token_ids else "no token received"
+        )
         if self.accepted is None:
-            came = "no coordinator had accepted it"
-        message = f"no end within the request's {timeout_s:g} s: {came}"
-        self._give_up(errors.make(code_pb2.DEADLINE_EXCEEDED, message))
+            progress = "no coordinator had accepted it"
+        message = f"the request did not end within its timeout of {timeout_s:g} s: {progress}"
+        self._abort(errors.make(code_pb2.DEADLINE_EXCEEDED, message))
 
     def _on_resume_timeout(self, timeout_s: float) -> None:
-        assert self._cause is not None
-        self._give_up(not_resumed(self._cause, timeout_s))
+        assert self._last_error is not None
+        self._abort(resume_failed(self._last_error, timeout_s))
 
     def _stop_resume_timer(self) -> None:
         if self._resume_by is not None:
             self._resume_by.cancel()
             self._resume_by = None
 
-    def _give_up(self, error: RemoteError) -> None:
-        """Ends the request from this side: the coordinator is told, then it is over here."""
+    def _abort(self, error: RemoteError) -> None:
+        """Ends the request with an error and tells its holder, which cancels it remotely."""
         on_cancel = self.on_cancel
         self._end(error)
         if on_cancel is not None:

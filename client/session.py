@@ -1,4 +1,4 @@
-"""One `Inference.Session` stream: any number of requests, multiplexed."""
+"""One `Inference.Session` stream, which multiplexes any number of requests."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from baton.client import errors
 from baton.client.request_state import RequestState
-from baton.client.resume import MAX_UNACCEPTED
+from baton.client.retry_policy import MAX_UNACCEPTED
 from baton.runtime.errors import RemoteError
 from baton.runtime.rpc import MAX_MESSAGE_BYTES
 from baton.v1 import inference_pb2, inference_pb2_grpc
 
-# Of the message around a request.
+# Size limit of the fields around a request in its message.
 _ENVELOPE_BYTES = 64
-# What one message may carry of what waits; a submission that is longer goes by itself.
+# Limits of a batch of queued messages; a longer submission is sent by itself.
 _MAX_BATCH, _MAX_BATCH_BYTES = 64, 2**20
-_ENDED_UNDER_A_WRITE, _ASK_TIMEOUT_S = "Internal error from Core", 2.0
-# Ends of the whole stream that the same requests would meet again, unless they say when to come.
+_ENDED_UNDER_A_WRITE, _HEALTH_TIMEOUT_S = "Internal error from Core", 2.0
+# Errors of the whole stream that a new stream would meet again, unless they say when to retry.
 _REFUSALS = {
     code_pb2.UNAUTHENTICATED,
     code_pb2.PERMISSION_DENIED,
@@ -32,9 +32,9 @@ _REFUSALS = {
 
 
 def check_size(request: inference_pb2.GenerateRequest) -> None:
-    """Raises InvalidArgumentError when a request is larger than one message may be.
+    """Raises InvalidArgumentError if a request exceeds gRPC's message size limit.
 
-    Sent anyway it would end the stream, and with it everyone else's requests.
+    Sending it would end the stream for all requests of the session.
     """
     num_bytes = request.ByteSize() + _ENVELOPE_BYTES
     if num_bytes > MAX_MESSAGE_BYTES:
@@ -48,9 +48,10 @@ class SessionEnd:
     """How a session ended.
 
     Attributes:
-        served: something came from the coordinator.
-        refused: by a coordinator that is there, or a proxy that does not reach it: nothing that was
-            submitted has been taken.
+        error: Error with which the stream ended.
+        served: The coordinator sent at least one message.
+        refused: A coordinator refused the stream, or a proxy did not reach the coordinator: no
+            submitted request was accepted.
     """
 
     error: RemoteError
@@ -58,26 +59,27 @@ class SessionEnd:
     refused: bool
 
     @property
-    def hopeless(self) -> bool:
-        """Whether it would not be otherwise the next time."""
+    def permanent(self) -> bool:
+        """Whether another attempt would fail in the same way."""
         return self.error.code in _REFUSALS and self.error.retry_after_s is None
 
 
 class Session:
-    """A stream that is opened once and ends once. What is left of its requests is its owner's.
+    """A stream that is opened once and ends once. The connector owns it and its unended requests.
 
-    What waits to be sent is bounded by the requests: at most a submission or a cancel each. Of
-    requests that resume, MAX_UNACCEPTED are sent at a time.
+    The send queue holds at most one submission or cancel per request. At most MAX_UNACCEPTED
+    resumed requests are sent before the coordinator accepts them.
 
     Args:
-        channel: not shared with another session.
-        address: for messages.
-        on_open: called once when there is a connection.
-        on_refused: gets a request that may be submitted again (it resumes, retries, or the
-            coordinator stops), and why the coordinator did not accept it.
+        channel: Channel of this session only.
+        address: Address of the coordinator, for error messages.
+        on_open: Called once when the connection is open.
+        on_refused: Called with a request that may be submitted again (it resumes, may retry, or
+            the coordinator is restarting) and the error of the refusal.
 
     Attributes:
-        leaving: the coordinator stops, and said so: it takes nothing new.
+        address: Address of the coordinator.
+        draining: The coordinator has said that it is restarting: it accepts no new requests.
     """
 
     def __init__(
@@ -97,46 +99,46 @@ class Session:
         ] = stub.Session()
         self._requests: dict[int, RequestState] = {}
         self._last_number = 0
-        # By stream number: submissions not sent yet, streams to cancel, resubmissions that wait
-        # for their turn, and those that were sent and not answered.
+        # By stream number: submissions to send, streams to cancel, resumed requests that wait for
+        # one of MAX_UNACCEPTED slots, and resumed requests that were sent and not answered.
         self._submits: dict[int, inference_pb2.Submit] = {}
         self._cancels: dict[int, None] = {}
-        self._held: dict[int, None] = {}
+        self._held_resumes: dict[int, None] = {}
         self._unaccepted: set[int] = set()
         self._to_send = asyncio.Event()
         self._closed = False
         self._served = False
-        self.leaving = False
+        self.draining = False
 
     @property
     def closed(self) -> bool:
-        """Whether the stream has ended: nothing can be submitted any more."""
+        """Whether the stream has ended, so that no request can be submitted."""
         return self._closed
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended."""
+        """Number of requests that have not ended."""
         return len(self._requests)
 
     def submit(self, state: RequestState) -> None:
-        """Queues a request for sending."""
+        """Queues a request for submission."""
         state.number = number = self._next_number()
         state.address = self.address
         state.on_cancel = self._cancel
         self._requests[number] = state
         if state.resuming:
-            self._held[number] = None
-            self._send_held()
+            self._held_resumes[number] = None
+            self._send_held_resumes()
         else:
             self._send(number, state.message())
 
     def release(self) -> list[RequestState]:
-        """Lets go of the requests that have not ended."""
+        """Returns the requests that have not ended and forgets them."""
         left, self._requests = list(self._requests.values()), {}
         return left
 
     async def run(self) -> SessionEnd:
-        """Serves until the stream ends; its tasks are gone when this returns."""
+        """Serves until the stream ends; its tasks have ended when this returns."""
         writer = asyncio.create_task(self._write(), name="baton session writer")
         try:
             reached = await self._connected()
@@ -145,7 +147,7 @@ class Session:
             end = await self._read(reached)
             task = asyncio.current_task()
             if task is not None and task.cancelling():
-                # gRPC drops a cancellation that comes just as a call fails to connect.
+                # gRPC swallows a cancellation that coincides with a failure to connect.
                 raise asyncio.CancelledError
             return end
         finally:
@@ -155,9 +157,9 @@ class Session:
             await asyncio.gather(writer, return_exceptions=True)
 
     async def _connected(self) -> bool:
-        """Whether the connection comes about; the call fails when it does not.
+        """Waits for the connection; returns whether it is open.
 
-        The call's own wait_for_connection returns before there is any.
+        The call's own wait_for_connection returns before the connection is open.
         """
         while (state := self._channel.get_state()) is not grpc.ChannelConnectivity.READY:
             if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE or self._call.done():
@@ -166,46 +168,47 @@ class Session:
         return True
 
     async def _read(self, reached: bool) -> SessionEnd:
-        """Hands out events until the stream ends; returns how it did."""
+        """Dispatches events until the stream ends; returns how it ended."""
         try:
             while isinstance(batch := await self._call.read(), inference_pb2.SessionEvents):
                 self._served = True
                 for event in batch.events:
-                    self._hand_out(event)
+                    self._dispatch(event)
         except grpc.RpcError as error:
             cause = await self._cause(error)
-            refused = cause.code in _REFUSALS or errors.by_proxy(cause)
+            refused = cause.code in _REFUSALS or errors.is_from_proxy(cause)
             if refused or not reached:
                 return SessionEnd(cause, self._served, refused)
             return self._lost(error.details() or str(cause))
         return self._lost("ended by the coordinator")  # grpc.aio.EOF
 
     async def _cause(self, error: grpc.RpcError) -> RemoteError:
-        """What ended the stream; gRPC does not tell when that was while something was written.
+        """Returns the error that ended the stream.
 
-        Where nothing came before, whoever answers says the same to another call.
+        gRPC hides the error if the stream ended during a write. If nothing was received before, a
+        health check call gets the same error from the server.
         """
         if error.details() == _ENDED_UNDER_A_WRITE and not self._served:
             stub = health_pb2_grpc.HealthStub(self._channel)
             try:
-                await stub.Check(health_pb2.HealthCheckRequest(), timeout=_ASK_TIMEOUT_S)
-            except grpc.RpcError as told:
-                error = told
+                await stub.Check(health_pb2.HealthCheckRequest(), timeout=_HEALTH_TIMEOUT_S)
+            except grpc.RpcError as hidden:
+                error = hidden
         return errors.from_rpc_error(error, self.address)
 
-    def _hand_out(self, event: inference_pb2.SessionEvent) -> None:
+    def _dispatch(self, event: inference_pb2.SessionEvent) -> None:
         number = event.stream
         state = self._requests.get(number)
         if state is None:
-            return  # Cancelled here while this was under way.
+            return  # The request was cancelled here while the event was in flight.
         resumes = number in self._unaccepted
         if resumes:
             self._answered(number)
         if event.HasField("failed"):
             error = errors.from_message(event.failed)
-            self.leaving |= errors.restarting(error)
+            self.draining |= errors.is_restarting(error)
             again = resumes and state.resuming
-            if again or state.may_retry or errors.restarting(error):
+            if again or state.may_retry or errors.is_restarting(error):
                 del self._requests[number]
                 self._on_refused(state, error)
                 return
@@ -229,11 +232,11 @@ class Session:
         self._submits[number] = inference_pb2.Submit(stream=number, request=request)
         self._to_send.set()
 
-    def _send_held(self) -> None:
-        """Sends resubmissions as far as there is room among those without an answer."""
-        while self._held and len(self._unaccepted) < MAX_UNACCEPTED:
-            number = next(iter(self._held))
-            del self._held[number]
+    def _send_held_resumes(self) -> None:
+        """Sends resumed requests while fewer than MAX_UNACCEPTED are unanswered."""
+        while self._held_resumes and len(self._unaccepted) < MAX_UNACCEPTED:
+            number = next(iter(self._held_resumes))
+            del self._held_resumes[number]
             state = self._requests[number]
             message = state.message()
             try:
@@ -247,13 +250,13 @@ class Session:
 
     def _answered(self, number: int) -> None:
         self._unaccepted.discard(number)
-        self._send_held()
+        self._send_held_resumes()
 
     def _cancel(self, state: RequestState) -> None:
         number = state.number
-        if self._submits.pop(number, None) is not None or number in self._held:
-            # The coordinator never heard of it.
-            self._held.pop(number, None)
+        if self._submits.pop(number, None) is not None or number in self._held_resumes:
+            # The request was never sent.
+            self._held_resumes.pop(number, None)
             state.finish_cancelled()
         else:
             self._cancels[number] = None
@@ -263,7 +266,7 @@ class Session:
             self._answered(number)
 
     async def _write(self) -> None:
-        """What comes while a message is being written follows as one."""
+        """Sends queued messages; those that queue up during a write are sent as one batch."""
         try:
             while True:
                 while self._submits or self._cancels:
@@ -275,13 +278,13 @@ class Session:
                 self._to_send.clear()
                 await self._to_send.wait()
         except (grpc.RpcError, asyncio.InvalidStateError):
-            # The stream ended; the reader learns why and tells everyone.
+            # The stream ended; `_read` gets the error and handles it.
             return
 
     def _next_messages(self) -> list[inference_pb2.SessionRequest]:
-        """Takes out what goes next: as many as one message may hold, cancels first.
+        """Takes the next batch from the queue, cancels first: they free capacity.
 
-        They make room for what is submitted, and are never of what still waits here.
+        A request in the queue of submissions has no entry in the queue of cancels.
         """
         found, num_bytes = list[inference_pb2.SessionRequest](), 0
         while self._cancels and len(found) < _MAX_BATCH:

@@ -1,4 +1,4 @@
-"""One connection per coordinator for short questions, whoever asks them."""
+"""One shared gRPC channel per coordinator for short calls with different credentials."""
 
 from __future__ import annotations
 
@@ -14,27 +14,29 @@ from baton.runtime.dial import Dial
 
 @dataclass(slots=True, eq=False)
 class _Shared:
-    """A channel and who uses it.
+    """A channel and the number of its users.
 
     Attributes:
-        version: of the TLS files that it was made with.
-        left: nobody new is to use it.
+        channel: The channel.
+        version: Version of the TLS files with which the channel was opened.
+        num_users: Number of calls that use the channel now.
+        discarded: The channel gets no new users and is closed after its last one.
     """
 
     channel: grpc.aio.Channel
     version: int
     num_users: int = 0
-    left: bool = False
+    discarded: bool = False
 
 
 class SharedChannels:
-    """Owns at most one channel per address, beside those that are still in use when replaced.
+    """Owns one channel per address, plus replaced channels that are still in use.
 
-    A question brings its own credential as metadata: strangers cost calls, and no connections.
+    Each call sends its own credential as metadata, so that many callers share one connection.
 
     Args:
-        dial: how; a channel is replaced when its TLS files have changed.
-        interceptors: of the channels' calls.
+        dial: Connection settings; a channel is replaced when its TLS files have changed.
+        interceptors: Interceptors of the channels' calls.
     """
 
     def __init__(self, dial: Dial, interceptors: Sequence[grpc.aio.ClientInterceptor] = ()) -> None:
@@ -42,12 +44,12 @@ class SharedChannels:
         self._channels: dict[str, _Shared] = {}
 
     @contextlib.asynccontextmanager
-    async def to(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
-        """The channel to host:port, for one question."""
+    async def use(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
+        """Yields the channel to an address (host:port) for one call."""
         version = self._dial.version
         shared = self._channels.get(address)
         if shared is not None and shared.version != version:
-            await self.leave(address, shared.channel)
+            await self.discard(address, shared.channel)
             shared = self._channels.get(address)
         if shared is None:
             channel = rpc.channel(address, dial=self._dial, interceptors=self._interceptors)
@@ -59,20 +61,20 @@ class SharedChannels:
             shared.num_users -= 1
             await _close_unused(shared)
 
-    async def leave(self, address: str, channel: grpc.aio.Channel) -> None:
-        """The next question opens another channel: this one does not reach anybody."""
+    async def discard(self, address: str, channel: grpc.aio.Channel) -> None:
+        """Discards a channel that does not reach its server; the next call opens a new one."""
         shared = self._channels.get(address)
         if shared is not None and shared.channel is channel:
             del self._channels[address]
-            shared.left = True
+            shared.discarded = True
             await _close_unused(shared)
 
     async def aclose(self) -> None:
-        """Closes all that nobody uses, the others with their last question; idempotent."""
+        """Closes unused channels now and used channels after their last call; idempotent."""
         for address, shared in tuple(self._channels.items()):
-            await self.leave(address, shared.channel)
+            await self.discard(address, shared.channel)
 
 
 async def _close_unused(shared: _Shared) -> None:
-    if shared.left and not shared.num_users:
+    if shared.discarded and not shared.num_users:
         await shared.channel.close()

@@ -1,4 +1,4 @@
-"""What the caller of a request reads."""
+"""The stream of one request's events, for the caller."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from baton.runtime.closing import AsyncClosing
 
 
 class TokenStream(AsyncClosing):
-    """The events of one request: `async for event in stream`, by one reader.
+    """The events of one request: `async for event in stream`, for one reader.
 
-    Leaving is enough to cancel: `aclose`, the end of an `async with`, a cancelled task that reads,
-    and dropping the stream (as `break` out of `async for event in client.generate(...)` does).
+    The request is cancelled when the reader leaves: by `aclose`, by the end of an `async with`, if
+    the reading task is cancelled, and if the stream is dropped (for example by a `break` out of
+    `async for event in client.generate(...)`).
     """
 
     def __init__(self, state: RequestState) -> None:
@@ -27,38 +28,38 @@ class TokenStream(AsyncClosing):
 
     @property
     def request_id(self) -> str:
-        """As submitted, or as the coordinator assigned it; empty until it did."""
+        """The submitted ID, or the ID that the coordinator assigned; empty before that."""
         return self._state.request_id
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """Everything received so far, also after a failure and ahead of what was read."""
+        """All output tokens received so far, including unread ones, also after a failure."""
         return tuple(self._state.token_ids)
 
     @property
     def address(self) -> str | None:
-        """Of the coordinator that has accepted it; None while none has, first or again."""
+        """Coordinator that has accepted the request; None before that and while it resumes."""
         is_with_one = self._state.accepted is not None and not self._state.resuming
         return self._state.address if is_with_one else None
 
     @property
     def num_resumes(self) -> int:
-        """How often the request went on at a coordinator after its session was lost."""
+        """How often the request was resumed after its session was lost."""
         return self._state.num_resumes
 
     @property
     def num_buffered(self) -> int:
-        """Events received and not read."""
+        """Number of received events that were not read yet."""
         return self._state.num_buffered
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Event:
-        """The next event.
+        """Returns the next event.
 
         Raises:
-            RemoteError: the request failed; a subclass from client/errors.py.
+            RemoteError: The request failed; a subclass from client/errors.py.
         """
         event = await self._state.next()
         if event is None:
@@ -66,22 +67,22 @@ class TokenStream(AsyncClosing):
         return event
 
     def read(self) -> Coroutine[None, None, list[Event]]:
-        """All events that are there, waiting for one; empty after the last.
+        """Returns all buffered events, waiting for at least one; empty after the last one.
 
-        For who passes them on: at one wake-up for whatever has come together.
+        Cheaper than `anext` for callers that forward events: one wake-up for several events.
 
         Raises:
-            RemoteError: the request failed.
+            RemoteError: The request failed.
         """
-        # Not a coroutine around the other one: that would cost again with every token. The stream
-        # goes along, or one that nobody else holds would be dropped, and so cancelled.
+        # Returns the inner coroutine, because a second one would add a cost per token. `self` is
+        # passed along to keep the stream alive: dropping the stream cancels the request.
         return self._state.read(self)
 
     async def complete(self) -> Completion:
-        """Reads to the end and returns the whole answer.
+        """Reads to the end and returns the complete output.
 
         Raises:
-            RemoteError: the request failed.
+            RemoteError: The request failed.
         """
         parts: list[Tokens] = []
         finished: Finished | None = None
@@ -92,13 +93,13 @@ class TokenStream(AsyncClosing):
                 finished = event
         if finished is None:
             raise errors.make(code_pb2.DATA_LOSS, "the stream ended without its last event")
-        # Cancelled soon enough, it was never accepted.
+        # A request that was cancelled early may never have been accepted.
         accepted = self._state.accepted
         model = accepted.model if accepted is not None else ""
         return Completion.of(self.request_id, model, parts, finished)
 
     def cancel(self) -> None:
-        """Asks the coordinator to stop; what is left to read ends with Finished("cancelled")."""
+        """Asks the coordinator to cancel; the stream then ends with Finished("cancelled")."""
         self._state.cancel()
 
     async def aclose(self) -> None:
@@ -106,6 +107,6 @@ class TokenStream(AsyncClosing):
         self._state.abandon()
 
     def __del__(self) -> None:
-        # The collector may run in any thread; a closed loop has no session left to tell.
+        # The garbage collector may run in any thread. If the loop is closed, so is the session.
         if not self._state.ended and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._state.abandon)

@@ -1,4 +1,4 @@
-"""Looking at a cell again and again: what `baton top` and the dashboard draw."""
+"""Fetches a cell's status repeatedly, for `baton top` and the dashboard."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ _MAX_DECISIONS = 20
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A cell at one moment.
+    """Status of a cell at one moment.
 
     Attributes:
-        address: of the coordinator that answered.
-        decisions: the last ones that changed a pool's size, newest first; None where nothing
-            scales the pools.
+        address: Address of the coordinator that responded.
+        status: The cell's status.
+        findings: Problems that the doctor finds in the status.
+        decisions: Latest scaling decisions that changed a pool's size, newest first; None if the
+            coordinator does not scale the pools.
     """
 
     address: str
@@ -39,15 +41,15 @@ class View:
 
 
 class Watcher(AsyncClosing):
-    """Keeps a connection to the coordinator that answered last: `async with Watcher(...)`.
+    """Queries the coordinators of a cell, the last one that responded first.
 
-    Any number may ask at a time, each with the credential of its own context.
+    `async with Watcher(...)`. Concurrent calls are allowed, each with its own credential.
 
     Args:
-        addresses: host:port of each; at least one.
-        tls: as AdminClient's.
-        api_key: as AdminClient's; asked for with every question.
-        timeout_s: of each call.
+        addresses: host:port of each coordinator; at least one.
+        tls: TLS files; None: no TLS.
+        api_key: API key, or a function that is called for the API key of every call.
+        timeout_s: Timeout of each call in seconds.
     """
 
     def __init__(
@@ -58,70 +60,72 @@ class Watcher(AsyncClosing):
         api_key: ApiKey = "",
         timeout_s: float = 3.0,
     ) -> None:
-        # The one that answered last is asked first.
+        # The coordinator that responded last comes first.
         self._addresses, self._timeout_s = list(addresses), timeout_s
         made = dial(tls, api_key)
         self._channels = SharedChannels(made, interceptors(made) if api_key else ())
 
     async def aclose(self) -> None:
-        """Closes the connection; idempotent. Looking opens another."""
+        """Closes the connections; idempotent. A later call opens a new one."""
         await self._channels.aclose()
 
     async def look(self, *, include_history: bool = False) -> View:
-        """The cell as it is now.
+        """Fetches the cell's current status.
 
         Raises:
-            RemoteError: no coordinator answers, or the one that did refuses.
+            RemoteError: No coordinator responds, or the coordinator refuses the call.
         """
-        return await self._ask(lambda admin: self._look(admin, include_history))
+        return await self._call_any(lambda admin: self._look(admin, include_history))
 
     async def request(self, request_id: str, tenant: str = "") -> admin_pb2.RequestInfo:
-        """One request, running or recently ended; as AdminClient.get_request.
+        """Fetches a request that runs or ended recently, like AdminClient.get_request.
 
         Raises:
-            RemoteError: as above; NotFoundError when there is none.
+            RemoteError: As in `look`; NotFoundError if there is no such request.
         """
-        return await self._ask(lambda admin: admin.get_request(request_id, tenant=tenant))
+        return await self._call_any(lambda admin: admin.get_request(request_id, tenant=tenant))
 
     async def requests(self, limit: int) -> list[admin_pb2.RequestInfo]:
-        """Those that run, and then those that ended last.
+        """Fetches at most `limit` requests: running requests first, then recently ended ones.
 
         Raises:
-            RemoteError: as above.
+            RemoteError: As in `look`.
         """
-        return await self._ask(lambda admin: admin.list_requests(include_ended=True, limit=limit))
+        return await self._call_any(
+            lambda admin: admin.list_requests(include_ended=True, limit=limit)
+        )
 
-    async def _ask(self, question: Callable[[AdminClient], Awaitable[T]]) -> T:
+    async def _call_any(self, call: Callable[[AdminClient], Awaitable[T]]) -> T:
         failures = list[RemoteError]()
         for address in tuple(self._addresses):
-            async with self._channels.to(address) as channel:
+            async with self._channels.use(address) as channel:
                 try:
-                    answer = await question(
-                        AdminClient.over(channel, address, timeout_s=self._timeout_s)
+                    response = await call(
+                        AdminClient.from_channel(channel, address, timeout_s=self._timeout_s)
                     )
                 except errors.UnavailableError as error:
                     failures.append(error)
-                    await self._channels.leave(address, channel)
+                    await self._channels.discard(address, channel)
                     continue
             self._addresses.remove(address)
             self._addresses.insert(0, address)
-            return answer
-        raise errors.of_all(failures)
+            return response
+        raise errors.combine(failures)
 
     @staticmethod
     async def _look(admin: AdminClient, include_history: bool) -> View:
         status = await admin.get_status(include_history=include_history)
         decisions: tuple[admin_pb2.ScalingDecision, ...] | None = None
-        # Of a coordinator that starts no workers; of an older one.
+        # Raised by a coordinator that does not start workers, or that is older than this call.
         with contextlib.suppress(errors.FailedPreconditionError, errors.UnimplementedError):
-            decisions = _changes(await admin.list_decisions())
+            decisions = _size_changes(await admin.list_decisions())
         return View(admin.address, status, tuple(diagnose(status)), decisions)
 
 
-def _changes(
+def _size_changes(
     decisions: Sequence[admin_pb2.ScalingDecision],
 ) -> tuple[admin_pb2.ScalingDecision, ...]:
-    """The latest of them that changed a size, newest first."""
+    """Returns the latest decisions that changed a pool's size, newest first."""
     found = [one for one in decisions if one.from_workers != one.to_workers]
     found.sort(key=lambda one: one.at.ToNanoseconds(), reverse=True)
     return tuple(found[:_MAX_DECISIONS])

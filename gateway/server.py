@@ -197,14 +197,14 @@ async def _open(
 ) -> Cell:
     """Opens the clients of a cell; the stack closes them. The caller adds the cell to `cells`."""
 
-    def elsewhere(model: str) -> BatonClient | None:
+    def find_other_cell(model: str) -> BatonClient | None:
         return cells.other_client(cell, model)
 
     client = BatonClient(
         endpoints.coordinators,
         max_requests=_MAX_STREAMS,
         tls=tls,
-        elsewhere=elsewhere if has_others else None,
+        find_other_cell=find_other_cell if has_others else None,
     )
     watcher = Watcher(endpoints.coordinators, tls=tls, api_key=admin_credential.current_credential)
     cell = Cell(

@@ -1,4 +1,4 @@
-"""What the doctor says, and its words for numbers."""
+"""Findings of the doctor, and how it formats names and numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.v1 import admin_pb2, common_pb2
 
 
 class Kind(StrEnum):
-    """What a finding is about."""
+    """Kind of a finding; a fixed set for programs."""
 
     NETWORK = "network"
     QUEUE = "queue"
@@ -31,15 +31,15 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong.
+    """One problem of a cell.
 
     Attributes:
-        kind: of a fixed set, for programs.
-        what: is slow, in words.
-        stage: of a request, where its time goes.
-        evidence: numbers, one sentence each.
-        first: what to change first.
-        weight: how bad it is, beside others; 1 is at the limit.
+        kind: Kind of the problem.
+        what: Description of the problem.
+        stage: Stage of a request that takes the time.
+        evidence: Measurements, one sentence each.
+        first: Recommended first change.
+        weight: Severity relative to other findings; 1 is at the limit.
     """
 
     kind: Kind
@@ -50,8 +50,8 @@ class Finding:
     weight: float
 
 
-def more_workers(status: admin_pb2.GetStatusResponse) -> str:
-    """Which pool is behind, and how it grows."""
+def add_workers_advice(status: admin_pb2.GetStatusResponse) -> str:
+    """Advice to add workers to the pool that is overloaded."""
     pools = {pool.role: pool for pool in status.pools}
     decode = pools.get(common_pb2.ROLE_DECODE)
     full = decode is not None and (
@@ -62,34 +62,37 @@ def more_workers(status: admin_pb2.GetStatusResponse) -> str:
     num_serving = pool.num_serving if pool is not None else 0
     if pool is not None and pool.num_starting:
         return (
-            f"keep more {name} workers ready (scaling.{name}.min_workers): those that are starting "
-            "come too late"
+            f"keep more {name} workers ready (scaling.{name}.min_workers): the workers that are "
+            "starting come too late"
         )
     if pool is not None and pool.max_workers and num_serving >= pool.max_workers:
-        return f"raise scaling.{name}.max_workers: the pool is at its ceiling of {pool.max_workers}"
+        return f"raise scaling.{name}.max_workers: the pool is at its limit of {pool.max_workers}"
     return f"add a {name} worker: baton scale {name} {num_serving + 1}"
 
 
-def warm(name: str) -> str:
+def keep_warm_advice(name: str) -> str:
+    """Advice against cold starts of a pool."""
     return (
         f"keep workers warm (scaling.{name}.min_workers), scale sooner, or make the start shorter "
         "(weights on local disk, a warm compile cache)"
     )
 
 
-def parts(sums: Mapping[int, int]) -> str:
+def stage_breakdown(sums: Mapping[int, int]) -> str:
+    """The three stages that took the most time of late first tokens."""
     total = sum(sums.values()) or 1
     parts = sorted(sums.items(), key=lambda one: -one[1])[:3]
-    told = ", ".join(f"{stage_name(stage)} {percent(sum_us / total)}" for stage, sum_us in parts)
-    return f"of late first tokens the time went to: {told}"
+    listed = ", ".join(f"{stage_name(stage)} {percent(sum_us / total)}" for stage, sum_us in parts)
+    return f"time of late first tokens by stage: {listed}"
 
 
-def share(sums: Mapping[int, int], stages: Iterable[int]) -> float:
+def stage_share(sums: Mapping[int, int], stages: Iterable[int]) -> float:
+    """Share of the time that some stages took, from 0 to 1."""
     return sum(sums.get(stage, 0) for stage in stages) / (sum(sums.values()) or 1)
 
 
 def stage_name(stage: int) -> str:
-    """As people read it."""
+    """Name of a stage for people: "prefill queue"."""
     return enum_name(common_pb2.Stage.DESCRIPTOR, stage).replace("_", " ")
 
 

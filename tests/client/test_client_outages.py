@@ -15,7 +15,7 @@ from baton.client.errors import (
     UnavailableError,
     UnimplementedError,
 )
-from baton.client.resume import MAX_FRUITLESS_LOSSES
+from baton.client.retry_policy import MAX_LOSSES_WITHOUT_PROGRESS
 from baton.runtime import errors
 
 
@@ -156,7 +156,7 @@ async def test_an_outage_behind_a_proxy_is_waited_out(inference):
         client = await BatonClient(address, resume_timeout_s=120.0).__aenter__()
         stream, _ = await flowing(client, inference)
     async with proxy(503, address) as (_, answered):
-        for _ in range(MAX_FRUITLESS_LOSSES + 2):
+        for _ in range(MAX_LOSSES_WITHOUT_PROGRESS + 2):
             await asyncio.wait_for(answered.get(), TIMEOUT_S)
     async with serving(inference, address):
         await finish(await inference.connection(), 2, [3], "d")
@@ -168,7 +168,7 @@ async def test_an_outage_behind_a_proxy_is_waited_out(inference):
 async def test_an_outage_that_a_proxy_tells_of_as_grpc_does_is_waited_out(client, inference):
     stream, connection = await flowing(client, inference)
     connection.end()
-    for _ in range(MAX_FRUITLESS_LOSSES + 2):
+    for _ in range(MAX_LOSSES_WITHOUT_PROGRESS + 2):
         (await inference.connection()).end(errors.Unavailable("no healthy upstream"))
     await finish(await inference.connection(), 2, [3], "d")
     await rest(stream)

@@ -25,7 +25,7 @@ from baton.client.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from baton.client.resume import MAX_FRUITLESS_LOSSES
+from baton.client.retry_policy import MAX_LOSSES_WITHOUT_PROGRESS
 from baton.runtime import errors
 
 PASSING = [
@@ -204,7 +204,7 @@ async def test_resuming_waits_for_room_for_a_call(client, inference):
     """Also more often than sessions may be lost in a row."""
     stream, connection = await flowing(client, inference)
     connection.end()
-    for _ in range(MAX_FRUITLESS_LOSSES + 2):
+    for _ in range(MAX_LOSSES_WITHOUT_PROGRESS + 2):
         (await inference.connection()).end(FULL)
     await finish(await inference.connection(), 2, [3], "d")
     await rest(stream)

@@ -414,7 +414,7 @@ async def two_cells(inference, monkeypatch):
         there, _ = await stack.enter_async_context(serving(other))
         second = await stack.enter_async_context(BatonClient(there))
         client = await stack.enter_async_context(
-            BatonClient(address, elsewhere=lambda model: second if model in models else None)
+            BatonClient(address, find_other_cell=lambda model: second if model in models else None)
         )
         yield client, first, other, models
 

@@ -50,7 +50,7 @@ def test_any_losses_leave_the_output_as_it_is(output, max_buffered_events):
         events = []
         for end in sorted(ends):
             send(state, end)
-            state.lose(make(14, "lost"), 30)
+            state.on_session_lost(make(14, "lost"), 3600)
             while state.num_buffered and chosen.random() < 0.5:
                 events.append(await state.next())
         send(state, len(texts))

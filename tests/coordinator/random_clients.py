@@ -16,7 +16,7 @@ from google.rpc import code_pb2
 from hashed_output import NUM_TOKENS, is_last, most_tokens, text_of, undisturbed
 from random_conditions import TENANTS
 
-from baton.client.resume import retry_delay_s
+from baton.client.retry_policy import resume_retry_delay_s
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import StreamKey, Submission
 from baton.runtime.errors import AlreadyExists, BatonError, RemoteError
@@ -303,7 +303,7 @@ class RandomClients:
         if getattr(error, "reason", "") == _GONE or client.num_refusals > _MOST_REFUSALS:
             return None
         refusal = RemoteError(error.code, str(error), error.details())
-        return retry_delay_s(refusal, client.num_refusals, self._cell.chance.random())
+        return resume_retry_delay_s(refusal, client.num_refusals, self._cell.chance.random())
 
     def _is_justified(self, client: Client, error: BatonError) -> bool:
         """Whether a request may fail so, given what has happened in this run."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from virtual_cell import VirtualCell
 
-from baton.client.resume import backoff_s
+from baton.client.retry_policy import backoff_s
 from baton.coordinator.core.core import Core
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import StreamKey

@@ -1,4 +1,4 @@
-"""Why first tokens are late, or requests are refused."""
+"""Findings about late first tokens (TTFT) and refused requests."""
 
 from __future__ import annotations
 
@@ -7,33 +7,34 @@ from collections.abc import Iterator, Mapping
 from baton.client.doctor.findings import (
     Finding,
     Kind,
+    add_workers_advice,
+    keep_warm_advice,
     lane_of,
-    more_workers,
     ms,
-    parts,
     percent,
-    share,
-    warm,
+    stage_breakdown,
+    stage_share,
 )
 from baton.runtime.enum_names import role_name
 from baton.v1 import admin_pb2, common_pb2
 
-# Of fewer requests nothing is concluded.
+# Minimum number of requests, and of waits, for a finding.
 _MIN_REQUESTS, _MIN_WAITS = 8, 5
-# One tenant waits so many times longer than another.
+# A tenant that waits this many times longer than another one is treated unfairly.
 _UNFAIR = 4.0
-# A time to first token of so many targets is no longer a queue that a worker more would empty.
+# From this multiple of the TTFT target on, one more worker could not drain the queue.
 _EXPLODED = 10.0
-# Of the requests, refused: from here on it is worth a word.
-_SHED = 0.01
+# Share of refused requests that causes a finding.
+_REFUSED_SHARE = 0.01
 _NETWORK = (common_pb2.STAGE_NETWORK, common_pb2.STAGE_TOKENIZE)
 _PREFILL = (common_pb2.STAGE_PREFILL,)
 
 
-def first_tokens(
+def ttft_findings(
     status: admin_pb2.GetStatusResponse, lane: admin_pb2.LaneStatus
 ) -> Iterator[Finding]:
-    shed = _shed(lane)
+    """Yields why the first tokens of a lane are late or its requests are refused."""
+    shed = _refusals(lane)
     if shed is not None:
         yield shed
     target_us = lane.targets.ttft_ms * 1000
@@ -49,51 +50,51 @@ def first_tokens(
         return
     late: dict[int, int] = {one.stage: one.sum_us for one in lane.late}
     if not lane.num_late:
-        # None of those that wait has had a first token yet.
+        # No waiting request has had its first token yet.
         late = {common_pb2.STAGE_QUEUE: oldest_us}
     finding = _cold_start(status, lane)
-    # Where one tenant waits and others do not, no worker is missing.
+    # If only one tenant waits, adding a worker does not help.
     if finding is None and unfair is None:
-        if share(late, _NETWORK) >= 0.5:
+        if stage_share(late, _NETWORK) >= 0.5:
             finding = _network(lane, late)
-        elif share(late, _PREFILL) >= 0.5:
+        elif stage_share(late, _PREFILL) >= 0.5:
             finding = _slow_prefill(lane, late)
         elif shed is None and max(lane.ttft.p99_us, oldest_us) >= _EXPLODED * target_us:
-            finding = _exploded(status, lane, oldest_us)
+            finding = _overload(status, lane, oldest_us)
         elif shed is None:
             finding = _queue(status, lane, late, oldest_us)
     if finding is not None:
         yield finding
 
 
-def _late(lane: admin_pb2.LaneStatus) -> str:
-    """How late first tokens are."""
+def _ttft_evidence(lane: admin_pb2.LaneStatus) -> str:
+    """Evidence: TTFT percentiles and the target."""
     return (
         f"TTFT p50 {ms(lane.ttft.p50_us)}, p95 {ms(lane.ttft.p95_us)}, p99 "
         f"{ms(lane.ttft.p99_us)}; the target is {lane.targets.ttft_ms} ms "
-        f"(p{lane.targets.percentile:g}), kept by {percent(lane.ttft_attained)} of "
+        f"(p{lane.targets.percentile:g}), met by {percent(lane.ttft_attained)} of "
         f"{lane.ttft.num} requests"
     )
 
 
-def _over(lane: admin_pb2.LaneStatus, oldest_us: int = 0) -> float:
-    """How many times its target the time to first token is."""
+def _times_target(lane: admin_pb2.LaneStatus, oldest_us: int = 0) -> float:
+    """TTFT as a multiple of its target."""
     return max(lane.ttft.p95_us, oldest_us) / (lane.targets.ttft_ms * 1000)
 
 
 def _network(lane: admin_pb2.LaneStatus, late: Mapping[int, int]) -> Finding:
-    evidence = [_late(lane), parts(late)]
+    evidence = [_ttft_evidence(lane), stage_breakdown(late)]
     if lane.tiny.num:
         evidence.append(f"prompts of 64 tokens and less take {ms(lane.tiny.p50_us)} (p50) too")
     return Finding(
         Kind.NETWORK,
-        f"{lane_of(lane)}: first tokens are late whatever the prompt's length: the time "
-        "goes between the processes",
+        f"{lane_of(lane)}: first tokens are late for prompts of any length: the time "
+        "is spent between the processes",
         "network",
         tuple(evidence),
-        "look at the way between coordinator and workers (round trips, a busy coordinator core, "
-        "workers in another zone); no worker more would help",
-        _over(lane),
+        "check the network between coordinator and workers (round trips, a busy coordinator CPU, "
+        "workers in another zone); more workers do not help",
+        _times_target(lane),
     )
 
 
@@ -101,20 +102,20 @@ def _slow_prefill(lane: admin_pb2.LaneStatus, late: Mapping[int, int]) -> Findin
     prefill = next(
         (one.times for one in lane.stages if one.stage == common_pb2.STAGE_PREFILL), None
     )
-    evidence = [_late(lane), parts(late)]
+    evidence = [_ttft_evidence(lane), stage_breakdown(late)]
     if prefill is not None:
         evidence.append(f"prefill p50 {ms(prefill.p50_us)}, p95 {ms(prefill.p95_us)}")
     if lane.itl.num:
-        evidence.append(f"once tokens flow they are fast: ITL p95 {ms(lane.itl.p95_us)}")
+        evidence.append(f"later tokens are fast: ITL p95 {ms(lane.itl.p95_us)}")
     return Finding(
         Kind.PREFILL,
         f"{lane_of(lane)}: a long silence, then fast: computing the prompts takes the time",
         "prefill",
         tuple(evidence),
         "give prefill faster workers (more tensor parallelism or a faster GPU; a prompt runs on "
-        "one worker, so that more workers do not shorten it), let prompts share prefixes, or "
+        "one worker, so more workers do not help), let prompts share prefixes, or "
         "limit them (lanes.*.max_prompt_tokens)",
-        _over(lane),
+        _times_target(lane),
     )
 
 
@@ -125,10 +126,10 @@ def _queue(
     oldest_us: int,
 ) -> Finding:
     evidence = [
-        _late(lane),
-        parts(late),
-        f"without the queues it would be p95 {ms(lane.served.p95_us)}",
-        f"{lane.info.num_queued} wait, the longest for {ms(oldest_us)}",
+        _ttft_evidence(lane),
+        stage_breakdown(late),
+        f"without queueing, TTFT would be p95 {ms(lane.served.p95_us)}",
+        f"{lane.info.num_queued} requests wait, the oldest for {ms(oldest_us)}",
     ]
     if lane.tiny.num >= _MIN_WAITS and lane.tiny.p50_us > lane.targets.ttft_ms * 1000:
         evidence.append(f"prompts of 64 tokens and less take {ms(lane.tiny.p50_us)} (p50) too")
@@ -140,45 +141,47 @@ def _queue(
         f"{lane_of(lane)}: fast alone, slow under load: requests wait for a worker",
         "queue",
         tuple(evidence),
-        more_workers(status),
-        _over(lane, oldest_us),
+        add_workers_advice(status),
+        _times_target(lane, oldest_us),
     )
 
 
-def _exploded(
+def _overload(
     status: admin_pb2.GetStatusResponse, lane: admin_pb2.LaneStatus, oldest_us: int
 ) -> Finding:
     name = lane_of(lane)
-    limit = "has no limit" if not lane.HasField("admission_ttft") else "has a limit that is too lax"
+    limit = (
+        "has no limit" if not lane.HasField("admission_ttft") else "has a limit that is too high"
+    )
     return Finding(
         Kind.ADMISSION,
-        f"{name}: latency explodes: more is let in than can be served",
+        f"{name}: latency explodes: more requests are admitted than can be served",
         "queue",
         (
-            _late(lane),
-            f"{lane.info.num_queued} wait, the longest for {ms(oldest_us)}; "
-            f"{lane.num_admitted} were let in, {lane.num_ended} ended",
-            f"without the queues it would be p95 {ms(lane.served.p95_us)}",
+            _ttft_evidence(lane),
+            f"{lane.info.num_queued} requests wait, the oldest for {ms(oldest_us)}; "
+            f"{lane.num_admitted} were admitted, {lane.num_ended} ended",
+            f"without queueing, TTFT would be p95 {ms(lane.served.p95_us)}",
             f"admission {limit} (lanes.{name}.ttft_ms)",
         ),
-        f"set lanes.{name}.ttft_ms, so that what would be late is refused at once with the time to "
-        f"come back; then {more_workers(status)}",
-        _over(lane, oldest_us),
+        f"set lanes.{name}.ttft_ms, so that requests that would be late are refused at once with a "
+        f"retry time; then {add_workers_advice(status)}",
+        _times_target(lane, oldest_us),
     )
 
 
-def _shed(lane: admin_pb2.LaneStatus) -> Finding | None:
+def _refusals(lane: admin_pb2.LaneStatus) -> Finding | None:
     num_shed = sum(lane.sheds.values())
-    num_asked = num_shed + lane.num_admitted
-    if num_shed < _MIN_WAITS or num_shed < _SHED * num_asked:
+    num_requests = num_shed + lane.num_admitted
+    if num_shed < _MIN_WAITS or num_shed < _REFUSED_SHARE * num_requests:
         return None
     worst = max(lane.sheds, key=lambda reason: lane.sheds[reason])
     cures = {
-        "queue_full": "add workers to the pool that is behind, or raise lanes.*.max_queued where a "
+        "queue_full": "add workers to the overloaded pool, or raise lanes.*.max_queued if a "
         "longer wait is better than a refusal",
-        "too_late": "add prefill workers, or raise the time to first token that is asked for",
-        "tenant_rate": "raise tenants.NAME.tokens_per_s of those who are refused, or leave it: "
-        "others are not affected",
+        "too_late": "add prefill workers, or raise the TTFT target of the requests",
+        "tenant_rate": "raise tenants.NAME.tokens_per_s of the refused tenants, or leave it: "
+        "other tenants are not affected",
         "too_many_requests": "raise coordinator.max_running_requests, or add workers",
         "session_full": "raise coordinator.max_requests_per_session, or use more sessions",
     }
@@ -187,11 +190,11 @@ def _shed(lane: admin_pb2.LaneStatus) -> Finding | None:
     )
     return Finding(
         Kind.ADMISSION,
-        f"{lane_of(lane)}: {percent(num_shed / num_asked)} of the requests are refused",
+        f"{lane_of(lane)}: {percent(num_shed / num_requests)} of the requests are refused",
         "admission",
-        (f"{num_shed} of {num_asked} were not admitted: {reasons}",),
-        cures.get(worst, "add workers to the pool that is behind"),
-        1 + 10 * num_shed / num_asked,
+        (f"{num_shed} of {num_requests} were not admitted: {reasons}",),
+        cures.get(worst, "add workers to the overloaded pool"),
+        1 + 10 * num_shed / num_requests,
     )
 
 
@@ -217,21 +220,21 @@ def _unfair(lane: admin_pb2.LaneStatus) -> Finding | None:
     ]
     if is_big:
         first = (
-            f"nothing, if {worst.tenant} asks for more than its share: only it waits; otherwise "
+            f"nothing, if {worst.tenant} exceeds its share: only this tenant waits; otherwise "
             f"raise tenants.{worst.tenant}.weight, or add workers"
         )
     else:
         first = (
-            f"lower tenants.{best.tenant}.weight or bound it "
+            f"lower tenants.{best.tenant}.weight or limit the tenant "
             f"(tenants.{best.tenant}.max_concurrent, .tokens_per_s): it is served before "
-            f"{worst.tenant}, which asks for less"
+            f"{worst.tenant}, which requests fewer tokens"
         )
     return Finding(
         Kind.FAIRNESS,
         f"{lane_of(lane)}: the {'big' if is_big else 'small'} tenant {worst.tenant} waits, "
-        "others do not",
+        "other tenants do not",
         "queue",
-        (*evidence, _late(lane)),
+        (*evidence, _ttft_evidence(lane)),
         first,
         worst.wait.p95_us / target_us,
     )
@@ -245,19 +248,19 @@ def _cold_start(status: admin_pb2.GetStatusResponse, lane: admin_pb2.LaneStatus)
         return None
     latest = status.cold_starts[0] if status.cold_starts else None
     evidence = [
-        f"{waits.num} requests were sent to a worker that came after them, and waited p50 "
-        f"{ms(waits.p50_us)} for it",
-        _late(lane),
+        f"{waits.num} requests waited for a worker that started after their arrival, p50 "
+        f"{ms(waits.p50_us)}",
+        _ttft_evidence(lane),
     ]
     name = role_name(latest.role) if latest is not None else "prefill"
     if latest is not None:
         lasted_us = latest.lasted.ToNanoseconds() // 1000
-        evidence.append(f"the latest, {latest.worker_id}, took {ms(lasted_us)} to start")
+        evidence.append(f"the latest cold start, {latest.worker_id}, took {ms(lasted_us)}")
     return Finding(
         Kind.COLD_STARTS,
         f"{lane_of(lane)}: requests wait for workers to start",
         "queue",
         tuple(evidence),
-        warm(name),
-        _over(lane),
+        keep_warm_advice(name),
+        _times_target(lane),
     )

@@ -1,20 +1,23 @@
-"""What is wrong with tokens after the first, with pools, workers and handoffs."""
+"""Findings about inter-token latency, pools, workers, recoveries and handoffs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from baton.client.doctor.findings import Finding, Kind, lane_of, ms, percent, warm
+from baton.client.doctor.findings import Finding, Kind, keep_warm_advice, lane_of, ms, percent
 from baton.runtime.enum_names import role_name
 from baton.v1 import admin_pb2, common_pb2
 
-# Of fewer gaps nothing is concluded.
+# Minimum number of inter-token gaps for a finding.
 _MIN_GAPS = 50
-# Shares from which on something is worth a word.
+# Share of handoffs that failed or fell back, and share of used memory, that cause a finding.
 _FELL_BACK, _FULL = 0.02, 0.9
 
 
-def gaps(status: admin_pb2.GetStatusResponse, lane: admin_pb2.LaneStatus) -> Iterator[Finding]:
+def itl_findings(
+    status: admin_pb2.GetStatusResponse, lane: admin_pb2.LaneStatus
+) -> Iterator[Finding]:
+    """Yields why the inter-token latency of a lane misses its target."""
     if (
         not lane.targets.itl_ms
         or lane.itl.num < _MIN_GAPS
@@ -24,23 +27,23 @@ def gaps(status: admin_pb2.GetStatusResponse, lane: admin_pb2.LaneStatus) -> Ite
     decode = status.decode
     evidence = [
         f"ITL p50 {ms(lane.itl.p50_us)}, p95 {ms(lane.itl.p95_us)}, p99 {ms(lane.itl.p99_us)}; "
-        f"the target is {lane.targets.itl_ms} ms, kept by {percent(lane.itl_attained)} of "
+        f"the target is {lane.targets.itl_ms} ms, met by {percent(lane.itl_attained)} of "
         f"{lane.itl.num} gaps",
-        f"steps that only decode take p95 {ms(decode.steps.p95_us)} "
-        f"({decode.batch_p50:.0f} requests at once, p95 {decode.batch_p95:.0f}); those with a "
-        f"prompt beside take p95 {ms(decode.mixed_steps.p95_us)}",
+        f"steps without prompts take p95 {ms(decode.steps.p95_us)} "
+        f"(batch size p50 {decode.batch_p50:.0f}, p95 {decode.batch_p95:.0f}); steps with prompts "
+        f"take p95 {ms(decode.mixed_steps.p95_us)}",
     ]
     weight = lane.itl.p95_us / (lane.targets.itl_ms * 1000)
     name = lane_of(lane)
     if decode.num_slow_mixed and decode.num_slow_mixed >= decode.num_slow:
         yield Finding(
             Kind.DECODE_INTERFERENCE,
-            f"{name}: starts, then stutters: prompts are computed between the tokens",
+            f"{name}: starts, then stutters: decode workers compute prompts between the tokens",
             "decode",
             (
                 *evidence,
-                f"{decode.num_slow_mixed} late tokens came with a prompt, {decode.num_slow} "
-                "without",
+                f"{decode.num_slow_mixed} late tokens came from steps with a prompt, "
+                f"{decode.num_slow} from steps without",
             ),
             "keep prompts off the decode workers: decode.local_prefill: false, more prefill "
             "workers, or smaller steps (decode.engine_args.max_num_batched_tokens)",
@@ -59,36 +62,36 @@ def gaps(status: admin_pb2.GetStatusResponse, lane: admin_pb2.LaneStatus) -> Ite
     elif _handoff_us(lane) > lane.targets.itl_ms * 1000:
         yield Finding(
             Kind.SLOW_HANDOFFS,
-            f"{name}: the second token comes late: the handoff is longer than a gap may be",
+            f"{name}: the second token comes late: the handoff takes longer than the ITL target",
             "handoff",
             (*evidence, f"exposed handoff p95 {ms(_handoff_us(lane))}"),
-            "`baton workers` says by which transport each pair hands over, and why not by a better "
-            "one",
+            "see `baton workers` for the transport of each pair of workers, and why it was chosen",
             weight,
         )
     elif not status.num_recoveries:
         yield Finding(
             Kind.NETWORK,
-            f"{name}: tokens come late though the steps that make them are in time",
+            f"{name}: tokens come late although the engine steps meet the target",
             "network",
             tuple(evidence),
-            "look at the way between decode workers and coordinator, and at the coordinator's core",
+            "check the network between decode workers and coordinator, and the coordinator's CPU",
             weight,
         )
 
 
 def _handoff_us(lane: admin_pb2.LaneStatus) -> int:
-    """The 95th percentile of what handoffs add, 0 of none."""
+    """95th percentile of the exposed handoff time in microseconds; 0 without handoffs."""
     return next(
         (one.times.p95_us for one in lane.stages if one.stage == common_pb2.STAGE_HANDOFF), 0
     )
 
 
-def pools(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
+def pool_findings(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
+    """Yields pools without serving workers, full KV caches and full staging memory."""
     queued = [lane for lane in status.lanes if lane.info.num_queued]
     for pool in status.pools:
         name = role_name(pool.role)
-        # One that sizes itself may be at rest, without a worker until somebody asks for something.
+        # A pool that sizes itself may have scaled to zero until a request arrives.
         rests = pool.sizes_itself and not pool.desired
         if pool.num_serving == 0 and (queued or not rests):
             waits = ", ".join(
@@ -97,17 +100,17 @@ def pools(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
                 for lane in queued
             )
             starts = pool.num_starting > 0
-            problem = (f"the last that failed: {pool.problem}",) if pool.problem else ()
+            problem = (f"the last start that failed: {pool.problem}",) if pool.problem else ()
             yield Finding(
                 Kind.COLD_STARTS if starts else Kind.NO_WORKERS,
                 f"no {name} worker serves",
                 "queue",
                 (
-                    waits or "nothing waits for one yet",
+                    waits or "no request waits for a worker yet",
                     f"{pool.num_starting} are starting, {pool.num_draining} drain",
                     *problem,
                 ),
-                warm(name) if starts and not problem else _none_serves(pool, name),
+                keep_warm_advice(name) if starts and not problem else _start_advice(pool, name),
                 100.0,
             )
         used = pool.kv_tokens_used / (pool.kv_tokens_total or 1)
@@ -117,10 +120,10 @@ def pools(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
                 "the decode pool's KV cache is nearly full",
                 "queue",
                 (
-                    f"{percent(used)} of {pool.kv_tokens_total} tokens are held by "
-                    f"{pool.num_running} requests; {pool.num_waiting} wait at the workers",
+                    f"{pool.num_running} requests hold {percent(used)} of {pool.kv_tokens_total} "
+                    f"tokens; {pool.num_waiting} requests wait at the workers",
                 ),
-                f"add decode workers (baton scale decode {pool.num_serving + 1}), or bound outputs "
+                f"add decode workers (baton scale decode {pool.num_serving + 1}), or limit outputs "
                 "(lanes.*.max_output_tokens)",
                 used / _FULL,
             )
@@ -129,7 +132,7 @@ def pools(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
         if used >= _FULL:
             yield Finding(
                 Kind.STAGING_FULL,
-                f"staging of {worker.worker_id} is nearly full: handoffs wait for room",
+                f"staging of {worker.worker_id} is nearly full: handoffs wait for free memory",
                 "handoff",
                 (f"{percent(used)} of {worker.staging_bytes_total / 2**20:.0f} MiB are in use",),
                 "raise kv_transfer.send_bytes and .receive_bytes (they must fit /dev/shm)",
@@ -137,33 +140,35 @@ def pools(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
             )
 
 
-def _none_serves(pool: admin_pb2.PoolInfo, name: str) -> str:
+def _start_advice(pool: admin_pb2.PoolInfo, name: str) -> str:
     if pool.max_workers and not pool.desired and not pool.sizes_itself:
-        return f"baton scale {name} 1: it is to have none"
+        return f"baton scale {name} 1: the pool's size is set to 0"
     if pool.max_workers:
-        return f"`baton why {name}`, and the log of `baton up`, say why none starts"
-    return f"start one: baton worker --role {name}, or look at why none attaches"
+        return f"`baton why {name}` and the log of `baton up` say why no worker starts"
+    return f"start a worker (baton worker --role {name}), or find out why no worker attaches"
 
 
-def recoveries(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
+def recovery_findings(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
+    """Yields a finding if workers were lost or requests were recovered."""
     if not (status.num_recoveries or status.num_workers_lost):
         return
     silent = [one for one in status.workers if one.unresponsive]
     yield Finding(
         Kind.RECOVERIES,
-        "requests go on elsewhere after losing their worker",
+        "requests lost their worker and were resumed on other workers",
         "recovery",
         (
-            f"{status.num_recoveries} attempts were lost; {status.num_workers_lost} workers were "
-            f"lost and {status.num_workers_unresponsive} did not respond",
+            f"{status.num_recoveries} attempts were lost; {status.num_workers_lost} workers "
+            f"were lost and {status.num_workers_unresponsive} did not respond",
             *(f"{one.worker_id} {one.unresponsive}" for one in silent),
         ),
-        "look at the logs of the workers that were lost (memory, devices, the network)",
+        "read the logs of the lost workers (memory, devices, network)",
         2.0,
     )
 
 
-def handoffs(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
+def handoff_findings(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
+    """Yields a finding if many handoffs failed or fell back to another transport."""
     handoffs = status.handoffs
     num_bad = handoffs.num_fallbacks + handoffs.num_failures
     num_all = handoffs.exposed.num + handoffs.num_failures
@@ -171,14 +176,14 @@ def handoffs(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
         return
     yield Finding(
         Kind.HANDOFF_FALLBACKS,
-        "handoffs do not go the way they should",
+        "handoffs fail or fall back to another transport",
         "handoff",
         (
             f"of {num_all} handoffs {handoffs.num_fallbacks} fell back to another transport and "
-            f"{handoffs.num_failures} never arrived (their prompts are computed again)",
-            f"exposed time of those that arrived: p95 {ms(handoffs.exposed.p95_us)}",
+            f"{handoffs.num_failures} failed (their prompts are computed again)",
+            f"exposed time of successful handoffs: p95 {ms(handoffs.exposed.p95_us)}",
         ),
-        "`baton workers` says by which transport each pair hands over and why; the workers' logs "
-        "say what failed",
+        "see `baton workers` for the transport of each pair of workers and the reason, and the "
+        "workers' logs for the failures",
         1 + num_bad / num_all,
     )
