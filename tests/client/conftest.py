@@ -1,14 +1,30 @@
+"""Fixtures: a scripted coordinator and a client of it.
+
+A busy machine may stop a test for many seconds at any point. Timeouts that a test does not test are
+therefore so long that they only bound hangs; a test of a timeout moves the clock with
+`scripted_inference.advance_clock`.
+"""
+
 import sys
 from pathlib import Path
 
+import pytest
 import pytest_asyncio
 
-from baton.client import BatonClient
+from baton.client import BatonClient, BlockingClient, connector
 
 # With import-mode=importlib a folder's helper modules are not importable by themselves.
 sys.path.append(str(Path(__file__).parent))
 
-from scripted_inference import ScriptedInference, serving
+from scripted_inference import TIMEOUT_S, ScriptedInference, serving
+
+
+@pytest.fixture(autouse=True)
+def long_timeouts(monkeypatch):
+    """Makes the client's default timeouts so long that a busy machine does not exceed them."""
+    for client in (BatonClient, BlockingClient):
+        monkeypatch.setitem(client.__init__.__kwdefaults__, "resume_timeout_s", 2 * TIMEOUT_S)
+    monkeypatch.setattr(connector, "_PING_TIMEOUT_S", TIMEOUT_S)
 
 
 @pytest_asyncio.fixture

@@ -1,4 +1,4 @@
-"""A real gRPC server whose Inference service does what a test tells it."""
+"""A real gRPC server whose Inference service is scripted by the test."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from dataclasses import dataclass, field
 from grpc_health.v1 import health_pb2
 
 from baton.client import Accepted, Tokens
+from baton.client.errors import UnavailableError
 from baton.runtime import errors, rpc
 from baton.runtime.access import Access
 from baton.runtime.refusals import Refusals
 from baton.runtime.security_config import SecurityConfig
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
-TIMEOUT_S = 20.0
+# Bounds hangs. No test may fail because a busy machine is slow.
+TIMEOUT_S = 300.0
 
 
 @dataclass
@@ -26,7 +28,7 @@ class Connection:
     received: asyncio.Queue = field(default_factory=asyncio.Queue)
     outgoing: asyncio.Queue = field(default_factory=asyncio.Queue)
     closed: asyncio.Event = field(default_factory=asyncio.Event)
-    # How many submissions and cancels each message had.
+    # Number of submissions and cancels in each received message.
     sizes: list[int] = field(default_factory=list)
 
     async def submitted(self) -> inference_pb2.Submit:
@@ -47,6 +49,8 @@ class Connection:
 
 
 class ScriptedInference(inference_pb2_grpc.InferenceServicer):
+    """Gives each Session stream to the test as a Connection."""
+
     def __init__(self) -> None:
         self.connections: asyncio.Queue[Connection] = asyncio.Queue()
 
@@ -79,7 +83,7 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
 
 
 def unused_address() -> str:
-    """Of this host, where nobody listens."""
+    """An address of this host on which no server listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return f"127.0.0.1:{probe.getsockname()[1]}"
@@ -89,7 +93,7 @@ def unused_address() -> str:
 async def serving(
     servicer: ScriptedInference, listen: str = "127.0.0.1:0", max_calls: int | None = None
 ):
-    """The server's address and its health service."""
+    """Yields the server's address and its health service."""
     protection = None
     if max_calls is not None:
         config = SecurityConfig(max_calls=max_calls)
@@ -150,7 +154,7 @@ def failed(stream: int, error: errors.BatonError):
 
 
 async def flowing(client, inference, **options):
-    """A request that has two tokens and three characters; its first events are read."""
+    """Starts a request; returns it after two tokens (three characters) have arrived."""
     stream = client.generate("hello", **options)
     connection = await inference.connection()
     number = (await connection.submitted()).stream
@@ -163,7 +167,7 @@ async def flowing(client, inference, **options):
 
 
 async def finish(connection, offset, tokens, text):
-    """Answers the next submission to its end; returns what was submitted."""
+    """Serves the next submission to its end; returns the submitted request."""
     submit = await connection.submitted()
     number = submit.stream
     connection.send(accepted(number, "r1"), delta(number, offset, tokens, text), finished(number))
@@ -171,14 +175,33 @@ async def finish(connection, offset, tokens, text):
 
 
 async def rest(stream):
+    """Reads the remaining events of a stream."""
     return [event async for event in stream]
 
 
 async def lost(client):
-    """Until the client has noticed that its session is gone."""
+    """Waits until the client has noticed the loss of its session."""
     async with asyncio.timeout(TIMEOUT_S):
         while client.address is not None:
             await asyncio.sleep(0.005)
+
+
+def advance_clock(seconds):
+    """Moves the running event loop's clock forward; timers that are due then fire at once."""
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    loop.time = lambda: now() + seconds
+
+
+async def retried_until(match, call):
+    """Repeats a call that raises UnavailableError until the error's message contains `match`."""
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            try:
+                await call()
+            except UnavailableError as error:
+                if match in str(error):
+                    return
 
 
 async def _one_token_each(connection: Connection) -> None:
@@ -196,5 +219,5 @@ async def _main() -> None:
 
 
 if __name__ == "__main__":
-    # A coordinator to be stopped: it prints its address and gives each request one token.
+    # A coordinator in its own process: it prints its address and gives each request one token.
     asyncio.run(_main())

@@ -1,10 +1,10 @@
-"""The client for threads."""
+"""The blocking client for threads."""
 
 import asyncio
 import threading
 
 import pytest
-from scripted_inference import accepted, delta, finished, set_serving
+from scripted_inference import TIMEOUT_S, accepted, delta, finished, set_serving
 
 from baton.client import BlockingClient, Finished, Tokens
 from baton.client.errors import InvalidArgumentError, RequestCancelledError
@@ -20,7 +20,7 @@ async def test_the_same_events_from_a_plain_iterator(server, inference):
 
     def use():
         with BlockingClient(address) as client:
-            client.wait_ready(5.0)
+            client.wait_ready(TIMEOUT_S)
             events = list(client.generate("x", max_tokens=2))
             completion = client.complete("y")
             with client.generate("z") as stream:
@@ -62,10 +62,10 @@ async def test_many_threads_share_one_session(server, inference):
         with BlockingClient(address) as client:
             results = {}
 
-            def ask(token):
+            def complete(token):
                 results[token] = client.complete([token]).token_ids
 
-            threads = [threading.Thread(target=ask, args=(token,)) for token in range(8)]
+            threads = [threading.Thread(target=complete, args=(token,)) for token in range(8)]
             for thread in threads:
                 thread.start()
             for thread in threads:

@@ -1,17 +1,20 @@
-"""Resubmissions that a coordinator does not accept."""
+"""Resumed requests that a coordinator refuses."""
 
 import asyncio
 
 import pytest
 from google.rpc import code_pb2
 from scripted_inference import (
+    TIMEOUT_S,
     ScriptedInference,
     accepted,
+    advance_clock,
     delta,
     failed,
     finish,
     flowing,
     rest,
+    retried_until,
     serving,
 )
 
@@ -62,7 +65,7 @@ async def test_cancel_while_a_refusal_is_waited_out(client, inference):
     stream, connection = await flowing(client, inference)
     connection.end()
     connection = await inference.connection()
-    busy = errors.ResourceExhausted("busy", reason="QUEUE_FULL", retry_after_s=20)
+    busy = errors.ResourceExhausted("busy", reason="QUEUE_FULL", retry_after_s=TIMEOUT_S)
     other = client.generate("other")
     submits = [await connection.submitted() for _ in range(2)]
     numbers = {submit.request.text: submit.stream for submit in submits}
@@ -89,7 +92,7 @@ async def test_cancel_before_a_resubmission_is_answered(client, inference):
         (errors.FailedPrecondition("needs forced tokens"), FailedPreconditionError),
         (errors.InvalidArgument("resume.token_ids", 9, "at most 8"), InvalidArgumentError),
         (
-            errors.ResourceExhausted("busy", reason="QUEUE_FULL", retry_after_s=60),
+            errors.ResourceExhausted("busy", reason="QUEUE_FULL", retry_after_s=10 * TIMEOUT_S),
             ResourceExhaustedError,
         ),
         (
@@ -98,7 +101,7 @@ async def test_cancel_before_a_resubmission_is_answered(client, inference):
         ),
     ],
 )
-async def test_what_cannot_be_resumed_says_so(client, inference, refusal, kind):
+async def test_a_permanent_refusal_of_a_resume_is_an_error(client, inference, refusal, kind):
     stream, connection = await flowing(client, inference)
     connection.end()
     connection = await inference.connection()
@@ -110,21 +113,18 @@ async def test_what_cannot_be_resumed_says_so(client, inference, refusal, kind):
 
 
 async def test_a_refusal_that_does_not_pass_in_time(server, inference):
-    async with BatonClient(server[0], resume_timeout_s=1.5) as client:
+    async with BatonClient(server[0], resume_timeout_s=500.0) as client:
         stream, connection = await flowing(client, inference)
         connection.end()
         connection = await inference.connection()
-
-        async def refuse():
-            while True:
-                connection.send(failed((await connection.submitted()).stream, PASSING[0]))
-
-        refusing = asyncio.create_task(refuse())
-        # The time may be up while it waits to ask again, or while it waits for the answer.
-        why = "could not be resumed( within 1.5 s)?: request r1 is running"
+        for _ in range(3):
+            connection.send(failed((await connection.submitted()).stream, PASSING[0]))
+        # The client has read at least two refusals. The timeout may expire during the backoff or
+        # while the client waits for a response.
+        advance_clock(500.0)
+        why = "could not be resumed( within 500 s)?: request r1 is running"
         with pytest.raises(AlreadyExistsError, match=why):
             await rest(stream)
-        refusing.cancel()
 
 
 async def test_first_submissions_are_not_retried(client, inference):
@@ -138,7 +138,9 @@ async def test_first_submissions_are_not_retried(client, inference):
 
 
 @pytest.mark.parametrize(("model", "prompt_tokens"), [("other", 3), ("scripted", 4)])
-async def test_another_model_or_tokenizer_does_not_go_on(client, inference, model, prompt_tokens):
+async def test_a_request_is_not_resumed_with_another_model_or_tokenizer(
+    client, inference, model, prompt_tokens
+):
     stream, connection = await flowing(client, inference)
     connection.end()
     connection = await inference.connection()
@@ -151,14 +153,14 @@ async def test_another_model_or_tokenizer_does_not_go_on(client, inference, mode
     assert await connection.cancelled() == number
 
 
-async def test_an_end_that_would_come_again_is_not_resumed(client, inference):
+async def test_a_permanent_error_of_the_session_is_not_resumed(client, inference):
     stream, connection = await flowing(client, inference)
     connection.end(errors.ResourceExhausted("does not read", reason="SLOW", retry_after_s=None))
     with pytest.raises(ResourceExhaustedError, match="does not read"):
         await rest(stream)
 
 
-async def test_a_credential_that_the_next_coordinator_refuses(client, inference):
+async def test_the_next_coordinator_refuses_the_credential(client, inference):
     stream, connection = await flowing(client, inference)
     connection.end()
     (await inference.connection()).end(errors.Unauthenticated("expired"))
@@ -166,13 +168,13 @@ async def test_a_credential_that_the_next_coordinator_refuses(client, inference)
         await rest(stream)
 
 
-# As gRPC says it, and as the fixture below does.
+# gRPC's own error, which the server of the fixture below sends too.
 FULL = errors.RemoteError(code_pb2.RESOURCE_EXHAUSTED, "Concurrent RPC limit exceeded!", [])
 
 
 @pytest.fixture
 async def full():
-    """A coordinator that has its one call, its Inference, and what ends that call."""
+    """A coordinator at its limit of one call, its Inference, and a function that ends the call."""
     inference = ScriptedInference()
     async with serving(inference, max_calls=1) as (address, _), BatonClient(address) as holder:
         stream, _ = await flowing(holder, inference)
@@ -180,28 +182,27 @@ async def full():
         await stream.aclose()
 
 
-async def test_who_finds_no_room_for_a_call_is_told_when_to_come_back(full):
-    address, inference, leave = full
+async def test_a_coordinator_at_its_limit_of_calls_says_when_to_retry(full):
+    address, inference, end_call = full
     message = f"^the coordinator at {address} has as many calls as it takes "
     async with BatonClient(address) as client:
-        for call in (client.complete("x"), client.model()):
+        for call in (client.complete("x"), client.model(TIMEOUT_S)):
             with pytest.raises(ResourceExhaustedError, match=message) as caught:
                 await call
             assert (caught.value.reason, caught.value.retry_after_s) == ("CALLS", 1.0)
-        with pytest.raises(UnavailableError, match=f"is busy .{message[1:]}"):
-            await client.wait_ready(0.5)
-        waits = asyncio.create_task(client.complete("y", retry_timeout_s=60))
+        await retried_until(f"is busy ({message[1:]}", lambda: client.wait_ready(0.5))
+        waits = asyncio.create_task(client.complete("y", retry_timeout_s=TIMEOUT_S))
         late = client.generate("z", retry_timeout_s=0.5)
         with pytest.raises(ResourceExhaustedError, match=message):
             await late.complete()
-        await leave()
+        await end_call()
         request = await finish(await inference.connection(), 0, [5], "e")
         assert request.text == "y"
         assert (await waits).token_ids == (5,)
 
 
 async def test_resuming_waits_for_room_for_a_call(client, inference):
-    """Also more often than sessions may be lost in a row."""
+    """The number of attempts exceeds the limit of consecutive lost sessions."""
     stream, connection = await flowing(client, inference)
     connection.end()
     for _ in range(MAX_LOSSES_WITHOUT_PROGRESS + 2):
@@ -211,7 +212,7 @@ async def test_resuming_waits_for_room_for_a_call(client, inference):
     assert (stream.token_ids, stream.num_resumes) == ((1, 2, 3), 1)
 
 
-async def test_a_request_that_ends_every_session_is_given_up(client, inference):
+async def test_a_request_that_ends_every_session_fails(client, inference):
     stream = client.generate("poison")
 
     async def die():

@@ -1,9 +1,17 @@
-"""New requests that are refused for now, and submitted again when the coordinator said."""
+"""New requests that are refused and submitted again after the delay that the coordinator gave."""
 
 import asyncio
 
 import pytest
-from scripted_inference import accepted, delta, failed, finished, rest
+from scripted_inference import (
+    TIMEOUT_S,
+    accepted,
+    advance_clock,
+    delta,
+    failed,
+    finished,
+    rest,
+)
 
 from baton.client import BatonClient, BlockingClient
 from baton.client.errors import (
@@ -21,7 +29,7 @@ def busy(retry_after_s):
 
 
 async def answer(connection):
-    """Admits what is submitted next and ends it; returns what was submitted."""
+    """Serves the next submission to its end; returns the submitted request."""
     submit = await connection.submitted()
     number = submit.stream
     connection.send(accepted(number), delta(number, 0, [7], "a"), finished(number))
@@ -32,9 +40,9 @@ async def refuse(connection, error):
     connection.send(failed((await connection.submitted()).stream, error))
 
 
-async def test_it_comes_back_when_it_was_told_to(server, inference):
-    async with BatonClient(server[0], retry_timeout_s=20) as client:
-        stream = client.generate("hello", timeout_s=15.0)
+async def test_a_refused_request_is_submitted_again_after_the_given_delay(server, inference):
+    async with BatonClient(server[0], retry_timeout_s=2 * TIMEOUT_S) as client:
+        stream = client.generate("hello", timeout_s=TIMEOUT_S)
         connection = await inference.connection()
         first = await connection.submitted()
         connection.send(failed(first.stream, busy(0.05)))
@@ -43,14 +51,14 @@ async def test_it_comes_back_when_it_was_told_to(server, inference):
         await rest(stream)
     assert stream.token_ids == (7,)
     assert stream.num_resumes == 0
-    # With the time it has left by then.
+    # The resubmission has the remaining timeout.
     assert last.timeout.ToNanoseconds() < first.request.timeout.ToNanoseconds()
     last.ClearField("timeout")
     first.request.ClearField("timeout")
     assert last == first.request
 
 
-async def test_not_unless_asked_to(client, inference):
+async def test_by_default_a_refused_request_fails(client, inference):
     stream = client.generate("hello")
     await refuse(await inference.connection(), busy(0.05))
     with pytest.raises(ResourceExhaustedError) as caught:
@@ -58,8 +66,10 @@ async def test_not_unless_asked_to(client, inference):
     assert caught.value.retry_after_s == 0.05
 
 
-@pytest.mark.parametrize(("of_client", "of_request"), [(20.0, 0.0), (0.0, 20.0)])
-async def test_a_request_decides_for_itself(server, inference, of_client, of_request):
+@pytest.mark.parametrize(("of_client", "of_request"), [(TIMEOUT_S, 0.0), (0.0, TIMEOUT_S)])
+async def test_the_request_overrides_the_clients_retry_timeout(
+    server, inference, of_client, of_request
+):
     async with BatonClient(server[0], retry_timeout_s=of_client) as client:
         stream = client.generate("hello", retry_timeout_s=of_request)
         connection = await inference.connection()
@@ -72,12 +82,12 @@ async def test_a_request_decides_for_itself(server, inference, of_client, of_req
                 await rest(stream)
 
 
-@pytest.mark.parametrize("limit", [{"timeout_s": 5.0}, {"retry_timeout_s": 5.0}])
-async def test_one_that_would_be_too_late_fails_at_once(server, inference, limit):
-    async with BatonClient(server[0], retry_timeout_s=20) as client:
+@pytest.mark.parametrize("limit", [{"timeout_s": TIMEOUT_S}, {"retry_timeout_s": TIMEOUT_S}])
+async def test_a_retry_after_the_deadline_fails_at_once(server, inference, limit):
+    async with BatonClient(server[0], retry_timeout_s=4 * TIMEOUT_S) as client:
         stream = client.generate("hello", **limit)
-        await refuse(await inference.connection(), busy(10.0))
-        # Long before its deadline, with what the coordinator said.
+        await refuse(await inference.connection(), busy(2 * TIMEOUT_S))
+        # Long before the deadline, with the coordinator's error.
         with pytest.raises(ResourceExhaustedError, match="full"):
             await rest(stream)
 
@@ -90,16 +100,16 @@ async def test_one_that_would_be_too_late_fails_at_once(server, inference, limit
         (errors.InvalidArgument("text", "", "must not be empty"), InvalidArgumentError),
     ],
 )
-async def test_without_a_time_to_come_back_it_fails(server, inference, error, kind):
-    async with BatonClient(server[0], retry_timeout_s=20) as client:
+async def test_a_refusal_without_a_retry_delay_fails(server, inference, error, kind):
+    async with BatonClient(server[0], retry_timeout_s=2 * TIMEOUT_S) as client:
         stream = client.generate("hello")
         await refuse(await inference.connection(), error)
         with pytest.raises(kind):
             await rest(stream)
 
 
-async def test_one_that_was_admitted_is_not_started_over(server, inference):
-    async with BatonClient(server[0], retry_timeout_s=20) as client:
+async def test_an_admitted_request_is_not_started_over(server, inference):
+    async with BatonClient(server[0], retry_timeout_s=2 * TIMEOUT_S) as client:
         stream = client.generate("hello")
         connection = await inference.connection()
         number = (await connection.submitted()).stream
@@ -110,10 +120,10 @@ async def test_one_that_was_admitted_is_not_started_over(server, inference):
 
 
 async def test_cancel_while_it_waits(server, inference):
-    async with BatonClient(server[0], retry_timeout_s=60) as client:
+    async with BatonClient(server[0], retry_timeout_s=2 * TIMEOUT_S) as client:
         stream, other = client.generate("hello"), client.generate("other")
         connection = await inference.connection()
-        await refuse(connection, busy(30.0))
+        await refuse(connection, busy(TIMEOUT_S))
         number = (await connection.submitted()).stream
         connection.send(accepted(number))
         await anext(other)
@@ -121,16 +131,16 @@ async def test_cancel_while_it_waits(server, inference):
         assert [event.reason for event in await rest(stream)] == ["cancelled"]
 
 
-async def test_closing_leaves_nothing_to_be_submitted_later(server, inference):
-    client = await BatonClient(server[0], retry_timeout_s=60).__aenter__()
+async def test_closing_the_client_cancels_pending_retries(server, inference):
+    client = await BatonClient(server[0], retry_timeout_s=2 * TIMEOUT_S).__aenter__()
     stream, other = client.generate("hello"), client.generate("other")
     connection = await inference.connection()
-    await refuse(connection, busy(30.0))
+    await refuse(connection, busy(TIMEOUT_S))
     connection.send(accepted((await connection.submitted()).stream))
     await anext(other)
     (timer,) = client._connector._delayed.values()
     closing = asyncio.create_task(client.aclose())
-    # While it waits for the session to end, this would open another.
+    # While `aclose` waits for the session to end, the timer would open another session.
     await asyncio.sleep(0)
     assert timer.cancelled()
     await closing
@@ -139,22 +149,18 @@ async def test_closing_leaves_nothing_to_be_submitted_later(server, inference):
 
 
 async def test_the_deadline_holds_while_it_waits(server, inference):
-    async with BatonClient(server[0], retry_timeout_s=60) as client:
-        stream = client.generate("hello", timeout_s=0.5)
+    async with BatonClient(server[0], retry_timeout_s=2 * TIMEOUT_S) as client:
+        stream = client.generate("hello", timeout_s=500.0)
         connection = await inference.connection()
-
-        async def refuse_all():
-            while True:
-                await refuse(connection, busy(0.02))
-
-        refusing = asyncio.create_task(refuse_all())
+        for _ in range(3):
+            await refuse(connection, busy(0.02))
+        advance_clock(500.0)
         with pytest.raises((DeadlineExceededError, ResourceExhaustedError)):
             await rest(stream)
-        refusing.cancel()
 
 
 async def test_a_session_lost_while_it_waits(server, inference):
-    async with BatonClient(server[0], retry_timeout_s=20) as client:
+    async with BatonClient(server[0], retry_timeout_s=2 * TIMEOUT_S) as client:
         stream = client.generate("hello")
         connection = await inference.connection()
         await refuse(connection, busy(0.05))
@@ -165,18 +171,18 @@ async def test_a_session_lost_while_it_waits(server, inference):
 
 
 async def test_blocking_clients_too(server, inference):
-    def ask():
-        with BlockingClient(server[0], retry_timeout_s=20) as client:
+    def complete():
+        with BlockingClient(server[0], retry_timeout_s=2 * TIMEOUT_S) as client:
             return client.complete("hello").text
 
-    asking = asyncio.create_task(asyncio.to_thread(ask))
+    asking = asyncio.create_task(asyncio.to_thread(complete))
     connection = await inference.connection()
     await refuse(connection, busy(0.01))
     await answer(connection)
     assert await asking == "a"
 
 
-async def test_wrong_times_are_refused(client):
+async def test_invalid_retry_timeouts_are_refused(client):
     with pytest.raises(InvalidArgumentError, match="retry_timeout_s"):
         client.generate("hello", retry_timeout_s=-1.0)
     with pytest.raises(ValueError, match="retry_timeout_s"):

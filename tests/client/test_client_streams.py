@@ -5,10 +5,13 @@ import gc
 
 import pytest
 from scripted_inference import (
+    TIMEOUT_S,
     accepted,
+    advance_clock,
     delta,
     failed,
     finished,
+    retried_until,
     serving,
     set_serving,
     unused_address,
@@ -26,8 +29,6 @@ from baton.client.errors import (
 )
 from baton.runtime import errors, rpc
 from baton.v1 import common_pb2
-
-TIMEOUT_S = 20.0
 
 
 async def gathered(stream):
@@ -63,7 +64,7 @@ async def test_events_arrive_typed_and_in_order(client, inference):
     assert last.budget.ttft_ms == 21.5
 
 
-async def test_everything_a_request_can_say_travels(client, inference):
+async def test_all_options_are_sent(client, inference):
     stream = client.generate(
         [
             ChatMessage("system", "be brief"),
@@ -72,7 +73,7 @@ async def test_everything_a_request_can_say_travels(client, inference):
         ],
         lane="batch",
         slo=Slo(ttft_ms=500, itl_ms=50),
-        timeout_s=2.5,
+        timeout_s=302.5,
         session_id="s",
         model="m",
         tenant="t",
@@ -96,7 +97,7 @@ async def test_everything_a_request_can_say_travels(client, inference):
     assert request.chat.template_kwargs == '{"enable_thinking": false}'
     assert request.lane == common_pb2.LANE_BATCH
     assert (request.slo.ttft_ms, request.slo.itl_ms) == (500, 50)
-    assert request.timeout.ToMilliseconds() == 2500
+    assert request.timeout.ToMilliseconds() == 302_500
     assert (request.session_id, request.model, request.tenant) == ("s", "m", "t")
     sampling = request.sampling
     assert sampling.HasField("temperature")
@@ -201,7 +202,7 @@ async def test_break_cancels_at_the_server(client, inference):
     assert await connection.cancelled() == number
 
 
-async def test_who_reads_needs_to_hold_nothing_else(client, inference):
+async def test_a_pending_read_keeps_its_stream_alive(client, inference):
     reading = asyncio.create_task(client.generate("x").read())
     connection = await inference.connection()
     number = (await connection.submitted()).stream
@@ -209,7 +210,7 @@ async def test_who_reads_needs_to_hold_nothing_else(client, inference):
     connection.send(accepted(number), delta(number, 0, [1]))
     events = await asyncio.wait_for(reading, TIMEOUT_S)
     assert isinstance(events[0], Accepted)
-    # Now nobody does.
+    # The last reference to the stream is dropped.
     del reading
     gc.collect()
     assert await connection.cancelled() == number
@@ -248,7 +249,7 @@ async def test_cancel_reads_on_to_the_last_event(client, inference):
     assert (await gathered(stream))[-1].reason == "cancelled"
 
 
-async def test_a_request_that_is_cancelled_before_anybody_has_accepted_it(client, inference):
+async def test_a_request_is_cancelled_before_it_is_accepted(client, inference):
     stream = client.generate("x", request_id="mine")
     stream.cancel()
     completion = await stream.complete()
@@ -282,14 +283,14 @@ async def test_errors_keep_code_details_and_retry(client, inference):
     with pytest.raises(InvalidArgumentError) as invalid:
         await wrong.complete()
     assert (invalid.value.field, invalid.value.name) == ("sampling.top_p", "INVALID_ARGUMENT")
-    # The session goes on.
+    # The session continues.
     after = client.generate("c")
     number = (await connection.submitted()).stream
     connection.send(accepted(number), finished(number))
     await after.complete()
 
 
-async def test_what_arrived_before_a_failure_is_read_first(client, inference):
+async def test_tokens_before_a_failure_are_read_first(client, inference):
     stream = client.generate("x")
     connection = await inference.connection()
     number = (await connection.submitted()).stream
@@ -308,14 +309,15 @@ async def test_what_arrived_before_a_failure_is_read_first(client, inference):
 
 
 async def test_the_deadline_holds_when_the_server_says_nothing(client, inference):
-    stream = client.generate("x", timeout_s=1.5)
+    stream = client.generate("x", timeout_s=500.0)
     connection = await inference.connection()
     submit = await connection.submitted()
-    assert submit.request.timeout.ToMilliseconds() == 1500
-    with pytest.raises(DeadlineExceededError, match=r"1\.5 s: no coordinator had accepted it"):
+    assert submit.request.timeout.ToMilliseconds() == 500_000
+    advance_clock(500.0)
+    with pytest.raises(DeadlineExceededError, match=r"500 s: no coordinator had accepted it"):
         await stream.complete()
     assert await connection.cancelled() == submit.stream
-    # What still comes for it hurts nobody.
+    # Late events of the request are ignored.
     connection.send(delta(submit.stream, 0, [1]))
     after = client.generate("y")
     number = (await connection.submitted()).stream
@@ -430,13 +432,13 @@ async def test_closing_that_is_cancelled_ends_the_session_all_the_same(
         monkeypatch.undo()
 
 
-async def test_closing_that_nobody_waits_for_ends_other_tasks_streams(server, inference):
+async def test_a_cancelled_close_ends_the_streams_of_other_tasks(server, inference):
     client = await BatonClient(server[0]).__aenter__()
     stream = client.generate("x")
     await (await inference.connection()).submitted()
     reading = asyncio.create_task(gathered(stream))
     closing = asyncio.create_task(client.aclose())
-    # Until it waits for its tasks.
+    # Now `aclose` waits for its tasks.
     await asyncio.sleep(0)
     closing.cancel()
     await asyncio.wait([closing])
@@ -458,8 +460,7 @@ async def test_wait_ready_returns_when_serving_begins(client, server):
     _, health = server
     await set_serving(health, False)
     waiting = asyncio.create_task(client.wait_ready(TIMEOUT_S))
-    with pytest.raises(UnavailableError, match="NOT_SERVING"):
-        await client.wait_ready(1.5)
+    await retried_until("NOT_SERVING", lambda: client.wait_ready(0.5))
     assert not waiting.done()
     await set_serving(health, True)
     await waiting
@@ -479,7 +480,7 @@ async def test_wait_ready_before_the_coordinator_exists(inference):
 
 
 async def test_model(client):
-    assert (await client.model()).name == "scripted"
+    assert (await client.model(TIMEOUT_S)).name == "scripted"
 
 
 @pytest.mark.parametrize(
@@ -502,7 +503,7 @@ async def test_model(client):
         ({"prompt": "x" * 17 * 2**20}, "request"),
     ],
 )
-async def test_what_cannot_be_sent_names_the_field(client, arguments, field):
+async def test_a_value_that_cannot_be_sent_names_the_field(client, arguments, field):
     with pytest.raises(InvalidArgumentError) as error:
         client.generate(**arguments)
     assert error.value.field == field
@@ -519,6 +520,6 @@ async def test_serving_helper_leaves_no_task(inference):
         stream = client.generate("x")
         await (await inference.connection()).submitted()
     assert stream.token_ids == ()
-    # The client's own: a server's may be about to end.
+    # Only the client's tasks: tasks of the server may be about to end.
     left = asyncio.all_tasks() - before
     assert {task for task in left if task.get_name().startswith("baton")} == set()

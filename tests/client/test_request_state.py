@@ -1,4 +1,4 @@
-"""What a request keeps across the sessions that it loses."""
+"""The state of a request across lost sessions."""
 
 import asyncio
 import itertools
@@ -15,14 +15,14 @@ from baton.v1 import inference_pb2
 
 @st.composite
 def outputs(draw):
-    """Tokens with the text that each completes, and where sessions are lost."""
+    """Draws the text of each token, and the numbers of tokens at which sessions are lost."""
     texts = draw(st.lists(st.text("aé\N{GRINNING FACE}", max_size=3), min_size=1, max_size=12))
     return texts, draw(st.lists(st.integers(0, len(texts)), max_size=6)), draw(st.randoms())
 
 
 @given(outputs(), st.integers(1, 3))
-def test_any_losses_leave_the_output_as_it_is(output, max_buffered_events):
-    """Coordinators repeat whole deltas, and hold text back; the reader reads now and then."""
+def test_lost_sessions_do_not_change_the_output(output, max_buffered_events):
+    """Coordinators repeat whole deltas and hold text back; the reader reads at random times."""
     texts, ends, chosen = output
     whole = "".join(texts)
 
@@ -68,7 +68,7 @@ def test_any_losses_leave_the_output_as_it_is(output, max_buffered_events):
         assert after.offset == before.offset + len(before.token_ids)
 
 
-def test_what_waits_for_a_slow_reader_is_joined_once(monkeypatch):
+def test_tokens_for_a_slow_reader_are_joined_once(monkeypatch):
     joined, sizes = Tokens.joined, []
     monkeypatch.setattr(Tokens, "joined", lambda parts: sizes.append(len(parts)) or joined(parts))
 
