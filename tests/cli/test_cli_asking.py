@@ -234,7 +234,9 @@ def test_what_may_have_been_done_is_not_asked_of_another(serve):
     other = Sized()
     with (
         hanging_up(b"ScalePool") as address,
-        pytest.raises(errors.UnavailableError, match=f"{address} is lost.*may have been done"),
+        pytest.raises(
+            errors.UnavailableError, match=f"{address} is lost.*change may have happened"
+        ),
     ):
         ask(f"{address},{serve(other)}", scaled)
     assert other.sizes == []
@@ -284,7 +286,7 @@ async def test_a_call_that_was_sent_counts_as_sent_while_others_find_nobody():
         await slow.asked.wait()
         stopping = asyncio.create_task(server.stop(60.0))
         await nobody_is_found(admin)
-        with pytest.raises(errors.RemoteError, match="may have been done") as caught:
+        with pytest.raises(errors.RemoteError, match="change may have happened") as caught:
             await asking
         assert not isinstance(caught.value, errors.UnreachableError)
         assert admin.may_have_acted

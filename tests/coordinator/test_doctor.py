@@ -197,8 +197,8 @@ def test_a_cell_that_nothing_can_be_served_by_is_not_healthy():
     findings = doctor.diagnose(status)
     assert {one.kind for one in findings} == {Kind.NO_WORKERS}
     assert {one.first for one in findings} == {
-        "baton scale prefill 1: it is to have none",
-        "baton scale decode 1: it is to have none",
+        "baton scale prefill 1: the pool's size is set to 0",
+        "baton scale decode 1: the pool's size is set to 0",
     }
     for pool in status.pools:
         # It rests until somebody asks for something.

@@ -1,4 +1,8 @@
-"""Gateways in the test's own loop, in front of a real cluster or of a scripted coordinator."""
+"""Gateways in the test's own loop, in front of a real cluster or of a scripted coordinator.
+
+A busy machine may stop a test for many seconds at any point. Timeouts that a test does not test are
+therefore so long that they only bound hangs.
+"""
 
 import asyncio
 import sys
@@ -12,7 +16,9 @@ import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from baton.cli.gateway import bind
-from baton.gateway import connections, server
+from baton.client import BatonClient, connector
+from baton.client.watcher import Watcher
+from baton.gateway import body_reader, cell, connections, coordinator_queries, server
 from baton.runtime.config import HttpConfig
 
 # With import-mode=importlib a folder's helper modules are not importable by themselves.
@@ -25,12 +31,13 @@ from scripted_inference import ScriptedInference, serving
 
 __all__ = ["cluster", "model", "shared_cluster"]
 
-WAIT_S = 30.0
+# Bounds hangs. No test may fail because a busy machine is slow.
+WAIT_S = 300.0
 
 
 @dataclass(frozen=True)
 class Running:
-    """A gateway: its URL, the connections it accepted, and what stops it."""
+    """A gateway: its URL, the connections it has accepted, and the event that stops it."""
 
     url: str
     accepted: list[connections.Connection]
@@ -46,14 +53,22 @@ class Running:
 
     def openai(self, **options) -> AsyncOpenAI:
         options = {"max_retries": 0, "timeout": WAIT_S, **options}
-        # To read which authorities it would trust takes long, and none is asked for a certificate.
+        # verify=False: reading the system's certificate authorities takes long; no test uses TLS.
         http = DefaultAsyncHttpxClient(verify=False)
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", http_client=http, **options)
 
 
 @asynccontextmanager
-async def running(*addresses: str, **limits) -> AsyncIterator[Running]:
-    """One in front of as many cells as there are addresses."""
+async def running(
+    *addresses: str, query_timeout_s: float = WAIT_S, **limits
+) -> AsyncIterator[Running]:
+    """Runs a gateway in front of one cell per address.
+
+    Args:
+        addresses: Addresses of the cells' coordinators.
+        query_timeout_s: Longest wait for a coordinator's model description or health.
+        limits: Fields of HttpConfig.
+    """
     accepted: list[connections.Connection] = []
 
     class Seen(connections.Connection):
@@ -65,9 +80,17 @@ async def running(*addresses: str, **limits) -> AsyncIterator[Running]:
     ready, stop = asyncio.Event(), asyncio.Event()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(connections, "Connection", Seen)
-        # The heap is that of all tests: to look through it takes longer than most of them.
+        patch.setattr(cell, "_QUERY_TIMEOUT_S", query_timeout_s)
+        patch.setattr(coordinator_queries, "_QUEUE_TIMEOUT_S", WAIT_S)
+        patch.setattr(connector, "_PING_TIMEOUT_S", WAIT_S)
+        patch.setitem(BatonClient.__init__.__kwdefaults__, "resume_timeout_s", 2 * WAIT_S)
+        patch.setitem(Watcher.__init__.__kwdefaults__, "timeout_s", WAIT_S)
+        for module in (body_reader, connections):
+            patch.setattr(module, "LINGER_S", WAIT_S)
+        # The heap belongs to all tests: scanning it takes longer than most of them.
         patch.setattr(server, "frozen_heap", nullcontext)
-        config = HttpConfig(**{"drain_timeout_s": 5.0, **limits})
+        long = {"read_timeout_s": WAIT_S, "write_timeout_s": WAIT_S}
+        config = HttpConfig(**{"drain_timeout_s": 5.0, **long, **limits})
         places = [server.CellEndpoints([address]) for address in addresses]
         task = asyncio.create_task(
             server.serve(config, places, listener, ready=ready.set, stop=stop)
@@ -99,7 +122,7 @@ async def inference() -> ScriptedInference:
 
 @pytest.fixture
 async def coordinator(inference: ScriptedInference) -> AsyncIterator[str]:
-    """The address of a coordinator whose answers the test writes."""
+    """The address of a coordinator whose events the test sends."""
     async with serving(inference) as (address, _):
         yield address
 

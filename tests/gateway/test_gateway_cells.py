@@ -22,7 +22,7 @@ from baton.runtime.errors import ResourceExhausted, Unauthenticated, Unavailable
 from baton.runtime.errors import abort as abort_call
 from baton.v1 import common_pb2
 
-WAIT_S = 30.0
+WAIT_S = 300.0
 GONE = Unavailable("no decode worker is attached")
 
 
@@ -316,17 +316,17 @@ async def test_the_next_cell_has_what_is_left_of_the_time(start_gateway):
     async with gateway_to(start_gateway, *cells) as http:
         for cell in cells:
             cell.refuses = GONE
-        answer = await ask(http, headers={"x-baton-timeout-s": "20"})
+        answer = await ask(http, headers={"x-baton-timeout-s": "200"})
         assert answer.status_code == 503
     (one,), (two,) = (cell.requests for cell in cells)
     times = sorted(one.timeout.ToMicroseconds() for one in (one, two))
-    assert 0 < times[0] < times[1] <= 20e6
+    assert 0 < times[0] < times[1] <= 200e6
 
 
 async def test_all_cells_away_is_an_error_that_says_so(start_gateway):
     addresses = unused_address(), unused_address()
     async with (
-        start_gateway(*addresses) as gateway,
+        start_gateway(*addresses, query_timeout_s=2.0) as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S) as http,
     ):
         for answer in (await ask(http, model="m"), await ask(http), await http.get("/v1/models")):

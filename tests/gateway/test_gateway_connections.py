@@ -7,10 +7,10 @@ import socket
 
 import httpx2 as httpx
 import pytest
-from scripted_inference import accepted, delta, finished
+from scripted_inference import accepted, advance_clock, delta, finished
 
 BODY = b'{"prompt": "x", "max_tokens": 1}'
-WAIT_S = 30.0
+WAIT_S = 300.0
 
 
 def request(body=BODY, *headers, length=None):
@@ -44,7 +44,7 @@ async def read_answer(reader):
 
 
 async def test_tokens_do_not_wait_for_acknowledgements(scripted):
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=WAIT_S) as http:
         await http.get(f"{scripted.url}/metrics")
         (connection,) = scripted.accepted
         accepted_socket = connection.transport.get_extra_info("socket")
@@ -135,12 +135,17 @@ async def test_a_head_that_does_not_come_is_408(coordinator, start_gateway, part
 
 
 async def test_a_slow_second_head_is_408_too(coordinator, start_gateway):
-    async with start_gateway(coordinator, read_timeout_s=1.0) as gateway:
+    async with start_gateway(coordinator, read_timeout_s=500.0) as gateway:
         reader, writer = await asyncio.open_connection(*gateway.address)
         for _ in range(2):
             writer.write(b"GET /v1/nothing HTTP/1.1\r\nhost: a\r\n\r\n")
             assert (await read_answer(reader))[0] == 404
         writer.write(b"GET /v1/nothing HT")
+        (connection,) = gateway.accepted
+        async with asyncio.timeout(WAIT_S):
+            while connection._head_timer is None:
+                await asyncio.sleep(0.01)
+        advance_clock(500.0)
         assert (await read_answer(reader))[0] == 408
         writer.close()
 
@@ -161,7 +166,7 @@ async def test_a_long_head_is_431(coordinator, start_gateway, parts):
         assert (status, answer["error"]["code"]) == (431, "headers_too_large")
         assert headers["connection"] == "close"
         # It was refused twice, the second time into what was closed, which raised.
-        async with httpx.AsyncClient() as http:
+        async with httpx.AsyncClient(timeout=WAIT_S) as http:
             counted = (await http.get(f"{gateway.url}/metrics")).text
         refusals = [line for line in counted.splitlines() if "refusals_total{" in line]
         assert refusals == ['baton_http_refusals_total{reason="header_bytes"} 1.0']

@@ -10,6 +10,7 @@ from baton.runtime.tokenization import Tokenizer
 
 PROMPT = [5, 6, 7, 8]
 TURNS = [{"role": "user", "content": "What is a baton?"}]
+WAIT_S = 300.0
 
 
 @pytest.fixture
@@ -142,7 +143,7 @@ async def test_without_the_tokenizers_files_what_needs_them_is_refused(
 
 async def test_a_body_may_name_its_request(openai, gateway, cluster):
     body = {"model": "demo", "prompt": "x", "max_tokens": 1, "request_id": "by-body"}
-    async with httpx.AsyncClient() as http:
+    async with httpx.AsyncClient(timeout=WAIT_S) as http:
         answer = await http.post(f"{gateway.url}/v1/completions", json=body)
         assert answer.json()["id"] == answer.headers["x-request-id"] == "by-body"
         headers = {"x-request-id": "by-header"}

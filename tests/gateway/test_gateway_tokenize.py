@@ -3,14 +3,13 @@
 import httpx2 as httpx
 import pytest
 
-from baton.gateway.connections import LINGER_S
-
 TURNS = [{"role": "user", "content": "What is a baton?"}]
+WAIT_S = 300.0
 
 
 @pytest.fixture
 async def post(gateway):
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=30.0 + LINGER_S) as http:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S) as http:
 
         async def send(route, body, **how):
             return await http.post(route, **({"json": body} if body is not None else {}), **how)
