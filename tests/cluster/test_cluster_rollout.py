@@ -1,4 +1,4 @@
-"""A rollout with real processes: the command line starts, promotes, aborts; nothing is lost."""
+"""A rollout with real processes: the CLI starts, promotes and aborts; no token is lost."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ SALTS = itertools.count(1)
 
 
 def prompt():
-    """Never the same, so that no cache knows it."""
+    """Returns a new prompt each time, so that no prefix is cached."""
     salt = next(SALTS)
     return [5 + salt % 200, 5 + salt // 200, *range(5, 43)]
 
 
 async def baton(cluster, *arguments):
-    """The command line's standard output; it must succeed."""
+    """Runs the CLI, which must succeed; returns its standard output."""
 
     def run():
         env = os.environ | {"BATON_ADDRESS": cluster.address}
@@ -44,7 +44,7 @@ async def status(cluster):
 
 
 class Load:
-    """Sessions that ask one thing after another; every answer is checked."""
+    """Sessions that send one request after another, and check every answer."""
 
     def __init__(self, cluster, client, num_sessions):
         self._cluster, self._client, self._num_sessions = cluster, client, num_sessions
@@ -89,14 +89,14 @@ async def workers(cluster):
 
 
 async def only(cluster, revision, number):
-    """Until so many workers of this revision are all that is left."""
+    """Waits until exactly `number` workers are attached, all of this revision."""
     async with asyncio.timeout(SOON_S):
         while [one.revision for one in (await workers(cluster)).values()] != [revision] * number:
             await asyncio.sleep(0.1)
 
 
 async def test_start_promote_and_abort_under_load(up):
-    # Slow steps: the same load leaves more of the cores to the workers that start.
+    # Slow steps leave more CPU time to the workers that start.
     cluster = up(simulated={"step_base_ms": 16})
     async with BatonClient(cluster.address) as client:
         load = Load(cluster, client, 6)
@@ -107,7 +107,7 @@ async def test_start_promote_and_abort_under_load(up):
             *("--engine-arg", "max-num-seqs=32", "--wait", "30"),
         )
         assert "1 prefill and 2 decode workers are being started" in told
-        # It serves with one worker in each pool; the third may take a moment more.
+        # The canary serves with one worker in each pool; the third may start later.
         wanted = {"prefill-r2-0", "decode-r2-0", "decode-r2-1"}
         async with asyncio.timeout(SOON_S):
             while wanted - (found := await workers(cluster)).keys():
@@ -116,7 +116,7 @@ async def test_start_promote_and_abort_under_load(up):
         digests = {one.config_digest for one in found.values()}
         assert len(digests) == 2
 
-        # A stream of the canary loses its worker, and goes on with the other one of its revision.
+        # A stream of the canary loses its worker; the fleet's other decode worker continues it.
         await baton(cluster, "rollout", "share", "100%")
         tokens = prompt()
         stream = await decoding(client, tokens, 200)
@@ -149,7 +149,7 @@ async def test_start_promote_and_abort_under_load(up):
         tokens = prompt()
         stream = await decoding(client, tokens, 150)
         assert "finish the" in await baton(cluster, "rollout", "abort")
-        # It has begun there, and ends there.
+        # The stream ends in the fleet that began it.
         assert await finished(stream) == cluster.expected(tokens, 150)
         before = load.num_done
         await only(cluster, "r2", 2)

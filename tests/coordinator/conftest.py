@@ -28,8 +28,8 @@ from baton.v1 import admin_pb2_grpc, cluster_pb2, common_pb2, inference_pb2_grpc
 sys.path.append(str(Path(__file__).parent))
 
 from scripted_worker import attached
+from two_fleets import TwoFleets
 from two_pairs import pairs
-from two_revisions import TwoRevisions
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 
@@ -250,11 +250,11 @@ def two_pairs(new_world) -> World:
 
 
 @pytest.fixture
-def two_revisions(new_world, out):
-    """Makes a world of two revisions, of whose second there is a rollout (share None: none)."""
+def two_fleets(new_world, out):
+    """Makes a world of two fleets with a rollout of the second; share None: no rollout."""
 
     def make(share=1.0, **changes):
-        return TwoRevisions(new_world, out, share, **changes)
+        return TwoFleets(new_world, out, share, **changes)
 
     return make
 

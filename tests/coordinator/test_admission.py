@@ -1,4 +1,4 @@
-"""What a refusal says of another try, and that predictions are found out which are wrong."""
+"""When a refused request may be retried, and how wrong predictions are corrected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QUICK = LatencyModel(0.005, 0.0001, 0.0, 0.010, 0.0001, 1e-7)
 
 
 def cell(prefill_per_token_ms: float = 0.1, **interactive: object) -> VirtualCell:
-    """One worker in each pool, with what is believed of them before they are measured."""
+    """One worker in each pool; `prefill_per_token_ms` is predicted before it is measured."""
     values = {
         "model": "simulated",
         "decode": {"local_prefill": False},
@@ -31,7 +31,7 @@ def cell(prefill_per_token_ms: float = 0.1, **interactive: object) -> VirtualCel
     return made
 
 
-def test_who_would_be_late_on_an_idle_worker_too_is_not_told_to_try_again():
+def test_a_request_that_would_be_late_on_an_idle_worker_gets_no_retry_time():
     made = cell()
     made.submit(64, 2)
     made.run(made.now + 1)
@@ -39,7 +39,7 @@ def test_who_would_be_late_on_an_idle_worker_too_is_not_told_to_try_again():
     assert hopeless.error.reason == "TOO_LATE"
     assert hopeless.error.retry_after_s is None
     assert "the prompt alone takes 0." in str(hopeless.error)
-    # Another one is late for what waits before it, and is told how long that takes.
+    # A request that is late because of the queue is told when to retry.
     for _ in range(4):
         made.submit(4000, 2)
     late = made.submit(1000, 2, slo_ttft_s=0.5)
@@ -50,8 +50,8 @@ def test_who_would_be_late_on_an_idle_worker_too_is_not_told_to_try_again():
     assert again.ttft_s <= 0.5
 
 
-def test_a_cell_that_is_quicker_than_was_believed_does_not_refuse_everybody_for_ever():
-    """Who is refused measures nothing."""
+def test_a_cluster_faster_than_predicted_does_not_refuse_all_requests_forever():
+    """A refused request measures nothing, so some must be admitted to correct the prediction."""
     made = cell(prefill_per_token_ms=1.0, ttft_ms=600)
     begin = made.now
     outcomes = []
@@ -63,7 +63,7 @@ def test_a_cell_that_is_quicker_than_was_believed_does_not_refuse_everybody_for_
     assert all(one.ttft_s < 0.6 for one in late)
 
 
-def test_a_cell_that_is_as_slow_as_it_is_believed_to_be_lets_hardly_anybody_in():
+def test_a_cluster_as_slow_as_predicted_admits_few_requests():
     made = cell(prefill_per_token_ms=0.1, ttft_ms=200)
     outcomes = []
     for _ in range(600):
@@ -72,7 +72,7 @@ def test_a_cell_that_is_as_slow_as_it_is_believed_to_be_lets_hardly_anybody_in()
     assert sum(not one.shed for one in outcomes) <= 60 / 5 + 1
 
 
-def test_what_is_known_of_prompts_is_not_tried_out_while_others_come_through():
+def test_no_late_request_is_admitted_while_others_measure_the_prefill_time():
     made = cell(prefill_per_token_ms=0.1, ttft_ms=200)
     hopeless = []
     for _ in range(200):
@@ -84,7 +84,7 @@ def test_what_is_known_of_prompts_is_not_tried_out_while_others_come_through():
     assert all(one.shed for one in hopeless)
 
 
-def test_a_full_lane_says_how_long_places_take_to_come_free(new_world):
+def test_a_full_lane_says_when_to_retry(new_world):
     lanes = LanesConfig(batch=BatchLaneConfig(max_queued=2))
     world = new_world(lanes=lanes)
     for _ in range(2):

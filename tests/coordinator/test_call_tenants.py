@@ -1,4 +1,4 @@
-"""A call is counted to each tenant with a request in it, and to one while it has none."""
+"""A call counts for each tenant with a request in it, and for the last one while it has none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LIMIT = 2
 
 
 class Calls:
-    """What tenants hold, at most so many each."""
+    """Counts the calls of each tenant, at most LIMIT per tenant."""
 
     def __init__(self) -> None:
         self.held: Counter[str] = Counter()
@@ -47,7 +47,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_who_has_a_request_in_a_call_holds_it_and_nobody_more_than_allowed(steps):
+def test_a_call_counts_for_its_tenants_and_no_tenant_exceeds_its_limit(steps):
     calls, numbers = Calls(), count()
     open_calls = [CallTenants() for _ in range(4)]
     live: list[dict[int, str]] = [{} for _ in open_calls]
@@ -59,7 +59,7 @@ def test_who_has_a_request_in_a_call_holds_it_and_nobody_more_than_allowed(steps
             try:
                 call.enter(stream, tenant, calls.hold(tenant))
             except PermissionError:
-                # It has its fill, and would have needed one more.
+                # The tenant is at its limit, and this call did not count for it yet.
                 assert calls.held[tenant] == LIMIT
                 assert tenant not in running.values()
             else:
@@ -85,7 +85,7 @@ def test_who_has_a_request_in_a_call_holds_it_and_nobody_more_than_allowed(steps
     assert not +calls.held
 
 
-def test_one_that_is_refused_leaves_all_as_it_was():
+def test_a_refused_request_changes_no_count():
     calls, call = Calls(), CallTenants()
     calls.held["b"] = LIMIT
     call.enter(1, "a", calls.hold("a"))

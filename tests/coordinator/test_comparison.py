@@ -1,4 +1,4 @@
-"""Two revisions side by side: no verdict on few samples, and none against an equal."""
+"""Comparison of two fleets: no verdict on few samples, and equal fleets are not worse."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
 INTERNAL = 13
 
 
-def side(num, *, ttft_s=0.1, itl_s=0.02, num_failed=0, lane=INTERACTIVE, seed=1):
-    """So many requests of 20 outputs, with log-normal times."""
+def stats_of(num, *, ttft_s=0.1, itl_s=0.02, num_failed=0, lane=INTERACTIVE, seed=1):
+    """Statistics of `num` requests with 20 gaps each, whose times are log-normal."""
     found, draw = FleetStats(), random.Random(seed)
     for number in range(num):
         found.num_admitted += 1
@@ -29,16 +29,16 @@ def side(num, *, ttft_s=0.1, itl_s=0.02, num_failed=0, lane=INTERACTIVE, seed=1)
 
 
 @pytest.mark.parametrize("num", [0, 1, 5, 19])
-def test_never_a_verdict_on_a_few_samples(num):
-    worse = side(num, ttft_s=10.0, itl_s=10.0, num_failed=num)
-    judged = judge(side(10_000), worse)
+def test_a_few_samples_give_no_verdict(num):
+    worse = stats_of(num, ttft_s=10.0, itl_s=10.0, num_failed=num)
+    judged = judge(stats_of(10_000), worse)
     assert judged.verdict is Verdict.TOO_FEW
     assert f"{num} canary requests" in judged.reason
 
 
-def test_equal_revisions_are_not_told_apart():
+def test_equal_fleets_are_not_worse():
     for seed in range(20):
-        judged = judge(side(2000, num_failed=20), side(300, num_failed=3, seed=seed + 2))
+        judged = judge(stats_of(2000, num_failed=20), stats_of(300, num_failed=3, seed=seed + 2))
         assert judged.verdict is Verdict.NO_WORSE, (seed, judged.reason)
 
 
@@ -50,29 +50,32 @@ def test_equal_revisions_are_not_told_apart():
         ({"num_failed": 40}, "40 of 400 requests failed"),
     ],
 )
-def test_what_is_worse_is_named_with_its_numbers(change, words):
-    judged = judge(side(4000, num_failed=4), side(400, seed=5, **change))
+def test_the_reason_names_what_is_worse_with_its_numbers(change, words):
+    judged = judge(stats_of(4000, num_failed=4), stats_of(400, seed=5, **change))
     assert judged.verdict is Verdict.WORSE
     assert words in judged.reason
     assert "4000 stable and 400 canary requests have ended" in judged.reason
 
 
-def test_a_canary_that_fails_everything_is_seen_early():
-    judged = judge(side(500), side(25, num_failed=25))
+def test_a_canary_that_fails_everything_is_found_early():
+    judged = judge(stats_of(500), stats_of(25, num_failed=25))
     assert judged.verdict is Verdict.WORSE
 
 
-def test_requests_that_it_gave_up_count_against_it():
-    canary = side(150)
+def test_requests_that_moved_to_the_stable_fleet_count_against_the_canary():
+    canary = stats_of(150)
     canary.num_moved = 30
-    assert judge(side(1000), canary).verdict is Verdict.WORSE
+    assert judge(stats_of(1000), canary).verdict is Verdict.WORSE
 
 
-def test_lanes_are_compared_apart():
-    """Batch waits for long on both; that says nothing of interactive requests."""
-    stable, canary = side(1000, ttft_s=60.0, lane=BATCH), side(300, ttft_s=60.0, lane=BATCH, seed=3)
-    stable.lanes[INTERACTIVE] = side(1000).lanes[INTERACTIVE]
-    canary.lanes[INTERACTIVE] = side(300, ttft_s=0.3, seed=4).lanes[INTERACTIVE]
+def test_lanes_are_compared_separately():
+    """Batch requests wait long in both fleets; only interactive requests differ."""
+    stable, canary = (
+        stats_of(1000, ttft_s=60.0, lane=BATCH),
+        stats_of(300, ttft_s=60.0, lane=BATCH, seed=3),
+    )
+    stable.lanes[INTERACTIVE] = stats_of(1000).lanes[INTERACTIVE]
+    canary.lanes[INTERACTIVE] = stats_of(300, ttft_s=0.3, seed=4).lanes[INTERACTIVE]
     judged = judge(stable, canary)
     assert judged.verdict is Verdict.WORSE
     assert "batch" not in judged.reason
@@ -80,13 +83,13 @@ def test_lanes_are_compared_apart():
 
 def test_fisher_is_the_exact_sum():
     def exact(failed, total, other_failed, other_total):
-        everyone, all_failed = total + other_total, failed + other_failed
+        all_requests, all_failed = total + other_total, failed + other_failed
         ways = sum(
             math.comb(total, one) * math.comb(other_total, all_failed - one)
             for one in range(failed, min(total, all_failed) + 1)
             if all_failed - one <= other_total
         )
-        return ways / math.comb(everyone, all_failed)
+        return ways / math.comb(all_requests, all_failed)
 
     for case in [(3, 20, 1, 100), (0, 20, 5, 100), (20, 20, 0, 100), (5, 50, 40, 60)]:
         assert fisher(*case) == pytest.approx(exact(*case), rel=1e-6)

@@ -13,7 +13,7 @@ COSTS = st.integers(1, 1000)
 
 @st.composite
 def histories(draw):
-    """Operations on six accounts: join, leave, charge, credit, or take the turn and be charged."""
+    """Operations on six accounts: join, leave, charge, credit, or take a turn and be charged."""
     names = st.sampled_from(["join", "leave", "charge", "credit", "turn"])
     return draw(st.lists(st.tuples(names, st.integers(0, 5), COSTS), max_size=120))
 
@@ -37,7 +37,7 @@ def play(history, accounts, order, check):
 
 
 @given(histories())
-def test_the_smallest_counter_is_next_and_of_equals_the_one_served_longest_ago(history):
+def test_the_smallest_counter_is_next_and_among_equals_the_one_served_longest_ago(history):
     accounts = [Account(weight) for weight in (0.5, 1, 1, 2, 3, 4)]
     order: FairOrder[Account] = FairOrder()
 
@@ -54,7 +54,7 @@ def test_the_smallest_counter_is_next_and_of_equals_the_one_served_longest_ago(h
 
 
 @given(histories())
-def test_the_level_never_falls_and_nobody_joins_below_it(history):
+def test_the_level_never_falls_and_no_account_joins_below_it(history):
     accounts = [Account(1.0) for _ in range(6)]
     order: FairOrder[Account] = FairOrder()
     level = 0.0
@@ -74,7 +74,7 @@ def test_the_level_never_falls_and_nobody_joins_below_it(history):
 )
 @settings(max_examples=60)
 def test_backlogged_counters_stay_within_a_bound(weights, data):
-    """The paper's: one largest prompt, or all that runs at once can still generate."""
+    """The bound of the paper: the largest prompt plus all output that running requests may add."""
     max_prompt, max_output, max_running = 200, 50, 4
     accounts = [Account(weight) for weight in weights]
     order: FairOrder[Account] = FairOrder()
@@ -96,7 +96,7 @@ def test_backlogged_counters_stay_within_a_bound(weights, data):
         assert max(counters) - min(counters) <= bound
 
 
-def test_an_idle_tenant_saves_nothing_up_and_a_credit_goes_no_lower_than_it_joined():
+def test_idle_shares_do_not_accumulate_and_a_credit_stops_at_the_floor():
     order: FairOrder[Account] = FairOrder()
     busy, idle = Account(1.0), Account(1.0)
     order.join(busy)
@@ -123,7 +123,7 @@ def test_the_heap_does_not_grow_with_joins_and_leaves(indices):
     assert len(order._heap) <= 64 + 2 * 6 + 1
 
 
-def test_what_the_lane_gets_beside_pays_what_it_is_owed_and_no_more():
+def test_idle_capacity_reduces_the_deficit_to_zero_at_least():
     deficit = BatchDeficit(0.2)
     deficit.owed = 100.0
     deficit.used_idle(60.0)
@@ -135,7 +135,7 @@ def test_what_the_lane_gets_beside_pays_what_it_is_owed_and_no_more():
     assert deficit.owed == -50.0
 
 
-def test_the_deficit_is_due_when_its_cost_is_owed():
+def test_a_batch_request_is_due_once_its_cost_is_owed():
     deficit = BatchDeficit(0.2)
     deficit.owed += 400 * deficit.per_token
     assert deficit.is_due(100)
@@ -152,7 +152,7 @@ def test_the_deficit_is_due_when_its_cost_is_owed():
         st.tuples(st.integers(1, 300), st.floats(0, 20, allow_nan=False)), min_size=1, max_size=60
     )
 )
-def test_a_rate_is_kept_and_what_it_says_of_waiting_is_so(requests):
+def test_a_rate_limit_is_kept_and_its_wait_is_right(requests):
     rate, burst, now, begun = 10.0, 100, 50.0, 50.0
     bucket = TokenBucket(rate, burst, now)
     admitted = 0
@@ -163,13 +163,13 @@ def test_a_rate_is_kept_and_what_it_says_of_waiting_is_so(requests):
             assert bucket.wait_s(num_tokens, now + 0.9 * wait_s) > 0 or 0.1 * wait_s * rate <= 0.5
             now += wait_s
             assert bucket.wait_s(num_tokens, now) == 0
-        # One larger than a burst may overdraw, and the next one pays for it.
+        # A request larger than the burst makes the level negative, and the next one waits for it.
         assert admitted <= burst + rate * (now - begun) + 300
         bucket.take(num_tokens, now)
         admitted += num_tokens
 
 
-def test_what_is_given_back_can_be_used_at_once():
+def test_returned_tokens_can_be_used_at_once():
     bucket = TokenBucket(1.0, 100, 0.0)
     bucket.take(100, 0.0)
     assert bucket.wait_s(40, 0.0) == pytest.approx(40)

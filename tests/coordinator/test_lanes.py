@@ -1,4 +1,4 @@
-"""Which request is next: nothing lost, nobody skipped, limits kept."""
+"""Which request is next: no request is lost or skipped, and limits are kept."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def request(
 
 
 def dispatch(lanes: Lanes, limit: int = 10**6) -> list[str]:
-    """A round with room for `limit` requests; whom it took."""
+    """Runs a round with room for `limit` requests; returns the ids of those dispatched."""
     taken: list[str] = []
     for one in lanes.candidates():
         if len(taken) == limit:
@@ -70,7 +70,7 @@ TENANTS = {"narrow": TenantConfig(max_concurrent=2), "heavy": TenantConfig(weigh
 
 
 class LanesMachine(RuleBasedStateMachine):
-    """Beside the lanes a plain list of what waits and what runs."""
+    """Compares the lanes with plain lists of waiting and running requests."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class LanesMachine(RuleBasedStateMachine):
                 self.lanes.dispatched(one, one.num_prompt_tokens)
             else:
                 passed.add(lane)
-        # Nothing that could have run was left without being offered.
+        # Every request that could have run was yielded.
         for one in self.waiting:
             assert not self.can_run(one) or self.ordered_in(one) in passed
 
@@ -184,24 +184,24 @@ class LanesMachine(RuleBasedStateMachine):
         assert len(self.lanes) == 0
 
 
-def test_no_request_is_lost_or_offered_twice_or_held_back():
+def test_no_request_is_lost_or_yielded_twice_or_held_back():
     run_state_machine_as_test(
         LanesMachine, settings=settings(max_examples=80, stateful_step_count=40, deadline=None)
     )
 
 
-def test_tenants_take_turns_by_what_they_were_served():
+def test_tenants_take_turns_by_served_tokens():
     lanes = Lanes(LanesConfig())
     for number in range(6):
         lanes.push(request(number, "long", num_prompt=100), 0.0)
     for number in range(6, 18):
         lanes.push(request(number, "short", num_prompt=25), 0.0)
     order = [int(one[1:]) >= 6 for one in dispatch(lanes, 10)]
-    # A short one while the other is ahead: four for each long one.
+    # Four short requests have the tokens of one long request.
     assert (order.count(False), order.count(True)) == (2, 8)
 
 
-def test_a_tenant_at_its_limit_is_skipped_and_saves_nothing_up():
+def test_a_tenant_at_its_limit_is_skipped_and_its_share_does_not_accumulate():
     lanes = Lanes(LanesConfig(), TenantConfig(), {"narrow": TenantConfig(max_concurrent=1)})
     mine = [request(number, "narrow") for number in range(3)]
     theirs = [request(number, "wide") for number in range(3, 40)]
@@ -209,11 +209,11 @@ def test_a_tenant_at_its_limit_is_skipped_and_saves_nothing_up():
         lanes.push(one, 0.0)
     assert dispatch(lanes, 20) == ["r0", *(f"r{number}" for number in range(3, 22))]
     lanes.ended(mine[0], 0.0)
-    # It takes part again from where the others are, and once only.
+    # It joins at the level of the other tenant, with one request.
     assert dispatch(lanes, 3) == ["r1", "r22", "r23"]
 
 
-def test_those_that_come_back_go_before_new_ones_by_their_arrival():
+def test_returned_requests_go_before_new_ones_ordered_by_arrival():
     lanes = Lanes(LanesConfig())
     all_of_them = [request(number) for number in range(4)]
     for one in all_of_them:
@@ -224,7 +224,7 @@ def test_those_that_come_back_go_before_new_ones_by_their_arrival():
     assert dispatch(lanes) == ["r0", "r1", "r2", "r3"]
 
 
-def test_a_lane_that_is_passed_over_leaves_the_place_to_the_other():
+def test_a_skipped_lane_leaves_its_turn_to_the_other_lane():
     lanes = Lanes(LanesConfig())
     lanes.push(request(0, num_prompt=500), 0.0)
     lanes.push(request(1), 0.0)
@@ -239,7 +239,7 @@ def test_a_lane_that_is_passed_over_leaves_the_place_to_the_other():
     assert taken == ["r2", "r3"]
 
 
-def test_long_interactive_prompts_wait_with_batch():
+def test_long_interactive_prompts_are_ordered_in_the_batch_lane():
     lanes = Lanes(LanesConfig(long_prompt_tokens=100))
     long = request(0, num_prompt=101)
     lanes.push(long, 0.0)
@@ -260,7 +260,7 @@ def test_prompt_tokens_from_a_cache_are_not_charged():
     assert dispatch(lanes) == ["r2", "r3", "r4", "r5", "r8", "r6", "r7"]
 
 
-def test_what_is_cached_is_taken_back_once_however_many_attempts_there_are():
+def test_cached_prompt_tokens_are_given_back_once_for_all_attempts():
     """An attempt that follows a lost one is not charged for its prompt."""
     lanes = Lanes(LanesConfig())
     hit, miss = request(0, "hit", num_prompt=100), request(1, "miss", num_prompt=100)
@@ -275,7 +275,7 @@ def test_what_is_cached_is_taken_back_once_however_many_attempts_there_are():
     assert dispatch(lanes) == ["r2", "r3", "r4", "r5", "r8", "r6", "r7"]
 
 
-def test_idle_tenants_are_forgotten_when_they_owe_nothing(monkeypatch):
+def test_idle_tenants_without_debt_are_forgotten(monkeypatch):
     monkeypatch.setattr(tenants_module, "_MAX_IDLE", 20)
     rates = {"limited": TenantConfig(tokens_per_s=1.0, burst_tokens=100)}
     lanes = Lanes(LanesConfig(), TenantConfig(), rates)
@@ -286,7 +286,7 @@ def test_idle_tenants_are_forgotten_when_they_owe_nothing(monkeypatch):
     for number in range(1, 10):
         lanes.push(request(number, f"t{number}"), 1.0)
         lanes.ended(request(number, f"t{number}"), 1.0)
-        assert lanes.num_tenants == 1, "only what has a debt"
+        assert lanes.num_tenants == 1, "only the tenant with a debt"
     assert lanes.rate_error("limited", 100, 1.0) is not None
     lanes.push(request(20, "late"), 200.0)
     lanes.ended(request(20, "late"), 200.0)
@@ -308,7 +308,7 @@ def test_the_number_of_remembered_tenants_is_bounded(monkeypatch):
 # ---- Through the core
 
 
-def test_a_tenant_over_its_rate_is_told_when_there_will_be_enough(new_world, out):
+def test_a_tenant_over_its_rate_is_told_when_to_retry(new_world, out):
     limited = TenantConfig(tokens_per_s=10.0, burst_tokens=100)
     world = new_world(tenants={"t": limited}).pair()
     first = world.submit(tenant="t", num_prompt=60, sampling={"max_tokens": 20})
@@ -328,21 +328,21 @@ def test_a_tenant_over_its_rate_is_told_when_there_will_be_enough(new_world, out
     assert world.kinds(again) == ["Accepted"]
 
 
-def test_what_a_request_did_not_use_of_its_rate_comes_back(new_world, out):
+def test_unused_tokens_return_to_the_rate_limit(new_world, out):
     world = new_world(tenant_defaults=TenantConfig(tokens_per_s=0.001, burst_tokens=100)).pair()
     world.submit(num_prompt=20, sampling={"max_tokens": 80})
     assert world.last(world.submit(num_prompt=1)).error.reason == "TENANT_RATE"
     world.step("p", out("r1", [7], finish=STOP))
     fits = world.submit(num_prompt=20, sampling={"max_tokens": 59})
     assert world.kinds(fits) == ["Accepted"]
-    # One that never ran gives everything back.
+    # A request that never ran returns all its tokens.
     world = new_world(tenant_defaults=TenantConfig(tokens_per_s=0.001, burst_tokens=100))
     waiting = world.submit(num_prompt=20, sampling={"max_tokens": 80})
     world.handle(ev.StreamCancelled(waiting))
     assert world.kinds(world.submit(num_prompt=20, sampling={"max_tokens": 80})) == ["Accepted"]
 
 
-def test_each_lane_has_its_own_longest_wait(new_world):
+def test_each_lane_has_its_own_queue_timeout(new_world):
     lanes = LanesConfig(
         interactive=InteractiveLaneConfig(max_queue_s=5.0), batch=BatchLaneConfig(max_queue_s=15.0)
     )
@@ -359,10 +359,10 @@ def test_each_lane_has_its_own_longest_wait(new_world):
     ("num_output", "num_prompt", "num_cached", "expected"),
     [(1, 10, 0, "a/r2"), (30, 10, 0, "b/r5"), (30, 200, 0, "a/r2"), (30, 200, 190, "b/r5")],
 )
-def test_what_workers_report_decides_who_is_next(
+def test_tokens_that_workers_report_decide_which_tenant_is_next(
     new_world, out, num_output, num_prompt, num_cached, expected
 ):
-    """Tenant a's request decodes while b's prompt is read; then it is a's or b's second one."""
+    """Tenant a's request decodes while b's prompt is computed; then either has its second turn."""
     world = new_world(max_prefill_requests=1).pair()
     world.submit(tenant="a", num_prompt=10)
     for tenant, num_tokens in (("a", 5), ("b", num_prompt), ("a", 5), ("b", 5)):
@@ -376,11 +376,11 @@ def test_what_workers_report_decides_who_is_next(
 
 @pytest.fixture
 def limited(new_world, out):
-    """A request of 60 tokens of 70 that its tenant may have at once; it has two of output."""
+    """A request of 60 tokens and two output tokens, whose tenant has a burst of 70 tokens."""
     rate = TenantConfig(tokens_per_s=0.001, burst_tokens=70)
     recovery_timeout = dict.fromkeys(("worker_timeout_s", "worker_silent_s", "worker_stuck_s"), 1e6)
     world = new_world(tenant_defaults=rate, **recovery_timeout).pair()
-    # Nobody comes back from an earlier coordinator any more.
+    # Requests of an earlier coordinator are no longer expected.
     world.after(10.0)
     world.to = world.submit(num_prompt=20, sampling={"max_tokens": 40})
     world.step("p", out("r1", [7]))
@@ -393,30 +393,30 @@ def resume(world, known=(7, 8), **changes):
     return world.submit(2, known_token_ids=known, **fields)
 
 
-def test_a_stream_that_was_accepted_goes_on_over_another_connection_whatever_its_rate(limited):
+def test_an_accepted_request_may_be_resumed_over_its_tenants_rate_limit(limited):
     again = resume(limited)
     assert limited.kinds(again) == ["Accepted"]
     assert limited.kinds(limited.to)[-1] == "Failed"
     assert limited.last(limited.to).error.code == errors.Aborted("").code
 
 
-def test_so_it_does_when_its_session_was_lost_before(limited):
+def test_a_request_whose_session_was_lost_may_be_resumed_over_the_rate_limit(limited):
     limited.handle(ev.SessionLost(1))
     assert limited.kinds(resume(limited)) == ["Accepted"]
     limited.handle(ev.SessionLost(2))
-    # It never had so much, nor is it another.
+    # More tokens than it had, or another request, do not count as resumed.
     assert limited.last(resume(limited, known=(7, 8, 9))).error.reason == "TENANT_RATE"
     assert limited.last(resume(limited, request_id="r9")).error.reason == "TENANT_RATE"
 
 
-def test_so_do_all_that_come_back_to_a_restarted_coordinator(new_world):
+def test_a_restarted_coordinator_accepts_resumed_requests_over_the_rate_limit(new_world):
     world = new_world(tenant_defaults=TenantConfig(tokens_per_s=0.001, burst_tokens=100))
     streams = [resume(world, request_id=f"r{number}") for number in range(3)]
     assert [world.kinds(to) for to in streams] == [["Accepted"]] * 3
     assert world.last(world.submit(num_prompt=10)).error.reason == "TENANT_RATE"
 
 
-def test_a_stream_takes_the_place_of_its_older_self_where_there_is_no_other(new_world, out):
+def test_a_resumed_request_replaces_its_older_stream_at_the_request_limit(new_world, out):
     world = new_world(max_running_requests=1).pair()
     world.submit(num_prompt=20, sampling={"max_tokens": 40})
     world.step("p", out("r1", [7]))
@@ -424,7 +424,7 @@ def test_a_stream_takes_the_place_of_its_older_self_where_there_is_no_other(new_
     assert world.last(world.submit()).error.reason == "TOO_MANY_REQUESTS"
 
 
-def test_who_cannot_be_resumed_is_left_as_it_was(limited, out):
+def test_a_request_that_cannot_be_resumed_continues_unchanged(limited, out):
     limited.handle(ev.AdmissionClosed(restarts=True))
     assert limited.kinds(resume(limited)) == ["Failed"]
     limited.step("d", out("r1", [9], 2, finish=STOP))

@@ -1,4 +1,4 @@
-"""Shares and waits of tenants and lanes, through the real core under a virtual clock."""
+"""Shares and waits of tenants and lanes, in the real core under a virtual clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
 
 
 def lanes(share: float = 0.05, **changes) -> LanesConfig:
-    """Without limits that anything here would meet."""
+    """A configuration whose queue limits are never reached."""
     free = {"max_queued": 10**6, "max_queue_s": 1e6}
     return LanesConfig(
         interactive=InteractiveLaneConfig(**free),
@@ -26,7 +26,7 @@ def jain(values: list[int]) -> float:
 
 
 def crowd(say_hello) -> Cell:
-    """Four backlogged tenants, of which "greedy" sends 10 times more and 8 times longer."""
+    """Four backlogged tenants; "greedy" sends 10 times more requests, 8 times as long."""
     cell = Cell(say_hello, lanes=lanes())
     begin = cell.now
     shapes = {"a": (128, 16), "b": (16, 48), "c": (64, 32)}
@@ -49,8 +49,8 @@ def test_a_greedy_tenant_takes_nothing_from_others(say_hello):
 
 
 @pytest.mark.parametrize("after_s", [0.003, 7.77, 20.0])
-def test_a_newcomer_waits_for_one_place(say_hello, after_s):
-    """The quantum: until one of those that run ends and leaves its place."""
+def test_a_new_tenants_request_is_dispatched_next(say_hello, after_s):
+    """It waits only until one running request ends."""
     cell = crowd(say_hello)
     begin = cell.now
     cell.run(begin + 10 + after_s)
@@ -60,13 +60,13 @@ def test_a_newcomer_waits_for_one_place(say_hello, after_s):
     assert cell.dispatched[num_before] == newcomer
 
 
-def test_newcomers_of_one_moment_wait_for_a_place_each(say_hello):
+def test_simultaneous_new_tenants_are_dispatched_next_with_one_request_each(say_hello):
     cell = crowd(say_hello)
     cell.run(cell.now + 10)
     num_before = len(cell.dispatched)
     newcomers = [cell.submit(f"new{index}") for index in range(5) for _ in range(3)]
     cell.run(cell.now + 10)
-    # One of each; what its second needs it has to wait for like everyone.
+    # The first request of each; the second ones wait their turn.
     assert set(cell.dispatched[num_before : num_before + 5]) == set(newcomers[::3])
 
 
@@ -109,11 +109,11 @@ def test_interactive_goes_first_and_batch_gets_all_that_is_spare(say_hello):
     assert total >= 0.98 * total_alone
     waits_s = [wait_s for lane, wait_s in both.waits if lane == INTERACTIVE]
     assert len(waits_s) > 400
-    # Whatever runs there: batch outputs leave their places, and are computed again.
+    # Batch outputs make room at once, and are computed again later.
     assert max(waits_s) <= Cell.step_s
 
 
-def test_what_batch_could_not_use_is_not_saved_up(say_hello):
+def test_the_batch_lanes_unused_share_does_not_accumulate(say_hello):
     cell = Cell(say_hello, lanes=lanes())
     begin = cell.now
     cell.every(0.02, begin, begin + 35)

@@ -1,4 +1,4 @@
-"""Requests whose pool is empty wait for the worker that is being started, within bounds."""
+"""Requests whose pool is empty wait for a worker that starts, up to a limit."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ LANES = LanesConfig(interactive=InteractiveLaneConfig(itl_ms=1))
 
 
 class Cell(Launched):
-    """With three batch requests that have begun, most of them parked, and an interactive one.
+    """Three batch requests with output, most of them parked, and an interactive request.
 
     Args:
-        flips: another decode worker is to compute prompts instead, and has not answered yet.
+        flips: Whether another decode worker is changing its role and has not answered yet.
     """
 
     def __init__(self, new_world, out, *, flips=False, **config) -> None:
@@ -59,7 +59,7 @@ class Cell(Launched):
         return sum(self.request(to).state is RequestState.FAILED for to in self.streams)
 
     def finish_all(self) -> None:
-        """One after the other, as there is room for them."""
+        """Finishes all requests, each as soon as it is dispatched."""
         for _ in self.streams:
             for to in self.streams:
                 request = self.request(to)
@@ -73,21 +73,21 @@ def cell(new_world, out):
     return lambda **config: Cell(new_world, out, **config)
 
 
-def test_they_wait_for_a_start_that_takes_longer_than_a_recovery(cell):
+def test_requests_wait_for_a_start_that_takes_longer_than_max_recovery_s(cell):
     made = cell(cold_start_s=90.0, start_timeout_s=100.0)
     made.lose_decode()
     made.wait(80)
     assert made.started[-1] == "decode-1"
     assert made.num_ended() == 0
-    # Once it is there they wait for room as if they had lost their worker just now.
+    # After the start they wait for max_recovery_s again.
     made.come_up()
     made.wait(20)
     made.finish_all()
     assert {made.world.last(to).reason for to in made.streams} == {STOP}
 
 
-def test_a_start_that_hangs_is_not_waited_for_longer_than_a_start_may_take(cell):
-    """Of a job, the longest that it may take; of a person, what it takes as a rule."""
+def test_requests_do_not_wait_for_a_start_that_hangs(cell):
+    """Batch requests wait up to start_timeout_s, interactive ones up to cold_start_s."""
     made = cell(cold_start_s=10.0, start_timeout_s=30.0)
     made.lose_decode()
     *batch, person = made.streams
@@ -104,8 +104,8 @@ def test_a_start_that_hangs_is_not_waited_for_longer_than_a_start_may_take(cell)
 
 
 @pytest.mark.parametrize("how", ["answers", "attaches again", "is replaced"])
-def test_a_pool_that_the_last_one_leaves_by_a_flip_is_as_empty_as_any(cell, how):
-    """The one beside it was lost after it had been told."""
+def test_a_pool_whose_last_worker_changes_its_role_is_empty(cell, how):
+    """The other decode worker was lost after this one had been told to change."""
     made = cell(flips=True)
     made.lose_decode()
     states = {made.request(to).state for to in made.streams}
@@ -116,12 +116,12 @@ def test_a_pool_that_the_last_one_leaves_by_a_flip_is_as_empty_as_any(cell, how)
     else:
         made.world.attach("decode-1", common_pb2.ROLE_PREFILL, 1 + (how == "is replaced"))
     assert {made.request(to).state for to in made.streams} == {RequestState.RECOVERING}
-    # Nobody comes for them.
+    # No worker starts for them.
     made.wait(100)
     assert made.num_ended() == len(made.streams)
 
 
-def test_starts_that_fail_are_not_waited_for_longer(cell):
+def test_failed_starts_do_not_prolong_the_wait(cell):
     made = cell()
     made.lose_decode()
     failed = {"decode-0"}
@@ -135,7 +135,7 @@ def test_starts_that_fail_are_not_waited_for_longer(cell):
     assert made.num_ended() == len(made.streams)
 
 
-def test_many_that_wait_do_not_each_look_at_every_worker(new_world, out, monkeypatch):
+def test_waiting_requests_do_not_each_iterate_over_all_workers(new_world, out, monkeypatch):
     number, walks, every = 50, [], AttachedWorkers.__iter__
     limits = ("max_running_requests", "max_prefill_requests", "max_decode_requests")
     lanes = LanesConfig(interactive=InteractiveLaneConfig(max_queued=number))
@@ -153,7 +153,7 @@ def test_many_that_wait_do_not_each_look_at_every_worker(new_world, out, monkeyp
         walks.append(workers)
         return every(workers)
 
-    # They are looked at after 30 s, and given up after 40.
+    # Their timers are due after 30 s; they fail after 40 s.
     for _ in range(12):
         heard = [ev.WorkerHeard(worker.key) for worker in made.core.workers]
         monkeypatch.setattr(AttachedWorkers, "__iter__", walk)
@@ -167,8 +167,8 @@ def test_many_that_wait_do_not_each_look_at_every_worker(new_world, out, monkeyp
     assert 0 < len(walks) < number
 
 
-def test_a_job_that_lost_its_worker_waits_while_others_have_its_place(new_world, out):
-    """As it would had it been parked for them; its own deadline and its workers' end count."""
+def test_a_batch_request_that_lost_its_worker_waits_while_workers_are_busy(new_world, out):
+    """It waits like a parked request: until its own deadline, or until the pool has no worker."""
     world = new_world(max_decode_requests=1, max_prefill_requests=1, max_request_s=600.0).pair()
     world.attach("d2", common_pb2.ROLE_DECODE)
 
@@ -187,7 +187,7 @@ def test_a_job_that_lost_its_worker_waits_while_others_have_its_place(new_world,
     world.step(of_person.decode[0], out(of_person.id, [9], 2, finish=STOP))
     assert of_job.state is RequestState.PREFILLING
     assert list(of_job.token_ids) == [7, 8]
-    # With nobody left that could have any room, it waits as anybody does.
+    # Without any decode worker it waits for max_recovery_s.
     world.handle(ev.WorkerLost(of_person.decode[0], "test"))
     world.wait(40)
     assert isinstance(world.last(job).error, errors.Unavailable)

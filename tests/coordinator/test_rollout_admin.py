@@ -1,4 +1,4 @@
-"""The Admin calls on rollouts over a real server, with workers that were attached by hand."""
+"""The Admin service's calls on rollouts over a real server, with workers attached by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NONE = admin_pb2.ROLLOUT_PHASE_UNSPECIFIED
 
 
 class Leaves(ScriptedWorker):
-    """Drains as it is told."""
+    """A worker that drains and leaves as it is told."""
 
     async def _serve(self, message):
         kind = message.WhichOneof("message")
@@ -38,7 +38,7 @@ class Leaves(ScriptedWorker):
 
 @pytest.fixture
 async def cell(coordinator_config, say_hello):
-    """A prefill and a decode worker of "1", which has an adapter, and of "r2"; and their admin."""
+    """A coordinator with one pair of workers of "1", which has an adapter, and one of "r2"."""
     async with Coordinator(coordinator_config()) as coordinator:
         hellos = [
             say_hello(name, role, revision=revision)
@@ -87,7 +87,7 @@ async def test_a_rollout_from_start_to_promotion(cell):
     coordinator, admin = cell
     found = await admin.get_rollout()
     assert (found.phase, found.stable.name, found.HasField("canary")) == (NONE, "1", False)
-    # Of workers that nobody has asked for.
+    # A fleet without a rollout.
     assert [one.name for one in found.others] == ["r2"]
     assert [pool.num_serving for pool in (await admin.list_pools()).pools] == [1, 1]
     message = await admin.start_rollout("r2", share=0.5)
@@ -101,11 +101,11 @@ async def test_a_rollout_from_start_to_promotion(cell):
         found = await admin.get_rollout()
         assert (found.phase, found.share) == (RUNNING, 0.5)
         assert not found.others
-        sides = [found.stable, found.canary]
-        assert [one.name for one in sides] == ["1", "r2"]
-        assert sum(one.num_ended for one in sides) == sum(one.num_admitted for one in sides) == 24
-        assert all(one.num_ended for one in sides)
-        for one in sides:
+        fleets = [found.stable, found.canary]
+        assert [one.name for one in fleets] == ["1", "r2"]
+        assert sum(one.num_ended for one in fleets) == sum(one.num_admitted for one in fleets) == 24
+        assert all(one.num_ended for one in fleets)
+        for one in fleets:
             interactive = next(x for x in one.lanes if x.lane == common_pb2.LANE_INTERACTIVE)
             assert interactive.ttft.num == one.num_ended
             assert interactive.itl.num == 2 * one.num_ended
@@ -131,11 +131,11 @@ async def test_a_rollout_from_start_to_promotion(cell):
     found = await admin.get_rollout()
     assert (found.phase, found.share, found.stable_revision) == (NONE, 0.0, "r2")
     assert found.last == "revision 'r2' was promoted, after '1'"
-    # What both did until then stays to be looked at.
+    # The statistics of both fleets stay visible.
     assert found.canary.num_ended + found.stable.num_ended == 24
 
 
-async def test_an_abort_leaves_the_stable_revision(cell):
+async def test_an_abort_leaves_only_the_stable_fleet(cell):
     coordinator, admin = cell
     await admin.start_rollout("r2", share=1.0)
     assert "everything new goes to revision 1" in await admin.abort_rollout(5.0)
@@ -146,7 +146,7 @@ async def test_an_abort_leaves_the_stable_revision(cell):
     assert found.last == "revision 'r2' was aborted: an operator asked for it"
 
 
-async def test_who_watches_is_told_of_each_phase(cell):
+async def test_a_watch_reports_each_phase(cell):
     _, admin = cell
     async with asyncio.timeout(WAIT_S), contextlib.aclosing(admin.watch(0.1)) as events:
         first = (await anext(events)).rollout
@@ -159,21 +159,21 @@ async def test_who_watches_is_told_of_each_phase(cell):
         await admin.promote_rollout()
         ended = await until(events, lambda found: found.phase == NONE)
         assert ended.stable_revision == "r2"
-        # The old one's workers leave.
+        # The old fleet's workers leave.
         await until(
             events, lambda found: not found.others and not found.stable.pools[0].num_serving
         )
 
 
 async def until(events, done):
-    """The first rollout for which something is so."""
+    """Waits for the first rollout status that `done` accepts, and returns it."""
     async for event in events:
         if done(event.rollout):
             return event.rollout
     raise AssertionError("the coordinator stopped")
 
 
-async def test_what_is_wrong_is_named(cell):
+async def test_wrong_calls_name_the_field(cell):
     _, admin = cell
     for call in (admin.promote_rollout, admin.abort_rollout, lambda: admin.set_rollout_share(0.1)):
         with pytest.raises(errors.FailedPreconditionError, match="no rollout runs"):

@@ -1,4 +1,4 @@
-"""What becomes of requests whose revision loses its workers, leaves or takes over."""
+"""Requests of a fleet that loses its workers, leaves or is promoted."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ STOP = common_pb2.FINISH_REASON_STOP
 
 
 @pytest.mark.parametrize("leg", ["cp", "cd"])
-def test_a_request_whose_output_has_begun_goes_on_with_its_revision(two_revisions, leg):
-    cell = two_revisions(1.0)
+def test_a_request_with_output_stays_in_its_fleet(two_fleets, leg):
+    cell = two_fleets(1.0)
     to = cell.begin()
     request = cell.request(to)
     assert request.fleet.name == "r2"
@@ -32,13 +32,13 @@ def test_a_request_whose_output_has_begun_goes_on_with_its_revision(two_revision
     assert cell.world.last(to).reason == STOP
 
 
-def test_what_has_begun_waits_for_its_revision_and_fails_when_it_is_gone(two_revisions):
-    cell = two_revisions(1.0)
+def test_a_request_with_output_waits_for_its_fleet_and_fails_once_that_is_gone(two_fleets):
+    cell = two_fleets(1.0)
     to = cell.begin()
     for name in ("cd", "cd2"):
         cell.world.handle(ev.WorkerLost(name, "was killed"))
     assert cell.request(to).waits
-    # A worker of its revision comes back: it goes on.
+    # A worker of its fleet attaches: the request continues.
     cell.world.attach("cd3", DECODE, revision="r2")
     assert cell.request(to).decode[0] == "cd3"
     for name in ("cd3", "cp", "cp2"):
@@ -52,10 +52,10 @@ def test_what_has_begun_waits_for_its_revision_and_fails_when_it_is_gone(two_rev
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_what_is_parked_on_a_dead_canary_waits_no_longer_than_others(two_revisions, comes):
-    """Batch that made room for interactive work is nobody's whose loss would be noticed."""
+def test_a_request_parked_on_a_dead_canary_waits_no_longer_than_others(two_fleets, comes):
+    """A parked batch request has no worker whose loss would be noticed."""
     lanes = LanesConfig(interactive=InteractiveLaneConfig(itl_ms=1))
-    cell = two_revisions(1.0, lanes=lanes)
+    cell = two_fleets(1.0, lanes=lanes)
     cell.world.handle(ev.WorkerLost("cd2", "was killed"))
     batch = [cell.begin(lane=common_pb2.LANE_BATCH) for _ in range(3)]
     person = cell.begin()
@@ -81,28 +81,28 @@ def test_what_is_parked_on_a_dead_canary_waits_no_longer_than_others(two_revisio
         assert "waited 30 s" in str(error)
 
 
-def test_what_has_not_begun_goes_to_the_stable_revision(two_revisions):
-    cell = two_revisions(1.0)
+def test_a_request_without_output_moves_to_the_stable_fleet(two_fleets):
+    cell = two_fleets(1.0)
     running = cell.world.submit()
     for name in ("cd", "cd2"):
         cell.world.handle(ev.WorkerLost(name, "was killed"))
-    assert cell.revision(running) == "1"
+    assert cell.fleet_name(running) == "1"
     cell.first_token(running)
     cell.token(running, finish=STOP)
     assert cell.world.last(running).reason == STOP
     assert cell.core.rollouts.rollout.stats[cell.core.fleets.find("r2")].num_moved == 1
 
 
-def test_what_both_revisions_refuse_is_not_held_against_the_canary(two_revisions):
-    cell = two_revisions()
+def test_a_request_that_both_fleets_refuse_does_not_count_against_the_canary(two_fleets):
+    cell = two_fleets()
     to = cell.world.submit(slo_ttft_s=1e-9)
     assert cell.world.last(to).error.reason == "TOO_LATE"
     assert cell.core.rollouts.rollout.stats[cell.core.fleets.find("r2")].num_moved == 0
 
 
-def test_a_silent_worker_is_no_reason_to_leave_the_revision(two_revisions):
-    """Its only peer of the same revision is gone: what has begun stays, the rest goes elsewhere."""
-    cell = two_revisions(1.0)
+def test_a_silent_worker_does_not_move_its_requests_with_output(two_fleets):
+    """Without a peer, its requests with output stay; the others move to the stable fleet."""
+    cell = two_fleets(1.0)
     to = cell.begin()
     fresh = cell.world.submit()
     decoder = cell.request(to).decode[0]
@@ -110,23 +110,23 @@ def test_a_silent_worker_is_no_reason_to_leave_the_revision(two_revisions):
     cell.world.handle(ev.WorkerLost(other, "was killed"))
     cell.world.wait(6, silent=[decoder])
     assert cell.request(to).decode[0] == decoder
-    assert [cell.revision(one) for one in (fresh, cell.world.submit())] == ["1", "1"]
+    assert [cell.fleet_name(one) for one in (fresh, cell.world.submit())] == ["1", "1"]
     cell.token(to)
-    assert cell.revision(cell.world.submit()) == "r2"
+    assert cell.fleet_name(cell.world.submit()) == "r2"
 
 
 @pytest.mark.parametrize("how", ["promote", "abort"])
-def test_no_request_is_lost_when_a_rollout_ends(two_revisions, how):
-    cell = two_revisions(0.5)
+def test_no_request_is_lost_when_a_rollout_ends(two_fleets, how):
+    cell = two_fleets(0.5)
     running = [cell.begin(session_id=f"s{number}") for number in range(12)]
     fresh = [cell.world.submit(session_id=f"s{number}") for number in range(12)]
-    assert {cell.revision(to) for to in running} == {"1", "r2"}
-    before = {to: cell.revision(to) for to in running}
+    assert {cell.fleet_name(to) for to in running} == {"1", "r2"}
+    before = {to: cell.fleet_name(to) for to in running}
     event = ev.PromotionAsked() if how == "promote" else ev.AbortAsked("test")
     cell.world.handle(event)
     stays, leaves = ("r2", "1") if how == "promote" else ("1", "r2")
-    assert cell.revision(cell.world.submit()) == stays
-    # One that has begun loses its worker while its revision leaves: there is another one for it.
+    assert cell.fleet_name(cell.world.submit()) == stays
+    # A request with output loses its worker while its fleet leaves: another worker takes it.
     victim = next(to for to in running if before[to] == leaves)
     lost = cell.request(victim).decode[0]
     cell.world.handle(ev.WorkerLost(lost, "was killed"))
@@ -134,7 +134,7 @@ def test_no_request_is_lost_when_a_rollout_ends(two_revisions, how):
     for to in fresh:
         cell.first_token(to)
     for to in running:
-        assert cell.revision(to) == before[to]
+        assert cell.fleet_name(to) == before[to]
         if cell.request(to).prefill is not None and not cell.request(to).prefill_done:
             cell.first_token(to)
     for to in [*running, *fresh]:
@@ -148,9 +148,9 @@ def test_no_request_is_lost_when_a_rollout_ends(two_revisions, how):
 
 
 @pytest.fixture
-def with_law(two_revisions, say_hello):
-    """Two revisions: the stable one has an adapter and a longer context, which the canary lacks."""
-    cell = two_revisions(None)
+def with_law(two_fleets, say_hello):
+    """Two fleets: the stable fleet has an adapter and a longer context, which the canary lacks."""
+    cell = two_fleets(None)
     for name in ("p", "p2", "d", "d2"):
         cell.world.handle(ev.WorkerLost(name, "was killed"))
     model = say_hello("x", PREFILL).model
@@ -165,20 +165,20 @@ def with_law(two_revisions, say_hello):
 @pytest.mark.parametrize(
     "wanted", [{"adapter": "law"}, {"num_prompt": 1500}], ids=["adapter", "context"]
 )
-def test_what_the_promoted_revision_cannot_compute_ends_with_the_old_one(with_law, wanted):
-    """It was moved to workers that refused it, although it had been accepted."""
+def test_a_request_that_the_promoted_fleet_cannot_compute_ends_in_the_old_one(with_law, wanted):
+    """An accepted request must not move to workers that refuse it."""
     cell = with_law
     cell.world.handle(ev.DrainAsked("lp", 60.0, "test"))
     waiting, other = cell.world.submit(**wanted), cell.world.submit()
     assert cell.request(waiting).waits
     cell.world.attach("p3", PREFILL, model=cell.core.workers.by_id("ld").hello.model)
-    # It has workers, and loses the one that computes it just as its revision leaves.
+    # It is computed, and loses its prefill worker just as its fleet leaves.
     assert not cell.request(waiting).waits
     cell.world.handle(ev.PromotionAsked())
     assert cell.core.fleets.stable.name == "r2"
     cell.world.handle(ev.WorkerLost("p3", "was killed"))
     cell.beat(3)
-    assert [cell.revision(to) for to in (waiting, other)] == ["1", "r2"]
+    assert [cell.fleet_name(to) for to in (waiting, other)] == ["1", "r2"]
     assert cell.request(waiting).waits
     cell.world.attach("p4", PREFILL, model=cell.core.workers.by_id("ld").hello.model)
     cell.beat(3)
@@ -190,23 +190,23 @@ def test_what_the_promoted_revision_cannot_compute_ends_with_the_old_one(with_la
 
 
 @pytest.mark.parametrize("how", ["dies", "is late"])
-def test_where_nobody_is_left_that_could_it_does_not_wait(with_law, how):
+def test_a_request_does_not_wait_for_a_fleet_that_can_no_longer_compute_it(with_law, how):
     cell = with_law
     cell.world.handle(ev.WorkerLost("lp", "was killed"))
     waiting = cell.world.submit(adapter="law")
     cell.world.handle(ev.PromotionAsked(20.0))
     cell.beat(2)
-    assert cell.revision(waiting) == "1"
+    assert cell.fleet_name(waiting) == "1"
     if how == "dies":
         cell.world.handle(ev.WorkerLost("ld", "was killed"))
     else:
         cell.beat(20)
-    # Its workers say that they do not have it.
-    assert cell.revision(waiting) == "r2"
+    # The workers there will report that they do not have the adapter.
+    assert cell.fleet_name(waiting) == "r2"
 
 
-def test_a_revision_that_leaves_keeps_a_worker_in_each_pool_while_it_is_needed(two_revisions):
-    cell = two_revisions(1.0)
+def test_a_leaving_fleet_keeps_a_worker_in_each_pool_while_it_is_needed(two_fleets):
+    cell = two_fleets(1.0)
     to = cell.begin()
     cell.world.handle(ev.AbortAsked("test"))
     cell.beat(3)
@@ -218,9 +218,9 @@ def test_a_revision_that_leaves_keeps_a_worker_in_each_pool_while_it_is_needed(t
     assert cell.ids() == {"p", "p2", "d", "d2"}
 
 
-def test_who_comes_back_finds_the_revision_that_began(two_revisions):
-    """A broken connection takes its requests along, and they are back a moment later."""
-    cell = two_revisions(1.0)
+def test_a_resumed_request_finds_the_fleet_that_began_it(two_fleets):
+    """A client loses its connection while its fleet leaves, and resumes a moment later."""
+    cell = two_fleets(1.0)
     to = cell.begin()
     known = list(cell.request(to).token_ids)
     cell.world.handle(ev.AbortAsked("test"))
@@ -234,8 +234,8 @@ def test_who_comes_back_finds_the_revision_that_began(two_revisions):
     assert cell.ids() == {"p", "p2", "d", "d2"}
 
 
-def test_what_does_not_end_in_time_fails_and_says_why(two_revisions):
-    cell = two_revisions(1.0)
+def test_a_request_that_does_not_end_in_time_fails_with_a_reason(two_fleets):
+    cell = two_fleets(1.0)
     to = cell.begin()
     cell.world.handle(ev.AbortAsked("test", drain_s=20.0))
     cell.beat(18)
@@ -246,12 +246,12 @@ def test_what_does_not_end_in_time_fails_and_says_why(two_revisions):
     assert cell.ids() == {"p", "p2", "d", "d2"}
 
 
-def test_what_nobody_has_seen_anything_of_in_time_is_computed_by_the_stable_one(two_revisions):
-    cell = two_revisions(1.0)
+def test_a_request_still_without_output_at_the_deadline_moves_to_the_stable_fleet(two_fleets):
+    cell = two_fleets(1.0)
     to = cell.world.submit()
     cell.world.handle(ev.AbortAsked("test", drain_s=20.0))
     cell.beat(23)
-    assert cell.revision(to) == "1"
+    assert cell.fleet_name(to) == "1"
     cell.first_token(to)
     cell.token(to, finish=STOP)
     assert cell.world.last(to).reason == STOP
@@ -259,8 +259,8 @@ def test_what_nobody_has_seen_anything_of_in_time_is_computed_by_the_stable_one(
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_canary_that_is_worse_is_aborted_by_itself_if_so_wished(two_revisions, fails):
-    cell = two_revisions(None)
+def test_a_worse_canary_is_aborted_automatically_if_requested(two_fleets, fails):
+    cell = two_fleets(None)
     cell.world.handle(ev.RolloutAsked(Revision("r2"), 0.5, {}, abort_if_worse=True))
     for number in range(120):
         to = cell.world.submit(session_id=f"s{number}", num_prompt=8)
@@ -282,8 +282,8 @@ def test_a_canary_that_is_worse_is_aborted_by_itself_if_so_wished(two_revisions,
         assert cell.ids() == {"p", "p2", "d", "d2"}
 
 
-def test_wrong_calls_are_refused_by_name(two_revisions):
-    cell = two_revisions(None)
+def test_wrong_calls_are_refused_with_the_field_name(two_fleets):
+    cell = two_fleets(None)
     rollouts = cell.core.rollouts
 
     def refusal(name="r2", share=0.1, sizes=None, **fields):
@@ -300,7 +300,7 @@ def test_wrong_calls_are_refused_by_name(two_revisions):
     assert "a rollout of 'r2' runs" in str(refusal("r3"))
     for name in ("cp2", "cd"):
         cell.world.handle(ev.WorkerLost(name, "was killed"))
-    # As many as the stable revision has, where nothing can start them.
+    # The coordinator starts no workers: the canary needs as many as the stable fleet has.
     assert "has 1 prefill workers that serve, revision '1' 2" in str(rollouts.promote_error())
     cell.world.handle(ev.WorkerLost("cd2", "was killed"))
     cell.world.attach("cp2", PREFILL, incarnation=2, revision="r2")

@@ -1,4 +1,4 @@
-"""GPUs while revisions of different tensor-parallel sizes are there: each counts with its own."""
+"""The GPU limit while fleets of different tensor-parallel sizes run side by side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SINGLE = Revision("r2", "", {"tensor_parallel_size": 1})
 
 @pytest.fixture
 def launched(new_world):
-    """With one worker in each pool, of so many GPUs."""
+    """Makes a cluster with one worker of `gpus` GPUs in each pool."""
 
     def make(max_gpus, gpus=1):
         limits = {pool.value: replace(CONFIG.limits(pool), gpus=gpus) for pool in Pool}
@@ -31,7 +31,7 @@ def launched(new_world):
 
 
 def promoted(made, revision):
-    """It has taken the stable one's place, whose workers are gone."""
+    """Promotes a revision, and waits until the old fleet has left."""
     made.world.handle(ev.RolloutAsked(revision, 0.1, {}))
     made.come_up()
     made.world.handle(ev.PromotionAsked())
@@ -46,13 +46,13 @@ def test_a_canary_that_is_too_large_is_refused(launched):
     assert start_error(Revision("r2"), 0.1, {}) is None
 
 
-def test_a_canary_that_is_small_enough_is_let_in(launched):
+def test_a_canary_that_is_small_enough_is_accepted(launched):
     rollouts = launched(max_gpus=6, gpus=2).core.rollouts
     assert rollouts.start_error(SINGLE, 0.1, {}) is None
     assert rollouts.start_error(Revision("r2"), 0.1, {}) is not None
 
 
-def test_promotion_needs_room_for_what_the_canary_has(launched):
+def test_a_promotion_needs_gpus_for_the_promoted_sizes(launched):
     made = launched(max_gpus=6)
     made.world.handle(ev.RolloutAsked(DOUBLE, 0.1, {}))
     made.come_up()
@@ -61,14 +61,14 @@ def test_promotion_needs_room_for_what_the_canary_has(launched):
     assert "3 are the stable revision's" in str(made.core.rollouts.promote_error())
 
 
-def test_the_pools_do_not_grow_into_the_canarys(launched):
+def test_the_pools_do_not_use_the_canarys_gpus(launched):
     made = launched(max_gpus=6)
     made.world.handle(ev.RolloutAsked(DOUBLE, 0.1, {}))
     made.come_up()
     made.world.handle(ev.ScaleAsked(Pool.DECODE, 2))
     made.wait(10)
     assert "decode-1" not in made.started
-    # They hold their GPUs until they have ended.
+    # The canary's workers hold their GPUs until their processes have ended.
     made.world.handle(ev.AbortAsked("test"))
     made.world.after(1.0)
     assert "decode-1" not in made.started
@@ -77,24 +77,24 @@ def test_the_pools_do_not_grow_into_the_canarys(launched):
 
 
 def elsewhere(made):
-    """A pair of workers of another revision, of two GPUs each, that somebody else has started."""
+    """Attaches two workers of another fleet, with two GPUs each, that an operator has started."""
     for worker_id, role in (("guest-p", ROLES[Pool.PREFILL]), ("guest-d", ROLES[Pool.DECODE])):
         fingerprint = kv_transfer_pb2.KvFingerprint(tp_size=2)
         made.world.attach(worker_id, role, revision="r2", fingerprint=fingerprint)
 
 
-def test_a_canary_that_was_started_elsewhere_counts_with_what_it_has(launched):
+def test_a_canary_started_elsewhere_counts_with_its_gpus(launched):
     made = launched(max_gpus=7)
     elsewhere(made)
     made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
     made.world.handle(ev.ScaleAsked(Pool.DECODE, 3))
     made.wait(10)
-    # 2 are the stable one's, 4 the canary's.
+    # The stable fleet has 2 GPUs, the canary 4.
     assert made.started[2:] == ["decode-1"]
     assert "0 of 3 GPUs are free" in made.reason(Pool.DECODE)
 
 
-def test_a_canary_that_was_started_elsewhere_needs_room_only_for_more(launched):
+def test_a_canary_started_elsewhere_needs_gpus_only_for_more_workers(launched):
     made = launched(max_gpus=5)
     elsewhere(made)
     start_error = made.core.rollouts.start_error
@@ -103,7 +103,7 @@ def test_a_canary_that_was_started_elsewhere_needs_room_only_for_more(launched):
     assert "2 are the stable revision's, and the canary would need 5" in refused
 
 
-def test_a_promoted_revision_grows_by_its_own_size(launched):
+def test_a_promoted_fleet_grows_by_its_own_gpus_per_worker(launched):
     made = launched(max_gpus=7)
     promoted(made, DOUBLE)
     made.world.handle(ev.ScaleAsked(Pool.DECODE, 3))
@@ -113,7 +113,7 @@ def test_a_promoted_revision_grows_by_its_own_size(launched):
     assert "1 of 7 GPUs are free" in made.reason(Pool.DECODE)
 
 
-def test_a_smaller_one_has_room_for_more(launched):
+def test_a_promoted_fleet_with_fewer_gpus_per_worker_has_room_for_more_workers(launched):
     made = launched(max_gpus=6, gpus=2)
     promoted(made, SINGLE)
     made.world.handle(ev.ScaleAsked(Pool.DECODE, 4))
@@ -121,7 +121,7 @@ def test_a_smaller_one_has_room_for_more(launched):
     assert "decode-r2-3" in made.started
 
 
-def test_workers_of_the_one_before_count_with_theirs_until_they_have_left(launched):
+def test_workers_of_the_old_fleet_count_with_their_gpus_until_they_have_left(launched):
     made = launched(max_gpus=7, gpus=2)
     made.world.submit()
     made.world.handle(ev.RolloutAsked(SINGLE, 0.1, {}))
@@ -129,7 +129,7 @@ def test_workers_of_the_one_before_count_with_theirs_until_they_have_left(launch
     made.world.handle(ev.PromotionAsked())
     made.world.after(1.0)
     assert {one.name for one in made.core.fleets} == {"1", "r2"}
-    # 4 are the old ones', 2 the new ones'.
+    # The old fleet has 4 GPUs, the new one 2.
     made.world.handle(ev.ScaleAsked(Pool.DECODE, 3))
     made.world.after(1.0)
     assert "decode-r2-1" in made.started

@@ -1,4 +1,4 @@
-"""Rollouts where the coordinator starts workers: theirs come up, take over, and leave nothing."""
+"""Rollouts whose workers the coordinator starts: canary, promotion and abort."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def launched(new_world):
     return make
 
 
-def of_revision(made, revision):
-    return {one.id for one in made.core.workers if one.fleet.name == revision}
+def ids_of_fleet(made, name):
+    return {one.id for one in made.core.workers if one.fleet.name == name}
 
 
-def test_a_rollout_starts_its_workers_and_promotion_raises_them(launched):
+def test_a_rollout_starts_its_workers_and_a_promotion_starts_the_rest(launched):
     made = launched()
     change = Revision("r2", "/models/new", {"max_num_seqs": 8})
     made.world.handle(ev.RolloutAsked(change, 0.1, {}))
@@ -44,7 +44,7 @@ def test_a_rollout_starts_its_workers_and_promotion_raises_them(launched):
     assert "no prefill worker that serves" in str(made.core.rollouts.promote_error())
     made.come_up()
     assert made.core.rollouts.traffic.open
-    # The canary's are beside the pools, which keep their sizes.
+    # The canary's workers do not count for the sizes of the pools.
     made.wait(20)
     assert len(made.started) == 6
     assert made.ids(Pool.PREFILL) == {"prefill-0", "prefill-1", "prefill-r2-0"}
@@ -54,16 +54,16 @@ def test_a_rollout_starts_its_workers_and_promotion_raises_them(launched):
     made.come_up()
     assert made.core.fleets.stable.name == "r2"
     made.wait(10)
-    assert of_revision(made, "1") == set()
-    assert len(of_revision(made, "r2")) == 4
+    assert ids_of_fleet(made, "1") == set()
+    assert len(ids_of_fleet(made, "r2")) == 4
     assert len(made.started) == 8
-    # What takes the place of one that dies is of the new one.
+    # A worker that dies is replaced by a worker of the promoted fleet.
     made.world.handle(ev.WorkerExited("decode-r2-0", "was killed by SIGKILL"))
     made.world.after(0.5)
     assert made.revision_of(made.started[-1]) == "r2"
 
 
-def test_who_starts_workers_serves_with_those_whatever_one_remembers(new_world, say_hello):
+def test_a_coordinator_that_starts_workers_ignores_a_recorded_rollout(new_world, say_hello):
     world = new_world()
     hello = say_hello("p9", PREFILL, revision="r2", generation=77)
     hello.rollout.MergeFrom(
@@ -77,7 +77,7 @@ def test_who_starts_workers_serves_with_those_whatever_one_remembers(new_world, 
     assert world.commands["p9"][-1].stable == "1"
 
 
-def test_an_aborted_rollout_leaves_nothing(launched):
+def test_an_aborted_rollout_leaves_no_workers(launched):
     made = launched()
     made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {Pool.DECODE: 3}))
     assert len(made.started) == 4 + 4
@@ -89,7 +89,7 @@ def test_an_aborted_rollout_leaves_nothing(launched):
     assert made.core.rollouts.start_error(Revision("r2"), 0.1, {}) is None
 
 
-def test_a_canary_that_does_not_come_up_is_told_and_holds_up_nothing(launched):
+def test_a_canary_that_does_not_start_is_reported_and_delays_no_other_start(launched):
     made = launched()
     made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
     for _ in range(4):
@@ -102,13 +102,13 @@ def test_a_canary_that_does_not_come_up_is_told_and_holds_up_nothing(launched):
     made.world.handle(ev.WorkerExited("decode-0", "was killed by SIGKILL"))
     made.world.after(0.5)
     assert made.revision_of(made.started[-1]) == "1"
-    # One that hangs is given up like any other.
+    # A start that hangs is given up after the start timeout.
     hangs = [one for one in made.started if one.startswith("prefill-r2")]
     made.wait(35)
     assert set(hangs) <= set(made.ended)
 
 
-def test_a_canary_that_waits_for_room_is_told_of_as_the_canarys(launched):
+def test_a_canary_that_waits_for_gpus_is_reported_as_the_canarys(launched):
     made = launched()
     made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
     made.world.handle(ev.WorkerWaits("prefill-r2-0", "waits for 1 GPU"))
@@ -118,13 +118,13 @@ def test_a_canary_that_waits_for_room_is_told_of_as_the_canarys(launched):
     assert told in str(made.core.rollouts.promote_error())
 
 
-def test_there_must_be_gpus_for_both(launched):
+def test_a_rollout_without_enough_gpus_is_refused(launched):
     made = launched(max_gpus=5)
     refused = made.core.rollouts.start_error(Revision("r2"), 0.1, {})
     assert "scaling.max_gpus is 5; 4 are the stable revision's" in str(refused)
 
 
-def test_gpus_of_a_revision_that_leaves_are_free_when_it_has_left(launched):
+def test_gpus_of_a_leaving_fleet_are_free_once_it_has_left(launched):
     made = launched(1, 1, max_gpus=4)
     to = made.world.submit()
     request = made.core.request("r1")
@@ -138,19 +138,19 @@ def test_gpus_of_a_revision_that_leaves_are_free_when_it_has_left(launched):
     assert made.core.fleets.stable.name == "r2"
     made.world.handle(ev.ScaleAsked(Pool.DECODE, 2))
     made.wait(5)
-    # A worker of each pool is there until the request has ended.
-    assert of_revision(made, "1") == {"prefill-0", "decode-0"}
+    # A worker of each pool stays until the request has ended.
+    assert ids_of_fleet(made, "1") == {"prefill-0", "decode-0"}
     assert "decode-r2-1" not in made.started
     refused = made.core.rollouts.start_error(Revision("r3"), 0.1, {})
     assert "2 are those of revisions that are to leave" in str(refused)
     made.world.handle(ev.StreamCancelled(to))
     made.wait(10)
-    assert of_revision(made, "1") == set()
+    assert ids_of_fleet(made, "1") == set()
     assert "decode-r2-1" in made.started
 
 
-def test_a_promotion_leaves_no_output_without_the_worker_that_starts_for_it(launched):
-    """It was given up with its revision, and the output failed when its own worker had to leave."""
+def test_a_promotion_waits_for_a_starting_decode_worker_that_an_output_needs(launched):
+    """A start that an output needs must not be given up with its fleet."""
     made = launched(1, 1)
     to = made.world.submit()
     output = cluster_pb2.RequestOutput(request_id="r1", attempt=1)
@@ -174,14 +174,18 @@ def test_a_promotion_leaves_no_output_without_the_worker_that_starts_for_it(laun
     made.world.after(0.5)
     assert made.core.request("r1").fleet.name == "1"
     assert made.core.request("r1").decode[0] == "decode-1"
-    # It does not wait for a worker that nobody needs any more.
+    # Without a request the old fleet leaves at once.
     made.world.handle(ev.StreamCancelled(to))
     made.wait(10)
-    assert of_revision(made, "1") == set()
+    assert ids_of_fleet(made, "1") == set()
 
 
 def aborted(launched, drain_s):
-    """A canary whose decode worker drains with an output, while another starts; and that output."""
+    """An aborted canary whose decode worker drains with an output while another one starts.
+
+    Returns:
+        The world and the output's stream.
+    """
     made = launched(1, 1, max_gpus=6)
     made.world.handle(ev.RolloutAsked(Revision("r2"), 1.0, {}))
     made.come_up()
@@ -200,12 +204,12 @@ def aborted(launched, drain_s):
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_an_abort_leaves_no_output_without_the_worker_that_starts_for_it(launched, comes):
-    """It was given up with its revision, and the output failed when its own worker had to leave."""
+def test_an_abort_keeps_a_starting_decode_worker_that_an_output_needs(launched, comes):
+    """A start that an output needs must not be given up with its fleet."""
     made, to = aborted(launched, 20.0)
     made.wait(5)
     assert "decode-r2-1" not in made.ended
-    # Nobody else gets its GPUs meanwhile: 2 of the stable revision, 3 of this one.
+    # The canary has 3 of 6 GPUs. The pools count the draining worker's GPU themselves.
     assert made.core.scaler._policy.config.max_gpus == 6 - 3 + 1
     if comes:
         made.come_up()
@@ -216,15 +220,15 @@ def test_an_abort_leaves_no_output_without_the_worker_that_starts_for_it(launche
     request = made.core.request("r1")
     assert request.fleet.name == "r2"
     assert request.decode == (("decode-r2-1", 1) if comes else None)
-    # It is there for nobody else.
+    # Without the request the starting worker is given up.
     made.world.handle(ev.StreamCancelled(to))
     made.wait(10)
-    assert of_revision(made, "r2") == set()
+    assert ids_of_fleet(made, "r2") == set()
     assert "decode-r2-1" in made.ended
     assert len(made.started) == 5
 
 
-def test_a_worker_that_starts_for_what_was_aborted_has_no_longer_for_it_than_others(launched):
+def test_a_start_for_an_aborted_canary_is_given_up_after_the_start_timeout(launched):
     made, _ = aborted(launched, 100.0)
     made.wait(27)
     assert "decode-r2-1" not in made.ended
@@ -233,7 +237,7 @@ def test_a_worker_that_starts_for_what_was_aborted_has_no_longer_for_it_than_oth
     assert made.core.request("r1").decode[0] == "decode-r2-0"
 
 
-def test_a_canary_is_no_larger_than_a_pool_may_be(launched):
+def test_a_canary_larger_than_max_workers_is_refused(launched):
     made = launched()
     refused = made.core.rollouts.start_error(Revision("r2"), 0.1, {Pool.DECODE: 10**9})
     assert isinstance(refused, errors.InvalidArgument)

@@ -1,10 +1,10 @@
-"""Whatever happens in a rollout, no request meets two revisions."""
+"""Property test: during rollouts, no request uses workers of two fleets."""
 
 from __future__ import annotations
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from two_revisions import TwoRevisions
+from two_fleets import TwoFleets
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.revision import Revision
@@ -28,9 +28,9 @@ STEPS = st.lists(
 
 @settings(max_examples=80, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 @given(share=st.sampled_from([0.3, 0.7, 1.0]), steps=STEPS)
-def test_no_request_ever_meets_two_revisions(new_world, out, share, steps):
-    """Whatever happens: a pair is of one revision, and no output goes on with another."""
-    cell = TwoRevisions(new_world, out, share)
+def test_no_request_uses_workers_of_two_fleets(new_world, out, share, steps):
+    """Both workers of a request are in its fleet, and an output never changes its fleet."""
+    cell = TwoFleets(new_world, out, share)
     began: dict[str, str] = {}
     streams = []
     incarnations = dict.fromkeys(("p", "p2", "d", "d2", "cp", "cp2", "cd", "cd2"), 1)

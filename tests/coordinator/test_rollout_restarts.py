@@ -1,9 +1,9 @@
-"""A rollout outlives its coordinator: what was begun goes on with the revision that began it."""
+"""A restarted coordinator restores the rollout, and each output stays in its fleet."""
 
 from __future__ import annotations
 
 import pytest
-from two_revisions import revision_of_session
+from two_fleets import fleet_of_session
 
 from baton.coordinator.state import events as ev
 from baton.runtime.request_digest import request_digest
@@ -14,24 +14,24 @@ STOP = common_pb2.FINISH_REASON_STOP
 SERVING, DRAINING = cluster_pb2.WORKER_STATE_SERVING, cluster_pb2.WORKER_STATE_DRAINING
 
 
-def test_known_tokens_go_on_with_the_revision_that_made_them(two_revisions):
-    """After a restart there is no rollout: workers of it get what they began, and nothing new."""
-    cell = two_revisions(None)
+def test_known_tokens_are_continued_by_the_fleet_that_generated_them(two_fleets):
+    """Without a rollout, the other fleet gets the outputs that it began, and no new requests."""
+    cell = two_fleets(None)
     to = cell.world.submit(known_token_ids=[7, 8], revision="r2")
-    assert cell.revision(to) == "r2"
+    assert cell.fleet_name(to) == "r2"
     cell.first_token(to)
     cell.token(to, finish=STOP)
     assert cell.world.last(to).reason == STOP
-    assert cell.revision(cell.world.submit()) == "1"
-    # Once nobody may come back any more who goes on with it.
+    assert cell.fleet_name(cell.world.submit()) == "1"
+    # Later no worker of an unknown fleet is expected to return any more.
     cell.beat(3)
     gone = cell.world.submit(known_token_ids=[7, 8], revision="r0")
     assert cell.world.last(gone).error.reason == "REVISION_GONE"
 
 
-def test_a_rollout_outlives_its_coordinator(two_revisions, new_world, say_hello):
-    """Workers keep what they were told last, and the next coordinator takes the newest."""
-    cell = two_revisions(0.4)
+def test_a_rollout_outlives_its_coordinator(two_fleets, new_world, say_hello):
+    """Each worker keeps the latest record; the next coordinator restores the newest."""
+    cell = two_fleets(0.4)
     cell.world.handle(ev.ShareAsked(0.25))
     record = latest_record(cell.world, "d")
     after = new_world()
@@ -52,13 +52,13 @@ def test_a_rollout_outlives_its_coordinator(two_revisions, new_world, say_hello)
     rollouts = after.core.rollouts
     assert (rollouts.traffic.canary.name, rollouts.traffic.share) == ("r2", 0.25)
     assert rollouts.traffic.open
-    # The same sessions as before.
+    # The canary gets the same sessions as before.
     for number in range(40):
-        assert revision_of_session(cell.world, number) == revision_of_session(after, number)
+        assert fleet_of_session(cell.world, number) == fleet_of_session(after, number)
     after.handle(ev.PromotionAsked())
     assert after.core.fleets.stable.name == "r2"
     promoted = latest_record(after, "cd")
-    # After a promotion too; unless the configuration has been changed since.
+    # A promotion is restored too, unless the configured revision has changed.
     for configured, stable in (("1", "r2"), ("r9", "r9")):
         third = new_world(revision=configured)
         hello = say_hello("cd", DECODE, revision="r2", generation=78)
@@ -68,10 +68,10 @@ def test_a_rollout_outlives_its_coordinator(two_revisions, new_world, say_hello)
 
 
 @pytest.mark.parametrize("has_heard", [True, False])
-def test_who_was_to_leave_leaves_though_its_coordinator_died(
-    two_revisions, new_world, say_hello, has_heard
+def test_a_leaving_fleet_leaves_although_its_coordinator_died(
+    two_fleets, new_world, say_hello, has_heard
 ):
-    cell = two_revisions(0.4)
+    cell = two_fleets(0.4)
     before = latest_record(cell.world, "d")
     cell.world.handle(ev.PromotionAsked())
     promoted = latest_record(cell.world, "cd")
@@ -82,9 +82,9 @@ def test_who_was_to_leave_leaves_though_its_coordinator_died(
         hello = say_hello(name, role, revision=revision, generation=77)
         hello.rollout.CopyFrom(promoted if has_heard or revision == "r2" else before)
         after.handle(ev.WorkerAttached(hello, returns=True))
-        # The next one is long in coming.
+        # The workers return one second apart.
         after.after(1.0)
-    # Somebody has it ready for a rollout of its own.
+    # A worker of a third fleet, which an operator has started for a later rollout, stays.
     hello = say_hello("next", DECODE, revision="r3", generation=77)
     hello.rollout.CopyFrom(promoted)
     after.handle(ev.WorkerAttached(hello, returns=True))
@@ -94,8 +94,8 @@ def test_who_was_to_leave_leaves_though_its_coordinator_died(
     assert leaving == {"p", "d"}
 
 
-def test_who_comes_before_the_first_worker_after_a_promotion_is_served(new_world, say_hello):
-    """The coordinator does not know yet which revision is the stable one."""
+def test_a_request_before_the_first_worker_after_a_promotion_is_served(new_world, say_hello):
+    """The coordinator does not know yet which fleet is stable."""
     world = new_world()
     early = world.submit()
     record = cluster_pb2.RolloutRecord(version=3, configured="1", stable="r2")
@@ -115,7 +115,7 @@ def latest_record(world, worker):
 
 
 def _running():
-    """The first request that is submitted, as the worker says that goes on with it."""
+    """Returns what a worker reports that continues the first submitted request."""
     sampling = common_pb2.SamplingParams(max_tokens=8)
     return cluster_pb2.RunningRequest(
         request_id="r1",
@@ -129,8 +129,8 @@ def _running():
     )
 
 
-def test_a_request_that_is_adopted_is_on_its_workers_revision(two_revisions, say_hello):
-    cell = two_revisions(None)
+def test_an_adopted_request_joins_the_fleet_of_its_worker(two_fleets, say_hello):
+    cell = two_fleets(None)
     hello = say_hello("cd9", DECODE, revision="r2", generation=77)
     hello.running.append(_running())
     cell.world.handle(ev.WorkerAttached(hello, returns=True))
@@ -141,11 +141,9 @@ def test_a_request_that_is_adopted_is_on_its_workers_revision(two_revisions, say
     assert cell.core.workers.get(request.decode).fleet.name == "r2"
 
 
-def test_a_worker_that_leaves_is_found_by_who_comes_back_for_what_it_goes_on_with(
-    two_revisions, say_hello
-):
-    cell = two_revisions(None)
-    # The last of its revision, which the coordinator before this one had told to leave.
+def test_a_draining_worker_continues_the_output_of_a_client_that_resumes(two_fleets, say_hello):
+    cell = two_fleets(None)
+    # The last worker of its fleet, which the previous coordinator has told to leave.
     hello = say_hello("d9", DECODE, revision="r0", generation=77, state=DRAINING)
     hello.running.append(_running())
     cell.world.handle(ev.WorkerAttached(hello, returns=True))

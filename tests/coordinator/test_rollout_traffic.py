@@ -1,11 +1,11 @@
-"""Which requests a canary gets, and which stay with the stable revision."""
+"""Which requests go to a canary, and which stay in the stable fleet."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from two_revisions import revision_of_session
+from two_fleets import fleet_of_session
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.revision import Revision
@@ -17,39 +17,39 @@ PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 
 
 @pytest.mark.parametrize("share", [0.05, 0.5])
-def test_the_canary_gets_its_share_and_sessions_stick(two_revisions, share):
-    cell = two_revisions(share)
+def test_the_canary_gets_its_share_and_sessions_stick(two_fleets, share):
+    cell = two_fleets(share)
     number = 600
     found = {}
     for session in range(number):
         to = cell.world.submit(session_id=f"s{session}", num_prompt=8)
-        found[session] = cell.revision(to)
+        found[session] = cell.fleet_name(to)
         cell.world.handle(ev.RequestCancelled(f"r{to.stream}"))
     count = sum(one == "r2" for one in found.values())
     # Five standard deviations.
     assert abs(count - number * share) < 5 * math.sqrt(number * share * (1 - share))
     for session in range(0, number, 7):
         to = cell.world.submit(session_id=f"s{session}", num_prompt=8)
-        assert cell.revision(to) == found[session]
+        assert cell.fleet_name(to) == found[session]
         cell.world.handle(ev.RequestCancelled(f"r{to.stream}"))
 
 
-def test_a_share_that_grows_takes_along_who_was_in_it(two_revisions):
-    cell = two_revisions(0.1)
-    before = {name for name in range(200) if revision_of_session(cell.world, name) == "r2"}
+def test_a_growing_share_keeps_the_sessions_that_it_had(two_fleets):
+    cell = two_fleets(0.1)
+    before = {name for name in range(200) if fleet_of_session(cell.world, name) == "r2"}
     cell.world.handle(ev.ShareAsked(0.4))
-    after = {name for name in range(200) if revision_of_session(cell.world, name) == "r2"}
+    after = {name for name in range(200) if fleet_of_session(cell.world, name) == "r2"}
     assert before < after
 
 
-def test_a_revision_that_nobody_rolls_out_gets_nothing(two_revisions):
-    cell = two_revisions(None)
+def test_a_fleet_without_a_rollout_gets_no_requests(two_fleets):
+    cell = two_fleets(None)
     for _ in range(20):
-        assert cell.revision(cell.world.submit()) == "1"
+        assert cell.fleet_name(cell.world.submit()) == "1"
     assert not any(len(worker.ledger) for worker in cell.core.workers if worker.fleet.name == "r2")
 
 
-def test_it_is_said_where_only_another_revision_is_attached(new_world):
+def test_the_error_names_the_attached_fleets_if_the_stable_one_has_no_worker(new_world):
     world = new_world()
     world.attach("p", PREFILL, revision="v7")
     world.attach("d", DECODE, revision="v7")
@@ -59,7 +59,7 @@ def test_it_is_said_where_only_another_revision_is_attached(new_world):
     assert "revision '1' is the stable one, attached are ['v7']" in str(world.last(to).error)
 
 
-def test_who_is_busy_is_not_said_to_be_missing(new_world):
+def test_busy_workers_are_not_reported_as_missing(new_world):
     world = new_world(max_prefill_requests=1, max_decode_requests=1).pair()
     world.attach("p7", PREFILL, revision="v7")
     world.submit()
@@ -68,7 +68,7 @@ def test_who_is_busy_is_not_said_to_be_missing(new_world):
     assert str(world.last(to).error).startswith("every worker is busy: waited")
 
 
-def test_nothing_is_kept_of_revisions_that_clients_make_up(new_world):
+def test_fleets_that_clients_make_up_are_forgotten(new_world):
     world = new_world()
     for number in range(20):
         to = world.submit(known_token_ids=[1], revision=f"none-{number}")
@@ -77,8 +77,8 @@ def test_nothing_is_kept_of_revisions_that_clients_make_up(new_world):
     assert len(world.core.placers) <= 1
 
 
-def test_a_canary_that_serves_in_one_pool_only_gets_nothing(two_revisions):
-    cell = two_revisions(None)
+def test_a_canary_that_serves_in_one_pool_only_gets_no_requests(two_fleets):
+    cell = two_fleets(None)
     for name in ("cd", "cd2"):
         cell.world.handle(ev.WorkerLost(name, "was killed"))
     refused = cell.core.rollouts.start_error(Revision("r2"), 1.0, {})
@@ -86,13 +86,13 @@ def test_a_canary_that_serves_in_one_pool_only_gets_nothing(two_revisions):
     assert "no decode worker of revision 'r2'" in str(refused)
     cell.world.attach("cd", DECODE, incarnation=2, revision="r2")
     cell.start(1.0)
-    assert cell.revision(cell.world.submit()) == "r2"
+    assert cell.fleet_name(cell.world.submit()) == "r2"
     cell.world.handle(ev.WorkerLost("cd", "was killed"))
-    assert cell.revision(cell.world.submit()) == "1"
+    assert cell.fleet_name(cell.world.submit()) == "1"
 
 
-def test_what_does_not_fit_the_canarys_context_stays_with_the_stable_one(two_revisions, say_hello):
-    cell = two_revisions(None)
+def test_a_prompt_too_long_for_the_canary_stays_in_the_stable_fleet(two_fleets, say_hello):
+    cell = two_fleets(None)
     for name in ("cp", "cp2", "cd", "cd2"):
         cell.world.handle(ev.WorkerLost(name, "was killed"))
     model = say_hello("x", PREFILL).model
@@ -100,25 +100,25 @@ def test_what_does_not_fit_the_canarys_context_stays_with_the_stable_one(two_rev
     for name, role in (("cp", PREFILL), ("cd", DECODE)):
         cell.world.attach(name, role, incarnation=2, revision="r2", model=model)
     cell.start(1.0)
-    assert cell.revision(cell.world.submit(num_prompt=20)) == "r2"
-    assert cell.revision(cell.world.submit(num_prompt=80)) == "1"
+    assert cell.fleet_name(cell.world.submit(num_prompt=20)) == "r2"
+    assert cell.fleet_name(cell.world.submit(num_prompt=80)) == "1"
 
 
-def test_what_a_request_may_take_of_its_rate_goes_by_the_stable_ones_context(new_world, say_hello):
+def test_the_rate_limit_counts_outputs_by_the_stable_fleets_context_length(new_world, say_hello):
     world = new_world(tenants={"a": TenantConfig(tokens_per_s=1, burst_tokens=200)})
     model = common_pb2.ModelDescription()
     model.CopyFrom(say_hello("cp", PREFILL).model)
     model.max_model_len = 64
     world.attach("cp", PREFILL, revision="r2", model=model)
     world.attach("p", PREFILL)
-    # As much as the context leaves: more than there is.
+    # Without max_tokens the output may fill the context, which exceeds the burst.
     world.submit(tenant="a", sampling={"max_tokens": None})
     to = world.submit(tenant="a")
     assert world.last(to).error.reason == "TENANT_RATE"
 
 
-def test_an_adapter_that_the_canary_lacks_stays_with_the_stable_one(two_revisions, say_hello):
-    cell = two_revisions(None)
+def test_an_adapter_that_the_canary_lacks_stays_in_the_stable_fleet(two_fleets, say_hello):
+    cell = two_fleets(None)
     for name in ("cp", "cp2", "cd", "cd2"):
         cell.world.handle(ev.WorkerLost(name, "was killed"))
     model = say_hello("x", PREFILL).model
@@ -126,11 +126,11 @@ def test_an_adapter_that_the_canary_lacks_stays_with_the_stable_one(two_revision
     for name, role in (("cp", PREFILL), ("cd", DECODE)):
         cell.world.attach(name, role, incarnation=2, revision="r2", model=model)
     cell.start(1.0)
-    assert cell.revision(cell.world.submit(adapter="law")) == "r2"
-    assert cell.revision(cell.world.submit(adapter="poetry")) == "1"
+    assert cell.fleet_name(cell.world.submit(adapter="law")) == "r2"
+    assert cell.fleet_name(cell.world.submit(adapter="poetry")) == "1"
 
 
-def test_workers_of_one_revision_must_be_alike_those_of_two_need_not(world, say_hello):
+def test_workers_of_one_fleet_must_be_alike_workers_of_two_fleets_need_not(world, say_hello):
     fingerprint = say_hello("x", PREFILL).fingerprint
     fingerprint.num_layers = 8
     world.attach("c", PREFILL, revision="r2", fingerprint=fingerprint)
@@ -145,8 +145,8 @@ def test_workers_of_one_revision_must_be_alike_those_of_two_need_not(world, say_
     assert isinstance(refusal.error, errors.InvalidArgument)
 
 
-def test_a_full_canary_holds_up_nobody_else(two_revisions):
-    cell = two_revisions(0.5, max_prefill_requests=2, max_decode_requests=2)
+def test_a_full_canary_does_not_delay_the_stable_fleet(two_fleets):
+    cell = two_fleets(0.5, max_prefill_requests=2, max_decode_requests=2)
     waiting = []
     for number in range(40):
         to = cell.world.submit(session_id=f"s{number}")
@@ -157,6 +157,6 @@ def test_a_full_canary_holds_up_nobody_else(two_revisions):
             waiting.append(request)
         elif request.fleet.name == "1":
             cell.world.handle(ev.RequestCancelled(request.id))
-    # Those of the canary wait for it; no stable one waits behind them.
+    # The canary's requests wait; no request of the stable fleet waits behind them.
     assert waiting
     assert {one.fleet.name for one in waiting} == {"r2"}

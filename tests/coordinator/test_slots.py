@@ -1,4 +1,4 @@
-"""How soon a tenant may have one more request running."""
+"""When a tenant at its concurrency limit may run one more request."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from baton.coordinator.lanes.slots import Slots
 
 
 def run(slots: Slots, begin: float, num_requests: int, takes_s: float) -> float:
-    """One after another in one of its slots; returns the time by then."""
+    """Runs requests one after another in one slot; returns the time at their end."""
     for _ in range(num_requests):
         slots.acquire(begin)
         begin += takes_s
@@ -16,7 +16,7 @@ def run(slots: Slots, begin: float, num_requests: int, takes_s: float) -> float:
     return begin
 
 
-def test_there_is_a_slot_or_a_wait_that_grows_with_those_before():
+def test_without_a_free_slot_the_wait_grows_with_the_requests_before():
     slots = Slots(2, 0.0)
     assert slots.wait_s(1, 0.0) is None
     now = run(slots, 0.0, 20, 3.0)
@@ -27,14 +27,14 @@ def test_there_is_a_slot_or_a_wait_that_grows_with_those_before():
     assert waits == pytest.approx([1.5, 3.0, 4.5])
 
 
-def test_the_first_to_run_tell_how_long_they_run_before_they_end():
+def test_running_requests_count_before_any_has_ended():
     slots = Slots(1, 0.0)
     slots.acquire(0.0)
     assert slots.wait_s(0, 0.0) == 0
     assert slots.wait_s(0, 5.0) == pytest.approx(5.0)
 
 
-def test_a_wait_that_turned_out_longer_is_reckoned_with():
+def test_a_wait_longer_than_predicted_corrects_later_predictions():
     slots = Slots(1, 0.0)
     now = run(slots, 0.0, 40, 1.0)
     slots.acquire(now)
@@ -45,7 +45,7 @@ def test_a_wait_that_turned_out_longer_is_reckoned_with():
     assert slots.wait_s(0, now) > 1.9 * predicted
 
 
-def test_a_wait_is_not_watched_on_when_one_that_was_before_gives_up():
+def test_a_wait_does_not_count_if_a_waiting_request_leaves():
     slots = Slots(1, 0.0)
     now = run(slots, 0.0, 40, 1.0)
     slots.acquire(now)
@@ -58,8 +58,8 @@ def test_a_wait_is_not_watched_on_when_one_that_was_before_gives_up():
     assert slots.wait_s(1, now + 8) < 1.5 * predicted
 
 
-def test_more_may_run_than_there_are_slots():
-    """They were there before this coordinator was."""
+def test_more_requests_may_run_than_there_are_slots():
+    """Workers continue requests from before a restart of the coordinator."""
     slots = Slots(1, 0.0)
     now = run(slots, 0.0, 10, 1.0)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Request ids are a tenant's own: others may use the same ones, and nobody notices."""
+"""Two tenants may use the same request id at the same time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TENANTS = ("default", "a", "b")
 
 
 def begun(world) -> dict[str, ev.StreamKey]:
-    """Streams of three tenants' request r1; the first tokens are 10, 20 and 30."""
+    """Submits request r1 of three tenants; returns their streams."""
     streams = {
         tenant: world.submit(request_id="r1", tenant=tenant, session=number)
         for number, tenant in enumerate(TENANTS, 1)
@@ -28,7 +28,7 @@ def begun(world) -> dict[str, ev.StreamKey]:
 
 
 def names(world) -> dict[str, str]:
-    """What workers call the request of each tenant."""
+    """Returns the request names that workers use, by tenant."""
     specs = [one.spec for one in world.commands["p"] if isinstance(one, PrefillCommand)]
     return {spec.tenant: spec.request_id for spec in specs}
 
@@ -45,14 +45,14 @@ def test_each_tenant_gets_its_own_tokens(world, out):
     world.step("d", *outputs)
     for number, tenant in enumerate(TENANTS, 1):
         assert world.tokens(streams[tenant]) == [number * 10, number * 10 + 1]
-        # What its client hears is what its client said.
+        # The client gets the id that it gave.
         assert world.sent[streams[tenant]][0].request_id == "r1"
         assert world.last(streams[tenant]).reason == LENGTH
         record = world.core.request("r1", tenant)
         assert (record.request_id, record.tenant) == ("r1", tenant)
 
 
-def test_ends_of_one_tenant_are_no_others(world):
+def test_cancelling_one_tenants_request_leaves_the_others(world):
     streams = begun(world)
     world.handle(ev.StreamCancelled(streams["a"]))
     assert world.kinds(streams["a"]) == ["Accepted", "Finished"]
@@ -63,7 +63,7 @@ def test_ends_of_one_tenant_are_no_others(world):
     assert world.kinds(streams["default"]) == ["Accepted"]
 
 
-def test_an_id_is_used_once_by_its_tenant(world):
+def test_a_tenant_cannot_use_a_running_id_again(world):
     begun(world)
     for tenant in TENANTS:
         error = world.last(world.submit(request_id="r1", tenant=tenant)).error
@@ -71,7 +71,7 @@ def test_an_id_is_used_once_by_its_tenant(world):
         assert str(error) == "request r1 is running"
 
 
-def test_a_resume_replaces_its_tenants_request_alone(world, out):
+def test_a_resumed_request_replaces_only_its_tenants_request(world, out):
     streams = begun(world)
     world.step("p", out(names(world)["a"], [20], finish=0))
     again = world.submit(
@@ -83,16 +83,16 @@ def test_a_resume_replaces_its_tenants_request_alone(world, out):
         assert world.core.request("r1", tenant).submission.to == streams[tenant]
 
 
-def test_who_asks_without_a_tenant_is_told_which_have_it(world):
+def test_a_look_up_without_tenant_names_the_tenants_of_an_ambiguous_id(world):
     begun(world)
     with pytest.raises(InvalidArgument, match=r"tenant is ''.*r1.*a, b, default"):
         world.core.request("r1")
-    assert world.core.request("r1", "nobody") is None
+    assert world.core.request("r1", "unknown") is None
     only = world.submit(request_id="mine", tenant="b")
     assert world.core.request("mine").submission.to == only
 
 
-async def test_operators_name_the_tenant_where_they_must(coordinator, channel, say_hello):
+async def test_operators_must_name_the_tenant_of_an_ambiguous_id(coordinator, channel, say_hello):
     hellos = say_hello("p", PREFILL), say_hello("d", DECODE)
     inference = inference_pb2_grpc.InferenceStub(channel)
     admin = admin_pb2_grpc.AdminStub(channel)
@@ -117,7 +117,7 @@ async def test_operators_name_the_tenant_where_they_must(coordinator, channel, s
         asked = admin_pb2.GetRequestRequest(request_id="one", tenant="b")
         info = await admin.GetRequest(asked)
         assert (info.request_id, info.tenant) == ("one", "b")
-        # Of those that run there is one: it needs no tenant to be cancelled.
+        # Only one request of this id runs: cancelling it needs no tenant.
         prefill.auto = False
         running = ask("a", 5)
         assert (await running.read()).accepted.request_id == "one"

@@ -1,4 +1,4 @@
-"""Whatever comes, gives up or loses its worker: nothing is left of what waited and ran."""
+"""Property test: after all requests have ended, no waiting or running work is still counted."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LANES = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
 ROLES = {"p": common_pb2.ROLE_PREFILL, "d": common_pb2.ROLE_DECODE}
 WORKERS = ("p0", "p1", "d0", "d1")
 MODEL = LatencyModel(0.005, 0.0001, 0.0, 0.010, 0.0001, 1e-7)
-# Room for some outputs, and two steps for most prompts.
+# KV blocks for some outputs; most prompts take two steps.
 SHAPE = WorkerShape(MODEL, kv_tokens=8192, max_num_seqs=16, max_num_batched_tokens=256)
 VALUES = {
     "model": "simulated",
@@ -112,14 +112,14 @@ class WaitingMachine(RuleBasedStateMachine):
             entry = cell.core.placers.load(worker)
             assert (entry.num_prefills, entry.num_decodes, entry.queued_tokens) == (0, 0, 0)
             assert entry.free_tokens == SHAPE.kv_tokens
-        # Whoever comes now waits for nobody.
+        # A request that comes now does not wait.
         first = cell.submit(10, 1, tenant="narrow", lane=LANES[0])
         cell.run(cell.now + 10)
         assert not first.shed
         assert first.ttft_s < 0.1
 
 
-def test_nothing_is_left_of_what_waited():
+def test_no_work_is_counted_after_all_requests_have_ended():
     run_state_machine_as_test(
         WaitingMachine,
         settings=settings(

@@ -1,4 +1,4 @@
-"""A world of two revisions, with a rollout of the second."""
+"""A world of two fleets, with a rollout of the second."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 SERVING, DRAINING = cluster_pb2.WORKER_STATE_SERVING, cluster_pb2.WORKER_STATE_DRAINING
 
 
-class TwoRevisions:
-    """A world of two revisions: workers p, p2, d, d2 of "1" and cp, cp2, cd, cd2 of "r2"."""
+class TwoFleets:
+    """A world of two fleets: workers p, p2, d, d2 of "1" and cp, cp2, cd, cd2 of "r2"."""
 
     def __init__(self, new_world, out, share=1.0, **changes):
         wide = {"max_running_requests": 10**5, "max_prefill_requests": 10**5}
@@ -34,7 +34,7 @@ class TwoRevisions:
     def request(self, to):
         return self.core.request(f"r{to.stream}")
 
-    def revision(self, to):
+    def fleet_name(self, to):
         return self.request(to).fleet.name
 
     def first_token(self, to):
@@ -43,7 +43,7 @@ class TwoRevisions:
         self.world.step(request.prefill[0], output)
 
     def token(self, to, finish=None):
-        """The next one, by its decode worker; its number is its place."""
+        """The decode worker reports the next token, whose id is its position in the output."""
         request = self.request(to)
         offset = len(request.token_ids)
         output = self.out(
@@ -52,7 +52,7 @@ class TwoRevisions:
         self.world.step(request.decode[0], output)
 
     def begin(self, **fields):
-        """A request that decodes."""
+        """Submits a request and brings it to decoding."""
         to = self.world.submit(**fields)
         self.first_token(to)
         self.token(to)
@@ -63,7 +63,7 @@ class TwoRevisions:
         return worker.state if worker is not None else None
 
     def beat(self, seconds=1):
-        """Time passes; everyone is heard, and those that are to leave do."""
+        """Advances the clock; all workers send a sign of life, and idle draining workers stop."""
         for _ in range(seconds):
             self.world.after(1.0)
             for worker in self.core.workers:
@@ -76,8 +76,8 @@ class TwoRevisions:
         return {worker.id for worker in self.core.workers}
 
 
-def revision_of_session(world, number):
-    """The revision that a session's requests get now."""
+def fleet_of_session(world, number):
+    """Returns the name of the fleet that a session's requests get now."""
     to = world.submit(session_id=f"s{number}", num_prompt=8)
     request = world.core.request(f"r{to.stream}")
     world.handle(ev.RequestCancelled(request.id))
