@@ -1,4 +1,4 @@
-"""Two real transfer services on loopback, and engines as far as they copy and notify."""
+"""Real transfer services on loopback, and the part of an engine that copies and notifies."""
 
 import asyncio
 import itertools
@@ -21,6 +21,8 @@ from baton.v1 import kv_transfer_pb2 as pb
 # With import-mode=importlib a folder's helper modules are not importable by themselves.
 sys.path.append(str(Path(__file__).parent))
 
+# Longest wait for something that must happen; no test asserts that it happens sooner.
+WAIT_S = 120.0
 LAYOUT = KvLayout("m", "r", "float32", 3, 2, 8, 4, 4096, "heads,tokens,content", tp_size=2)
 
 
@@ -37,22 +39,23 @@ class Worker:
     def segment_path(self):
         return SEGMENT_DIRECTORY / self.port.description.shm_name
 
-    async def until(self, done, timeout_s=20.0):
-        """Takes in events until `done()`."""
-        async with asyncio.timeout(timeout_s):
+    async def until(self, done):
+        """Takes events until `done()` is true."""
+        async with asyncio.timeout(WAIT_S):
             while not done():
                 for event in await self.client.next_events():
                     kept = self.sends if isinstance(event, pb.LocalSendState) else self.receives
                     kept[event.handoff_id] = event
 
     async def sent(self, handoff_id):
-        """How a send ended; of one that failed the engine's request then ends too."""
+        """Returns how a send ended; aborts a failed send, as the engine's request would."""
         await self.until(lambda: handoff_id in self.sends)
         if self.sends[handoff_id].state == pb.LocalSendState.STATE_FAILED:
             self.client.abort_send(handoff_id)
         return self.sends[handoff_id]
 
     async def received(self, handoff_id, state):
+        """Waits until an incoming handoff has a state."""
         await self.until(lambda: self.state(handoff_id) == state)
         return self.receives[handoff_id]
 
@@ -60,19 +63,20 @@ class Worker:
         known = self.receives.get(handoff_id)
         return None if known is None else known.state
 
-    async def empty(self, timeout_s=8.0):
-        """Waits until nothing is held: less long than anything may be held by itself."""
-        async with asyncio.timeout(timeout_s):
+    async def empty(self, *, may_expire=False):
+        """Waits until the service holds nothing; unless `may_expire`, nothing may have expired."""
+        async with asyncio.timeout(WAIT_S):
             while True:
                 stats = await self.client.stats()
                 used = stats.send_bytes_used + stats.receive_bytes_used
                 if used + stats.num_sends + stats.num_receives == 0:
+                    assert may_expire or stats.expiries == 0
                     return stats
                 await asyncio.sleep(0.02)
 
 
 class Handoff:
-    """One handoff's true bytes, and how an engine fills them in."""
+    """One handoff: its correct bytes, and an engine that fills and loads them."""
 
     def __init__(self, num_blocks, epoch=1):
         self.handoff_id, self.num_blocks, self.epoch = secrets.token_bytes(16), num_blocks, epoch
@@ -81,17 +85,18 @@ class Handoff:
         self.refresh()
 
     def refresh(self):
+        """Replaces the bytes, as when the prompt is computed again."""
         self.data = random.Random(secrets.token_bytes(8)).randbytes(
             LAYOUT.handoff_bytes(self.num_blocks)
         )
 
-    async def open(self, sender, target, wait_s=2.0):
+    async def open(self, sender, target, wait_s=WAIT_S):
         self.offset = await sender.client.open_send(
             self.handoff_id, target, self.num_blocks, self.num_tokens, wait_s
         )
 
     def fill(self, sender, layers=range(LAYOUT.num_layers), ranks=range(LAYOUT.tp_size)):
-        """Copies layers and tells of them, one call per rank."""
+        """Writes layers to staging and reports them, one call per rank."""
         size = self.num_blocks * LAYOUT.block_bytes
         for rank in ranks:
             filled = []
@@ -112,7 +117,7 @@ class Handoff:
         """Claims, copies and releases every rank's part; None when a claim fails."""
         parts = []
         for rank in range(LAYOUT.tp_size):
-            claim = receiver.port.claim(self.handoff_id, rank)
+            claim = receiver.port.claim(self.handoff_id, rank, timeout_s=WAIT_S)
             if claim is None:
                 return None
             size = LAYOUT.shard_bytes(claim.num_blocks)
@@ -128,15 +133,17 @@ class Handoff:
 
 @pytest.fixture
 async def start(tmp_path):
-    """Starts workers; ends them, and checks that nothing of them is left."""
+    """Starts workers; ends them, and checks that no file of them is left."""
     workers, numbers = [], itertools.count()
 
     async def start_one(layout=LAYOUT, **config):
-        config = {"send_bytes": 2**20, "receive_bytes": 2**20, **config}
+        config = {"send_bytes": 2**20, "receive_bytes": 2**20, "open_timeout_s": WAIT_S, **config}
         socket_path = str(tmp_path / f"{next(numbers)}.sock")
-        # Three that import torch at once take their time on a busy machine.
-        client = await TransferClient.start(KvTransferConfig(**config), socket_path, timeout_s=90)
-        worker = Worker(client, EnginePort(socket_path))
+        # Several services that import torch at once are slow to start.
+        client = await TransferClient.start(
+            KvTransferConfig(**config), socket_path, timeout_s=WAIT_S
+        )
+        worker = Worker(client, EnginePort(socket_path, timeout_s=WAIT_S))
         workers.append(worker)
         if layout is not None:
             await client.configure(layout.fingerprint())
@@ -154,7 +161,7 @@ async def start(tmp_path):
 
 @pytest.fixture
 async def pair(start):
-    """A sending and a receiving worker, with the port of the latter subscribed."""
+    """A sending and a receiving worker; the receiver's port is subscribed to states."""
     sender, receiver = await asyncio.gather(start(), start())
     assert receiver.port.subscribe()
     return sender, receiver

@@ -1,4 +1,4 @@
-"""A receiver with its memory, and the frames of honest senders."""
+"""A receiver with its memory, and the frames of correct senders."""
 
 import random
 
@@ -37,7 +37,7 @@ IDS = [bytes([number]) * 16 for number in range(1, 6)]
 
 
 def truth(handoff_id: bytes, epoch: int, num_blocks: int) -> bytes:
-    """The bytes a handoff's sender has: different in every epoch."""
+    """Returns the bytes of a handoff, which differ in every epoch."""
     generator = random.Random(f"{handoff_id.hex()} {epoch} {num_blocks}")
     return generator.randbytes(LAYOUT.handoff_bytes(num_blocks))
 
@@ -65,7 +65,7 @@ def data_message(handoff_id, epoch, num_blocks, rank, layer, first, count) -> by
 
 
 def honest_messages(handoff_id, epoch, num_blocks) -> tuple[list[bytes], list[bytes]]:
-    """Every data frame of a handoff, a block each, and the commits of its ranks."""
+    """Returns the data frames of a handoff, one block each, and the commits of its ranks."""
     data, commits = [], []
     for rank in range(LAYOUT.tp_size):
         totals = Totals()
@@ -83,7 +83,7 @@ def honest_messages(handoff_id, epoch, num_blocks) -> tuple[list[bytes], list[by
 
 
 class Harness:
-    """A receiver with its memory, fed as the transport feeds it."""
+    """A receiver with its memory; tests deliver messages to it."""
 
     def __init__(self, limits=LIMITS):
         self.memory = memoryview(bytearray(ARENA_BYTES))
@@ -92,9 +92,9 @@ class Harness:
         self.receiver.configure(LAYOUT)
         self.now = 0.0
         self.states: dict[bytes, ReceiveState] = {}
-        # The epoch for which each handoff last got its room.
+        # Epoch for which each handoff last got its staging.
         self.opened: dict[bytes, int] = {}
-        # What was granted ahead.
+        # Grants of handoffs that were claimed ahead.
         self.granted: list[Grant] = []
 
     def deliver(self, stream: int, message: bytes) -> list[Reply]:

@@ -26,11 +26,11 @@ RECEIVER_LIMITS = ReceiverLimits(
     max_queued=64, max_tombstones=256,
 )  # fmt: skip
 RECEIVE_BLOCKS = 3
-# One more than there are, which is refused.
+# One rank more than exist; its claims are refused.
 _MOST_RANKS = 3
 
 FrameKey = tuple[int, receiving.ReceivedFrame]
-"""An epoch, and a frame of it."""
+"""An epoch, and a frame of that epoch."""
 
 
 class Decode:
@@ -46,16 +46,16 @@ class Decode:
         self.receiver = Receiver(arena, self.memory, RECEIVER_LIMITS, self.negotiator.choose)
         self.receiver.configure(world.layout)
         self.states: dict[bytes, ReceiveState] = {}
-        # Claims that are not released: (grant, rank).
+        # Claims that are not released, as (grant, rank).
         self.grants: list[tuple[Grant, int]] = []
         self.loaded: Counter[bytes] = Counter()
-        # By handoff and rank: frames that were copied as they came, and verified.
+        # Frames that were copied early and verified, by handoff and rank.
         self.early: dict[tuple[bytes, int], dict[FrameKey, bytes]] = {}
         self._done: set[tuple[bytes, int]] = set()
         self._main, self._scheduler, self._news = Socket(world), Socket(world), Socket(world)
         self._ranks = [Socket(world) for _ in range(_MOST_RANKS)]
         self._answers = [Socket(world) for _ in range(_MOST_RANKS)]
-        # What its scheduler has not read: the latest of each handoff.
+        # The latest unread state of each handoff, for the scheduler.
         self._unread: dict[bytes, receiving.Changed] = {}
         self.alive = True
 
@@ -73,7 +73,7 @@ class Decode:
         self._answers[rank].post(lambda: self._granted(grant, rank))
 
     def _granted(self, grant: Grant, rank: int) -> None:
-        """A rank may load its part, once."""
+        """Lets a rank load its part once."""
         is_new = (grant, rank) not in self.grants and (grant.handoff_id, rank) not in self._done
         if is_new:
             self.grants.append((grant, rank))
@@ -84,7 +84,7 @@ class Decode:
         )
 
     def peek(self, handoff_id: bytes, rank: int) -> None:
-        """A rank copies what has come, before anything says that it is right."""
+        """Lets a rank copy the frames that have arrived, before the commit."""
 
         def look() -> None:
             try:
@@ -105,7 +105,7 @@ class Decode:
                 copied[grant.epoch, frame] = part[at]
 
     def load(self, grant: Grant, rank: int) -> None:
-        """Copies a claimed rank's part; what verifies is true, however late it is copied."""
+        """Copies a claimed part; verified bytes must be correct, however late the copy is."""
         self.grants.remove((grant, rank))
         part, expected = self._part(grant), self._expected(grant, rank)
         copied, early = b"", self.early.get((grant.handoff_id, rank), {})
@@ -114,7 +114,7 @@ class Decode:
             assert at.start == len(copied)
             data = early.get((grant.epoch, frame), part[at])
             if frames.checksum(data) != frame.checksum:
-                # Too late: it has expired, or was released by another.
+                # The claim has expired, or another rank released it.
                 assert self.states[grant.handoff_id] is not ReceiveState.CLAIMED
                 return
             copied += data
@@ -124,7 +124,7 @@ class Decode:
         self.release(grant.handoff_id, rank)
 
     def release(self, handoff_id: bytes, rank: int, *, all_ranks: bool = False) -> None:
-        """By a rank, or by the scheduler for all of them."""
+        """Releases from a rank, or from the scheduler for all ranks."""
         socket = self._scheduler if all_ranks else self._ranks[rank]
         socket.post(
             lambda: self.carry_out(
@@ -133,7 +133,7 @@ class Decode:
         )
 
     def drop(self, handoff_id: bytes) -> None:
-        """By the main process."""
+        """Drops a handoff from the main process."""
         self._main.post(lambda: self.carry_out(self.receiver.drop(handoff_id, self.world.now)))
 
     def close_sockets(self) -> None:
@@ -142,7 +142,7 @@ class Decode:
             socket.close()
 
     def load_all(self) -> bool:
-        """Every rank loads what is committed; whether there was anything."""
+        """Lets every rank load every committed handoff; returns whether there was one."""
         for handoff_id, state in list(self.states.items()):
             if state in (ReceiveState.COMMITTED, ReceiveState.CLAIMED):
                 for rank in range(self.world.layout.num_shards):
@@ -155,14 +155,14 @@ class Decode:
         return bool(grants)
 
     def check(self) -> None:
-        """What somebody is loading does not change under them."""
+        """Checks that the staging of claimed parts has not changed."""
         self.receiver.check_integrity()
         for grant, rank in self.grants:
             if self.states[grant.handoff_id] is ReceiveState.CLAIMED:
                 assert self._part(grant) == self._expected(grant, rank), grant
 
     def _place(self, grant: Grant, frame: receiving.ReceivedFrame) -> slice:
-        """Of a frame's bytes in its rank's part."""
+        """Returns the slice of a frame's bytes in its rank's part."""
         start = (frame.layer * grant.num_blocks + frame.first_block) * self._block_bytes
         return slice(start, start + frame.num_blocks * self._block_bytes)
 
@@ -175,7 +175,7 @@ class Decode:
         return bytes(self.memory[grant.offset : grant.offset + size])
 
     def _expected(self, grant: Grant, rank: int) -> bytes:
-        """The bytes of the writer's epoch that went out under the grant's epoch."""
+        """Returns the bytes of the writer's epoch that were sent under the grant's epoch."""
         layout = self.world.layout
         writer_epoch = self.world.writers[grant.handoff_id, grant.epoch]
         whole = truth(grant.handoff_id, writer_epoch, layout.handoff_bytes(grant.num_blocks))
@@ -185,7 +185,7 @@ class Decode:
     # ---- Its transfer service.
 
     def take(self, stream: Stream, message: bytes) -> None:
-        """One message of a push."""
+        """Takes one message of a push."""
         try:
             for frame in frames.decode(message):
                 if frame.kind is FrameKind.REFERENCE:
@@ -197,7 +197,7 @@ class Decode:
             self._end_unless_served(stream)
 
     def take_from(self, link: Link, batch: Sequence[Outgoing] | bytes) -> None:
-        """One batch of a link; one that carries what is no frame is of no more use."""
+        """Takes one batch of a link; a link with malformed frames is lost."""
         try:
             for frame in frames.decode(joined(batch)):
                 self.carry_out(self.receiver.handle_link_frame(link.link_id, frame, self.world.now))
@@ -205,7 +205,7 @@ class Decode:
             link.lose()
 
     def lose(self, stream: Stream) -> None:
-        """The call is over."""
+        """Tells the receiver that the push has ended."""
         stream.receiver_over = stream.ending = True
         self.negotiator.end(stream.number)
         self.carry_out(self.receiver.handle_stream_lost(stream.number, self.world.now))
@@ -236,7 +236,7 @@ class Decode:
                 self._end_unless_served(stream)
 
     def _read(self) -> None:
-        """Its scheduler reads what has changed, and ranks hear what they may load."""
+        """Lets the scheduler read changes, and tells ranks which parts they may load."""
         unread, self._unread = self._unread, {}
         for changed in unread.values():
             for rank, grant in enumerate(changed.grants):

@@ -1,8 +1,8 @@
-"""Prefill and decode workers on a network that loses, repeats, reorders and alters what it carries.
+"""Prefill and decode workers on a network that loses, repeats, reorders and alters messages.
 
-The state machines are the real ones. What the transfer service does around them (a process for each
-worker, tasks for each push) is done here in single steps, in whatever order a test chooses. Time is
-a number, too.
+The state machines are the real ones. The work of the transfer service around them (a process for
+each worker, tasks for each push) happens here in single steps, in any order that a test chooses.
+Time is a number.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from baton.kvtransfer.service.sender import Sender
 
 
 class World:
-    """Some workers of each kind, and everything that is on its way between them.
+    """Some workers of each kind, and all messages between them.
 
     Attributes:
-        has_quick_sockets: within a worker everything arrives at once.
-        writers: whose bytes went out: the writer's epoch by (handoff id, epoch).
-        committed: (handoff id, epoch) that a receiver has committed.
+        has_quick_sockets: Whether messages within a worker arrive at once.
+        writers: Writer's epoch of the bytes that were sent, by (handoff ID, epoch).
+        committed: Each (handoff ID, epoch) that a receiver has committed.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class World:
         self.decodes = [Decode(self, names) for names in decode_transports]
 
     def number(self) -> int:
-        """Never the same twice."""
+        """Returns a new number."""
         self._numbers += 1
         return self._numbers
 
@@ -66,7 +66,7 @@ class World:
         return [*self.prefills, *self.decodes]
 
     def twin(self, node: Prefill | Decode) -> Prefill | Decode:
-        """The other side of the same worker."""
+        """Returns the receiver of a sender's worker, or the reverse."""
         if isinstance(node, Prefill):
             return self.decodes[self.prefills.index(node)]
         return self.prefills[self.decodes.index(node)]
@@ -79,7 +79,7 @@ class World:
         return next((each for each in self.streams if each.number == number), None)
 
     def link(self, source: Prefill, target: Decode) -> Link:
-        """That joins the two; a new one when there is none."""
+        """Returns the link between the two; makes one when there is none."""
         for link in self.links.values():
             if (link.source, link.target, link.is_lost) == (source, target, False):
                 return link
@@ -90,7 +90,7 @@ class World:
     # ---- What happens next.
 
     def steps(self) -> list[Callable[[], None]]:
-        """Everything that may happen next without anybody's doing."""
+        """Returns every step that may happen next: deliveries, sends, and lost links."""
         self.streams = [
             each
             for each in self.streams
@@ -113,17 +113,17 @@ class World:
         return steps
 
     def settle(self) -> None:
-        """Until nothing is on its way."""
+        """Runs steps until there are none."""
         for _ in range(10_000):
             steps = self.steps()
             if not steps:
                 return
             for step in steps:
                 step()
-        raise AssertionError("the workers talk for ever")
+        raise AssertionError("the workers never stop sending")
 
     def advance(self, to: float) -> None:
-        """Time passes."""
+        """Sets the time, and lets every worker's deadlines expire."""
         self.now = to
         for node in self.nodes:
             node.expire()
@@ -133,10 +133,11 @@ class World:
         return min((each for each in deadlines if each is not None), default=None)
 
     def restart(self, old: Prefill | Decode, keep: int) -> None:
-        """Killed, and another in its place: the other ends find out from what they share with it.
+        """Kills a worker and starts another; its peers see their streams and links end.
 
         Args:
-            keep: messages of each stream that it had sent and that still arrive.
+            old: The worker to kill.
+            keep: Number of its messages on each stream that still arrive.
         """
         old.alive = False
         old.close_sockets()

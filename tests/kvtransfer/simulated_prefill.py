@@ -33,11 +33,11 @@ class Send:
     """One attempt to hand over, as the sending worker's engine sees it.
 
     Attributes:
-        epochs: that each rank writes.
-        progress: of each rank, in `runs`.
-        ended: how, as the main process was told.
-        writing: the engine may write to its staging.
-        wanted: it must arrive, in a calm world.
+        epochs: Epoch that each rank writes.
+        progress: Number of `runs` that each rank has filled.
+        ended: How the send ended, as the main process was told.
+        writing: Whether the engine may write to its staging.
+        wanted: Whether it must arrive in a calm world.
     """
 
     handoff_id: bytes
@@ -55,12 +55,12 @@ class Send:
 
     @property
     def epoch(self) -> int:
-        """The newest that a rank writes."""
+        """The newest epoch that a rank writes."""
         return max(self.epochs)
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
-        """(layer, first block, blocks) in the order of a prefill in two chunks."""
+        """Runs (layer, first block, blocks) in the order of a prefill in two chunks."""
         half = self.num_blocks // 2
         chunks = [(0, half), (half, self.num_blocks - half)]
         return [(layer, *chunk) for chunk in chunks if chunk[1] for layer in range(2)]
@@ -71,9 +71,9 @@ class Send:
 
 
 class Prefill:
-    """A worker that sends; `replace` it by a new one when it restarts.
+    """A worker that sends. World.restart replaces it by a new one.
 
-    Its main process, its scheduler and each rank speak to its service by sockets of their own.
+    Its main process, its scheduler and each rank have sockets of their own to its service.
     """
 
     def __init__(self, world: World, transports: list[str]) -> None:
@@ -95,7 +95,7 @@ class Prefill:
     # ---- The worker's main process and its engine.
 
     def open(self, handoff_id: bytes, target: Decode, num_blocks: int, wait_s: float, epoch=1):
-        """Begins a handoff; None when it is refused at once."""
+        """Begins a handoff; returns None when it is refused at once."""
         tokens = num_blocks * self.world.layout.block_size_tokens
         ranks = range(self.world.layout.num_shards)
         send = Send(
@@ -112,7 +112,7 @@ class Prefill:
         return send
 
     def fill(self, send: Send, rank: int, count: int = 1, *, last_apart: bool = False) -> None:
-        """The engine writes its next runs of blocks and tells of them."""
+        """Writes the next runs of blocks of a rank and reports them."""
         for _ in range(count):
             if not send.writing or send.progress[rank] == len(send.runs):
                 return
@@ -137,14 +137,14 @@ class Prefill:
             self.fill(send, rank, len(send.runs))
 
     def fill_late(self, send: Send) -> None:
-        """Of an epoch that another rank knows to be over: ignored."""
+        """Reports blocks of an epoch that another rank has ended; the service ignores them."""
         if not self._has(send) or not self.world.has_quick_sockets:
             return
         late = pb.LocalFrame(handoff_id=send.handoff_id, epoch=send.epoch - 1, num_blocks=1)
         assert self.sender.fill(late, self.world.now) == []
 
     def restart_writer(self, send: Send) -> None:
-        """The prefill was preempted: each rank starts over once the service has voided the rest."""
+        """Preempts the prefill: each rank starts again once the service has dropped its blocks."""
         if send.writing:
             epoch = send.epoch + 1
             for rank, socket in enumerate(self._ranks):
@@ -162,13 +162,13 @@ class Prefill:
         self.carry_out(effects)
 
     def abort(self, send: Send) -> None:
-        """By the main process, once the engine has stopped writing."""
+        """Aborts from the main process, after the engine has stopped writing."""
         if self._has(send):
             send.writing, send.aborted = False, True
             self._abort(self._main, send, is_known=True)
 
     def give_up(self, send: Send) -> None:
-        """By the engine: its scheduler says so, and each rank once it writes no more."""
+        """Aborts from the engine: its scheduler, and each rank once it has stopped writing."""
         if not send.writing or any(done == len(send.runs) for done in send.progress):
             return
         self._abort(self._scheduler, send, is_known=False)
@@ -200,7 +200,7 @@ class Prefill:
             socket.close()
 
     def check(self) -> None:
-        """Nothing but the engine changes what it wrote, as long as it may write there."""
+        """Checks that staging holds what the engine wrote, while the engine may write there."""
         self.sender.check_integrity()
         for send in self.sends.values():
             if not send.writing:
@@ -213,7 +213,7 @@ class Prefill:
                     assert self.memory[begin : begin + len(data)] == data, (send, rank, run)
 
     def _has(self, send: Send) -> bool:
-        """Whether the engine has not died with its worker, nor handed over the same again."""
+        """Returns whether the worker lives and this is its latest send of the handoff."""
         return self.alive and self.sends[send.handoff_id] is send
 
     def _run(self, send: Send, rank: int, layer: int, first: int, blocks: int) -> tuple[int, bytes]:
@@ -223,14 +223,14 @@ class Prefill:
         return begin, whole[begin : begin + blocks * layout.block_bytes]
 
     def _settle_writer(self, send: Send) -> None:
-        """One that failed and has no more to write is forgotten: its staging is free."""
+        """Ends the writing of a failed send that is filled: its staging may be freed now."""
         if send.ended and send.is_filled:
             send.writing = False
 
     # ---- Its transfer service.
 
     def write(self, stream: Stream) -> None:
-        """One batch leaves."""
+        """Sends one batch."""
         if not stream.awake:
             return
         handoff_id = stream.attempt.handoff_id
@@ -242,7 +242,7 @@ class Prefill:
         if batch is None:
             stream.awake = False
             return
-        # Everything that leaves under one epoch is of one writer's epoch.
+        # All bytes that leave under one epoch belong to one writer's epoch.
         voided_before = self.sender._table.sends[handoff_id].writer_epoch
         writer = self.world.writers.setdefault((handoff_id, batch.epoch), voided_before)
         assert writer == voided_before, (stream.attempt, batch.epoch, writer)
@@ -258,7 +258,7 @@ class Prefill:
         self.carry_out(effects)
 
     def lose(self, stream: Stream) -> None:
-        """The call is over."""
+        """Tells the sender that the push has ended."""
         handoff_id = stream.attempt.handoff_id
         stream.sender_over, stream.awake = True, False
         if self.streams.get(handoff_id) is stream:
@@ -297,13 +297,13 @@ class Prefill:
 
     @staticmethod
     def _begin_writing(send: Send, offset: int) -> None:
-        """Its main process hears that there is staging, and gives the request to the engine."""
+        """The main process gets the staging and gives the request to the engine."""
         assert send.offset is None
         send.offset, send.writing = offset, not send.aborted
 
     def expire(self) -> None:
         for send in self.sends.values():
-            # No request is at work for longer.
+            # No request runs longer than this.
             if send.ended and self.world.now >= send.ended_at + SENDER_LIMITS.writer_timeout_s:
                 send.writing = False
         self.carry_out(self.sender.expire(self.world.now))

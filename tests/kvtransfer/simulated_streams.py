@@ -1,4 +1,4 @@
-"""What carries messages within the simulated network: pushes, links, and workers' own sockets."""
+"""The carriers of messages in the simulated network: pushes, links and workers' sockets."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @functools.lru_cache(1024)
 def truth(handoff_id: bytes, writer_epoch: int, num_bytes: int) -> bytes:
-    """What a prompt's KV cache is when it is computed for the writer_epoch-th time."""
+    """Returns the KV cache of a prompt that is computed for the writer_epoch-th time."""
     return random.Random(f"{handoff_id.hex()} {writer_epoch}").randbytes(num_bytes)
 
 
 def joined(batch: Sequence[Outgoing] | bytes) -> bytes:
-    """A batch's bytes as staging is now."""
+    """Returns a batch as bytes, with the current contents of staging."""
     if isinstance(batch, bytes):
         return batch
     return b"".join(part for out in batch for part in (out.header, out.payload))
@@ -34,9 +34,9 @@ class Stream:
     """One push. None in a queue is the end of that direction.
 
     Attributes:
-        awake: the sender may have a batch for it.
-        is_cut: what is written goes nowhere.
-        ending: the receiver throws away what still comes.
+        awake: Whether the sender may have a batch for it.
+        is_cut: Whether messages that are written are lost.
+        ending: Whether the receiver ignores messages that still arrive.
     """
 
     def __init__(self, number: int, send: Send) -> None:
@@ -53,20 +53,20 @@ class Stream:
             self.up.append(joined(frames))
 
     def cut(self, keep_up: int = 0, keep_down: int = 0) -> None:
-        """Ends it both ways, after the first so many of what is on its way."""
+        """Ends both directions, after the first keep_up and keep_down messages under way."""
         self.up = deque([*self.up][:keep_up] + [None])
         self.down = deque([*self.down][:keep_down] + [None])
         self.is_cut, self.awake = True, False
 
 
 class Link:
-    """One pair's process group. Bytes on it are read from the sender's staging as they arrive."""
+    """One pair's link. Payloads are read from the sender's staging when they arrive."""
 
     def __init__(self, link_id: str, source: Prefill, target: Decode) -> None:
         self.link_id, self.source, self.target = link_id, source, target
-        # Those that a test has altered are bytes.
+        # A batch that a test has altered is bytes.
         self.queue: deque[Sequence[Outgoing] | bytes] = deque()
-        # Who has not heard of its loss yet.
+        # Workers that have not been told of the loss yet.
         self.untold: list[Prefill | Decode] = []
         self.is_lost = False
 
@@ -77,9 +77,10 @@ class Link:
 
 
 class Socket:
-    """One direction of a process's connection to the service beside it: kept in order, and slow.
+    """One direction of a process's connection to its service: ordered, and possibly delayed.
 
-    Several of one worker's overtake each other. In a world of quick sockets all arrives at once.
+    Messages on different sockets of one worker may overtake each other. In a world with quick
+    sockets every message arrives at once.
     """
 
     def __init__(self, world: World) -> None:
@@ -91,17 +92,17 @@ class Socket:
         return len(self._queue)
 
     def post(self, deliver: Callable[[], None]) -> None:
-        """Something is said."""
+        """Sends a message."""
         if self._is_quick:
             deliver()
         else:
             self._queue.append(deliver)
 
     def deliver(self) -> None:
-        """The first of what is on its way arrives."""
+        """Delivers the oldest message."""
         if self._queue:
             self._queue.popleft()()
 
     def close(self) -> None:
-        """Its worker has died."""
+        """Drops all messages: the worker has died."""
         self._queue.clear()

@@ -1,6 +1,6 @@
-"""As much of vLLM as the connector's halves see of it, and a transfer service's receiver for them.
+"""The parts of vLLM that the connector uses, and a transfer service's receiver.
 
-One token is a byte; the keys and values of a token are a digest of all tokens up to it.
+One token is a byte. The keys and values of a token are a digest of all tokens up to it.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ LAYOUT = KvLayout(
     "m", "r", "uint8", LAYERS, 1, 8, SIZE, SIZE * TOKEN_BYTES, "heads,tokens,content",
     tp_size=SHARDS * REPLICAS, num_replicas=REPLICAS,
 )  # fmt: skip
-# As numbers that are none: whatever is computed from a block that has them anywhere becomes as bad.
+# Like NaN: a result that is computed from a block with these bytes is poisoned too.
 POISON = b"\xff" * TOKEN_BYTES
 LIMITS = ReceiverLimits(
     max_wait_s=4, idle_timeout_s=30, commit_ttl_s=30, claim_timeout_s=30, retry_timeout_s=1,
@@ -34,7 +34,7 @@ STAGED_BLOCKS, NUM_BLOCKS = 40, 22
 
 
 def content(tokens, shard, layer) -> bytes:
-    """The keys and values of the last of these tokens."""
+    """Returns the keys and values of the last of these tokens."""
     return hashlib.blake2b(bytes([*tokens, 255, shard, layer]), digest_size=TOKEN_BYTES).digest()
 
 
@@ -51,7 +51,7 @@ class Block:
 
 
 class Pool:
-    """As much of vLLM's BlockPool as is used, by its rules; block 0 is nobody's."""
+    """The parts of vLLM's BlockPool that are used; block 0 belongs to no request."""
 
     enable_caching, num_gpu_blocks = True, NUM_BLOCKS
 
@@ -86,7 +86,7 @@ class Pool:
                 nameless.append(block)
             elif block.ref_cnt == 0:
                 self.free[block] = None
-        # The first of them is the next to be taken.
+        # The first block of the list is the next to be taken.
         for block in reversed(nameless):
             self.free[block] = None
             self.free.move_to_end(block, last=False)
@@ -109,7 +109,7 @@ class Pool:
 
 @dataclass(eq=False)
 class Request:
-    """As much of vLLM's Request as is used."""
+    """The parts of vLLM's Request that are used."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -139,7 +139,7 @@ class Request:
 
 
 class Scribbled(Arena):
-    """Whoever reads what was given back finds something else."""
+    """An arena that overwrites every extent that is freed."""
 
     def __init__(self, memory):
         super().__init__(0, len(memory))
@@ -151,7 +151,7 @@ class Scribbled(Arena):
 
 
 class Service:
-    """A receiver, and the ports of the scheduler and the ranks to it."""
+    """A receiver, with the interface of an EnginePort for the scheduler and the ranks."""
 
     alive = True
 
@@ -176,7 +176,7 @@ class Service:
                 self.states.pop(effect.handoff_id, None)
                 self.states[effect.handoff_id] = state
 
-    # An EnginePort.
+    # ---- The interface of EnginePort.
 
     def subscribe(self):
         pass
@@ -241,12 +241,15 @@ class Notes:
 
 
 def messages_of(handoff_id, tokens, skip_blocks, *, epoch=1, at_once=3, alter=None):
-    """Everything a sender sends of a prompt: the open, a frame for each block, the commits.
+    """Returns all messages of a prompt: the open, a frame for each block, the commits.
 
     Args:
-        epoch: of all of it.
-        at_once: blocks that are computed in one chunk.
-        alter: takes a block's bytes, and returns those that are sent in their place.
+        handoff_id: ID of the handoff.
+        tokens: The prompt.
+        skip_blocks: Number of leading blocks that the handoff leaves out.
+        epoch: Epoch of all the messages.
+        at_once: Number of blocks that are computed in one chunk.
+        alter: Takes a block's bytes, and returns the bytes to send instead.
     """
     num_blocks = LAYOUT.num_blocks(len(tokens)) - skip_blocks
     opened = pb.PushOpen(
@@ -254,7 +257,7 @@ def messages_of(handoff_id, tokens, skip_blocks, *, epoch=1, at_once=3, alter=No
         num_blocks=num_blocks, num_tokens=len(tokens) - skip_blocks * SIZE, wait_ms=2000,
     )  # fmt: skip
     messages, totals = [frames.encode_open(opened)], [Totals()] * SHARDS
-    # As prompts are computed: layer after layer, some blocks at a time.
+    # The order of a prefill: layer after layer, some blocks at a time.
     for first in range(0, num_blocks, at_once):
         for layer in range(LAYERS):
             for shard in range(SHARDS):
@@ -277,5 +280,5 @@ def messages_of(handoff_id, tokens, skip_blocks, *, epoch=1, at_once=3, alter=No
 
 
 def flipped(message):
-    """A message whose last byte was altered on the way."""
+    """Returns a message with its last byte altered."""
     return message[:-1] + bytes([message[-1] ^ 0x40])

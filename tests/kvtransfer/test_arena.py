@@ -66,7 +66,7 @@ ArenaMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=3
 TestArena = ArenaMachine.TestCase
 
 
-def test_a_segment_is_private_shared_and_gone_after_close():
+def test_a_segment_is_private_shared_and_removed_by_close():
     made = Segment.create(8192)
     path = arenas.SEGMENT_DIRECTORY / made.name
     try:
@@ -82,7 +82,7 @@ def test_a_segment_is_private_shared_and_gone_after_close():
     made.close()
 
 
-def test_segments_of_killed_services_are_removed_and_those_of_living_ones_are_not():
+def test_only_segments_of_killed_services_are_removed():
     script = (
         "import os, signal\n"
         "from baton.kvtransfer.arena import Segment\n"
@@ -101,7 +101,7 @@ def test_segments_of_killed_services_are_removed_and_those_of_living_ones_are_no
         living.close()
 
 
-def test_a_segment_larger_than_shared_memory_is_refused_in_words():
+def test_a_segment_larger_than_shared_memory_is_refused_with_the_sizes():
     with pytest.raises(
         TransferError, match=r"kv_transfer.send_bytes \+ .receive_bytes is .* bytes free"
     ):
@@ -116,8 +116,8 @@ def test_a_segment_larger_than_shared_memory_is_refused_in_words():
         (mmap, "mmap", errno.ENOMEM),
     ],
 )
-def test_a_segment_that_is_not_to_be_had_leaves_nothing(monkeypatch, tmp_path, module, call, why):
-    """Others may have taken the memory since it was looked at."""
+def test_a_failed_segment_leaves_no_file(monkeypatch, tmp_path, module, call, why):
+    """Other processes may take the memory after the check of its size."""
     monkeypatch.setattr(arenas, "SEGMENT_DIRECTORY", tmp_path)
 
     def fails(*_, **__):

@@ -1,4 +1,4 @@
-"""What vLLM's cache events say, in Baton's hashes."""
+"""vLLM's cache events, translated to Baton's block hashes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_blocks_of_an_adapter_are_named_as_the_prompts_of_that_adapter():
     cached.stored(b"b", [b"c"], PROMPT[2 * BLOCK_SIZE : 3 * BLOCK_SIZE], [("poet", "salt")], "poet")
     hashes = list(block_hashes(PROMPT, BLOCK_SIZE, root_of("poet")))
     assert cached.take() == changed(stored=hashes[:2])
-    # The base model's are others.
+    # The base model's hashes differ.
     cached.stored(None, [b"x"], PROMPT[:BLOCK_SIZE], None)
     assert cached.take() == changed(stored=HASHES[:1])
     assert not set(hashes) & set(HASHES) | set(hashes) & set(
@@ -77,7 +77,7 @@ def test_parts_of_blocks_are_left_out():
     assert cached.take() is None
 
 
-def test_what_comes_and_goes_between_is_not_told():
+def test_blocks_that_come_and_go_between_two_reads_are_not_reported():
     cached = with_prompt()
     cached.removed([b"b", b"a"])
     assert cached.take() is None
@@ -98,8 +98,8 @@ def test_what_comes_and_goes_between_is_not_told():
         max_size=40,
     )
 )
-def test_whoever_applies_every_change_knows_the_cache(steps: list[tuple]) -> None:
-    """A pool of blocks that tells of every one, and removes them in any order."""
+def test_applying_every_change_gives_the_cache(steps: list[tuple]) -> None:
+    """Runs a pool that reports every block, and removes blocks in any order."""
     cached, pool, known = CachedBlocks(BLOCK_SIZE), Counter[int](), set[int]()
     prompts = [PROMPT, [*PROMPT[:6], *PROMPT[:10]], PROMPT[::-1]]
 
@@ -116,7 +116,7 @@ def test_whoever_applies_every_change_knows_the_cache(steps: list[tuple]) -> Non
         match step:
             case ("store", prompt, num_blocks):
                 hashes = list(block_hashes(prompts[prompt], BLOCK_SIZE))
-                # vLLM's hashes are other ones.
+                # vLLM's hashes differ from Baton's; here they are the negative ones.
                 first = next((i for i in range(num_blocks) if not pool[hashes[i]]), 0)
                 parent = -hashes[first - 1] if first else None
                 tokens = prompts[prompt][first * BLOCK_SIZE : num_blocks * BLOCK_SIZE]

@@ -1,4 +1,4 @@
-"""Staging that is claimed before it is committed: granted with the commit, held for a load."""
+"""Handoffs that are claimed before their commit: granted at the commit, held for a load."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ def harness():
 
 
 @pytest.mark.parametrize("when", ["before its open", "while it comes", "once it is committed"])
-def test_what_is_claimed_ahead_is_granted_with_the_commit_and_not_taken_away(harness, when):
+def test_a_claim_ahead_is_granted_with_the_commit_and_kept(harness, when):
     handoff_id, receiver = IDS[0], harness.receiver
     if when == "before its open":
         assert receiver.claim_ahead(handoff_id, harness.now) == []
@@ -29,12 +29,12 @@ def test_what_is_claimed_ahead_is_granted_with_the_commit_and_not_taken_away(har
     assert harness.states[handoff_id] is ReceiveState.CLAIMED
     for rank, grant in enumerate(harness.granted):
         assert harness.bytes_of(grant) == rank_truth(grant, rank)
-    # A late cancel, and another epoch.
+    # Neither a late cancel nor another epoch ends the claim.
     receiver.drop(handoff_id, harness.now)
     assert kinds(harness.deliver(2, open_message(handoff_id, 2, 2))) == refused(
         pb.REFUSAL_REASON_UNKNOWN_HANDOFF
     )
-    # As long as a commit may wait, not as short as a load.
+    # The claim lasts as long as a commit may wait, which is longer than a load.
     harness.tick(LIMITS.commit_ttl_s - 1)
     for rank, grant in enumerate(harness.granted):
         assert harness.bytes_of(grant) == rank_truth(grant, rank)
@@ -43,7 +43,7 @@ def test_what_is_claimed_ahead_is_granted_with_the_commit_and_not_taken_away(har
     assert receiver.claim_ahead(handoff_id, harness.now) == []
 
 
-def test_what_is_claimed_ahead_and_never_read_expires(harness):
+def test_a_claim_ahead_without_a_load_expires(harness):
     harness.receiver.claim_ahead(IDS[0], harness.now)
     harness.deliver(1, open_message(IDS[0], 1, 2))
     harness.send_all(1, IDS[0], 1, 2)
@@ -51,8 +51,8 @@ def test_what_is_claimed_ahead_and_never_read_expires(harness):
     harness.assert_empty()
 
 
-def test_what_is_claimed_ahead_lasts_for_a_load_however_soon_commits_expire():
-    """A load that begins at once says nothing: it is read until it is released."""
+def test_a_claim_ahead_lasts_for_a_load_even_if_commits_expire_sooner():
+    """A load that begins at once is not announced, so the claim must outlast it."""
     harness = Harness(limits=replace(LIMITS, commit_ttl_s=0.5))
     harness.receiver.claim_ahead(IDS[0], harness.now)
     harness.deliver(1, open_message(IDS[0], 1, 2))
@@ -63,7 +63,7 @@ def test_what_is_claimed_ahead_lasts_for_a_load_however_soon_commits_expire():
     harness.assert_empty()
 
 
-def test_what_is_claimed_ahead_lasts_for_a_load_from_when_that_begins(harness):
+def test_an_announced_load_extends_a_claim_ahead(harness):
     harness.receiver.claim_ahead(IDS[0], harness.now)
     harness.deliver(1, open_message(IDS[0], 1, 2))
     harness.send_all(1, IDS[0], 1, 2)
@@ -76,7 +76,7 @@ def test_what_is_claimed_ahead_lasts_for_a_load_from_when_that_begins(harness):
     harness.assert_empty()
 
 
-def test_what_has_too_many_frames_to_be_told_at_once_is_claimed_rank_by_rank():
+def test_a_handoff_with_too_many_frames_for_one_message_is_claimed_by_rank():
     harness = Harness(replace(LIMITS, max_frames_ahead=7))
     harness.receiver.claim_ahead(IDS[0], harness.now)
     harness.deliver(1, open_message(IDS[0], 1, 2))

@@ -33,7 +33,7 @@ def test_a_message_of_several_frames_decodes_in_order_without_copying():
 
 
 @given(st.integers(0, 8 * (frames.HEADER_BYTES + 64) - 1))
-def test_no_flipped_bit_goes_unnoticed(bit):
+def test_every_flipped_bit_is_detected(bit):
     message = bytearray(data_frame())
     message[bit // 8] ^= 1 << bit % 8
     try:

@@ -1,4 +1,4 @@
-"""How a handoff ends at the receiving engine: let go of once loaded, or failed with a reason."""
+"""How a handoff ends at the receiving engine: released after its load, or failed with a reason."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ from baton.kvtransfer.receiving import ReceiveState
 from baton.v1 import kv_transfer_pb2 as pb
 
 
-def test_what_was_loaded_is_let_go_of_also_when_its_request_ends_with_the_same_step():
+def test_a_loaded_handoff_is_released_even_if_its_request_ends_in_that_step():
     engine, coming = engine_with(20, 1, 0)
     engine.deliver(coming, 1000)
     engine.tell(coming)
@@ -22,10 +22,10 @@ def test_what_was_loaded_is_let_go_of_also_when_its_request_ends_with_the_same_s
     engine.teardown()
 
 
-def test_what_was_loaded_is_let_go_of_by_a_step_that_was_made_before():
-    """The request is taken back while its first step runs, and vLLM makes one that says so.
+def test_a_loaded_handoff_is_released_by_a_step_that_was_scheduled_before():
+    """The request is aborted during its first step, and vLLM schedules one more step for that.
 
-    No other follows: the next request may come in an hour.
+    No later step may follow for a long time, so that step must release the handoff.
     """
     engine, coming = engine_with(20, 1, 0)
     engine.deliver(coming, 1000)
@@ -41,7 +41,7 @@ def test_what_was_loaded_is_let_go_of_by_a_step_that_was_made_before():
     engine.teardown()
 
 
-def test_a_load_that_begins_when_the_commit_is_about_to_expire_ends_as_one(monkeypatch):
+def test_a_load_that_begins_shortly_before_the_commit_expires_succeeds(monkeypatch):
     engine, coming = engine_with(20, 1, 0)
     service = engine.service
     clock = SimpleNamespace(monotonic=lambda: service.now)
@@ -62,7 +62,7 @@ def test_a_load_that_begins_when_the_commit_is_about_to_expire_ends_as_one(monke
 
 
 @pytest.mark.parametrize("count", [0, 10])
-def test_a_handoff_that_is_not_committed_in_time_has_failed(monkeypatch, count):
+def test_a_handoff_without_a_commit_in_time_fails(monkeypatch, count):
     engine, coming = engine_with(20, 1, 0)
     service = engine.service
     monkeypatch.setattr(scheduler_half, "time", SimpleNamespace(monotonic=lambda: service.now))
@@ -82,7 +82,7 @@ def test_a_handoff_that_is_not_committed_in_time_has_failed(monkeypatch, count):
 @pytest.mark.parametrize("is_told", [False, True])
 @pytest.mark.parametrize("count", [0, 10, 1000])
 def test_a_handoff_whose_request_ends_before_it_is_loaded_is_cancelled(count, is_told):
-    """Also one that was claimed ahead, when it was committed."""
+    """Also a committed handoff that was claimed ahead."""
     engine, coming = engine_with(20, 1, 0)
     engine.deliver(coming, count)
     engine.run_step()
@@ -102,12 +102,12 @@ def test_a_handoff_whose_request_ends_before_it_is_loaded_is_cancelled(count, is
         ("altered", False, pb.REFUSAL_REASON_CHECKSUM),
         ("another prompt", True, pb.REFUSAL_REASON_INCOMPLETE),
         ("another prompt", False, pb.REFUSAL_REASON_INCOMPLETE),
-        # What is claimed ahead is not asked for.
+        # A handoff that was claimed ahead needs no claim, so this case has no early load.
         ("no answer", False, pb.REFUSAL_REASON_EXPIRED),
     ],
 )
 @pytest.mark.parametrize("verifies_late", [True, False])
-def test_a_handoff_that_some_rank_does_not_load_has_failed_and_says_why(
+def test_a_handoff_that_one_rank_cannot_load_fails_with_the_reason(
     monkeypatch, how, announced, reason, verifies_late
 ):
     engine = EarlyEngine()
@@ -120,7 +120,7 @@ def test_a_handoff_that_some_rank_does_not_load_has_failed_and_says_why(
     if announced:
         engine.tell(coming)
     if how == "altered":
-        # The last rank's, behind the others' whose loads are fine.
+        # Only the last rank's bytes are altered; the loads of the others succeed.
         engine.staging_is_altered(LAYOUT.handoff_bytes(5) // TOKEN_BYTES - SIZE)
     if how == "no answer":
         claim = engine.service.claim

@@ -1,9 +1,9 @@
 """Senders and receivers under every fault, in every order, on a virtual clock.
 
-The processes of a worker speak to its transfer service at once, or each at a pace of its own.
+The processes of a worker reach its transfer service at once, or each with a delay of its own.
 
-Whatever happens, a load gives the bytes that the prefill wrote last, or the handoff has failed at
-both ends; and when all is over nothing is held.
+Whatever happens, a load returns the bytes that the prefill wrote last, or the handoff fails at both
+ends. In the end no staging is in use.
 """
 
 import itertools
@@ -29,9 +29,9 @@ from simulated_network import World
 from simulated_prefill import Send
 from simulated_streams import Link, Stream, joined
 
-# Epochs of a handoff's second attempt begin here, above any that its first one reaches.
+# First epoch of a handoff's second attempt; the first attempt never reaches it.
 SECOND_ATTEMPT = 1000
-# Long enough for every timeout, one after the other.
+# Seconds that are enough for every timeout, one after the other.
 MAX_DRAIN_S = 100.0
 TRANSPORTS = [["grpc"], ["shm", "grpc"], ["link", "grpc"], ["link", "shm", "grpc"]]
 DISORDERS = ["drop", "duplicate", "swap", "repeat later", "misroute"]
@@ -40,7 +40,7 @@ PICKS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
 
 
 class HandoffMachine(RuleBasedStateMachine):
-    """Two prefill and two decode workers; rules are engines, coordinator, network and time."""
+    """Two prefill and two decode workers. Rules act as engines, coordinator, network and time."""
 
     world: World | None = None
 
@@ -65,7 +65,7 @@ class HandoffMachine(RuleBasedStateMachine):
         has_quick_sockets,
         first,
     ):
-        """In a calm world nothing stops a handoff, and no time passes: all that fit must arrive."""
+        """In a calm world there are no faults and no time passes, so every handoff must arrive."""
         self.is_calm = is_calm
         self.world = World(
             num_shards,
@@ -129,7 +129,7 @@ class HandoffMachine(RuleBasedStateMachine):
         by=st.sampled_from(["sender", "writer", "receiver", "engine", "prefill", "prefill"]),
     )
     def is_cancelled(self, data, by):
-        """By either worker, or for a second attempt from another worker or the same."""
+        """Cancels at either worker, or begins a second attempt at any prefill worker."""
         send = data.draw(st.sampled_from(self.under_way() * 4 + self.sends))
         send.wanted = False
         if by == "sender" and not self.is_calm:
@@ -143,7 +143,7 @@ class HandoffMachine(RuleBasedStateMachine):
         elif by == "prefill" and send.epoch < SECOND_ATTEMPT:
             prefill = data.draw(st.sampled_from(self.world.prefills))
             if prefill is send.source and not self.world.has_quick_sockets:
-                # It could not tell what is still said of the first.
+                # The sender could not tell late requests for the first attempt from new ones.
                 return
             again = prefill.open(send.handoff_id, send.target, send.num_blocks, 4.0, SECOND_ATTEMPT)
             if again is not None:
@@ -153,7 +153,7 @@ class HandoffMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.received())
     @rule(data=st.data(), ranks=st.sampled_from([[0], [1], [0, 1, 2]]))
     def claims(self, data, ranks):
-        """Whatever its state; what is not committed is refused."""
+        """Claims a handoff in any state; a claim before the commit is refused."""
         decode, handoff_id = data.draw(st.sampled_from(self.received()))
         for rank in ranks:
             decode.claim(handoff_id, rank)
@@ -161,21 +161,21 @@ class HandoffMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.sends)
     @rule(data=st.data())
     def claims_ahead(self, data):
-        """Mostly before it is there."""
+        """Claims ahead, mostly before the handoff has arrived."""
         send = data.draw(st.sampled_from(self.under_way() * 4 + self.sends))
         send.target.claim_ahead(send.handoff_id)
 
     @precondition(lambda self: self.under_way())
     @rule(data=st.data(), rank=st.integers(0, 1))
     def peeks(self, data, rank):
-        """What has come is copied early; at the load it is taken, or copied again."""
+        """Copies the received frames early; the load uses or replaces these copies."""
         send = data.draw(st.sampled_from(self.under_way()))
         send.target.peek(send.handoff_id, rank)
 
     @precondition(lambda self: self.grants())
     @rule(data=st.data())
     def copies(self, data):
-        """What was claimed, perhaps long ago."""
+        """Loads a claimed part, perhaps long after the claim."""
         decode, grant, rank = data.draw(st.sampled_from(self.grants()))
         decode.load(grant, rank)
 
@@ -184,7 +184,7 @@ class HandoffMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.steps())
     @rule(picks=PICKS)
     def moves(self, picks):
-        """Some of what is on its way arrives; the rest is delayed."""
+        """Delivers some of the messages under way; the others are delayed."""
         for pick in picks:
             if steps := self.world.steps():
                 steps[pick % len(steps)]()
@@ -197,7 +197,7 @@ class HandoffMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_calm and self.world.next_deadline() is not None)
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 3.0, None]))
     def time_passes(self, seconds):
-        """So long, or until the next thing is due."""
+        """Advances the clock by some seconds, or to the next deadline."""
         world = self.world
         world.advance(world.next_deadline() if seconds is None else world.now + seconds)
 
@@ -206,12 +206,12 @@ class HandoffMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.under_way())
     @rule(data=st.data(), kind=st.sampled_from(KINDS))
     def alters(self, data, kind):
-        """The next message with such a frame on its way up."""
+        """Alters the next message to a receiver that has a frame of this kind."""
         if (found := self.next_message(data, kind)) is None:
             return
         queue, at = found
         message = joined(queue[at])
-        # Often the header, where each field means something else, or a reference's offset.
+        # Often in the header, or in a reference's offset.
         head = st.integers(0, min(len(message), frames.HEADER_BYTES + 8) - 1)
         where = data.draw(head | st.integers(0, len(message) - 1))
         flipped = bytes([message[where] ^ data.draw(st.sampled_from([1, 2, 64, 255]))])
@@ -239,9 +239,10 @@ class HandoffMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.connections())
     @rule(data=st.data(), keep=st.tuples(st.integers(0, 3), st.integers(0, 1)), both=st.booleans())
     def breaks(self, data, keep, both):
-        """A stream, a link or a worker's service: some of what was on its way still arrives.
+        """Breaks a stream, a link or a worker's service; some messages under way still arrive.
 
-        Of one worker's service both sides, where it has changed its role and still has either.
+        With `both`, the sender and the receiver of the same worker restart: a worker that changed
+        its role may still have handoffs of both.
         """
         victim = data.draw(st.sampled_from(self.connections()))
         if isinstance(victim, Stream):
@@ -254,7 +255,7 @@ class HandoffMachine(RuleBasedStateMachine):
             if both:
                 self.world.restart(twin, keep[0])
 
-    # ---- What always holds, and what holds at the end.
+    # ---- Invariants, and checks at the end.
 
     @invariant()
     def intact(self):
@@ -266,7 +267,7 @@ class HandoffMachine(RuleBasedStateMachine):
             return
         self.goes_on_without_faults()
         if self.is_calm:
-            # Half-received handoffs never wait for each other, and a lost link only costs time.
+            # Half-received handoffs never block each other, and a lost link costs no handoff.
             for send in self.sends:
                 loads = send.target.loaded[send.handoff_id]
                 assert not send.wanted or (was_committed(send) and loads == len(send.progress)), (
@@ -288,7 +289,7 @@ class HandoffMachine(RuleBasedStateMachine):
         self.is_empty()
 
     def goes_on_without_faults(self):
-        """Whoever can go on does, in no time, until nobody can."""
+        """Lets every worker finish its work, without time passing."""
         before = None
         while before != (before := self.progress()):
             self.world.settle()
@@ -314,11 +315,11 @@ class HandoffMachine(RuleBasedStateMachine):
         for decode in self.world.decodes:
             assert set(decode.states.values()) <= {ReceiveState.RELEASED, ReceiveState.FAILED}
         for send in self.sends:
-            # Told exactly once, unless whoever was to tell or to be told was gone.
+            # Each end is reported once, unless the sender has died.
             assert send.ended or send.aborted or not send.source.alive, send
 
     def received(self):
-        """What receivers know, mostly what may be loaded."""
+        """Returns known handoffs of all receivers, mostly those that can be loaded."""
         known = [
             (decode, handoff_id, state in (ReceiveState.COMMITTED, ReceiveState.CLAIMED))
             for decode in self.world.decodes
@@ -330,7 +331,7 @@ class HandoffMachine(RuleBasedStateMachine):
         return [(decode, *grant) for decode in self.world.decodes for grant in decode.grants]
 
     def next_message(self, data, kind):
-        """Where one with such a frame is, as (queue, index), once there is one."""
+        """Runs until a message has a frame of this kind; returns its queue and index, or None."""
         send = data.draw(st.sampled_from(self.under_way()))
         send.source.fill_all(send)
         while not (found := self.messages(kind)) and (steps := self.world.steps()):
@@ -347,7 +348,7 @@ class HandoffMachine(RuleBasedStateMachine):
         ]
 
     def queues(self):
-        """Of messages on their way up; in a calm world only of links, which grpc stands in for."""
+        """Returns queues of messages to receivers; in a calm world only links may lose messages."""
         queues = [link.queue for link in self.world.links.values()]
         return queues if self.is_calm else queues + [each.up for each in self.world.streams]
 
@@ -373,7 +374,7 @@ def kinds_of(message):
 
 
 def num_messages(queue):
-    """Without the end."""
+    """Returns the number of messages in a queue, without the end marker."""
     return len([each for each in queue if each is not None])
 
 
@@ -395,8 +396,8 @@ def was_committed(send):
 
 @pytest.mark.parametrize("is_claimed", [False, True])
 @pytest.mark.parametrize("again", ["link lost", "preempted"])
-def test_what_begins_again_behind_its_commit_is_committed(is_claimed, again):
-    """The receiver has all of it, and hears no more of its stream."""
+def test_a_new_epoch_after_a_complete_send_keeps_the_commit(is_claimed, again):
+    """The receiver has every frame and takes nothing more from the stream."""
     world = World(1, [["link", "grpc"]], [["link", "grpc"]], 2**20)
     (prefill,), (decode,) = world.prefills, world.decodes
     send = prefill.open(bytes(16), decode, 2, 4.0)

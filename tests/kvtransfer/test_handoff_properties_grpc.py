@@ -1,7 +1,7 @@
-"""Real services over real gRPC, with a relay in between that does to frames what was planned.
+"""Real services over real gRPC, with a relay in between that applies planned faults to frames.
 
-Every handoff gives the bytes that the prefill wrote last, or has failed at both ends within the
-configured times; and when all is over nothing is held.
+Every handoff delivers the bytes that the prefill wrote last, or fails at both ends within the
+configured times. In the end the services hold nothing.
 """
 
 import asyncio
@@ -24,18 +24,19 @@ from baton.v1 import kv_transfer_pb2 as pb
 
 COMMITTED, FAILED = pb.LocalSendState.STATE_COMMITTED, pb.LocalSendState.STATE_FAILED
 TIMES = {"open_timeout_s": 2.0, "idle_timeout_s": 2.0, "commit_ttl_s": 5.0, "claim_timeout_s": 1.0}
-# All of the times above one after the other, and the sender's grace for each answer.
-DEADLINE_S = 30.0
+# Longest wait for something that must happen; no test asserts that it happens sooner.
+WAIT_S = 120.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What becomes of one handoff.
+    """The faults of one handoff.
 
     Attributes:
-        frames: faults by the number of the frame on its way up.
-        replies: the same on the way down.
-        story: what the workers do.
+        num_blocks: Size of the handoff.
+        frames: Fault of each frame from sender to receiver, by the frame's number.
+        replies: Fault of each reply, by the reply's number.
+        story: Actions of the workers, one of STORIES.
     """
 
     num_blocks: int
@@ -55,15 +56,21 @@ PLANS = st.builds(
     ),
     story=st.sampled_from(STORIES),
 )
+# Reasons of a handoff that a slow machine let time out.
+TIMED_OUT = (
+    pb.REFUSAL_REASON_EXPIRED,
+    pb.REFUSAL_REASON_NO_ROOM,
+    pb.REFUSAL_REASON_UNKNOWN_HANDOFF,
+)
 AS_IT_IS = Plan(6, {}, {}, "all is filled")
 
 
 class Relay:
-    """Between every sender and one receiver: forwards pushes a frame at a time.
+    """Stands between every sender and one receiver, and forwards pushes frame by frame.
 
     Attributes:
-        target: the receiver's address; may change.
-        plans: by handoff id; one without a plan passes as it is.
+        target: The receiver's address; may change.
+        plans: Plans by handoff ID; a handoff without a plan has no faults.
     """
 
     def __init__(self, target):
@@ -87,7 +94,7 @@ class Relay:
             await channel.close()
 
     def something_happened(self):
-        """Lets go of everything that is held."""
+        """Releases every frame and reply that is held back."""
         self._event.set()
         self._event = asyncio.Event()
 
@@ -125,7 +132,7 @@ class Relay:
             await asyncio.wait([upward])
 
     async def _pass_up(self, messages, call, opened, was_cut):
-        """Ends with the call, whichever side ends it."""
+        """Forwards frames until either side ends the call."""
         number, later = 0, deque()
         with contextlib.suppress(grpc.RpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
             async for message in messages:
@@ -153,7 +160,7 @@ class Relay:
 
 
 def split(message):
-    """A message's frames, each as bytes."""
+    """Yields the frames of a message, each as bytes."""
     begin = 0
     for frame in frames.decode(message):
         end = begin + frames.HEADER_BYTES + len(frame.payload)
@@ -170,7 +177,7 @@ def spoiled(frame, fault):
         case "flip header":
             return [flipped(frame, 20)]
         case "flip payload":
-            # Of a reference: other bytes of the same segment.
+            # The payload of a reference is an offset, so it then points to other bytes.
             return [flipped(frame, min(frames.HEADER_BYTES + 1, len(frame) - 1))]
         case "cut short":
             return [frame[:-3]]
@@ -182,18 +189,18 @@ def flipped(data, at):
 
 
 class Network:
-    """Senders, one receiver and the relay between them; hears of everything that ends."""
+    """Senders, one receiver and the relay between them; collects every end of a handoff."""
 
     def __init__(self, relay, start, receiver, senders):
         self.relay, self.start, self.receiver, self.senders = relay, start, receiver, senders
         self.handoffs, self.committed, self.loaded = {}, set(), set()
 
     async def hand_over(self, sender, one, plan):
-        """Plays one plan until the send has ended."""
+        """Runs one plan until the send has ended."""
         self.handoffs[one.handoff_id] = one, plan
         self.relay.plans[one.handoff_id] = plan
         try:
-            await one.open(sender, self.relay.address, wait_s=TIMES["open_timeout_s"])
+            await one.open(sender, self.relay.address)
         except TransferRefused:
             return None
         if plan.story == "restarts":
@@ -216,24 +223,34 @@ class Network:
         return sender.sends[one.handoff_id]
 
     async def play(self, plans):
-        """All plans at once; returns how each send ended, None for those that nobody heard of."""
+        """Runs all plans at once; returns how each send ended, None without a report."""
         self._heard = asyncio.Event()
-        async with asyncio.timeout(DEADLINE_S), asyncio.TaskGroup() as group:
+        async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
             listeners = [group.create_task(self._listen(one)) for one in self.senders]
             listeners.append(group.create_task(self._load()))
             sends = [group.create_task(self.hand_over(*each)) for each in plans]
             await asyncio.wait(sends)
-            await asyncio.gather(*(each.empty(DEADLINE_S) for each in self.workers))
+            await asyncio.gather(*(each.empty(may_expire=True) for each in self.workers))
             for listener in listeners:
                 listener.cancel()
         return [send.result() for send in sends]
+
+    async def commit_one(self, sender, handoff):
+        """Hands over without faults; again when a slow machine let a short timeout pass."""
+        while True:
+            one = handoff(6)
+            (sent,) = await self.play([(sender, one, AS_IT_IS)])
+            if sent is not None and sent.state == COMMITTED:
+                break
+            assert sent is None or sent.reason in TIMED_OUT, sent
+        assert one.handoff_id in self.loaded
 
     @property
     def workers(self):
         return [*self.senders, self.receiver]
 
     async def replace(self, killed):
-        """Starts another service in the place of one that was killed."""
+        """Starts another service in place of a killed one."""
         started = await self.start()
         if killed is self.receiver:
             self.receiver, self.relay.target = started, started.client.address
@@ -253,7 +270,7 @@ class Network:
             self._heard = asyncio.Event()
 
     async def _load(self):
-        """What is committed is loaded, and is true."""
+        """Loads every committed handoff and checks its bytes."""
         while True:
             for event in await self.receiver.client.next_events():
                 one, plan = self.handoffs[event.handoff_id]
@@ -277,16 +294,17 @@ SETTINGS = settings(
 
 
 @pytest.fixture
-async def network(start, layout):
-    """Two senders, and room at the receiver for a few handoffs at a time."""
+async def network(start, layout, request):
+    """Two senders, and a receiver with room for a few handoffs at a time."""
+    times = getattr(request, "param", TIMES)
     configs = [
         {"receive_bytes": layout.handoff_bytes(20)},
         {"transports": ["grpc"]},
         {"transports": ["shm", "grpc"], "send_bytes": layout.handoff_bytes(30)},
     ]
-    receiver, *senders = await asyncio.gather(*(start(**TIMES, **each) for each in configs))
+    receiver, *senders = await asyncio.gather(*(start(**times, **each) for each in configs))
     async with Relay(receiver.client.address) as relay:
-        yield Network(relay, lambda: start(**TIMES), receiver, senders)
+        yield Network(relay, lambda: start(**times), receiver, senders)
 
 
 @settings(SETTINGS, max_examples=3)
@@ -297,10 +315,7 @@ async def test_planned_faults(network, handoff, plans):
         if sent is not None and sent.state == COMMITTED:
             assert one.handoff_id in network.committed
     for sender in network.senders:
-        one = handoff(6)
-        (sent,) = await network.play([(sender, one, AS_IT_IS)])
-        assert sent.state == COMMITTED
-        assert one.handoff_id in network.loaded
+        await network.commit_one(sender, handoff)
 
 
 @settings(SETTINGS, max_examples=3)
@@ -310,11 +325,11 @@ async def test_planned_faults(network, handoff, plans):
     sizes=st.lists(st.integers(1, 3), min_size=6, max_size=8),
 )
 async def test_a_killed_service_and_its_successor(network, handoff, victim, after, sizes):
-    """After so many frames; the twin lets go of everything and hands over with the successor."""
+    """The other end then holds nothing, and hands over with the new service."""
     sender, receiver = network.senders[1], network.receiver
     handoffs = [handoff(size) for size in sizes]
     killed_at = network.relay.num_passed + after
-    async with asyncio.timeout(DEADLINE_S):
+    async with asyncio.timeout(WAIT_S):
         for one in handoffs:
             network.handoffs[one.handoff_id] = one, AS_IT_IS
             await one.open(sender, network.relay.address)
@@ -330,18 +345,17 @@ async def test_a_killed_service_and_its_successor(network, handoff, victim, afte
             elif (loaded := one.load(receiver)) is not None:
                 assert loaded == one.data
         twin = sender if victim == "receiver" else receiver
-        await twin.empty(DEADLINE_S)
+        await twin.empty(may_expire=True)
     await network.replace(killed)
-    one = handoff(6)
-    (sent,) = await network.play([(network.senders[1], one, AS_IT_IS)])
-    assert sent.state == COMMITTED
-    assert one.handoff_id in network.loaded
+    await network.commit_one(network.senders[1], handoff)
 
 
+# Without short times: a slow machine must not turn the fallback into an expiry.
+@pytest.mark.parametrize("network", [{}], indirect=True, ids=[""])
 @pytest.mark.parametrize("fault", ["flip payload", "drop"])
-async def test_what_shared_memory_spoils_comes_over_grpc_all_the_same(network, handoff, fault):
+async def test_a_handoff_that_shared_memory_spoils_falls_back_to_grpc(network, handoff, fault):
     sender, one = network.senders[1], handoff(6)
-    # The first reference; everything of the next epoch passes as it is.
+    # The fault hits the first reference; the frames of the next epoch have no faults.
     (sent,) = await network.play([(sender, one, Plan(6, {1: fault}, {}, "all is filled"))])
     assert (sent.state, sent.transport, sent.epoch) == (COMMITTED, "grpc", 2)
     assert sent.num_fallbacks == 1

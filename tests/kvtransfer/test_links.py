@@ -1,4 +1,4 @@
-"""Streams that ask to become links, all at once: one per id, and no more than there are places."""
+"""Concurrent streams that open links: one link per ID, and at most MAX_LINKS."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,8 @@ from baton.kvtransfer.transports.links import LINK_METHOD, Links
 from baton.runtime import rpc
 from baton.v1 import kv_transfer_pb2 as pb
 
-PATIENCE_S = 20.0
+# Longest wait for something that must happen; no test asserts that it happens sooner.
+WAIT_S = 120.0
 FINGERPRINT = pb.KvFingerprint(block_bytes=64)
 
 
@@ -20,14 +21,14 @@ class Handler:
         return FINGERPRINT
 
     def link_frame(self, link_id, frame):
-        raise AssertionError("nobody sends frames")
+        raise AssertionError("no frames are sent")
 
     def link_lost(self, link_id, detail):
         pass
 
 
 @contextlib.asynccontextmanager
-async def serving(open_timeout_s=PATIENCE_S):
+async def serving(open_timeout_s=WAIT_S):
     links = Links(Handler(), open_timeout_s=open_timeout_s, frame_timeout_s=1.0)
     links.allow("gloo")
     server = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES)
@@ -43,7 +44,7 @@ async def serving(open_timeout_s=PATIENCE_S):
 
 
 async def refusals(channel, link_ids):
-    """What each of these streams, opened together, is told; they stay open until all know."""
+    """Opens streams together; returns the refusal of each. They stay open until all have one."""
     calls = [
         channel.stream_stream(
             LINK_METHOD,
@@ -59,7 +60,7 @@ async def refusals(channel, link_ids):
         answer = await call.read()
         return answer.hello.refusal
 
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_S):
         told = await asyncio.gather(*map(ask, calls, link_ids))
     for call in calls:
         call.cancel()
@@ -67,7 +68,7 @@ async def refusals(channel, link_ids):
 
 
 async def all_gone(links, link_ids):
-    async with asyncio.timeout(PATIENCE_S):
+    async with asyncio.timeout(WAIT_S):
         while any(map(links.brings, link_ids)):
             await asyncio.sleep(0.01)
 
@@ -77,7 +78,7 @@ async def test_of_streams_that_come_together_only_some_become_links(monkeypatch,
     places = 1 if len(set(ids)) == 1 else 2
     monkeypatch.setattr(links_module, "MAX_LINKS", 2)
     async with serving() as (links, channel):
-        # As slow to look up its own address as it may be: all are asked about it first.
+        # A slow look-up of the local address: it ends only when every stream has sent its hello.
         looked = asyncio.Event()
         num_looking = 0
 
@@ -96,8 +97,8 @@ async def test_of_streams_that_come_together_only_some_become_links(monkeypatch,
         assert all(words in refusal for refusal in told if refusal)
         await all_gone(links, ids)
         monkeypatch.undo()
-        # Nothing is left of them: the same id may come again.
-        async with asyncio.timeout(PATIENCE_S):
+        # No link is left, so the same ID can be used again.
+        async with asyncio.timeout(WAIT_S):
             while (await refusals(channel, ids[:1]))[0]:
                 await asyncio.sleep(0.05)
 
@@ -124,7 +125,7 @@ async def test_a_stream_that_says_nothing_is_not_kept():
             request_serializer=pb.LinkMessage.SerializeToString,
             response_deserializer=pb.LinkMessage.FromString,
         )()
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(WAIT_S):
             answer = await call.read()
             assert answer.hello.refusal
             assert await call.read() is grpc.aio.EOF

@@ -1,4 +1,4 @@
-"""Handoffs of more frames than a message of the control socket may list."""
+"""Handoffs with more frames than one message of the control socket may list."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ EVERY_FRAME = [(layer, block) for layer in range(LAYERS) for block in range(NUM_
 
 @pytest.fixture
 async def service(tmp_path, monkeypatch):
-    """The receiver of a service whose messages hold eight frames, and a port to that service."""
+    """A receiver in a service whose messages hold eight frames, and a port to that service."""
     monkeypatch.setattr(local_wire, "MAX_LOCAL_MESSAGE_BYTES", 512)
     monkeypatch.setattr(local_wire, "MAX_LISTED_FRAMES", 8)
     size, path = LAYOUT.handoff_bytes(NUM_BLOCKS), str(tmp_path / "kv.sock")
@@ -50,7 +50,7 @@ async def service(tmp_path, monkeypatch):
 
 
 def deliver(receiver):
-    """A frame for each block."""
+    """Delivers one frame for each block."""
     for message in messages_of(ID, bytes(NUM_BLOCKS * LAYOUT.block_size_tokens), 0):
         for frame in frames.decode(message):
             receiver.handle_frame(1, frame, time.monotonic())
@@ -88,5 +88,5 @@ def test_as_many_frames_as_may_be_listed_fit_a_message():
     )  # fmt: skip
     one = pb.LocalReply(claimed=pb.LocalClaimed(frames=[frame])).ByteSize()
     assert one * local_wire.MAX_LISTED_FRAMES < local_wire.MAX_LOCAL_MESSAGE_BYTES
-    # Those of a handoff that is claimed ahead are told all at once.
+    # One message lists all frames of a handoff that was claimed ahead.
     assert ReceiverLimits(1, 1, 1, 1, 1).max_frames_ahead <= local_wire.MAX_LISTED_FRAMES

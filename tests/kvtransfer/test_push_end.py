@@ -1,7 +1,6 @@
-"""When a peer dies, gRPC ends its stream and cancels its call, in any order: both are forgotten.
+"""When a peer dies, gRPC ends its stream and cancels its call, in any order; the push must end.
 
-The moments are too rare to wait for with a real peer, so what gRPC does is done here at each of
-them.
+A real peer hits these moments too rarely, so the tests do what gRPC does at each moment.
 """
 
 import asyncio
@@ -10,12 +9,12 @@ import pytest
 
 from baton.kvtransfer.service.push_stream import KvTransferServicer
 
-# More steps of the event loop than the end of a stream takes.
+# Steps of the event loop: more than the end of a stream takes.
 NUM_MOMENTS = 12
 
 
 class Streams:
-    """A handler that knows which streams are open."""
+    """A handler that records which streams are open."""
 
     def __init__(self):
         self.open, self.num_started = set(), 0
@@ -30,7 +29,7 @@ class Streams:
 
 
 async def stream_of(end):
-    """What a peer sends that says nothing and then is gone."""
+    """Yields no messages, and ends when told to."""
     await end.wait()
     return
     yield

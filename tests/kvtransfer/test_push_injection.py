@@ -1,8 +1,10 @@
-"""A raw gRPC client that sends what no honest sender would, to a real service."""
+"""A raw gRPC client that sends wrong frames to a real service."""
 
 import asyncio
+import contextlib
 from contextlib import asynccontextmanager
 
+import grpc
 import pytest
 
 from baton.kvtransfer import frames
@@ -19,7 +21,7 @@ OPENED, DONE, REFUSED = (
 
 
 class RawSender:
-    """One stream, and the honest messages of one handoff to spoil."""
+    """One push, and the correct messages of one handoff, which the tests alter."""
 
     def __init__(self, call, layout, handoff):
         self.call, self.layout, self.handoff = call, layout, handoff
@@ -29,7 +31,7 @@ class RawSender:
             await self.call.write(message)
 
     async def reply(self):
-        return await asyncio.wait_for(self.call.read(), 20)
+        return await asyncio.wait_for(self.call.read(), 120)
 
     def open(self, **changes):
         message = pb.PushOpen(
@@ -44,7 +46,7 @@ class RawSender:
         return frames.encode_open(message)
 
     def data(self):
-        """One frame per rank and layer."""
+        """Yields one frame per rank and layer."""
         handoff, layout = self.handoff, self.layout
         size = handoff.num_blocks * layout.block_bytes
         for rank in range(layout.tp_size):
@@ -74,27 +76,28 @@ class RawSender:
 
 @pytest.fixture
 async def receiver(start):
-    # An interrupted handoff waits for its next epoch as long as for an open.
-    return await start(idle_timeout_s=3.0, open_timeout_s=0.5)
+    # An interrupted handoff waits open_timeout_s for its next epoch.
+    return await start(open_timeout_s=0.5)
 
 
-@pytest.fixture
-async def dial(receiver, layout, handoff):
-    channel = rpc.channel(receiver.client.address, max_message_bytes=rpc.MAX_FRAME_BYTES)
-    method = channel.stream_stream(
-        PUSH_METHOD, request_serializer=None, response_deserializer=pb.PushReply.FromString
-    )
-
-    @asynccontextmanager
-    async def dial_one(num_blocks=2, of=None):
-        call = method()
+@asynccontextmanager
+async def dialled(receiver, layout, one):
+    """Opens a push for a handoff on a connection of its own."""
+    async with rpc.channel(
+        receiver.client.address, max_message_bytes=rpc.MAX_FRAME_BYTES
+    ) as channel:
+        call = channel.stream_stream(
+            PUSH_METHOD, request_serializer=None, response_deserializer=pb.PushReply.FromString
+        )()
         try:
-            yield RawSender(call, layout, of or handoff(num_blocks))
+            yield RawSender(call, layout, one)
         finally:
             call.cancel()
 
-    yield dial_one
-    await channel.close()
+
+@pytest.fixture
+def dial(receiver, layout, handoff):
+    return lambda num_blocks=2, of=None: dialled(receiver, layout, of or handoff(num_blocks))
 
 
 async def test_honest_frames_in_any_order_commit(dial, receiver):
@@ -162,9 +165,29 @@ async def test_frames_of_unknown_ended_and_older_handoffs_are_refused(dial, rece
             assert (await old.reply()).reason == pb.REFUSAL_REASON_OLD_EPOCH
         await raw.send(next(raw.data()))
         assert (await raw.reply()).reason == pb.REFUSAL_REASON_OLD_EPOCH
+        assert receiver.state(raw.handoff.handoff_id) != pb.HANDOFF_STATE_FAILED
+    await receiver.empty()
+
+
+async def test_frames_of_an_older_epoch_do_not_keep_a_handoff_alive(start, layout, handoff):
+    receiver = await start(idle_timeout_s=1.0)
+    async with dialled(receiver, layout, handoff(2)) as raw:
+        raw.handoff.epoch = 2
+        await raw.send(raw.open())
+        raw.handoff.epoch = 1
+        with contextlib.suppress(asyncio.InvalidStateError, grpc.RpcError):
+            while receiver.state(raw.handoff.handoff_id) != pb.HANDOFF_STATE_FAILED:
+                await raw.send(next(raw.data()))
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(0.1):
+                        await receiver.until(
+                            lambda: (
+                                receiver.state(raw.handoff.handoff_id) == pb.HANDOFF_STATE_FAILED
+                            )
+                        )
         state = await receiver.received(raw.handoff.handoff_id, pb.HANDOFF_STATE_FAILED)
         assert state.reason == pb.REFUSAL_REASON_EXPIRED
-    await receiver.empty()
+    await receiver.empty(may_expire=True)
 
 
 async def test_a_foreign_stream_cannot_touch_a_handoff(dial, receiver, handoff):

@@ -1,4 +1,4 @@
-"""A push begins when its pair is ready for it, and ends once, whenever it is stopped."""
+"""A push begins when a transport is ready, and ends once, whenever it is stopped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton.v1 import kv_transfer_pb2 as pb
 
 
 class NoPush:
-    """Says nothing and takes everything, until it is cancelled."""
+    """A push without replies, until it is cancelled."""
 
     def __init__(self) -> None:
         self._ended = asyncio.Event()
@@ -36,7 +36,7 @@ class NoPush:
 
 
 class Opening:
-    """A pusher, what it has opened, and how it ended."""
+    """A pusher, the pushes that it has opened, and how it ended."""
 
     def __init__(self) -> None:
         self.ready, self.pushes, self.lost = asyncio.Event(), list[NoPush](), list[str]()
@@ -67,7 +67,7 @@ class Opening:
 
 
 async def test_nothing_is_opened_while_the_link_is_being_joined():
-    # A receiver would end the push: it opens no handoff within its time.
+    # The receiver would end a push without an open.
     opening = Opening()
     for _ in range(5):
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""What a receiver does with a handoff: loads, refusals in words, timed exits, drops."""
+"""A receiver: loads, refusals with their messages, timeouts, drops."""
 
 import random
 from dataclasses import replace
@@ -52,7 +52,7 @@ def test_each_wrong_frame_has_its_reason(harness):
         replies = [reply for message in messages for reply in one.deliver(1, message)]
         with pytest.raises(TransferRefused):
             one.receiver.claim(IDS[0], 0, one.now)
-        # One that was interrupted waits for its next epoch.
+        # An interrupted handoff waits for its next epoch, so its stream is ended.
         one.seen(one.receiver.handle_stream_lost(1, one.now))
         one.assert_empty()
         return kinds(replies)
@@ -82,7 +82,7 @@ def test_each_wrong_frame_has_its_reason(harness):
         assert after(stray) == refused(malformed), place
 
 
-def test_frames_for_others_and_of_older_epochs_harm_nobody(harness):
+def test_frames_of_other_streams_and_older_epochs_change_nothing(harness):
     harness.deliver(1, open_message(IDS[0], 2, 2))
     foreign = data_message(IDS[0], 2, 2, 0, 0, 0, 1)
     assert kinds(harness.deliver(9, foreign)) == refused(pb.REFUSAL_REASON_UNKNOWN_HANDOFF)
@@ -96,7 +96,7 @@ def test_frames_for_others_and_of_older_epochs_harm_nobody(harness):
     assert harness.bytes_of(grant) == rank_truth(grant, 1)
 
 
-def test_a_newer_epoch_voids_the_older_one_and_keeps_its_space(harness):
+def test_a_newer_epoch_drops_the_older_one_and_keeps_its_staging(harness):
     harness.deliver(1, open_message(IDS[0], 1, 4))
     data, commits = honest_messages(IDS[0], 1, 4)
     for message in data:
@@ -111,7 +111,7 @@ def test_a_newer_epoch_voids_the_older_one_and_keeps_its_space(harness):
     assert (grant.epoch, harness.bytes_of(grant)) == (2, rank_truth(grant, 0))
 
 
-def test_room_is_given_in_order_and_the_large_one_is_not_overtaken(harness):
+def test_staging_is_given_in_order_and_a_large_handoff_is_not_overtaken(harness):
     assert kinds(harness.deliver(1, open_message(IDS[0], 1, 3))) == OPENED
     assert harness.deliver(2, open_message(IDS[1], 1, 4)) == []
     assert harness.deliver(3, open_message(IDS[2], 1, 1)) == []
@@ -125,7 +125,7 @@ def test_room_is_given_in_order_and_the_large_one_is_not_overtaken(harness):
     assert [(reply.stream, reply.reason) for reply in replies] == [(3, pb.REFUSAL_REASON_NO_ROOM)]
 
 
-def test_what_can_never_fit_or_does_not_match_is_refused_in_words(harness):
+def test_a_handoff_that_cannot_fit_or_match_is_refused_with_the_values(harness):
     (reply,) = harness.deliver(1, open_message(IDS[0], 1, 5))
     assert reply.reason == pb.REFUSAL_REASON_TOO_LARGE
     assert str(LAYOUT.handoff_bytes(5)) in reply.detail
@@ -137,7 +137,7 @@ def test_what_can_never_fit_or_does_not_match_is_refused_in_words(harness):
 
 
 @pytest.mark.parametrize("stage", ["queued", "receiving", "committed", "claimed"])
-def test_every_state_has_a_timed_exit(harness, stage):
+def test_every_state_has_a_timeout(harness, stage):
     if stage == "queued":
         harness.deliver(9, open_message(IDS[4], 1, 4))
     harness.deliver(1, open_message(IDS[0], 1, 2, wait_ms=1000))
@@ -156,7 +156,7 @@ def test_every_state_has_a_timed_exit(harness, stage):
 
 
 @pytest.mark.parametrize("stage", ["unopened", "queued", "receiving", "committed"])
-def test_a_drop_at_any_stage_frees_it_and_refuses_what_comes_later(harness, stage):
+def test_a_drop_at_any_stage_frees_staging_and_refuses_later_opens(harness, stage):
     if stage == "queued":
         harness.deliver(9, open_message(IDS[4], 1, 4))
     if stage != "unopened":
@@ -170,7 +170,7 @@ def test_a_drop_at_any_stage_frees_it_and_refuses_what_comes_later(harness, stag
     assert kinds(again) == refused(pb.REFUSAL_REASON_CANCELLED)
 
 
-def test_a_drop_does_not_take_staging_from_who_reads_it(harness):
+def test_a_drop_does_not_free_claimed_staging(harness):
     harness.deliver(1, open_message(IDS[0], 1, 2))
     harness.send_all(1, IDS[0], 1, 2)
     grant, _ = harness.receiver.claim(IDS[0], 0, harness.now)
@@ -182,7 +182,7 @@ def test_a_drop_does_not_take_staging_from_who_reads_it(harness):
 
 @pytest.mark.parametrize("stage", ["unopened", "receiving", "committed", "claimed"])
 @pytest.mark.parametrize("why", [pb.REFUSAL_REASON_CANCELLED, pb.REFUSAL_REASON_EXPIRED])
-def test_what_its_reader_gives_back_unloaded_has_failed(harness, stage, why):
+def test_a_release_without_a_load_fails_the_handoff(harness, stage, why):
     handoff_id, receiver = IDS[0], harness.receiver
     if stage == "claimed":
         receiver.claim_ahead(handoff_id, harness.now)
@@ -219,7 +219,7 @@ def test_tombstones_are_bounded(harness):
     assert len(list(harness.receiver.known())) == LIMITS.max_tombstones
 
 
-def test_a_peek_shows_what_has_come_and_takes_nothing():
+def test_a_peek_returns_received_frames_and_claims_nothing():
     harness, stream, handoff_id = Harness(), 1, IDS[0]
     with pytest.raises(TransferRefused, match="not known"):
         harness.receiver.peek(handoff_id, 0, 0, 0)
@@ -240,7 +240,7 @@ def test_a_peek_shows_what_has_come_and_takes_nothing():
     assert harness.states[handoff_id] is ReceiveState.COMMITTED
     rest = harness.receiver.peek(handoff_id, 0, 1, 3)
     assert [(frame.layer, frame.first_block) for frame in rest.frames] == [(1, 1)]
-    # All of it where another epoch was seen before.
+    # A caller that saw another epoch gets all frames.
     assert len(harness.receiver.peek(handoff_id, 0, 2, 3).frames) == 4
     grant, _ = harness.receiver.claim(handoff_id, 0, harness.now)
     assert (grant.offset, grant.epoch) == (seen.offset, seen.epoch)
@@ -250,7 +250,7 @@ def test_a_peek_shows_what_has_come_and_takes_nothing():
 @pytest.mark.parametrize(
     ("progress_blocks", "expected"), [(3, [3, 6, 9, 12, 14, 15]), (100, [8, 12, 14, 15])]
 )
-def test_subscribers_hear_of_the_progress_of_handoffs(progress_blocks, expected):
+def test_subscribers_are_told_the_progress_of_handoffs(progress_blocks, expected):
     limits = replace(LIMITS, progress_bytes=progress_blocks * LAYOUT.block_bytes)
     harness, told = Harness(limits), []
     harness.deliver(1, open_message(IDS[0], 1, 4))

@@ -15,7 +15,7 @@ from baton.kvtransfer.receiving import Grant, ReceiveState
 
 @dataclass
 class Sent:
-    """What the machine knows of one handoff: epoch, size and stream of its last open."""
+    """Epoch, size and stream of the last open of one handoff."""
 
     handoff_id: bytes
     epoch: int
@@ -24,7 +24,7 @@ class Sent:
 
 
 def commit_for(handoff_id, epoch, rank, messages) -> bytes:
-    """A commit that agrees with whatever messages were sent."""
+    """Returns a commit with the totals of these messages."""
     totals = Totals()
     for message in messages:
         (frame,) = frames.decode(message)
@@ -42,14 +42,14 @@ SPOILS = [
 
 
 class ReceiverMachine(RuleBasedStateMachine):
-    """Honest and hostile senders, local clients and time, in any order."""
+    """Correct and faulty senders, local clients and time, in any order."""
 
     def __init__(self):
         super().__init__()
         self.harness = Harness()
         self.known: list[Sent] = []
         self.num_streams = 0
-        # Grants that are not released: (grant, rank).
+        # Grants that are not released, as (grant, rank).
         self.grants: list[tuple[Grant, int]] = []
 
     def new_stream(self) -> int:
@@ -57,7 +57,7 @@ class ReceiverMachine(RuleBasedStateMachine):
         return self.num_streams
 
     def pick(self, data) -> Sent:
-        """Mostly one of the latest, so that a handoff is likely to get somewhere."""
+        """Picks mostly a recent handoff, so that handoffs are likely to complete."""
         return data.draw(st.sampled_from(self.known[-3:] * 4 + self.known))
 
     @rule(num_blocks=st.integers(1, 5), alien=st.sampled_from([False] * 5 + [True]))
@@ -88,7 +88,7 @@ class ReceiverMachine(RuleBasedStateMachine):
         loads=st.sampled_from([True, True, False]),
     )
     def completes(self, data, fresh, spoil, order, loads):
-        """Sends the whole handoff, perhaps with one thing wrong; then perhaps every rank loads."""
+        """Sends a whole handoff, perhaps with one fault; then every rank may load it."""
         if fresh or not self.known:
             self.opens(data.draw(st.integers(1, 3)), False)
         sent = self.known[-1] if fresh else self.pick(data)
@@ -102,11 +102,11 @@ class ReceiverMachine(RuleBasedStateMachine):
             changed = bytes([whole[at] ^ data.draw(st.integers(1, 255))]) + whole[at + 1 :]
             messages[victim] = whole[:at] + (changed if spoil == "flip" else b"")
         elif spoil == "lie":
-            # The bytes of another block, under this one's place and checksum.
+            # Another block's bytes, with the place and checksum of this block.
             head, body = frames.HEADER_BYTES, messages[victim - 1][frames.HEADER_BYTES :]
             messages[victim] = messages[victim][:head] + body
         elif spoil in ("missing", "instead"):
-            # With commits that agree.
+            # The commits match the altered messages.
             del messages[victim]
             if spoil == "instead" and messages:
                 messages.append(messages[0])
@@ -133,7 +133,7 @@ class ReceiverMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.known)
     @rule(data=st.data())
     def sends_a_stray(self, data):
-        """A frame outside the handoff, or of another size than its blocks."""
+        """Sends a frame with a wrong place or a wrong size."""
         sent = self.pick(data)
         rank, layer, first, count = (data.draw(st.integers(0, 5)) for _ in range(4))
         size = data.draw(st.sampled_from([0, 1, 127, 128, 256]))
@@ -180,7 +180,7 @@ class ReceiverMachine(RuleBasedStateMachine):
         self.check(grant, rank)
 
     def check(self, grant, rank):
-        """What was granted is all there, and true."""
+        """Checks that a grant covers its part and that the bytes are correct."""
         harness = self.harness
         assert grant.epoch == harness.opened[grant.handoff_id]
         expected = rank_truth(grant, rank)
@@ -197,7 +197,7 @@ class ReceiverMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.known)
     @rule(data=st.data(), soon=st.booleans())
     def claims_ahead(self, data, soon):
-        """Also before its open, and once it is over."""
+        """Claims ahead, also before the open and after the end."""
         harness = self.harness
         next_id = (len(self.known) + 1).to_bytes(16, "big")
         handoff_id = next_id if soon else self.pick(data).handoff_id
@@ -223,7 +223,7 @@ class ReceiverMachine(RuleBasedStateMachine):
             if harness.states[grant.handoff_id] is ReceiveState.CLAIMED:
                 self.check(grant, at % LAYOUT.tp_size)
         harness.granted.clear()
-        # What somebody is loading does not change under them.
+        # The staging of a claimed part must not change.
         self.grants = [
             (grant, rank)
             for grant, rank in self.grants

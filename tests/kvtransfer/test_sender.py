@@ -1,4 +1,4 @@
-"""The sending state machine: nothing leaves that is not its own, and everything comes back."""
+"""The sending state machine: only a send's own bytes leave, and all staging is freed."""
 
 import pytest
 from hypothesis import given, settings
@@ -120,7 +120,7 @@ def test_no_old_byte_leaves_under_a_new_epoch(steps):
             assert frame.payload[0] == (opened * 16 + frame.layer) % 256
 
 
-def test_room_is_given_in_order_and_waiting_is_bounded(harness):
+def test_staging_is_given_in_order_and_waiting_is_bounded(harness):
     harness.open(A, 3)
     assert harness.open(B, 2) == []
     assert harness.open(C, 1, wait_s=1.0) == []
@@ -136,7 +136,7 @@ def test_room_is_given_in_order_and_waiting_is_bounded(harness):
     harness.assert_empty()
 
 
-def test_what_can_never_be_sent_is_refused_at_once(harness):
+def test_an_impossible_send_is_refused_at_once(harness):
     with pytest.raises(TransferRefused, match="sender's staging has"):
         harness.open(A, 5)
     with pytest.raises(TransferRefused, match="num_tokens"):
@@ -147,7 +147,7 @@ def test_what_can_never_be_sent_is_refused_at_once(harness):
 
 
 @pytest.mark.parametrize("stage", ["opening", "sending", "committing"])
-def test_every_state_has_a_timed_exit(harness, stage):
+def test_every_state_has_a_timeout(harness, stage):
     harness.open()
     harness.sent()
     if stage != "opening":
@@ -170,8 +170,8 @@ def test_every_state_has_a_timed_exit(harness, stage):
 
 
 @pytest.mark.parametrize("end", ["abort", "last frames", "timeout"])
-def test_what_failed_by_itself_keeps_its_extent_until_its_writer_has_stopped(harness, end):
-    """Nobody tells the engine: it gathers on for as long as the prompt takes."""
+def test_a_failed_send_keeps_its_extent_until_its_writer_has_stopped(harness, end):
+    """The engine is not told of the failure, so it writes until the prompt is computed."""
     harness.open()
     harness.fill(1, 0, 0)
     harness.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_CANCELLED)
@@ -196,7 +196,7 @@ def test_what_failed_by_itself_keeps_its_extent_until_its_writer_has_stopped(har
     harness.sender.check_integrity()
 
 
-def test_an_aborted_extent_lingers_for_an_engine_in_the_middle_of_writing(harness):
+def test_an_aborted_extent_stays_reserved_while_the_engine_may_write(harness):
     harness.open()
     harness.fill(1, 0, 0)
     (stop,) = harness.sender.abort(A, harness.now)
@@ -222,7 +222,7 @@ def test_a_rank_cannot_name_bytes_outside_its_extent(harness, wrong):
     assert (ended.committed, ended.reason) == (False, pb.REFUSAL_REASON_MALFORMED)
 
 
-def test_a_refusal_and_a_lost_push_end_it_with_the_reason(harness):
+def test_a_refusal_and_a_lost_push_end_a_send_with_the_reason(harness):
     harness.open(A, 2)
     harness.open(B, 2)
     _, ended = harness.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_FINGERPRINT)
@@ -242,7 +242,7 @@ def offering(*names):
 
 
 def opened_by(*names):
-    """With a handoff that the receiver takes by the first of these transports."""
+    """Returns a harness with a handoff that the receiver has opened on the first transport."""
     harness = offering(*names)
     harness.open()
     harness.sent()
@@ -267,7 +267,7 @@ def test_a_failed_transport_costs_an_epoch_and_the_next_sends_everything_again(r
     (opened,) = harness.sent()
     offers = pb.PushOpen.FromString(bytes(opened.payload)).offers
     assert (opened.epoch, [offer.name for offer in offers]) == (2, ["grpc"])
-    # The same refusal again, on its way since before: of the older epoch.
+    # The same refusal, delayed: it belongs to the older epoch.
     assert harness.reply(pb.PushReply.KIND_REFUSED, reason=reason) == []
     harness.reply(pb.PushReply.KIND_OPENED, transport="grpc", epoch=2)
     again = harness.sent()
@@ -289,7 +289,7 @@ def test_with_no_transport_left_the_receiver_is_told_and_the_reason_stays():
     harness.assert_empty()
 
 
-def test_a_lost_link_takes_only_what_it_carries():
+def test_a_lost_link_affects_only_the_sends_that_it_carries():
     harness = offering("gloo", "grpc")
     harness.open(A, 2)
     harness.open(B, 2)
@@ -303,11 +303,11 @@ def test_a_lost_link_takes_only_what_it_carries():
 
 
 @pytest.mark.parametrize("open_left", [False, True])
-def test_a_link_that_is_lost_behind_the_commit_costs_nothing(open_left):
+def test_a_link_lost_after_the_last_frame_does_not_fail_the_send(open_left):
     harness = offering("gloo", "grpc")
     harness.open()
     harness.sent()
-    # Of an epoch that has not been sent.
+    # A commit of an epoch that has not been sent is ignored.
     assert harness.reply(pb.PushReply.KIND_COMMITTED) == []
     harness.reply(pb.PushReply.KIND_OPENED, transport="gloo")
     everything(harness)
@@ -316,7 +316,7 @@ def test_a_link_that_is_lost_behind_the_commit_costs_nothing(open_left):
     if open_left:
         assert [frame.epoch for frame in harness.sent()] == [2]
     assert harness.reply(pb.PushReply.KIND_COMMITTED, epoch=2) == []
-    # It was on its way, and no reply to the second epoch follows.
+    # The commit of epoch 1 was delayed, and no reply to the second epoch follows.
     stop, ended = harness.reply(pb.PushReply.KIND_COMMITTED, epoch=1)
     assert stop == StopPush(A)
     assert (ended.committed, ended.epoch, ended.transport) == (True, 1, "gloo")
@@ -327,7 +327,7 @@ def test_a_link_that_is_lost_behind_the_commit_costs_nothing(open_left):
 
 
 @pytest.mark.parametrize("word", ["committed", "refused", "stream lost", "none"])
-def test_with_no_other_transport_a_link_lost_behind_the_commit_leaves_the_word_to_the_receiver(
+def test_without_another_transport_a_complete_send_on_a_lost_link_waits_for_the_receiver(
     word,
 ):
     harness = opened_by("gloo")
@@ -356,7 +356,7 @@ def test_a_link_lost_before_everything_has_left_ends_a_send_with_no_other_transp
     assert (ended.reason, ended.detail) == (pb.REFUSAL_REASON_TRANSPORT, "cut")
 
 
-def test_what_was_sent_before_a_fallback_is_not_what_is_sent_after_it():
+def test_a_fallback_sends_everything_again():
     harness = opened_by("gloo", "grpc")
     everything(harness)
     harness.sent()
@@ -375,7 +375,7 @@ def test_a_restart_by_the_engine_and_a_fallback_count_epochs_together():
     harness = opened_by("shm", "grpc")
     harness.fill(1, 0, 0)
     harness.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_TRANSPORT)
-    # What the engine calls its epoch 1 goes on; only its epoch 2 voids it.
+    # The engine's epoch 1 goes on; only the engine's epoch 2 drops its blocks.
     harness.fill(1, 0, 1)
     harness.sent()
     harness.reply(pb.PushReply.KIND_OPENED, transport="grpc", epoch=2)

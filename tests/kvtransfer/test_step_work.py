@@ -1,4 +1,4 @@
-"""What each vLLM step computes, from what its scheduler says."""
+"""The work of each vLLM step, counted from its scheduler's output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from baton.kvtransfer.connector.step_work import StepCounter
 
 
 def output(new=(), cached=(), resumed=(), drafts=None):
-    """A SchedulerOutput as far as it is read: (request, computed, scheduled) each."""
+    """Returns a partial SchedulerOutput; requests are (name, computed tokens, scheduled tokens)."""
     return SimpleNamespace(
         num_scheduled_tokens={name: scheduled for name, _, scheduled in (*new, *cached)},
         scheduled_new_reqs=[
@@ -24,7 +24,7 @@ def output(new=(), cached=(), resumed=(), drafts=None):
 
 
 def work(counter: StepCounter, **what) -> list[float]:
-    """Prefill tokens, their squares, decodes, KV tokens."""
+    """Returns prefill tokens, the sum of their squares, decodes and KV tokens."""
     return counter.count(output(**what))[1:]
 
 
@@ -52,7 +52,7 @@ def test_tokens_from_a_cache_are_not_counted():
     steps = [work(counter, new=[("a", 32, 16)]), work(counter, cached=[("a", 48, 16)])]
     assert [step[:2] for step in steps] == [[16, 16**2], [16, 32**2 - 16**2]]
     counter.forget("a")
-    # With all of the prompt but its last token there, the first step is a decode.
+    # With all prompt tokens but the last cached, the first step is a decode.
     assert work(counter, new=[("a", 31, 1)]) == [0, 0, 1, 32]
 
 

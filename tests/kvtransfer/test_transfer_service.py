@@ -25,10 +25,11 @@ from baton.runtime.config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2 as pb
 from baton.v1 import kv_transfer_pb2_grpc
 
+WAIT_S = 120.0
 COMMITTED, FAILED = pb.LocalSendState.STATE_COMMITTED, pb.LocalSendState.STATE_FAILED
 
 
-async def test_bytes_arrive_intact_and_nothing_is_left(pair, handoff):
+async def test_bytes_arrive_intact_and_staging_is_empty_after(pair, handoff):
     sender, receiver = pair
     handoffs = [handoff(num_blocks) for num_blocks in (1, 2, 3, 7, 16)]
     for each in handoffs:
@@ -87,7 +88,7 @@ async def test_handoffs_queue_for_room_and_all_arrive(start, handoff, layout):
     await asyncio.gather(sender.empty(), receiver.empty())
 
 
-async def test_what_has_no_room_is_refused_in_time(start, handoff, layout):
+async def test_a_handoff_without_room_is_refused_in_time(start, handoff, layout):
     size = layout.handoff_bytes(4)
     sender, receiver = await asyncio.gather(start(send_bytes=size * 2), start(receive_bytes=size))
     with pytest.raises(TransferRefused, match="sender's staging has"):
@@ -123,7 +124,7 @@ async def test_caches_that_differ_are_refused_with_both_values(start, handoff, l
     await asyncio.gather(sender.empty(), receiver.empty())
 
 
-async def test_nothing_is_taken_before_the_engine_is_known(start, handoff):
+async def test_no_handoff_is_taken_before_the_fingerprint_is_known(start, handoff):
     sender, receiver = await asyncio.gather(start(), start(None))
     one = handoff(1)
     await one.open(sender, receiver.client.address)
@@ -186,30 +187,35 @@ async def test_cancelling_an_open_that_waits_leaves_nothing(start, handoff, layo
     sender, receiver = await asyncio.gather(start(send_bytes=layout.handoff_bytes(4)), start())
     first, second = handoff(4), handoff(4)
     await first.open(sender, receiver.client.address)
-    with pytest.raises(TimeoutError):
-        async with asyncio.timeout(0.05):
-            await second.open(sender, receiver.client.address)
+    opening = asyncio.create_task(second.open(sender, receiver.client.address))
+    while not (await sender.client.stats()).num_waiting_sends:
+        await asyncio.sleep(0.01)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
     sender.client.abort_send(first.handoff_id)
     await asyncio.gather(sender.empty(), receiver.empty())
 
 
 async def test_idle_committed_and_claimed_handoffs_expire(start, handoff):
-    sender, receiver = await asyncio.gather(
-        start(), start(idle_timeout_s=1.0, commit_ttl_s=1.5, claim_timeout_s=1.0)
+    # Each receiver has one short limit, so that a slow machine cannot reach another limit first.
+    sender, *receivers = await asyncio.gather(
+        start(), start(idle_timeout_s=1.0), start(commit_ttl_s=1.0), start(claim_timeout_s=1.0)
     )
-    idle, unloaded, claimed = handoff(1), handoff(1), handoff(1)
-    for each in (idle, unloaded, claimed):
+    idle, unloaded, claimed = handoffs = [handoff(1) for _ in receivers]
+    for each, receiver in zip(handoffs, receivers, strict=True):
         await each.open(sender, receiver.client.address)
     unloaded.fill(sender)
     claimed.fill(sender)
     await sender.sent(claimed.handoff_id)
-    assert receiver.port.claim(claimed.handoff_id, 0) is not None
-    for each in (idle, unloaded, claimed):
+    assert receivers[-1].port.claim(claimed.handoff_id, 0, timeout_s=WAIT_S) is not None
+    for each, receiver in zip(handoffs, receivers, strict=True):
         state = await receiver.received(each.handoff_id, pb.HANDOFF_STATE_FAILED)
         assert state.reason == pb.REFUSAL_REASON_EXPIRED
-        assert receiver.port.claim(each.handoff_id, 1) is None
+        assert receiver.port.claim(each.handoff_id, 1, timeout_s=WAIT_S) is None
+        await receiver.empty(may_expire=True)
     assert (await sender.sent(idle.handoff_id)).reason == pb.REFUSAL_REASON_EXPIRED
-    await asyncio.gather(sender.empty(), receiver.empty())
+    await sender.empty()
 
 
 async def test_a_killed_sender_fails_its_handoffs_at_once(pair, handoff):
@@ -226,13 +232,13 @@ async def test_a_killed_sender_fails_its_handoffs_at_once(pair, handoff):
     assert one.load(receiver) is None
     assert done.load(receiver) == done.data
     await receiver.empty()
-    await asyncio.wait_for(sender.client.gone.wait(), 20)
+    await asyncio.wait_for(sender.client.gone.wait(), WAIT_S)
     assert "exit code -9" in sender.client.gone_reason
     with pytest.raises(ServiceGone):
         await one.open(sender, receiver.client.address)
     with pytest.raises(ServiceGone):
         await sender.until(lambda: False)
-    # The engine's end answers "gone" and does not raise.
+    # The engine's port returns empty values and does not raise.
     assert not sender.port.send_frames([])
     assert sender.port.claim(one.handoff_id, 0) is None
     assert sender.port.poll() == []
@@ -255,7 +261,7 @@ async def test_a_killed_receiver_fails_its_handoffs_at_once(pair, handoff):
     await sender.empty()
 
 
-async def test_a_stopped_receiver_holds_nobody_for_ever(start, handoff):
+async def test_a_stopped_receiver_fails_a_send_after_its_timeout(start, handoff):
     sender, receiver = await asyncio.gather(start(open_timeout_s=0.1), start())
     one = handoff(8)
     os.kill(receiver.client.pid, signal.SIGSTOP)
@@ -263,14 +269,14 @@ async def test_a_stopped_receiver_holds_nobody_for_ever(start, handoff):
         await one.open(sender, receiver.client.address)
         sent = await sender.sent(one.handoff_id)
         assert sent.state == FAILED
-        # A claim that gets no answer is bounded as well.
+        # A claim without a reply has a timeout as well.
         assert receiver.port.claim(one.handoff_id, 0, timeout_s=0.1) is None
     finally:
         os.kill(receiver.client.pid, signal.SIGCONT)
-    await asyncio.gather(sender.empty(), receiver.empty())
+    await asyncio.gather(sender.empty(may_expire=True), receiver.empty())
 
 
-async def test_states_reach_a_subscriber_that_comes_late_and_polls_seldom(pair, handoff):
+async def test_states_reach_a_late_subscriber_that_polls_seldom(pair, handoff):
     sender, receiver = pair
     handoffs = [handoff(1) for _ in range(5)]
     for each in handoffs:
@@ -290,7 +296,7 @@ async def test_states_reach_a_subscriber_that_comes_late_and_polls_seldom(pair, 
     await receiver.empty()
 
 
-async def test_the_socket_is_private_and_describe_tells_what_is_accepted(pair, layout):
+async def test_the_socket_is_private_and_describe_returns_the_fingerprint(pair, layout):
     _, receiver = pair
     mode = os.stat(receiver.client.socket_path).st_mode
     assert stat.S_ISSOCK(mode)
@@ -298,14 +304,14 @@ async def test_the_socket_is_private_and_describe_tells_what_is_accepted(pair, l
     channel = rpc.channel(receiver.client.address)
     try:
         stub = kv_transfer_pb2_grpc.KvTransferStub(channel)
-        described = await stub.Describe(pb.DescribeRequest(), timeout=20)
+        described = await stub.Describe(pb.DescribeRequest(), timeout=WAIT_S)
     finally:
         await channel.close()
     assert described.fingerprint == layout.fingerprint()
     assert described.receive_bytes_free == described.receive_bytes_total == 2**20
 
 
-async def test_a_service_that_cannot_start_says_why_in_one_line(start, tmp_path):
+async def test_a_service_that_cannot_start_gives_one_line_of_reason(start, tmp_path):
     running = await start()
     wrong = {
         "kv_transfer.listen: cannot listen on": {"listen": running.client.address},
@@ -320,8 +326,8 @@ async def test_a_service_that_cannot_start_says_why_in_one_line(start, tmp_path)
         await TransferClient.start(KvTransferConfig(), running.client.socket_path)
 
 
-# In place of Python: a service that makes its segment, says its name to a file, and never serves,
-# nor ends when it is asked to.
+# Replaces the Python interpreter: a service that creates its segment, writes the segment's name to
+# a file, never serves, and does not end on SIGTERM.
 SLOW_SERVICE = """#!/bin/sh
 exec {python} -c '
 import signal
@@ -338,8 +344,8 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("is_hurried", [False, True])
-async def test_a_start_that_is_given_up_leaves_no_segment(tmp_path, monkeypatch, is_hurried):
-    """As when it takes too long; also when the wait for its end is given up in turn."""
+async def test_a_cancelled_start_leaves_no_segment(tmp_path, monkeypatch, is_hurried):
+    """Also when the caller cancels again while it waits for the end of the process."""
     made, asked, program = tmp_path / "made", tmp_path / "asked", tmp_path / "python"
     program.write_text(SLOW_SERVICE.format(python=sys.executable, made=made, asked=asked))
     program.chmod(0o700)
@@ -348,7 +354,7 @@ async def test_a_start_that_is_given_up_leaves_no_segment(tmp_path, monkeypatch,
     starting = asyncio.create_task(
         TransferClient.start(KvTransferConfig(), str(tmp_path / "kv.sock"), timeout_s=600)
     )
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(WAIT_S):
         while not made.exists():
             assert not starting.done()
             await asyncio.sleep(0.01)
@@ -356,7 +362,7 @@ async def test_a_start_that_is_given_up_leaves_no_segment(tmp_path, monkeypatch,
     assert segment.exists()
     starting.cancel()
     if is_hurried:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(WAIT_S):
             while not asked.exists():
                 assert not starting.done()
                 await asyncio.sleep(0.01)
@@ -378,18 +384,18 @@ sys.exit(service.main())
 """
 
 
-async def test_a_service_that_is_given_up_while_it_starts_cleans_up(short_path, monkeypatch):
+async def test_a_service_that_is_cancelled_while_it_starts_cleans_up(short_path, monkeypatch):
     program, directory = short_path / "python", short_path / "sockets"
     program.write_text(SILENT_SERVICE.format(python=sys.executable))
     program.chmod(0o755)
     directory.mkdir()
     monkeypatch.setattr(sys, "executable", str(program))
-    # One that is still making much memory ready when it has been waited for is killed.
+    # Little staging: a service that is still preparing memory after STOP_TIMEOUT_S is killed.
     staging = KvTransferConfig(send_bytes=2**20, receive_bytes=2**20)
     starting = asyncio.create_task(
-        TransferClient.start(staging, str(directory / "kv.sock"), timeout_s=60.0)
+        TransferClient.start(staging, str(directory / "kv.sock"), timeout_s=WAIT_S)
     )
-    async with asyncio.timeout(60.0):
+    async with asyncio.timeout(WAIT_S):
         while not (segment := segment_of(str(directory))):
             assert not starting.done()
             await asyncio.sleep(0.01)
@@ -401,7 +407,7 @@ async def test_a_service_that_is_given_up_while_it_starts_cleans_up(short_path, 
 
 
 def segment_of(directory):
-    """The segment of the service with its socket there, once it has both."""
+    """Returns the segment of the service whose socket is there, once the service has both."""
     for child in psutil.Process().children() if os.listdir(directory) else []:
         if directory in " ".join(child.cmdline()):
             for file in child.open_files():
@@ -410,7 +416,7 @@ def segment_of(directory):
     return None
 
 
-async def test_a_refused_configuration_does_not_take_the_service_with_it(start, layout):
+async def test_a_refused_configuration_does_not_end_the_service(start, layout):
     worker = await start(None)
     reader, writer = await asyncio.open_unix_connection(worker.client.socket_path)
     refused = pb.LocalRequest(call_id=1, configure=pb.LocalConfigure())
@@ -425,15 +431,15 @@ async def test_a_refused_configuration_does_not_take_the_service_with_it(start, 
 async def test_a_service_ends_on_sigterm_and_cleans_up(start):
     worker = await start()
     os.kill(worker.client.pid, signal.SIGTERM)
-    await asyncio.wait_for(worker.client.gone.wait(), 20)
+    await asyncio.wait_for(worker.client.gone.wait(), WAIT_S)
     assert "exit code 0" in worker.client.gone_reason
 
 
-async def test_a_service_outlives_a_closed_terminal_to_clean_up_after_its_worker(start):
+async def test_a_service_ignores_a_closed_terminal_and_cleans_up(start):
     worker = await start()
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT, signal.SIGTERM):
         os.kill(worker.client.pid, number)
-    await asyncio.wait_for(worker.client.gone.wait(), 20)
+    await asyncio.wait_for(worker.client.gone.wait(), WAIT_S)
     assert "exit code 0" in worker.client.gone_reason
 
 
@@ -450,7 +456,7 @@ from baton.runtime.config import KvTransferConfig
 async def main():
     client = await TransferClient.start(KvTransferConfig(), sys.argv[1])
     port = EnginePort(client.socket_path)
-    # A child that keeps every inherited descriptor open for as long as the test likes.
+    # A child that keeps every inherited descriptor open until the test writes to its stdin.
     if os.fork() == 0:
         os.read(0, 1)
         os._exit(0)
@@ -474,13 +480,13 @@ async def test_a_killed_worker_leaves_no_service_even_with_its_socket_inherited(
         stdout=asyncio.subprocess.PIPE,
     )
     try:
-        pid, shm_name = (await asyncio.wait_for(worker.stdout.readline(), 60)).split()
+        pid, shm_name = (await asyncio.wait_for(worker.stdout.readline(), WAIT_S)).split()
         ended = asyncio.Event()
         with contextlib.suppress(ProcessLookupError):
             watch = os.pidfd_open(int(pid))
             asyncio.get_running_loop().add_reader(watch, ended.set)
             try:
-                await asyncio.wait_for(ended.wait(), 20)
+                await asyncio.wait_for(ended.wait(), WAIT_S)
             finally:
                 asyncio.get_running_loop().remove_reader(watch)
                 os.close(watch)

@@ -1,4 +1,4 @@
-"""Which transport a pair of real services takes, why, and what happens when it fails."""
+"""The transport that two real services take, the reason, and what happens when it fails."""
 
 import asyncio
 import gc
@@ -49,7 +49,7 @@ async def test_workers_of_one_host_share_memory_and_say_so(start, handoff):
     assert (moved.name, moved.bytes_received) == ("shm", sent.num_bytes)
 
 
-async def test_what_the_receiver_cannot_use_is_left_out_with_the_reason(start, handoff):
+async def test_a_transport_that_the_receiver_cannot_use_is_skipped_with_the_reason(start, handoff):
     sender, receiver = await asyncio.gather(start(), start(transports=["grpc"]))
     sent = await hand_over(sender, receiver, handoff(8))
     assert sent.transport == "grpc"
@@ -71,13 +71,13 @@ async def test_a_pair_with_nothing_in_common_is_refused_by_name(start, handoff):
     await asyncio.gather(sender.empty(), receiver.empty())
 
 
-async def test_bytes_that_no_transport_brings_unaltered_end_the_send(start, handoff):
+async def test_a_send_fails_when_every_transport_alters_its_bytes(start, handoff):
     sender, receiver = await asyncio.gather(start(), start())
     one = handoff(8)
     await one.open(sender, receiver.client.address)
     good, one.data = one.data, bytes(len(one.data))
     one.fill(sender, [0, 1, 2], [0])
-    # Announced as the true bytes, while staging holds others.
+    # The checksums are those of the correct bytes, but staging holds others.
     one.data = good
     filled = [
         filled_frame(one.handoff_id, 1, 1, layer, 0, 8, b"other", last=layer == 2)
@@ -93,7 +93,7 @@ async def test_bytes_that_no_transport_brings_unaltered_end_the_send(start, hand
     await receiver.empty()
 
 
-async def test_a_process_group_of_two_carries_what_its_pair_hands_over(start, handoff):
+async def test_a_process_group_carries_the_handoffs_of_its_pair(start, handoff):
     sender, receiver = await asyncio.gather(
         start(transports=["gloo"], open_timeout_s=30),
         start(transports=["gloo", "grpc"], open_timeout_s=30),
@@ -106,7 +106,7 @@ async def test_a_process_group_of_two_carries_what_its_pair_hands_over(start, ha
     await receiver.empty()
 
 
-async def test_what_comes_before_the_link_is_there_goes_another_way(start, handoff):
+async def test_handoffs_use_another_transport_until_the_link_is_joined(start, handoff):
     sender, receiver = await asyncio.gather(
         start(transports=["gloo", "grpc"], open_timeout_s=30),
         start(transports=["gloo", "grpc"], open_timeout_s=30),
@@ -115,7 +115,7 @@ async def test_what_comes_before_the_link_is_there_goes_another_way(start, hando
     assert sent.transport == "grpc"
     (peer,) = (await sender.empty()).peers
     assert peer.reason == "gloo: is being joined"
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while sent.transport != "gloo":
             sent = await hand_over(sender, receiver, handoff(4))
     await asyncio.gather(sender.empty(), receiver.empty())
@@ -153,7 +153,7 @@ async def test_a_link_to_a_receiver_without_one_says_why(start, handoff):
     )
     sent = await hand_over(sender, receiver, handoff(4))
     reason = ""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while "not in use at the receiver" not in reason:
             sent = await hand_over(sender, receiver, handoff(4))
             assert sent.transport == "grpc"
@@ -163,7 +163,7 @@ async def test_a_link_to_a_receiver_without_one_says_why(start, handoff):
     await receiver.empty()
 
 
-async def test_a_killed_senders_memory_is_given_back(start, handoff):
+async def test_a_killed_senders_segment_is_unmapped(start, handoff):
     sender, receiver = await asyncio.gather(start(), start())
     one = handoff(8)
     await one.open(sender, receiver.client.address)
@@ -174,7 +174,7 @@ async def test_a_killed_senders_memory_is_given_back(start, handoff):
     assert state.reason == pb.REFUSAL_REASON_INCOMPLETE
     await receiver.empty()
     name = sender.port.description.shm_name
-    async with asyncio.timeout(3 * shm_transport.IDLE_TIMEOUT_S):
+    async with asyncio.timeout(120):
         while name in maps(receiver.client.pid):
             await asyncio.sleep(0.1)
 
@@ -194,7 +194,7 @@ async def test_a_frame_in_a_cycle_keeps_no_segment_mapped(monkeypatch):
     gc.disable()
     try:
         peers.detach(1)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(120):
             while segment.name in maps(os.getpid()):
                 await asyncio.sleep(0.01)
     finally:

@@ -1,4 +1,4 @@
-"""What is wrong in blocks is found by nobody: not by later requests, nor at other workers."""
+"""Wrong bytes in blocks reach no other request and no other worker."""
 
 import pytest
 from early_engine import NUM_OUTPUTS, as_scheduled, engine_with, num_uncommitted
@@ -6,8 +6,8 @@ from small_engine import SIZE, Request
 
 
 @pytest.mark.parametrize("how", ["is sent again", "is cancelled", "waits for blocks"])
-def test_what_came_early_and_was_wrong_is_not_left_behind_in_blocks(how):
-    """Attention on CPUs multiplies what is in a block behind its last token by nothing."""
+def test_wrong_early_bytes_are_cleared_from_their_blocks(how):
+    """CPU attention multiplies the bytes behind a block's last token by zero, so NaNs spread."""
     engine, coming = engine_with(20, 1, 0, fault="foreign bytes")
     engine.deliver(coming, num_uncommitted(coming))
     engine.run_step()
@@ -18,7 +18,7 @@ def test_what_came_early_and_was_wrong_is_not_left_behind_in_blocks(how):
         engine.abort(coming)
     else:
         engine.run_step(num_free=0)
-    # It gets the blocks that went back last, and fills a part of each.
+    # The next request gets the blocks that were freed last, and fills a part of each.
     other = engine.submit_plain([9])
     for _ in range(NUM_OUTPUTS):
         engine.run_step()
@@ -27,17 +27,17 @@ def test_what_came_early_and_was_wrong_is_not_left_behind_in_blocks(how):
 
 
 @pytest.mark.parametrize("verifies_late", [False, True])
-def test_what_was_computed_on_a_load_that_failed_is_not_found(verifies_late):
+def test_blocks_computed_from_a_failed_load_leave_the_prefix_cache(verifies_late):
     engine, coming = engine_with(20, 1, 0, is_calm=False, verifies_late=verifies_late)
     engine.deliver(coming, 1000)
     engine.tell(coming)
     engine.staging_is_altered(0)
-    # Finds its first blocks, which this very step loads, and is gone when they turn out wrong.
+    # This request shares the blocks that this step loads, and ends before they prove wrong.
     other = engine.submit_plain([1] * 14 + [9] * 8)
     engine.run_step(num_aborted=1)
     assert other.num_computed == 3 * SIZE
     assert not engine.running
-    # Nor in what is left in its blocks: each of these gets one.
+    # Each of these requests gets one of the freed blocks, and must not read old bytes.
     for token in range(30, 30 + len(engine.pool.free)):
         engine.submit_plain([token])
     engine.run_step()
@@ -46,7 +46,7 @@ def test_what_was_computed_on_a_load_that_failed_is_not_found(verifies_late):
 
 
 @pytest.mark.parametrize("verifies_late", [False, True])
-def test_what_was_computed_ahead_on_a_load_that_failed_is_not_found(verifies_late):
+def test_blocks_computed_ahead_from_a_failed_load_leave_the_prefix_cache(verifies_late):
     engine, coming = engine_with(20, 1, 0, is_calm=False, verifies_late=verifies_late)
     engine.deliver(coming, 1000)
     engine.tell(coming)
@@ -66,12 +66,12 @@ def test_what_was_computed_ahead_on_a_load_that_failed_is_not_found(verifies_lat
     engine.teardown()
 
 
-def test_what_is_wrong_and_was_kept_for_a_handoff_is_cleared_when_it_goes_to_somebody_else():
+def test_wrong_blocks_kept_for_a_handoff_are_cleared_before_reuse():
     engine, coming = engine_with(20, 1, 0, is_calm=False, verifies_late=True)
     engine.deliver(coming, 1000)
     engine.tell(coming)
     engine.staging_is_altered(0)
-    # Computes a block from what is loaded, and a prompt that comes next has it in common.
+    # This request computes a block from the load, and the next prompt shares that block.
     engine.submit_plain([1] * 18 + [2] * 4)
     scheduled = engine.schedule()
     loading = engine.half.step(as_scheduled(scheduled))
@@ -93,8 +93,8 @@ def test_what_is_wrong_and_was_kept_for_a_handoff_is_cleared_when_it_goes_to_som
 
 
 @pytest.mark.parametrize("when", ["with it", "before its output", "after it"])
-def test_what_a_load_brings_is_handed_on_once_it_is_known_to_be_right(when):
-    """Whoever gets it would find no fault: its checksums are those of what was sent."""
+def test_loaded_blocks_are_handed_on_only_after_they_are_verified(when):
+    """The next receiver could not find the fault: its checksums would match the wrong bytes."""
     engine, coming = engine_with(20, 1, 0)
     engine.deliver(coming, 1000)
     engine.tell(coming)
@@ -122,7 +122,7 @@ def test_what_a_load_brings_is_handed_on_once_it_is_known_to_be_right(when):
     assert len(engine.service.given_up) == 1
 
 
-def test_what_a_step_made_ahead_has_loaded_wrong_is_found_with_its_output():
+def test_a_wrong_load_in_a_step_scheduled_ahead_is_found_with_its_output():
     engine, coming = engine_with(20, 1, 0, is_calm=False)
     engine.deliver(coming, 1000)
     engine.staging_is_altered(0)
