@@ -1,4 +1,4 @@
-"""A gateway in front of several cells: who answers what, and what happens when one is away."""
+"""A gateway in front of several cells: routing, and failover when a cell is unreachable."""
 
 import asyncio
 import json
@@ -27,15 +27,15 @@ GONE = Unavailable("no decode worker is attached")
 
 
 class CellOf(ScriptedInference):
-    """A coordinator that answers every request with its own name, or refuses it.
+    """A coordinator that responds to every request with its own name, or refuses it.
 
     Attributes:
-        requests: that it was asked for, in order.
-        refuses: every request, for that.
-        fails: every request once it has said something, for that.
-        hangs: with the end of every request.
-        silent: about every request.
-        keyholder: the only credential that it takes; None: it asks for none.
+        requests: All requests that it got, in order.
+        refuses: Error with which it refuses every request; None: it accepts them.
+        fails: Error with which every request fails after its first token; None: no failure.
+        hangs: Whether it never ends a request.
+        silent: Whether it sends no event at all.
+        keyholder: The only credential that it accepts; None: it needs no credential.
     """
 
     def __init__(self, name, model, *adapters):
@@ -81,7 +81,7 @@ class CellOf(ScriptedInference):
 
 @asynccontextmanager
 async def serve(cell, address="127.0.0.1:0"):
-    """The cell's address, while it answers."""
+    """Serves the cell; yields its address."""
     async with serving(cell, address) as (bound, health):
         await set_serving(health, True)
         answering = asyncio.create_task(cell.answer())
@@ -113,7 +113,7 @@ async def said(http, **body):
 
 
 async def failovers(http):
-    """By the address of the cell that was away."""
+    """Returns the number of failovers by the address of the unreachable cell."""
     text = (await http.get("/metrics")).text
     lines = [one for one in text.splitlines() if one.startswith("baton_http_failovers_total{")]
     return {one.split('"')[1]: float(one.split()[-1]) for one in lines}
@@ -147,7 +147,7 @@ async def test_a_request_goes_to_a_cell_that_serves_its_model(start_gateway):
             assert (error["param"], error["code"]) == ("model", "model_not_found")
 
 
-async def test_chats_go_there_too(start_gateway):
+async def test_a_chat_goes_to_the_cell_of_its_model(start_gateway):
     async with gateway_to(start_gateway, CellOf("large", "l"), CellOf("small", "s")) as http:
         turns = [{"role": "user", "content": "hello"}]
         body = {"model": "s", "messages": turns, "stream": True}
@@ -177,7 +177,7 @@ async def test_requests_without_a_session_are_spread(start_gateway):
     assert all(len(cell.requests) >= 4 for cell in cells)
 
 
-async def test_another_cell_answers_while_one_is_away_and_then_it_has_its_sessions_again(
+async def test_another_cell_serves_the_sessions_of_an_unreachable_cell_until_it_returns(
     start_gateway,
 ):
     one, two = CellOf("one", "m"), CellOf("two", "m")
@@ -196,7 +196,7 @@ async def test_another_cell_answers_while_one_is_away_and_then_it_has_its_sessio
         assert set(before) == {"one", "two"}
         await first.aclose()
         assert set(await answers()) == {"two"}
-        # Only the first that met it had to go on to the other.
+        # Only the first request met the unreachable cell.
         assert await failovers(http) == {here: 1.0}
         assert (await http.get("/health")).status_code == 200
         async with serve(one, here):
@@ -205,7 +205,7 @@ async def test_another_cell_answers_while_one_is_away_and_then_it_has_its_sessio
                     await asyncio.sleep(0.05)
 
 
-async def test_all_choices_of_a_request_go_to_one_cell_and_on_to_the_next(start_gateway):
+async def test_all_choices_of_a_request_are_served_by_the_same_cell(start_gateway):
     one, two = CellOf("one", "m"), CellOf("two", "m")
     async with gateway_to(start_gateway, one, two) as http:
         one.refuses = GONE
@@ -215,7 +215,7 @@ async def test_all_choices_of_a_request_go_to_one_cell_and_on_to_the_next(start_
     assert one.requests
 
 
-async def test_what_a_cell_refuses_for_its_own_reasons_no_other_is_asked(start_gateway):
+async def test_a_rate_limited_request_is_not_sent_to_another_cell(start_gateway):
     one, two = CellOf("one", "m"), CellOf("two", "m")
     async with gateway_to(start_gateway, one, two) as http:
         full = ResourceExhausted("the queue is full", reason="QUEUE_FULL", retry_after_s=3.0)
@@ -226,7 +226,7 @@ async def test_what_a_cell_refuses_for_its_own_reasons_no_other_is_asked(start_g
         assert await failovers(http) == {}
 
 
-async def test_an_answer_that_has_begun_is_not_begun_again_elsewhere(start_gateway):
+async def test_a_response_that_has_begun_is_not_restarted_in_another_cell(start_gateway):
     one, two = CellOf("one", "m"), CellOf("two", "m")
     async with gateway_to(start_gateway, one, two) as http:
         one.fails = two.fails = GONE
@@ -236,7 +236,7 @@ async def test_an_answer_that_has_begun_is_not_begun_again_elsewhere(start_gatew
         assert len(one.requests) + len(two.requests) == 1
 
 
-async def test_an_answer_that_nobody_has_seen_is_begun_again(start_gateway):
+async def test_a_response_that_was_not_sent_yet_is_restarted_in_another_cell(start_gateway):
     one, two = CellOf("one", "m"), CellOf("two", "m")
     async with gateway_to(start_gateway, one, two) as http:
         one.fails = GONE
@@ -247,7 +247,7 @@ async def test_an_answer_that_nobody_has_seen_is_begun_again(start_gateway):
 
 @asynccontextmanager
 async def gateway_to_each(start_gateway, cells):
-    """A client of a gateway to the cells; by cell what ends it, and its address."""
+    """Yields an HTTP client of a gateway, and per cell the stack of its server and its address."""
     async with AsyncExitStack() as stack:
         stacks = [await stack.enter_async_context(AsyncExitStack()) for _ in cells]
         addresses = [
@@ -259,7 +259,9 @@ async def gateway_to_each(start_gateway, cells):
             yield http, stacks, addresses
 
 
-async def test_a_stream_whose_cell_is_lost_goes_on_in_another(start_gateway, monkeypatch):
+async def test_a_stream_is_resumed_in_another_cell_when_its_cell_is_lost(
+    start_gateway, monkeypatch
+):
     monkeypatch.setattr(connector, "MOVES_AFTER_S", 0.05)
     cells = [CellOf("one", "scripted"), CellOf("two", "scripted")]
     for cell in cells:
@@ -282,8 +284,8 @@ async def test_a_stream_whose_cell_is_lost_goes_on_in_another(start_gateway, mon
     assert not any("error" in line for line in rest)
 
 
-async def test_what_a_lost_cell_had_not_begun_does_not_wait_for_it(start_gateway, monkeypatch):
-    """It waited as a stream does that has tokens there."""
+async def test_a_request_without_tokens_does_not_wait_for_its_lost_cell(start_gateway, monkeypatch):
+    """A stream with tokens would wait for MOVES_AFTER_S."""
     monkeypatch.setattr(connector, "MOVES_AFTER_S", 10 * WAIT_S)
     cells = [CellOf("one", "scripted"), CellOf("two", "scripted")]
     async with gateway_to_each(start_gateway, cells) as (http, stacks, addresses):
@@ -300,7 +302,7 @@ async def test_what_a_lost_cell_had_not_begun_does_not_wait_for_it(start_gateway
         assert await failovers(http) == {addresses[lost]: 1.0}
 
 
-async def test_what_another_cell_does_not_take_is_no_failover(start_gateway):
+async def test_a_request_that_the_other_cell_refuses_is_no_failover(start_gateway):
     one, two = CellOf("one", "m"), CellOf("two", "m")
     async with gateway_to(start_gateway, one, two) as http:
         one.refuses = GONE
@@ -311,7 +313,7 @@ async def test_what_another_cell_does_not_take_is_no_failover(start_gateway):
         assert await failovers(http) == {}
 
 
-async def test_the_next_cell_has_what_is_left_of_the_time(start_gateway):
+async def test_the_next_cell_gets_the_remaining_timeout(start_gateway):
     cells = [CellOf("one", "m"), CellOf("two", "m")]
     async with gateway_to(start_gateway, *cells) as http:
         for cell in cells:
@@ -323,7 +325,7 @@ async def test_the_next_cell_has_what_is_left_of_the_time(start_gateway):
     assert 0 < times[0] < times[1] <= 200e6
 
 
-async def test_all_cells_away_is_an_error_that_says_so(start_gateway):
+async def test_if_all_cells_are_unreachable_the_error_names_the_first(start_gateway):
     addresses = unused_address(), unused_address()
     async with (
         start_gateway(*addresses, query_timeout_s=2.0) as gateway,
@@ -336,7 +338,7 @@ async def test_all_cells_away_is_an_error_that_says_so(start_gateway):
         assert (await http.get("/health")).status_code == 503
 
 
-async def test_what_a_cell_that_was_never_there_serves_is_not_known(start_gateway):
+async def test_the_models_of_a_cell_that_never_responded_are_unknown(start_gateway):
     away = unused_address()
     async with (
         serve(CellOf("one", "m")) as there,
@@ -346,7 +348,7 @@ async def test_what_a_cell_that_was_never_there_serves_is_not_known(start_gatewa
         assert await said(http, model="m") == "one"
         assert await said(http) == "one"
         answer = await ask(http, model="other")
-        # It may be the other cell's.
+        # The unreachable cell may serve this model.
         assert answer.status_code == 503
         assert away in answer.json()["error"]["message"]
         async with serve(CellOf("two", "other"), away), asyncio.timeout(WAIT_S):
@@ -355,7 +357,7 @@ async def test_what_a_cell_that_was_never_there_serves_is_not_known(start_gatewa
             assert answer.json()["choices"][0]["text"] == "two"
 
 
-async def test_a_caller_is_sent_where_they_are_let_in(start_gateway):
+async def test_a_caller_is_routed_to_a_cell_that_admits_it(start_gateway):
     one, two = CellOf("one", "m"), CellOf("two", "m")
     one.keyholder, two.keyholder = "Bearer first", "Bearer second"
     async with gateway_to(start_gateway, one, two) as http:
@@ -368,7 +370,7 @@ async def test_a_caller_is_sent_where_they_are_let_in(start_gateway):
         assert answer.status_code == 401
 
 
-async def test_the_dashboard_is_of_one_cell(start_gateway):
+async def test_the_dashboard_shows_one_cell(start_gateway):
     async with gateway_to(start_gateway, CellOf("one", "m"), CellOf("two", "m")) as http:
         for path in ("/dashboard/data", "/dashboard/requests/r1"):
             answer = await http.get(path, params={"cell": "nowhere:1"})
@@ -385,7 +387,7 @@ async def test_the_dashboard_is_of_one_cell(start_gateway):
         ([], ["a:1", "b"], r"http.cells\[1\].coordinators: is 'b'; must be host:port"),
     ],
 )
-def test_cells_that_cannot_be(given, configured, error):
+def test_invalid_cells_are_refused(given, configured, error):
     from baton.cli.gateway import configured_cells
     from baton.runtime.config import parse
     from baton.runtime.config_error import ConfigError
@@ -396,7 +398,7 @@ def test_cells_that_cannot_be(given, configured, error):
         configured_cells(config, given)
 
 
-def test_cells_have_parsers_of_their_own():
+def test_each_cell_has_its_own_parsers():
     from baton.cli.gateway import configured_cells
     from baton.runtime.config import parse
 

@@ -1,4 +1,4 @@
-"""What peers may take of the gateway, over plain sockets."""
+"""Limits of connections, heads and bodies, tested over plain sockets."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ def request(body=BODY, *headers, length=None):
 
 
 async def answered(gateway, *parts, pause_s=0.0):
-    """Status and error of what comes back until the gateway closes."""
+    """Sends the parts; returns status, JSON body and headers of the response."""
     reader, writer = await asyncio.open_connection(*gateway.address)
     try:
         for part in parts:
@@ -81,25 +81,25 @@ async def test_connections_are_kept(inference, scripted):
     ],
     ids=lambda value: repr(value)[:20],
 )
-async def test_what_is_no_json_is_400(scripted, body, code):
+async def test_invalid_json_is_400(scripted, body, code):
     status, answer, _ = await answered(scripted, request(body))
     assert (status, answer["error"]["code"]) == (400, code)
 
 
-async def test_other_types_are_415(scripted):
+async def test_another_content_type_is_415(scripted):
     head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: text/plain\r\n"
     status, answer, _ = await answered(scripted, head + b"content-length: 2\r\n\r\n{}")
     assert (status, answer["error"]["param"]) == (415, "content-type")
 
 
-async def test_a_body_that_says_it_is_too_large_is_not_read(coordinator, start_gateway):
+async def test_a_body_with_a_too_large_content_length_is_not_read(coordinator, start_gateway):
     async with start_gateway(coordinator, max_body_bytes=1000) as gateway:
         status, answer, headers = await answered(gateway, request(b"{", length=10**12))
         assert (status, answer["error"]["code"]) == (413, "body_too_large")
         assert headers["connection"] == "close"
 
 
-async def test_a_body_that_turns_out_too_large_is_not_read_on(coordinator, start_gateway):
+async def test_a_chunked_body_is_read_up_to_the_limit_only(coordinator, start_gateway):
     async with start_gateway(coordinator, max_body_bytes=1000) as gateway:
         head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n"
         chunks = [b"190\r\n" + b" " * 400 + b"\r\n"] * 4
@@ -109,7 +109,7 @@ async def test_a_body_that_turns_out_too_large_is_not_read_on(coordinator, start
         assert headers["connection"] == "close"
 
 
-async def test_a_body_that_does_not_come_is_408(coordinator, start_gateway):
+async def test_an_incomplete_body_is_408(coordinator, start_gateway):
     async with start_gateway(coordinator, read_timeout_s=0.2) as gateway:
         status, answer, _ = await answered(gateway, request(b"{", length=100))
         assert (status, answer["error"]["code"]) == (408, "request_timeout")
@@ -121,20 +121,20 @@ async def test_a_body_that_does_not_come_is_408(coordinator, start_gateway):
         [],
         [b"GET"],
         [b"GET /health HTTP/1.1\r\nhost"],
-        # One byte at a time, for ever.
+        # One byte at a time.
         [b"GET /health HTTP/1.1\r\n", *(b"x" for _ in range(20))],
         [b"\r\n"] * 20,
     ],
     ids=["nothing", "a word", "half a head", "drops", "empty lines"],
 )
-async def test_a_head_that_does_not_come_is_408(coordinator, start_gateway, parts):
+async def test_an_incomplete_head_is_408(coordinator, start_gateway, parts):
     async with start_gateway(coordinator, read_timeout_s=0.2) as gateway:
         status, answer, headers = await answered(gateway, *parts, pause_s=0.02)
         assert (status, answer["error"]["code"]) == (408, "request_timeout")
         assert headers["connection"] == "close"
 
 
-async def test_a_slow_second_head_is_408_too(coordinator, start_gateway):
+async def test_an_incomplete_second_head_is_408(coordinator, start_gateway):
     async with start_gateway(coordinator, read_timeout_s=500.0) as gateway:
         reader, writer = await asyncio.open_connection(*gateway.address)
         for _ in range(2):
@@ -165,7 +165,7 @@ async def test_a_long_head_is_431(coordinator, start_gateway, parts):
         status, answer, headers = await answered(gateway, *parts)
         assert (status, answer["error"]["code"]) == (431, "headers_too_large")
         assert headers["connection"] == "close"
-        # It was refused twice, the second time into what was closed, which raised.
+        # Regression: the request was refused twice, the second time on the closed connection.
         async with httpx.AsyncClient(timeout=WAIT_S) as http:
             counted = (await http.get(f"{gateway.url}/metrics")).text
         refusals = [line for line in counted.splitlines() if "refusals_total{" in line]
@@ -177,8 +177,8 @@ UNKNOWN = b'{"prompt": "x", "unheard_of": 1}'
 
 
 @pytest.mark.parametrize("pause_at", [None, 20, -len(UNKNOWN), -5], ids=str)
-async def test_a_body_comes_with_a_request_for_another_protocol(scripted, pause_at):
-    """Java's HttpClient asks for HTTP/2 with its first request: its body was taken for empty."""
+async def test_the_body_of_an_upgrade_request_is_read(scripted, pause_at):
+    """Java's HttpClient asks for HTTP/2 with its first request. Regression: its body was empty."""
     reader, writer = await asyncio.open_connection(*scripted.address)
     for asked in (UPGRADE, (), UPGRADE):
         whole = request(UNKNOWN, *asked)
@@ -190,7 +190,7 @@ async def test_a_body_comes_with_a_request_for_another_protocol(scripted, pause_
     writer.close()
 
 
-async def test_requests_follow_one_for_another_protocol_at_once(scripted):
+async def test_pipelined_upgrade_requests_are_answered(scripted):
     reader, writer = await asyncio.open_connection(*scripted.address)
     writer.write(request(UNKNOWN, *UPGRADE) + request(b"{", *UPGRADE) + request(UNKNOWN))
     codes = [(await read_answer(reader))[1]["error"]["code"] for _ in range(3)]
@@ -198,8 +198,8 @@ async def test_requests_follow_one_for_another_protocol_at_once(scripted):
     writer.close()
 
 
-async def test_many_requests_for_another_protocol_at_once_are_answered_each(scripted):
-    """Each was parsed from within the one before: hundreds raised, into the log."""
+async def test_a_thousand_pipelined_upgrade_requests_are_answered(scripted):
+    """Regression: each request was parsed recursively within the one before."""
     reader, writer = await asyncio.open_connection(*scripted.address)
     writer.write(1000 * request(UNKNOWN, *UPGRADE))
     for _ in range(1000):
@@ -207,17 +207,17 @@ async def test_many_requests_for_another_protocol_at_once_are_answered_each(scri
     writer.close()
 
 
-async def test_a_head_that_asks_for_another_protocol_may_be_as_long_as_any(
+async def test_the_head_of_an_upgrade_request_is_counted_once(
     inference, coordinator, start_gateway
 ):
-    """It comes to the parser twice, and is counted once."""
+    """The head is parsed twice and must be counted once."""
     asked = request(UNKNOWN, f"x-padding: {1500 * 'x'}", *UPGRADE)
     async with start_gateway(coordinator, max_header_bytes=2000) as gateway:
         status, answer, _ = await answered(gateway, asked)
     assert (status, answer["error"]["param"]) == (400, "unheard_of")
 
 
-async def test_a_body_in_chunks_comes_with_a_request_for_another_protocol(scripted):
+async def test_the_chunked_body_of_an_upgrade_request_is_read(scripted):
     head, _, body = request(UNKNOWN, *UPGRADE, "transfer-encoding: chunked").partition(b"\r\n\r\n")
     lines = [line for line in head.split(b"\r\n") if not line.startswith(b"content-length")]
     chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
@@ -225,7 +225,7 @@ async def test_a_body_in_chunks_comes_with_a_request_for_another_protocol(script
     assert (status, answer["error"]["param"]) == (400, "unheard_of")
 
 
-async def test_a_long_body_is_no_long_head(inference, coordinator, start_gateway):
+async def test_a_long_body_does_not_count_as_head(inference, coordinator, start_gateway):
     async with start_gateway(coordinator, max_header_bytes=1000) as gateway:
         reader, writer = await asyncio.open_connection(*gateway.address)
         connection = None
@@ -247,7 +247,7 @@ async def test_garbage_is_400(scripted, garbage):
     assert (status, answer["error"]["code"]) == (400, "invalid_http")
 
 
-async def test_too_many_connections_are_503_and_the_others_go_on(
+async def test_a_connection_over_the_limit_is_503_and_the_others_continue(
     inference, coordinator, start_gateway
 ):
     async with start_gateway(coordinator, max_connections=2) as gateway:
@@ -269,7 +269,9 @@ async def test_too_many_connections_are_503_and_the_others_go_on(
     [b"", b"GET /hea", request(b"{", length=100)],
     ids=["idle", "half a head", "half a body"],
 )
-async def test_who_has_no_whole_request_makes_room(inference, coordinator, start_gateway, said):
+async def test_connections_without_a_complete_request_are_closed_for_new_ones(
+    inference, coordinator, start_gateway, said
+):
     async with start_gateway(coordinator, max_connections=2) as gateway:
         reader, writer = await asyncio.open_connection(*gateway.address)
         writer.write(request())
@@ -289,7 +291,7 @@ async def test_who_has_no_whole_request_makes_room(inference, coordinator, start
             each.close()
 
 
-async def test_too_many_requests_are_429_and_the_others_go_on(
+async def test_a_request_over_the_limit_is_429_and_the_others_continue(
     inference, coordinator, start_gateway
 ):
     async with start_gateway(coordinator, max_running_requests=1) as gateway:

@@ -1,4 +1,4 @@
-"""The dashboard: its files, what it draws, and what it says when there is nothing to draw."""
+"""The dashboard: its files, its data, and the page in a browser."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ async def get(url: str) -> httpx.Response:
         return await http.get(url)
 
 
-async def test_the_page_needs_nothing_from_elsewhere(scripted):
+async def test_the_page_loads_nothing_from_other_origins(scripted):
     page = await get(f"{scripted.url}/dashboard")
     assert page.status_code == 200
     assert page.headers["content-type"].startswith("text/html")
@@ -34,9 +34,9 @@ async def test_the_page_needs_nothing_from_elsewhere(scripted):
         assert answer.headers["content-type"].startswith(kind)
         scripts += answer.text
     assert "https://" not in page.text + scripts
-    # The only URL is the name of a namespace.
+    # The only URL is the SVG namespace.
     assert set(re.findall(r"http://[^\"]+", scripts)) == {"http://www.w3.org/2000/svg"}
-    # What scripts look for is in the page.
+    # The page has every element that the scripts look up.
     looked_for = set(re.findall(r'by\("([\w-]+)"\)', scripts)) | {"pools-chart"}
     looked_for |= {f"{what}-chart" for what in ("ttft", "itl")}
     assert looked_for <= set(re.findall(r'id="([\w-]+)"', page.text))
@@ -44,7 +44,7 @@ async def test_the_page_needs_nothing_from_elsewhere(scripted):
     assert "innerHTML" not in scripts
 
 
-async def test_it_shows_what_the_admin_service_says(cluster, gateway, openai):
+async def test_the_data_is_that_of_the_admin_service(cluster, gateway, openai):
     answer = await openai.completions.create(model="demo", prompt=[7] * 100, max_tokens=8)
     seen = (await get(f"{gateway.url}/dashboard/data")).json()
     async with AdminClient(cluster.address) as admin:
@@ -70,12 +70,12 @@ async def test_it_shows_what_the_admin_service_says(cluster, gateway, openai):
     assert sum_ms == pytest.approx(drawn["total_ms"], rel=0.02)
 
 
-async def test_the_address_alone_leads_to_the_page(scripted):
+async def test_the_root_url_redirects_to_the_page(scripted):
     answer = await get(f"{scripted.url}/")
     assert (answer.status_code, answer.headers["location"]) == (307, "/dashboard")
 
 
-async def test_what_is_not_there_is_an_error_with_words(gateway, start_gateway):
+async def test_missing_things_are_errors_with_a_message(gateway, start_gateway):
     missing = await get(f"{gateway.url}/dashboard/requests/nobody")
     assert missing.status_code == 404
     error = missing.json()["error"]
@@ -94,7 +94,7 @@ async def test_what_is_not_there_is_an_error_with_words(gateway, start_gateway):
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
 @pytest.mark.parametrize("width", [1280, 390])
-async def test_a_browser_draws_it(gateway, openai, tmp_path, width):
+async def test_a_browser_draws_the_charts(gateway, openai, tmp_path, width):
     for _ in range(3):
         await openai.completions.create(model="demo", prompt=[9] * 100, max_tokens=8)
     text = await browse(f"{gateway.url}/dashboard", tmp_path, width)
@@ -117,7 +117,7 @@ async def test_a_browser_draws_a_waterfall(gateway, openai, tmp_path):
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
-async def test_a_browser_draws_that_nobody_is_there(start_gateway, tmp_path):
+async def test_a_browser_shows_that_the_coordinator_is_unreachable(start_gateway, tmp_path):
     async with start_gateway("127.0.0.1:1") as alone:
         text = await browse(f"{alone.url}/dashboard", tmp_path, 1280)
     assert "disconnected: " in text
@@ -125,7 +125,7 @@ async def test_a_browser_draws_that_nobody_is_there(start_gateway, tmp_path):
 
 
 async def browse(url: str, home, width: int) -> str:
-    """The page's elements once it has drawn."""
+    """Returns the DOM after the page has been drawn."""
     import asyncio
 
     def run() -> str:

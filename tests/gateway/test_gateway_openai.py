@@ -25,7 +25,7 @@ async def chunks(answer):
     return [chunk async for chunk in await answer]
 
 
-async def test_a_completion_is_what_the_engine_said(openai, cluster):
+async def test_a_completion_is_the_engines_output(openai, cluster):
     answer = await openai.completions.create(model="demo", prompt=PROMPT, max_tokens=9)
     (choice,) = answer.choices
     assert choice.text == decoded(cluster, PROMPT, 9)
@@ -35,7 +35,7 @@ async def test_a_completion_is_what_the_engine_said(openai, cluster):
     assert (answer.model, answer.object) == ("demo", "text_completion")
 
 
-async def test_a_completion_streams_the_same(openai, cluster):
+async def test_a_streamed_completion_is_the_engines_output(openai, cluster):
     seen = await chunks(
         openai.completions.create(
             model="demo",
@@ -55,7 +55,7 @@ async def test_a_completion_streams_the_same(openai, cluster):
     assert {chunk.id for chunk in seen} == {last.id}
 
 
-async def test_no_usage_unless_it_is_asked_for(openai):
+async def test_a_stream_has_no_usage_by_default(openai):
     seen = await chunks(
         openai.completions.create(model="demo", prompt="x", max_tokens=2, stream=True)
     )
@@ -79,7 +79,7 @@ async def test_a_chat_is_the_same_whole_and_streamed(openai):
     assert whole.usage.completion_tokens == 8
 
 
-async def test_an_answer_may_come_back_as_a_turn(openai):
+async def test_a_response_can_be_sent_back_as_a_turn(openai):
     answer = await openai.chat.completions.create(model="demo", messages=TURNS, max_tokens=3)
     parts = [{"type": "text", "text": "And"}, {"type": "text", "text": "then?"}]
     turns = [*TURNS, answer.choices[0].message, {"role": "user", "content": parts}]
@@ -111,7 +111,7 @@ async def test_prompts_and_n_make_choices_in_order(openai, cluster, stream):
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (5, 20)
 
 
-async def test_texts_as_prompts(openai):
+async def test_a_list_of_texts_is_a_list_of_prompts(openai):
     answer = await openai.completions.create(model="demo", prompt=["one", "two"], max_tokens=2)
     assert [choice.index for choice in answer.choices] == [0, 1]
 
@@ -137,7 +137,7 @@ async def test_a_stop_token_is_named_by_its_id(openai, cluster):
 
 
 @pytest.mark.parametrize("number", [0, 2])
-async def test_completions_say_logprobs(openai, number):
+async def test_completions_return_logprobs(openai, number):
     answer = await openai.completions.create(
         model="demo", prompt=PROMPT, max_tokens=6, logprobs=number
     )
@@ -149,11 +149,11 @@ async def test_completions_say_logprobs(openai, number):
         logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
     ):
         assert top[token] == logprob
-        # The chosen token is told beside the likeliest ones, and without any, as by vLLM.
+        # As in vLLM, the chosen token is listed in addition to the most likely ones.
         assert len(top) <= number + 1
 
 
-async def test_chats_say_logprobs_whole_and_streamed(openai):
+async def test_chats_return_logprobs_whole_and_streamed(openai):
     asked = {"model": "demo", "messages": TURNS, "max_tokens": 5, "logprobs": True}
     whole = await openai.chat.completions.create(**asked, top_logprobs=2)
     content = whole.choices[0].logprobs.content
@@ -174,7 +174,7 @@ async def test_chats_say_logprobs_whole_and_streamed(openai):
     assert none.choices[0].logprobs is None
 
 
-async def test_who_asked_and_how_is_told(openai, cluster):
+async def test_request_id_tenant_and_lane_reach_the_coordinator(openai, cluster):
     answer = await openai.completions.with_raw_response.create(
         model="demo",
         prompt="x",
@@ -210,7 +210,7 @@ async def test_models(openai):
     assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
 
 
-async def test_an_adapter_is_named_as_the_model(openai, cluster):
+async def test_an_adapter_is_chosen_by_the_model_field(openai, cluster):
     made = await openai.completions.create(model="poet", prompt=PROMPT, max_tokens=6)
     tokens = list(cluster.expected(PROMPT, 6, "poet"))
     assert made.model == "poet"
@@ -218,7 +218,7 @@ async def test_an_adapter_is_named_as_the_model(openai, cluster):
     assert tokens != list(cluster.expected(PROMPT, 6))
 
 
-async def test_a_completion_without_max_tokens_has_what_the_context_leaves_of_16(openai):
+async def test_the_default_of_16_tokens_is_cut_to_the_context(openai):
     [model] = [one async for one in await openai.models.list() if one.id == "demo"]
     for room, num_tokens in ((20, 16), (3, 3)):
         prompt = [5] * (model.max_model_len - room)
@@ -229,8 +229,8 @@ async def test_a_completion_without_max_tokens_has_what_the_context_leaves_of_16
         assert answer.choices[0].finish_reason == "length"
 
 
-async def test_a_length_gives_way_to_what_there_is_room_for(openai):
-    """Many clients allow every request as much as the model could ever write."""
+async def test_max_tokens_is_cut_to_the_context(openai):
+    """Many clients always set max_tokens to the model's maximum length."""
     context = (await openai.models.list()).data[0].max_model_len
     prompt = [7] * (context - 3)
     answer = await openai.completions.create(
@@ -279,7 +279,7 @@ async def test_a_length_gives_way_to_what_there_is_room_for(openai):
     ],
     ids=str,
 )
-async def test_what_is_wrong_is_named(openai, field, body):
+async def test_the_error_names_the_wrong_field(openai, field, body):
     with pytest.raises(BadRequestError) as caught:
         await openai.completions.create(model="demo", prompt="x", extra_body=body)
     assert caught.value.param == field
@@ -326,14 +326,14 @@ async def test_what_is_wrong_is_named(openai, field, body):
     ],
     ids=str,
 )
-async def test_what_is_wrong_in_a_chat_is_named(openai, field, body):
+async def test_the_error_names_the_wrong_field_of_a_chat(openai, field, body):
     with pytest.raises(BadRequestError) as caught:
         await openai.chat.completions.create(model="demo", messages=TURNS, extra_body=body)
     assert caught.value.param == field
     assert field in caught.value.message
 
 
-async def test_fields_that_change_nothing_are_taken(openai):
+async def test_fields_without_effect_are_accepted(openai):
     await openai.chat.completions.create(
         model="demo",
         messages=TURNS,
@@ -363,7 +363,9 @@ async def test_fields_that_change_nothing_are_taken(openai):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_leaving_frees_everything_at_once(openai, gateway, cluster, stream):
+async def test_a_client_that_disconnects_frees_its_resources_at_once(
+    openai, gateway, cluster, stream
+):
     asked = asyncio.create_task(
         openai.completions.create(
             model="demo",
@@ -393,7 +395,7 @@ async def test_leaving_frees_everything_at_once(openai, gateway, cluster, stream
     assert families["baton_http_requests_running"][()] == 0
 
 
-async def test_a_stream_outlives_its_coordinator(tmp_path, model, start_gateway):
+async def test_a_stream_survives_a_restart_of_the_coordinator(tmp_path, model, start_gateway):
     with Cluster(tmp_path, model) as cluster:
         cluster.start_worker("prefill", "p1")
         cluster.start_worker("decode", "d1")
@@ -414,7 +416,7 @@ async def test_a_stream_outlives_its_coordinator(tmp_path, model, start_gateway)
         assert said[-1].choices[0].finish_reason == "length"
 
 
-async def test_metrics_are_what_prometheus_reads(openai, gateway):
+async def test_metrics_are_in_the_prometheus_format(openai, gateway):
     await openai.completions.create(model="demo", prompt=PROMPT, max_tokens=4)
     with pytest.raises(BadRequestError):
         await openai.completions.create(model="demo", prompt=PROMPT, temperature=9)
@@ -454,7 +456,7 @@ async def test_health(gateway):
         assert (await http.get(f"{gateway.url}/health")).status_code == 200
 
 
-async def test_what_vllms_tools_ask_first(gateway):
+async def test_ping_and_version_are_compatible_with_vllm(gateway):
     async with httpx.AsyncClient(timeout=WAIT_S) as http:
         assert (await http.get(f"{gateway.url}/ping")).status_code == 200
         assert (await http.post(f"{gateway.url}/ping", json={})).status_code == 200

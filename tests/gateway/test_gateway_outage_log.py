@@ -1,4 +1,4 @@
-"""What an operator reads of a coordinator that is away."""
+"""Log lines about an unreachable coordinator."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ WAIT_S = 300.0
 
 @pytest.fixture
 def lines(caplog):
-    """What the log says of outages, in order."""
+    """Returns a function that lists the log lines about outages, in order."""
     caplog.set_level(logging.INFO, logger="baton.gateway.outage_log")
     return lambda: [
         one.getMessage() for one in caplog.records if one.name == "baton.gateway.outage_log"
@@ -28,7 +28,7 @@ async def post(gateway):
         return await http.post(f"{gateway.url}/v1/completions", json={"prompt": "a"})
 
 
-async def test_an_outage_is_one_line_and_its_end_another(inference, start_gateway, lines):
+async def test_an_outage_and_its_end_are_one_log_line_each(inference, start_gateway, lines):
     address = unused_address()
     async with start_gateway(address) as gateway:
         for _ in range(3):
@@ -47,7 +47,7 @@ async def test_an_outage_is_one_line_and_its_end_another(inference, start_gatewa
         assert "serves again" in lines()[1]
 
 
-async def test_a_probe_meets_it_too(start_gateway, lines):
+async def test_a_health_probe_reports_the_outage(start_gateway, lines):
     address = unused_address()
     async with (
         start_gateway(address, query_timeout_s=2.0) as gateway,
@@ -58,7 +58,7 @@ async def test_a_probe_meets_it_too(start_gateway, lines):
     assert f"the coordinator at {address} is unreachable" in line
 
 
-def test_requests_that_are_refused_and_served_in_turns_fill_no_log(lines):
+def test_alternating_failures_and_successes_do_not_fill_the_log(lines):
     now = [0.0]
     outage = OutageLog(lambda: now[0])
     outage.failed(errors.from_baton(ResourceExhausted("full", reason="FULL", retry_after_s=1.0)))

@@ -17,9 +17,9 @@ import pytest
 # Bound hangs. No test may fail because a busy machine is slow.
 START_S = STOP_S = BENCH_S = 300.0
 UP = ("up", "--engine", "simulated", "--listen", "127.0.0.1:0", "--http-port", "0")
-# Not the 512 MB that a worker makes ready by default.
+# Less than the default of 512 MB of staging per worker.
 CONFIG = "kv_transfer: {send_bytes: 8388608, receive_bytes: 8388608}\n"
-# The same as `vllm bench serve`, whose console script needs the metadata of a package "vllm".
+# Same as `vllm bench serve`, without its console script, which needs the package's metadata.
 BENCH = """
 import json, sys
 from vllm.benchmarks.serve import add_cli_args, main
@@ -63,7 +63,7 @@ class Process:
         return psutil.Process(self.popen.pid).children(recursive=True)
 
     def stop(self, number=signal.SIGTERM):
-        """Its exit code, and the processes that it left behind."""
+        """Stops the process; returns its exit code and the child processes that it left behind."""
         children = self.children()
         self.popen.send_signal(number)
         code = self.popen.wait(STOP_S)
@@ -115,7 +115,7 @@ def gateway_of(up):
 
 
 def test_vllms_own_load_tool_works_unchanged(up, model, tmp_path):
-    """Its own counts: all requests succeed, all tokens are there, TTFT and gaps are measured."""
+    """By its own counts: all requests succeed with all tokens, TTFT and ITL are measured."""
     backends = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
     runs = []
     for backend, endpoint in backends.items():
@@ -148,7 +148,7 @@ def test_vllms_own_load_tool_works_unchanged(up, model, tmp_path):
         assert (result["completed"], result["failed"]) == (12, 0), result
         assert result["total_output_tokens"] == 12 * 12
         assert all(ttft > 0 for ttft in result["ttfts"])
-        # No chunk is more than the tokens of one delta, none is without tokens.
+        # Each chunk has the tokens of one delta; no chunk is without tokens.
         assert all(1 <= len(gaps) <= 11 for gaps in result["itls"])
 
 
@@ -172,7 +172,7 @@ def test_a_gateway_alone_serves_the_same_coordinator(up, tmp_path):
 def test_a_gateway_that_dies_is_replaced(up):
     old = gateway_of(up)
     old.kill()
-    # The listener outlives it: what connects meanwhile waits for the next one.
+    # The listening socket survives: connections wait for the next gateway process.
     answer = client(up.url, max_retries=5).completions.create(
         model="demo", prompt=[5, 6, 7], max_tokens=2
     )
@@ -180,7 +180,7 @@ def test_a_gateway_that_dies_is_replaced(up):
     assert gateway_of(up).pid != old.pid
 
 
-def test_sigterm_lets_streams_end(tmp_path, model):
+def test_sigterm_drains_streams(tmp_path, model):
     process = start_up("--model", model, directory=tmp_path)
     try:
         url = process.ready(r" http=(\S+)$").group(1)
@@ -211,7 +211,7 @@ def test_without_a_gateway(tmp_path, model):
         process.close()
 
 
-def test_a_port_in_use_is_said_before_anything_starts(up, tmp_path):
+def test_a_port_in_use_is_an_error_before_anything_starts(up, tmp_path):
     port = up.url.rpartition(":")[2]
     done = subprocess.run(
         [sys.executable, "-m", "baton.cli", *UP[:-1], port],

@@ -1,4 +1,4 @@
-"""Answers that show their prompts: as text, as tokens and with logprobs."""
+"""Responses that show their prompts: as text, as token IDs and with logprobs."""
 
 import httpx2 as httpx
 import pytest
@@ -53,7 +53,7 @@ async def test_prompts_have_logprobs(openai, cluster, text_of, number):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("max_tokens", [0, 3])
 async def test_echo_puts_prompts_first(openai, cluster, text_of, max_tokens, stream):
-    """Texts as they came, token ids as their text."""
+    """Text prompts are echoed unchanged, token IDs as text."""
     for prompts, texts in ((["one", "two"], ["one", "two"]), (PROMPT, [text_of(PROMPT)])):
         asked = {"model": "demo", "prompt": prompts, "max_tokens": max_tokens, "echo": True}
         found = [""] * len(texts)
@@ -71,10 +71,10 @@ async def test_echo_puts_prompts_first(openai, cluster, text_of, max_tokens, str
 
 @pytest.mark.parametrize("prompt", ["What is a flip?", PROMPT], ids=["text", "ids"])
 @pytest.mark.parametrize("max_tokens", [0, 1])
-async def test_echo_with_logprobs_is_what_evaluations_read(
+async def test_echo_with_logprobs_returns_what_lm_eval_reads(
     openai, cluster, text_of, prompt, max_tokens
 ):
-    """As lm-eval asks for the likelihood of a continuation."""
+    """lm-eval computes the likelihood of a continuation in this way."""
     answer = await openai.completions.create(
         model="demo", prompt=prompt, max_tokens=max_tokens, logprobs=1, echo=True, temperature=0
     )
@@ -95,7 +95,7 @@ async def test_echo_with_logprobs_is_what_evaluations_read(
 
 
 @pytest.mark.parametrize("prompt", ["What is a flip?", PROMPT], ids=["text", "ids"])
-async def test_completions_show_token_ids(openai, cluster, prompt):
+async def test_completions_return_token_ids(openai, cluster, prompt):
     ids = ids_of(cluster, prompt) if isinstance(prompt, str) else prompt
     asked = {"model": "demo", "prompt": prompt, "max_tokens": 5}
     extra = {"return_token_ids": True}
@@ -108,7 +108,7 @@ async def test_completions_show_token_ids(openai, cluster, prompt):
     assert [token for one in (first, *rest) for token in one.token_ids] == choice.token_ids
 
 
-async def test_chats_show_token_ids(openai, cluster):
+async def test_chats_return_token_ids(openai, cluster):
     asked = {"model": "demo", "messages": TURNS, "max_tokens": 5}
     extra = {"return_token_ids": True, "add_generation_prompt": False}
     whole = await openai.chat.completions.create(**asked, extra_body=extra)
@@ -122,7 +122,7 @@ async def test_chats_show_token_ids(openai, cluster):
     assert tokens == whole.choices[0].token_ids
 
 
-async def test_without_the_tokenizers_files_what_needs_them_is_refused(
+async def test_fields_that_need_the_tokenizer_are_refused_without_its_files(
     openai, cluster, monkeypatch
 ):
     def read(tokenizer, model):
@@ -141,7 +141,7 @@ async def test_without_the_tokenizers_files_what_needs_them_is_refused(
     assert answer.choices[0].text == "x"
 
 
-async def test_a_body_may_name_its_request(openai, gateway, cluster):
+async def test_the_body_may_set_the_request_id(openai, gateway, cluster):
     body = {"model": "demo", "prompt": "x", "max_tokens": 1, "request_id": "by-body"}
     async with httpx.AsyncClient(timeout=WAIT_S) as http:
         answer = await http.post(f"{gateway.url}/v1/completions", json=body)

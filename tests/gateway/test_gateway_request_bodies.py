@@ -1,4 +1,4 @@
-"""Whatever a body says, it becomes requests or an error that says what is wrong."""
+"""Every body becomes requests or an error that names the wrong field."""
 
 import itertools
 import json
@@ -44,7 +44,7 @@ def fields(kind):
 @pytest.mark.parametrize("kind", KINDS)
 @settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(data=st.data())
-def test_any_json_is_requests_or_a_problem(kind, data):
+def test_any_json_becomes_requests_or_an_http_error(kind, data):
     convert, least = KINDS[kind]
     body = json.dumps({**least, **data.draw(fields(kind))}).encode()
     outcome = submitted(body, kind, convert)
@@ -54,7 +54,7 @@ def test_any_json_is_requests_or_a_problem(kind, data):
 
 
 def submitted(body, kind, convert):
-    """What is wrong with a body; None when it becomes requests."""
+    """Returns the error of a body; None if it becomes requests."""
     try:
         request = convert(body_parser.parse_body(body, kind), "id", {})
         for prompt, options in itertools.islice(request.choice_requests(), 4):
@@ -62,14 +62,14 @@ def submitted(body, kind, convert):
     except HttpError as problem:
         return problem
     except RemoteError as error:
-        # What does not fit the message.
+        # A value that the protobuf message cannot hold.
         return error_responses.from_remote_error(error)
     return None
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(body=st.binary(max_size=64))
-def test_any_bytes_are_a_problem(kind, body):
+def test_random_bytes_are_an_http_error(kind, body):
     with pytest.raises(HttpError) as caught:
         body_parser.parse_body(body, kind)
     assert caught.value.status == 400
@@ -87,12 +87,12 @@ MANY_WRONG = {
 
 
 @pytest.mark.parametrize("name", MANY_WRONG)
-def test_of_many_that_are_wrong_one_is_told(name):
-    """What is said of each would take the event loop minutes in the largest body."""
+def test_only_the_first_of_many_wrong_entries_is_reported(name):
+    """Describing every entry of the largest body would block the event loop for minutes."""
     least = KINDS[request_bodies.ChatBody][1]
     with pytest.raises(ValidationError) as caught:
         request_bodies.ChatBody.model_validate({**least, name: MANY_WRONG[name]})
-    # In a union something of each kind.
+    # A union reports one error per member.
     assert caught.value.error_count() <= 2
     with pytest.raises(HttpError, match=f"^{name}"):
         body_parser.parse_body(
@@ -101,7 +101,7 @@ def test_of_many_that_are_wrong_one_is_told(name):
 
 
 @pytest.mark.parametrize("above", [None, "structured_outputs", "logit_bias"])
-def test_long_names_come_back_shortened(above):
+def test_long_field_names_are_shortened_in_errors(above):
     wrong = {"n" * MANY: ""}
     body = {"prompt": "x"} | (wrong if above is None else {above: wrong})
     with pytest.raises(HttpError) as caught:
@@ -110,14 +110,14 @@ def test_long_names_come_back_shortened(above):
     assert len(caught.value.body()) < 1000
 
 
-def test_no_more_turns_are_read_than_are_taken():
+def test_the_number_of_turns_is_limited():
     turns = [{"role": "user", "content": "x"}] * MANY
     with pytest.raises(HttpError, match=r"^messages is .*at most 4096"):
         body_parser.parse_body(json.dumps({"messages": turns}).encode(), request_bodies.ChatBody)
 
 
 @given(name=st.sampled_from(sorted(body_parser.UNSUPPORTED)), value=VALUES)
-def test_what_is_not_carried_out_is_named_unless_it_changes_nothing(name, value):
+def test_an_unsupported_field_is_named_unless_it_has_no_effect(name, value):
     body = json.dumps({**KINDS[request_bodies.ChatBody][1], name: value}).encode()
     if value is None or value in body_parser.UNSUPPORTED[name]:
         body_parser.parse_body(body, request_bodies.ChatBody)

@@ -1,4 +1,4 @@
-"""The chunks of a stream say what the whole answer says."""
+"""The chunks of a stream contain the same as the full response."""
 
 import json
 
@@ -12,14 +12,14 @@ from baton.gateway.parsed_request import ParsedRequest
 from baton.gateway.rendered_prompt import RenderedPrompt
 
 BUDGET = LatencyBudget((), 0.0, 0.0, 0.0, 0.0)
-# Everything that the contract's strings can hold.
+# All characters that protobuf strings can hold.
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
 LOGPROB = st.floats(max_value=0.0, allow_nan=False)
 
 
 @st.composite
 def deltas(draw, logprobs):
-    """The tokens of one output, in pieces; an entry is the chosen token and the likeliest two."""
+    """Draws the deltas of one output; logprobs have the chosen and the two most likely tokens."""
     found, offset = [], 0
     for _ in range(draw(st.integers(1, 5))):
         count = draw(st.integers(1, 3))
@@ -46,7 +46,7 @@ def parsed_request_of(*, chat, num_logprobs, include_usage=False, continuous_usa
 
 
 def parsed(chunk):
-    """The one event of a chunk; whoever splits lines by any rule finds it whole."""
+    """Parses the single event of a chunk, which must not contain any kind of line break."""
     text = chunk.decode()
     assert text.endswith("\n\n")
     assert len(text.rstrip("\n").splitlines()) == 1
@@ -56,7 +56,7 @@ def parsed(chunk):
 @pytest.mark.parametrize("num_logprobs", [None, 2])
 @pytest.mark.parametrize("chat", [False, True])
 @given(data=st.data())
-def test_chunks_together_are_the_whole(chat, num_logprobs, data):
+def test_the_joined_chunks_equal_the_full_response(chat, num_logprobs, data):
     parts = data.draw(deltas(num_logprobs is not None))
     num_tokens = sum(len(part.token_ids) for part in parts)
     finished = Finished("length", "", Usage(3, num_tokens, 1), BUDGET)
@@ -101,7 +101,7 @@ def test_chunks_together_are_the_whole(chat, num_logprobs, data):
     ("stop", "asked", "shown"),
     [("", (), None), ("END", ("END",), "END"), ("12", (), 12), ("12", ("12",), "12")],
 )
-def test_what_stopped_it(stop, asked, shown):
+def test_stop_reason(stop, asked, shown):
     finished = Finished("stop", stop, Usage(1, 1, 0), BUDGET)
     head = response_rendering.ResponseHead(
         parsed_request_of(chat=False, num_logprobs=None, stop=asked), "m", 1
@@ -112,7 +112,7 @@ def test_what_stopped_it(stop, asked, shown):
     assert chunk["choices"][0]["stop_reason"] == shown
 
 
-def test_usage_is_in_every_chunk_when_it_is_asked_for():
+def test_include_usage_adds_usage_to_every_chunk():
     head = response_rendering.ResponseHead(
         parsed_request_of(chat=True, num_logprobs=None, include_usage=True), "m", 1
     )
@@ -127,7 +127,7 @@ def test_usage_is_in_every_chunk_when_it_is_asked_for():
     assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
 
 
-def test_usage_so_far_is_in_every_chunk_when_that_is_asked_for():
+def test_continuous_usage_counts_the_tokens_so_far():
     asked = parsed_request_of(
         chat=False, num_logprobs=None, include_usage=True, continuous_usage=True
     )

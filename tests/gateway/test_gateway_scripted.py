@@ -1,4 +1,4 @@
-"""A gateway in front of a coordinator that says what the test writes."""
+"""A gateway in front of a coordinator whose events the test sends."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ async def post(gateway, body, route="/v1/completions", **headers):
 
 
 async def submitted(inference, gateway, body, route="/v1/completions", **headers):
-    """The request that a body becomes; its answer is one token."""
+    """Returns the request that the coordinator gets for a body; responds with one token."""
     answer = asyncio.create_task(post(gateway, body, route, **headers))
     connection = await inference.connection()
     submit = await connection.submitted()
@@ -39,7 +39,7 @@ def events(response):
     return [line.removeprefix("data: ") for line in found]
 
 
-async def test_what_a_body_says_reaches_the_coordinator(inference, scripted):
+async def test_all_fields_of_a_body_reach_the_coordinator(inference, scripted):
     body = {
         "model": "scripted",
         "prompt": [1, 2],
@@ -106,7 +106,7 @@ async def test_what_a_body_says_reaches_the_coordinator(inference, scripted):
     assert request.lane == common_pb2.LANE_INTERACTIVE
 
 
-async def test_a_session_may_be_named_as_in_vllm(inference, scripted):
+async def test_session_id_is_accepted_as_in_vllm(inference, scripted):
     request = await submitted(inference, scripted, {"prompt": "x", "session_id": "talk"})
     assert request.session_id == "talk"
 
@@ -132,7 +132,7 @@ async def test_structured_outputs(inference, scripted, body, constraint):
         assert request.sampling.structured_output == wanted
 
 
-async def test_variables_of_the_chat_template_travel(inference, scripted):
+async def test_chat_template_kwargs_reach_the_coordinator(inference, scripted):
     body = {
         "messages": [{"role": "user", "content": "hi"}],
         "chat_template_kwargs": {"enable_thinking": False},
@@ -141,8 +141,8 @@ async def test_variables_of_the_chat_template_travel(inference, scripted):
     assert json.loads(request.chat.template_kwargs) == {"enable_thinking": False}
 
 
-async def test_what_is_said_of_tools_reaches_the_chat_template(inference, scripted):
-    """Also without parsers, where they may not be called: earlier calls stay part of the talk."""
+async def test_tools_and_earlier_calls_reach_the_chat_template(inference, scripted):
+    """Also without parsers, which only new calls need: earlier calls are part of the chat."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     body = {
         "messages": [
@@ -165,7 +165,7 @@ async def test_what_is_said_of_tools_reaches_the_chat_template(inference, script
         {"tool_calls": [call], "reasoning": "so", "reasoning_content": "so"},
         {"tool_call_id": "c"},
     ]
-    # What is not said is null, as vLLM gives it to templates.
+    # Absent fields are null, as in vLLM.
     told = {"name": "f", "description": None, "parameters": None}
     assert json.loads(chat.tools) == [{"type": "function", "function": told}]
     assert json.loads(chat.template_kwargs) == {
@@ -213,7 +213,7 @@ async def test_a_wrong_header_is_named(scripted, header):
     assert answer.json()["error"]["param"] == next(iter(header))
 
 
-async def test_choices_of_a_prompt_have_seeds_of_their_own(inference, scripted):
+async def test_each_choice_of_a_prompt_has_its_own_seed(inference, scripted):
     body = {"prompt": ["x", "y"], "n": 2, "seed": 7, "max_tokens": 1}
     answer = asyncio.create_task(post(scripted, body, **{"x-request-id": "many"}))
     connection = await inference.connection()
@@ -232,7 +232,7 @@ async def test_choices_of_a_prompt_have_seeds_of_their_own(inference, scripted):
     assert (await answer).json()["id"] == "many"
 
 
-async def test_tokens_of_one_delta_are_one_chunk_and_the_end_is_in_the_last(inference, scripted):
+async def test_each_delta_is_one_chunk_and_the_last_has_the_finish_reason(inference, scripted):
     answer = asyncio.create_task(post(scripted, {"prompt": "x", "stream": True}))
     connection = await inference.connection()
     number = (await connection.submitted()).stream
@@ -248,7 +248,7 @@ async def test_tokens_of_one_delta_are_one_chunk_and_the_end_is_in_the_last(infe
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_shed_is_429_with_when_to_come_back(inference, scripted, stream):
+async def test_a_shed_request_is_429_with_retry_after(inference, scripted, stream):
     async with scripted.openai() as openai:
         asked = asyncio.create_task(
             openai.completions.create(model="scripted", prompt="x", stream=stream)
@@ -265,7 +265,7 @@ async def test_shed_is_429_with_when_to_come_back(inference, scripted, stream):
     assert (caught.value.code, caught.value.type) == ("queue_full", "rate_limit_error")
 
 
-async def test_the_openai_client_comes_back_by_itself(inference, scripted):
+async def test_the_openai_client_retries_by_itself(inference, scripted):
     async with scripted.openai(max_retries=1) as openai:
         asked = asyncio.create_task(openai.completions.create(model="scripted", prompt="x"))
         connection = await inference.connection()
@@ -296,7 +296,9 @@ async def test_the_openai_client_comes_back_by_itself(inference, scripted):
     ],
     ids=lambda value: code_pb2.Code.Name(value) if value < 20 else "",
 )
-async def test_codes_are_statuses_also_before_the_first_token(inference, scripted, code, status):
+async def test_grpc_codes_become_http_statuses_before_the_first_token(
+    inference, scripted, code, status
+):
     answer = asyncio.create_task(post(scripted, {"prompt": "x", "stream": True}))
     connection = await inference.connection()
     number = (await connection.submitted()).stream
@@ -305,7 +307,7 @@ async def test_codes_are_statuses_also_before_the_first_token(inference, scripte
     assert response.status_code == status
     assert response.json()["error"]["message"] == "because"
     assert ("retry-after" in response.headers) is (status == 503)
-    # Nothing says when: trying again would not help.
+    # Without a retry delay the client should not retry.
     assert (response.headers.get("x-should-retry") == "false") is (status == 429)
 
 
@@ -320,9 +322,7 @@ async def test_codes_are_statuses_also_before_the_first_token(inference, scripte
         ),
     ],
 )
-async def test_fields_have_the_names_that_http_gives_them(
-    inference, scripted, refusal, param, message
-):
+async def test_errors_use_the_http_names_of_fields(inference, scripted, refusal, param, message):
     answer = asyncio.create_task(post(scripted, {"prompt": [1]}))
     connection = await inference.connection()
     number = (await connection.submitted()).stream
@@ -376,7 +376,9 @@ async def test_the_error_event_is_followed_by_done(inference, scripted):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_one_refused_choice_refuses_all_and_cancels_the_others(inference, scripted, stream):
+async def test_a_refused_choice_fails_the_request_and_cancels_the_others(
+    inference, scripted, stream
+):
     answer = asyncio.create_task(post(scripted, {"prompt": "x", "n": 3, "stream": stream}))
     connection = await inference.connection()
     numbers = [(await connection.submitted()).stream for _ in range(3)]
@@ -389,7 +391,7 @@ async def test_one_refused_choice_refuses_all_and_cancels_the_others(inference, 
     assert {await connection.cancelled() for _ in range(2)} == set(numbers[:2])
 
 
-async def test_a_reader_that_takes_nothing_is_disconnected_and_its_request_cancelled(
+async def test_a_client_that_reads_nothing_is_disconnected_and_its_request_cancelled(
     inference, coordinator, start_gateway
 ):
     async with start_gateway(coordinator, write_timeout_s=0.2) as gateway:
@@ -403,7 +405,7 @@ async def test_a_reader_that_takes_nothing_is_disconnected_and_its_request_cance
         text, offset = "x" * 100_000, 0
         cancelled = asyncio.create_task(connection.cancelled())
         while not cancelled.done():
-            # More than any socket holds; what the gateway keeps of it is text it was sent.
+            # More than the socket buffers hold.
             if offset < 200:
                 connection.send(delta(number, offset, [1], text))
                 offset += 1
@@ -413,7 +415,7 @@ async def test_a_reader_that_takes_nothing_is_disconnected_and_its_request_cance
         writer.close()
 
 
-async def test_a_slow_reader_gets_everything_in_the_end(inference, scripted):
+async def test_a_slow_reader_gets_the_whole_response(inference, scripted):
     reader, writer = await asyncio.open_connection(*scripted.address, limit=1024)
     body = b'{"prompt": "x", "stream": true, "max_tokens": 1000000}'
     head = f"POST /v1/completions HTTP/1.0\r\ncontent-length: {len(body)}\r\n"
@@ -437,7 +439,9 @@ async def test_a_slow_reader_gets_everything_in_the_end(inference, scripted):
 
 
 @pytest.mark.parametrize("ends", [True, False])
-async def test_stopping_lets_requests_end_for_a_while(inference, coordinator, start_gateway, ends):
+async def test_a_stop_drains_requests_until_the_timeout(
+    inference, coordinator, start_gateway, ends
+):
     drain_timeout_s = WAIT_S if ends else 0.2
     async with start_gateway(coordinator, drain_timeout_s=drain_timeout_s) as gateway:
         begun = asyncio.Event()

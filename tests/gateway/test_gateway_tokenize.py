@@ -1,4 +1,4 @@
-"""/tokenize and /detokenize, by the files of the model that is served."""
+"""/tokenize and /detokenize, with the tokenizer files of the served model."""
 
 import httpx2 as httpx
 import pytest
@@ -17,7 +17,7 @@ async def post(gateway):
         yield send
 
 
-async def test_texts_become_tokens_and_come_back(post, cluster):
+async def test_text_is_tokenized_and_detokenized(post, cluster):
     text = "What is a flip?"
     answer = (await post("/tokenize", {"model": "demo", "prompt": text})).json()
     tokenizer = cluster.vocabulary.tokenizer
@@ -33,7 +33,7 @@ async def test_texts_become_tokens_and_come_back(post, cluster):
     assert (await post("/detokenize", {"tokens": []})).json() == {"prompt": ""}
 
 
-async def test_chats_become_the_tokens_that_they_are_served_as(post, openai):
+async def test_a_chat_is_tokenized_as_it_is_served(post, openai):
     answer = await openai.chat.completions.create(model="demo", messages=TURNS, max_tokens=1)
     tokens = (await post("/tokenize", {"messages": TURNS})).json()
     assert tokens["count"] == answer.usage.prompt_tokens
@@ -62,7 +62,7 @@ async def test_chats_become_the_tokens_that_they_are_served_as(post, openai):
         ("/detokenize", "tokens[0]", {"tokens": [2**40]}),
     ],
 )
-async def test_what_is_wrong_is_named(post, route, param, body):
+async def test_the_error_names_the_wrong_field(post, route, param, body):
     answer = await post(route, body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
@@ -72,7 +72,7 @@ async def test_another_model_is_not_found(post):
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_another_type_of_body_is_told_though_it_was_not_read(post):
+async def test_a_refused_content_type_is_reported_although_the_body_is_unread(post):
     body = {"content": b"x" * 2**20, "headers": {"content-type": "text/plain"}}
     answer = await post("/tokenize", None, **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (415, "content-type")

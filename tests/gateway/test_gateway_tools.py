@@ -1,4 +1,4 @@
-"""Calls of tools and what is reasoned, found by vLLM's parsers in what a scripted model writes."""
+"""Tool calls and reasoning that vLLM's parsers find in the output of a scripted model."""
 
 import asyncio
 import json
@@ -38,12 +38,12 @@ OSLO, ROME = '{"city": "Oslo"}', '{"city": "Rome"}'
 
 
 def call(arguments):
-    """As models that hermes reads write it."""
+    """A tool call in the format of the hermes parser."""
     return f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
 
 
 class Model(ScriptedInference):
-    """A coordinator whose model's tokenizer lies in a directory."""
+    """A coordinator whose model has its tokenizer in a directory."""
 
     def __init__(self, directory):
         super().__init__()
@@ -54,7 +54,7 @@ class Model(ScriptedInference):
         return common_pb2.ModelDescription(name="scripted", tokenizer=str(self.directory))
 
     def events(self, stream, text, reason):
-        """One token at a time; the last one comes with the end."""
+        """Yields the events of an output, one token per delta."""
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         yield accepted(stream)
         for offset, one in enumerate(ids):
@@ -69,7 +69,7 @@ class Gateway:
         self._connection = None
 
     async def ask(self, text, *, reason=STOP, think=False, **body):
-        """What is submitted, and the answer; the model writes `text`."""
+        """Sends a chat whose output is `text`; returns the submitted request and the response."""
         kwargs = {} if think else {"chat_template_kwargs": {"enable_thinking": False}}
         body = {"messages": TURNS, **kwargs, **body}
         async with httpx.AsyncClient(timeout=WAIT_S) as http:
@@ -84,7 +84,7 @@ class Gateway:
         return submits[0].request, answer
 
     async def said(self, text, **options):
-        """The answer's choices, and its usage, whole and as the chunks of a stream add up."""
+        """Returns the choices and the usage; checks that a stream adds up to the same."""
         _, whole = await self.ask(text, **options)
         streaming = {"stream": True, "stream_options": {"include_usage": True}}
         _, streamed = await self.ask(text, **options, **streaming)
@@ -114,7 +114,7 @@ def plain(choice):
 
 
 def joined(text):
-    """What the chunks of a stream add up to."""
+    """Joins the chunks of a stream; returns its choices and usage."""
     lines = [line for line in text.split("\n\n") if line]
     assert lines.pop() == "data: [DONE]"
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
@@ -140,7 +140,7 @@ def joined(text):
 
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory):
-    """The files of a tokenizer that knows the marks of what is reasoned."""
+    """The files of a tokenizer with tokens for the begin and end of reasoning."""
     directory = tmp_path_factory.mktemp("thinker")
     source = Path(models.__file__).parent / "glossary"
     for name in ("config.json", "tokenizer_config.json"):
@@ -158,7 +158,7 @@ def thinker(tmp_path_factory):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway(thinker, tmp_path_factory):
-    """`baton gateway` as it is, in front of a coordinator whose answers the test writes."""
+    """A `baton gateway` process in front of a coordinator whose events the test sends."""
     config = tmp_path_factory.mktemp("gateway") / "baton.yaml"
     config.write_text(json.dumps(CONFIG))
     model = Model(thinker)
@@ -185,19 +185,19 @@ async def gateway(thinker, tmp_path_factory):
         ("Is 1 <tool 2?", "Is 1 <tool 2?", [], "stop"),
     ],
 )
-async def test_calls_are_found(gateway, text, content, calls, reason):
+async def test_tool_calls_are_parsed(gateway, text, content, calls, reason):
     found, _ = await gateway.said(text, tools=[TOOL])
     made = [{"name": "weather", "arguments": one} for one in calls]
     assert found == [(content, "", made, reason)]
 
 
-async def test_one_call_at_a_time_when_that_is_asked_for(gateway):
+async def test_parallel_tool_calls_can_be_disabled(gateway):
     text = call(OSLO) + call(ROME)
     ((_, _, calls, _),), _ = await gateway.said(text, tools=[TOOL], parallel_tool_calls=False)
     assert calls == [{"name": "weather", "arguments": OSLO}]
 
 
-async def test_an_output_cut_off_in_a_call_says_so(gateway):
+async def test_an_output_cut_off_in_a_call_has_reason_length(gateway):
     options = {"tools": [TOOL], "stream": True, "stream_options": {"include_usage": True}}
     _, answer = await gateway.ask(call(OSLO)[:-20], reason=LENGTH, **options)
     (((content, _, calls, reason),), _) = joined(answer.text)
@@ -205,26 +205,26 @@ async def test_an_output_cut_off_in_a_call_says_so(gateway):
     assert [one["name"] for one in calls] == ["weather"]
 
 
-async def test_what_is_reasoned_comes_apart_from_the_answer(gateway):
+async def test_reasoning_is_separated_from_the_content(gateway):
     text = f"{THINK}Oslo is north{ANSWER}It is cold."
     found, usage = await gateway.said(text, think=True)
     assert found == [("It is cold.", "Oslo is north", [], "stop")]
     reasoned = usage["completion_tokens_details"]["reasoning_tokens"]
     assert 0 < reasoned < usage["completion_tokens"]
-    # Then a call; each choice has a parser of its own.
+    # Reasoning followed by a call; each choice has its own parser.
     text = f"{THINK}Oslo is north{ANSWER}{call(OSLO)}"
     found, _ = await gateway.said(text, think=True, tools=[TOOL], n=2)
     made = [{"name": "weather", "arguments": OSLO}]
     assert found == 2 * [("", "Oslo is north", made, "tool_calls")]
 
 
-async def test_the_prompt_says_whether_the_model_reasons(gateway):
+async def test_the_end_of_the_prompt_decides_whether_the_model_reasons(gateway):
     found, usage = await gateway.said("It is cold.", think=False)
     assert found == [("It is cold.", "", [], "stop")]
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
-async def test_what_is_reasoned_can_be_hidden(gateway):
+async def test_reasoning_can_be_hidden(gateway):
     text = f"{THINK}Oslo is north{ANSWER}It is cold."
     hidden = {"include_reasoning": False, "logprobs": True, "return_token_ids": True}
     for stream in (False, True):
@@ -234,7 +234,7 @@ async def test_what_is_reasoned_can_be_hidden(gateway):
         assert "cold" in answer.text
 
 
-async def test_tools_reach_the_coordinator_and_calls_may_be_made_to_follow_them(gateway):
+async def test_tools_reach_the_coordinator_and_constrain_required_calls(gateway):
     request, _ = await gateway.ask("It is cold.", tools=[TOOL])
     assert [one["function"]["name"] for one in json.loads(request.chat.tools)] == ["weather"]
     assert not request.sampling.HasField("structured_output")
@@ -245,7 +245,7 @@ async def test_tools_reach_the_coordinator_and_calls_may_be_made_to_follow_them(
         assert '"Oslo"' in tag
         assert "<tool_call>" in tag
         (found,) = answer.json()["choices"]
-        # As OpenAI has it, a call that was told to be made is no reason of its own.
+        # As in OpenAI's API, a call to a named tool has the finish reason "stop".
         reason = "tool_calls" if choice == "required" else "stop"
         assert plain(found) == ("", "", [{"name": "weather", "arguments": OSLO}], reason)
     request, answer = await gateway.ask(call(OSLO), tools=[TOOL], tool_choice="none")
@@ -253,7 +253,7 @@ async def test_tools_reach_the_coordinator_and_calls_may_be_made_to_follow_them(
     assert answer.json()["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_grammars_stay_what_they_were(gateway):
+async def test_structured_outputs_are_passed_on_unchanged(gateway):
     schema = {"type": "object"}
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
     request, _ = await gateway.ask("{}", response_format=wanted)
@@ -264,7 +264,7 @@ async def test_grammars_stay_what_they_were(gateway):
         assert kind in str(request.sampling.structured_output.WhichOneof("constraint"))
 
 
-async def test_what_parsers_refuse_is_told(gateway):
+async def test_errors_of_the_parsers_name_the_field(gateway):
     error = await gateway.refused(tools=[{"type": "function", "function": {"name": ""}}])
     assert error["param"] == "tools[0].function.name"
     error = await gateway.refused(tools=[TOOL], tool_choice="required", top_logprobs=3)
