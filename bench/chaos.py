@@ -89,6 +89,8 @@ class Plan:
                 # Room for all streams on one worker: how they share a full one is not the question.
                 "max_num_seqs": 2 * self.num_streams,
                 "kv_tokens": 2**19,
+                # Every stream ends at its own max_tokens.
+                "mean_output_tokens": 0,
             },
             "kv_transfer": {"send_bytes": 2**25, "receive_bytes": 2**25},
         }

@@ -18,11 +18,13 @@ class Sampler:
     """Takes the next token of a request from its chain, and ends it where its parameters say so.
 
     Args:
-        vocabulary: of the model.
+        vocabulary: Vocabulary of the model.
+        mean_output_tokens: Mean length at which answers end by themselves, in tokens; 0: answers
+            end only at max_tokens or a stop condition.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, vocabulary: Vocabulary, mean_output_tokens: int) -> None:
+        self._vocabulary, self._mean_output_tokens = vocabulary, mean_output_tokens
 
     def sample(self, live: LiveRequest) -> EngineOutput:
         """Adds one token to a request and describes it."""
@@ -47,8 +49,7 @@ class Sampler:
         wanted = live.request.sampling.HasField("prompt_logprobs")
         return [(), *rest] if wanted and not live.request.known_token_ids else ()
 
-    @staticmethod
-    def _end(live: LiveRequest, token: int) -> tuple[Finish | None, str]:
+    def _end(self, live: LiveRequest, token: int) -> tuple[Finish | None, str]:
         """Adds a token's text, and says why the request ends with it, if it does.
 
         Returns:
@@ -60,6 +61,8 @@ class Sampler:
         is_stop_token = token in sampling.stop_token_ids and count >= sampling.min_tokens
         if is_stop_token:
             finish, stop = Finish.STOP, str(token)
+        elif self._ends_by_itself(live):
+            finish = Finish.STOP
         elif count >= live.max_output_tokens:
             finish = Finish.LENGTH
         if not is_stop_token or sampling.include_stop_str_in_output:
@@ -69,6 +72,13 @@ class Sampler:
         if finish is None and live.request.prefill_only:
             finish = Finish.CUT
         return finish, stop
+
+    def _ends_by_itself(self, live: LiveRequest) -> bool:
+        """Whether the answer has reached its own length, as a model's answer ends with EOS."""
+        sampling, count = live.request.sampling, live.num_output_tokens
+        if not self._mean_output_tokens or sampling.ignore_eos or count < sampling.min_tokens:
+            return False
+        return count >= live.chain.answer_length(self._mean_output_tokens)
 
     def _logprobs(
         self, token_ids: Iterable[int], sampling: common_pb2.SamplingParams, field: str

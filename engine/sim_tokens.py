@@ -18,6 +18,8 @@ import xxhash
 
 from baton.runtime.block_hashes import root_of
 
+# Seed of the hash that chooses answer lengths, so that lengths do not follow from first tokens.
+_LENGTH_SEED = 1
 # Enough for any test to tell outputs apart; scanning a large vocabulary would cost start-up time.
 _MAX_PRINTABLE = 4096
 
@@ -61,11 +63,12 @@ class TokenChain:
     adapter, and advances by hashing its 8 bytes and the next token's 4.
     """
 
-    __slots__ = ("_hash", "_printable")
+    __slots__ = ("_hash", "_printable", "_prompt_hash")
 
     def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int], adapter: str = "") -> None:
         self._printable = vocabulary.printable
-        self._hash: int = xxhash.xxh3_64_intdigest(token_bytes(prompt), root_of(adapter))
+        self._prompt_hash = xxhash.xxh3_64_intdigest(token_bytes(prompt), root_of(adapter))
+        self._hash = self._prompt_hash
 
     def advance(self, token_ids: Iterable[int]) -> None:
         """Takes in tokens of the output, whoever picked them."""
@@ -75,6 +78,21 @@ class TokenChain:
     def next(self) -> int:
         """The token after those taken in; the same until `advance`."""
         return self._printable[self._hash % len(self._printable)]
+
+    def answer_length(self, mean_tokens: int) -> int:
+        """Number of tokens after which the answer to the prompt ends by itself.
+
+        The length depends only on the prompt and the adapter, so that every attempt at a request
+        ends at the same token. Lengths are spread evenly between half and one and a half times the
+        mean.
+
+        Args:
+            mean_tokens: Mean answer length over many prompts, in tokens; at least 1.
+        """
+        shortest = (mean_tokens + 1) // 2
+        spread = 2 * (mean_tokens - shortest) + 1
+        digest = xxhash.xxh3_64_intdigest(struct.pack("<Q", self._prompt_hash), _LENGTH_SEED)
+        return shortest + digest % spread
 
 
 def expected_tokens(

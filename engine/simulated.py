@@ -2,9 +2,10 @@
 
 Time passes as the latency model says, tokens are a hash chain over all tokens before them
 (`expected_tokens`), and KV bytes carry the prompt's digest, so that anything lost, repeated or
-foreign shows. Of the sampling parameters only those that end an output count: max_tokens,
-min_tokens, stop, stop_token_ids; the end-of-sequence token never comes. It needs neither torch nor
-a model's weights, only its tokenizer.json.
+foreign shows. An answer ends at a length that follows from its prompt (`mean_output_tokens`).
+The only sampling parameters that the engine reads are those that end an output: max_tokens,
+min_tokens, ignore_eos, stop, stop_token_ids. The engine needs neither torch nor a model's weights,
+only the model's tokenizer.json.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class SimulatedEngine:
         begun_at = monotonic()
         try:
             self._vocabulary = await asyncio.to_thread(Vocabulary.load, self._model)
-            self._sampler = Sampler(self._vocabulary)
+            self._sampler = Sampler(self._vocabulary, settings.mean_output_tokens)
             if self._transfer_socket:
                 self._port = HandoffPort(self._transfer_socket, self._layout)
         except (ValueError, ServiceGone) as error:

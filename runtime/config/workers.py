@@ -96,3 +96,10 @@ class SimulatedConfig(Section):
     block_bytes: Count = Field(1024, ge=64, description="Bytes of one KV block in one layer.")
     max_num_seqs: Count = Field(64, description="Requests in one step.")
     max_num_batched_tokens: Count = Field(2048, description="Tokens in one step.")
+    mean_output_tokens: int = Field(
+        200,
+        ge=0,
+        description="Mean length of an answer in tokens. Each prompt has a fixed answer length "
+        "between half and one and a half times the mean; the answer ends there with finish reason "
+        "stop. 0: answers end at max_tokens, as they do for requests with ignore_eos.",
+    )

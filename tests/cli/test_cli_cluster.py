@@ -134,6 +134,20 @@ def test_generate_json_is_one_event_per_line(ask):
     assert (events[-1]["reason"], events[-1]["usage"]["completion_tokens"]) == ("length", 4)
 
 
+def test_an_answer_without_max_tokens_ends_by_itself(ask):
+    answers = [
+        [json.loads(line) for line in ask("generate", "hello", "--json").out.splitlines()]
+        for _ in range(2)
+    ]
+    (tokens, reason), again = (
+        ([token for event in one[1:-1] for token in event["token_ids"]], one[-1]["reason"])
+        for one in answers
+    )
+    assert reason == "stop"
+    assert 100 <= len(tokens) <= 300
+    assert again == (tokens, reason)
+
+
 def test_the_timeline_covers_the_whole_request(ask):
     result = ask("generate", "hello", "--max-tokens", "16", "--timeline", "--chat")
     assert result.code == 0, result.err

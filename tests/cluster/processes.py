@@ -44,6 +44,8 @@ class Cluster(Closing):
             "max_num_batched_tokens": 256,
             "max_model_len": 2048,
             "kv_tokens": 16384,
+            # Tests choose an output's length with max_tokens.
+            "mean_output_tokens": 0,
         }
         config = {
             "model": model,

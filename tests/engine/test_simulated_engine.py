@@ -6,7 +6,7 @@ import pytest
 
 from baton.engine.base import EngineDead, EngineOutput, EngineRequest, Finish, RequestRejected
 from baton.engine.sim_blocks import BlockPool
-from baton.engine.sim_tokens import Vocabulary, expected_tokens
+from baton.engine.sim_tokens import TokenChain, Vocabulary, expected_tokens
 from baton.engine.simulated import SimulatedEngine
 from baton.runtime import demo_model
 from baton.runtime.config import SimulatedConfig
@@ -165,6 +165,49 @@ async def test_a_stop_string_across_the_split_ends_the_text_before_it(
     )["b"]
     assert first.text + rest.text == one[:-1]
     assert (rest.last.finish, rest.last.stop) == (Finish.STOP, one[-1] + two[0])
+
+
+async def test_an_answer_ends_by_itself_at_the_length_of_its_prompt(
+    engine: SimulatedEngine, vocabulary: Vocabulary
+) -> None:
+    prompts = {f"r{index}": [index + 2, 9] for index in range(8)}
+    found = await answers(engine, *(request(name, prompt) for name, prompt in prompts.items()))
+    lengths = {name: len(one.tokens) for name, one in found.items()}
+    assert all(one.last.finish is Finish.STOP and not one.last.stop for one in found.values())
+    assert all(100 <= length <= 300 for length in lengths.values())
+    assert len(set(lengths.values())) > 4
+    for name, prompt in prompts.items():
+        assert found[name].tokens == expected_tokens(vocabulary, prompt, lengths[name])
+
+    # A second attempt that knows the first tokens ends where the first attempt ended.
+    prompt, length = prompts["r3"], lengths["r3"]
+    known = tuple(found["r3"].tokens[:70])
+    more = await answers(
+        engine,
+        request("resumed", prompt, known=known),
+        request("long", prompt, max_tokens=400, ignore_eos=True),
+        request("short", prompt, max_tokens=50),
+        request("at least", prompt, max_tokens=400, min_tokens=length + 7),
+    )
+    assert [*known, *more["resumed"].tokens] == found["r3"].tokens
+    assert more["resumed"].last.finish is Finish.STOP
+    assert (len(more["long"].tokens), more["long"].last.finish) == (400, Finish.LENGTH)
+    assert (len(more["short"].tokens), more["short"].last.finish) == (50, Finish.LENGTH)
+    assert (len(more["at least"].tokens), more["at least"].last.finish) == (length + 7, Finish.STOP)
+
+
+async def test_without_a_mean_answers_end_at_max_tokens_only(model: str) -> None:
+    engine = await started(model, INSTANT.model_copy(update={"mean_output_tokens": 0}))
+    found = await answers(engine, request("a", [5, 6], max_tokens=500))
+    assert (len(found["a"].tokens), found["a"].last.finish) == (500, Finish.LENGTH)
+    await engine.stop()
+
+
+@pytest.mark.parametrize("mean", [1, 2, 7, 200])
+def test_answer_lengths_are_spread_around_the_mean(vocabulary: Vocabulary, mean: int) -> None:
+    lengths = [TokenChain(vocabulary, [2, i, 5]).answer_length(mean) for i in range(2000)]
+    assert (mean + 1) // 2 <= min(lengths) <= max(lengths) <= mean * 3 // 2
+    assert sum(lengths) / len(lengths) == pytest.approx(mean, rel=0.05)
 
 
 @pytest.mark.parametrize("include", [False, True])

@@ -50,7 +50,9 @@ async def start_worker(model: str, coordinator: ScriptedCoordinator) -> AsyncIte
 
         def start(role: int = common_pb2.ROLE_DECODE, name: str = "w1", **over) -> RunningWorker:
             address = over.pop("address", coordinator.address)
-            simulated = {"time_scale": 0, "max_model_len": 1024, "kv_tokens": 8192}
+            # Tests choose an output's length with max_tokens.
+            lengths = {"max_model_len": 1024, "kv_tokens": 8192, "mean_output_tokens": 0}
+            simulated = {"time_scale": 0} | lengths
             # Small staging memory, because a worker reserves 512 MB by default.
             transfer = {"send_bytes": 2**23, "receive_bytes": 2**23, "open_timeout_s": WAIT_S}
             config = parse(
