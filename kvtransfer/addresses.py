@@ -19,7 +19,7 @@ from baton.runtime.config_error import ConfigError
 from baton.runtime.kv_transfer_config import KvTransferConfig
 
 
-def towards(config: KvTransferConfig, coordinator: str) -> KvTransferConfig:
+def with_listen_address(config: KvTransferConfig, coordinator: str) -> KvTransferConfig:
     """Returns the configuration with a `listen` address that other workers can dial.
 
     The address is the one from which this host reaches the coordinator: loopback when the

@@ -16,7 +16,7 @@ _FILE = "engine-stages"
 WEIGHTS, KV = "weights", "kv"
 
 
-def note(socket_path: str, stage: str) -> None:
+def record(socket_path: str, stage: str) -> None:
     """Records that a stage has ended."""
     with Path(socket_path).with_name(_FILE).open("a", encoding="utf-8") as file:
         file.write(f"{stage} {time.monotonic()}\n")
@@ -34,6 +34,6 @@ def ended_at(socket_path: str) -> dict[str, float]:
     return {stage: float(at) for stage, _, at in (line.partition(" ") for line in lines)}
 
 
-def forget(socket_path: str) -> None:
+def remove(socket_path: str) -> None:
     """Removes the records. Idempotent."""
     Path(socket_path).with_name(_FILE).unlink(missing_ok=True)

@@ -129,7 +129,7 @@ class TransferClient:
                 assert process.stdout is not None
                 line = await process.stdout.readline()
                 if not line:
-                    raise ServiceGone(await _last_words(process))
+                    raise ServiceGone(await _failure_detail(process))
                 ready = json.loads(line)
                 reader, writer = await asyncio.open_unix_connection(socket_path)
             client = cls(process, ready, reader, writer)
@@ -138,7 +138,7 @@ class TransferClient:
             with contextlib.suppress(ProcessLookupError):
                 process.terminate()
             try:
-                await _end(process)
+                await _wait_for_end(process)
             finally:
                 # For a process that was killed before it could remove its segment.
                 remove_leftovers()
@@ -258,7 +258,7 @@ class TransferClient:
         self._closing = True
         self._writer.close()
         try:
-            await _end(self._process)
+            await _wait_for_end(self._process)
         finally:
             await asyncio.wait(self._tasks)
             with contextlib.suppress(OSError):
@@ -357,7 +357,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "GLIBC_TUNABLES": ":".join(tunables)}
 
 
-async def _last_words(process: asyncio.subprocess.Process) -> str:
+async def _failure_detail(process: asyncio.subprocess.Process) -> str:
     """Returns why a service did not start: the last line of its stderr, or its exit code."""
     assert process.stderr is not None
     lines = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
@@ -365,7 +365,7 @@ async def _last_words(process: asyncio.subprocess.Process) -> str:
     return lines[-1] if lines else f"ended with exit code {code}"
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _wait_for_end(process: asyncio.subprocess.Process) -> None:
     """Waits for a process that was told to end; kills it after STOP_TIMEOUT_S or at a cancel.
 
     The caller removes the files of a killed process.

@@ -18,7 +18,7 @@ from typing import Any
 
 from baton.engine.base import Engine, EngineDead, EngineInfo
 from baton.engine.warm_up import warm_up
-from baton.kvtransfer.addresses import towards
+from baton.kvtransfer.addresses import with_listen_address
 from baton.kvtransfer.control import ServiceGone, TransferClient, TransferError
 from baton.runtime import exposure, lifecycle, tracing, worker_directory
 from baton.runtime.config import BatonConfig, PoolConfig
@@ -125,7 +125,7 @@ class Worker:
         directory = self._own_directory()
         stack.callback(directory.remove)
         socket_path = str(directory.path / "kv.sock")
-        listening = towards(config.kv_transfer, self._coordinator)
+        listening = with_listen_address(config.kv_transfer, self._coordinator)
         exposure.check_transfer(listening.listen, security)
         try:
             transfer = await TransferClient.start(

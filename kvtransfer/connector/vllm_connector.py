@@ -179,7 +179,7 @@ class BatonConnector(KVConnectorBase_V1):
 
     def _note_stage(self, stage: str) -> None:
         if get_tensor_model_parallel_rank() == 0:
-            engine_stages.note(self._socket_path, stage)
+            engine_stages.record(self._socket_path, stage)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._rank_half.register(kv_caches)

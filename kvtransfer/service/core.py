@@ -302,7 +302,7 @@ class TransferCore:
                     if (pusher := self._pushers.get(handoff_id)) is not None:
                         pusher.wake()
                 case receiving.Changed():
-                    self._tell_changed(effect)
+                    self._notify_changed(effect)
                 case receiving.Reply():
                     self._reply(effect)
                 case sending.Reserved(handoff_id, offset):
@@ -316,7 +316,7 @@ class TransferCore:
                     if (pusher := self._pushers.pop(handoff_id, None)) is not None:
                         pusher.stop(farewell)
                 case sending.Ended():
-                    self._tell_ended(effect)
+                    self._notify_ended(effect)
 
     def _answer_open(self, handoff_id: bytes, reply: pb.LocalReply) -> None:
         connection, reply.call_id = self._opening.pop(handoff_id)
@@ -366,7 +366,7 @@ class TransferCore:
         if reply.kind != pb.PushReply.KIND_OPENED:
             self._end_unless_served(reply.stream)
 
-    def _tell_changed(self, changed: receiving.Changed) -> None:
+    def _notify_changed(self, changed: receiving.Changed) -> None:
         if changed.state is receiving.ReceiveState.FAILED:
             logger.info(
                 "handoff failed: %s",
@@ -383,7 +383,7 @@ class TransferCore:
         state = local_replies.received_state(changed, with_claims=not connection.is_main)
         connection.notify(("receive", changed.handoff_id), pb.LocalReply(handoff=state))
 
-    def _tell_ended(self, ended: sending.Ended) -> None:
+    def _notify_ended(self, ended: sending.Ended) -> None:
         if not ended.committed:
             wanted = ended.reason != pb.REFUSAL_REASON_CANCELLED
             logger.log(

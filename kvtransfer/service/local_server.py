@@ -119,7 +119,7 @@ def remove(path: str) -> None:
     Path(notes.path_beside(path)).unlink(missing_ok=True)
     directory = Path(path).parent
     if directory.name.startswith(worker_directory.PREFIX):
-        engine_stages.forget(path)
+        engine_stages.remove(path)
         with contextlib.suppress(OSError):
             for one in directory.iterdir():
                 if one.is_socket() or one.is_symlink() or one.name.startswith(_RENDEZVOUS):

@@ -56,7 +56,7 @@ class OpenHandler:
         if carried != handoff_id:
             detail = f"the stream carries handoff {carried.hex()}; one stream carries one handoff"
             self._table.refuse(stream, handoff_id, epoch, pb.REFUSAL_REASON_MALFORMED, detail)
-        elif (why := self._table.why_ended(handoff_id)) is not None:
+        elif (why := self._table.end_reason(handoff_id)) is not None:
             self._table.refuse(stream, handoff_id, epoch, *why)
         elif live is None:
             return False
@@ -86,7 +86,7 @@ class OpenHandler:
                 f"num_tokens is {opened.num_tokens}; must be 1 to {most} for "
                 f"{opened.num_blocks} blocks"
             )
-        if (why := self._table.why_no_room(num_bytes, live)) is not None:
+        if (why := self._table.no_room_reason(num_bytes, live)) is not None:
             reason, detail = why
             raise MalformedFrame(detail, reason)
         return num_bytes
@@ -114,7 +114,7 @@ class OpenHandler:
             self._table.refuse(
                 live.stream, live.handoff_id, live.epoch, pb.REFUSAL_REASON_OLD_EPOCH, detail
             )
-        self._table.carry(live, stream)
+        self._table.assign_stream(live, stream)
         live.epoch, live.ranks = opened.epoch, ranks
         live.choice, live.problem = choice, None
         live.num_bytes_received = live.num_bytes_told = 0

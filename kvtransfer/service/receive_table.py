@@ -60,7 +60,7 @@ class ReceiveTable:
         """Returns the live handoff that a stream carries."""
         return self.live.get(self.streams.get(stream, b""))
 
-    def why_ended(self, handoff_id: bytes) -> tuple[pb.RefusalReason.ValueType, str] | None:
+    def end_reason(self, handoff_id: bytes) -> tuple[pb.RefusalReason.ValueType, str] | None:
         """Returns why a handoff takes no more frames; None unless it is over and remembered."""
         ended = self._ended.get(handoff_id)
         if ended is None:
@@ -128,18 +128,18 @@ class ReceiveTable:
         assert len(self._ahead) <= self._limits.max_tombstones
         assert self._ahead.keys().isdisjoint(self._ended)
 
-    def claim_when_committed(self, handoff_id: bytes) -> None:
+    def claim_at_commit(self, handoff_id: bytes) -> None:
         """Marks a handoff to be claimed at its commit; a handoff that is over stays over."""
         if handoff_id not in self._ended:
             self._ahead[handoff_id] = None
             if len(self._ahead) > self._limits.max_tombstones:
                 self._ahead.popitem(last=False)
 
-    def is_claimed_ahead(self, handoff_id: bytes) -> bool:
+    def is_claimed_at_commit(self, handoff_id: bytes) -> bool:
         """Returns whether a handoff is to be claimed at its commit."""
         return handoff_id in self._ahead
 
-    def why_no_room(
+    def no_room_reason(
         self, num_bytes: int, live: Handoff | None
     ) -> tuple[pb.RefusalReason.ValueType, str] | None:
         """Returns why a handoff cannot wait for staging; None when it can, or needs no wait."""
@@ -156,13 +156,13 @@ class ReceiveTable:
         """Adds a new handoff, which has no staging and no stream yet."""
         self.live[handoff.handoff_id] = handoff
 
-    def carry(self, handoff: Handoff, stream: int) -> None:
+    def assign_stream(self, handoff: Handoff, stream: int) -> None:
         """Assigns a stream to a handoff; frames of it on another stream are refused from now on."""
         if handoff.stream is not None:
             del self.streams[handoff.stream]
         handoff.stream, self.streams[stream] = stream, handoff.handoff_id
 
-    def lose(self, stream: int) -> Handoff | None:
+    def remove_stream(self, stream: int) -> Handoff | None:
         """Removes a stream that has ended; returns the live handoff that it carried."""
         handoff = self.live.get(self.streams.pop(stream, b""))
         if handoff is not None:
@@ -184,7 +184,7 @@ class ReceiveTable:
         if handoff.extent is None:
             self.advance(handoff, _S.QUEUED)
 
-    def tell(self, effect: Effect) -> None:
+    def add_effect(self, effect: Effect) -> None:
         """Adds an effect."""
         self._effects.append(effect)
 
@@ -215,7 +215,7 @@ class ReceiveTable:
         self.statistics.num_failed += 1
         self.end(handoff, _S.FAILED, reason, detail, now)
 
-    def give_up(
+    def fail_by_id(
         self, handoff_id: bytes, reason: pb.RefusalReason.ValueType, detail: str, now: float
     ) -> None:
         """Fails a handoff, also before its open; a handoff that is over stays as it is."""
@@ -309,7 +309,7 @@ class ReceiveTable:
             kind = pb.PushReply.KIND_REFUSED
             self._effects.append(Reply(stream, kind, handoff_id, epoch, reason, detail))
 
-    def state_in_words(self, handoff_id: bytes) -> str:
+    def state_text(self, handoff_id: bytes) -> str:
         """Returns the state of a handoff without staging, for error messages."""
         ended = self._ended.get(handoff_id)
         if ended is None:

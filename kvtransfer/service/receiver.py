@@ -118,7 +118,7 @@ class Receiver:
 
     def handle_stream_lost(self, stream: int, now: float) -> list[Effect]:
         """Fails the handoff of a stream that has ended before the commit."""
-        handoff = self._table.lose(stream)
+        handoff = self._table.remove_stream(stream)
         if handoff is not None and handoff.state in SENDER_AT_WORK:
             detail = "the sender's stream ended before the commit"
             incomplete = (pb.REFUSAL_REASON_INCOMPLETE, detail)
@@ -140,7 +140,7 @@ class Receiver:
         handoff = self._table.live.get(handoff_id)
         if handoff is None or handoff.extent is None:
             raise TransferRefused(
-                f"handoff {handoff_id.hex()} is {self._table.state_in_words(handoff_id)}"
+                f"handoff {handoff_id.hex()} is {self._table.state_text(handoff_id)}"
             )
         if handoff.state not in (_S.COMMITTED, _S.CLAIMED):
             raise TransferRefused(f"handoff {handoff_id.hex()} is {handoff.state.name}")
@@ -168,7 +168,7 @@ class Receiver:
         elif handoff is not None and handoff.state is _S.CLAIMED:
             handoff.deadline = max(handoff.deadline, now + self._limits.claim_timeout_s)
         else:
-            self._table.claim_when_committed(handoff_id)
+            self._table.claim_at_commit(handoff_id)
         return self._table.take_effects()
 
     def peek(self, handoff_id: bytes, rank: int, epoch: int, num_seen: int) -> Grant:
@@ -188,7 +188,7 @@ class Receiver:
         handoff = self._table.live.get(handoff_id)
         readable = (_S.RECEIVING, _S.COMMITTED, _S.CLAIMED)
         if handoff is None or handoff.extent is None or handoff.state not in readable:
-            words = handoff.state.name if handoff else self._table.state_in_words(handoff_id)
+            words = handoff.state.name if handoff else self._table.state_text(handoff_id)
             raise TransferRefused(f"handoff {handoff_id.hex()} is {words}")
         if not 0 <= rank < len(handoff.ranks):
             raise TransferRefused(f"handoff {handoff_id.hex()} has nothing for rank {rank}")
@@ -217,10 +217,12 @@ class Receiver:
         if not_loaded:
             expired = not_loaded == pb.REFUSAL_REASON_EXPIRED
             self._table.statistics.num_expired += expired and handoff is not None
-            self._table.give_up(handoff_id, not_loaded, _why_not_loaded(not_loaded, handoff), now)
+            self._table.fail_by_id(
+                handoff_id, not_loaded, _not_loaded_detail(not_loaded, handoff), now
+            )
             return self._table.take_effects()
         if handoff is None:
-            if all_ranks and self._table.why_ended(handoff_id) is None:
+            if all_ranks and self._table.end_reason(handoff_id) is None:
                 self._table.remember_ended(
                     Changed(handoff_id, 0, _S.RELEASED, detail="released before its open")
                 )
@@ -239,7 +241,7 @@ class Receiver:
         handoff = self._table.live.get(handoff_id)
         if handoff is None or handoff.state is not _S.CLAIMED:
             detail = "dropped by the receiving worker"
-            self._table.give_up(handoff_id, pb.REFUSAL_REASON_CANCELLED, detail, now)
+            self._table.fail_by_id(handoff_id, pb.REFUSAL_REASON_CANCELLED, detail, now)
         return self._table.take_effects()
 
     def expire(self, now: float) -> list[Effect]:
@@ -314,7 +316,7 @@ class Receiver:
         handoff_id, epoch = frame.handoff_id, frame.epoch
         live = self._table.live.get(handoff_id)
         if live is None:
-            if (why := self._table.why_ended(handoff_id)) is not None:
+            if (why := self._table.end_reason(handoff_id)) is not None:
                 self._table.refuse(stream, handoff_id, epoch, *why)
             else:
                 detail = "this handoff was never opened here"
@@ -373,7 +375,7 @@ class Receiver:
         left = handoff.num_bytes - handoff.num_bytes_received
         if untold >= self._limits.progress_bytes or 0 < left <= untold:
             handoff.num_bytes_told = handoff.num_bytes_received
-            self._table.tell(changed(handoff))
+            self._table.add_effect(changed(handoff))
 
     def _commit(self, handoff: Handoff, frame: Frame, now: float) -> None:
         layout = self._known_layout()
@@ -396,7 +398,9 @@ class Receiver:
         if all(each.committed for each in handoff.ranks):
             handoff.deadline = now + self._limits.commit_ttl_s
             self._table.statistics.num_committed += 1
-            if self._table.is_claimed_ahead(handoff.handoff_id) and self._can_grant_all(handoff):
+            if self._table.is_claimed_at_commit(handoff.handoff_id) and self._can_grant_all(
+                handoff
+            ):
                 self._grant_all(handoff, now)
             else:
                 self._table.advance(handoff, _S.COMMITTED)
@@ -416,7 +420,7 @@ class Receiver:
             self._grant(handoff, rank, _in_order(part.frames))
             for rank, part in enumerate(handoff.ranks)
         )
-        self._table.tell(replace(changed(handoff), grants=grants))
+        self._table.add_effect(replace(changed(handoff), grants=grants))
 
     def _known_layout(self) -> KvLayout:
         if self._layout is None:
@@ -428,7 +432,7 @@ def _in_order(frames: Sequence[ReceivedFrame]) -> list[ReceivedFrame]:
     return sorted(frames, key=lambda frame: (frame.layer, frame.first_block))
 
 
-def _why_not_loaded(reason: pb.RefusalReason.ValueType, handoff: Handoff | None) -> str:
+def _not_loaded_detail(reason: pb.RefusalReason.ValueType, handoff: Handoff | None) -> str:
     if reason == pb.REFUSAL_REASON_CANCELLED:
         return "its request ended before it was loaded"
     if reason == pb.REFUSAL_REASON_EXPIRED:

@@ -51,7 +51,7 @@ class SendTable:
         self._effects: list[Effect] = []
         self.statistics = SenderStatistics()
 
-    def tell(self, effect: Effect) -> None:
+    def add_effect(self, effect: Effect) -> None:
         """Adds an effect."""
         self._effects.append(effect)
 

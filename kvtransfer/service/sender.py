@@ -161,7 +161,7 @@ class Sender:
         send.last_filled_at = now
         if send.state is _S.SENDING:
             send.deadline = now + self._limits.idle_timeout_s
-            self._table.tell(Wake(send.handoff_id))
+            self._table.add_effect(Wake(send.handoff_id))
         return self._table.take_effects()
 
     def restart(self, handoff_id: bytes, epoch: int, now: float) -> list[Effect]:
@@ -334,7 +334,7 @@ class Sender:
         send.receiver_opened_at = now
         send.deadline = now + self._limits.idle_timeout_s
         self._table.advance(send, _S.SENDING)
-        self._table.tell(Wake(send.handoff_id))
+        self._table.add_effect(Wake(send.handoff_id))
 
     def _frame(self, send: Send, filled: Filled, extent: Extent) -> Outgoing:
         if not filled.num_blocks:

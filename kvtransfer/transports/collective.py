@@ -132,7 +132,7 @@ class _Link(ABC):
         """Runs in the thread. Raises _Ended and the errors of the group."""
 
     @abstractmethod
-    def _settle(self) -> None:
+    def _release_payloads(self) -> None:
         """Called when thread and group have ended: payloads are not used any more."""
 
     def _finish(self, detail: str) -> bool:
@@ -159,7 +159,7 @@ class _Link(ABC):
         self.fail(detail)
         # The thread has only to return, so this does not block.
         self._thread.join()
-        self._settle()
+        self._release_payloads()
         self._thread_gone.set()
 
     # ---- In the thread.
@@ -176,7 +176,7 @@ class _Link(ABC):
         except _Ended:
             pass
         except (LinkLost, MalformedFrame, RuntimeError, OSError) as error:
-            detail = f"{self._options.backend}: {_in_short(error)}"
+            detail = f"{self._options.backend}: {_short_message(error)}"
         except Exception:
             logger.exception("link failed")
             detail = "internal error"
@@ -251,7 +251,7 @@ class SendingLink(_Link):
             with self._changed:
                 self._queue.append(_Batch(payloads, done))
                 self._changed.notify_all()
-            if not await _surely(done):
+            if not await _wait_uncancelled(done):
                 raise LinkLost(self._over or "the link was lost")
 
     def _handle(self, key: str, value: bytes) -> None:
@@ -262,7 +262,7 @@ class SendingLink(_Link):
             self._not_done.remove(done)
             done.set_result(True)
 
-    def _settle(self) -> None:
+    def _release_payloads(self) -> None:
         self._queue.clear()
         for done in self._not_done:
             done.set_result(False)
@@ -334,14 +334,14 @@ class ReceivingLink(_Link):
         if key != FRAMES_KEY:
             self._store.received(key, value)
             return
-        announced = list(_announced(value))
+        announced = list(_announced_frames(value))
         with self._changed:
             if len(self._announced.queue) + len(announced) > _MAX_ANNOUNCED:
                 raise LinkLost(f"more than {_MAX_ANNOUNCED} frames announced")
             self._announced.queue.extend(announced)
             self._changed.notify_all()
 
-    def _settle(self) -> None:
+    def _release_payloads(self) -> None:
         self._announced = _Announced()
 
     def _deliver(self, incoming: _Incoming) -> None:
@@ -398,7 +398,7 @@ def _announcement(batch: Sequence[Outgoing]) -> Iterator[bytes]:
         yield outgoing.header
 
 
-def _announced(value: bytes) -> Iterator[bytes]:
+def _announced_frames(value: bytes) -> Iterator[bytes]:
     """Yields the frames of an announcement. Raises MalformedFrame."""
     view = memoryview(value)
     while view:
@@ -410,7 +410,7 @@ def _announced(value: bytes) -> Iterator[bytes]:
         view = view[end:]
 
 
-async def _surely(done: asyncio.Future[bool]) -> bool:
+async def _wait_uncancelled(done: asyncio.Future[bool]) -> bool:
     """Waits for a future even when cancelled, and raises the cancellation afterwards."""
     cancelled = False
     while not done.done():
@@ -423,7 +423,7 @@ async def _surely(done: asyncio.Future[bool]) -> bool:
     return done.result()
 
 
-def _in_short(error: Exception) -> str:
+def _short_message(error: Exception) -> str:
     """Returns an error's message without torch's source lines and advice."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
     return re.sub(r"^\[[^\]]*\] ", "", text).split(". This is typically")[0]

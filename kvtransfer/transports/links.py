@@ -94,7 +94,7 @@ class Links:
 
     # ---- Sending.
 
-    def to(self, backend: str, target: str) -> str:
+    def link_id(self, backend: str, target: str) -> str:
         """Returns the ID of the link to a target; the first call starts to join the link.
 
         Raises:
@@ -107,10 +107,10 @@ class Links:
             raise LinkLost(outgoing.problem)
         return outgoing.link_id
 
-    async def decided(self, backend: str, target: str) -> None:
+    async def wait_decided(self, backend: str, target: str) -> None:
         """Waits until the link to a target is joined or has failed."""
         with contextlib.suppress(LinkLost):
-            self.to(backend, target)
+            self.link_id(backend, target)
         await self._to[backend, target].decided.wait()
 
     async def send(self, link_id: str, batch: Sequence[Outgoing]) -> None:
@@ -123,7 +123,7 @@ class Links:
 
     # ---- Receiving.
 
-    def brings(self, link_id: str) -> bool:
+    def has_incoming(self, link_id: str) -> bool:
         """Returns whether an incoming link is joined or being joined, and has not ended."""
         link = self._incoming.get(link_id)
         return link is not None and link.lost is None
@@ -159,11 +159,11 @@ class Links:
             for key in [key for key, each in self._to.items() if each.task is None]:
                 del self._to[key]
         else:
-            outgoing.task = asyncio.create_task(self._keep(backend, target, outgoing))
+            outgoing.task = asyncio.create_task(self._run_link(backend, target, outgoing))
         self._to[backend, target] = outgoing
         return outgoing
 
-    async def _keep(self, backend: str, target: str, outgoing: _Outgoing) -> None:
+    async def _run_link(self, backend: str, target: str, outgoing: _Outgoing) -> None:
         """Joins a link and waits until it has ended."""
         try:
             await self._join(backend, target, outgoing)
@@ -189,7 +189,9 @@ class Links:
             raise TransferError("the engine is not ready yet")
         host, port = split_address(target, "target")
         local = await asyncio.to_thread(local_address, host.strip("[]"), port)
-        if self._within_host and not await asyncio.to_thread(_is_here, host.strip("[]"), local):
+        if self._within_host and not await asyncio.to_thread(
+            _is_this_host, host.strip("[]"), local
+        ):
             raise TransferError(_NOT_ENCRYPTED)
         channel = rpc.channel(target, dial=self._dial)
         try:
@@ -200,7 +202,7 @@ class Links:
             )(metadata=self._dial.metadata())
             hello = pb.LinkHello(link_id=outgoing.link_id, backend=backend, fingerprint=fingerprint)
             async with asyncio.timeout(self._open_timeout_s):
-                answer = await _asked(call, hello)
+                answer = await _exchange_hello(call, hello)
             if answer is grpc.aio.EOF or not answer.HasField("hello"):
                 raise TransferError("the receiver has not said hello")
             if answer.hello.refusal:
@@ -363,7 +365,7 @@ async def _read(messages: AsyncIterator[pb.LinkMessage], link: ReceivingLink) ->
     link.fail("the sender has ended the link")
 
 
-async def _asked(call: Any, hello: pb.LinkHello) -> Any:
+async def _exchange_hello(call: Any, hello: pb.LinkHello) -> Any:
     """Sends the hello and returns the receiver's answer.
 
     The receiver may refuse and end the call during the write. gRPC then fails the write and every
@@ -378,7 +380,7 @@ async def _asked(call: Any, hello: pb.LinkHello) -> Any:
         answer.cancel()
 
 
-def _is_here(host: str, local: str) -> bool:
+def _is_this_host(host: str, local: str) -> bool:
     """Returns whether a host is this one: it reaches itself from the address that it dials."""
     return local in {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
 

@@ -39,7 +39,7 @@ class ProcessGroupTransport(Transport):
             from baton.kvtransfer.transports import process_group
         except ImportError as error:
             raise TransferError(f"no torch here: {error}") from None
-        if (reason := process_group.why_not(cast("Backend", self.name))) is not None:
+        if (reason := process_group.unusable_reason(cast("Backend", self.name))) is not None:
             raise TransferError(reason)
 
     def serve(self, server: grpc.aio.Server, handler: LinkHandler) -> None:
@@ -67,16 +67,16 @@ class ProcessGroupTransport(Transport):
             await self._links.close()
 
     def offer(self, target: str) -> pb.TransportOffer:
-        return pb.TransportOffer(name=self.name, link_id=self._served().to(self.name, target))
+        return pb.TransportOffer(name=self.name, link_id=self._served().link_id(self.name, target))
 
     async def prepare(self, target: str) -> None:
-        await self._served().decided(self.name, target)
+        await self._served().wait_decided(self.name, target)
 
     async def send(self, push: Push, batch: Batch) -> None:
         await self._served().send(batch.link_id, batch.frames)
 
     def accept(self, stream: int, offer: pb.TransportOffer) -> None:
-        if not self._served().brings(offer.link_id):
+        if not self._served().has_incoming(offer.link_id):
             raise LinkLost("the link is over")
 
     def _served(self) -> Links:

@@ -56,7 +56,7 @@ class LinkOptions:
             raise ValueError("host is empty; must be this machine's address towards the peer")
 
 
-def why_not(backend: Backend) -> str | None:
+def unusable_reason(backend: Backend) -> str | None:
     """Returns why this process cannot use a backend; None when it can."""
     if backend == "gloo":
         return None if distributed.is_gloo_available() else "torch was built without gloo"

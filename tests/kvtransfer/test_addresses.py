@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from baton.kvtransfer.addresses import advertised, bind, towards
+from baton.kvtransfer.addresses import advertised, bind, with_listen_address
 from baton.runtime import rpc
 from baton.runtime.addresses import outward_address
 from baton.runtime.config import KvTransferConfig
@@ -21,16 +21,16 @@ def taken_port():
 
 
 def test_a_worker_listens_where_it_finds_the_coordinator():
-    assert towards(KvTransferConfig(), "127.0.0.1:7070").listen == "127.0.0.1:0"
+    assert with_listen_address(KvTransferConfig(), "127.0.0.1:7070").listen == "127.0.0.1:0"
     outward = outward_address(socket.AF_INET)
     if outward is not None:
-        assert towards(KvTransferConfig(), f"{outward}:7070").listen == f"{outward}:0"
+        assert with_listen_address(KvTransferConfig(), f"{outward}:7070").listen == f"{outward}:0"
     said = KvTransferConfig(listen="192.0.2.1:5")
-    assert towards(said, "127.0.0.1:7070") is said
+    assert with_listen_address(said, "127.0.0.1:7070") is said
     with pytest.raises(
         ConfigError, match=r"no interface leads to the coordinator at nowhere.invalid:7070"
     ):
-        towards(KvTransferConfig(), "nowhere.invalid:7070")
+        with_listen_address(KvTransferConfig(), "nowhere.invalid:7070")
 
 
 async def test_ports_come_from_the_range_and_only_from_there():

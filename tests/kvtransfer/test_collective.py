@@ -22,7 +22,7 @@ from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.sending import Outgoing
 from baton.kvtransfer.transports.collective import FRAMES_KEY, ReceivingLink, SendingLink
 from baton.kvtransfer.transports.link_store import MAX_KEYS, LinkStore, may_have_gpu
-from baton.kvtransfer.transports.process_group import LinkOptions, why_not
+from baton.kvtransfer.transports.process_group import LinkOptions, unusable_reason
 from baton.kvtransfer.transports.transport import LinkLost
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -357,8 +357,8 @@ def test_a_store_takes_no_more_than_a_rendezvous_needs():
 
 
 def test_backends_of_this_machine():
-    assert why_not("gloo") is None
-    assert why_not("nccl") is None or not may_have_gpu() or why_not("nccl")
+    assert unusable_reason("gloo") is None
+    assert unusable_reason("nccl") is None or not may_have_gpu() or unusable_reason("nccl")
 
 
 # ---- With the peer in another process, joined by a Unix socket instead of a gRPC stream.

@@ -69,7 +69,7 @@ async def refusals(channel, link_ids):
 
 async def all_gone(links, link_ids):
     async with asyncio.timeout(WAIT_S):
-        while any(map(links.brings, link_ids)):
+        while any(map(links.has_incoming, link_ids)):
             await asyncio.sleep(0.01)
 
 

@@ -30,8 +30,8 @@ async def test_the_directory_of_a_killed_worker_goes_with_its_service(short_path
     config = KvTransferConfig(send_bytes=2**20, receive_bytes=2**20)
     socket_path = str(directory / "kv.sock")
     service = await TransferClient.start(config, socket_path)
-    engine_stages.note(socket_path, engine_stages.WEIGHTS)
-    engine_stages.note(socket_path, engine_stages.KV)
+    engine_stages.record(socket_path, engine_stages.WEIGHTS)
+    engine_stages.record(socket_path, engine_stages.KV)
     ended_at = engine_stages.ended_at(socket_path)
     assert 0 < ended_at[engine_stages.WEIGHTS] <= ended_at[engine_stages.KV]
     process = psutil.Process(service.pid)

@@ -123,13 +123,13 @@ async def test_links_without_tls_do_not_leave_the_host(monkeypatch):
     inside = Links(SimpleNamespace(fingerprint=lambda: fingerprint), **limits, within_host=True)
     # Simulates a route to the target over a network interface.
     monkeypatch.setattr(links_module, "local_address", lambda host, port: "192.0.2.9")
-    await asyncio.wait_for(inside.decided("gloo", "127.0.0.1:1"), WAIT_S)
+    await asyncio.wait_for(inside.wait_decided("gloo", "127.0.0.1:1"), WAIT_S)
     with pytest.raises(LinkLost, match=r"no TLS.*security.allow_plain_links: true"):
-        inside.to("gloo", "127.0.0.1:1")
+        inside.link_id("gloo", "127.0.0.1:1")
     monkeypatch.setattr(links_module, "local_address", lambda host, port: "127.0.0.1")
-    await asyncio.wait_for(inside.decided("gloo", "127.0.0.1:2"), WAIT_S)
+    await asyncio.wait_for(inside.wait_decided("gloo", "127.0.0.1:2"), WAIT_S)
     with pytest.raises(LinkLost) as caught:
-        inside.to("gloo", "127.0.0.1:2")
+        inside.link_id("gloo", "127.0.0.1:2")
     # The link was dialled, and no peer listens there.
     assert "no TLS" not in str(caught.value)
     await inside.close()
