@@ -1,4 +1,4 @@
-"""What the dashboards show: rows of graphs, and what each asks Prometheus. See generate.py."""
+"""Rows and graphs of the Grafana dashboards, with their PromQL; generate.py writes the JSON."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ class Panel:
     """One graph.
 
     Attributes:
-        unit: Grafana's name of it.
-        queries: legend and expression of each line; CELL in an expression is the chosen cell.
-        about: shown on hovering.
+        title: Title above the graph.
+        unit: Grafana's identifier of the unit, such as "s" or "reqps".
+        queries: Legend and PromQL expression of each line. generate.py replaces CELL by the label
+            matcher of the selected cell.
+        about: Description that Grafana shows when the pointer is on the title.
     """
 
     title: str
@@ -24,6 +26,8 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Row:
+    """A row of graphs under one heading."""
+
     title: str
     panels: Sequence[Panel]
 
@@ -58,7 +62,7 @@ def _each(metric: str, legend: str = "{{role}} {{instance}}", more: str = "") ->
 INTERACTIVE = 'CELL, lane="interactive"'
 CELL_ROWS = (
     Row(
-        "What people wait for (interactive)",
+        "Interactive latency",
         (
             Panel(
                 "Time to first token",
@@ -67,23 +71,23 @@ CELL_ROWS = (
                     *_quantiles("gen_ai_server_time_to_first_token_seconds", INTERACTIVE),
                     _target("ttft"),
                 ],
-                "From a request's arrival at the coordinator.",
+                "Time from the arrival of a request at the coordinator to its first token.",
             ),
             Panel(
                 "Gaps between tokens",
                 "s",
                 [*_quantiles("baton_inter_token_latency_seconds", INTERACTIVE), _target("itl")],
-                "Every gap between two outputs of a stream.",
+                "Time between two outputs of a stream (ITL).",
             ),
             Panel(
-                "Whole requests",
+                "Request duration",
                 "s",
                 _quantiles("gen_ai_server_request_duration_seconds", INTERACTIVE),
             ),
         ),
     ),
     Row(
-        "Work that waits",
+        "Queues and requests",
         (
             Panel(
                 "Waiting requests",
@@ -92,13 +96,13 @@ CELL_ROWS = (
                     ("{{lane}}", "sum by (lane) (baton_queue_depth{CELL})"),
                     ("limit {{lane}}", "max by (lane) (baton_queue_limit{CELL})"),
                 ],
-                "In the coordinator's lanes; beyond the limit they are refused.",
+                "Requests in the coordinator's lanes. Above the limit, new requests are refused.",
             ),
             Panel(
                 "Wait in the lane",
                 "s",
                 _quantiles("baton_request_queue_seconds", "CELL", "lane"),
-                "Until a request is dispatched to workers.",
+                "Time until a request is dispatched to workers.",
             ),
             Panel(
                 "Running requests",
@@ -110,9 +114,9 @@ CELL_ROWS = (
                 "Refused for overload",
                 "reqps",
                 _rate("baton_sheds_total", "reason"),
-                "Clients were told when to come back.",
+                "Each refusal tells the client when to retry.",
             ),
-            Panel("Tokens", "cps", _rate("baton_tokens_total", "kind"), "Per second."),
+            Panel("Tokens", "cps", _rate("baton_tokens_total", "kind"), "Tokens per second."),
         ),
     ),
     Row(
@@ -136,7 +140,7 @@ CELL_ROWS = (
                 [("{{pool}}", "sum by (pool) (increase(baton_cold_starts_total{CELL}[15m]))")],
             ),
             Panel(
-                "Lost and recovered",
+                "Lost workers and recovered requests",
                 "cpm",
                 [
                     (name, f"60 * sum(rate({metric}{{CELL}}[$__rate_interval]))")
@@ -148,11 +152,9 @@ CELL_ROWS = (
                         ("batch parked", "baton_parked_total"),
                     )
                 ],
-                "Per minute.",
+                "Events per minute.",
             ),
-            Panel(
-                "Submissions that were wrong", "reqps", _rate("baton_rejections_total", "reason")
-            ),
+            Panel("Invalid submissions", "reqps", _rate("baton_rejections_total", "reason")),
         ),
     ),
     Row(
@@ -180,10 +182,10 @@ HANDOFF_ROWS = (
         "The whole cell",
         (
             Panel(
-                "What a handoff takes beyond the prefill",
+                "Handoff time after the prefill",
                 "s",
                 _quantiles("baton_handoff_exposed_seconds", "CELL"),
-                "From the last layer computed until the commit was verified.",
+                "Time from the last computed layer until the receiver has verified the commit.",
             ),
             Panel("Handoffs committed", "ops", _rate("baton_handoffs_total", "transport")),
             Panel(
@@ -195,13 +197,13 @@ HANDOFF_ROWS = (
                 "Handoffs that never loaded",
                 "ops",
                 _rate("baton_handoff_failures_total", "reason"),
-                "Their prompts were computed again.",
+                "The decode worker computes the prompts of these handoffs again.",
             ),
             Panel(
                 "Transports that failed",
                 "ops",
                 _rate("baton_worker_handoff_fallbacks_total", "transport"),
-                "The next one took over.",
+                "The next transport in the list takes over.",
             ),
             Panel(
                 "Refused opens, frames and commits",
@@ -214,7 +216,7 @@ HANDOFF_ROWS = (
         "Workers",
         (
             Panel(
-                "Moved",
+                "Bytes transferred",
                 "Bps",
                 _rate("baton_worker_handoff_bytes_total", "instance, direction, transport"),
             ),
@@ -230,12 +232,12 @@ HANDOFF_ROWS = (
                 ],
             ),
             Panel(
-                "Handoffs that wait for staging",
+                "Handoffs waiting for staging memory",
                 "short",
                 [_each("baton_worker_staging_waiting_handoffs", "{{instance}} {{direction}}")],
             ),
             Panel(
-                "Ended",
+                "Handoffs that ended",
                 "ops",
                 _rate("baton_worker_handoffs_total", "direction, outcome, transport"),
             ),
@@ -243,7 +245,7 @@ HANDOFF_ROWS = (
                 "Prompt tokens loaded",
                 "cps",
                 _rate("baton_worker_handoff_prompt_tokens_total", "loaded"),
-                "early: while the first token was not known.",
+                "early: loaded before the first token was known.",
             ),
             Panel(
                 "Leases that expired",
@@ -257,7 +259,7 @@ WORKER_ROWS = (
     Row(
         "Engines",
         (
-            Panel("Requests in steps", "short", [_each("baton_worker_requests_running")]),
+            Panel("Running requests", "short", [_each("baton_worker_requests_running")]),
             Panel(
                 "Requests in the engine's queue", "short", [_each("baton_worker_requests_waiting")]
             ),
@@ -268,7 +270,7 @@ WORKER_ROWS = (
                 "KV cache in use",
                 "percentunit",
                 [_each("baton_worker_kv_cache_usage_ratio")],
-                "Full on prefill workers is as it should be: finished prefixes are kept.",
+                "A full KV cache is normal on prefill workers: it keeps old prefixes.",
             ),
             Panel("Steps", "ops", _rate("baton_worker_engine_steps_total", "role, instance")),
             Panel(
@@ -288,7 +290,7 @@ WORKER_ROWS = (
                 "Utilisation",
                 "percentunit",
                 [_each("baton_worker_gpu_utilization_ratio", "{{instance}} {{gpu}}")],
-                "Time in which something ran: an engine with one request shows 100 % as well.",
+                "Share of time in which a kernel ran. A single request can show 100 %.",
             ),
             Panel(
                 "Memory in use",

@@ -1,6 +1,7 @@
-"""JSON schemas of what is used of custom resources: a field that is not here is not known here.
+"""JSON schemas of the custom resources in deploy/, restricted to the fields that deploy/ uses.
 
-Pod templates inside them are checked against Kubernetes' own schema.
+A field that is missing here fails validation; add it when deploy/ needs it. The tests check pod
+templates inside these resources against Kubernetes' own schema.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ STRING = {"type": "string"}
 STRINGS = {"type": "array", "items": STRING}
 MAP = {"type": "object", "additionalProperties": STRING}
 INTEGER = {"type": "integer", "minimum": 0}
-# Prometheus' and the operator's durations.
+# Duration format of Prometheus and of the Prometheus operator.
 DURATION = {"type": "string", "pattern": "^([0-9]+(ms|s|m|h|d|w|y))+$"}
 
 

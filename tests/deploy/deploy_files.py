@@ -1,4 +1,4 @@
-"""What several tests of deploy/ read from it."""
+"""Helpers that read the files of deploy/ for several tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton.runtime.config import BatonConfig, load
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 COMMANDS = typer.main.get_command(app)
-# Beyond a time to drain: leaving, closing the engine.
+# Time beyond the drain timeout for a process to detach and to close the engine.
 STOP_MARGIN_S = 15
 _UNITS = {"": 1, "m": 1e-3, "Mi": 2**20, "Gi": 2**30, "mb": 2**20, "gb": 2**30}
 
@@ -24,7 +24,7 @@ def documents(path: Path) -> list[dict]:
 
 
 def quantity(text: str | int) -> float:
-    """As Kubernetes and compose write numbers: 500m, 8Gi, 2gb."""
+    """Parses a quantity of Kubernetes or compose, such as 500m, 8Gi or 2gb."""
     found = re.fullmatch(r"([\d.]+)([A-Za-z]*)", str(text))
     assert found is not None, text
     return float(found[1]) * _UNITS[found[2]]
@@ -37,29 +37,29 @@ def seconds(text: str) -> float:
 
 
 def options(arguments: list[str]) -> tuple[str, dict]:
-    """The command and its options, as `baton` itself reads an argument list."""
+    """Parses an argument list with the CLI's own parser; returns the command and its options."""
     name, *rest = arguments
     context = COMMANDS.commands[name].make_context(name, list(rest))
     given = {key: value for key, value in context.params.items() if value is not None}
     if name == "gateway":
-        # In front of one cell here.
+        # In deploy/ a gateway serves one cell.
         (given["coordinator"],) = given["coordinator"]
     return name, given
 
 
 def drain_s(command: str, config: BatonConfig) -> float:
-    """How long a process may take over what runs, once it is told to stop."""
+    """Returns the drain timeout of a process in seconds."""
     times = {
         "worker": config.worker.drain_timeout_s,
         "gateway": config.http.drain_timeout_s,
         "coordinator": config.coordinator.drain_timeout_s,
     }
-    # `up` is all of them, one after the other.
+    # `up` drains gateway, coordinator and workers one after the other.
     return sum(times.values()) if command == "up" else times[command]
 
 
 def listens(command: str, config: BatonConfig) -> set[int]:
-    """The ports that others find a process at."""
+    """Returns the ports that a process listens on."""
     coordinator = {config.coordinator.listen, config.coordinator.metrics_listen}
     addresses = {
         "worker": {config.worker.metrics_listen},

@@ -1,4 +1,4 @@
-"""What the processes export, by asking their own collectors."""
+"""Metrics that the processes export, read from their own collectors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from baton.v1 import kv_transfer_pb2
 from baton.worker import gpus
 from baton.worker.metrics import Snapshot, WorkerCollector
 
-# Prometheus's own, and what scraping adds.
+# The series `up` and these labels are added by Prometheus when it scrapes.
 UP = {"up": set()}
 SCRAPED = {"job", "instance", "cell"}
 _SUFFIXES = {
@@ -27,24 +27,24 @@ _SUFFIXES = {
 
 
 def collectors() -> list[Collector]:
-    """One of each, as its process registers it."""
+    """Returns one collector of each kind, built as its process builds it."""
     config = BatonConfig()
-    of_gpus = gpus.collector("cuda", 1, "0", FakeNvml)
-    assert of_gpus is not None
-    of_worker = WorkerCollector("demo", "decode", ["grpc"])
-    of_worker.snapshot = Snapshot(
+    gpu_collector = gpus.collector("cuda", 1, "0", FakeNvml)
+    assert gpu_collector is not None
+    worker_collector = WorkerCollector("demo", "decode", ["grpc"])
+    worker_collector.snapshot = Snapshot(
         transfer=kv_transfer_pb2.LocalStatistics(send_bytes_total=1, receive_bytes_total=1)
     )
     return [
         CoreCollector(Core(CoreConfig.of(config)), config),
         GatewayCollector(GatewayStats(("/v1/completions",), Counter())),
-        of_worker,
-        of_gpus,
+        worker_collector,
+        gpu_collector,
     ]
 
 
 def names() -> dict[str, set[str]]:
-    """Labels by the name of a series."""
+    """Returns the label names of each series, by the name of the series."""
     found = dict(UP)
     for collector in collectors():
         for family in collector.collect():
@@ -55,7 +55,10 @@ def names() -> dict[str, set[str]]:
 
 
 def samples() -> dict[frozenset[tuple[str, str]], float]:
-    """What a scrape of one idle process of each kind brings; the name is a label too."""
+    """Returns the samples of one scrape of each kind of process, all idle.
+
+    The keys are the labels, with the metric name as the label `__name__`.
+    """
     return {
         frozenset(
             {"__name__": one.name, "instance": "i", "cell": "c", **one.labels}.items()

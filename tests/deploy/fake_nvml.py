@@ -1,4 +1,4 @@
-"""NVML without a GPU: as much of the module pynvml as Baton uses, under its names."""
+"""A fake of the functions of pynvml that Baton uses, for hosts without a GPU."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 
 class FakeNvml:
-    """A host with some GPUs.
+    """The pynvml module of a host with `num_gpus` GPUs.
 
     Args:
-        broken: names of functions that this driver does not have.
+        num_gpus: Number of GPUs of the host.
+        broken: Names of functions that fail with NVMLError, as on a driver without support.
     """
 
     class NVMLError(Exception):
@@ -19,12 +20,12 @@ class FakeNvml:
         self._uuids = [f"GPU-{number}" for number in range(num_gpus)]
         self._broken = broken
 
-    def _works(self, name: str) -> None:
+    def _raise_if_broken(self, name: str) -> None:
         if name in self._broken:
             raise self.NVMLError("Not Supported")
 
     def nvmlInit(self) -> None:
-        self._works("nvmlInit")
+        self._raise_if_broken("nvmlInit")
 
     def nvmlDeviceGetCount(self) -> int:
         return len(self._uuids)
@@ -49,5 +50,5 @@ class FakeNvml:
         return SimpleNamespace(total=80 * 2**30, free=20 * 2**30, used=60 * 2**30)
 
     def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
-        self._works("nvmlDeviceGetPowerUsage")
+        self._raise_if_broken("nvmlDeviceGetPowerUsage")
         return 350_500

@@ -1,8 +1,8 @@
-"""As much of PromQL as the rules and dashboards use, evaluated over given samples.
+"""Evaluator for the subset of PromQL that the rules and dashboards use.
 
-promql-parser reads the expressions; what is not known here raises Unsupported. Semantics follow
-Prometheus 2.42 (promql/engine.go, functions.go, quantile.go), whose promtool agrees on
-deploy/prometheus/rules_test.yaml.
+promql-parser parses the expressions. An unsupported expression raises Unsupported. The semantics
+follow Prometheus 2.42 (promql/engine.go, functions.go, quantile.go). promtool of that version gives
+the same results for deploy/prometheus/rules_test.yaml.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 import promql_parser as ast
 
-# A sample older than this is no longer the value of its series.
+# Prometheus ignores samples older than this many seconds in instant queries.
 LOOKBACK_S = 300.0
 
-Labels = frozenset  # of (name, value)
-Vector = dict  # Labels to float
+Labels = frozenset  # Pairs of label name and value.
+Vector = dict  # Maps Labels to a float value.
 
 _COMPARE = {
     "==": operator.eq,
@@ -46,12 +46,12 @@ _AGGREGATE = {
 
 
 class Unsupported(Exception):
-    """PromQL that this evaluator does not know."""
+    """Raised for PromQL that this evaluator does not support."""
 
 
 @dataclass
 class Series:
-    """One series: its labels with `__name__`, and samples in order of time."""
+    """One time series: labels including `__name__`, and samples sorted by time in seconds."""
 
     labels: Labels
     times: list[float]
@@ -59,7 +59,7 @@ class Series:
 
 
 class Data:
-    """All series that there are."""
+    """All series of one evaluation, by metric name."""
 
     def __init__(self, series: list[Series]) -> None:
         self._by_name: dict[str, list[Series]] = {}
@@ -87,7 +87,7 @@ def _matches(matcher: ast.Matcher, labels: dict[str, str]) -> bool:
 
 
 def evaluate(expression: str | ast.Expr, data: Data, at_s: float) -> Vector | float:
-    """The value of an expression at one moment."""
+    """Evaluates an expression at the time `at_s`, in seconds."""
     node = ast.parse(expression) if isinstance(expression, str) else expression
     match node:
         case ast.NumberLiteral():
@@ -167,7 +167,7 @@ def _key(labels: Labels, modifier: ast.BinModifier | None) -> Labels:
 
 
 def _pairs(left: Vector, right: Vector, modifier):
-    """Of both sides, what matches one to one."""
+    """Yields left labels, left value and right value of each one-to-one match."""
     by_key = {_key(labels, modifier): value for labels, value in right.items()}
     keys = [_key(labels, modifier) for labels in left]
     if len(by_key) < len(right) or len(set(keys)) < len(keys):
@@ -215,7 +215,7 @@ def _call(node: ast.Call, data: Data, at_s: float) -> Vector:
 
 
 def _increase(window: ast.MatrixSelector, data: Data, at_s: float, *, per_second: bool) -> Vector:
-    """functions.go, extrapolatedRate, of counters."""
+    """Computes rate or increase of counters, as extrapolatedRate in functions.go does."""
     range_s = window.range.total_seconds()
     end_s = at_s - _offset_s(window.vector_selector)
     start_s, found = end_s - range_s, Vector()
@@ -239,7 +239,7 @@ def _increase(window: ast.MatrixSelector, data: Data, at_s: float, *, per_second
 
 
 def _quantiles(quantile: float, buckets: Vector) -> Vector:
-    """quantile.go, bucketQuantile."""
+    """Computes histogram_quantile, as bucketQuantile in quantile.go does."""
     histograms: dict[Labels, list[tuple[float, float]]] = {}
     for labels, count in buckets.items():
         bound = dict(labels).get("le")

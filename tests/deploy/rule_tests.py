@@ -1,7 +1,8 @@
-"""Runs alerting rules against given series, in the notation of promtool's unit tests.
+"""Runs alerting rules against the series of promtool's unit tests.
 
-https://prometheus.io/docs/prometheus/latest/configuration/unit_testing_rules/: input_series and
-alert_rule_test; anything else raises Unsupported.
+It supports input_series and alert_rule_test of
+https://prometheus.io/docs/prometheus/latest/configuration/unit_testing_rules/ and raises
+Unsupported for anything else.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ def seconds(text: str) -> float:
 
 
 def series(text: str, values: str, interval_s: float) -> Series:
-    """One entry of input_series: `_` is no sample, `aBxN` is a and N more, each B further."""
+    """Parses one entry of input_series.
+
+    `_` is a missing sample. `aBxN` is the value a followed by N values, each increased by B.
+    """
     selector = ast.parse(text)
     labels = {m.name: m.value for m in selector.matchers.matchers} | {"__name__": selector.name}
     samples: list[float | None] = []
@@ -47,7 +51,7 @@ class Alert:
 
 
 class Rule:
-    """One alerting rule, followed through time."""
+    """One alerting rule that can be evaluated over time."""
 
     def __init__(self, rule: dict) -> None:
         unknown = rule.keys() - {"alert", "expr", "for", "labels", "annotations"}
@@ -58,10 +62,10 @@ class Rule:
         self._labels, self._annotations = rule["labels"], rule["annotations"]
 
     def firing(self, data: Data, until_s: float, step_s: float) -> set[Alert]:
-        """What fires at `until_s`, having been evaluated every `step_s` since 0."""
+        """Returns the alerts that fire at `until_s` when the rule is evaluated every `step_s`."""
         since: dict[Labels, float] = {}
         found = Vector()
-        # What was true earlier than that does not matter.
+        # Results before this time cannot affect the alert's `for` duration.
         at_s = max(0.0, until_s - self.for_s - step_s) // step_s * step_s
         while at_s <= until_s:
             found = evaluate(self.expression, data, at_s)
@@ -85,7 +89,7 @@ def _bare(labels: Labels) -> Labels:
 
 
 def filled(text: str, labels: Labels, value: float) -> str:
-    """A template of Prometheus with what is known of its functions here."""
+    """Fills a Prometheus annotation template; raises Unsupported for an unknown function."""
 
     def replaced(found: re.Match) -> str:
         match [part.strip() for part in found[1].split("|")]:

@@ -1,4 +1,4 @@
-"""Dockerfiles and the compose files: valid, pinned, confined, and true to what they run."""
+"""Dockerfiles and compose files are valid, pinned and confined, and match CLI and configuration."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ DOCKERFILES = sorted(
 )
 COMPOSE = DEPLOY / "compose" / "compose.yaml"
 GPU = DEPLOY / "compose" / "compose.gpu.yaml"
-OURS = ("coordinator", "gateway", "prefill", "decode")
+BATON_SERVICES = ("coordinator", "gateway", "prefill", "decode")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
-    """Each instruction and its arguments, continued lines joined."""
+    """Returns each instruction with its arguments; continued lines are joined."""
     text = re.sub(r"^#.*\n", "", path.read_text(), flags=re.MULTILINE).replace("\\\n", " ")
     return [tuple(line.split(maxsplit=1)) for line in text.splitlines() if line.strip()]
 
@@ -80,23 +80,23 @@ def test_bases_are_pinned(path):
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
-def test_what_is_copied_is_there_and_not_ignored(path):
+def test_copied_files_exist_and_are_not_ignored(path):
     ignored = path.with_name(path.name + ".dockerignore").read_text().splitlines()
-    let_in = {line[1:] for line in ignored if line.startswith("!")}
+    allowed = {line[1:] for line in ignored if line.startswith("!")}
     assert ignored[1] == "*"
-    assert all((ROOT / name).exists() for name in let_in)
-    # The wheel is made of these folders.
+    assert all((ROOT / name).exists() for name in allowed)
+    # The wheel contains these folders.
     packages = {
         link.readlink().parts[2]
         for link in (ROOT / "src" / "baton").iterdir()
         if link.is_symlink() and link.name != "bench"
     }
-    assert packages | {"src", "pyproject.toml", "README.md", "LICENSE"} <= let_in
+    assert packages | {"src", "pyproject.toml", "README.md", "LICENSE"} <= allowed
     for instruction, rest in instructions(path):
         if instruction == "COPY" and not rest.startswith("--from"):
             for source in rest.split()[:-1]:
                 assert (ROOT / source).exists()
-                assert source == "." or source.split("/")[0] in let_in
+                assert source == "." or source.split("/")[0] in allowed
 
 
 def test_the_wheel_is_built_with_the_pinned_setuptools():
@@ -106,7 +106,7 @@ def test_the_wheel_is_built_with_the_pinned_setuptools():
 
 
 @pytest.mark.parametrize(("path", "name"), FINAL)
-def test_an_image_runs_as_nobody_and_says_how_it_is(path, name):
+def test_an_image_runs_without_root_and_has_a_health_check(path, name):
     found = stages(path)[name]
     assert [rest for instruction, rest in found if instruction == "USER"] == ["10001:10001"]
     kinds = [instruction for instruction, _ in found]
@@ -122,13 +122,13 @@ def test_an_image_runs_as_nobody_and_says_how_it_is(path, name):
 
 
 @pytest.mark.parametrize(("path", "name"), FINAL)
-def test_an_image_has_what_any_configuration_of_its_processes_needs(path, name):
-    """`http`, `security` and `tracing` name sections, which may be filled in once it is built."""
+def test_an_image_has_the_optional_dependencies(path, name):
+    """A configuration may use `http`, `security` and `tracing` after the image is built."""
     text = " ".join(rest for _, rest in stages(path)[name])
     pins = "".join(
         (ROOT / file).read_text() for file in set(re.findall(r"requirements/[\w-]+\.txt", text))
     )
-    # Where the files are constraints, extras are what is installed.
+    # When the requirements are only constraints, the wheel's extras install the packages.
     extras = [one.split(",") for one in re.findall(r"whl\)\[([\w,]+)\]", text)]
     for extra in ("http", "security", "tracing"):
         assert all(extra in one for one in extras)
@@ -147,7 +147,7 @@ def test_the_control_image_has_no_torch():
 
 
 def merged(files: list[Path]) -> dict:
-    """As compose lays files over each other, of what is used here."""
+    """Merges compose files as `docker compose -f A -f B` does, for the keys used in deploy/."""
     services: dict[str, dict] = {}
     for file in files:
         for name, service in yaml.safe_load(file.read_text())["services"].items():
@@ -162,7 +162,7 @@ def merged(files: list[Path]) -> dict:
 
 
 @pytest.mark.parametrize("path", [COMPOSE, GPU], ids=lambda path: path.name)
-def test_it_is_what_compose_takes(path):
+def test_compose_files_match_the_compose_schema(path):
     schemas = resources.files("check_jsonschema.builtin_schemas.vendor")
     schema = json.loads((schemas / "compose-spec.json").read_text())
     jsonschema.validate(yaml.safe_load(path.read_text()), schema)
@@ -171,12 +171,12 @@ def test_it_is_what_compose_takes(path):
 CONTAINERS = [
     pytest.param(files, name, id=f"{len(files)}-{name}")
     for files in ([COMPOSE], [COMPOSE, GPU])
-    for name in OURS
+    for name in BATON_SERVICES
 ]
 
 
 @pytest.mark.parametrize(("files", "name"), CONTAINERS)
-def test_a_container_runs_what_there_is(files, name):
+def test_a_container_matches_its_command_and_configuration(files, name):
     service = merged(files)[name]
     command, given = options(service["command"])
     mounts = {one.split(":")[1]: one.split(":")[0] for one in service["volumes"]}
@@ -208,13 +208,13 @@ def test_files_that_are_mounted_exist():
                 assert source in known or (path.parent / source).exists()
 
 
-def test_nothing_is_published_beyond_this_host():
+def test_ports_are_published_on_this_host_only():
     for service in merged([COMPOSE]).values():
         assert all(port.startswith("127.0.0.1:") for port in service.get("ports", []))
         assert not re.search(r":latest$|^[^:]+$", service["image"])
 
 
-def test_prometheus_finds_every_container():
+def test_prometheus_scrapes_every_container():
     scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yaml").read_text())
     effective = config(DEPLOY / "examples" / "compose.yaml")
     found = set()
@@ -224,7 +224,7 @@ def test_prometheus_finds_every_container():
             for name in one["names"]:
                 command, _ = options(merged([COMPOSE])[name]["command"])
                 assert one["port"] in listens(command, effective)
-    assert found == set(OURS)
+    assert found == set(BATON_SERVICES)
 
 
 def test_the_gpu_file_gives_each_worker_a_gpu_of_its_own():

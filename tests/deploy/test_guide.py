@@ -1,4 +1,4 @@
-"""The operations guide says what is so: commands, keys, metrics, files, alerts."""
+"""Commands, configuration keys, metrics, files and alerts named in deploy/README.md exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GUIDE = (DEPLOY / "README.md").read_text()
 QUOTED = set(re.findall(r"`([^`\n]+)`", GUIDE))
 
 
-def test_every_alert_has_its_place():
+def test_every_alert_has_a_section():
     anchors = {line.lstrip("# ").lower() for line in GUIDE.splitlines() if line.startswith("### ")}
     rules = yaml.safe_load((DEPLOY / "prometheus" / "rules.yaml").read_text())
     alerts = [rule for group in rules["groups"] for rule in group["rules"]]
@@ -86,7 +86,7 @@ def test_files_exist():
         assert (DEPLOY / name).exists()
 
 
-def test_what_the_simulator_is_told_is_what_workers_say():
+def test_simulator_settings_match_the_reported_latencies():
     shown = {field.name for field in admin_pb2.LatencyInfo.DESCRIPTOR.fields}
     section = set(type(BatonConfig().simulated).model_fields)
     costs = {name for name in shown if name.endswith("_ms")}

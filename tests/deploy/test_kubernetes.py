@@ -1,4 +1,4 @@
-"""The manifests: valid, and true to each other, to the configuration and to the command line."""
+"""Manifests are valid and match each other, the configuration and the command line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deploy_files import (
 from baton.cli.config import check
 
 KUBERNETES = DEPLOY / "kubernetes"
-# The oldest that is promised, and the newest that schemas are here of.
+# Oldest supported version of Kubernetes, and the newest version with an installed schema.
 VERSIONS = ("1.30", "1.37")
 OVERLAYS = {
     "gpu": ("base", "gpu"),
@@ -57,7 +57,7 @@ def overlay(name: str) -> list[dict]:
 
 
 def pods(name: str):
-    """(workload, pod's spec, its container) of what Baton itself runs."""
+    """Yields workload, pod spec and container of each workload that runs Baton."""
     for one in overlay(name):
         if one["kind"] in WORKLOADS:
             spec = one["spec"]["template"]["spec"]
@@ -82,7 +82,7 @@ def selected(selector: dict, labels: dict) -> bool:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("resource", RESOURCES)
-def test_it_is_what_kubernetes_takes(resource, version):
+def test_a_resource_matches_its_schema(resource, version):
     schema = BY_KIND.get(resource["kind"])
     if schema is None:
         kubernetes_validate.validate(resource, version, strict=True)
@@ -95,7 +95,7 @@ def test_it_is_what_kubernetes_takes(resource, version):
             kubernetes_validate.validate(template, version, strict=True)
 
 
-def test_the_schemas_refuse_what_is_wrong():
+def test_the_schemas_reject_unknown_fields():
     (stateful,) = (
         one
         for one in documents(KUBERNETES / "base" / "coordinator.yaml")
@@ -132,14 +132,14 @@ def test_grafanas_configmap_has_every_dashboard():
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
-def test_the_configuration_is_right(name, capsys):
+def test_the_configuration_is_valid(name, capsys):
     file = KUBERNETES / name / "baton.yaml"
     check(str(file))
     assert capsys.readouterr().out == f"{file}: ok\n"
 
 
 @pytest.mark.parametrize(("name", "spec", "container"), PODS)
-def test_a_pod_runs_what_there_is(name, spec, container):
+def test_a_pod_matches_its_command_and_configuration(name, spec, container):
     effective = config(KUBERNETES / name / "baton.yaml")
     command, given = options(container["args"])
     assert given["config"] == "/etc/baton/baton.yaml"
@@ -179,7 +179,7 @@ def test_a_pod_is_confined(name, spec, container):
 
 
 @pytest.mark.parametrize(("name", "spec", "container"), PODS)
-def test_probes_ask_where_something_listens_and_for_long_enough(name, spec, container):
+def test_probes_use_open_ports_and_wait_long_enough(name, spec, container):
     named = {one["name"]: one["containerPort"] for one in container["ports"]}
     for kind in ("startupProbe", "readinessProbe", "livenessProbe"):
         probe = container.get(kind, {})
@@ -257,6 +257,6 @@ def test_every_pod_is_scraped():
     assert jobs == {one["job_name"] for one in scraped["scrape_configs"]}
 
 
-def test_rays_version_is_batons():
+def test_the_ray_version_equals_the_ray_extra():
     (ray,) = documents(KUBERNETES / "kuberay" / "raycluster.yaml")
     assert f'ray = ["ray=={ray["spec"]["rayVersion"]}"]' in (ROOT / "pyproject.toml").read_text()

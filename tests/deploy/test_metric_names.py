@@ -1,4 +1,4 @@
-"""What rules and dashboards ask Prometheus for is what the processes export."""
+"""Rules and dashboards query only metrics and labels that the processes export."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DASHBOARDS = sorted((DEPLOY / "grafana" / "dashboards").glob("*.json"))
 
 
 def expressions() -> dict[str, str]:
-    """Every expression, by where it stands."""
+    """Returns every PromQL expression, by alert name or by dashboard, panel and query."""
     found = {}
     rules = yaml.safe_load((DEPLOY / "prometheus" / "rules.yaml").read_text())
     for group in rules["groups"]:
@@ -55,7 +55,7 @@ def test_metrics_and_their_labels_exist(where):
     assert grouped <= set().union(*(EXPORTED[name] for name in used))
 
 
-def test_what_rules_compare_is_labelled_alike():
+def test_both_sides_of_a_comparison_have_matching_labels():
     times = [60.0 * n for n in range(8 * 60)]
     data = Data([Series(one, times, [value] * len(times)) for one, value in samples().items()])
     compared = set()
@@ -65,7 +65,7 @@ def test_what_rules_compare_is_labelled_alike():
             continue
         left, right = (evaluate(side, data, times[-1]) for side in (node.lhs, node.rhs))
         if isinstance(right, float) or not left:
-            # Nothing to compare, or nothing of it in a fresh cell.
+            # The right side is a number, or an idle cell has no such series.
             continue
         bare = [
             {frozenset(pair for pair in one if pair[0] != "__name__") for one in side}
@@ -76,7 +76,7 @@ def test_what_rules_compare_is_labelled_alike():
     assert len(compared) >= 5
 
 
-def test_what_is_generated_is_committed(monkeypatch):
+def test_generated_files_are_committed(monkeypatch):
     monkeypatch.syspath_prepend(str(DEPLOY))
     generate = runpy.run_path(str(DEPLOY / "generate.py"))
     for path, text in generate["files"]().items():
@@ -84,7 +84,7 @@ def test_what_is_generated_is_committed(monkeypatch):
 
 
 @pytest.mark.parametrize("path", DASHBOARDS, ids=lambda path: path.stem)
-def test_a_dashboard_is_whole(path):
+def test_a_dashboard_is_complete(path):
     dashboard = json.loads(path.read_text())
     taken = set()
     for panel in dashboard["panels"]:

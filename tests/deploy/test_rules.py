@@ -1,4 +1,4 @@
-"""The alerts fire on what they should, and only on that; what they name exists."""
+"""Each alert fires for the series that must fire it, and for no others."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("test", "case"), CASES)
-def test_what_fires(test, case):
+def test_expected_alerts_fire(test, case):
     interval_s = seconds(test["interval"])
     data = Data([series(one["series"], one["values"], interval_s) for one in test["input_series"]])
     expected = {
@@ -33,7 +33,7 @@ def test_what_fires(test, case):
     assert fired == expected
 
 
-def test_every_alert_is_seen_to_fire_and_to_stay_silent():
+def test_every_alert_has_a_firing_and_a_silent_case():
     fires = {
         case["alertname"]
         for test in TESTS["tests"]
@@ -59,7 +59,7 @@ ONE = [Series(Labels({"__name__": "a", "x": "1"}.items()), [0.0, 15.0, 30.0], [0
         ("sum(a)", 1.0),
         ('a{x="2"}', None),
         ('sum(a{x=~"1|2"})', 1.0),
-        # 5, then a reset and 1 more.
+        # The counter rises by 5, resets, and rises by 1.
         ("sum(increase(a[30s]))", 6.0),
         ("sum(rate(a[30s]))", 0.2),
         ("sum(a offset 15s)", 5.0),
@@ -69,12 +69,12 @@ ONE = [Series(Labels({"__name__": "a", "x": "1"}.items()), [0.0, 15.0, 30.0], [0
         ("sum(a) unless sum(b)", 1.0),
     ],
 )
-def test_the_evaluator(expression, value):
+def test_promql_evaluation(expression, value):
     found = evaluate(expression, Data(ONE), 30.0)
     assert list(found.values()) == ([] if value is None else [pytest.approx(value)])
 
 
-def test_a_series_without_samples_for_five_minutes_is_gone():
+def test_a_series_without_samples_for_five_minutes_is_stale():
     assert evaluate("a", Data(ONE), 329.0)
     assert not evaluate("a", Data(ONE), 331.0)
 
@@ -83,6 +83,6 @@ def test_a_series_without_samples_for_five_minutes_is_gone():
     "expression",
     ["deriv(a[1m])", "topk(3, a)", "sum without (x) (a)", "a > bool 1", "a[1h:5m]", "a @ 5", "-a"],
 )
-def test_what_the_evaluator_does_not_know_it_says(expression):
+def test_unsupported_promql_is_reported(expression):
     with pytest.raises(Unsupported):
         evaluate(expression, Data(ONE), 30.0)

@@ -1,4 +1,4 @@
-"""The wheel holds the product: `baton bench`, `replay` and `simulate`, but not the benchmarks."""
+"""The wheel contains `baton bench`, `replay` and `simulate`, but not the benchmarks in bench/."""
 
 import shutil
 import subprocess
