@@ -30,7 +30,7 @@ from baton.load.measured import Slo
 from baton.load.plan import LaneRule, Planned, arrival_times, generated
 from baton.load.prompts import Prompts
 from baton.load.results import PERCENTS
-from baton.load.stats import Reach
+from baton.load.stats import Goal
 from baton.load.traces import Arrival
 from baton.runtime import demo_model
 from baton.runtime.config import parse
@@ -121,11 +121,11 @@ def replay(worker: admin_pb2.WorkerInfo, requests: list[Planned]) -> Figures:
     return simulate(config, arrivals, "static").figures
 
 
-def reaches(seen: Result, found: Figures) -> Iterator[Reach]:
+def goals(seen: Result, found: Figures) -> Iterator[Goal]:
     for name in ("ttft_ms", "itl_ms"):
         real, simulated = (getattr(one, name)[50] for one in (seen.total, found))
         what = f"{NAMES[name]} p50: simulated / live, distance from 1"
-        yield Reach(what, abs(stats.ratio(simulated, real) - 1), MOST_APART)
+        yield Goal(what, abs(stats.ratio(simulated, real) - 1), MOST_APART)
 
 
 def show(seen: Live, found: Figures) -> None:
@@ -152,7 +152,7 @@ def show(seen: Live, found: Figures) -> None:
     )
     title = f"{total.num_requests} requests, failed {total.num_failed} and {found.num_failed}; ms"
     stats.print_table(title, ["", "live", "simulated", "ratio"], rows)
-    stats.print_reaches(list(reaches(seen.result, found)))
+    stats.print_goals(list(goals(seen.result, found)))
 
 
 def parsed() -> argparse.Namespace:
@@ -175,7 +175,7 @@ def as_json(seen: Live, found: Figures) -> dict[str, Any]:
         "live": seen.result.as_json(),
         "simulated": {"kind": "simulate", **asdict(found)},
         "latency": {name: getattr(seen.worker.latency, name) for name in names},
-        "reaches": [asdict(one) | {"reached": one.reached} for one in reaches(seen.result, found)],
+        "reaches": [asdict(one) | {"reached": one.reached} for one in goals(seen.result, found)],
     }
 
 

@@ -45,7 +45,7 @@ from baton.bench.autoscale_scenes import (
 )
 from baton.coordinator.state.pools import Pool
 from baton.load import stats
-from baton.load.stats import Reach
+from baton.load.stats import Goal
 
 # Of a trace, with --quick.
 QUICK_S = 240.0
@@ -154,22 +154,22 @@ def frontier(found: Mapping[str, Runs]) -> Iterator[str]:
         yield said + f"{own} {attained:.1%} for {found[own].gpu_hours:.1f}"
 
 
-def reaches(results: Results) -> Iterator[Reach]:
+def goals(results: Results) -> Iterator[Goal]:
     for (trace, cold_start_s), found in results.items():
         if not {BATON, STATIC, HPA, PLANNER} <= found.keys():
             continue
         baton, static = found[BATON], found[STATIC]
         where = f"{trace}, {cold_start_s:g} s: "
         share = stats.ratio(baton.attained, static.attained)
-        yield Reach(f"{where}attained / static's", share, 0.99, at_least=True)
-        yield Reach(f"{where}GPU-hours / static's", baton.gpu_hours / static.gpu_hours, 0.7)
+        yield Goal(f"{where}attained / static's", share, 0.99, at_least=True)
+        yield Goal(f"{where}GPU-hours / static's", baton.gpu_hours / static.gpu_hours, 0.7)
         for name in (HPA, PLANNER):
             other = found[name]
             more = baton.attained - other.attained
-            yield Reach(f"{where}attained - {name}'s", more, 0.0, at_least=True)
-            yield Reach(f"{where}GPU-hours / {name}'s", baton.gpu_hours / other.gpu_hours, 1.0)
+            yield Goal(f"{where}attained - {name}'s", more, 0.0, at_least=True)
+            yield Goal(f"{where}GPU-hours / {name}'s", baton.gpu_hours / other.gpu_hours, 1.0)
             better = sum(found[own].beats(other) for own in BATON_AT if own in found)
-            yield Reach(f"{where}settings better than {name} on both", better, 1, at_least=True)
+            yield Goal(f"{where}settings better than {name} on both", better, 1, at_least=True)
 
 
 def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -217,7 +217,7 @@ def main() -> None:
     arguments = parsed()
     results, details = run(arguments)
     stats.save(details, arguments.json)
-    stats.print_reaches(list(reaches(results)))
+    stats.print_goals(list(goals(results)))
     print(f"figures in {arguments.json}")
 
 

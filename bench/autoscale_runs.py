@@ -63,7 +63,7 @@ def ran(needs: Needs, cell: Cell) -> tuple[Figures, dict[str, Any]]:
     made = one.cell(policy, cell.cold_start_s)
     record = made.run(one.arrivals, dict(needs.peak), one.lasts_s)
     made.core.check_integrity()
-    found = figures(record, made.tally, dict(policy.config.targets)["interactive"])
+    found = figures(record, made.gaps, dict(policy.config.targets)["interactive"])
     return found, as_json(found, record)
 
 

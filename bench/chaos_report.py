@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.client import Tokens
 from baton.load import stats
-from baton.load.stats import Reach
+from baton.load.stats import Goal
 
 if TYPE_CHECKING:
     from baton.bench.chaos import Chaos
@@ -123,17 +123,15 @@ def figures(chaos: Chaos) -> dict[str, Any]:
     longest = [max(gap.length_s for gap in one.gaps()) for one in streams if one.times]
     of_workers = by_kind[Kind.WORKER_KILLED] + by_kind[Kind.WORKER_STOPPED]
     faults = [
-        Reach("streams that failed", sum(bool(one.error) for one in streams), 0),
-        Reach("streams with other tokens", sum(not one.error for one in wrong), 0),
-        Reach("workers that ended by themselves", len(chaos.odd_ends), 0),
-        Reach("things left behind", len(chaos.left), 0),
+        Goal("streams that failed", sum(bool(one.error) for one in streams), 0),
+        Goal("streams with other tokens", sum(not one.error for one in wrong), 0),
+        Goal("workers that ended by themselves", len(chaos.odd_ends), 0),
+        Goal("things left behind", len(chaos.left), 0),
     ]
-    pauses = [
-        Reach("longest pause, worker lost", max(of_workers, default=0), LONGEST_PAUSE_S, " s")
-    ]
+    pauses = [Goal("longest pause, worker lost", max(of_workers, default=0), LONGEST_PAUSE_S, " s")]
     if of_coordinator := by_kind[Kind.COORDINATOR_KILLED]:
         what = "longest pause, coordinator lost"
-        pauses.append(Reach(what, max(of_coordinator), LONGEST_PAUSE_S, " s"))
+        pauses.append(Goal(what, max(of_coordinator), LONGEST_PAUSE_S, " s"))
     return {
         "correct": all(one.reached for one in faults),
         "num_streams": len(streams),
@@ -198,8 +196,8 @@ def show(name: str, results: dict[str, Any]) -> None:
     stats.print_table(title, header, rows)
     for line in [*results["errors"], *results["odd_ends"], *results["left"]][:20]:
         print(line)
-    stats.print_reaches(
-        [Reach(one["what"], one["seen"], one["limit"], one["unit"]) for one in results["reaches"]]
+    stats.print_goals(
+        [Goal(one["what"], one["seen"], one["limit"], one["unit"]) for one in results["reaches"]]
     )
 
 

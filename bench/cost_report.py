@@ -10,7 +10,7 @@ from typing import Any
 from baton.bench.cost_meter import Figures
 from baton.bench.scheduling_cost import Scheduling
 from baton.load import stats
-from baton.load.stats import Reach
+from baton.load.stats import Goal
 
 PATHS = SESSION, SINGLE = "one session", "single streams"
 PACED, FLAT, ONE_TOKEN, DIRECT = "paced", "flat out", "one token", "direct"
@@ -72,7 +72,7 @@ class Results:
     scheduling: list[Scheduling]
 
 
-def reaches(results: Results) -> Iterator[Reach]:
+def goals(results: Results) -> Iterator[Goal]:
     at = f"{SESSION}, {REACH_REQUESTS} at once: "
     paced, one_token, direct = (
         results.figures.get(Case(SESSION, kind, REACH_REQUESTS))
@@ -80,18 +80,18 @@ def reaches(results: Results) -> Iterator[Reach]:
     )
     if paced is not None:
         seen = paced.cpu_ms_per_1000_tokens
-        yield Reach(at + "CPU per 1,000 tokens, paced", seen, MAX_CPU_MS_PER_1000_TOKENS, " ms")
-        yield Reach(at + "resident", paced.resident_mb, MAX_RESIDENT_MB, " MB")
+        yield Goal(at + "CPU per 1,000 tokens, paced", seen, MAX_CPU_MS_PER_1000_TOKENS, " ms")
+        yield Goal(at + "resident", paced.resident_mb, MAX_RESIDENT_MB, " MB")
     if paced is not None and direct is not None:
         seen = paced.ttft_p50_ms - direct.ttft_p50_ms
-        yield Reach(at + "TTFT p50 over direct", seen, MAX_ADDED_TTFT_MS, " ms")
+        yield Goal(at + "TTFT p50 over direct", seen, MAX_ADDED_TTFT_MS, " ms")
     if one_token is not None:
         seen = one_token.cpu_ms_per_request
-        yield Reach(at + "CPU per one-token request", seen, MAX_CPU_MS_PER_REQUEST, " ms")
+        yield Goal(at + "CPU per one-token request", seen, MAX_CPU_MS_PER_REQUEST, " ms")
     for case, figures in results.figures.items():
         if (case.path, case.kind) == (SESSION, FLAT):
             what = f"{SESSION}, {case.num_requests} at once, flat out: time per token"
-            yield Reach(what, 1e6 / figures.tokens_per_s, MAX_US_PER_TOKEN, " us")
+            yield Goal(what, 1e6 / figures.tokens_per_s, MAX_US_PER_TOKEN, " us")
     if results.scheduling:
         shortest, longest = (
             next(
@@ -101,10 +101,10 @@ def reaches(results: Results) -> Iterator[Reach]:
             )
             for num_queued in (min(NUM_QUEUED), max(NUM_QUEUED))
         )
-        yield Reach(f"one decision, {longest.name}", longest.decision_us, MAX_DECISION_US, " us")
+        yield Goal(f"one decision, {longest.name}", longest.decision_us, MAX_DECISION_US, " us")
         what = f"one decision, {longest.name} / {shortest.name}"
         growth = math.log(longest.num_queued) / math.log(shortest.num_queued)
-        yield Reach(what, longest.decision_us / shortest.decision_us, growth, " x")
+        yield Goal(what, longest.decision_us / shortest.decision_us, growth, " x")
 
 
 def beside_relay(figures: Mapping[Case, Figures]) -> Iterator[list[str]]:
@@ -156,7 +156,7 @@ def show(results: Results) -> None:
     header = ["", "decision", "event p50", "event p99", "event p50, nobody waits"]
     if rows:
         stats.print_table("One decision, us", header, rows)
-    stats.print_reaches(list(reaches(results)))
+    stats.print_goals(list(goals(results)))
 
 
 def as_json(results: Results) -> dict[str, Any]:
@@ -165,5 +165,5 @@ def as_json(results: Results) -> dict[str, Any]:
         "scheduling": [
             asdict(one) | {"decision_us": one.decision_us} for one in results.scheduling
         ],
-        "reaches": [asdict(one) | {"reached": one.reached} for one in reaches(results)],
+        "reaches": [asdict(one) | {"reached": one.reached} for one in goals(results)],
     }

@@ -1,4 +1,4 @@
-"""What the systems of bench/disaggregation.py were measured at: the reaches, and the tables."""
+"""What the systems of bench/disaggregation.py were measured at: the goals, and the tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from baton.bench.streams import Timed
 from baton.load import stats
-from baton.load.stats import Reach
+from baton.load.stats import Goal
 
 PLAIN, BATON, NIXL = "plain vLLM", "Baton", "vLLM NixlConnector"
 # What a fresh system is asked, one at a time, nothing warmed up.
@@ -145,24 +145,24 @@ def summary(timed: list[Timed]) -> dict[str, float]:
     return made
 
 
-def reaches(results: Results) -> Iterator[Reach]:
+def goals(results: Results) -> Iterator[Goal]:
     """What Baton is held to, and whether it kept it."""
     for cell in results.cells:
         own = summary(cell.timed[BATON])
         if (limit := MAX_GAP_RATIO.get(cell.concurrency)) is not None:
             what = f"{cell.name}: gap first to second token / own ITL"
-            yield Reach(what, own["second_gap_ratio"], limit, " x")
+            yield Goal(what, own["second_gap_ratio"], limit, " x")
         if cell.prompt_tokens >= EXPOSED_FROM_TOKENS:
             share = own.get("exposed_share", float("nan"))
             what = f"{cell.name}: exposed handoff / prefill"
-            yield Reach(what, share * 100, MAX_EXPOSED_SHARE * 100, " %")
+            yield Goal(what, share * 100, MAX_EXPOSED_SHARE * 100, " %")
         if cell.concurrency == 1:
             what = f"{cell.name}: outputs that differ from plain vLLM's"
-            yield Reach(what, cell.num_different(BATON), 0)
+            yield Goal(what, cell.num_different(BATON), 0)
     pairs = [one for one in results.fresh if one.system == BATON]
     for name, measure in (("exposed handoff", exposed), ("gap first to second token", second_gap)):
         what = f"a fresh pair's first {name} / its steady one, worst of {len(pairs)} pairs"
-        yield Reach(what, stats.worst([one.ratio(measure) for one in pairs]), MAX_FIRST_RATIO, " x")
+        yield Goal(what, stats.worst([one.ratio(measure) for one in pairs]), MAX_FIRST_RATIO, " x")
 
 
 def ttft(timed: Timed) -> float:
@@ -209,7 +209,7 @@ def show(results: Results) -> None:
     rows = [["requests sent", f"{results.num_asked}"]]
     rows += [[name, f"{value:,.0f}"] for name, value in results.handoff_counters.items()]
     stats.print_table("Handoffs of the last pair", ["counter of the coordinator", "seen"], rows)
-    stats.print_reaches(list(reaches(results)))
+    stats.print_goals(list(goals(results)))
 
 
 def show_cell(cell: Cell, output_tokens: int) -> None:
@@ -282,5 +282,5 @@ def as_json(results: Results, model: str) -> dict[str, Any]:
         "resident_mb": results.resident_mb,
         "requests sent": results.num_asked,
         "handoff_counters": results.handoff_counters,
-        "reaches": [asdict(one) | {"reached": one.reached} for one in reaches(results)],
+        "reaches": [asdict(one) | {"reached": one.reached} for one in goals(results)],
     }

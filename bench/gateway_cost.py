@@ -24,7 +24,7 @@ from baton.bench.coordinator_cost import MAX_OTHERS, MAX_TRIES, SETTLE_S, progre
 from baton.bench.cost_client import Loop
 from baton.bench.cost_system import Figures, Load, Meter, System, certificates, serving, spans_sink
 from baton.load import stats
-from baton.load.stats import Reach
+from baton.load.stats import Goal
 
 PLAIN, TLS, TRACING = "plain", "TLS", "tracing"
 NUM_REQUESTS = 64
@@ -180,16 +180,14 @@ def overheads(found: Mapping[Arm, Figures]) -> Iterator[Overhead]:
             yield Overhead.of(what, found[arm], found[base], gateways=arm.http and base.http)
 
 
-def reaches(found: Mapping[Arm, Figures]) -> list[Reach]:
+def goals(found: Mapping[Arm, Figures]) -> list[Goal]:
     grpc, http = found[GRPC], found[HTTP]
     added_p50 = http.ttft_p50_ms - grpc.ttft_p50_ms
     added_p99 = http.ttft_p99_ms - grpc.ttft_p99_ms
     return [
-        Reach("TTFT p50 over gRPC", added_p50, MAX_ADDED_P50_MS, " ms"),
-        Reach("TTFT p99 over gRPC", added_p99, MAX_ADDED_P99_MS, " ms"),
-        Reach(
-            "CPU of the gateway per 1,000 tokens", http.gateway_cpu_ms, MAX_GATEWAY_CPU_MS, " ms"
-        ),
+        Goal("TTFT p50 over gRPC", added_p50, MAX_ADDED_P50_MS, " ms"),
+        Goal("TTFT p99 over gRPC", added_p99, MAX_ADDED_P99_MS, " ms"),
+        Goal("CPU of the gateway per 1,000 tokens", http.gateway_cpu_ms, MAX_GATEWAY_CPU_MS, " ms"),
     ]
 
 
@@ -207,14 +205,14 @@ def show(found: Mapping[Arm, Figures], num_requests: int) -> None:
         header,
         [one.row() for one in overheads(found)],
     )
-    stats.print_reaches(reaches(found))
+    stats.print_goals(goals(found))
 
 
 def as_json(found: Mapping[Arm, Figures]) -> dict[str, Any]:
     return {
         "arms": {arm.name: asdict(figures) for arm, figures in found.items()},
         "overheads": [asdict(one) for one in overheads(found)],
-        "reaches": [asdict(one) | {"reached": one.reached} for one in reaches(found)],
+        "reaches": [asdict(one) | {"reached": one.reached} for one in goals(found)],
     }
 
 

@@ -35,7 +35,7 @@ from baton.client.request import LaneName
 from baton.client.request import Slo as WantedSlo
 from baton.client.stream import TokenStream
 from baton.load import stats
-from baton.load.stats import Reach
+from baton.load.stats import Goal
 from baton.runtime import demo_model
 
 NUM_PAIRS = 4
@@ -256,25 +256,25 @@ def at_load(load: float) -> str:
     return f"{load:g} x capacity"
 
 
-def reaches(found: dict[str, Run]) -> Iterator[Reach]:
+def goals(found: dict[str, Run]) -> Iterator[Goal]:
     alone, flooded, both = (found[name].figures() for name in (ALONE, FLOODED, BOTH))
     for name, what in (("ttft_p99_ms", "TTFT p99"), ("itl_p99_ms", "ITL p99")):
         ratio = stats.ratio(both[name], alone[name])
-        yield Reach(f"interactive {what} beside a flood / without", ratio, MOST_SLOWER, " x")
+        yield Goal(f"interactive {what} beside a flood / without", ratio, MOST_SLOWER, " x")
     tokens = both["interactive_tokens_per_s"] + both["batch_tokens_per_s"]
     base = flooded["batch_tokens_per_s"]
     what = "tokens/s of both / of the flood alone"
-    yield Reach(what, stats.ratio(tokens, base), LEAST_TOKENS, " x", at_least=True)
+    yield Goal(what, stats.ratio(tokens, base), LEAST_TOKENS, " x", at_least=True)
     what = "of these the flood's"
     spare = stats.ratio(both["batch_tokens_per_s"], base)
-    yield Reach(what, spare, LEAST_SPARE, " x", at_least=True)
+    yield Goal(what, spare, LEAST_SPARE, " x", at_least=True)
     full, over = (found[at_load(load)].figures() for load in (1.0, OVERLOAD))
     what = "overload: admitted that met their SLO"
-    yield Reach(what, over["met_share"] * 100, LEAST_MET * 100, " %", at_least=True)
-    yield Reach("overload: slowest refusal", over["refused_max_ms"], REFUSED_WITHIN_S * 1e3, " ms")
+    yield Goal(what, over["met_share"] * 100, LEAST_MET * 100, " %", at_least=True)
+    yield Goal("overload: slowest refusal", over["refused_max_ms"], REFUSED_WITHIN_S * 1e3, " ms")
     what = "overload: goodput / at capacity"
     ratio = stats.ratio(over["goodput_per_s"], full["goodput_per_s"])
-    yield Reach(what, ratio, LEAST_GOODPUT, " x", at_least=True)
+    yield Goal(what, ratio, LEAST_GOODPUT, " x", at_least=True)
 
 
 def show(found: dict[str, Run]) -> None:
@@ -302,7 +302,7 @@ def show(found: dict[str, Run]) -> None:
         f"{NUM_PAIRS} + {NUM_PAIRS} workers, {CAPACITY:g} requests/s of capacity; interactive, ms"
     )
     stats.print_table(title, ["load", *columns.values(), "met SLO", "cores busy"], rows)
-    stats.print_reaches(list(reaches(found)))
+    stats.print_goals(list(goals(found)))
 
 
 def main() -> None:
@@ -322,7 +322,7 @@ def main() -> None:
         found = asyncio.run(runs(arguments, Path(directory), model))
     results = {
         "loads": {name: run.figures() for name, run in found.items()},
-        "reaches": [asdict(one) | {"reached": one.reached} for one in reaches(found)],
+        "reaches": [asdict(one) | {"reached": one.reached} for one in goals(found)],
     }
     stats.save(results, arguments.json)
     show(found)

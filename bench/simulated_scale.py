@@ -18,7 +18,7 @@ from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Targets
 from baton.load import stats, traces
-from baton.load.stats import Reach
+from baton.load.stats import Goal
 from baton.runtime.config import parse
 from baton.runtime.latency import LatencyModel
 from baton.simulator.cell import SimulatedCell
@@ -70,7 +70,7 @@ def main() -> None:
     sizes = {Pool.PREFILL: arguments.prefill, Pool.DECODE: arguments.decode}
     record = cell.run(arrivals, sizes, lasts_s)
     cell.core.check_integrity()
-    found = figures(record, cell.tally, dict(config.targets)["interactive"])
+    found = figures(record, cell.gaps, dict(config.targets)["interactive"])
     minutes = (time.monotonic() - began) / 60
     # ru_maxrss is in KiB on Linux.
     gigabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
@@ -82,13 +82,13 @@ def main() -> None:
         ["workers, on average", f"{found.gpu_hours * 3600 / found.lasted_s:.1f}"],
         ["TTFT p50, p95", f"{found.ttft_ms[50]:.0f}, {found.ttft_ms[95]:.0f} ms"],
         ["TPOT p50, p95", f"{found.tpot_ms[50]:.1f}, {found.tpot_ms[95]:.1f} ms"],
-        ["tokens", f"{cell.tally.total:,}"],
+        ["tokens", f"{cell.gaps.total:,}"],
     ]
     stats.print_table("Simulated scale", ["what", "seen"], rows)
-    stats.print_reaches(
+    stats.print_goals(
         [
-            Reach("time", minutes, MOST_MINUTES, " min"),
-            Reach("memory", gigabytes, MOST_GB, " GB"),
+            Goal("time", minutes, MOST_MINUTES, " min"),
+            Goal("memory", gigabytes, MOST_GB, " GB"),
         ]
     )
 

@@ -325,13 +325,13 @@ def main() -> int:
         soak = Soak(Path(name), num_handoffs, num_kills, arguments.seed)
         asyncio.run(soak.run())
     wall_s = time.monotonic() - started
-    reaches = soak_report.reaches_of(soak, arguments.growth_mib)
-    results = soak_report.figures(soak, wall_s, reaches)
+    goals = soak_report.goals_of(soak, arguments.growth_mib)
+    results = soak_report.figures(soak, wall_s, goals)
     stats.save(results, arguments.json)
     soak_report.show(results)
-    stats.print_reaches(reaches)
+    stats.print_goals(goals)
     print(f"{wall_s:.0f} s; figures in {arguments.json}")
-    return 0 if all(one.reached for one in reaches) else 1
+    return 0 if all(one.reached for one in goals) else 1
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from baton.bench.soak_handoffs import MIB, TRANSPORTS, Fault, Outcome
 from baton.load import stats
-from baton.load.stats import Reach
+from baton.load.stats import Goal
 
 if TYPE_CHECKING:
     from baton.bench.soak import Soak
 
 
-def reaches_of(soak: Soak, growth_mib: float) -> list[Reach]:
+def goals_of(soak: Soak, growth_mib: float) -> list[Goal]:
     """What a soak is held to, and whether it kept it.
 
     Args:
@@ -23,20 +23,20 @@ def reaches_of(soak: Soak, growth_mib: float) -> list[Reach]:
     """
     grown = [growth for each in soak.everyone if (growth := each.growth_bytes()) is not None]
     offered = {name for names in TRANSPORTS for name in names}
-    reaches = [
-        Reach("wrong digests", soak.count(Outcome.WRONG), 0),
-        Reach("handoffs that hung", soak.count(Outcome.HUNG), 0),
-        Reach("handoffs that failed unduly", soak.count(Outcome.UNDUE), 0),
-        Reach("things left behind", len(soak.left), 0),
-        Reach("transports that moved nothing", len(offered - set(soak.committed_by)), 0),
+    goals = [
+        Goal("wrong digests", soak.count(Outcome.WRONG), 0),
+        Goal("handoffs that hung", soak.count(Outcome.HUNG), 0),
+        Goal("handoffs that failed unduly", soak.count(Outcome.UNDUE), 0),
+        Goal("things left behind", len(soak.left), 0),
+        Goal("transports that moved nothing", len(offered - set(soak.committed_by)), 0),
     ]
     if grown:
         worst_mib = stats.worst(grown) / MIB
-        reaches.append(Reach("largest growth after warm-up", worst_mib, growth_mib, " MiB"))
-    return reaches
+        goals.append(Goal("largest growth after warm-up", worst_mib, growth_mib, " MiB"))
+    return goals
 
 
-def figures(soak: Soak, wall_s: float, reaches: Sequence[Reach]) -> dict[str, Any]:
+def figures(soak: Soak, wall_s: float, goals: Sequence[Goal]) -> dict[str, Any]:
     """All that was seen, for JSON."""
     return {
         "num_handoffs": soak.outcomes.total(),
@@ -66,7 +66,7 @@ def figures(soak: Soak, wall_s: float, reaches: Sequence[Reach]) -> dict[str, An
         ],
         "undue": soak.undue,
         "left": soak.left,
-        "reaches": [asdict(one) | {"reached": one.reached} for one in reaches],
+        "reaches": [asdict(one) | {"reached": one.reached} for one in goals],
     }
 
 

@@ -189,11 +189,11 @@ async def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
     results["paced"] = [run.figures() for run in paced]
     results["flat"] = [run.figures() for run in flat]
     results["streams"] = streams
-    results["reaches"] = reaches(results, main.name)
+    results["reaches"] = goals(results, main.name)
     return results
 
 
-def reaches(results: dict[str, Any], shape: str) -> list[dict[str, Any]]:
+def goals(results: dict[str, Any], shape: str) -> list[dict[str, Any]]:
     """What is to be reached, what was seen, and whether that is enough."""
     speed = {run["transport"]: run["gb_s"] for run in results["flat"] if run["shape"] == shape}
     made: list[dict[str, Any]] = []

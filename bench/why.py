@@ -36,7 +36,7 @@ from baton.client import errors
 from baton.client.client import BatonClient
 from baton.client.request import LaneName
 from baton.load import stats
-from baton.load.stats import Reach
+from baton.load.stats import Goal
 from baton.runtime import demo_model
 
 MODEL = "demo-88m"
@@ -56,7 +56,7 @@ READY_TIMEOUT_S = 300.0
 SPIN_S = 1.5
 # The share of requests that the highest rate keeps within the SLO.
 KEPT_SHARE = 0.9
-# That of round robin at 2 requests/s on the machine for which the reaches were set: 57 to 65 %.
+# That of round robin at 2 requests/s on the machine for which the goals were set: 57 to 65 %.
 BUSY_SHARE = 0.61
 
 SHARES = ("met_share", "shed_share", "short_met_share", "long_met_share")
@@ -208,17 +208,17 @@ async def search(
             one.add(rate, mixed_load.share_met(answers, SLO))
 
 
-def reaches(results: Results) -> Iterator[Reach]:
+def goals(results: Results) -> Iterator[Goal]:
     for load in results.loads:
         ratios, at = load.ratios(), f"{load.rate:.3g} requests/s, {load.name}: "
         what = at + "goodput / round robin's"
-        yield Reach(what, ratios["goodput_per_s"], LEAST_GOODPUT, " x", at_least=True)
+        yield Goal(what, ratios["goodput_per_s"], LEAST_GOODPUT, " x", at_least=True)
         for name, most in MOST.items():
-            yield Reach(f"{at}{COLUMNS[name]} / round robin's", ratios[name], most, " x")
+            yield Goal(f"{at}{COLUMNS[name]} / round robin's", ratios[name], most, " x")
     if results.searches:
         what = f"highest rate with {KEPT_SHARE * 100:.0f} % within the SLO / round robin's"
         ratio = stats.ratio(results.searches[BATON].low, results.searches[ROBIN].low)
-        yield Reach(what, ratio, LEAST_RATE, " x", at_least=True)
+        yield Goal(what, ratio, LEAST_RATE, " x", at_least=True)
 
 
 COLUMNS = {
@@ -246,7 +246,7 @@ def show(results: Results) -> None:
     ]
     if rows:
         stats.print_table("Rates tried", ["system", "requests/s", "within"], rows)
-    stats.print_reaches(list(reaches(results)))
+    stats.print_goals(list(goals(results)))
 
 
 def show_load(load: Load) -> None:
@@ -300,7 +300,7 @@ def as_json(results: Results) -> dict[str, Any]:
             for load in results.loads
         ],
         "searches": {name: one.tried for name, one in results.searches.items()},
-        "reaches": [asdict(one) | {"reached": one.reached} for one in reaches(results)],
+        "reaches": [asdict(one) | {"reached": one.reached} for one in goals(results)],
     }
 
 

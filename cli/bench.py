@@ -139,4 +139,4 @@ def compare(
         raise typer.Exit(2) from None
     if as_json:
         return print_json(comparison.as_json(rows))
-    return print_table(["", ">A", ">B", ">B/A"], [row.shown() for row in rows], "")
+    return print_table(["", ">A", ">B", ">B/A"], [row.cells() for row in rows], "")

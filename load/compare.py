@@ -1,4 +1,4 @@
-"""Two results of `baton bench`, `replay` or `simulate`, side by side."""
+"""Compares two result files of `baton bench`, `replay` or `simulate` (`baton bench compare`)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _FIGURES = {
 
 
 class ResultError(ValueError):
-    """A file that is no result; names it and what is wrong."""
+    """A file is not a result of these commands. The message names the file and the problem."""
 
 
 class Row(NamedTuple):
-    """One figure of both; nan: it has none."""
+    """One figure of both results; nan where a result lacks the figure."""
 
     name: str
     first: float
@@ -33,41 +33,45 @@ class Row(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The second over the first; nan when there is none."""
+        """The second value divided by the first; nan if the first is 0 or missing."""
         return self.second / self.first if self.first else math.nan
 
-    def shown(self) -> list[str]:
+    def cells(self) -> list[str]:
         values = (f"{one:.4g}" if abs(one) < 1000 else f"{one:.0f}" for one in self[1:])
         cells = [*values, f"{self.ratio:.3f}"]
         return [self.name, *("-" if "nan" in cell else cell for cell in cells)]
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Raises ResultError."""
+    """Reads a result file.
+
+    Raises:
+        ResultError: the file cannot be read, or is not a result.
+    """
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ResultError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise ResultError(f"{path}: cannot be read: it is no text in UTF-8") from None
+        raise ResultError(f"{path}: cannot be read: it is not UTF-8 text") from None
     except (ValueError, RecursionError) as error:
         raise ResultError(f"{path}: not JSON: {error}") from None
     for key in _LATENCIES:
         if not isinstance(found, dict) or not isinstance(found.get(key), dict):
             raise ResultError(
-                f"{path}: no result of baton bench, replay or simulate: {key} is missing"
+                f"{path}: not a result of baton bench, replay or simulate: {key} is missing"
             )
     return found
 
 
 def compared(first: dict[str, Any], second: dict[str, Any]) -> list[Row]:
-    """Latencies in ms by percentile, then rates and shares."""
+    """Returns rows for latency percentiles in ms, then for rates and shares."""
     rows = [
-        Row(f"{name} p{percent}, ms", *(_of(one[key], str(percent)) for one in (first, second)))
+        Row(f"{name} p{percent}, ms", *(_number(one[key], str(percent)) for one in (first, second)))
         for key, name in _LATENCIES.items()
         for percent in PERCENTS
     ]
-    rows += [Row(name, _of(first, key), _of(second, key)) for key, name in _FIGURES.items()]
+    rows += [Row(name, _number(first, key), _number(second, key)) for key, name in _FIGURES.items()]
     return rows
 
 
@@ -84,6 +88,6 @@ def as_json(rows: list[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def _of(values: dict[str, Any], key: str) -> float:
+def _number(values: dict[str, Any], key: str) -> float:
     value = values.get(key)
     return float(value) if isinstance(value, int | float) else math.nan

@@ -1,4 +1,4 @@
-"""A run's figures: for programs, and for people."""
+"""The figures of a `baton bench` or `replay` run, as JSON and as table rows."""
 
 from __future__ import annotations
 
@@ -11,26 +11,31 @@ from baton.load.generator import Outcome
 from baton.load.measured import Measured, Slo
 from baton.load.results import PERCENTS, plain, targets
 
-# A generator that was later than this, and than so much of TTFT, has measured itself too.
+# A warning is printed if the p99 delay of the generator itself exceeds both limits: milliseconds,
+# and a share of the median TTFT. Above them the measured latency includes the generator's delay.
 _LATE_MS, _LATE_SHARE = 10.0, 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one lane or all; times in milliseconds, percentiles within 0.5 %.
+    """Figures of one lane or of all lanes.
+
+    Times are in milliseconds, by percentile, exact to 0.5 %.
 
     Attributes:
-        num_failed: refused, failed later, or not sent.
-        num_shed: of these, refused for overload.
-        num_unfinished: when the run was interrupted; they count neither as ended nor as failed.
-        ttft_ms, e2e_ms: from when requests were to be sent, so that a late generator or a stalled
-            cluster hides nothing; `_from_send` from when they were.
-        lateness_ms: between the two.
-        attained: share of all requests that ended well, with a TTFT within its target and a mean
-            gap between tokens (TPOT) within that of ITL.
-        itl_within: share of all gaps within the target of ITL.
-        cached_share: of prompt tokens, that came from prefix caches.
-        num_resumed: times that requests went on at another session.
+        num_failed: Requests that were refused, failed later, or were not sent.
+        num_shed: Failed requests that the cluster refused because of overload.
+        num_unfinished: Requests in flight when the run was interrupted. They count neither as
+            ended nor as failed.
+        ttft_ms, e2e_ms: Time from the planned send time. A late generator or a stalled cluster
+            therefore cannot hide a wait (coordinated omission).
+        ttft_from_send_ms, e2e_from_send_ms: Time from the actual send time.
+        lateness_ms: Actual minus planned send time.
+        attained: Share of all requests that ended well, with TTFT within its target and the mean
+            gap between tokens (TPOT) within the ITL target.
+        itl_within: Share of all gaps that are within the ITL target.
+        cached_share: Share of the prompt tokens that came from prefix caches.
+        num_resumed: How often a request was resumed on another session.
     """
 
     num_requests: int
@@ -61,6 +66,7 @@ class Figures:
 
     @classmethod
     def of(cls, seen: Measured, lasted_s: float) -> Figures:
+        """Computes the figures of a run that lasted `lasted_s` seconds."""
         total = max(1, seen.num_requests - seen.num_unfinished)
         per_s = 1 / lasted_s if lasted_s > 0 else 0.0
         most_itl_s = math.inf if seen.slo.itl_s is None else seen.slo.itl_s
@@ -95,13 +101,13 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A whole run.
+    """The result of a whole run.
 
     Attributes:
         kind: "bench" or "replay".
-        load: what was asked for, by option.
-        lanes: by name, where there was more than one.
-        is_open: whether requests had times at which they were due.
+        load: Values of the command's options, by option name.
+        lanes: Figures by lane; empty if all requests were in the same lane.
+        is_open: Whether requests had planned send times (open loop).
     """
 
     kind: str
@@ -127,13 +133,13 @@ class Result:
             slo=slo,
             lasted_s=outcome.lasted_s,
             interrupted=outcome.interrupted,
-            total=Figures.of(Measured.of_all(lanes.values(), slo), outcome.lasted_s),
+            total=Figures.of(Measured.merged(lanes.values(), slo), outcome.lasted_s),
             is_open=is_open,
             lanes=each if len(each) > 1 else {},
         )
 
     def as_json(self) -> dict[str, Any]:
-        """The fields that `baton simulate` has too are of the same names there."""
+        """Returns the result as JSON; figures shared with `baton simulate` have the same keys."""
         return {
             "kind": self.kind,
             "load": self.load,
@@ -145,7 +151,7 @@ class Result:
         }
 
     def latency_rows(self) -> list[list[str]]:
-        """Rows of a table with a column per percentile."""
+        """Returns table rows with one column per percentile."""
         rows = [
             ("TTFT", self.total.ttft_ms),
             ("ITL", self.total.itl_ms),
@@ -194,7 +200,7 @@ class Result:
         return rows
 
     def failure_rows(self) -> list[list[str]]:
-        """What failed, why, how often, and the first message of each reason."""
+        """Returns one row per failure reason: kind, reason, count, first error message."""
         one = self.total
         return [
             [kind, reason, str(count), one.messages.get(reason, "")]
@@ -204,17 +210,18 @@ class Result:
 
     @property
     def warning(self) -> str | None:
-        """That the generator could not keep its schedule, if so."""
+        """A warning if the generator could not keep its schedule, else None."""
         late_ms, ttft_ms = self.total.lateness_ms[99], self.total.ttft_ms[50]
         if not self.is_open or not late_ms > _LATE_MS or late_ms < _LATE_SHARE * ttft_ms:
             return None
         return (
-            f"this generator was {late_ms:.0f} ms late at p99: what it shows is its own delay too"
+            f"the load generator was {late_ms:.0f} ms late at p99: "
+            "the latencies include its own delay"
         )
 
 
-def _ms(tally: GapHistogram) -> dict[int, float]:
-    return {percent: tally.percentile(percent) * 1e3 for percent in PERCENTS}
+def _ms(durations: GapHistogram) -> dict[int, float]:
+    return {percent: durations.percentile(percent) * 1e3 for percent in PERCENTS}
 
 
 def _shown(value: float) -> str:

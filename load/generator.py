@@ -1,4 +1,4 @@
-"""Sends a load to a cluster through one session of the client, and measures what comes back."""
+"""Sends requests to a cluster through one client session and measures the answers."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from baton.load.plan import Planned
 from baton.load.prompts import Prompts
 from baton.runtime.errors import RemoteError
 
-# How long a caller of a closed loop waits after a failure when it was not told, and at most.
-_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
+# Closed loop: a caller waits before the next request after a failure. The wait is the server's
+# retry_after_s, or _PAUSE_S if the server sent none, and never longer than _MAX_PAUSE_S.
+_PAUSE_S, _MAX_PAUSE_S = 0.1, 1.0
 
 
 @dataclass(slots=True)
 class Outcome:
-    """A run, over or interrupted.
+    """The measurements of a complete or interrupted run.
 
     Attributes:
-        lanes: by name, those that had a request.
-        lasted_s: until the last counted request ended.
-        interrupted: before all of it was sent and answered.
+        lanes: Measurements by lane; lanes without a request are left out.
+        lasted_s: Seconds from the end of the warm-up to the end of the last counted request.
+        interrupted: Whether the run was stopped before all requests were sent and answered.
     """
 
     lanes: dict[LaneName, Measured] = field(default_factory=dict)
@@ -35,15 +36,16 @@ class Outcome:
 
 
 class Generator:
-    """One load on one client.
+    """Sends one load through one client. A generator runs once.
 
     Args:
-        client: open; its `max_requests` must be at least what is in flight here.
-        prompts: made as they are sent.
-        slo: of goodput.
-        timeout_s: of one request.
-        warm_up_s: requests due before that are sent and not counted.
-        tenant: who to account to; empty: the default.
+        client: An open client. Its `max_requests` must be at least the number of requests that
+            this generator keeps in flight.
+        prompts: Makes each prompt shortly before the prompt is sent.
+        slo: Latency targets that define goodput.
+        timeout_s: Timeout of one request.
+        warm_up_s: Requests due within this time are sent but not counted.
+        tenant: Tenant that the requests are accounted to; empty for the default tenant.
     """
 
     def __init__(
@@ -59,14 +61,14 @@ class Generator:
         self._client, self._prompts, self._slo = client, prompts, slo
         self._timeout_s, self._warm_up_s, self._tenant = timeout_s, warm_up_s, tenant
         self._lanes: dict[LaneName, Measured] = {}
-        self._uncounted = Measured(slo)
+        self._warm_up = Measured(slo)
         self._num_in_flight = 0
         self._began_at = self._ended_at = 0.0
 
     @property
     def progress(self) -> str:
-        """In words, while a load runs."""
-        seen = Measured.of_all(self._lanes.values(), self._slo)
+        """One line for the terminal about the running load."""
+        seen = Measured.merged(self._lanes.values(), self._slo)
         num_failed = sum(seen.sheds.values()) + sum(seen.failures.values())
         return (
             f"{time.perf_counter() - self._began_at:.0f} s: {seen.num_ended} ended, "
@@ -76,25 +78,26 @@ class Generator:
     async def open_loop(
         self, plan: Iterable[Planned], max_in_flight: int, stop: asyncio.Event
     ) -> Outcome:
-        """Sends every request when it is due, whatever is still running.
+        """Sends every request at its planned time, however many requests are still in flight.
 
         Args:
-            plan: in order of time.
-            max_in_flight: a request that is due beyond them is not sent, and counts as failed.
-            stop: ends the run early: what is in flight is cancelled.
+            plan: Requests in order of time.
+            max_in_flight: A request that is due while this many are in flight is not sent and
+                counts as failed.
+            stop: Ends the run early and cancels the requests in flight.
         """
         return await self._run(self._open_loop(plan, max_in_flight), stop)
 
     async def closed_loop(
         self, plan: Iterable[Planned], concurrency: int, lasts_s: float, stop: asyncio.Event
     ) -> Outcome:
-        """Keeps so many requests running: the next is sent when one has ended.
+        """Keeps `concurrency` requests in flight: a new request follows each one that ended.
 
         Args:
-            plan: their times do not matter.
-            concurrency: at least 1.
-            lasts_s: nothing is sent after that.
-            stop: ends the run early: what is in flight is cancelled.
+            plan: Requests; their planned times are ignored.
+            concurrency: Requests in flight, at least 1.
+            lasts_s: No request is sent after this many seconds.
+            stop: Ends the run early and cancels the requests in flight.
         """
         return await self._run(self._closed_loop(iter(plan), concurrency, lasts_s), stop)
 
@@ -117,16 +120,16 @@ class Generator:
     async def _open_loop(self, plan: Iterable[Planned], max_in_flight: int) -> None:
         async with asyncio.TaskGroup() as group:
             for one in plan:
-                # Made before it is due, so that it is late by nothing but the loop.
+                # The prompt is built before the request is due, so building it causes no delay.
                 prompt, due_at = self._prompts.of(one), self._began_at + one.at_s
                 await asyncio.sleep(max(0.0, due_at - time.perf_counter()))
-                measured = self._measured(one, due_at)
+                measured = self._measured_for(one, due_at)
                 if self._num_in_flight >= max_in_flight:
                     measured.not_sent(max_in_flight)
                     continue
                 sample = Sample(due_at, time.perf_counter())
                 self._num_in_flight += 1
-                group.create_task(self._ask(one, prompt, sample, measured))
+                group.create_task(self._send(one, prompt, sample, measured))
 
     async def _closed_loop(self, plan: Iterator[Planned], concurrency: int, lasts_s: float) -> None:
         async def caller() -> None:
@@ -136,28 +139,26 @@ class Generator:
                     return
                 prompt, sample = self._prompts.of(one), Sample(now, now)
                 self._num_in_flight += 1
-                error = await self._ask(one, prompt, sample, self._measured(one, now))
+                error = await self._send(one, prompt, sample, self._measured_for(one, now))
                 if error is not None:
-                    # Whoever is refused at once would do nothing but ask.
-                    told_s = error.retry_after_s
-                    await asyncio.sleep(
-                        min(_LONGEST_PAUSE_S, _PAUSE_S if told_s is None else told_s)
-                    )
+                    # Without a pause, a caller that is refused at once would retry in a busy loop.
+                    pause_s = _PAUSE_S if error.retry_after_s is None else error.retry_after_s
+                    await asyncio.sleep(min(_MAX_PAUSE_S, pause_s))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(concurrency):
                 group.create_task(caller())
 
-    def _measured(self, one: Planned, due_at: float) -> Measured:
-        """Where a request is counted; what warms up, nowhere."""
+    def _measured_for(self, one: Planned, due_at: float) -> Measured:
+        """Returns the counters of the request's lane, or the warm-up's, which are not reported."""
         if due_at - self._began_at < self._warm_up_s:
-            return self._uncounted
+            return self._warm_up
         return self._lanes.setdefault(one.lane, Measured(self._slo))
 
-    async def _ask(
+    async def _send(
         self, one: Planned, prompt: Prompt, sample: Sample, measured: Measured
     ) -> RemoteError | None:
-        """One request to its end; why it failed, if it did."""
+        """Sends one request and reads its stream to the end; returns the error if it failed."""
         measured.sent(sample)
         settled = False
         try:
@@ -187,6 +188,6 @@ class Generator:
             self._num_in_flight -= 1
             if not settled:
                 measured.num_unfinished += 1
-            if measured is not self._uncounted:
+            if measured is not self._warm_up:
                 self._ended_at = time.perf_counter()
         return None

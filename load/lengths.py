@@ -1,4 +1,4 @@
-"""How long prompts and outputs are."""
+"""Distributions of prompt and output lengths (`--prompt-tokens`, `--output-tokens`)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _FORM = re.compile(r"(\d+)(?:-(\d+)|~(\d+(?:\.\d*)?|\.\d+))?")
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Between two lengths, evenly; or log-normal.
+    """A uniform or log-normal distribution of lengths.
 
     Attributes:
-        low, high: tokens, both included; of a log-normal distribution both are the mean.
-        variation: the coefficient of variation of a log-normal one; 0: it is none.
+        low, high: Uniform: the bounds in tokens, both included. Log-normal: both are the mean.
+        variation: Coefficient of variation of the log-normal distribution; 0 means uniform.
     """
 
     low: int
@@ -26,7 +26,11 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str, name: str) -> Lengths:
-        """Raises ValueError, which names the option, when the text is none of ALLOWED."""
+        """Parses the value of the option `name`.
+
+        Raises:
+            ValueError: the text has none of the forms in ALLOWED.
+        """
         found = _FORM.fullmatch(text.strip())
         if found is not None:
             low = int(found[1])

@@ -1,4 +1,4 @@
-"""What clients saw of a load, in memory that does not grow with it."""
+"""Measurements of a load as seen by clients; memory use does not grow with the load."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from baton.client.events import Usage
 from baton.load.gap_histogram import GapHistogram
 from baton.runtime.errors import RemoteError
 
-# Different reasons that are told apart.
-_MOST_REASONS = 32
+# Distinct failure reasons that are counted; any further reason counts as "OTHER".
+_MAX_REASONS = 32
 NOT_SENT = "IN_FLIGHT_LIMIT"
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must keep to count as goodput; None: nothing.
+    """Latency targets that a request must meet to count as goodput; None: no target.
 
     Attributes:
-        itl_s: for the mean of its gaps between tokens.
+        ttft_s: Longest time to first token.
+        itl_s: Longest mean gap between the tokens of a request.
     """
 
     ttft_s: float | None = None
@@ -32,11 +33,12 @@ class Slo:
 
 @dataclass(slots=True)
 class Sample:
-    """One request as it goes on; seconds by the generator's clock.
+    """Times of one request, in seconds of the generator's clock.
 
     Attributes:
-        due_at: when it was to be sent.
-        sent_at: when it was.
+        due_at: Planned send time.
+        sent_at: Actual send time.
+        first_at, last_at: Arrival of the first and the latest token; nan before that.
     """
 
     due_at: float
@@ -48,18 +50,19 @@ class Sample:
 
 @dataclass(slots=True)
 class Measured:
-    """Requests of one lane.
+    """Counters and histograms of the requests of one lane.
 
     Attributes:
-        ttft, e2e: from the moment at which a request was to be sent.
-        ttft_from_send, e2e_from_send: from that at which it was.
-        itl: all gaps between tokens.
-        tpot: mean gaps, by request.
-        lateness: of sending.
-        num_unfinished: when the run was interrupted.
-        sheds: requests refused for overload, by reason; all other failures are in `failures`.
-        messages: the first one of each reason.
-        num_resumed: times that requests went on at another session.
+        ttft, e2e: Seconds from the planned send time.
+        ttft_from_send, e2e_from_send: Seconds from the actual send time.
+        itl: All gaps between tokens.
+        tpot: Mean gap of each request.
+        lateness: Actual minus planned send time.
+        num_unfinished: Requests in flight when the run was interrupted.
+        sheds: Requests refused because of overload, by reason.
+        failures: All other failed requests, by reason.
+        messages: First error message of each reason.
+        num_resumed: How often a request was resumed on another session.
     """
 
     slo: Slo
@@ -89,7 +92,7 @@ class Measured:
         self.lateness.add(sample.sent_at - sample.due_at)
 
     def tokens(self, sample: Sample, count: int, now: float) -> None:
-        """So many tokens of a request have come, at once."""
+        """Records that `count` tokens of a request arrived together."""
         if sample.num_tokens:
             self.itl.add(now - sample.last_at)
         else:
@@ -103,7 +106,7 @@ class Measured:
         self.num_output_tokens += count
 
     def finished(self, sample: Sample, usage: Usage) -> None:
-        """It has ended well."""
+        """Records that a request ended without an error."""
         self.num_ended += 1
         self.num_prompt_tokens += usage.prompt_tokens
         self.num_cached_tokens += usage.cached_prompt_tokens
@@ -122,25 +125,25 @@ class Measured:
         self.num_attained += in_time and steady
 
     def failed(self, error: RemoteError) -> None:
-        """The cluster has refused it, or it failed later."""
+        """Records that the cluster refused a request, or that the request failed later."""
         is_shed = error.code == code_pb2.RESOURCE_EXHAUSTED
         reason = error.reason or code_pb2.Code.Name(error.code)
         self._count(self.sheds if is_shed else self.failures, reason, str(error))
 
     def not_sent(self, limit: int) -> None:
-        """As many requests as the generator may have in flight were."""
+        """Records a request that was not sent because `limit` requests were in flight."""
         self.num_requests += 1
         self._count(self.failures, NOT_SENT, f"{limit} requests were in flight, the limit")
 
     def _count(self, counts: Counter[str], reason: str, message: str) -> None:
-        if reason not in counts and len(counts) >= _MOST_REASONS:
+        if reason not in counts and len(counts) >= _MAX_REASONS:
             reason = "OTHER"
         counts[reason] += 1
         self.messages.setdefault(reason, message)
 
     @classmethod
-    def of_all(cls, lanes: Iterable[Measured], slo: Slo) -> Measured:
-        """The lanes as one."""
+    def merged(cls, lanes: Iterable[Measured], slo: Slo) -> Measured:
+        """Returns the sum of all lanes."""
         lanes = list(lanes)
         found = cls(slo)
         for name in (
@@ -150,7 +153,7 @@ class Measured:
         ):
             setattr(found, name, sum(getattr(one, name) for one in lanes))
         for name in ("ttft", "e2e", "ttft_from_send", "e2e_from_send", "itl", "tpot", "lateness"):
-            setattr(found, name, GapHistogram.of_all(getattr(one, name) for one in lanes))
+            setattr(found, name, GapHistogram.merged(getattr(one, name) for one in lanes))
         for one in lanes:
             found.sheds.update(one.sheds)
             found.failures.update(one.failures)

@@ -1,4 +1,4 @@
-"""Which requests are sent, and when: drawn by chance, or from a trace."""
+"""Plans which requests are sent and when: drawn at random, or taken from a trace."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from baton.load.traces import Arrival
 
 
 class Planned(NamedTuple):
-    """One request.
+    """A request that is to be sent.
 
     Attributes:
-        number: tells requests of a run apart.
-        at_s: since the run began, when it is to be sent; of a closed loop 0: when its turn comes.
-        block_ids: as in Arrival: equal ones are equal prefixes.
+        number: Unique within a run.
+        at_s: Planned send time in seconds since the run began; ignored in a closed loop.
+        block_ids: Prefix blocks, as in `Arrival.block_ids`.
     """
 
     number: int
@@ -33,11 +33,11 @@ class Planned(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LaneRule:
-    """Which requests go to the batch lane.
+    """Decides which requests go to the batch lane.
 
     Attributes:
-        batch_share: of all requests, by chance.
-        batch_prompt_tokens: prompts of at least so many go there; None: length does not matter.
+        batch_share: Share of all requests that go there, chosen at random.
+        batch_prompt_tokens: Prompts with at least this many tokens go there too; None: no limit.
     """
 
     batch_share: float = 0.0
@@ -51,25 +51,26 @@ class LaneRule:
         by_length = (
             self.batch_prompt_tokens is not None and num_prompt_tokens >= self.batch_prompt_tokens
         )
-        # Drawn for every request: a rule by length changes nobody else's lane.
+        # A number is drawn for every request, so that adding a length rule does not change which
+        # other requests are chosen at random.
         by_chance = chance.random() < self.batch_share
         return "batch" if by_length or by_chance else "interactive"
 
 
 def arrival_times(rate: float, burstiness: float, chance: random.Random) -> Iterator[float]:
-    """Yields arrival times in seconds after the start, without an end.
+    """Yields an endless series of arrival times in seconds after the start.
 
-    Gaps are gamma distributed, as in vLLM's `bench serve`: with a burstiness of 1 arrivals are
-    Poisson, below they come in bursts, above they are more regular.
+    Gaps are gamma distributed, as in vLLM's `bench serve`. With a burstiness of 1 the arrivals are
+    Poisson; smaller values give bursts, larger values more regular arrivals.
 
     Args:
-        rate: requests/s.
-        burstiness: the shape of the distribution; the gaps' variance over their squared mean is
-            1 / burstiness.
-        chance: the source of random numbers.
+        rate: Requests/s.
+        burstiness: Shape of the gamma distribution: the variance of the gaps divided by their
+            squared mean is 1 / burstiness.
+        chance: Source of random numbers.
 
     Raises:
-        ValueError: `rate` or `burstiness` is not more than 0.
+        ValueError: `rate` or `burstiness` is not finite or not more than 0.
     """
     for name, value in (("rate", rate), ("burstiness", burstiness)):
         if not 0 < value < math.inf:
@@ -81,7 +82,7 @@ def arrival_times(rate: float, burstiness: float, chance: random.Random) -> Iter
 def generated(
     times: Iterable[float], prompt: Lengths, output: Lengths, rule: LaneRule, seed: int
 ) -> Iterator[Planned]:
-    """A request at each of these times; of the same seed always the same ones."""
+    """Yields a random request for each of these times; the same seed gives the same requests."""
     chance = random.Random(f"requests {seed}")
     for number, at_s in enumerate(times):
         num_prompt, num_output = prompt.draw(chance), output.draw(chance)
@@ -91,7 +92,7 @@ def generated(
 def replayed(
     arrivals: Sequence[Arrival], speed: float, rule: LaneRule, seed: int
 ) -> Iterator[Planned]:
-    """A trace's requests, `speed` times as fast as they came.
+    """Yields the requests of a trace, sent `speed` times as fast as in the trace.
 
     Raises:
         ValueError: the speed is not more than 0.

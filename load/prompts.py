@@ -1,4 +1,4 @@
-"""Prompts of a length, as token ids, that share exactly the blocks that they are to share."""
+"""Makes prompts of a given length as token IDs, with exactly the shared prefixes of the plan."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from baton.load.plan import Planned
 from baton.load.traces import MOONCAKE_BLOCK_TOKENS
 
 _POOL_TOKENS = 1 << 16
-# Odd, so that every number has an offset of its own until the pool is used up.
+# An odd stride gives consecutive numbers distinct offsets until the pool is exhausted.
 _STRIDE = 0x9E3779B1
 _KEY_BITS = 64
 
 
 class Prompts:
-    """Makes prompts fast: a few tokens that name the block, the rest from a pool of random ones.
+    """Makes prompts fast: each block starts with tokens that encode a key, then random tokens.
 
-    Whatever has another name differs from its first tokens on, so that no prefix cache takes the
-    one for the other. Prompts differ from those of every other seed too: what a cluster has cached
-    of another run helps nobody.
+    Blocks with different keys differ in their first tokens, so no prefix cache treats them as
+    equal. Prompts also differ from those of every other seed, so the cache entries of an earlier
+    run cause no hits.
 
     Args:
-        vocab_size: of the model; ids come from its middle, since special tokens stand at the ends.
-        seed: of the contents.
+        vocab_size: Vocabulary size of the model. Token IDs come from its middle, because special
+            tokens are usually at the ends.
+        seed: Seed of the contents.
     """
 
     def __init__(self, vocab_size: int, seed: int) -> None:
@@ -37,23 +38,26 @@ class Prompts:
         self._num_digits = math.ceil(_KEY_BITS / math.log2(len(self._ids)))
 
     def of(self, planned: Planned) -> array[int]:
-        """A planned request's prompt; Mooncake's blocks are equal where their ids are."""
+        """Returns the prompt of a planned request; equal block IDs give equal tokens."""
         tokens = array("I")
         for block in planned.block_ids:
-            tokens.extend(self._named(2 * block, MOONCAKE_BLOCK_TOKENS))
+            tokens.extend(self._block(2 * block, MOONCAKE_BLOCK_TOKENS))
         missing = planned.num_prompt_tokens - len(tokens)
         if missing > 0:
-            tokens.extend(self._named(2 * planned.number + 1, missing))
+            tokens.extend(self._block(2 * planned.number + 1, missing))
         return tokens[: planned.num_prompt_tokens]
 
-    def _named(self, name: int, num_tokens: int) -> array[int]:
-        """So many tokens, of this name alone; fewer than a name has may be of several."""
-        key = (name ^ self._salt) % 2**_KEY_BITS
+    def _block(self, number: int, num_tokens: int) -> array[int]:
+        """Returns `num_tokens` tokens that are unique to this number.
+
+        Blocks with fewer tokens than an encoded key are not guaranteed to be unique.
+        """
+        key = (number ^ self._salt) % 2**_KEY_BITS
         tokens = array("I")
         for _ in range(self._num_digits):
             key, digit = divmod(key, len(self._ids))
             tokens.append(self._ids[digit])
-        offset = name * _STRIDE % _POOL_TOKENS
+        offset = number * _STRIDE % _POOL_TOKENS
         while len(tokens) < num_tokens:
             tokens.extend(self._pool[offset : offset + num_tokens - len(tokens)])
             offset = 0

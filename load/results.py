@@ -1,4 +1,4 @@
-"""What the results of `baton bench`, `replay` and `simulate` have in common as JSON."""
+"""JSON helpers that `baton bench`, `replay` and `simulate` share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PERCENTS = (50, 90, 95, 99)
 
 
 def targets(ttft_s: float | None, itl_s: float | None) -> dict[str, float | None]:
-    """In milliseconds; None: no target."""
+    """Returns the latency targets in milliseconds; None: no target."""
     return {
         name: None if value is None else round(value * 1e3, 6)
         for name, value in (("ttft_ms", ttft_s), ("itl_ms", itl_s))
@@ -18,7 +18,7 @@ def targets(ttft_s: float | None, itl_s: float | None) -> dict[str, float | None
 
 
 def plain(value: Any) -> Any:
-    """For JSON: keys are strings; what is not a number is null."""
+    """Converts keys to strings, and nan and infinite values to None, for JSON."""
     if isinstance(value, Mapping):
         return {str(key): plain(one) for key, one in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

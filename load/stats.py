@@ -1,4 +1,4 @@
-"""Percentiles, tables that show them beside their baseline, and what is kept of them."""
+"""Percentiles and ratios, goals that a figure must meet, and printed tables."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Figures = TypeVar("Figures", bound="DataclassInstance")
 
 
 def save(figures: object, path: Path) -> None:
-    """Figures as JSON, in a directory that need not be there."""
+    """Writes figures as JSON and creates the directory if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linear interpolation between the closest ranks, as numpy's default."""
+    """Returns the percentile by linear interpolation between closest ranks (numpy's default)."""
     if not values:
         return math.nan
     ordered = sorted(values)
@@ -41,25 +41,25 @@ def median(values: Sequence[float]) -> float:
 
 
 def medians(runs: Sequence[Figures]) -> Figures:
-    """Of each field, of dataclasses that have nothing but figures."""
+    """Returns the median of each field; the dataclass must have numeric fields only."""
     return type(runs[0])(*map(median, zip(*map(astuple, runs), strict=True)))
 
 
 def ratio(value: float, base: float) -> float:
-    """Value / base; nothing over nothing is 1, something over nothing infinite."""
+    """Returns value / base; 0/0 is 1, and any other value divided by 0 is infinite."""
     if base:
         return value / base
     return math.inf if value else 1.0
 
 
 def worst(values: Sequence[float]) -> float:
-    """The largest; nan when any is, or none is there."""
+    """Returns the largest value; nan if any value is nan or there are no values."""
     return max(values) if values and not any(map(math.isnan, values)) else math.nan
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """A figure beside what it must not exceed, or must not fall short of."""
+class Goal:
+    """A measured figure and its limit: a maximum, or a minimum if `at_least` is set."""
 
     what: str
     seen: float
@@ -77,8 +77,8 @@ class Reach:
         return [self.what, seen, f"{bound} {limit}", "yes" if self.reached else "no"]
 
 
-def print_reaches(reaches: Sequence[Reach]) -> None:
-    print_table("Reaches", ["what", "seen", "reach", "reached"], [one.row() for one in reaches])
+def print_goals(goals: Sequence[Goal]) -> None:
+    print_table("Goals", ["what", "seen", "goal", "reached"], [one.row() for one in goals])
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -1,4 +1,8 @@
-"""Traces: Azure's CSV, Mooncake's JSON lines, plain JSON of start_time, prompt_len, output_len."""
+"""Reads request traces, and scales, repeats and modulates them.
+
+Three formats: Azure's CSV, Mooncake's JSON lines (also as a compact CSV), and a JSON list of
+objects with start_time, prompt_len and output_len.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +18,30 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Of Mooncake's hash_ids.
+# Tokens per block in Mooncake's hash_ids.
 MOONCAKE_BLOCK_TOKENS = 512
 _MAX_BLOCK_ID = 2**31
-# Of all requests of a trace, each with its own; what is kept of them takes some hundred MB.
+# Limit for the sum of the blocks of all requests; this many use several hundred MB of memory.
 _MAX_BLOCKS = 2**23
-# Of one prompt or output; several times what models take.
+# Limit for one prompt or output, several times the context length of any model.
 _MAX_TOKENS = 2**24
-_APART_S = 10.0
-_OF_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_OF_MOONCAKE = ("timestamp_ms", "input_tokens", "output_tokens", "block_ids")
+# Copies of a request in a scaled trace arrive within this many seconds of the original.
+_COPY_SHIFT_S = 10.0
+_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_MOONCAKE_COLUMNS = ("timestamp_ms", "input_tokens", "output_tokens", "block_ids")
 
 
 class TraceError(ValueError):
-    """A trace that cannot be read; names the file, the place and what is expected."""
+    """A trace cannot be read. The message names the file, the place and what is allowed."""
 
 
 class Arrival(NamedTuple):
-    """One request.
+    """A request of a trace.
 
     Attributes:
-        at_s: since the trace began.
-        block_ids: of blocks of MOONCAKE_BLOCK_TOKENS: equal ones are equal prefixes; none: the
-            prompt shares nothing.
+        at_s: Arrival time in seconds since the trace began.
+        block_ids: One ID per block of MOONCAKE_BLOCK_TOKENS prompt tokens. Prompts that begin with
+            the same IDs share that prefix. Empty: the prompt shares nothing.
     """
 
     at_s: float
@@ -45,7 +50,7 @@ class Arrival(NamedTuple):
     block_ids: tuple[int, ...] = ()
 
     def prompt(self, number: int) -> array[int]:
-        """Token ids; `number` tells prompts apart that share nothing."""
+        """Returns token IDs; `number` makes the parts unique that are not shared."""
         if not self.block_ids:
             tokens = array("I", (1,)) * self.num_prompt_tokens
             tokens[0] = number
@@ -60,18 +65,18 @@ class Arrival(NamedTuple):
 
 
 def read(path: Path) -> list[Arrival]:
-    """Arrivals in order, the first at 0; by the file's own form.
+    """Reads a trace; detects the format. Returns arrivals in order of time, the first at 0 s.
 
     Raises:
         TraceError: the file cannot be read, or a row is wrong.
     """
     try:
-        # Spreadsheets begin a file with a byte order mark.
+        # Spreadsheet programs write a byte order mark at the start of a file.
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise TraceError(f"{path}: cannot be read: it is no text in UTF-8") from None
+        raise TraceError(f"{path}: cannot be read: it is not UTF-8 text") from None
     try:
         found = sorted(_rows(text, path), key=lambda one: one.at_s)
     except csv.Error as error:
@@ -97,18 +102,18 @@ def _csv(text: str, path: Path) -> Iterator[Arrival]:
     lines = text.splitlines()
     rows = csv.DictReader(lines, restval="")
     columns = set(rows.fieldnames or ())
-    if columns >= set(_OF_AZURE):
+    if columns >= set(_AZURE_COLUMNS):
         return _azure(rows, path)
-    if columns >= set(_OF_MOONCAKE):
-        return _mooncake(list(_unfolded(path, rows)), path)
+    if columns >= set(_MOONCAKE_COLUMNS):
+        return _mooncake(list(_expanded(path, rows)), path)
     raise TraceError(
-        f"{path}: neither JSON nor a CSV with the columns {', '.join(_OF_AZURE)}, or "
-        f"{', '.join(_OF_MOONCAKE)}; its first line is {(lines or [''])[0][:60]!r}"
+        f"{path}: neither JSON nor a CSV with the columns {', '.join(_AZURE_COLUMNS)}, or "
+        f"{', '.join(_MOONCAKE_COLUMNS)}; its first line is {(lines or [''])[0][:60]!r}"
     )
 
 
-def _unfolded(path: Path, rows: Iterable[dict[str, str]]) -> Iterator[dict[str, Any]]:
-    """Mooncake's trace with runs of hash_ids as ranges: a fraction of the size."""
+def _expanded(path: Path, rows: Iterable[dict[str, str]]) -> Iterator[dict[str, Any]]:
+    """Expands the compact CSV form of Mooncake's trace, which writes runs of hash_ids as ranges."""
     num_blocks = 0
     for number, row in enumerate(rows, start=1):
         try:
@@ -125,7 +130,7 @@ def _unfolded(path: Path, rows: Iterable[dict[str, str]]) -> Iterator[dict[str, 
             if first > last or num_blocks > _MAX_BLOCKS:
                 raise TraceError(
                     f"{path}: request {number}: block_ids have {first}-{last}; must be the "
-                    f"lower one first, and at most {_MAX_BLOCKS} blocks in the whole trace"
+                    f"lower ID first, and at most {_MAX_BLOCKS} blocks in the whole trace"
                 )
         yield {
             "timestamp": at_ms,
@@ -143,13 +148,13 @@ def _azure(rows: Iterable[dict[str, str]], path: Path) -> Iterator[Arrival]:
             raise TraceError(
                 f"{path}:{number}: TIMESTAMP is {row['TIMESTAMP']!r}; must be a date and time"
             ) from None
-        # Azure's are UTC; those of 2024 say so.
+        # Azure's times are UTC; the trace of 2024 writes the zone, the trace of 2023 does not.
         at_s = (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
         yield _arrival(path, number, at_s, row["ContextTokens"], row["GeneratedTokens"])
 
 
 def _mooncake(rows: Sequence[Any], path: Path) -> Iterator[Arrival]:
-    # Several requests have the time stamp of their interval: they are spread over it.
+    # Requests of one interval have the same time stamp; they are spread evenly over the interval.
     stamps = sorted({_number(path, n, row, "timestamp") for n, row in enumerate(rows, 1)})
     next_of = dict(itertools.pairwise(stamps))
     count: dict[float, int] = {}
@@ -221,38 +226,40 @@ def _arrival(path: Path, number: int, at_s: float, prompt: Any, output: Any) -> 
 
 
 def scaled(arrivals: Sequence[Arrival], factor: float, seed: int = 0) -> list[Arrival]:
-    """The same load over time, `factor` times as many requests.
+    """Returns a trace with `factor` times as many requests and the same shape over time.
 
-    Each request comes as often as the factor says, a fraction by chance; copies come within ten
-    seconds of it, since other users do not all come at once. Of prefixes a copy shares with other
-    copies of its turn what the originals share among themselves.
+    Each request is copied `factor` times; the fractional part is decided at random. Copies arrive
+    within ten seconds of the original. The n-th copies of two requests share the prefixes that the
+    originals share; copies with different n share only block 0.
 
     Raises:
-        ValueError: the factor is not more than 0, leaves nothing, or needs more block ids than
-            there are.
+        ValueError: the factor is not finite or not more than 0, leaves no request, or needs more
+            block IDs than exist.
     """
     if not 0 < factor < math.inf:
         raise ValueError(f"--factor is {factor}; must be finite and more than 0")
-    # Of one turn, from those of the next.
-    apart = 1 + max((block for one in arrivals for block in one.block_ids), default=0)
-    if apart > 1 and factor > (most := _MAX_BLOCK_ID // apart):
-        raise ValueError(f"--factor is {factor:g}; at most {most} for block ids below {apart}")
+    # Distance between the block IDs of the n-th and the (n+1)-th copies.
+    stride = 1 + max((block for one in arrivals for block in one.block_ids), default=0)
+    if stride > 1 and factor > (most := _MAX_BLOCK_ID // stride):
+        raise ValueError(
+            f"--factor is {factor:g}; must be at most {most} for block IDs below {stride}"
+        )
     chance = random.Random(seed)
     found = list[Arrival]()
     for one in arrivals:
         whole, rest = divmod(factor, 1)
         for copy in range(int(whole) + (chance.random() < rest)):
-            shift_s = 0.0 if not copy else chance.uniform(-_APART_S, _APART_S)
-            # Block 0 is the one that all share.
-            blocks = tuple(block and block + copy * apart for block in one.block_ids)
+            shift_s = 0.0 if not copy else chance.uniform(-_COPY_SHIFT_S, _COPY_SHIFT_S)
+            # All requests of Mooncake's traces share block 0.
+            blocks = tuple(block and block + copy * stride for block in one.block_ids)
             found.append(one._replace(at_s=max(0.0, one.at_s + shift_s), block_ids=blocks))
     if not found:
-        raise ValueError(f"--factor is {factor:g}; leaves none of {len(arrivals)} requests")
+        raise ValueError(f"--factor is {factor:g}, which leaves none of {len(arrivals)} requests")
     return sorted(found, key=lambda one: one.at_s)
 
 
 def repeated(arrivals: Sequence[Arrival], until_s: float) -> list[Arrival]:
-    """The trace again and again, until so many seconds."""
+    """Repeats the trace until `until_s` seconds."""
     length_s = arrivals[-1].at_s + 1.0
     rounds = range(int(until_s / length_s) + 1)
     every = (one._replace(at_s=one.at_s + length_s * turn) for turn in rounds for one in arrivals)
@@ -262,13 +269,13 @@ def repeated(arrivals: Sequence[Arrival], until_s: float) -> list[Arrival]:
 def tidal(
     arrivals: Sequence[Arrival], period_s: float, lowest: float, seed: int = 0
 ) -> list[Arrival]:
-    """Thins a trace so that its load falls to a share of itself and rises again, as over a day.
+    """Removes requests so that the load follows a cosine wave, like a daily cycle.
 
     Args:
-        arrivals: the trace, in order of time.
-        period_s: seconds from one maximum of the load to the next; the trace begins at a minimum.
-        lowest: share of the load that is left at a minimum, 0 to 1.
-        seed: of the random choice of the requests that are left out.
+        arrivals: The trace, in order of time.
+        period_s: Seconds from one maximum of the load to the next; the trace begins at a minimum.
+        lowest: Share of the load that remains at a minimum, 0 to 1.
+        seed: Seed of the random choice of the removed requests.
     """
     chance = random.Random(seed)
     kept = []

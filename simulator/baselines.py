@@ -1,4 +1,4 @@
-"""Other ways to size pools, for comparison: Kubernetes' HPA, a two-loop planner, and hindsight."""
+"""Scaling policies to compare Baton's autoscaler with: HPA, a two-loop planner, hindsight."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from baton.simulator.policies import decision
 def _apply(
     observation: Observation, config: ScalingConfig, sizes: dict[Pool, int], reason: str, now: float
 ) -> Decision:
-    """Actions that lead to these sizes, within the limits."""
+    """Returns the decision that changes the pools to these sizes, within the configured limits."""
     actions: list[Action] = []
     current, target = {}, {}
     for pool in POOLS:
@@ -40,15 +40,16 @@ def _targets(config: ScalingConfig) -> Targets:
 
 
 class Hpa:
-    """Kubernetes' HorizontalPodAutoscaler on queue depth, with its defaults.
+    """Kubernetes' HorizontalPodAutoscaler on queue depth, with its default settings.
 
-    desired = ceil(current * depth / target), nothing within 10 %; up by 4 workers or to twice as
-    many in 15 s, down to the most that was desired within 5 minutes (kubernetes.io, Horizontal Pod
-    Autoscaling). The depth is requests per serving worker: of prefill those that wait or are being
-    computed, of decode those that are assigned.
+    desired = ceil(current * depth / target). A deviation within 10 % changes nothing. In 15 s a
+    pool grows by 4 workers or to twice its size, and it shrinks to the largest size desired within
+    the last 5 minutes (kubernetes.io, Horizontal Pod Autoscaling). Depth is requests per serving
+    worker: for prefill the waiting and running prompts, for decode the assigned requests.
 
     Args:
-        prefill_depth, decode_depth: wanted per worker.
+        config: Targets and limits.
+        prefill_depth, decode_depth: Target depth per worker.
     """
 
     interval_s = 15.0
@@ -70,7 +71,7 @@ class Hpa:
             members = Members.of(observation, pool, self.config, now)
             serving = len(members.serving)
             share = depth[pool] / max(1, serving) / self._depths[pool]
-            # Pods that are not ready count as if they used nothing, when it would scale up.
+            # When the HPA would scale up, it counts pods that are not ready as idle.
             if share > 1:
                 share = depth[pool] / max(1, members.current) / self._depths[pool]
             wanted = members.current
@@ -78,7 +79,7 @@ class Hpa:
                 wanted = math.ceil(share * members.current)
             past = self._wanted[pool]
             if not past:
-                # As Kubernetes does, the size at the start is the first recommendation.
+                # The size at the start is the first recommendation, as in Kubernetes.
                 past.append((now, members.current))
             past.append((now, wanted))
             while past[0][0] < now - 300:
@@ -95,16 +96,17 @@ class Hpa:
 
 
 class Planner:
-    """Two loops in the manner of Dynamo's planner.
+    """A policy with two loops, modelled on Dynamo's planner.
 
-    Every 180 s a moving average of request count, input and output length is put through the
-    profiled capacity of a worker; its result is the floor until the next time. Every 5 s, while
-    nothing starts, one step at a time: up when the engines exceed the targets, down when they would
-    be safe at N/(N-1) times the load.
+    The slow loop runs every 180 s: it divides a moving average of the load by the profiled capacity
+    of a worker, and the result is the smallest pool size until its next run. The fast loop runs
+    every 5 s and changes a pool by one worker if none is starting: up if the engines exceed the
+    targets, down if N-1 workers would stay safely below the targets.
 
     Args:
-        latency: the profile.
-        kv_tokens: room of a decode worker.
+        config: Targets and limits.
+        latency: Profile of a worker.
+        kv_tokens: KV cache size of a decode worker in tokens.
     """
 
     interval_s = 5.0
@@ -122,7 +124,7 @@ class Planner:
         sizes = {pool: members[pool].current for pool in POOLS}
         reason = "within the targets"
         if self._seen is None:
-            # Until there is a forecast the pools do not shrink below what they began with.
+            # Until the first forecast the pools do not shrink below their initial sizes.
             self._seen, self._floors = (now, load), dict(sizes)
         elif now - self._seen[0] >= self._LONG_S:
             self._forecast(load, now)
@@ -188,15 +190,15 @@ def needed_sizes(
     span_s: float = 10.0,
     hit_share: float = 0.0,
 ) -> list[dict[Pool, int]]:
-    """What each span of a trace needs, known in hindsight, by the same queueing theory.
+    """Returns the pool sizes that each span of a trace needs, by the autoscaler's queueing theory.
 
     Args:
-        arrivals: in order.
-        config: targets.
-        latency: what steps cost.
-        kv_tokens: room of a decode worker.
-        span_s: of each entry of the result.
-        hit_share: of prompt tokens that come from caches.
+        arrivals: The whole trace, in order of time.
+        config: Targets and limits.
+        latency: Step times of a worker.
+        kv_tokens: KV cache size of a decode worker in tokens.
+        span_s: Length of a span; the result has one entry per span.
+        hit_share: Share of the prompt tokens that come from prefix caches.
     """
     target = _targets(config)
     num_spans = int(arrivals[-1].at_s / span_s) + 1
@@ -211,7 +213,7 @@ def needed_sizes(
     each = max(1.0, min(each, kv_tokens / (held + outputs / 2)))
     step_s = latency.decode_step_s(math.ceil(each), math.ceil(each * held))
     found = []
-    # Requests that decode in each span, when every step is as long as allowed.
+    # Mean number of decoding requests in each span if every step takes as long as the ITL target.
     decoding = [0.0] * num_spans
     for one in arrivals:
         begin, end = one.at_s, one.at_s + one.num_output_tokens * step_s
@@ -240,11 +242,13 @@ def needed_sizes(
 
 
 class Hindsight:
-    """Starts and drains workers so that each span has what it will turn out to need.
+    """A policy that knows the future: it starts workers before a span needs them.
 
     Args:
-        sizes: by span.
-        cold_start_s: how long before a worker must be asked for.
+        config: Targets and limits.
+        sizes: Needed pool sizes, one entry per span.
+        span_s: Length of a span in seconds.
+        cold_start_s: A worker is ordered this many seconds before the span that needs it.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""The production coordinator core and autoscaler over simulated workers, under a virtual clock.
+"""Runs the production coordinator core with simulated workers under a virtual clock.
 
-Everything that is decided is decided by the core and by the scaling policy; here workers start,
-serve, drain and leave, and clients send what a trace says.
+The core and the scaling policy make all decisions. This module plays the workers, which start,
+serve, drain and leave, and the clients, which send the requests of a trace.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from baton.simulator.record import Record
 from baton.v1 import cluster_pb2, common_pb2
 
 _START_S = 1000.0
-# For workers that leave, and those that change roles.
+# Drain timeout for workers that leave or change roles.
 _DRAIN_S = 600.0
-# From a worker's last request in one role until it serves in the other.
+# Time from a worker's last request in one role until the worker serves in the other role.
 _FLIP_S = 1.0
 
 
@@ -50,7 +50,7 @@ class ColdStart:
 
     @classmethod
     def lasting(cls, total_s: float) -> ColdStart:
-        """In the same proportions."""
+        """Returns a cold start of this length, with the default proportions of its stages."""
         one = cls()
         return cls(
             *(
@@ -62,33 +62,35 @@ class ColdStart:
 
 @dataclass(slots=True)
 class _Member:
-    """A worker from the order to its end; its GPUs are paid for all the time.
+    """A worker from the start order to its end; its GPUs are paid for during that time.
 
     Attributes:
-        engine: None while it starts.
+        engine: None while the worker starts.
+        removed: Whether the worker has ended.
     """
 
     worker_id: str
     pool: Pool
     engine: Engine | None = None
-    gone: bool = False
+    removed: bool = False
 
 
 class SimulatedCell:
-    """A coordinator's core, its workers and its clients.
+    """A simulated cluster: the coordinator's core, workers and clients.
 
     Args:
-        config: of the core.
-        shapes: of a worker, by pool.
-        policy: that sizes the pools.
-        cold_start: of every worker that the policy asks for.
-        heartbeat_s: between load reports.
-        gpus: of one worker, by pool.
+        config: Configuration of the core.
+        shapes: Size and speed of a worker, by pool.
+        policy: Scaling policy.
+        cold_start: Duration of the start of every worker that the policy orders.
+        heartbeat_s: Seconds between load reports.
+        gpus: GPUs per worker, by pool.
+        seed: Seed of all random choices.
 
     Attributes:
-        now: seconds.
-        record: what clients saw and what workers cost.
-        tally: gaps between tokens.
+        now: Virtual time in seconds.
+        record: Request times as seen by clients, and the cost of the workers.
+        gaps: Gaps between tokens.
     """
 
     def __init__(
@@ -103,16 +105,16 @@ class SimulatedCell:
         seed: int = 0,
     ) -> None:
         self.now = _START_S
-        self.tally = GapHistogram()
+        self.gaps = GapHistogram()
         self.record = Record(_START_S, gpus or dict.fromkeys(Pool, 1))
         settings = ScalingSettings(policy.config, autoscale=True, drain_s=_DRAIN_S)
         self.core = Core(replace(config, scaling=settings), random.Random(seed).randbytes, policy)
         self._random = random.Random(seed)
         self._shapes, self._cold = shapes, cold_start or ColdStart()
         self._heartbeat_s = heartbeat_s
-        self._agenda: list[tuple[float, int, Callable[..., object], tuple[object, ...]]] = []
+        self._scheduled: list[tuple[float, int, Callable[..., object], tuple[object, ...]]] = []
         self._order = itertools.count()
-        # Workers that are there from the beginning need no cold start.
+        # False while the initial workers start: these have no cold start.
         self._began = False
         self._engines: dict[WorkerKey, Engine] = {}
         self._members: dict[str, _Member] = {}
@@ -121,14 +123,14 @@ class SimulatedCell:
     # ---- Time.
 
     def at(self, when: float, action: Callable[..., object], *arguments: object) -> None:
-        """Something happens, then."""
-        heapq.heappush(self._agenda, (when, next(self._order), action, arguments))
+        """Schedules a call at virtual time `when`."""
+        heapq.heappush(self._scheduled, (when, next(self._order), action, arguments))
 
     def _run(self, until: float) -> None:
-        agenda, next_deadline = self._agenda, self.core.next_deadline
+        heap, next_deadline = self._scheduled, self.core.next_deadline
         while True:
             due = next_deadline()
-            when = agenda[0][0] if agenda else float("inf")
+            when = heap[0][0] if heap else float("inf")
             if due is not None and due < when:
                 if due > until:
                     break
@@ -137,18 +139,18 @@ class SimulatedCell:
                 continue
             if when > until:
                 break
-            when, _, action, arguments = heapq.heappop(agenda)
+            when, _, action, arguments = heapq.heappop(heap)
             self.now = max(self.now, when)
             action(*arguments)
         self.now = max(self.now, until)
 
     def run(self, arrivals: Iterable[Arrival], sizes: dict[Pool, int], lasts_s: float) -> Record:
-        """Everything that arrives, from pools of these sizes on, until all of it has ended.
+        """Simulates a trace until all requests have ended, for one hour after `lasts_s` at most.
 
         Args:
-            arrivals: in order of time.
-            sizes: workers that serve from the beginning.
-            lasts_s: how long the pools are sized and paid for, at least.
+            arrivals: Requests in order of time.
+            sizes: Workers that serve from the beginning.
+            lasts_s: GPU costs are recorded for this many seconds.
         """
         self._post(ev.LauncherReady(sizes))
         self._began = True
@@ -174,27 +176,29 @@ class SimulatedCell:
         self.at(self.now + wait_s, self._attach, member)
 
     def _attach(self, member: _Member) -> None:
-        if member.gone:
+        if member.removed:
             return
         key, shape = (member.worker_id, 1), self._shapes[member.pool]
         member.engine = self._engines[key] = Engine(self, key, ROLE_OF[member.pool], shape)
         room = shape.kv_tokens if shape.announced_kv_tokens is None else shape.announced_kv_tokens
         self._post(ev.WorkerAttached(hello(key, ROLE_OF[member.pool], shape, room)))
-        self._beat(member.engine)
+        self._heartbeat(member.engine)
 
-    def _beat(self, engine: Engine) -> None:
-        if engine.gone:
+    def _heartbeat(self, engine: Engine) -> None:
+        if engine.stopped:
             return
         self._post(ev.WorkerLoad(engine.key, engine.report()))
-        # Workers do not beat in step.
-        self.at(self.now + self._heartbeat_s * self._random.uniform(0.95, 1.05), self._beat, engine)
+        # Jitter keeps the workers' heartbeats apart.
+        self.at(
+            self.now + self._heartbeat_s * self._random.uniform(0.95, 1.05), self._heartbeat, engine
+        )
 
-    def tell(self, worker: Engine, event: ev.Event) -> None:
-        """A worker's message; it arrives a moment later."""
+    def send(self, worker: Engine, event: ev.Event) -> None:
+        """Delivers a worker's message to the core after the worker's message delay."""
         self.at(self.now + worker.shape.delay_s, self._post, event)
 
     def ended(self, worker: Engine) -> None:
-        """It has drained, and leaves."""
+        """Removes a worker that has drained."""
         self._engines.pop(worker.key, None)
         self._members[worker.key[0]].engine = None
         self._remove(worker.key[0])
@@ -202,7 +206,7 @@ class SimulatedCell:
     def _remove(self, worker_id: str) -> None:
         member = self._members.pop(worker_id, None)
         if member is not None:
-            member.gone = True
+            member.removed = True
             self.record.worker_ended(worker_id, self.now)
 
     # ---- Sizes.
@@ -217,7 +221,7 @@ class SimulatedCell:
                 what = f"{action.worker_id} drains"
             self.record.event(self.now, what)
         sizes = {pool: len(self.core.workers.serving(role)) for pool, role in ROLE_OF.items()}
-        self.record.decided(self.now, effect.decision, self.tally.latest(95), sizes)
+        self.record.decided(self.now, effect.decision, self.gaps.percentile_since_last(95), sizes)
 
     def _command(self, effect: ev.SendCommand) -> None:
         engine = self._engines.get(effect.worker)
@@ -230,10 +234,10 @@ class SimulatedCell:
         self.at(self.now + wait_s, engine.take, effect.command)
 
     def _end(self, effect: ev.EndWorker) -> None:
-        """Nothing of a process is to be left: one that has said so has left by itself."""
+        """Stops a worker's process; a worker that has drained was removed before."""
         member = self._members.get(effect.worker_id)
         if member is not None and member.engine is not None:
-            member.engine.gone = True
+            member.engine.stopped = True
             self._engines.pop(member.engine.key, None)
         self._remove(effect.worker_id)
         self.at(self.now, self._post, ev.WorkerExited(effect.worker_id, "was ended", gone=True))

@@ -1,4 +1,4 @@
-"""How simulated workers introduce themselves."""
+"""The Hello message of a simulated worker."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from baton.coordinator.state.requests import WorkerKey
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 
-class Announced(Protocol):
-    """What a worker says of its engine."""
+class EngineLimits(Protocol):
+    """Engine limits that a worker's Hello announces."""
 
     @property
     def block_size_tokens(self) -> int: ...
@@ -24,9 +24,9 @@ class Announced(Protocol):
 
 
 def hello(
-    key: WorkerKey, role: common_pb2.Role.ValueType, shape: Announced, kv_tokens: int
+    key: WorkerKey, role: common_pb2.Role.ValueType, shape: EngineLimits, kv_tokens: int
 ) -> cluster_pb2.Hello:
-    """Of a worker with that much room, which hands over whatever fits into it."""
+    """Returns the Hello of a worker with this KV cache size and practically unlimited staging."""
     name, incarnation = key
     return cluster_pb2.Hello(
         worker_id=name,

@@ -1,4 +1,4 @@
-"""What a simulated engine is made of: its shape, its requests, runs of steps, its prefix cache."""
+"""Data types of the simulated engine: its shape, requests, runs of steps, and prefix cache."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from baton.v1 import cluster_pb2
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a simulated worker is.
+    """Size and speed of a simulated worker.
 
     Attributes:
-        model: what its steps cost.
-        announced_kv_tokens: what it says of its room; None: the truth. 0 is no limit, for systems
-            whose dispatcher does not look at it.
-        chunked: whether a prompt may be computed in several steps; else whole prompts share one.
-        join_reserve_share: of its room, that must be free beside what a request that joins needs.
-        swaps: a request that made room comes back with its KV cache; else it is computed again.
-        handoff_s, handoff_per_token_s: until a prompt's KV cache is where it decodes.
-        handoff_stalls: the decode worker makes no step meanwhile.
-        delay_s: of every message between it and the coordinator.
-        flush_s: how long tokens in the middle of an output are kept back at most.
+        model: Step times.
+        announced_kv_tokens: KV cache size that the worker announces; None: the true size. 0 means
+            no limit, for systems whose dispatcher ignores the size.
+        chunked: Whether a prompt may be computed in several steps (chunked prefill).
+        join_reserve_share: Share of the KV cache that must stay free when a request joins the
+            batch.
+        swaps: Whether a preempted request keeps its KV cache (in CPU memory); if not, it is
+            computed again.
+        handoff_s, handoff_per_token_s: Duration of the transfer of a prompt's KV cache.
+        handoff_stalls: Whether the decode worker makes no steps during a handoff.
+        delay_s: Delay of every message between worker and coordinator.
+        flush_s: Longest time for which tokens in the middle of an output are held back, so that
+            several steps are simulated as one event.
     """
 
     model: LatencyModel
@@ -48,16 +51,27 @@ class Shape:
 
 
 @dataclass(slots=True, eq=False)
-class Live:
+class SimulatedRequest:
     """A request in the engine.
 
+    While a request decodes, `num_tokens` and `num_outputs_left` keep the values from the moment
+    when the request joined the batch; the engine counts the steps since then.
+
     Attributes:
-        num_missing: tokens to compute before the next output.
-        num_done: computed.
-        num_tokens: in its KV cache once it runs; of one that decodes, when it joined.
-        num_left: output tokens still to be made; of one that decodes, when it joined.
-        offset: of the next output token to be told.
-        last_at: when its last token came to be; nan before the first here.
+        order: Order of arrival at the engine.
+        num_uncomputed: Tokens to compute before the next output token.
+        num_computed: Tokens whose KV cache is computed.
+        num_tokens: Tokens that the KV cache holds once the request runs.
+        num_outputs_left: Output tokens still to be made.
+        offset: Position of the next output token that is sent to the coordinator.
+        hashes: Hashes of the prompt's blocks.
+        num_cached: Prompt tokens that came from the prefix cache.
+        is_handoff: Whether the KV cache comes from a prefill worker.
+        joined_at_step: Engine step at which the request joined the decode batch.
+        num_sent: Output tokens sent to the coordinator since the request joined.
+        first_sent: Whether any output token was sent.
+        ended: Whether the request has finished or was cancelled.
+        last_at: When the last token was made; nan before the first one on this worker.
     """
 
     request_id: str
@@ -65,18 +79,18 @@ class Live:
     priority: int
     order: int
     max_tokens: int
-    num_missing: int
-    num_done: int
+    num_uncomputed: int
+    num_computed: int
     num_tokens: int
-    num_left: int
+    num_outputs_left: int
     offset: int
     hashes: Sequence[int]
     num_cached: int = 0
-    handed: bool = False
+    is_handoff: bool = False
     joined_at_step: int = -1
-    told: int = 0
-    first_told: bool = False
-    gone: bool = False
+    num_sent: int = 0
+    first_sent: bool = False
+    ended: bool = False
     last_at: float = math.nan
 
     @property
@@ -86,45 +100,46 @@ class Live:
 
 @dataclass(slots=True)
 class Run:
-    """Steps that decode the same requests.
+    """Consecutive steps that decode the same batch.
 
     Attributes:
-        first_s: of the first step.
-        more_s: by which each step is longer than the one before.
+        began_at: Start of the first step.
+        first_s: Duration of the first step.
+        growth_s: How much longer each step is than the one before it.
     """
 
     began_at: float
     num_steps: int
     first_s: float
-    more_s: float
+    growth_s: float
 
     def lasts_s(self, num_steps: int) -> float:
-        return num_steps * self.first_s + self.more_s * num_steps * (num_steps - 1) / 2
+        return num_steps * self.first_s + self.growth_s * num_steps * (num_steps - 1) / 2
 
     def done_at(self, when: float) -> int:
-        """Steps that are over by then."""
+        """Returns how many steps have ended at time `when`."""
         passed = when - self.began_at
         if passed <= 0:
             return 0
-        if self.more_s <= 0:
+        if self.growth_s <= 0:
             number = passed / self.first_s
         else:
-            half = self.first_s - self.more_s / 2
-            number = (math.sqrt(half * half + 2 * self.more_s * passed) - half) / self.more_s
+            half = self.first_s - self.growth_s / 2
+            number = (math.sqrt(half * half + 2 * self.growth_s * passed) - half) / self.growth_s
         return min(self.num_steps, int(number + 1e-9))
 
 
 class PrefixCache:
-    """Blocks of requests that have left, until others need the room."""
+    """Cached blocks of requests that have ended; evicts the least recently used block."""
 
     def __init__(self, num_tokens: int, block_size_tokens: int) -> None:
         self._num_blocks = num_tokens // block_size_tokens
         self._block_size_tokens = block_size_tokens
-        # Hashes of blocks, the longest unused first.
+        # Block hashes, the least recently used first.
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def num_cached(self, hashes: Sequence[int]) -> int:
-        """Of a prompt's tokens; its blocks have just been used."""
+        """Returns how many prompt tokens are cached, and marks their blocks as just used."""
         found = 0
         for one in hashes:
             if one not in self._blocks:
@@ -134,7 +149,11 @@ class PrefixCache:
         return found * self._block_size_tokens
 
     def keep(self, hashes: Sequence[int], num_tokens: int) -> cluster_pb2.CacheEvents | None:
-        """Takes in the blocks of so many tokens; what has changed, None when nothing has."""
+        """Stores the full blocks of the first `num_tokens` tokens.
+
+        Returns:
+            The blocks that were stored and evicted; None if there are none.
+        """
         stored, removed, blocks = array("Q"), array("Q"), self._blocks
         for one in hashes[: num_tokens // self._block_size_tokens]:
             if one not in blocks:

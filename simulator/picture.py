@@ -1,4 +1,4 @@
-"""A simulation as a picture (SVG): pool sizes, load, TTFT and ITL over time."""
+"""Draws a simulation as SVG: pool sizes, request rate, TTFT and ITL over time."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from baton.coordinator.state.scaling_config import Targets
 from baton.simulator.record import Moment
 
 _WIDTH, _HEIGHT, _LEFT, _TOP, _GAP = 900, 130, 70, 40, 46
-# Between the highest and the lowest value and the border, which would hide them.
-_ROOM = 6
+# Pixels between the extreme values and the border, which would hide a line drawn on it.
+_MARGIN = 6
 _COLOURS = ("#1f77b4", "#d62728", "#9ecae1", "#ff9896")
 Line = tuple[str, list[float]]
 
 
 def svg(moments: Sequence[Moment], targets: Targets, title: str) -> str:
-    """Four panels above each other, with the same time axis."""
+    """Returns an SVG with four panels above each other that share the time axis."""
     times = [one.at_s for one in moments]
-    # Something may have asked for a decision at once.
+    # Two decisions can have the same time; the rate between them is undefined.
     rates = [
         after.num_arrived / (after.at_s - before.at_s) if after.at_s > before.at_s else math.nan
         for before, after in itertools.pairwise(moments)
@@ -64,7 +64,7 @@ def _panel(
     top: float, name: str, times: list[float], lines: list[Line], target: float | None
 ) -> list[str]:
     values = [value for _, line in lines for value in line if math.isfinite(value)]
-    # A few huge values would flatten all others.
+    # The axis ends at 4 times the target, because a few huge values would flatten all others.
     most = max([*values, target or 0.0, 1e-9])
     if target is not None:
         most = min(most, 4 * target)
@@ -74,7 +74,7 @@ def _panel(
         return _LEFT + _WIDTH * at / end
 
     def y(value: float) -> float:
-        return top + _ROOM + (_HEIGHT - 2 * _ROOM) * (1 - min(value, most) / most)
+        return top + _MARGIN + (_HEIGHT - 2 * _MARGIN) * (1 - min(value, most) / most)
 
     parts = [
         f'<rect x="{_LEFT}" y="{top}" width="{_WIDTH}" height="{_HEIGHT}" fill="none" '

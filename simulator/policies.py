@@ -1,4 +1,4 @@
-"""What may size the pools: Baton's autoscaler, and what it is compared with."""
+"""Scaling policies of the simulator: Baton's autoscaler and fixed pool sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Baton = Autoscaler
 
 
 class Static:
-    """Pools stay as they are."""
+    """A policy that never changes the pool sizes."""
 
     def __init__(self, config: ScalingConfig) -> None:
         self.config, self.interval_s = config, config.interval_s
@@ -28,7 +28,7 @@ class Static:
 def decision(
     current: dict[Pool, int], target: dict[Pool, int], reason: str, actions: tuple[Action, ...]
 ) -> Decision:
-    """Of a policy that explains itself in one line."""
+    """Returns a decision with the same one-line reason for both pools."""
     prefill, decode = (
         PoolDecision(pool, current[pool], target[pool], target[pool], reason)
         for pool in (Pool.PREFILL, Pool.DECODE)

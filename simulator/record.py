@@ -1,4 +1,4 @@
-"""What a simulation has seen: requests by their clients, workers by their cost."""
+"""Records of a simulation: request times, worker lifetimes, decisions."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from baton.coordinator.state.scaling_decision import Decision
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """At one decision.
+    """State of the cluster at a scaling decision.
 
     Attributes:
-        at_s: since the beginning.
-        prefill, decode: workers that serve.
-        prefill_paid, decode_paid: with those that start and drain.
-        num_arrived: requests since the decision before.
-        ttft_p95_s, itl_p95_s: of tokens since then; nan of none.
+        at_s: Seconds since the beginning.
+        prefill, decode: Serving workers.
+        prefill_paid, decode_paid: Serving, starting and draining workers.
+        num_arrived: Requests that arrived since the previous decision.
+        ttft_p95_s, itl_p95_s: 95th percentiles since the previous decision; nan if there were no
+            tokens.
     """
 
     at_s: float
@@ -42,11 +43,16 @@ class _Life:
 
 @dataclass(slots=True)
 class Record:
-    """Times by the simulation's clock, in arrays by request; nan: never.
+    """Everything that happened in a simulation; times are virtual seconds.
 
     Attributes:
-        reasons: why requests failed, by how many.
-        decisions: with their reasons in words.
+        gpus: GPUs per worker, by pool.
+        arrivals, firsts, ends: Arrival, first token and end of each request; nan: never.
+        prompts, outputs: Prompt and output tokens of each request.
+        reasons: Number of failed requests, by reason.
+        moments: State of the cluster at every scaling decision.
+        events: Orders, drains and flips of workers, in words.
+        decisions: Scaling decisions that had actions, and the first one.
     """
 
     began_at: float
@@ -86,7 +92,7 @@ class Record:
         self.ends[number] = now
 
     def failed(self, number: int, now: float, reason: str) -> None:
-        # Numbers differ from one to the next.
+        # Digits are removed so that messages that differ only in numbers count as one reason.
         self.reasons["".join(one for one in reason if not one.isdigit())[:80]] += 1
         self.ends[number] = math.nan
 
@@ -96,7 +102,7 @@ class Record:
         self._lives[worker_id] = _Life(pool, now)
 
     def worker_moved(self, worker_id: str, pool: Pool) -> None:
-        """It belongs to another pool now, which has as many GPUs per worker."""
+        """Moves a worker to another pool with the same number of GPUs per worker."""
         self._lives[worker_id].pool = pool
 
     def worker_ended(self, worker_id: str, now: float) -> None:
@@ -107,7 +113,7 @@ class Record:
         self.cold_start_s += seconds
 
     def close(self, now: float) -> None:
-        """Workers are paid for until then."""
+        """Ends the recording of costs: workers are paid for until `now`."""
         self._closed_at = now
 
     def event(self, now: float, what: str) -> None:
@@ -116,7 +122,7 @@ class Record:
     def decided(
         self, now: float, decision: Decision, itl_p95_s: float, sizes: dict[Pool, int]
     ) -> None:
-        """Notes a decision, and the state of the cell at it."""
+        """Records a decision and the state of the cluster at that time."""
         before = self.decisions[-1][1] if self.decisions else None
         if decision.actions or before is None:
             self.decisions.append((now - self.began_at, decision))
@@ -142,7 +148,7 @@ class Record:
 
     @property
     def gpu_hours(self) -> float:
-        """Of all workers, from the order to start until they have gone."""
+        """GPU-hours of all workers, each from the start order to the end of the worker."""
         end = self._closed_at
         return (
             math.fsum(

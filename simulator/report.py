@@ -1,4 +1,4 @@
-"""A simulation's figures: for people, for programs, and against targets."""
+"""The figures of a simulation, as JSON and as table rows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from baton.simulator.record import Record
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Times in milliseconds.
+    """Figures of a whole simulation; `_ms` fields are milliseconds by percentile.
 
     Attributes:
-        attained: share of all requests that ended well, with a TTFT within its target and a mean
-            gap between tokens (TPOT) within that of ITL.
-        itl_within: share of all gaps within the target of ITL.
-        goodput_per_gpu: requests that attained, per second and GPU paid for.
-        num_failed: requests refused, or failed later.
+        num_failed: Requests that were refused or failed later.
+        attained: Share of all requests that ended well, with TTFT within its target and the mean
+            gap between tokens (TPOT) within the ITL target.
+        itl_within: Share of all gaps that are within the ITL target.
+        goodput_per_gpu: Requests that met the targets, per second and paid GPU.
     """
 
     num_requests: int
@@ -47,8 +47,8 @@ class Figures:
     num_events: int
 
 
-def figures(record: Record, tally: GapHistogram, limits: Targets) -> Figures:
-    """Of a whole simulation."""
+def figures(record: Record, gaps: GapHistogram, limits: Targets) -> Figures:
+    """Computes the figures of a whole simulation."""
     ttfts, tpots, lasted = list[float](), list[float](), list[float]()
     num_failed = num_attained = num_ttft = num_tpot = 0
     most_ttft = math.inf if limits.ttft_s is None else limits.ttft_s
@@ -75,13 +75,13 @@ def figures(record: Record, tally: GapHistogram, limits: Targets) -> Figures:
         lasted_s=record.lasted_s,
         targets=targets(limits.ttft_s, limits.itl_s),
         ttft_ms=_percentiles(ttfts),
-        itl_ms={percent: tally.percentile(percent) * 1e3 for percent in PERCENTS},
+        itl_ms={percent: gaps.percentile(percent) * 1e3 for percent in PERCENTS},
         tpot_ms=_percentiles(tpots),
         e2e_ms=_percentiles(lasted),
         attained=num_attained / total,
         ttft_within=num_ttft / total,
         tpot_within=num_tpot / total,
-        itl_within=tally.share_within(most_itl) if math.isfinite(most_itl) else 1.0,
+        itl_within=gaps.share_within(most_itl) if math.isfinite(most_itl) else 1.0,
         requests_per_s=len(lasted) / max(1e-9, record.lasted_s),
         goodput_per_s=num_attained / max(1e-9, record.lasted_s),
         goodput_per_gpu=num_attained / max(1e-9, record.gpu_hours * 3600),
@@ -98,7 +98,7 @@ def _percentiles(seconds: list[float]) -> dict[int, float]:
 
 
 def as_json(found: Figures, record: Record) -> dict[str, Any]:
-    """Everything; what `baton bench` and `replay` have too is of the same names there."""
+    """Returns all figures as JSON; those shared with `baton bench` and `replay` have equal keys."""
     return {
         "kind": "simulate",
         **{name: plain(value) for name, value in asdict(found).items()},
@@ -127,7 +127,7 @@ def as_json(found: Figures, record: Record) -> dict[str, Any]:
 
 
 def table(found: Figures) -> list[list[str]]:
-    """Rows of a table with a column per percentile."""
+    """Returns table rows with one column per percentile."""
     return [
         [name, *(f"{values[percent]:.1f}" for percent in PERCENTS)]
         for name, values in (

@@ -1,4 +1,4 @@
-"""One simulation from a configuration: what `baton simulate` does."""
+"""Runs one simulation from a configuration (`baton simulate`)."""
 
 from __future__ import annotations
 
@@ -26,22 +26,23 @@ _SPAN_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """What came of it."""
+    """The result of a simulation."""
 
     figures: Figures
     record: Record
 
 
 def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> Simulation:
-    """Runs a trace on workers of `simulated`, in pools that begin with their `workers`.
+    """Runs a trace on simulated workers.
 
     Args:
-        config: whole; `scaling` has targets and limits.
-        arrivals: in order of time.
-        policy: one of POLICIES; with "static" the pools stay as they begin.
+        config: The section `simulated` describes a worker, `scaling` has targets and limits, and
+            `prefill.workers` and `decode.workers` are the initial pool sizes.
+        arrivals: Requests in order of time.
+        policy: One of POLICIES; "static" keeps the initial pool sizes.
 
     Raises:
-        ValueError: there is no such policy, or a prompt does not fit `simulated.max_model_len`.
+        ValueError: the policy does not exist, or a request exceeds `simulated.max_model_len`.
     """
     longest = max(one.num_prompt_tokens + one.num_output_tokens for one in arrivals)
     if longest > config.simulated.max_model_len:
@@ -62,11 +63,11 @@ def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> S
     sizes = {Pool.PREFILL: config.prefill.workers, Pool.DECODE: config.decode.workers}
     record = cell.run(arrivals, sizes, arrivals[-1].at_s + 1.0)
     targets = dict(scaling.targets)["interactive"]
-    return Simulation(figures(record, cell.tally, targets), record)
+    return Simulation(figures(record, cell.gaps, targets), record)
 
 
 def shape_of(config: BatonConfig) -> Shape:
-    """Of the simulated engine."""
+    """Returns the shape of a worker with the settings of the section `simulated`."""
     engine = config.simulated
     return Shape(
         LatencyModel.from_config(engine),
@@ -82,7 +83,11 @@ def shape_of(config: BatonConfig) -> Shape:
 def policy_of(
     name: str, scaling: ScalingConfig, arrivals: Sequence[Arrival], shape: Shape
 ) -> Policy:
-    """Raises ValueError when there is no such policy."""
+    """Returns the policy of this name.
+
+    Raises:
+        ValueError: the policy does not exist.
+    """
     if name == "baton":
         return Baton(scaling)
     if name == "static":

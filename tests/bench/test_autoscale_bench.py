@@ -77,7 +77,7 @@ def test_reaches_are_told_by_setting():
         HPA: runs((0.97, 16.5)),
         PLANNER: runs((0.6, 13.0)),
     }
-    by_name = {one.what: one for one in autoscale.reaches({("azure", 60.0): found})}
+    by_name = {one.what: one for one in autoscale.goals({("azure", 60.0): found})}
     assert by_name["azure, 60 s: attained / static's"].reached
     assert by_name["azure, 60 s: GPU-hours / static's"].reached
     assert by_name["azure, 60 s: settings better than HPA on both"].reached

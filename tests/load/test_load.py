@@ -1,4 +1,4 @@
-"""The load generator: what it sends and when, and that it counts what comes back."""
+"""The load generator sends the planned requests on time and counts the answers."""
 
 import asyncio
 import itertools
@@ -29,7 +29,7 @@ VOCAB_SIZE = 432
 ANY = Slo()
 
 
-# ---- What is sent, and when.
+# ---- The plan: lengths, times, lanes, prompts.
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_lengths_have_their_mean_and_spread(text, mean, variation):
 
 
 @pytest.mark.parametrize("text", ["", "0", "9-3", "x", "5~", "1-2~3", "-4"])
-def test_wrong_lengths_are_refused_by_option(text):
+def test_wrong_lengths_are_refused_with_the_option_name(text):
     with pytest.raises(
         ValueError, match=r"--output-tokens is .*; must be N, LOW-HIGH .evenly. or MEAN~CV"
     ):
@@ -85,7 +85,7 @@ def test_lanes_follow_their_rule():
         LaneRule(1.5)
 
 
-def test_a_replay_is_as_much_faster_as_asked():
+def test_a_replay_divides_times_by_its_speed():
     trace = [Arrival(0.0, 10, 2), Arrival(3.0, 20, 4, (7,))]
     sent = list(replayed(trace, 1.5, LaneRule(), 0))
     assert [one.at_s for one in sent] == [0.0, 2.0]
@@ -93,8 +93,8 @@ def test_a_replay_is_as_much_faster_as_asked():
     assert sent[1].block_ids == (7,)
 
 
-def alike(one, other):
-    """How many of both are equal, from the first on."""
+def num_equal(one, other):
+    """Length of the common prefix."""
     pairs = zip(one, other, strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -103,30 +103,33 @@ blocks = st.lists(st.integers(0, 4), min_size=1, max_size=4).map(tuple)
 
 
 @given(blocks, blocks, st.integers(0, 600), st.integers(0, 600))
-def test_prompts_share_the_blocks_that_they_should_and_no_more(first, second, more, yet_more):
+def test_prompts_share_exactly_their_common_blocks(first, second, first_rest, second_rest):
     prompts = Prompts(VOCAB_SIZE, 11)
     planned = [
         Planned(number, 0.0, 512 * len(ids) + rest, 1, "interactive", ids)
-        for number, (ids, rest) in enumerate([(first, more), (second, yet_more)])
+        for number, (ids, rest) in enumerate([(first, first_rest), (second, second_rest)])
     ]
     made = [prompts.of(one) for one in planned]
     assert [len(one) for one in made] == [one.num_prompt_tokens for one in planned]
     assert all(0 <= token < VOCAB_SIZE for one in made for token in one)
     hashes = [block_hashes(one, 16) for one in made]
-    assert alike(*hashes) == 512 // 16 * alike(first, second)
+    assert num_equal(*hashes) == 512 // 16 * num_equal(first, second)
 
 
-def test_prompts_of_another_run_share_nothing():
+def test_prompts_of_another_seed_share_nothing():
     planned = Planned(0, 0.0, 512, 1, "interactive", (0,))
     one, other = (Prompts(VOCAB_SIZE, seed).of(planned) for seed in (1, 2))
     assert block_hashes(one, 16)[0] != block_hashes(other, 16)[0]
 
 
-# ---- What comes back.
+# ---- The measurements.
 
 
 class Answering(inference_pb2_grpc.InferenceServicer):
-    """Answers each request with its tokens, while `hold` is set; `refuse` says which not."""
+    """Answers each request with its tokens once `hold` is set.
+
+    `refuse` returns the error of a request that fails, else None.
+    """
 
     def __init__(self, refuse=lambda request: None) -> None:
         self.refuse, self.hold = refuse, asyncio.Event()
@@ -136,7 +139,7 @@ class Answering(inference_pb2_grpc.InferenceServicer):
         self.arrived = asyncio.Event()
 
     async def seen(self, count):
-        """Until so many requests have come."""
+        """Waits until `count` requests have arrived."""
         async with asyncio.timeout(10):
             while len(self.requests) < count:
                 self.arrived.clear()
@@ -181,8 +184,9 @@ class Answering(inference_pb2_grpc.InferenceServicer):
         async def read():
             async with asyncio.TaskGroup() as group:
                 async for message in request_iterator:
-                    if message.HasField("submit"):
-                        group.create_task(answer(message.submit))
+                    for one in message.batch or [message]:
+                        if one.HasField("submit"):
+                            group.create_task(answer(one.submit))
 
         reader = asyncio.create_task(read())
         try:
@@ -213,7 +217,7 @@ def result(outcome, slo=ANY):
     return Result.of("bench", {}, slo, outcome, is_open=True)
 
 
-async def test_an_open_loop_counts_all_that_it_sent():
+async def test_an_open_loop_counts_all_its_requests():
     answering, slo = Answering(), Slo(ttft_s=20.0, itl_s=1e-9)
     async with generator(answering, slo=slo, tenant="acme") as made:
         plan = [*planned(30), *planned(10, tokens=1, lane="batch")]
@@ -226,7 +230,7 @@ async def test_an_open_loop_counts_all_that_it_sent():
         "batch": 10,
     }
     assert total.ttft_within == 1
-    # One token has no gap that could be too long.
+    # An output of one token has no gap, so it cannot miss the ITL target.
     assert (lanes["batch"].attained, lanes["interactive"].attained) == (1, 0)
     assert total.cached_share == 0.5
     assert total.output_tokens_per_s == pytest.approx(160 / found.lasted_s)
@@ -235,7 +239,7 @@ async def test_an_open_loop_counts_all_that_it_sent():
     assert json.loads(json.dumps(found.as_json()))["lanes"]["batch"]["num_ended"] == 10
 
 
-async def test_a_generator_that_is_late_says_so_and_hides_no_wait():
+async def test_a_late_generator_warns_and_hides_no_wait():
     def stalling():
         for one in planned(5):
             time.sleep(0.04)
@@ -267,7 +271,7 @@ async def test_failures_are_counted_by_reason():
     assert ["shed", "QUEUE_FULL", "2", "full"] in found.failure_rows()
 
 
-async def test_what_is_too_much_for_the_generator_is_not_sent_and_counts_as_failed():
+async def test_requests_beyond_the_in_flight_limit_are_not_sent_and_count_as_failed():
     answering = Answering()
     answering.hold.clear()
 
@@ -282,7 +286,7 @@ async def test_what_is_too_much_for_the_generator_is_not_sent_and_counts_as_fail
     assert found.total.num_ended == len(answering.requests) == 3
 
 
-async def test_a_stop_cancels_what_is_in_flight_and_keeps_what_was_measured():
+async def test_a_stop_cancels_requests_in_flight_and_keeps_the_measurements():
     answering, stop = Answering(), asyncio.Event()
 
     def plan():
@@ -301,7 +305,7 @@ async def test_a_stop_cancels_what_is_in_flight_and_keeps_what_was_measured():
         assert (found.num_failed, found.attained) == (0, 1)
 
 
-async def test_a_closed_loop_keeps_so_many_running():
+async def test_a_closed_loop_keeps_its_concurrency():
     answering = Answering()
     answering.hold.clear()
     async with generator(answering) as made:
@@ -313,16 +317,16 @@ async def test_a_closed_loop_keeps_so_many_running():
     assert answering.most_running == 4
 
 
-async def test_what_warms_up_is_not_counted():
+async def test_warm_up_requests_are_sent_but_not_counted():
     answering = Answering()
-    # Between the fifth and the sixth: at the sixth itself, rounding would say which counts.
+    # The warm-up ends between the fifth and the sixth request, so rounding does not matter.
     async with generator(answering, warm_up_s=0.045) as made:
         outcome = await made.open_loop(planned(10, apart_s=0.01), 100, asyncio.Event())
     assert len(answering.requests) == 10
     assert result(outcome).total.num_requests == 5
 
 
-# ---- Two results.
+# ---- Comparing two results.
 
 
 def written(path, ttft_s):
@@ -355,7 +359,7 @@ def test_results_are_compared_by_percentile(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"), [("{", "not JSON"), ("[]", "ttft_ms is missing"), (None, "cannot be read")]
 )
-def test_what_is_no_result_is_refused_by_name(tmp_path, text, said):
+def test_a_file_that_is_not_a_result_is_refused_with_its_name(tmp_path, text, said):
     wrong = tmp_path / "wrong"
     if text is not None:
         wrong.write_text(text)
@@ -381,7 +385,7 @@ def test_what_is_no_result_is_refused_by_name(tmp_path, text, said):
         (("--rate", "1", "--out", "/no/such/folder/x"), "--out"),
     ],
 )
-def test_wrong_options_are_refused_by_name(arguments, said):
+def test_wrong_options_are_refused_with_their_names(arguments, said):
     shown = CliRunner().invoke(app, ["bench", *arguments])
     assert shown.exit_code == 2
     assert said in shown.stderr

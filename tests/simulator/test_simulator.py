@@ -1,11 +1,10 @@
-"""The simulator: skipping ahead changes nothing, workers come and go, traces are read."""
+"""The simulator: merging steps into runs changes no result, and workers start, drain and flip."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,7 +12,6 @@ from xml.etree import ElementTree
 import pytest
 from typer.testing import CliRunner
 
-from baton.bench.autoscale_peak import Search, within
 from baton.cli.main import app
 from baton.coordinator.scaling.autoscale.types import Phase
 from baton.coordinator.state import events as ev
@@ -21,7 +19,7 @@ from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Targets
 from baton.coordinator.state.scaling_decision import Drain, Flip, Want
-from baton.load import stats, traces
+from baton.load import stats
 from baton.load.traces import Arrival
 from baton.runtime.config import parse
 from baton.runtime.latency import LatencyModel
@@ -55,7 +53,7 @@ def core_config(**coordinator) -> CoreConfig:
 
 
 def steady(rate: float, seconds: float, prompt=400, output=100) -> list[Arrival]:
-    """Lengths go up and down, in an order that repeats."""
+    """Arrivals at a fixed rate; their lengths follow a repeating pattern."""
     return [
         Arrival(n / rate, prompt + 37 * (n % 11), max(1, output + 13 * (n % 7) - 39))
         for n in range(round(rate * seconds))
@@ -80,7 +78,7 @@ def lasted(record) -> list[float]:
     return [end - at for end, at in zip(record.ends, record.arrivals, strict=True)]
 
 
-def test_skipping_ahead_gives_what_single_steps_give():
+def test_runs_of_steps_give_the_same_times_as_single_steps():
     arrivals = steady(12, 30)
     made = cell()
     record = made.run(arrivals, sizes(1, 2), 31)
@@ -113,14 +111,14 @@ def test_skipping_ahead_gives_what_single_steps_give():
             stats.percentile(ends, percent), rel=0.02
         )
         gaps = [gap for one in stepped.outcomes for gap in one.gaps_s]
-        assert made.tally.percentile(percent) == pytest.approx(
+        assert made.gaps.percentile(percent) == pytest.approx(
             stats.percentile(gaps, percent), rel=0.04
         )
-    assert made.tally.total == sum(one.num_output_tokens - 1 for one in arrivals)
+    assert made.gaps.total == sum(one.num_output_tokens - 1 for one in arrivals)
 
 
 @pytest.mark.parametrize("flush_s", [0.01, 0.3, 1000.0])
-def test_when_tokens_are_passed_on_changes_no_time(flush_s):
+def test_the_flush_interval_changes_no_request_time(flush_s):
     arrivals = steady(10, 20)
     usual = cell().run(arrivals, sizes(1, 1), 21)
     other = cell(shape=replace(SHAPE, flush_s=flush_s)).run(arrivals, sizes(1, 1), 21)
@@ -129,8 +127,8 @@ def test_when_tokens_are_passed_on_changes_no_time(flush_s):
 
 
 @pytest.mark.parametrize("swaps", [True, False])
-def test_requests_that_outgrow_the_room_all_end(swaps):
-    # The coordinator is told of no limit, so that only the engine holds back.
+def test_requests_that_outgrow_the_kv_cache_all_end(swaps):
+    # The workers announce no limit, so only the engine limits the batch.
     tight = replace(SHAPE, kv_tokens=3000, announced_kv_tokens=0, swaps=swaps)
     made = cell(shape=tight)
     record = made.run(steady(10, 10, prompt=200, output=300), sizes(1, 1), 11)
@@ -142,7 +140,7 @@ def test_requests_that_outgrow_the_room_all_end(swaps):
 
 
 class Script(Static):
-    """Actions at given times since the beginning."""
+    """A policy that takes given actions at given seconds since the beginning."""
 
     def __init__(self, **actions) -> None:
         super().__init__(CONFIG)
@@ -157,7 +155,7 @@ class Script(Static):
         return decision(dict.fromkeys(Pool, 1), dict.fromkeys(Pool, 1), "script", actions)
 
 
-def test_a_started_worker_is_paid_from_the_order_on_and_serves_after_its_stages():
+def test_a_started_worker_is_paid_from_its_order_and_serves_after_its_cold_start():
     script = Script(at_5=(Want(Pool.DECODE, 2),))
     made = cell(script, cold_start=ColdStart(1, 7, 1, 1), gpus={Pool.PREFILL: 1, Pool.DECODE: 4})
     record = made.run(steady(5, 30), sizes(1, 1), 30)
@@ -171,7 +169,7 @@ def test_a_started_worker_is_paid_from_the_order_on_and_serves_after_its_stages(
     assert [one.since - 1000 for one in starting] == [5]
 
 
-def test_a_drained_worker_leaves_when_its_requests_have_ended_and_none_fails():
+def test_a_drained_worker_leaves_after_its_requests_and_none_fails():
     made = cell(Script(at_10=(Drain("decode-1", "test"),)))
     record = made.run(steady(10, 30), sizes(1, 2), 31)
     made.core.check_integrity()
@@ -193,7 +191,7 @@ def test_a_flipped_worker_serves_the_other_pool_and_none_fails():
     assert record.num_cold_starts == 0
 
 
-def test_a_worker_that_is_ended_makes_no_tokens_any_more():
+def test_a_lost_worker_makes_no_more_tokens():
     arrivals = steady(1, 10, output=1000)
     made = cell()
     lost = ev.WorkerLost("decode-1", "was lost")
@@ -202,9 +200,9 @@ def test_a_worker_that_is_ended_makes_no_tokens_any_more():
     made.core.check_integrity()
     assert not record.reasons
     assert not any(map(math.isnan, record.ends))
-    # Nothing is made twice but what was on its way.
+    # Only tokens that were in transit are made twice.
     needed = sum(one.num_output_tokens - 1 for one in arrivals)
-    assert made.tally.total < needed * 1.01
+    assert made.gaps.total < needed * 1.01
 
 
 def test_pools_grow_under_load_and_shrink_after_it():
@@ -226,7 +224,7 @@ def test_pools_grow_under_load_and_shrink_after_it():
 
 
 @pytest.mark.parametrize("name", ["hpa", "planner", "hindsight"])
-def test_every_baseline_grows_what_is_short_and_only_that(name):
+def test_every_baseline_grows_only_the_overloaded_pool(name):
     arrivals = steady(30, 100)
     policy = {
         "hpa": lambda: Hpa(CONFIG, 2.0, 40.0),
@@ -243,173 +241,20 @@ def test_every_baseline_grows_what_is_short_and_only_that(name):
     assert last.decode < last.prefill
 
 
-def test_sizes_are_found_by_trying():
-    # Twice as many from the second window on.
-    arrivals = [
-        *steady(12, 15),
-        *(one._replace(at_s=one.at_s + 15) for one in steady(24, 15)),
-    ]
-    targets = Targets(0.3, 0.02)
-
-    def trial(some, tried):
-        return cell().run(some, dict(tried), some[-1].at_s + 1)
-
-    search = Search(trial, targets, plenty=4, window_s=15.0, warm_up_s=5.0)
-    best = search.best(arrivals)
-    first, second = (
-        search.of_window(arrivals, index, best[index], sizes(1, 1)) for index in range(2)
-    )
-    peak = {pool: search.fewest(arrivals, pool, best, first) for pool in Pool}
-    assert first[Pool.PREFILL] < second[Pool.PREFILL]
-    assert peak == {pool: max(first[pool], second[pool]) for pool in Pool}
-    held = within(trial(arrivals, peak), targets, 15.0)
-    assert [one.ttft >= 0.95 * count for one, count in zip(held, (180, 360), strict=True)] == [
-        True,
-        True,
-    ]
-
-
-def test_figures_add_up():
-    record = cell().run(steady(5, 20), sizes(1, 1), 21)
+def test_figures_are_computed_from_the_record():
     made = cell()
     record = made.run(steady(5, 20), sizes(1, 1), 21)
-    found = figures(record, made.tally, Targets(0.5, 0.05))
+    found = figures(record, made.gaps, Targets(0.5, 0.05))
     assert found.num_requests == 100
     assert found.attained == found.ttft_within == found.tpot_within == 1
     assert found.gpu_hours == pytest.approx(2 * 21 / 3600)
     assert found.goodput_per_gpu == pytest.approx(100 / 42)
-    strict = figures(record, made.tally, Targets(0.5, 0.001))
+    strict = figures(record, made.gaps, Targets(0.5, 0.001))
     assert strict.tpot_within < 0.1
     assert strict.itl_within == 0
 
 
-# ---- Traces.
-
-
-def test_azure_is_read():
-    found = traces.read(DATA / "azure" / "conv_first3000.csv")
-    assert len(found) == 3000
-    assert found[0] == Arrival(0.0, 374, 44)
-    assert found[1].at_s == pytest.approx(4.314579)
-
-
-@pytest.mark.parametrize("zone", ["UTC", "America/New_York"])
-def test_azures_times_are_utc_with_and_without_a_zone_wherever_it_is_read(
-    tmp_path, monkeypatch, zone
-):
-    """The trace of 2024 names the zone, also behind a full second; that of 2023 names none.
-
-    In New York clocks went back an hour on the 3rd of November, at 6 o'clock UTC.
-    """
-    path = tmp_path / "trace.csv"
-    rows = [
-        "2024-11-03 04:59:59.500000+00:00",
-        "2024-11-03 05:00:00+00:00",
-        "2024-11-03 05:00:02.5+00:00",
-        "2024-11-03 06:00:00.5000009",
-    ]
-    lines = ["TIMESTAMP,ContextTokens,GeneratedTokens", *(f"{row},7,2" for row in rows)]
-    path.write_text("\n".join(lines))
-    with monkeypatch.context() as patched:
-        patched.setenv("TZ", zone)
-        time.tzset()
-        found = traces.read(path)
-    time.tzset()
-    assert [one.at_s for one in found] == [0.0, 0.5, 3.0, 3601.0]
-
-
-def test_mooncake_is_read_with_its_prefixes(tmp_path):
-    path = tmp_path / "trace.jsonl"
-    rows = [
-        {"timestamp": 0, "input_length": 700, "output_length": 5, "hash_ids": [0, 1]},
-        {"timestamp": 0, "input_length": 600, "output_length": 6, "hash_ids": [0, 2]},
-        {"timestamp": 3000, "input_length": 512, "output_length": 7, "hash_ids": [0]},
-    ]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    found = traces.read(path)
-    assert [one.at_s for one in found] == [0.0, 1.5, 3.0]
-    first, second = found[0].prompt(1), found[1].prompt(2)
-    assert (len(first), len(second)) == (700, 600)
-    assert first[:512] == second[:512]
-    assert first[512] != second[512]
-
-
-def test_plain_json_is_read(tmp_path):
-    path = tmp_path / "trace.json"
-    path.write_text('[{"start_time": 3.5, "prompt_len": 7, "output_len": 2}]')
-    assert traces.read(path) == [Arrival(0.0, 7, 2)]
-
-
-MOONCAKE = '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids":'
-UNFOLDED = "timestamp_ms,input_tokens,output_tokens,block_ids\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("a,b\n1,2\n", "TIMESTAMP, ContextTokens, GeneratedTokens"),
-        ('[{"start_time": 0, "prompt_len": 0, "output_len": 2}]', "its prompt has 0 tokens"),
-        ('[{"start_time": 0, "prompt_len": 1, "output_len": 1e12}]', "must be 1 to 16777216"),
-        ('[{"start_time": "x", "prompt_len": 1, "output_len": 2}]', "start_time is 'x'"),
-        ("[]", "has no request"),
-        ("{nonsense", "not JSON"),
-        ("[" * 100_000, "not JSON"),
-        (f'[{{"start_time": 1{"0" * 400}}}]', "start_time is 1000"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,7\n", "its output has ''"),
-        ("ContextTokens,GeneratedTokens,TIMESTAMP\n7,7\n", "TIMESTAMP is ''"),
-        ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', "timestamp is nan"),
-        ('{"timestamp": 0, "input_length": 1e999, "output_length": 1}', "its prompt has inf"),
-        (f"{MOONCAKE} [7.5]}}", r"hash_ids is \[7.5\]"),
-        (f"{MOONCAKE} [{2**64}]}}", "hash_ids is .* from 0 to 2147483647"),
-        ("timestamp_ms,block_ids\n0,0\n", "timestamp_ms, input_tokens, output_tokens, block_ids"),
-        (f"{UNFOLDED}soon,1,1,0\n", "timestamp_ms is 'soon'"),
-        (f"{UNFOLDED}0,1,1,a-b\n", "block_ids are 'a-b'"),
-        (f"{UNFOLDED}0,{'9' * 200_000},1,0\n", "not a CSV"),
-        (f"{UNFOLDED}0,1,1,0-2147483647\n", "request 1: block_ids have 0-2147483647; .* at most"),
-        (f"{UNFOLDED}" + "0,1,1,0-999999\n" * 9, "request 9: block_ids have 0-999999; .* at most"),
-        (f"{UNFOLDED}0,1,1,7-3\n", "block_ids have 7-3; must be the lower one first"),
-    ],
-)
-def test_a_wrong_trace_is_refused_in_words(tmp_path, text, said):
-    path = tmp_path / "trace"
-    path.write_text(text)
-    with pytest.raises(traces.TraceError, match=said):
-        traces.read(path)
-
-
-def test_a_spreadsheets_mark_is_passed_over(tmp_path):
-    path = tmp_path / "trace.csv"
-    path.write_text("\ufeffTIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,7,2\n")
-    assert traces.read(path) == [Arrival(0.0, 7, 2)]
-
-
-def test_a_scaled_trace_has_so_many_more():
-    arrivals = steady(10, 100)
-    found = traces.scaled(arrivals, 2.5)
-    assert len(found) == pytest.approx(2500, rel=0.05)
-    assert found == sorted(found, key=lambda one: one.at_s)
-    tide = traces.tidal(arrivals, 100, 0.2)
-    low = sum(one.at_s < 20 or one.at_s > 80 for one in tide)
-    assert low < 0.5 * sum(30 < one.at_s < 70 for one in tide)
-
-
-@pytest.mark.parametrize(
-    ("factor", "said"), [(1e-9, "leaves none of 1 requests"), (1e4, "at most")]
-)
-def test_a_factor_that_no_trace_is_left_of_or_no_block_ids_for_is_refused(factor, said):
-    arrivals = [Arrival(0.0, 600, 5, (1, 2**22 + 1))]
-    with pytest.raises(ValueError, match=f"--factor is .*{said}"):
-        traces.scaled(arrivals, factor)
-
-
-def test_copies_share_their_prefixes_with_their_own_turn_alone():
-    arrivals = [Arrival(0.0, 1024, 5, (0, number)) for number in (1, 1 + 2**22, 2**29)]
-    found = traces.scaled(arrivals, 2.0)
-    assert len({one.block_ids for one in found}) == 6
-    assert {one.block_ids[0] for one in found} == {0}
-
-
-def test_a_picture_shows_the_rate_of_each_span_between_decisions():
+def test_a_picture_shows_the_request_rate_between_decisions():
     def moment(at_s, num_arrived):
         return Moment(at_s, 1, 1, 1, 1, num_arrived, math.nan, math.nan)
 
@@ -420,7 +265,7 @@ def test_a_picture_shows_the_rate_of_each_span_between_decisions():
     assert len(heights) == 1
 
 
-def test_a_pool_size_that_does_not_change_is_not_on_the_border_of_its_picture():
+def test_a_constant_pool_size_is_not_drawn_on_the_border():
     moments = [Moment(at_s, 3, 0, 3, 0, 1, math.nan, math.nan) for at_s in (0.0, 5.0)]
     root = ElementTree.fromstring(svg(moments, Targets(), "title"))
     frame = next(one for one in root.iter() if one.get("stroke") == "#999")
@@ -434,7 +279,7 @@ def test_a_pool_size_that_does_not_change_is_not_on_the_border_of_its_picture():
 # ---- The command.
 
 
-def test_baton_simulate_prints_and_writes(tmp_path):
+def test_baton_simulate_prints_a_table_and_writes_files(tmp_path):
     trace, config = tmp_path / "trace.json", tmp_path / "baton.yaml"
     rows = [{"start_time": n / 5, "prompt_len": 300, "output_len": 20} for n in range(100)]
     trace.write_text(json.dumps(rows))
@@ -456,7 +301,7 @@ def test_baton_simulate_prints_and_writes(tmp_path):
     ElementTree.fromstring(picture.read_text())
 
 
-def test_baton_simulate_says_what_is_wrong(tmp_path):
+def test_baton_simulate_names_the_limit_that_a_request_exceeds(tmp_path):
     trace = tmp_path / "trace.json"
     trace.write_text('[{"start_time": 0, "prompt_len": 9000, "output_len": 2}]')
     result = CliRunner().invoke(app, ["simulate", str(trace)])
