@@ -71,8 +71,8 @@ class Dispatcher:
             if placement is None:
                 room_at = min(room_at, placer.room_at(request))
                 if self._never_fits_beside(placer, request):
-                    self._lifecycle.lanes.pass_over(request.fleet)
-                continue  # The lanes pass its own over.
+                    self._lifecycle.lanes.skip(request.fleet)
+                continue  # The lanes skip its queue.
             problem = self._resume_error(request, placement)
             if problem is not None:
                 self._lifecycle.fail(request, problem, now)
@@ -95,7 +95,9 @@ class Dispatcher:
         fleet, fleets = request.fleet, self._workers.fleets
         there = {pool.value: fleet.workers.presence(role) for pool, role in ROLE_OF.items()}
         if fleet is not fleets.stable:
-            waited = f"revision {fleet.name!r} began its output, and no other may go on: {waited}"
+            waited = (
+                f"revision {fleet.name!r} began its output, and no other can continue it: {waited}"
+            )
         elif not all(one.num_serving for one in there.values()) and (
             others := [one.name for one in fleets if one is not fleet and len(one.workers)]
         ):

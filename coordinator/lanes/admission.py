@@ -127,7 +127,7 @@ class Admission:
                 f"{self._lanes.num_queued(lane)} requests wait in the {lane_name(lane)} lane; "
                 f"at most {max_queued}",
                 reason="QUEUE_FULL",
-                retry_after_s=self._place_s(lane),
+                retry_after_s=self._retry_after_s(lane),
             )
         return None
 
@@ -203,7 +203,7 @@ class Admission:
         """Drops what is remembered of a fleet that has no requests."""
         self._probed_at.pop(fleet, None)
 
-    def _place_s(self, lane: Lane) -> float:
+    def _retry_after_s(self, lane: Lane) -> float:
         """Predicts when a request will leave a full lane, in seconds."""
         oldest = self._lanes.oldest(lane)
         if oldest is None:

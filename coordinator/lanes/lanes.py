@@ -71,7 +71,7 @@ class Lanes:
         self._num_pushed = 0
         self.now = 0.0
         # Queues whose first request could not be placed in this round.
-        self._passed: set[LaneQueue] = set()
+        self._skipped: set[LaneQueue] = set()
 
     def __len__(self) -> int:
         """Number of waiting requests."""
@@ -145,7 +145,7 @@ class Lanes:
         )
         return tenant.slots.wait_s(num_waiting, self.now)
 
-    # ---- In
+    # ---- Queueing
 
     def rate_error(self, tenant: str, num_tokens: int, now: float) -> ResourceExhausted | None:
         """Returns why a tenant's rate limit refuses this many tokens now; None if it does not."""
@@ -199,7 +199,7 @@ class Lanes:
         self._put_in(entry)
         self._reorder(tenant)
 
-    # ---- Next
+    # ---- Dispatching
 
     def candidates(self) -> Iterator[Request]:
         """Yields the next request, again and again, during a round of dispatching.
@@ -208,14 +208,14 @@ class Lanes:
         then skipped for the rest of the round, because a request behind it must not take its place.
         Other queues continue.
         """
-        self._passed.clear()
+        self._skipped.clear()
         try:
             while (entry := self._next()) is not None:
                 yield entry.request
                 if entry.is_queued:
-                    self._passed.add(entry.queue.lane_queue)
+                    self._skipped.add(entry.queue.lane_queue)
         finally:
-            self._passed.clear()
+            self._skipped.clear()
 
     def is_due(self, request: Request) -> bool:
         """Whether a candidate is a batch request that its lane is owed before interactive ones.
@@ -226,10 +226,10 @@ class Lanes:
         queue = self._entries[request.key].queue.lane_queue
         return queue.lane == _BATCH and self._other_waits(queue)
 
-    def pass_over(self, fleet: Fleet) -> None:
+    def skip(self, fleet: Fleet) -> None:
         """Yields no more requests of a fleet in this round."""
         queues = self._fleets[fleet]
-        self._passed.update((queues.interactive, queues.batch))
+        self._skipped.update((queues.interactive, queues.batch))
 
     def dispatched(self, request: Request, num_prompt_tokens: int) -> bool:
         """A waiting request is dispatched: its tenant is charged for its prompt.
@@ -257,14 +257,6 @@ class Lanes:
         self._charge(entry, num_prompt_tokens * self._prompt_weight)
         self._reorder(queue.tenant)
         return is_batch and other_waits
-
-    def forget(self, fleet: Fleet) -> None:
-        """Removes the queues of a fleet that has no requests."""
-        queues = self._fleets.pop(fleet, None)
-        if queues is not None:
-            for tenant in self._tenants:
-                tenant.queues.pop(queues.interactive, None)
-                tenant.queues.pop(queues.batch, None)
 
     # ---- Running
 
@@ -315,6 +307,14 @@ class Lanes:
         if tenant.idle:
             self._tenants.mark_idle(tenant, now)
 
+    def forget(self, fleet: Fleet) -> None:
+        """Removes the queues of a fleet that has no requests."""
+        queues = self._fleets.pop(fleet, None)
+        if queues is not None:
+            for tenant in self._tenants:
+                tenant.queues.pop(queues.interactive, None)
+                tenant.queues.pop(queues.batch, None)
+
     # ---- Turns
 
     def _next(self) -> QueueEntry | None:
@@ -339,7 +339,7 @@ class Lanes:
         """Returns the next entry of a lane's queue; None if it has none that may run now."""
         lane = lane_queue.lane
         limit = self._max_running[lane]
-        if lane_queue in self._passed or (limit is not None and self._num_running[lane] >= limit):
+        if lane_queue in self._skipped or (limit is not None and self._num_running[lane] >= limit):
             return None
         queue = lane_queue.order.first()
         return queue.first() if queue is not None else None
@@ -358,7 +358,7 @@ class Lanes:
             elif queue.item is not None:
                 lane_queue.leave(queue, self.now)
 
-    # ---- QueueEntrys in and out
+    # ---- Entries
 
     def _new_entry(self, request: Request, now: float, num_tokens: int) -> QueueEntry:
         submission = request.submission

@@ -84,7 +84,7 @@ def _compare_errors(
     shares = [one / total for one, total in zip(failed, ended, strict=True)]
     if shares[1] > shares[0] and fisher(failed[1], ended[1], failed[0], ended[0]) < _SIGNIFICANCE:
         found.append(
-            f"{failed[1]} of {ended[1]} requests failed or were given up ({shares[1]:.1%}), "
+            f"{failed[1]} of {ended[1]} requests failed or moved to stable ({shares[1]:.1%}), "
             f"{failed[0]} of {ended[0]} of stable ({shares[0]:.1%})"
         )
 
@@ -103,7 +103,7 @@ def _longer_tail(what: str, stable: Sketch, canary: Sketch, num_requests: int) -
         return []
     return [
         f"{what} p95 is {canary_s * 1e3:.3g} ms, stable {limit_s * 1e3:.3g} ms "
-        f"({share:.0%} of the canary's are over that, {usual:.0%} of stable)"
+        f"({share:.0%} of the canary's samples exceed that, {usual:.0%} of the stable ones)"
     ]
 
 

@@ -39,8 +39,8 @@ class _Leaving:
 def gone_error(fleet: Fleet) -> errors.Unavailable:
     """The error of a request that has output and whose fleet has no workers any more."""
     return errors.Unavailable(
-        f"revision {fleet.name!r} began this output and has no workers any more; another revision "
-        "does not go on with it: submit the request anew",
+        f"revision {fleet.name!r} began this output and has no workers any more; no other revision "
+        "can continue it: submit the request again",
         reason="REVISION_GONE",
     )
 

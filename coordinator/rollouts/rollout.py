@@ -134,7 +134,7 @@ class Rollouts:
             return None
         return errors.FailedPrecondition(
             f"worker {worker.id} is of revision {worker.fleet.name!r}; only workers of the stable "
-            f"one, {self.traffic.stable.name!r}, change their role"
+            f"revision {self.traffic.stable.name!r} can change their role"
         )
 
     def start_error(

@@ -82,7 +82,7 @@ def start_error(
     if not is_revision(name):
         return InvalidArgument("revision", name, REVISION_NAMES)
     if fleet is workers.fleets.stable:
-        allowed = "must differ from the stable revision's name: workers are told apart by it"
+        allowed = "must differ from the stable revision's name, which its workers report too"
         return InvalidArgument("revision", name, allowed)
     if running is not None:
         return FailedPrecondition(
@@ -90,8 +90,8 @@ def start_error(
         )
     if fleet is not None and fleet in retiring:
         return FailedPrecondition(
-            f"revision is {name!r}, whose workers are still finishing what they have: wait until "
-            "they have left, or take another name"
+            f"revision is {name!r}, whose workers have not left yet: wait until they have, or use "
+            "another name"
         )
     attached = list(fleet.workers) if fleet is not None else []
     wanted = {pool: to_start(attached, pool, sizes) for pool in Pool}
@@ -115,10 +115,10 @@ def promote_error(workers: WorkerRegistry, scaler: Scaler, canary: Fleet) -> Bat
         wanted = promoted_size(stable, scaler, pool)
         if not scaler.active and counts[pool] < wanted:
             return FailedPrecondition(
-                f"revision {name!r} has {counts[pool]} {pool.value} workers that serve, revision "
-                f"{stable.name!r} {wanted}, and this coordinator starts none: start "
-                f"{wanted - counts[pool]} more with --revision {name}, or drain some of revision "
-                f"{stable.name!r}"
+                f"revision {name!r} has {counts[pool]} serving {pool.value} workers and needs "
+                f"{wanted}, as many as revision {stable.name!r}; this coordinator starts none: "
+                f"start {wanted - counts[pool]} more with --revision {name}, or drain some of "
+                f"revision {stable.name!r}"
             )
     sizes = {pool: promoted_size(stable, scaler, pool) for pool in Pool}
     return _gpus_error(workers, scaler, list(canary.workers), canary.revision, sizes)
@@ -174,6 +174,6 @@ def _gpus_error(
         return None
     return FailedPrecondition(
         f"scaling.max_gpus is {most}; {used} are the stable revision's, "
-        + (f"{left} are those of revisions that are to leave, " if left else "")
-        + f"and the canary would need {needed}: both run side by side for a while"
+        + (f"{left} belong to revisions that leave, " if left else "")
+        + f"and the canary needs {needed}: both revisions run side by side"
     )

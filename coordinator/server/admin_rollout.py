@@ -31,7 +31,7 @@ _VERDICTS = {
 
 
 class RolloutCalls:
-    """Answers them; whatever is wrong is raised as a BatonError."""
+    """Implements the calls; wrong input raises a BatonError."""
 
     def __init__(self, shell: Shell, config: BatonConfig) -> None:
         self._shell, self._config = shell, config
@@ -82,7 +82,7 @@ class RolloutCalls:
         name, old = rollout.canary.name, rollout.stable.name
         if self._rollouts.rollout is None:
             message = (
-                f"revision {name} is the stable one; workers of {old} finish what they have, "
+                f"revision {name} is the stable one; the workers of {old} finish their requests "
                 "and leave"
             )
         else:
@@ -93,7 +93,7 @@ class RolloutCalls:
             )
             message = (
                 f"revision {name} becomes the stable one when all its workers serve (missing: "
-                f"{lacking}); then those of {old} finish what they have, and leave"
+                f"{lacking}); then the workers of {old} finish their requests and leave"
             )
         if rollout.stats:
             judged = judge(rollout.stats[rollout.stable], rollout.stats[rollout.canary])
@@ -101,11 +101,11 @@ class RolloutCalls:
                 message += f"; {judged.reason}"
         if lost := _adapters(rollout.stable) - _adapters(rollout.canary):
             message += (
-                f"; it has no adapter {', '.join(sorted(lost))}: what was admitted for that ends "
-                f"with revision {old}, and what is new is refused"
+                f"; revision {name} has no adapter {', '.join(sorted(lost))}: admitted requests "
+                f"for it end with revision {old}, new ones are refused"
             )
         wanted = _in_configuration(rollout.canary.revision)
-        message += f". So that the next coordinator serves it too, {wanted} in the configuration"
+        message += f". To keep it after a restart, {wanted} in the configuration"
         return admin_pb2.PromoteRolloutResponse(message=message)
 
     def abort(self, request: admin_pb2.AbortRolloutRequest) -> admin_pb2.AbortRolloutResponse:
@@ -118,8 +118,8 @@ class RolloutCalls:
         running = rollout.canary.num_requests
         self._shell.post(ev.AbortAsked("an operator asked for it", within_s))
         message = (
-            f"everything new goes to revision {stable}; workers of {name} finish the requests that "
-            f"they have ({running}), and leave"
+            f"all new requests go to revision {stable}; the workers of {name} finish their "
+            f"requests ({running}) and leave"
         )
         return admin_pb2.AbortRolloutResponse(message=message)
 
@@ -252,7 +252,7 @@ def _drain_s(
 
 
 def _in_configuration(revision: Revision) -> str:
-    """What is to be changed there so that the next coordinator serves this revision."""
+    """Returns the configuration keys to change so that a later start serves this revision."""
     lines = [f"worker.revision: {revision.name}"]
     if revision.model:
         lines.append(f"model: {revision.model}")

@@ -1,4 +1,4 @@
-"""A rollout as Prometheus metrics: the label says "stable" or "canary", so series stay few."""
+"""A rollout as Prometheus metrics; the label is "stable" or "canary", so that series stay few."""
 
 from __future__ import annotations
 
@@ -15,19 +15,24 @@ _QUANTILES = (0.5, 0.95, 0.99)
 
 
 def rollout_metrics(core: Core) -> Iterator[Metric]:
-    """Of the rollout that runs, read from the scraping thread; without one only the share."""
+    """Yields the metrics of the running rollout, or only the share if none runs.
+
+    The scraping thread calls it.
+    """
     share = GaugeMetricFamily(
-        "baton_rollout_share", "Of new sessions that the canary gets; 0 to 1."
+        "baton_rollout_share", "Share of new sessions that the canary gets, 0 to 1."
     )
     share.add_metric([], core.rollouts.traffic.share)
     yield share
     workers = GaugeMetricFamily(
-        "baton_rollout_workers", "Workers that serve, by revision.", labels=["revision"]
+        "baton_rollout_workers",
+        "Serving workers of each revision.",
+        labels=["revision"],
     )
     requests = CounterMetricFamily(
         "baton_rollout_requests",
-        "Requests that ended or failed, attempts that were lost, requests that the canary gave up; "
-        "since both revisions are compared.",
+        "Requests that ended or failed, recovered attempts, and requests that moved to the stable "
+        "revision, since the comparison began.",
         labels=["revision", "outcome"],
     )
     latencies = {
@@ -35,8 +40,8 @@ def rollout_metrics(core: Core) -> Iterator[Metric]:
             f"baton_rollout_{name}_seconds", what, labels=["revision", "lane", "quantile"]
         )
         for name, what in (
-            ("ttft", "Time to first token, since both revisions are compared."),
-            ("itl", "Gaps between outputs, since both revisions are compared."),
+            ("ttft", "Time to first token since the comparison began."),
+            ("itl", "Inter-token latency since the comparison began."),
         )
     }
     rollout = core.rollouts.rollout
@@ -63,7 +68,7 @@ def rollout_metrics(core: Core) -> Iterator[Metric]:
 
 
 def _quantiles(sketch: Sketch) -> Iterator[tuple[float, float]]:
-    """Of a copy: it goes on growing meanwhile."""
+    """Yields quantiles of a copy: the core may add samples meanwhile."""
     copy = Sketch()
     copy.counts, copy.max_s = dict(sketch.counts), sketch.max_s
     copy.num = sum(copy.counts.values())

@@ -333,7 +333,7 @@ class Shell:
         worker, traffic = self.core.workers.get(key), self.core.rollouts.traffic
         if worker is not None and not traffic.is_current(worker.fleet):
             _log.warning(
-                "revision %r is neither the stable one, %r, nor rolled out: it gets nothing new",
+                "revision %r is neither stable (%r) nor a canary: its workers get no new requests",
                 worker.fleet.name,
                 traffic.stable.name,
                 extra={"worker": worker.id},

@@ -1,4 +1,4 @@
-"""A revision: a name for a model and engine arguments together."""
+"""A revision: a name for a model and engine arguments, with which workers are launched."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from baton.runtime.names import FIRST_REVISION
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """What its workers are started with, over the configuration.
+    """Launch configuration of a fleet's workers; it overrides the coordinator's configuration.
 
     Attributes:
-        model: empty: the configured one.
-        engine_args: over the common ones and those of the pools.
+        name: Name of the revision and of its fleet.
+        model: Model path; empty: the configured model.
+        engine_args: Engine arguments; they override the common ones and those of the pools.
     """
 
     name: str = FIRST_REVISION
@@ -24,21 +25,21 @@ class Revision:
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
     def num_gpus(self, configured: int) -> int:
-        """Of one worker, where one of the configuration has so many."""
+        """Returns the GPUs of one worker, where a configured worker has `configured`."""
         size = self.engine_args.get("tensor_parallel_size")
-        # What is wrong with another size vLLM says.
+        # vLLM itself reports a wrong size.
         return size if isinstance(size, int) and size > 0 else configured
 
     def over(self, config: BatonConfig) -> BatonConfig:
-        """The configuration of its workers.
+        """Returns the configuration of its workers.
 
         Raises:
-            ConfigError: it makes no sense.
+            ConfigError: The result is not a valid configuration.
         """
         values = config.model_dump(mode="json")
         values["worker"]["revision"] = self.name
         if self.model:
-            # Requests go on calling it what they did.
+            # Requests keep using the served model's name.
             values |= {"model": self.model, "served_model_name": config.model_name}
         for pool in ("prefill", "decode"):
             values[pool]["engine_args"] |= self.engine_args

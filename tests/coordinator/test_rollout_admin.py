@@ -121,9 +121,12 @@ async def test_a_rollout_from_start_to_promotion(cell):
             assert samples["baton_rollout_ttft_seconds", p95] > 0
         assert "25 % of new sessions" in await admin.set_rollout_share(0.25)
         message = await admin.promote_rollout()
-        assert message.startswith("revision r2 is the stable one; workers of 1 finish")
+        assert message.startswith("revision r2 is the stable one; the workers of 1 finish")
         assert "too few samples to tell" in message
-        assert "it has no adapter law: what was admitted for that ends with revision 1" in message
+        assert (
+            "revision r2 has no adapter law: admitted requests for it end with revision 1"
+            in message
+        )
         assert message.endswith("set worker.revision: r2 in the configuration")
         await only_left(admin, "r2")
         answer = await client.complete([1, 2, 3], max_tokens=2, timeout_s=WAIT_S)
@@ -138,7 +141,7 @@ async def test_a_rollout_from_start_to_promotion(cell):
 async def test_an_abort_leaves_only_the_stable_fleet(cell):
     coordinator, admin = cell
     await admin.start_rollout("r2", share=1.0)
-    assert "everything new goes to revision 1" in await admin.abort_rollout(5.0)
+    assert "all new requests go to revision 1" in await admin.abort_rollout(5.0)
     await only_left(admin, "1")
     async with BatonClient(coordinator.address) as client:
         await client.complete([1, 2, 3], max_tokens=2, timeout_s=WAIT_S)

@@ -301,7 +301,9 @@ def test_wrong_calls_are_refused_with_the_field_name(two_fleets):
     for name in ("cp2", "cd"):
         cell.world.handle(ev.WorkerLost(name, "was killed"))
     # The coordinator starts no workers: the canary needs as many as the stable fleet has.
-    assert "has 1 prefill workers that serve, revision '1' 2" in str(rollouts.promote_error())
+    assert "has 1 serving prefill workers and needs 2, as many as revision '1'" in str(
+        rollouts.promote_error()
+    )
     cell.world.handle(ev.WorkerLost("cd2", "was killed"))
     cell.world.attach("cp2", PREFILL, incarnation=2, revision="r2")
     assert "no decode worker that serves" in str(rollouts.promote_error())

@@ -42,7 +42,7 @@ def promoted(made, revision):
 def test_a_canary_that_is_too_large_is_refused(launched):
     start_error = launched(max_gpus=5).core.rollouts.start_error
     refused = start_error(DOUBLE, 0.1, {})
-    assert "max_gpus is 5; 2 are the stable revision's, and the canary would need 4" in str(refused)
+    assert "max_gpus is 5; 2 are the stable revision's, and the canary needs 4" in str(refused)
     assert start_error(Revision("r2"), 0.1, {}) is None
 
 
@@ -100,7 +100,7 @@ def test_a_canary_started_elsewhere_needs_gpus_only_for_more_workers(launched):
     start_error = made.core.rollouts.start_error
     assert start_error(Revision("r2"), 0.1, {}) is None
     refused = str(start_error(Revision("r2"), 0.1, {Pool.DECODE: 2}))
-    assert "2 are the stable revision's, and the canary would need 5" in refused
+    assert "2 are the stable revision's, and the canary needs 5" in refused
 
 
 def test_a_promoted_fleet_grows_by_its_own_gpus_per_worker(launched):

@@ -142,7 +142,7 @@ def test_gpus_of_a_leaving_fleet_are_free_once_it_has_left(launched):
     assert ids_of_fleet(made, "1") == {"prefill-0", "decode-0"}
     assert "decode-r2-1" not in made.started
     refused = made.core.rollouts.start_error(Revision("r3"), 0.1, {})
-    assert "2 are those of revisions that are to leave" in str(refused)
+    assert "2 belong to revisions that leave" in str(refused)
     made.world.handle(ev.StreamCancelled(to))
     made.wait(10)
     assert ids_of_fleet(made, "1") == set()
@@ -249,4 +249,4 @@ def test_only_stable_workers_change_their_role(launched):
     made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {Pool.DECODE: 2}))
     made.come_up()
     refused = made.core.flip_error(made.core.workers.by_id("decode-r2-0"), PREFILL)
-    assert "only workers of the stable one, '1'" in str(refused)
+    assert "only workers of the stable revision '1'" in str(refused)
