@@ -1,4 +1,4 @@
-"""The README and docs/ say what the code does."""
+"""README and docs/ agree with the code: keys, metrics, commands, links and file names."""
 
 import re
 from collections import Counter
@@ -62,7 +62,7 @@ def test_every_command_it_names_exists(baton):
 
 
 def anchors(page: str) -> set[str]:
-    """What GitHub makes of a page's headings."""
+    """Returns the anchors that GitHub gives to a page's headings."""
     headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
     return {re.sub(r"[^a-z0-9 -]", "", one.lower()).replace(" ", "-") for one in headings}
 
@@ -78,3 +78,18 @@ def test_its_links_lead_somewhere(name):
 def test_every_page_is_found_from_the_readme():
     linked = set(re.findall(r"\]\((docs/[^)#]*)", PAGES["README.md"]))
     assert linked == {name for name in PAGES if name.startswith("docs/")}
+
+
+TOP_FOLDERS = "|".join(
+    path.name for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")
+)
+FILES = sorted(set(re.findall(rf"`((?:{TOP_FOLDERS})/[\w./-]*)`", PAGES["docs/architecture.md"])))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_named_in_the_architecture_page_exist(name):
+    assert (ROOT / name).exists()
+
+
+def test_the_architecture_page_names_files():
+    assert len(FILES) >= 40
