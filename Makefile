@@ -25,7 +25,7 @@ BATON := $(VENV)/.installed-baton
 help:
 	@echo "make install  everything into $(VENV): vLLM on the CPU, Ray, tools, baton itself"
 	@echo "make demo     coordinator, prefill and decode worker on vLLM; one streamed completion"
-	@echo "make test     all tests"
+	@echo "make test     all tests; those of the web page need Chromium and are skipped without it"
 	@echo "make lint     format, lint, types, import contracts, protobuf lint, fresh generated code"
 	@echo "make bench    the benchmarks, with their tables"
 	@echo "make proto    generate the protobuf code again"
@@ -40,6 +40,9 @@ demo: $(BATON)
 # tests/conftest.py); two such files at once timed out on slow machines. Tests of a cluster on real
 # vLLM run after all others, because each rank uses a whole core.
 test: $(BATON) $(DEV) $(RAY)
+	@command -v chromium > /dev/null || command -v google-chrome > /dev/null || \
+		command -v chrome > /dev/null || \
+		echo "Chromium is missing: the web page's browser tests are skipped (Debian: apt-get install chromium)"
 ifeq ($(strip $(ARGS)),)
 	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not alone"
 	$(BIN)/python -m pytest tests/vllm -m alone

@@ -12,6 +12,7 @@ from baton.client import AdminClient
 
 WAIT_S = 300.0
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 
 
 async def get(url: str) -> httpx.Response:
@@ -92,7 +93,7 @@ async def test_missing_things_are_errors_with_a_message(gateway, start_gateway):
     assert address in answer.json()["error"]["message"]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+@needs_browser
 @pytest.mark.parametrize("width", [1280, 390])
 async def test_a_browser_draws_the_charts(gateway, openai, tmp_path, width):
     for _ in range(3):
@@ -106,7 +107,7 @@ async def test_a_browser_draws_the_charts(gateway, openai, tmp_path, width):
     assert ">p1<" in text
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+@needs_browser
 async def test_a_browser_draws_a_waterfall(gateway, openai, tmp_path):
     answer = await openai.completions.create(model="demo", prompt=[5] * 100, max_tokens=8)
     text = await browse(f"{gateway.url}/dashboard#{answer.id}", tmp_path, 1280)
@@ -116,7 +117,7 @@ async def test_a_browser_draws_a_waterfall(gateway, openai, tmp_path):
         assert re.search(rf"<title>{stage}: [\d.]+ ms from [\d.]+ ms</title>", drawn)
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+@needs_browser
 async def test_a_browser_shows_that_the_coordinator_is_unreachable(start_gateway, tmp_path):
     async with start_gateway("127.0.0.1:1") as alone:
         text = await browse(f"{alone.url}/dashboard", tmp_path, 1280)
