@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterable, Mapping
 
 from baton.kvtransfer import receiving, sending
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
-from baton.kvtransfer.frames import MAX_PAYLOAD_BYTES, Frame, FrameKind
-from baton.kvtransfer.layout import PROTOCOL_VERSION, KvLayout
+from baton.kvtransfer.frames import Frame, FrameKind
+from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.push import IncomingPush, PushDialer
 from baton.kvtransfer.service import local_replies
+from baton.kvtransfer.service.fingerprint_checks import check_fingerprint
 from baton.kvtransfer.service.local_server import LocalConnection
 from baton.kvtransfer.service.pusher import Pusher
 from baton.kvtransfer.service.receiver import Receiver
 from baton.kvtransfer.service.sender import Sender
 from baton.kvtransfer.transports.negotiation import Negotiator
-from baton.runtime import kv_fingerprint
 from baton.v1 import kv_transfer_pb2 as pb
 
 # Longest life of an incoming push that opens no handoff; afterwards the handoff's deadlines apply.
@@ -187,7 +187,7 @@ class TransferCore:
             for changed in self._receiver.known():
                 self._notify(connection, changed)
         else:
-            raise TransferRefused("the request is of no kind that this service knows")
+            raise TransferRefused("this service does not know this kind of request")
         return pb.LocalReply()
 
     def _configure(self, fingerprint: pb.KvFingerprint) -> None:
@@ -196,23 +196,7 @@ class TransferCore:
             if layout != self._layout:
                 raise TransferRefused("fingerprint: is configured already, with other values")
             return
-        if fingerprint.protocol_version != PROTOCOL_VERSION:
-            raise TransferRefused(
-                f"fingerprint.protocol_version is {fingerprint.protocol_version}; "
-                f"must be {PROTOCOL_VERSION}"
-            )
-        for name in ("num_layers", "block_size_tokens", "block_bytes", "tp_size"):
-            if getattr(layout, name) < 1:
-                raise TransferRefused(f"fingerprint.{name} is 0; must be at least 1")
-        if fingerprint.tp_size % kv_fingerprint.num_shards(fingerprint):
-            raise TransferRefused(
-                f"fingerprint.num_shards is {fingerprint.num_shards}; must divide tp_size, "
-                f"{fingerprint.tp_size}"
-            )
-        if layout.block_bytes > MAX_PAYLOAD_BYTES:
-            raise TransferRefused(
-                f"fingerprint.block_bytes is {layout.block_bytes}; at most {MAX_PAYLOAD_BYTES}"
-            )
+        check_fingerprint(fingerprint, layout)
         self._layout = layout
         self._sender.configure(layout)
         self._receiver.configure(layout)
