@@ -75,7 +75,7 @@ class Retiring:
         )
 
     def awaits_decode(self, fleet: Fleet) -> bool:
-        """Whether the fleet's only decode workers are starting, or all others drain."""
+        """Whether a decode worker of the fleet is starting, and all attached ones drain."""
         return self._launches.num_starting(Pool.DECODE, fleet) > 0 and not self.decodes(fleet)
 
     def begin(self, fleet: Fleet, reason: str, drain_s: float, now: float) -> None:
