@@ -1,4 +1,4 @@
-"""The receiving state machine: what may land in staging, and what may be loaded from it.
+"""The receiving state machine: which bytes may enter staging, and which may be loaded from it.
 
 Pure and synchronous: time is a parameter, and effects are returned. The network writes only into
 the extent that belongs to one (handoff, epoch). A handoff can be claimed only after every block of

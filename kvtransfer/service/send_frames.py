@@ -1,4 +1,4 @@
-"""The frames of a send: what the sender puts on the wire for each thing that the engine filled."""
+"""The frames of a send, built from the runs of blocks that the engine filled."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ class StagingQueue:
         return handoff_id in self._waiting
 
     def add(self, handoff_id: bytes, num_bytes: int) -> None:
-        """Adds a handoff; one that waits already keeps its place."""
+        """Adds a handoff; a handoff that is already waiting keeps its place."""
         self._waiting[handoff_id] = num_bytes
 
     def remove(self, handoff_id: bytes) -> None:

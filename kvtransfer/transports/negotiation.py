@@ -145,7 +145,7 @@ class Negotiator:
         return transport.resolve(stream, frame, num_bytes)
 
     def end(self, stream: int) -> None:
-        """Releases what the transport of an incoming push holds for it. Idempotent."""
+        """Releases the resources that a transport holds for an incoming push. Idempotent."""
         if (transport := self._accepted.pop(stream, None)) is not None:
             transport.end(stream)
 

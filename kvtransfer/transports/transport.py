@@ -93,7 +93,7 @@ class Transport(ABC):
         self.name, self._service = name, service
 
     def serve(self, server: grpc.aio.Server, handler: LinkHandler) -> None:
-        """Adds what the transport needs to the gRPC port. Called once, before the port serves."""
+        """Adds the transport's methods to the gRPC port. Called once, before the port serves."""
         del server, handler
 
     async def close(self) -> None:
@@ -155,7 +155,7 @@ class Transport(ABC):
         raise MalformedFrame("a reference on a stream that has not chosen shared memory")
 
     def end(self, stream: int) -> None:
-        """Releases what `accept` took for a push. Idempotent."""
+        """Releases the resources that `accept` took for a push. Idempotent."""
         del stream
 
 

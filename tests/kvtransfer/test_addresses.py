@@ -1,4 +1,4 @@
-"""Where a transfer service listens, and what it tells others to dial."""
+"""The address on which a transfer service listens, and the address that others dial."""
 
 import contextlib
 import socket
@@ -20,7 +20,7 @@ def taken_port():
         yield taken.getsockname()[1]
 
 
-def test_a_worker_listens_where_it_finds_the_coordinator():
+def test_a_worker_listens_on_the_interface_to_the_coordinator():
     assert with_listen_address(KvTransferConfig(), "127.0.0.1:7070").listen == "127.0.0.1:0"
     outward = outward_address(socket.AF_INET)
     if outward is not None:
@@ -45,7 +45,7 @@ async def test_ports_come_from_the_range_and_only_from_there():
     await server.stop(0)
 
 
-def test_what_others_dial_is_never_a_wildcard():
+def test_the_advertised_address_is_never_a_wildcard():
     assert advertised("0.0.0.0:5", "worker.test") == "worker.test:5"
     outward = outward_address(socket.AF_INET)
     if outward is not None:

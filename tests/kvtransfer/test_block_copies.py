@@ -65,7 +65,7 @@ def fragmented(count, seed=1):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("parts", [1, 2])
-def test_staging_is_the_same_whatever_the_memory_layout(order, dtype, parts):
+def test_staging_does_not_depend_on_the_memory_layout(order, dtype, parts):
     layout, block_ids = make_layout(dtype), fragmented(11)
     source, target = make_cache(order, dtype, parts), make_cache("LBNHC", dtype, parts, seed=2)
     untouched = {name: layer.clone() for name, layer in target.items()}
@@ -95,7 +95,7 @@ def test_staging_is_the_same_whatever_the_memory_layout(order, dtype, parts):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("parts", [1, 2])
-def test_blocks_are_cleared_and_no_others(order, parts):
+def test_only_the_given_blocks_are_cleared(order, parts):
     cache, layout = make_cache(order, torch.bfloat16, parts), make_layout(torch.bfloat16)
     before = {name: layer.clone() for name, layer in cache.items()}
     copies = open_copies(PagedCache(cache, layout), torch.zeros(8, dtype=torch.uint8))
@@ -120,7 +120,7 @@ def test_blocks_are_moved_in_the_widest_words_that_divide_them():
     assert contiguous.layers[0].shape == (BLOCKS, contiguous.block_words)
 
 
-def test_words_do_not_straddle_an_odd_beginning():
+def test_words_are_narrow_when_the_cache_begins_at_an_odd_address():
     layout = make_layout(torch.bfloat16)
     caches = {}
     for index in range(LAYERS):

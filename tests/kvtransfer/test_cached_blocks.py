@@ -45,7 +45,7 @@ def test_a_block_cached_twice_goes_with_its_last_copy():
     assert cached.take() == changed(removed=HASHES[:1])
 
 
-def test_blocks_of_more_than_tokens_and_what_follows_them_are_left_out():
+def test_blocks_with_extra_keys_and_their_successors_are_left_out():
     cached = CachedBlocks(BLOCK_SIZE)
     extra_keys = [None, (("image", 3),), None]
     cached.stored(None, [b"a", b"b", b"c"], PROMPT[: 3 * BLOCK_SIZE], extra_keys)

@@ -74,7 +74,7 @@ async def all_gone(links, link_ids):
 
 
 @pytest.mark.parametrize("ids", [["one"] * 6, ["a", "b", "c", "d"]], ids=["same", "too many"])
-async def test_of_streams_that_come_together_only_some_become_links(monkeypatch, ids):
+async def test_concurrent_streams_get_one_link_per_id_and_at_most_max_links(monkeypatch, ids):
     places = 1 if len(set(ids)) == 1 else 2
     monkeypatch.setattr(links_module, "MAX_LINKS", 2)
     async with serving() as (links, channel):
@@ -118,7 +118,7 @@ async def test_a_stream_that_ends_before_its_answer_leaves_no_link():
         await all_gone(links, ["gone"])
 
 
-async def test_a_stream_that_says_nothing_is_not_kept():
+async def test_a_stream_without_a_hello_is_ended():
     async with serving(open_timeout_s=0.05) as (_, channel):
         call = channel.stream_stream(
             LINK_METHOD,

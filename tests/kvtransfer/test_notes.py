@@ -72,7 +72,7 @@ def test_garbage_ends_only_its_own_connection(reader, socket_path):
     writer.close()
 
 
-def test_a_writer_finds_out_that_its_reader_has_gone(socket_path):
+def test_a_writer_notices_that_its_reader_has_closed(socket_path):
     reader = NoteReader(socket_path)
     writer = NoteWriter(socket_path)
     assert reader.take() == []
@@ -119,7 +119,7 @@ async def test_waiting_notes_are_bounded(reader, socket_path):
     writer.close()
 
 
-async def test_a_reader_that_goes_while_notes_wait(socket_path):
+async def test_a_reader_that_closes_while_notes_wait_ends_the_writer(socket_path):
     reader = NoteReader(socket_path)
     writer = NoteWriter(socket_path)
     assert reader.take() == []

@@ -100,7 +100,7 @@ def dial(receiver, layout, handoff):
     return lambda num_blocks=2, of=None: dialled(receiver, layout, of or handoff(num_blocks))
 
 
-async def test_honest_frames_in_any_order_commit(dial, receiver):
+async def test_correct_frames_in_any_order_commit(dial, receiver):
     async with dial() as raw:
         await raw.send(raw.open())
         assert (await raw.reply()).kind == OPENED
@@ -190,7 +190,7 @@ async def test_frames_of_an_older_epoch_do_not_keep_a_handoff_alive(start, layou
     await receiver.empty(may_expire=True)
 
 
-async def test_a_foreign_stream_cannot_touch_a_handoff(dial, receiver, handoff):
+async def test_another_stream_cannot_change_a_handoff(dial, receiver, handoff):
     async with dial() as raw, dial(of=raw.handoff) as foreign:
         await raw.send(raw.open())
         assert (await raw.reply()).kind == OPENED
@@ -224,7 +224,7 @@ async def test_a_newer_epoch_on_a_new_stream_takes_over(dial, receiver):
     await receiver.empty()
 
 
-async def test_opens_that_lie_are_refused(dial, receiver):
+async def test_opens_with_wrong_fields_are_refused(dial, receiver):
     lies = {
         "num_tokens": {"num_tokens": 99},
         "another handoff": {"handoff_id": b"x" * 16},

@@ -80,7 +80,7 @@ async def test_nothing_is_opened_while_the_link_is_being_joined():
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-async def test_one_that_is_stopped_before_it_is_opened_ends_once(has_begun):
+async def test_a_push_that_is_stopped_before_it_is_opened_ends_once(has_begun):
     opening = Opening()
     if has_begun:
         await asyncio.sleep(0)

@@ -254,7 +254,7 @@ def opened_by(*names):
     "reason",
     [pb.REFUSAL_REASON_CHECKSUM, pb.REFUSAL_REASON_INCOMPLETE, pb.REFUSAL_REASON_TRANSPORT],
 )
-def test_a_failed_transport_costs_an_epoch_and_the_next_sends_everything_again(reason):
+def test_a_failed_transport_starts_a_new_epoch_on_the_next_transport(reason):
     harness = offering("shm", "grpc")
     harness.open()
     (opened,) = harness.sent()
@@ -279,7 +279,7 @@ def test_a_failed_transport_costs_an_epoch_and_the_next_sends_everything_again(r
     harness.assert_empty()
 
 
-def test_with_no_transport_left_the_receiver_is_told_and_the_reason_stays():
+def test_without_another_transport_the_send_fails_with_the_first_reason():
     harness = opened_by("grpc")
     everything(harness)
     harness.sent()

@@ -92,7 +92,7 @@ def test_the_next_start_removes_directories_of_killed_workers(short_path, monkey
         WorkerDirectory(killed)
 
 
-def test_sockets_fit_whatever_the_temporary_directory_is(monkeypatch, tmp_path):
+def test_sockets_fit_any_temporary_directory(monkeypatch, tmp_path):
     deep = tmp_path / ("d" * 60) / ("e" * 40)
     deep.mkdir(parents=True)
     monkeypatch.setattr(tempfile, "tempdir", str(deep))
