@@ -68,16 +68,6 @@ class DecodeRole:
         """Handoffs to this worker that hold staging or wait for it."""
         return len(self._receives)
 
-    async def expect(self, attempt: Attempt, num_coming_tokens: int) -> None:
-        """Lets the engine load a handoff before the first token is known.
-
-        Raises:
-            EngineDead: The engine has failed.
-        """
-        receive = self._receive(attempt)
-        request = attempt.engine_request(receive=receive)
-        await self._engine.announce(request, num_coming_tokens)
-
     async def begin(self, attempt: Attempt) -> None:
         """Submits the request to the engine, which waits for the handoff's commit.
 

@@ -244,8 +244,7 @@ HANDOFF_ROWS = (
             Panel(
                 "Prompt tokens loaded",
                 "cps",
-                _rate("baton_worker_handoff_prompt_tokens_total", "loaded"),
-                "early: loaded before the first token was known.",
+                _rate("baton_worker_handoff_prompt_tokens_total", "instance"),
             ),
             Panel(
                 "Leases that expired",

@@ -188,7 +188,6 @@ class Attempt:
         timings.handoff_wait_us = round((output.handoff_wait_s or 0) * 1e6)
         timings.num_cached_tokens = output.num_cached_tokens
         timings.num_handoff_tokens = output.num_handoff_tokens
-        timings.num_early_tokens = output.num_early_tokens
 
 
 def _logprobs(rows: Sequence[Sequence[Logprob]]) -> list[common_pb2.TokenLogprobs]:

@@ -129,7 +129,6 @@ class EngineOutput:
         handoff_wait_s: with the first output: how much of queue_s passed waiting for the commit.
         num_cached_tokens: with the first output: prompt tokens from this engine's prefix cache.
         num_handoff_tokens: with the first output: prompt tokens loaded from the handoff.
-        num_early_tokens: with the first output: of those, the ones loaded before it first ran.
         error: with Finish.ERROR: why.
     """
 
@@ -145,7 +144,6 @@ class EngineOutput:
     handoff_wait_s: float | None = None
     num_cached_tokens: int = 0
     num_handoff_tokens: int = 0
-    num_early_tokens: int = 0
     error: str = ""
 
 
@@ -223,7 +221,6 @@ class EngineInfo:
         max_num_batched_tokens: tokens of one step at most: the prefill chunk.
         supports_forced_tokens: whether known tokens can be replayed in exact sampling state.
         keeps_prefixes: whether computed blocks stay for equal prefixes.
-        loads_early: whether announcing a request is of use.
         weights_s, kv_s: of its start: until the model was loaded, and allocating its cache.
     """
 
@@ -237,7 +234,6 @@ class EngineInfo:
     max_num_batched_tokens: int
     supports_forced_tokens: bool
     keeps_prefixes: bool
-    loads_early: bool = False
     weights_s: float = 0.0
     kv_s: float = 0.0
 
@@ -253,22 +249,13 @@ class Trace:
 class Engine(Protocol):
     """One engine process group. All calls come from one event loop.
 
-    Ids passed to `announce` or `submit` stay live until an output with `finish` or `abort`; after
+    Ids passed to `submit` stay live until an output with `finish` or `abort`; after
     `abort` returns nothing more is reported for them. An engine never touches the network: a
     handoff's bytes go through the staging of the worker's transfer service.
     """
 
     async def start(self) -> EngineInfo:
         """Loads the model. Raises EngineDead when it cannot."""
-        ...
-
-    async def announce(self, request: EngineRequest, num_coming_tokens: int) -> None:
-        """Tells of a request whose last known tokens are yet to come; `submit` or `abort` follows.
-
-        What is submitted has `num_coming_tokens` known tokens more. This is a hint: the engine may
-        load what arrives of its handoff meanwhile. It reports nothing of the request before it is
-        submitted. Raises EngineDead.
-        """
         ...
 
     async def submit(self, request: EngineRequest) -> None:

@@ -149,14 +149,8 @@ class SimulatedEngine:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             supports_forced_tokens=True,
             keeps_prefixes=settings.prefix_caching,
-            # As real ones: what it leads to between processes is rehearsed.
-            loads_early=True,
             weights_s=monotonic() - begun_at,
         )
-
-    async def announce(self, request: EngineRequest, num_coming_tokens: int) -> None:
-        """Nothing to do ahead: loading a baton takes no time here."""
-        del request, num_coming_tokens
 
     async def submit(self, request: EngineRequest) -> None:
         if self._dead is not None:

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
-import os
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -51,12 +50,9 @@ from baton.engine.vllm_profiler import VllmProfiler
 from baton.engine.vllm_request import engine_core_requests
 from baton.engine.vllm_setup import VllmSetup
 from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE
-from baton.kvtransfer.connector.early_loads import EARLY_TOKENS, PREFIX_GONE
-from baton.kvtransfer.connector.scheduler_half import CUT_OFF
+from baton.kvtransfer.connector.scheduler_half import CUT_OFF, PREFIX_GONE
 from baton.kvtransfer.connector.step_work import STEP_WORK
-from baton.kvtransfer.notes import NoteWriter
 from baton.runtime import affinity
-from baton.runtime.sampling import needs_exact_state
 
 # Steps whose cost waits for the next load report.
 _MAX_SAMPLES = 256
@@ -64,25 +60,6 @@ _STOP_TIMEOUT_S = 10.0
 _KILL_INTERVAL_S = 0.1
 # What vLLM raises of a request that it does not take.
 _WRONG_REQUEST = (VLLMClientError, ValueError, TypeError)
-
-
-@dataclasses.dataclass(slots=True)
-class _Announced:
-    """A request inside vLLM that waits for its last known tokens.
-
-    Attributes:
-        live: the request.
-        num_coming_tokens: how many tokens it waits for.
-        shown: what vLLM's output processor is given; see vllm_request.engine_core_requests.
-        run: what vLLM's engine core was given.
-        is_over: whether vLLM has ended it by itself: it waits for nothing any more.
-    """
-
-    live: LiveRequest
-    num_coming_tokens: int
-    shown: EngineCoreRequest
-    run: EngineCoreRequest
-    is_over: bool = False
 
 
 class VllmEngine:
@@ -111,8 +88,6 @@ class VllmEngine:
         self._traces = Path(transfer_socket).parent / "traces"
         self._live: dict[str, LiveRequest] = {}
         self._by_internal_id: dict[str, LiveRequest] = {}
-        self._announced: dict[str, _Announced] = {}
-        self._num_submitted = 0
         self._counter = itertools.count(1)
         self._stats = SchedulerStats()
         self._num_steps = 0
@@ -120,7 +95,6 @@ class VllmEngine:
         self._last_step_at = 0.0
         self._core: Any = None
         self._profiler: VllmProfiler | None = None
-        self._notes: NoteWriter | None = None
         self._starting: asyncio.Future[EngineInfo] | None = None
         self._stopping = False
 
@@ -157,52 +131,16 @@ class VllmEngine:
         self._core = EngineCoreClient.make_async_mp_client(
             config, Executor.get_class(config), log_stats=True, renderer=renderer
         )
-        # The scheduler has made its end by now.
-        self._notes = NoteWriter(self._transfer_socket)
         self._profiler = VllmProfiler(self._core, self._traces, extended=setup.has_recording)
         # After the ranks have inherited theirs: what handles tokens must not take a rank's core.
         affinity.avoid_cores(setup.rank_cpus)
         self._kv_tokens = setup.kv_tokens
         return setup.info(self._served_name, self._model, begun_at)
 
-    async def announce(self, request: EngineRequest, num_coming_tokens: int) -> None:
-        told = self._notes is not None and self._notes.alive
-        if request.receive is None or needs_exact_state(request.sampling) or not told:
-            return
-        live = self._new_live(request)
-        try:
-            shown, run = self._core_requests(live, num_coming_tokens)
-        except _WRONG_REQUEST:
-            # It is said when the request is submitted, should it come to that.
-            return
-        self._announced[request.request_id] = _Announced(live, num_coming_tokens, shown, run)
-        await self._add(run)
-
     async def submit(self, request: EngineRequest) -> None:
         if request.request_id in self._live:
             raise RequestRejected(f"request {request.request_id} is already running here")
-        announced = self._announced.pop(request.request_id, None)
-        if announced is None:
-            await self._submit(self._new_live(request))
-            return
-        live, num_announced = announced.live, len(announced.live.request.known_token_ids)
-        coming = request.known_token_ids[num_announced:]
-        if (
-            announced.is_over
-            or request.receive is None
-            or len(coming) != announced.num_coming_tokens
-            or not self._note(request.receive.handoff_id, coming)
-        ):
-            # The engine core lets go of the handoff with what was announced.
-            await self._core.abort_requests_async([live.internal_id])
-            await self._submit(self._new_live(dataclasses.replace(request, receive=None)))
-            return
-        # The scheduler wakes: where both share a core, it goes first.
-        os.sched_yield()
-        live.request, live.submitted_at = request, time.monotonic()
-        self._output.add_request(announced.shown, prompt=None)
-        self._replay(live, announced.run)
-        self._live[request.request_id] = self._by_internal_id[live.internal_id] = live
+        await self._submit(self._new_live(request))
 
     def _new_live(self, request: EngineRequest) -> LiveRequest:
         return LiveRequest(request, self._new_internal_id(request), submitted_at=time.monotonic())
@@ -226,28 +164,11 @@ class VllmEngine:
             await self._core.add_request_async(run)
         except EngineDeadError as error:
             raise EngineDead(str(error)) from error
-        self._num_submitted += 1
-        if self._announced:
-            # The scheduler may be waiting for one of them.
-            self._note()
 
-    def _note(self, handoff_id: bytes = b"", token_ids: Sequence[int] = ()) -> bool:
-        """Tells the scheduler how many requests it was given, and a handoff's tokens, if any.
-
-        Returns:
-            False when it cannot be told.
-        """
-        assert self._notes is not None, "submit before start"
-        return self._notes.note(self._num_submitted, handoff_id, token_ids)
-
-    def _core_requests(
-        self, live: LiveRequest, num_coming_tokens: int | None = None
-    ) -> tuple[EngineCoreRequest, EngineCoreRequest]:
+    def _core_requests(self, live: LiveRequest) -> tuple[EngineCoreRequest, EngineCoreRequest]:
         """See engine_core_requests."""
         lora = self._lora_request(live.request.adapter)
-        return engine_core_requests(
-            self._input, live.request, live.internal_id, lora, num_coming_tokens
-        )
+        return engine_core_requests(self._input, live.request, live.internal_id, lora)
 
     def _lora_request(self, adapter: str) -> LoRARequest | None:
         """Raises ValueError: there is no such adapter."""
@@ -274,10 +195,7 @@ class VllmEngine:
         live.pending_text = live.swallow(text)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        announced = [
-            one.live for name in request_ids if (one := self._announced.pop(name, None)) is not None
-        ]
-        found = [live for name in request_ids if (live := self._live.pop(name, None))] + announced
+        found = [live for name in request_ids if (live := self._live.pop(name, None))]
         if not found:
             return
         internal_ids = [live.internal_id for live in found]
@@ -299,8 +217,6 @@ class VllmEngine:
         if not outputs.outputs:
             return step
         for output in outputs.outputs:
-            if output.finish_reason == FinishReason.ERROR:
-                self._on_error(output, is_scheduled=outputs.scheduler_stats is not None)
             self._before_processing(output)
         await self._retry_failed_loads(outputs.outputs)
         processed = self._output.process_outputs(outputs.outputs, outputs.timestamp)
@@ -330,9 +246,6 @@ class VllmEngine:
         self._sample(reports.get(STEP_WORK), timestamp)
         if (change := reports.get(CACHE_CHANGE)) is not None:
             step.cache = CacheChange(**change)
-        for internal_id, num_tokens in reports.get(EARLY_TOKENS, {}).items():
-            if (live := self._by_internal_id.get(internal_id)) is not None:
-                live.num_early_tokens = num_tokens
         for internal_id in reports.get(PREFIX_GONE, ()):
             # It waits until it is taken back, and may be told of again until then.
             if (live := self._by_internal_id.get(internal_id)) is not None:
@@ -380,24 +293,6 @@ class VllmEngine:
             request, self._new_internal_id(request), live.submitted_at, retried=True
         )
         await self._submit(again)
-
-    def _on_error(self, output: EngineCoreOutput, *, is_scheduled: bool) -> None:
-        """VLLM has ended a request by itself; it may be one that was only announced.
-
-        Args:
-            output: the request's last.
-            is_scheduled: it came from the scheduler, whose outputs have its statistics. What fails
-                before the scheduler sees it comes back alone
-                (EngineCoreProc._handle_request_preproc_error of vllm/v1/engine/core.py).
-        """
-        for announced in self._announced.values():
-            if announced.live.internal_id == output.request_id:
-                announced.is_over = True
-        if not is_scheduled:
-            # The scheduler need not wait for it.
-            self._num_submitted -= 1
-            if self._announced:
-                self._note()
 
     def _before_processing(self, output: EngineCoreOutput) -> None:
         live = self._by_internal_id.get(output.request_id)
@@ -447,7 +342,7 @@ class VllmEngine:
         return EngineLoad(
             num_steps=self._num_steps,
             num_running=self._stats.num_running_reqs,
-            num_waiting=max(0, num_waiting - len(self._announced)),
+            num_waiting=num_waiting,
             kv_tokens_used=round(self._stats.kv_cache_usage * self._kv_tokens),
             kv_tokens_total=self._kv_tokens,
             prefill_tokens_waiting=sum(len(live.request.prompt_token_ids) for live in waiting),
@@ -466,8 +361,6 @@ class VllmEngine:
         self._stopping = True
         segments = await self._end_start()
         core, self._core = self._core, None
-        if self._notes is not None:
-            self._notes.close()
         children = psutil.Process().children(recursive=True)
         segments |= await asyncio.to_thread(rank_segments, children)
         if core is not None:

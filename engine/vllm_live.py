@@ -22,7 +22,6 @@ class LiveRequest:
         num_dropped: forced tokens that vLLM will still report, known to everyone already.
         num_swallowed: characters of text that vLLM will still report, known likewise.
         pending_text: text that became final with the known tokens but was not sent with them.
-        num_early_tokens: of the prompt, loaded from the handoff before it ran.
         cut: the prompt is computed, the first token is out, and the request would go on.
     """
 
@@ -34,7 +33,6 @@ class LiveRequest:
     pending_text: str = ""
     scheduled_at: float | None = None
     prefill_stats: PrefillStats | None = None
-    num_early_tokens: int = 0
     reported: bool = False
     cut: bool = False
     retried: bool = False
@@ -83,7 +81,6 @@ class LiveRequest:
             if (stats := self.prefill_stats) is not None:
                 output.num_cached_tokens = stats.num_local_cached_tokens
                 output.num_handoff_tokens = stats.num_external_cached_tokens
-                output.num_early_tokens = self.num_early_tokens
             if made.prompt_logprobs:
                 output.prompt_logprobs = logprobs(made.prompt_logprobs)
         return output

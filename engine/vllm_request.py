@@ -24,7 +24,6 @@ def engine_core_requests(
     request: EngineRequest,
     internal_id: str,
     lora: LoRARequest | None,
-    num_coming_tokens: int | None,
 ) -> tuple[EngineCoreRequest, EngineCoreRequest]:
     """The request as its reader sees it, and as the engine core runs it.
 
@@ -36,8 +35,6 @@ def engine_core_requests(
         request: not submitted.
         internal_id: what vLLM is to call it.
         lora: of its adapter; None for the model itself.
-        num_coming_tokens: of an announced request, which waits to be told of them; None: it does
-            not wait.
 
     Raises:
         ValueError, RequestRejected, and what else vLLM raises of a request that it does not take.
@@ -53,8 +50,8 @@ def engine_core_requests(
     shown.external_req_id = internal_id
     known, sampling = list(request.known_token_ids), shown.sampling_params
     params = sampling.clone()
-    num_known = len(known) + (num_coming_tokens or 0)
-    params.extra_args = {"kv_transfer_params": _transfer_params(request, num_coming_tokens)}
+    num_known = len(known)
+    params.extra_args = {"kv_transfer_params": _transfer_params(request)}
     prompt = list(request.prompt_token_ids)
     if request.prefill_only:
         params.max_tokens, params.min_tokens = 1, min(params.min_tokens, 1)
@@ -123,14 +120,8 @@ def _structured_outputs(source: common_pb2.StructuredOutput) -> StructuredOutput
     return StructuredOutputsParams(**{str(kind): getattr(source, kind)})
 
 
-def _transfer_params(request: EngineRequest, num_coming: int | None) -> dict[str, Any]:
-    """What the connector reads as request.kv_transfer_params.
-
-    Args:
-        request: as the engine core gets it.
-        num_coming: it is to wait for a note that says with which tokens, so many, it goes on; None:
-            it is not.
-    """
+def _transfer_params(request: EngineRequest) -> dict[str, Any]:
+    """Returns the handoff parameters that the connector reads as request.kv_transfer_params."""
     params: dict[str, Any] = {}
     if request.send is not None:
         params["baton_send"] = {
@@ -145,7 +136,6 @@ def _transfer_params(request: EngineRequest, num_coming: int | None) -> dict[str
             "num_tokens": request.receive.num_tokens,
             "skip_tokens": request.receive.skip_tokens,
             "timeout_s": request.receive.timeout_s,
-            "num_coming": num_coming,
         }
     return params
 

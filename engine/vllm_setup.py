@@ -136,7 +136,6 @@ class VllmSetup:
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
             supports_forced_tokens=config.speculative_config is None,
             keeps_prefixes=caching,
-            loads_early=caching,
             weights_s=weights_at - begun_at,
             kv_s=ended_at.get(engine_stages.KV, weights_at) - weights_at,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from google.protobuf.message import DecodeError
@@ -28,9 +28,9 @@ class Claim:
     Attributes:
         offset: Where this rank's bytes begin in the segment; layer l, block b is at
             offset + (l * num_blocks + b) * block_bytes.
-        frames: The received frames: all of them in layer order for a claim, the new ones for a
-            peek. The loader must verify each frame's checksum after its copy, not before, because
-            staging may expire during a slow copy.
+        frames: All received frames of the rank's part, in layer order. The loader must verify each
+            frame's checksum after its copy, not before, because staging may expire during a slow
+            copy.
     """
 
     offset: int
@@ -225,41 +225,6 @@ class EnginePort:
             frames += claimed.frames
             if not claimed.frames or len(frames) >= reply.claimed.num_frames:
                 return replace(claimed, frames=tuple(frames))
-
-    def claim_ahead(self, handoff_id: bytes) -> bool:
-        """Claims staging for every rank as soon as it is committed, also before the handoff comes.
-
-        The notification of the commit then carries the claims. They last until the release, and at
-        most `commit_ttl_s`. A second call, when the load begins, extends them by
-        `claim_timeout_s`.
-        """
-        claim = kv_transfer_pb2.LocalClaim(handoff_id=handoff_id, ahead=True)
-        return self._send(kv_transfer_pb2.LocalRequest(claim=claim))
-
-    def peek(
-        self, handoff_id: bytes, rank: int, epoch: int, num_seen: int, *, timeout_s: float = 2.0
-    ) -> Claim | None:
-        """Returns the frames of a handoff that have arrived; None when it cannot be read now.
-
-        The result holds at most MAX_LISTED_FRAMES; further calls return the rest.
-
-        Args:
-            handoff_id: 16 bytes.
-            rank: Rank of the part.
-            epoch: Epoch of the frames seen before; 0 for none.
-            num_seen: Number of leading frames to leave out, if the epoch is still the same.
-            timeout_s: Longest wait for the reply, in seconds.
-        """
-        peek = kv_transfer_pb2.LocalPeek(
-            handoff_id=handoff_id, rank=rank, epoch=epoch, num_seen=num_seen
-        )
-        reply = self._call(kv_transfer_pb2.LocalRequest(peek=peek), timeout_s)
-        return None if reply is None else _claim(reply)
-
-    def wait(self, timeout_s: float, beside: Sequence[socket.socket] = ()) -> None:
-        """Waits until `poll` has a state, another socket is readable, or the timeout has passed."""
-        if self._alive and not self._states:
-            select.select([self._socket, *beside], [], [], timeout_s)
 
     def release(
         self,

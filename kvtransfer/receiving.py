@@ -12,7 +12,6 @@ from google.protobuf.message import DecodeError
 from baton.kvtransfer.arena import Extent
 from baton.kvtransfer.errors import MalformedFrame
 from baton.kvtransfer.frames import Frame, Totals, verify
-from baton.kvtransfer.local_wire import MAX_LISTED_FRAMES
 from baton.v1 import kv_transfer_pb2 as pb
 
 
@@ -28,28 +27,16 @@ class ReceiveState(Enum):
     INTERRUPTED = pb.HANDOFF_STATE_INTERRUPTED
 
 
-# A load that begins more than this many seconds after its commit is announced, so that the commit
-# does not expire during the load. Most loads begin sooner and need no announcement.
-LONG_HELD_S = 1.0
 _S = ReceiveState
 # A newer epoch moves a handoff to the same state or back.
 TRANSITIONS: dict[ReceiveState, frozenset[ReceiveState]] = {
     _S.QUEUED: frozenset({_S.QUEUED, _S.RECEIVING, _S.RELEASED, _S.FAILED}),
-    # To CLAIMED: the handoff was claimed ahead of its commit.
     _S.RECEIVING: frozenset(
-        {
-            _S.QUEUED,
-            _S.RECEIVING,
-            _S.INTERRUPTED,
-            _S.COMMITTED,
-            _S.CLAIMED,
-            _S.RELEASED,
-            _S.FAILED,
-        }
+        {_S.QUEUED, _S.RECEIVING, _S.INTERRUPTED, _S.COMMITTED, _S.RELEASED, _S.FAILED}
     ),
     _S.INTERRUPTED: frozenset({_S.QUEUED, _S.RECEIVING, _S.RELEASED, _S.FAILED}),
     _S.COMMITTED: frozenset({_S.QUEUED, _S.RECEIVING, _S.CLAIMED, _S.RELEASED, _S.FAILED}),
-    _S.CLAIMED: frozenset({_S.CLAIMED, _S.RELEASED, _S.FAILED}),
+    _S.CLAIMED: frozenset({_S.RELEASED, _S.FAILED}),
     _S.RELEASED: frozenset(),
     _S.FAILED: frozenset(),
 }
@@ -79,17 +66,11 @@ class ReceiverLimits:
     Attributes:
         max_wait_s: Longest wait for staging, whatever the sender allows.
         idle_timeout_s: Longest RECEIVING without a frame.
-        commit_ttl_s: Longest COMMITTED without a claim. A handoff that was claimed ahead stays
-            CLAIMED for this time, and at least for LONG_HELD_S + claim_timeout_s.
-        claim_timeout_s: Longest CLAIMED, from each rank's claim or, for a handoff that was claimed
-            ahead, from the announcement of its load.
+        commit_ttl_s: Longest COMMITTED without a claim.
+        claim_timeout_s: Longest CLAIMED, from each rank's claim.
         retry_timeout_s: Longest INTERRUPTED, until the next epoch is opened.
-        progress_bytes: Subscribers are told of a handoff's progress after this many bytes, or after
-            half of the bytes that were missing when they were told last.
         max_queued: Most handoffs that wait for staging.
-        max_tombstones: Most ended handoffs that are remembered, and most that are claimed ahead.
-        max_frames_ahead: Most frames, over all ranks, of a handoff that can be claimed ahead: one
-            message lists them all.
+        max_tombstones: Most ended handoffs that are remembered.
     """
 
     max_wait_s: float
@@ -97,10 +78,8 @@ class ReceiverLimits:
     commit_ttl_s: float
     claim_timeout_s: float
     retry_timeout_s: float
-    progress_bytes: int = 4 * 2**20
     max_queued: int = 1024
     max_tombstones: int = 4096
-    max_frames_ahead: int = MAX_LISTED_FRAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,11 +120,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Effect: tell subscribers a handoff's new state.
-
-    Attributes:
-        grants: Grants of every rank, when a handoff that was claimed ahead is committed.
-    """
+    """Effect: tell subscribers a handoff's new state."""
 
     handoff_id: bytes
     epoch: int
@@ -156,8 +131,6 @@ class Changed:
     reason: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED
     detail: str = ""
     transport: str = ""
-    num_bytes_received: int = 0
-    grants: tuple[Grant, ...] = ()
 
 
 Effect = Reply | Changed
@@ -200,8 +173,6 @@ class Handoff:
 
     Attributes:
         stream: Number of the push that carries it; None once that has ended.
-        num_bytes_received: Bytes that arrived in this epoch.
-        num_bytes_told: Bytes of which subscribers were told last.
         problem: Why the epoch was interrupted.
     """
 
@@ -216,8 +187,6 @@ class Handoff:
     ranks: list[RankPart]
     choice: Choice
     extent: Extent | None = None
-    num_bytes_received: int = 0
-    num_bytes_told: int = 0
     problem: tuple[pb.RefusalReason.ValueType, str] | None = None
 
 
@@ -237,7 +206,6 @@ def changed(
         reason,
         detail,
         handoff.choice.transport,
-        handoff.num_bytes_received,
     )
 
 

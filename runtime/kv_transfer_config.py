@@ -60,11 +60,6 @@ class KvTransferConfig(Section):
     claim_timeout_s: PositiveSeconds = Field(
         10.0, description="Longest time that loading one handoff into the engine may take."
     )
-    progress_bytes: PositiveInt = Field(
-        4 * 2**20,
-        description="Arriving KV blocks are loaded in portions of this many bytes; towards the end "
-        "of a handoff each portion is half of the remaining bytes.",
-    )
     cpus: list[Annotated[int, Field(ge=0)]] = Field(
         default_factory=list,
         description="CPU cores of the transfer service. Empty: any core; for workers on CPUs that "

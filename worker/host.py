@@ -105,7 +105,6 @@ class WorkerHost:
                 max_receive_bytes=self._transfer.receive_bytes,
                 supports_forced_tokens=info.supports_forced_tokens,
                 keeps_prefixes=info.keeps_prefixes,
-                loads_early=info.loads_early,
             ),
             kv_address=self._transfer.address,
             host_id=self._host_id,
@@ -163,7 +162,7 @@ class WorkerHost:
             transfer,
             self._runner.num_tokens,
             dict(self._runner.num_ended),
-            dict(self._runner.num_handoff_tokens),
+            self._runner.num_handoff_tokens,
             self._handoffs.counts(),
         )
         return report
@@ -174,8 +173,6 @@ class WorkerHost:
                 self._runner.start_prefill(message.prefill)
             case "decode":
                 self._runner.start_decode(message.decode)
-            case "expect":
-                self._runner.expect_decode(message.expect)
             case "cancel":
                 self._runner.cancel(message.cancel)
             case "set_role":

@@ -34,7 +34,7 @@ class Snapshot:
     )
     num_tokens: int = 0
     num_ended: Mapping[str, int] = field(default_factory=dict)
-    num_handoff_tokens: Mapping[str, int] = field(default_factory=dict)
+    num_handoff_tokens: int = 0
     handoffs: HandoffCounts = field(default_factory=HandoffCounts)
 
 
@@ -161,12 +161,10 @@ class WorkerCollector(Collector):
             ("direction", "outcome", "transport"),
             counts.num_ended,
         )
-        yield self._split(
-            CounterMetricFamily,
+        yield self._counter(
             "handoff_prompt_tokens",
-            "Prompt tokens loaded from handoffs. early: before the first token was known.",
-            ("loaded",),
-            {(when,): count for when, count in self.snapshot.num_handoff_tokens.items()},
+            "Prompt tokens loaded from handoffs.",
+            self.snapshot.num_handoff_tokens,
         )
         refusals: Counter[tuple[str, ...]] = Counter()
         for reason, count in transfer.refusals.items():

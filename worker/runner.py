@@ -76,7 +76,7 @@ class Runner:
         num_tokens: Output tokens reported since the start.
         use_handles: Whether outputs may use handles: only while their coordinator is attached.
         num_ended: Ended attempts by outcome.
-        num_handoff_tokens: Prompt tokens loaded from handoffs, by time of loading.
+        num_handoff_tokens: Prompt tokens loaded from handoffs.
     """
 
     def __init__(
@@ -108,8 +108,6 @@ class Runner:
             engine, transfer, report=self._report_handoff, on_change=self._update_idle
         )
         self._held: dict[str, _Held] = {}
-        # Attempts whose ExpectCommand came and whose DecodeCommand has not, by request ID.
-        self._expected: dict[str, _Held] = {}
         self._by_engine_id: dict[str, _Held] = {}
         self._cleanups: dict[asyncio.Task[None], _Held] = {}
         self._num_steps = 0
@@ -118,7 +116,7 @@ class Runner:
         self.num_tokens = 0
         self.use_handles = True
         self.num_ended: dict[str, int] = {}
-        self.num_handoff_tokens = {"early": 0, "at_start": 0}
+        self.num_handoff_tokens = 0
 
     def running(self) -> list[cluster_pb2.RunningRequest]:
         """Running requests, and finished ones whose end is unacknowledged, for adoption in a Hello.
@@ -152,31 +150,7 @@ class Runner:
 
     def start_decode(self, command: cluster_pb2.DecodeCommand) -> None:
         plan = command.handoff if command.HasField("handoff") else None
-        if not command.expected:
-            self._start(Attempt(command.spec, common_pb2.ROLE_DECODE, plan), self.decode)
-            return
-        expected = self._take_expected(command.spec.request_id, command.spec.attempt)
-        if expected is None:
-            attempt = Attempt(command.spec, common_pb2.ROLE_DECODE, None)
-            unknown = Internal("the worker got no ExpectCommand for this request, or was full")
-            self._post([attempt.failed(unknown)])
-            return
-        command.spec.prompt_token_ids.extend(expected.attempt.spec.prompt_token_ids)
-        attempt = Attempt(command.spec, common_pb2.ROLE_DECODE, expected.attempt.handoff)
-        attempt.engine_id = expected.attempt.engine_id
-        self._start(attempt, self.decode, after=expected)
-
-    def expect_decode(self, command: cluster_pb2.ExpectCommand) -> None:
-        """Prepares for a decode; a DecodeCommand or CancelCommand follows."""
-        attempt = Attempt(command.spec, common_pb2.ROLE_DECODE, command.handoff)
-        self._drop_expected(command.spec.request_id)
-        if len(self._held) + len(self._expected) + len(self._cleanups) >= self.max_requests:
-            return
-        self.idle.clear()
-        held = self._expected[command.spec.request_id] = _Held(attempt, self.decode)
-        held.begin = asyncio.create_task(
-            self._expect(held, command.num_coming_tokens), name=f"expect {attempt.engine_id}"
-        )
+        self._start(Attempt(command.spec, common_pb2.ROLE_DECODE, plan), self.decode)
 
     def cancel(self, command: cluster_pb2.CancelCommand) -> None:
         """Ends an attempt in any state without an output, and drops its handoff."""
@@ -186,7 +160,6 @@ class Runner:
         held = self._held.get(command.request_id)
         if held is not None and held.attempt.spec.attempt == command.attempt:
             self._drop(held, "cancelled")
-        self._drop_expected(command.request_id, command.attempt)
         if command.handoff_id and command.handoff_id not in self._held_handoffs():
             if self.prefill.sends(command.handoff_id):
                 self.prefill.abort(command.handoff_id)
@@ -203,7 +176,6 @@ class Runner:
                 self._drop(held, "cancelled")
             # The handles belong to the old coordinator.
             held.attempt.spec.handle = 0
-        self._drop_all_expected()
         self._drop_unowned_handoffs()
         self._ended.clear()
         self._cache.report_all()
@@ -217,7 +189,6 @@ class Runner:
         outputs = [held.attempt.failed(error) for held in self._held.values()]
         for held in list(self._held.values()):
             self._drop(held, "failed")
-        self._drop_all_expected()
         self._post(outputs)
         self._drop_unowned_handoffs()
 
@@ -228,7 +199,7 @@ class Runner:
 
     def _held_handoffs(self) -> set[bytes]:
         """Handoffs of current requests and of requests being freed, which release theirs later."""
-        every = [*self._held.values(), *self._expected.values(), *self._cleanups.values()]
+        every = [*self._held.values(), *self._cleanups.values()]
         plans = [held.attempt.handoff for held in every]
         return {plan.handoff_id for plan in plans if plan is not None}
 
@@ -239,34 +210,11 @@ class Runner:
 
     # ---- One request.
 
-    async def _expect(self, held: _Held, num_coming_tokens: int) -> None:
-        try:
-            await self.decode.expect(held.attempt, num_coming_tokens)
-        except EngineDead as error:
-            self._die(str(error))
-
-    def _take_expected(self, request_id: str, attempt: int | None) -> _Held | None:
-        """Removes and returns the expected decode of an attempt (None: of any attempt)."""
-        held = self._expected.get(request_id)
-        if held is None or attempt not in (None, held.attempt.spec.attempt):
-            return None
-        return self._expected.pop(request_id)
-
-    def _drop_expected(self, request_id: str, attempt: int | None = None) -> None:
-        if (held := self._take_expected(request_id, attempt)) is not None:
-            self._free_later(held)
-
-    def _drop_all_expected(self) -> None:
-        for request_id in list(self._expected):
-            self._drop_expected(request_id)
-
-    def _start(self, attempt: Attempt, policy: RolePolicy, *, after: _Held | None = None) -> None:
-        """Starts an attempt; `after` is its expected decode, whose preparation it takes over."""
+    def _start(self, attempt: Attempt, policy: RolePolicy) -> None:
+        """Starts an attempt, and drops an older attempt of the same request."""
         older = self._held.get(attempt.spec.request_id)
         if older is not None:
             if older.attempt.spec.attempt >= attempt.spec.attempt:
-                if after is not None:
-                    self._free_later(after)
                 return
             self._drop(older, "superseded")
         if len(self._held) + len(self._cleanups) >= self.max_requests:
@@ -276,10 +224,7 @@ class Runner:
                 retry_after_s=1.0,
             )
             self._post([attempt.failed(refusal)])
-            if after is not None:
-                self._free_later(after)
-            else:
-                policy.release(attempt)
+            policy.release(attempt)
             return
         held = _Held(attempt, policy)
         self._held[attempt.spec.request_id] = held
@@ -289,15 +234,10 @@ class Runner:
             held.deadline = asyncio.get_running_loop().call_later(
                 attempt.spec.timeout.ToNanoseconds() / 1e9, self._expire, held
             )
-        expecting = after.begin if after is not None else None
-        held.begin = asyncio.create_task(
-            self._begin(held, expecting), name=f"begin {attempt.engine_id}"
-        )
+        held.begin = asyncio.create_task(self._begin(held), name=f"begin {attempt.engine_id}")
 
-    async def _begin(self, held: _Held, expecting: asyncio.Task[None] | None) -> None:
+    async def _begin(self, held: _Held) -> None:
         try:
-            if expecting is not None:
-                await expecting
             await held.policy.begin(held.attempt)
         except RequestRejected as error:
             self._fail(held, RemoteError(code_pb2.INVALID_ARGUMENT, str(error), []))
@@ -375,8 +315,7 @@ class Runner:
 
     def _take(self, held: _Held, output: EngineOutput, step: cluster_pb2.StepOutputs) -> None:
         self.num_tokens += len(output.token_ids)
-        self.num_handoff_tokens["early"] += output.num_early_tokens
-        self.num_handoff_tokens["at_start"] += output.num_handoff_tokens - output.num_early_tokens
+        self.num_handoff_tokens += output.num_handoff_tokens
         if self.use_handles and held.attempt.report_token(output, step.tokens):
             held.policy.on_output(held.attempt, output)
             return
@@ -416,13 +355,7 @@ class Runner:
             self.died.set_result(reason)
 
     def _update_idle(self) -> None:
-        busy = (
-            self._held
-            or self._expected
-            or self._cleanups
-            or self.prefill.num_sends
-            or self.decode.num_receives
-        )
+        busy = self._held or self._cleanups or self.prefill.num_sends or self.decode.num_receives
         if busy:
             self.idle.clear()
         else:

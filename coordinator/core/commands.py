@@ -9,7 +9,6 @@ from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.requests import Request, WorkerKey
 from baton.coordinator.state.workers import WorkerRegistry
 from baton.coordinator.telemetry.times import duration
-from baton.runtime.sampling import needs_exact_state
 from baton.v1 import cluster_pb2, common_pb2
 
 
@@ -60,39 +59,13 @@ class Commands:
             command.handoff.CopyFrom(self._handoff_plan(request))
         self._send(worker, command)
 
-    def announce(self, request: Request, now: float) -> None:
-        """Tells the decode worker to load KV blocks as they arrive, if it can do that.
-
-        Not where sampling state is to be replayed from the prompt, nor where nothing may follow.
-        """
-        worker = self._workers.get(request.decode)
-        sampling = request.submission.sampling
-        num_coming = 0 if request.num_known else 1
-        request.expected = (
-            worker is not None
-            and bool(request.handoff_id)
-            and worker.hello.capacity.loads_early
-            and not needs_exact_state(sampling)
-            and not (
-                sampling.HasField("max_tokens")
-                and sampling.max_tokens <= request.num_known + num_coming
-            )
-        )
-        if worker is None or not request.expected:
-            return
-        command = cluster_pb2.ExpectCommand(num_coming_tokens=num_coming)
-        self._specify(command.spec, request, now)
-        self._add_known(command.spec, request)
-        command.handoff.CopyFrom(self._handoff_plan(request))
-        self._send(worker.key, command)
-
     def decode(self, request: Request, now: float) -> None:
         """Tells the decode worker to go on after the known tokens."""
         assert request.decode is not None
-        command = cluster_pb2.DecodeCommand(expected=request.expected)
-        self._specify(command.spec, request, now, with_prompt=not request.expected)
+        command = cluster_pb2.DecodeCommand()
+        self._specify(command.spec, request, now)
         self._add_known(command.spec, request)
-        if request.handoff_id and not request.expected:
+        if request.handoff_id:
             command.handoff.CopyFrom(self._handoff_plan(request))
         self._send(request.decode, command)
 
@@ -125,17 +98,12 @@ class Commands:
         spec: cluster_pb2.RequestSpec,
         request: Request,
         now: float,
-        *,
-        with_prompt: bool = True,
     ) -> None:
-        if not with_prompt:
-            spec.CopyFrom(_spec(request))
-        else:
-            if request.spec is None:
-                request.spec = _spec(request)
-                # A list of them is read faster than an array.
-                request.spec.prompt_token_ids.extend(list(request.submission.prompt_token_ids))
-            spec.CopyFrom(request.spec)
+        if request.spec is None:
+            request.spec = _spec(request)
+            # protobuf reads a list faster than an array.
+            request.spec.prompt_token_ids.extend(list(request.submission.prompt_token_ids))
+        spec.CopyFrom(request.spec)
         spec.attempt, spec.handle = request.attempt_number, request.handle
         # FromMicroseconds says the same, at several times the cost.
         seconds, micros = divmod(max(1, round((request.deadline - now) * 1e6)), 10**6)

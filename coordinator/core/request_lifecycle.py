@@ -205,7 +205,6 @@ class RequestLifecycle:
         if placement.handoff:
             self._assignments.begin_handoff(request, prefiller)
         self._commands.prefill(request, prefiller.key, now)
-        self._commands.announce(request, now)
 
     def begin_decode(self, request: Request, now: float) -> None:
         """The first token is known: tells the decode worker to continue after it."""
@@ -565,7 +564,7 @@ class RequestLifecycle:
         self._commands.cancel(request)
         self._let_go(request)
         request.prefill = request.decode = request.flows_from = None
-        request.prefill_done, request.handoff_id, request.expected = False, b"", False
+        request.prefill_done, request.handoff_id = False, b""
         if not request.interruptions or request.interruptions[-1].ended_at is not None:
             request.interruptions.append(Interruption(stage, now))
         self._advance(request, state, now)

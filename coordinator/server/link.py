@@ -25,7 +25,6 @@ _BATCH = length_tag(_MESSAGE, "batch")
 _TAGS: dict[type[Command], int] = {
     cluster_pb2.PrefillCommand: length_tag(_MESSAGE, "prefill"),
     cluster_pb2.DecodeCommand: length_tag(_MESSAGE, "decode"),
-    cluster_pb2.ExpectCommand: length_tag(_MESSAGE, "expect"),
     cluster_pb2.CancelCommand: length_tag(_MESSAGE, "cancel"),
     cluster_pb2.SetRoleCommand: length_tag(_MESSAGE, "set_role"),
     cluster_pb2.DrainCommand: length_tag(_MESSAGE, "drain"),

@@ -363,7 +363,6 @@ class SendFailed:
 Command = (
     cluster_pb2.PrefillCommand
     | cluster_pb2.DecodeCommand
-    | cluster_pb2.ExpectCommand
     | cluster_pb2.CancelCommand
     | cluster_pb2.SetRoleCommand
     | cluster_pb2.DrainCommand

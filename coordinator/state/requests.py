@@ -196,7 +196,6 @@ class Request:
         skip_tokens: how many tokens the handoff leaves out.
         hands_over_all: whether its handoffs leave out nothing any more: one left out what its
             decode worker no longer had.
-        expected: whether the decode worker was told of this attempt ahead of the first token.
         exposed_us: exposed time of the handoff, as reported; None until then.
         prefill_timings, decode_timings: as the workers reported them.
         interruptions: the times in which it had no worker, or waited for its next one's tokens.
@@ -238,7 +237,6 @@ class Request:
     handoff_id: bytes = b""
     skip_tokens: int = 0
     hands_over_all: bool = False
-    expected: bool = False
     exposed_us: int | None = None
     prefill_timings: cluster_pb2.StageTimings | None = None
     decode_timings: cluster_pb2.StageTimings | None = None

@@ -1,24 +1,23 @@
-"""What one engine step does for handoffs: said by the scheduler's half, done by the ranks'."""
+"""The work of one engine step for handoffs: the scheduler's half decides it, the ranks do it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from baton.kvtransfer.connector.early_loads import EarlyWork
 from baton.v1 import kv_transfer_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Blocks to gather in this step, of every layer.
+    """Blocks that ranks gather into staging in this step, for every layer.
 
     Attributes:
-        offset: where the handoff's bytes begin in the segment.
-        first_block: index within the handoff of block_ids[0].
-        num_blocks: how many blocks the whole handoff has.
-        block_ids: in the engine's cache.
-        last: whether the handoff is complete with them.
+        handoff_id: ID of the handoff, 16 bytes.
+        offset: Where the handoff's bytes begin in the segment.
+        first_block: Index within the handoff of block_ids[0].
+        num_blocks: Number of blocks in the whole handoff.
+        block_ids: Block ids in the engine's cache.
+        last: True if these blocks complete the handoff.
     """
 
     handoff_id: bytes
@@ -31,60 +30,51 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Blocks to copy from committed staging in this step, of every layer.
+    """Blocks that ranks copy from committed staging in this step, for every layer.
 
     Attributes:
-        num_tokens: how many tokens the handoff must hold.
-        first_block: index within the handoff of block_ids[0].
-        block_ids: in the engine's cache.
-        claims: what ranks may read, by shard, as Claim.parse takes it; empty: each asks itself.
-        is_early: the blocks are those of its early load (early_loads.py), which ends with this one.
+        handoff_id: ID of the handoff, 16 bytes.
+        num_tokens: Number of tokens that the handoff must hold.
+        first_block: Index within the handoff of block_ids[0].
+        block_ids: Block ids in the engine's cache.
     """
 
     handoff_id: bytes
     num_tokens: int
     first_block: int
     block_ids: list[int]
-    claims: Sequence[bytes] = ()
-    is_early: bool = False
 
 
 @dataclass(slots=True)
 class HandoffStep:
-    """What the scheduler's half asks of the ranks in one step.
+    """The scheduler half's orders to the ranks for one step.
 
     Attributes:
-        pushes: blocks to gather.
-        loads: blocks to fill.
-        ended: handoffs that were not complete and get no more pushes.
-        early: what is to be done for handoffs that are loaded while they arrive.
+        pushes: Blocks to gather.
+        loads: Blocks to fill.
+        ended: Handoffs that were incomplete and get no more pushes.
+        cleared: Block ids that ranks fill with zeros before they do anything else in this step.
     """
 
     pushes: list[Push] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     ended: list[bytes] = field(default_factory=list)
-    early: EarlyWork = field(default_factory=EarlyWork)
+    cleared: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class LoadReport:
-    """What ranks say of a step's loads.
+    """The ranks' report on a step's loads.
 
     Attributes:
-        num_early_blocks: by handoff that was loaded early, how many blocks were there already in
-            the rank that had the fewest.
-        failed: handoffs that some rank could not load, and why.
+        failed: Handoffs that at least one rank could not load, with the reason.
     """
 
-    num_early_blocks: dict[bytes, int] = field(default_factory=dict)
     failed: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        return bool(self.num_early_blocks or self.failed)
+        return bool(self.failed)
 
     def add(self, other: LoadReport) -> None:
-        """Adds another rank's report of the same step."""
-        for handoff_id, count in other.num_early_blocks.items():
-            least = min(count, self.num_early_blocks.get(handoff_id, count))
-            self.num_early_blocks[handoff_id] = least
+        """Adds another rank's report on the same step."""
         self.failed = other.failed | self.failed

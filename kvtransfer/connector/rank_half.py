@@ -1,23 +1,15 @@
-"""Copies between a rank's paged cache and staging, in the steps that the scheduler's half says."""
+"""Copies blocks between a rank's paged cache and staging, as each step's orders say."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from baton.kvtransfer.connector.block_copies import BlockCopies, Run
-from baton.kvtransfer.connector.block_loads import (
-    Check,
-    EarlyCopies,
-    FrameKey,
-    copy_in,
-    frame_key,
-    holds,
-    wanted_blocks,
-)
+from baton.kvtransfer.connector.block_loads import Check, copy_in, holds
 from baton.kvtransfer.connector.cuda_copies import CudaCopies
 from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, LoadReport, Push
 from baton.kvtransfer.connector.host_copies import HostCopies
@@ -29,14 +21,14 @@ from baton.v1 import kv_transfer_pb2
 
 
 def open_copies(cache: PagedCache, staging: torch.Tensor) -> BlockCopies:
-    """The copies for where the cache is.
+    """Returns the copies for the device that holds the cache.
 
     Args:
-        cache: one rank's.
-        staging: the segment, as bytes.
+        cache: One rank's cache.
+        staging: The segment, as bytes.
 
     Raises:
-        ValueError: a kind of device that Baton cannot copy from.
+        ValueError: Baton cannot copy from this kind of device.
     """
     if cache.device.type == "cpu":
         return HostCopies(cache, staging)
@@ -47,12 +39,14 @@ def open_copies(cache: PagedCache, staging: torch.Tensor) -> BlockCopies:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """One frame of every layer of a push.
+    """The blocks of one frame per layer of a push.
 
     Attributes:
-        begin: index of its first block among all the blocks of the step.
-        first_block: index within the handoff.
-        last: whether it is the push's last.
+        push: The push that the blocks belong to.
+        begin: Index of the first block among all blocks that the step pushes.
+        first_block: Index of the first block within the handoff.
+        num_blocks: Number of blocks in the frame.
+        last: True if this is the push's last piece.
     """
 
     push: Push
@@ -63,58 +57,58 @@ class _Piece:
 
 
 class RankHalf:
-    """One rank's.
+    """Carries out the step orders of the scheduler's half in one rank; the connector owns it.
 
     Args:
-        socket_path: of the transfer service.
-        port: this thread's, to that service.
-        rank: tensor-parallel.
-        layout: of the cache.
+        socket_path: Control socket of the transfer service.
+        port: This thread's connection to that service.
+        rank: Tensor-parallel rank.
+        layout: Layout of the KV cache.
     """
 
     def __init__(self, socket_path: str, port: EnginePort, rank: int, layout: KvLayout) -> None:
         self._socket_path, self._port = socket_path, port
         self._layout = layout
-        # Of ranks that hold the same the first sends it, and each loads it.
+        # When several ranks hold the same shard, the first one sends it, and each one loads it.
         self._shard, replica = divmod(rank, layout.num_replicas)
         self._sends = replica == 0
         self._cache: PagedCache | None = None
-        # Of the step under way: every block that is pushed, as the copies take them, and the frames
-        # of a layer, those together that one gather takes.
+        # For the step under way: all pushed blocks in the form the copies take, and the frames of a
+        # layer, in groups of which each goes into one gather.
         self._blocks: Any = None
         self._groups: list[list[_Piece]] = []
-        # Layers whose blocks have yet to be gathered in this step, by the engine's names.
+        # Layers, by the engine's names, whose blocks this step has not gathered yet.
         self._unsaved: dict[str, None] = {}
-        # Of loads of the step under way, whose copies may not have ended.
+        # Loads of the step under way whose copies may not have ended.
         self._unchecked: list[tuple[Load, Check]] = []
         self._invalid_block_ids: set[int] = set()
         self._report = LoadReport()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Raises ValueError when the cache is not laid out as the worker announced."""
+        """Takes the rank's caches. Raises ValueError if their layout is not the fingerprint's."""
         self._cache = PagedCache(kv_caches, self._layout)
         if self._cache.device.type == "cpu":
             allow_matrix_unit()
         self._port.prefault()
         staging = torch.frombuffer(self._port.memory, dtype=torch.uint8)
         self._copies: BlockCopies = open_copies(self._cache, staging)
-        self._early = EarlyCopies(self._port, self._shard, self._layout, self._copies)
         self._notifier: Notifier | NotifierThread
         if self._copies.finishes_at_once:
             self._notifier = Notifier(self._port, self._shard)
         else:
-            # A port is one thread's.
+            # Only one thread may use a port.
             port = EnginePort(self._socket_path)
             self._notifier = NotifierThread(Notifier(port, self._shard), port)
 
     @property
     def alive(self) -> bool:
-        """False: this rank has lost the transfer service, and hands over nothing any more."""
+        """False once this rank has lost the transfer service; it then hands over nothing."""
         return self._port.alive and self._notifier.alive
 
     def begin_step(self, step: HandoffStep) -> None:
-        if step.early.cleared:
-            self._copies.clear(step.early.cleared)
+        """Clears wrong blocks and prepares the step's pushes."""
+        if step.cleared:
+            self._copies.clear(step.cleared)
         if not self._sends:
             return
         for handoff_id in step.ended:
@@ -127,7 +121,7 @@ class RankHalf:
             )
 
     def _grouped(self, pushes: list[Push]) -> Iterator[list[_Piece]]:
-        """Frames that fit into one gather each; many short prompts would make many small copies."""
+        """Yields groups of frames that fit into one gather each, to avoid many small copies."""
         group: list[_Piece] = []
         begin, room = 0, self._copies.max_blocks
         for push in pushes:
@@ -144,7 +138,7 @@ class RankHalf:
             yield group
 
     def save(self, layer_name: str) -> None:
-        """The kernels of one layer have been launched."""
+        """Gathers the step's blocks of one layer, whose kernels have just been launched."""
         if not self._groups:
             return
         layer, layout = self._known_cache.indices[layer_name], self._layout
@@ -175,14 +169,15 @@ class RankHalf:
             self._notifier.flush()
 
     def end_step(self) -> None:
-        """The step's last kernels have been launched.
+        """Finishes the step's gathers after the last kernels have been launched.
 
-        vLLM may give the blocks of a request that has ended or was preempted to another one, in a
-        step that it launches before the GPU has begun this one: that step's kernels must come after
-        the gathers. They need not come after the copies to staging, which read scratch.
+        vLLM may give the blocks of a request that has ended or was preempted to another request, in
+        a step that it launches before the GPU has begun this one. That step's kernels must come
+        after the gathers. They need not come after the copies to staging, which read scratch.
 
-        A CUDA graph of the whole model (vLLM's FULL: steps of single tokens, such as the last one
-        of a prompt whose others were cached) says nothing of its layers: they are gathered here.
+        A CUDA graph of the whole model (vLLM's FULL mode: steps of single tokens, such as the last
+        token of a prompt whose other tokens were cached) does not call `save` per layer: this
+        method gathers those layers.
         """
         for layer_name in list(self._unsaved):
             self.save(layer_name)
@@ -191,48 +186,34 @@ class RankHalf:
         self._groups, self._blocks = [], None
 
     def load(self, step: HandoffStep) -> None:
+        """Claims the step's loads and begins to copy them into the cache."""
         for load in step.loads:
-            there = self._early.take(load)
-            claimed = (
-                Claim.parse(load.claims[self._shard])
-                if load.claims
-                else self._port.claim(load.handoff_id, self._shard)
-            )
+            claimed = self._port.claim(load.handoff_id, self._shard)
             if claimed is None:
-                # It has ended, with a reason of its own, or the service does not answer in time.
+                # The handoff has ended, with its own reason, or the service does not answer.
                 self._fail(load, kv_transfer_pb2.REFUSAL_REASON_EXPIRED, load.block_ids)
             elif claimed.num_tokens != load.num_tokens:
                 self._fail(load, kv_transfer_pb2.REFUSAL_REASON_INCOMPLETE, load.block_ids)
             else:
-                self._load(load, claimed, there)
+                self._load(load, claimed)
         if step.loads:
-            # All layers before the first: a layer's new keys are written to the blocks before the
-            # engine asks for the layer (`wait_for_layer_load`), and a scatter that came later would
+            # Every layer is loaded before the first layer runs: the engine writes a layer's new
+            # keys to the blocks before it calls `wait_for_layer_load`, and a later scatter would
             # undo that.
             self._copies.join()
-        if step.early:
-            self._early.step(step.early)
 
-    def _load(self, load: Load, claimed: Claim, there: Collection[FrameKey]) -> None:
-        """Begins to copy what is wanted and not there."""
-        missing, num_early = [], 0
-        for frame in claimed.frames:
-            if frame_key(claimed, frame) in there:
-                num_early += len(wanted_blocks(frame, load.first_block, len(load.block_ids)))
-            else:
-                missing.append(frame)
-        rest, num_copied = replace(claimed, frames=tuple(missing)), 0
-        for check in copy_in(self._copies, self._layout, rest, load.first_block, load.block_ids):
+    def _load(self, load: Load, claimed: Claim) -> None:
+        """Begins to copy the wanted blocks of a claim."""
+        num_copied = 0
+        for check in copy_in(self._copies, self._layout, claimed, load.first_block, load.block_ids):
             num_copied += len(check.block_ids)
             if self._copies.finishes_at_once:
-                # The bytes are still in the core's own cache.
+                # Verifying at once is cheap: the bytes are still in the core's cache.
                 self._verify(load, check)
             else:
                 self._unchecked.append((load, check))
-        if num_early + num_copied != self._layout.num_layers * len(load.block_ids):
+        if num_copied != self._layout.num_layers * len(load.block_ids):
             self._fail(load, kv_transfer_pb2.REFUSAL_REASON_INCOMPLETE, load.block_ids)
-        if load.is_early:
-            self._report.num_early_blocks[load.handoff_id] = num_early // self._layout.num_layers
 
     def _verify(self, load: Load, check: Check) -> None:
         if not holds(check, self._port):
@@ -244,25 +225,24 @@ class RankHalf:
         why: kv_transfer_pb2.RefusalReason.ValueType,
         block_ids: Sequence[int],
     ) -> None:
-        """Blocks that are not what they should be: whoever gets them next finds nothing there."""
+        """Reports a failed load and clears its wrong blocks for the next request that gets them."""
         self._report.failed.setdefault(load.handoff_id, why)
         self._invalid_block_ids.update(block_ids)
         self._copies.clear(block_ids)
 
     def take_report(self) -> LoadReport:
-        """Of the step under way, once its wrong blocks have been taken."""
-        self._early.end_step()
+        """Returns the step's load report; call `take_invalid_block_ids` first."""
         report, self._report = self._report, LoadReport()
         return report
 
     def take_invalid_block_ids(self) -> set[int]:
-        """Of the step under way, whose model has been launched and computes meanwhile.
+        """Verifies the step's copies while its model computes; returns the wrong blocks' ids.
 
-        One frame is verified while the next is copied. What was computed from wrong bytes is thrown
-        away by the engine, which hears of them together with the step's output and looks for those
-        who have these blocks among the requests that run. They all do: an engine that makes one
-        step while another runs preempts nobody whose step is under way, as it has a connector that
-        loads (Scheduler._request_blocks_can_be_freed of vllm/v1/core/sched/scheduler.py).
+        One frame is verified while the next one is copied. The engine hears of the wrong blocks
+        together with the step's output, and throws away what running requests computed from them.
+        Every affected request is still running: with a connector that loads, vLLM preempts no
+        request whose step is under way (Scheduler._request_blocks_can_be_freed of
+        vllm/v1/core/sched/scheduler.py).
         """
         for load, check in self._unchecked:
             self._verify(load, check)
@@ -271,7 +251,7 @@ class RankHalf:
         return invalid
 
     def close(self) -> None:
-        """Waits, within bounds, for what is under way: it reads and writes staging."""
+        """Waits, within bounds, for copies under way, because they read and write staging."""
         if self._cache is not None:
             self._notifier.close()
             self._copies.close()
@@ -283,10 +263,11 @@ class RankHalf:
 
 
 def allow_matrix_unit() -> None:
-    """Asks the kernel to let this process use AMX, where the CPU has it.
+    """Asks the kernel to let this process use AMX, if the CPU has AMX.
 
-    vLLM's attention takes it for granted. It is oneDNN that asks, in the first large matrix
-    product; a rank that is handed its prompts may come to attention first, and would be killed.
+    vLLM's attention uses AMX without asking. Normally oneDNN asks, in the first large matrix
+    product. A rank that loads its prompts from handoffs may run attention before any such product,
+    and the kernel would kill it.
     """
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()

@@ -1,20 +1,19 @@
-"""How a handoff enters and leaves vLLM: a KVConnectorBase_V1, out of tree.
+"""The connector class that vLLM loads: how a handoff enters and leaves vLLM.
 
-vLLM makes one connector beside its scheduler and one in every rank. They share nothing but what the
-scheduler's half puts into each step's metadata; both speak to the worker's transfer service, which
+vLLM makes one connector beside its scheduler and one in every rank. These two halves share only the
+step metadata that the scheduler's half writes; both talk to the worker's transfer service, which
 moves the bytes.
 
 Sending. In the step that computes them, each layer's finished blocks are gathered into the sender's
 staging, which belongs to this handoff alone. Nothing reads the paged cache later (on a GPU: nothing
 that the next step's kernels do not wait for), so a preemption or a freed block cannot put foreign
-bytes into a handoff. What was gathered stays right when the request is preempted and computed
-again, so it is never sent twice.
+bytes into a handoff. Gathered blocks stay right when the request is preempted and its prompt is
+computed again, so the send goes on with the first block that was not gathered.
 
-Receiving. While the handoff is not committed, or the first token not known, the scheduler is told
-to ask again later (the request waits without blocks). Meanwhile what arrives is copied to blocks
-that the request will be given (early_loads.py). Then the rest is loaded synchronously by the step
-that first runs the request, into blocks the scheduler gave to it. Whatever fails (refused, expired,
-bytes changed) ends in the engine computing the prompt itself.
+Receiving. While the handoff is not committed, the connector tells the scheduler to ask again later,
+and the request waits without blocks. The step that first runs the request loads the whole handoff
+synchronously, into the blocks that the scheduler gave to the request. Every failure (refused,
+expired, altered bytes) ends with the engine computing the prompt itself.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ from baton.kvtransfer.connector.rank_half import RankHalf
 from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.notes import NoteReader
 from baton.runtime import affinity, quick_exit
 
 if TYPE_CHECKING:
@@ -64,14 +62,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """What vLLM carries from the scheduler's half to the ranks."""
+    """Step orders that vLLM carries from the scheduler's half to the ranks."""
 
     step: HandoffStep = field(default_factory=HandoffStep)
 
 
 @dataclass
 class RankReport(KVConnectorWorkerMetadata):
-    """What the ranks say to the scheduler's half after a step."""
+    """The ranks' report to the scheduler's half after a step."""
 
     loads: LoadReport
     is_cut_off: bool = False
@@ -84,35 +82,36 @@ class RankReport(KVConnectorWorkerMetadata):
 
 
 class StepStats(KVConnectorStats):
-    """What a step computed and cached, on its way to Baton's engine among vLLM's statistics."""
+    """A step's work and cache changes, carried to Baton's engine among vLLM's statistics."""
 
     def is_empty(self) -> bool:
         return not self.data
 
 
 def _keeps_every_token(spec: KVCacheSpec) -> bool:
-    """Of these types and none below them, one state for each token.
+    """Returns whether a cache of this kind holds one state per token.
 
-    The first may have layers with a window among it. What compresses several tokens into one state
-    (DeepSeek V4) would look as blocks do that kernels cut into parts.
+    Subclasses of the two types are refused. FullAttentionSpec may have layers with a window. A
+    cache that compresses several tokens into one state (DeepSeek V4) is refused, because its blocks
+    would look like blocks that kernels cut into parts.
     """
     is_known = type(spec) in (FullAttentionSpec, MLAAttentionSpec)
     return is_known and spec.tokens_per_state == 1
 
 
 class BatonConnector(KVConnectorBase_V1):
-    """The class vLLM loads; each method belongs to one half.
+    """The class that vLLM loads; each method belongs to one half.
 
     Raises:
-        ValueError: the model's cache is not one group that keeps every token, or ranks hold other
-            parts of it than was announced.
+        ValueError: The model's cache is not one group that keeps every token, or ranks hold other
+            parts of the cache than the fingerprint says.
     """
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        # The worker refuses by the model's configuration; this is what the cache itself says.
+        # The worker has checked the model's configuration; this checks the cache itself.
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         if len(specs) != 1 or not _keeps_every_token(specs[0]):
             kinds = sorted({type(spec).__name__ for spec in specs})
@@ -124,7 +123,8 @@ class BatonConnector(KVConnectorBase_V1):
         self._layout = KvLayout(**extra["layout"])
         if (replicas := kv_cache_config.kv_tp_replicas) % self._layout.num_replicas:
             raise ValueError(
-                f"{replicas} ranks hold the same; announced {self._layout.num_replicas}"
+                f"{replicas} ranks hold the same part of the cache; "
+                f"must be a multiple of the fingerprint's {self._layout.num_replicas}"
             )
         self._port = EnginePort(extra["socket"])
         self._scheduler: SchedulerHalf | None = None
@@ -132,10 +132,9 @@ class BatonConnector(KVConnectorBase_V1):
         self._cached = CachedBlocks(self._layout.block_size_tokens)
         self._ranks: RankHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
-            # vLLM's scheduler spins while its ranks compute.
+            # vLLM's scheduler spins while its ranks compute; it must not take their cores.
             affinity.avoid_cores(extra["rank_cpus"])
-            notes = NoteReader(extra["socket"])
-            self._scheduler = SchedulerHalf(self._port, notes, self._layout)
+            self._scheduler = SchedulerHalf(self._port, self._layout)
         else:
             self._socket_path = extra["socket"]
             self._ranks = RankHalf(
@@ -145,23 +144,22 @@ class BatonConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        # A push that a preemption cuts short costs the receiver a recompute, not the request.
+        # A push that ends incomplete makes the receiver recompute; the request does not fail.
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        # Decode steps keep their full graphs: loads are over before a model begins, and what a
-        # graph swallows of save_kv_layer is made up for at the step's end (RankHalf.end_step).
+        # Decode steps keep their full graphs: loads end before a model begins, and the layers for
+        # which a graph does not call save_kv_layer are gathered by RankHalf.end_step.
         return False
 
     def shutdown(self) -> None:
         if self._ranks is not None:
             self._ranks.close()
-        if self._scheduler is not None:
-            self._scheduler.close()
         self._port.close()
-        # vLLM calls this where its process ends: a rank first, which its engine core waits for, as
-        # the worker waits for that. One that ends with an error ends as Python has it, and says so.
+        # vLLM calls this at the end of its process, in each rank first: the engine core waits for
+        # the ranks, and the worker waits for the engine core. A process that ends with an error
+        # ends in Python's normal way, so that the error is printed.
         if not isinstance(sys.exception(), Exception):
             quick_exit.skip_cleanup(0)
 
@@ -238,7 +236,7 @@ class BatonConnector(KVConnectorBase_V1):
         return StepMetadata(self._scheduler_half.step(scheduler_output))
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        # Asked of both halves; the scheduler's once for each step, when it has finished.
+        # vLLM calls both halves; the scheduler's half once per step, when the step has finished.
         if self._scheduler is None:
             return None
         self._cache_events = self._known_cache_manager.take_events()
@@ -248,7 +246,7 @@ class BatonConnector(KVConnectorBase_V1):
         return StepStats(told)
 
     def _cache_change(self, events: Sequence[KVCacheEvent]) -> Any:
-        """What these events of the prefix cache change in it; None for nothing."""
+        """Returns the change that these events make to the prefix cache; None for no change."""
         for event in events:
             match event:
                 case BlockStored(group_idx=0):
@@ -266,8 +264,8 @@ class BatonConnector(KVConnectorBase_V1):
         return self._cached.take()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        # Asked next. vLLM publishes them if it was told to (kv_events_config), as if nobody had
-        # taken them.
+        # vLLM calls this after get_kv_connector_stats, and publishes the events if it is configured
+        # to (kv_events_config).
         return self._cache_events
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:

@@ -148,18 +148,11 @@ class TransferCore:
             return pb.LocalReply(configured=self._configured)
         if kind == "open_send":
             return self._open_send(connection, request, now)
-        if kind == "claim" and request.claim.ahead:
-            self._carry_out(self._receiver.claim_ahead(request.claim.handoff_id, now))
-            return pb.LocalReply()
         if kind == "claim":
             claim = request.claim
             grant, effects = self._receiver.claim(claim.handoff_id, claim.rank, now)
             self._carry_out(effects)
             return pb.LocalReply(claimed=local_replies.part(grant, claim.rank, claim.num_seen))
-        if kind == "peek":
-            peek = request.peek
-            seen = self._receiver.peek(peek.handoff_id, peek.rank, peek.epoch, peek.num_seen)
-            return pb.LocalReply(claimed=local_replies.part(seen, peek.rank, 0))
         if kind == "stats":
             return pb.LocalReply(statistics=self.statistics())
         if kind == "restart_send":
@@ -363,8 +356,7 @@ class TransferCore:
 
     @staticmethod
     def _notify(connection: LocalConnection, changed: receiving.Changed) -> None:
-        # Only ranks read staging, so the main process gets no claims.
-        state = local_replies.received_state(changed, with_claims=not connection.is_main)
+        state = local_replies.received_state(changed)
         connection.notify(("receive", changed.handoff_id), pb.LocalReply(handoff=state))
 
     def _notify_ended(self, ended: sending.Ended) -> None:

@@ -12,12 +12,6 @@ from baton.v1 import kv_transfer_pb2 as pb
 
 def part(grant: receiving.Grant, rank: int, first: int) -> pb.LocalClaimed:
     """Returns one rank's part of a handoff, with at most MAX_LISTED_FRAMES frames from `first`."""
-    return _claimed(grant, rank, first, first + local_wire.MAX_LISTED_FRAMES)
-
-
-def _claimed(
-    grant: receiving.Grant, rank: int, first: int = 0, last: int | None = None
-) -> pb.LocalClaimed:
     return pb.LocalClaimed(
         offset=grant.offset,
         num_blocks=grant.num_blocks,
@@ -34,19 +28,14 @@ def _claimed(
                 num_blocks=frame.num_blocks,
                 checksum=frame.checksum,
             )
-            for frame in grant.frames[first:last]
+            for frame in grant.frames[first : first + local_wire.MAX_LISTED_FRAMES]
         ],
     )
 
 
-def received_state(changed: receiving.Changed, *, with_claims: bool) -> pb.LocalHandoffState:
-    """Returns the message for the state of a handoff to this worker.
-
-    Args:
-        changed: The state.
-        with_claims: Whether to add the grants of a handoff that was claimed ahead.
-    """
-    state = pb.LocalHandoffState(
+def received_state(changed: receiving.Changed) -> pb.LocalHandoffState:
+    """Returns the message for the state of a handoff to this worker."""
+    return pb.LocalHandoffState(
         handoff_id=changed.handoff_id,
         epoch=changed.epoch,
         state=changed.state.value,
@@ -56,11 +45,7 @@ def received_state(changed: receiving.Changed, *, with_claims: bool) -> pb.Local
         num_tokens=changed.num_tokens,
         num_bytes=changed.num_bytes,
         transport=changed.transport,
-        num_bytes_received=changed.num_bytes_received,
     )
-    if with_claims:
-        state.claims.extend(_claimed(grant, rank) for rank, grant in enumerate(changed.grants))
-    return state
 
 
 def sent_state(ended: sending.Ended) -> pb.LocalSendState:

@@ -12,7 +12,7 @@ from typing import cast
 
 from google.protobuf.message import DecodeError
 
-from baton.kvtransfer import engine_stages, local_wire, notes
+from baton.kvtransfer import engine_stages, local_wire
 from baton.kvtransfer.errors import TransferError
 from baton.runtime import worker_directory
 from baton.v1 import kv_transfer_pb2 as pb
@@ -115,8 +115,6 @@ def remove(path: str) -> None:
     anything except sockets, links, and the file through which ranks find each other.
     """
     Path(path).unlink(missing_ok=True)
-    # A killed engine leaves the socket of its notes.
-    Path(notes.path_beside(path)).unlink(missing_ok=True)
     directory = Path(path).parent
     if directory.name.startswith(worker_directory.PREFIX):
         engine_stages.remove(path)

@@ -117,6 +117,5 @@ class OpenHandler:
         self._table.assign_stream(live, stream)
         live.epoch, live.ranks = opened.epoch, ranks
         live.choice, live.problem = choice, None
-        live.num_bytes_received = live.num_bytes_told = 0
         live.num_blocks, live.num_tokens = opened.num_blocks, opened.num_tokens
         self._table.reserve(live, num_bytes, opened.wait_ms / 1000, now)

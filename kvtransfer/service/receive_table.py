@@ -51,8 +51,6 @@ class ReceiveTable:
         self._queue = StagingQueue(arena)
         # The last state of handoffs that are over, oldest first.
         self._ended: OrderedDict[bytes, Changed] = OrderedDict()
-        # Handoffs to claim for every rank as soon as they are committed; the values are not used.
-        self._ahead: OrderedDict[bytes, None] = OrderedDict()
         self._effects: list[Effect] = []
         self.statistics = ReceiverStatistics()
 
@@ -125,19 +123,6 @@ class ReceiveTable:
         for stream, handoff_id in self.streams.items():
             assert self.live[handoff_id].stream == stream, (stream, handoff_id)
         assert len(self._ended) <= self._limits.max_tombstones
-        assert len(self._ahead) <= self._limits.max_tombstones
-        assert self._ahead.keys().isdisjoint(self._ended)
-
-    def claim_at_commit(self, handoff_id: bytes) -> None:
-        """Marks a handoff to be claimed at its commit; a handoff that is over stays over."""
-        if handoff_id not in self._ended:
-            self._ahead[handoff_id] = None
-            if len(self._ahead) > self._limits.max_tombstones:
-                self._ahead.popitem(last=False)
-
-    def is_claimed_at_commit(self, handoff_id: bytes) -> bool:
-        """Returns whether a handoff is to be claimed at its commit."""
-        return handoff_id in self._ahead
 
     def no_room_reason(
         self, num_bytes: int, live: Handoff | None
@@ -272,7 +257,6 @@ class ReceiveTable:
 
     def remember_ended(self, ended: Changed) -> None:
         """Keeps the last state of a handoff, so that late frames are refused with the reason."""
-        self._ahead.pop(ended.handoff_id, None)
         self._ended[ended.handoff_id] = ended
         if len(self._ended) > self._limits.max_tombstones:
             self._ended.popitem(last=False)

@@ -15,14 +15,12 @@ handoffs have staging and how each one ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 from baton.kvtransfer.arena import Arena, ArenaStatistics
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.frames import Frame, FrameKind, copy, position_digest
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.receiving import (
-    LONG_HELD_S,
     SENDER_AT_WORK,
     Changed,
     Choice,
@@ -33,7 +31,6 @@ from baton.kvtransfer.receiving import (
     ReceiverLimits,
     ReceiverStatistics,
     ReceiveState,
-    changed,
 )
 from baton.kvtransfer.service.receive_checks import check_commit, data_problem
 from baton.kvtransfer.service.receive_open import OpenHandler
@@ -153,47 +150,6 @@ class Receiver:
         if handoff.state is _S.COMMITTED:
             self._table.advance(handoff, _S.CLAIMED)
         return self._grant(handoff, rank, part.in_order), self._table.take_effects()
-
-    def claim_ahead(self, handoff_id: bytes, now: float) -> list[Effect]:
-        """Lets every rank read its part as soon as the handoff is committed, also before its open.
-
-        From the commit on the handoff is claimed for `commit_ttl_s`, and a drop does not free its
-        staging. A second call, when the load begins, extends the claim by `claim_timeout_s`. The
-        call changes nothing for a handoff that has ended or has more than `max_frames_ahead`.
-        """
-        handoff = self._table.live.get(handoff_id)
-        if handoff is not None and handoff.state is _S.COMMITTED:
-            if self._can_grant_all(handoff):
-                self._grant_all(handoff, now)
-        elif handoff is not None and handoff.state is _S.CLAIMED:
-            handoff.deadline = max(handoff.deadline, now + self._limits.claim_timeout_s)
-        else:
-            self._table.claim_at_commit(handoff_id)
-        return self._table.take_effects()
-
-    def peek(self, handoff_id: bytes, rank: int, epoch: int, num_seen: int) -> Grant:
-        """Returns the frames that have arrived of one rank's part, in order of arrival.
-
-        A peek gives no right to the staging: see LocalPeek in the contract.
-
-        Args:
-            handoff_id: 16 bytes.
-            rank: Rank of the part.
-            epoch: Epoch of the frames that the caller has seen; frames of another epoch are new.
-            num_seen: Number of leading frames to leave out.
-
-        Raises:
-            TransferRefused: The handoff has no staging or is over, or the rank does not exist.
-        """
-        handoff = self._table.live.get(handoff_id)
-        readable = (_S.RECEIVING, _S.COMMITTED, _S.CLAIMED)
-        if handoff is None or handoff.extent is None or handoff.state not in readable:
-            words = handoff.state.name if handoff else self._table.state_text(handoff_id)
-            raise TransferRefused(f"handoff {handoff_id.hex()} is {words}")
-        if not 0 <= rank < len(handoff.ranks):
-            raise TransferRefused(f"handoff {handoff_id.hex()} has nothing for rank {rank}")
-        begin = num_seen if epoch == handoff.epoch else 0
-        return self._grant(handoff, rank, handoff.ranks[rank].frames[begin:])
 
     def release(
         self,
@@ -368,14 +324,6 @@ class Receiver:
         handoff.deadline = now + self._limits.idle_timeout_s
         self._table.statistics.num_bytes[handoff.choice.transport] += len(frame.payload)
         self._table.statistics.num_frames[handoff.choice.transport] += 1
-        handoff.num_bytes_received += len(frame.payload)
-        untold = handoff.num_bytes_received - handoff.num_bytes_told
-        # Near the end, subscribers are told of each half of the remaining bytes: the request waits
-        # for every byte that is not loaded early.
-        left = handoff.num_bytes - handoff.num_bytes_received
-        if untold >= self._limits.progress_bytes or 0 < left <= untold:
-            handoff.num_bytes_told = handoff.num_bytes_received
-            self._table.add_effect(changed(handoff))
 
     def _commit(self, handoff: Handoff, frame: Frame, now: float) -> None:
         layout = self._known_layout()
@@ -398,29 +346,8 @@ class Receiver:
         if all(each.committed for each in handoff.ranks):
             handoff.deadline = now + self._limits.commit_ttl_s
             self._table.statistics.num_committed += 1
-            if self._table.is_claimed_at_commit(handoff.handoff_id) and self._can_grant_all(
-                handoff
-            ):
-                self._grant_all(handoff, now)
-            else:
-                self._table.advance(handoff, _S.COMMITTED)
+            self._table.advance(handoff, _S.COMMITTED)
             self._table.reply(handoff, pb.PushReply.KIND_COMMITTED)
-
-    def _can_grant_all(self, handoff: Handoff) -> bool:
-        """Returns whether one message can list all frames; otherwise each rank claims its part."""
-        num_frames = sum(len(part.frames) for part in handoff.ranks)
-        return num_frames <= self._limits.max_frames_ahead
-
-    def _grant_all(self, handoff: Handoff, now: float) -> None:
-        # A load that begins within LONG_HELD_S is not announced, so the claim must outlast it.
-        for_a_load_s = LONG_HELD_S + self._limits.claim_timeout_s
-        handoff.deadline = now + max(self._limits.commit_ttl_s, for_a_load_s)
-        self._table.advance(handoff, _S.CLAIMED, quiet=True)
-        grants = tuple(
-            self._grant(handoff, rank, _in_order(part.frames))
-            for rank, part in enumerate(handoff.ranks)
-        )
-        self._table.add_effect(replace(changed(handoff), grants=grants))
 
     def _known_layout(self) -> KvLayout:
         if self._layout is None:

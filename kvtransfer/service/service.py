@@ -78,7 +78,6 @@ def limits(config: KvTransferConfig) -> tuple[SenderLimits, ReceiverLimits]:
         max_wait_s=config.open_timeout_s,
         idle_timeout_s=config.idle_timeout_s,
         commit_ttl_s=config.commit_ttl_s,
-        progress_bytes=config.progress_bytes,
         claim_timeout_s=config.claim_timeout_s,
         retry_timeout_s=config.open_timeout_s,
     )

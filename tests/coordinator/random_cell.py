@@ -351,7 +351,7 @@ class RandomCell:
             assert (load.num_prefills, load.num_decodes, load.queued_tokens) == (0, 0, 0), load
             assert load.free_tokens == self.conditions.kv_tokens, load
         for process in self.workers:
-            for account in (process.held, process.expected, process.sends):
+            for account in (process.held, process.sends):
                 assert not account, (process.key, account)
             assert process.stream is None or not len(process.outbox), process.key
 

@@ -44,7 +44,7 @@ class Conditions:
         tight: queues are short in places and in time, so that requests are shed.
         step_s: of decoding. token_s: of computing one prompt token. handoff_s: least and most.
         delay_s: of every message between coordinator and worker.
-        kv_tokens, loads_early, keeps_prefixes, forces_tokens: of the workers.
+        kv_tokens, keeps_prefixes, forces_tokens: of the workers.
         most_handed_tokens: of a prompt that is handed over.
         grace_s: without a coordinator, until workers end what they have.
         fails: requests that an engine refuses. gives_up: steps at which it gives one up.
@@ -60,7 +60,6 @@ class Conditions:
     handoff_s: tuple[float, float]
     delay_s: float
     kv_tokens: int
-    loads_early: bool
     keeps_prefixes: bool
     forces_tokens: bool
     most_handed_tokens: int
@@ -86,7 +85,6 @@ def draw(chance: random.Random, *, faults: bool) -> Conditions:
         handoff_s=chance.choice([(0.001, 0.002), (0.01, 0.2), (0.5, 3.0)]),
         delay_s=chance.choice([0.0005, 0.002, 0.02]),
         kv_tokens=chance.choice([400, 2000, 65536]),
-        loads_early=chance.random() < 0.5,
         keeps_prefixes=chance.random() < 0.8,
         forces_tokens=chance.random() < 0.8,
         most_handed_tokens=chance.choice([100, 10**6, 10**6]),

@@ -78,7 +78,7 @@ class RandomWorker:
         stream: that it is attached over; None while it is not. pending: that it asked for last.
         frozen_until: it stands still until then, by the cell's clock. wedged_until: its engine.
         takes_columns: the coordinator knows its handles.
-        held, expected: attempts, by request.
+        held: Attempts by request.
         sends: handoffs on their way from here. receives: what became of those to here.
         blocks: of its prefix cache.
     """
@@ -100,7 +100,6 @@ class RandomWorker:
     rollout: cluster_pb2.RolloutRecord | None = None
     outbox: Outbox = field(default_factory=Outbox)
     held: dict[str, Held] = field(default_factory=dict)
-    expected: dict[str, Attempt] = field(default_factory=dict)
     sends: dict[bytes, Attempt] = field(default_factory=dict)
     receives: dict[bytes, int] = field(default_factory=dict)
     blocks: dict[int, None] = field(default_factory=dict)
@@ -111,7 +110,7 @@ class RandomWorker:
         self._held_up: deque[Callable[[], None]] = deque()
         self._busy_until = self.cell.now
         self._lost_at = self.cell.now
-        self._steps = self._released = self._leaves = self._has_abandoned = False
+        self._steps = self._released = self._leaves = False
         self._beat()
 
     @property
@@ -164,7 +163,6 @@ class RandomWorker:
         for name in self.adapters:
             said.model.adapters.add(name=name, revision="x")
         conditions, capacity = self.cell.conditions, said.capacity
-        capacity.loads_early = conditions.loads_early
         capacity.keeps_prefixes = conditions.keeps_prefixes
         capacity.supports_forced_tokens = conditions.forces_tokens
         num_blocks = conditions.most_handed_tokens // SHAPE.block_size_tokens
@@ -199,10 +197,8 @@ class RandomWorker:
         self._leave_if_idle()
 
     def _abandon(self) -> None:
-        self._has_abandoned = True
         for held in list(self.held.values()):
             self._fail(held, Unavailable("no coordinator"))
-        self.expected.clear()
         self.sends.clear()
 
     def take(self, message: cluster_pb2.CoordinatorMessage) -> None:
@@ -213,10 +209,8 @@ class RandomWorker:
         command = getattr(message, kind)
         if kind == "prefill":
             self._start(Attempt(command.spec, PREFILL, _plan(command)))
-        elif kind == "expect":
-            self.expected[command.spec.request_id] = Attempt(command.spec, DECODE, _plan(command))
         elif kind == "decode":
-            self._decode(command)
+            self._start(Attempt(command.spec, DECODE, _plan(command)))
         elif kind == "cancel":
             self._cancel(command)
         elif kind == "set_role":
@@ -232,26 +226,10 @@ class RandomWorker:
         else:
             raise AssertionError(f"no worker is told this here: {message}")
 
-    def _decode(self, command: cluster_pb2.DecodeCommand) -> None:
-        spec, plan = command.spec, _plan(command)
-        if command.expected:
-            expected = self.expected.pop(spec.request_id, None)
-            if expected is None and self._has_abandoned:
-                self._say(Attempt(spec, DECODE, None).failed(Internal("not told to expect it")))
-                return
-            # Everything of one attempt comes in order, over one link.
-            assert expected is not None, spec
-            assert expected.spec.attempt == spec.attempt, (expected.spec, spec)
-            spec.prompt_token_ids.extend(expected.spec.prompt_token_ids)
-            plan = expected.handoff
-        self._start(Attempt(spec, DECODE, plan))
-
     def _cancel(self, command: cluster_pb2.CancelCommand) -> None:
-        held, expected = self.held.get(command.request_id), self.expected.get(command.request_id)
+        held = self.held.get(command.request_id)
         if held is not None and held.spec.attempt == command.attempt:
             self._drop(held)
-        if expected is not None and expected.spec.attempt == command.attempt:
-            del self.expected[command.request_id]
         if command.handoff_id:
             self.sends.pop(command.handoff_id, None)
             self._receive(command.handoff_id, FAILED)
@@ -342,7 +320,7 @@ class RandomWorker:
             if (held.spec.request_id, held.spec.attempt) not in adopted:
                 self._drop(held)
             held.spec.handle = 0
-        for each in (self.expected, self.sends, self._ended):
+        for each in (self.sends, self._ended):
             each.clear()
         if self.blocks:
             self.post(cache=cluster_pb2.CacheEvents(reset=True, stored=list(self.blocks)))
@@ -495,7 +473,7 @@ class RandomWorker:
 
     def _leave_if_idle(self) -> None:
         is_told = self._released or self.stream is None
-        is_idle = not (self.held or self.sends or self.expected)
+        is_idle = not (self.held or self.sends)
         if self.state == DRAINING and is_told and is_idle:
             self._leave()
 

@@ -8,7 +8,6 @@ import secrets
 import pytest
 import torch
 
-from baton.kvtransfer.connector.early_loads import EarlyLoad, EarlyWork
 from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, Push
 from baton.kvtransfer.connector.rank_half import RankHalf
 from baton.kvtransfer.control import EnginePort, TransferClient
@@ -47,16 +46,20 @@ class Worker:
         self.rank.register(self.caches)
 
     def step(
-        self, pushes=(), loads=(), ended=(), compute=None, early=None, in_graph=(), releases=True
+        self, pushes=(), loads=(), ended=(), compute=None, cleared=(), in_graph=(), releases=True
     ):
-        """As vLLM's model runner makes one; returns the invalid block ids.
+        """Makes a step as vLLM's model runner does; returns the invalid block IDs.
 
         Args:
-            in_graph: layers that a CUDA graph computes without telling the connector.
-            releases: whether what was loaded is, by all ranks.
+            pushes: Blocks to gather.
+            loads: Blocks to fill.
+            ended: Handoffs that get no more pushes.
+            compute: Writes the cache of a layer, as the model does.
+            cleared: Blocks to fill with zeros first.
+            in_graph: Layers that a CUDA graph computes without calling the connector.
+            releases: Whether all ranks release the loaded handoffs after the step.
         """
-        early = early or EarlyWork()
-        metadata = HandoffStep(list(pushes), list(loads), list(ended), early)
+        metadata = HandoffStep(list(pushes), list(loads), list(ended), list(cleared))
         self.rank.begin_step(metadata)
         if loads:
             self.rank.load(metadata)
@@ -66,14 +69,13 @@ class Worker:
             if name not in in_graph:
                 self.rank.save(name)
         if not loads:
-            # Where the step's model needs nothing of them, they follow it.
+            # vLLM calls it after the model in steps without synchronous loads.
             self.rank.load(metadata)
         self.rank.end_step()
         invalid = self.rank.take_invalid_block_ids()
-        # By handoff, of those whose early load a load took over.
-        self.num_early = self.rank.take_report().num_early_blocks
+        self.failed = self.rank.take_report().failed
         for load in loads if releases else ():
-            # The scheduler's half does, once the step is over.
+            # The scheduler's half does this when the step has ended.
             self.port.release(load.handoff_id, all_ranks=True)
         return invalid
 
@@ -266,177 +268,40 @@ async def test_an_incomplete_handoff_that_ends_leaves_nothing(workers):
     await empty(receiver)
 
 
-async def granted(worker, handoff_id):
-    """Claims it ahead, and waits for the claims that come with the commit."""
-    assert worker.port.claim_ahead(handoff_id)
-    claims = []
-
-    def are_there():
-        for state in worker.port.poll():
-            if state.handoff_id == handoff_id:
-                claims.extend(claim.SerializeToString() for claim in state.claims)
-        return bool(claims)
-
-    await until(are_there)
-    return claims
-
-
-async def received(worker, handoff_id, num_blocks):
-    """Waits until so many blocks of every layer have come, and says which epoch they are of."""
-
-    def are_there():
-        nonlocal seen
-        seen = worker.port.peek(handoff_id, 0, 0, 0)
-        return seen is not None and sum(frame.num_blocks for frame in seen.frames) == (
-            LAYERS * num_blocks
-        )
-
-    seen = None
-    await until(are_there)
-    return seen
-
-
-async def half_sent(sender, receiver):
-    """A handoff of 20 blocks of which 12 have come: (id, its bytes' offset, sender's blocks)."""
+async def test_a_load_of_the_end_of_a_handoff_leaves_out_cached_blocks(workers):
+    """The first two blocks are in the receiver's prefix cache."""
+    sender, receiver = workers
     source = random.Random(5).sample(range(BLOCKS), 20)
+    target = random.Random(6).sample(range(BLOCKS), 18)
     handoff_id, offset = await opened(sender, receiver, 20)
     sender.step(
-        [Push(handoff_id, offset, 0, 20, source[:12], False)],
+        [Push(handoff_id, offset, 0, 20, source, True)],
         compute=writes({block: index + 1 for index, block in enumerate(source)}),
     )
-    return handoff_id, offset, source
-
-
-async def loaded_early(workers, first_block, target):
-    """A handoff that is sent whole, of which what came first was loaded early; its id."""
-    sender, receiver = workers
-    handoff_id, offset, source = await half_sent(sender, receiver)
-    await received(receiver, handoff_id, 12)
-    load = EarlyLoad(handoff_id, 20 * TOKENS, first_block, target)
-    receiver.step(early=EarlyWork(begun=[load], arrived=[handoff_id]))
-    sender.step([Push(handoff_id, offset, 12, 20, source[12:], True)])
-    return handoff_id
-
-
-def assert_loaded(worker, target, first_block):
-    """The blocks of a handoff that was half sent, from one on, are where they were to go."""
-    for name, cache in worker.caches.items():
-        layer = int(name.removeprefix("layer."))
-        for index, block in enumerate(target, first_block + 1):
-            assert (cache[block] == index + 100 * layer).all(), (name, index)
-
-
-async def test_what_arrives_is_loaded_before_the_rest_is_there(workers):
-    sender, receiver = workers
-    handoff_id, offset, source = await half_sent(sender, receiver)
-    await received(receiver, handoff_id, 12)
-    # The first two blocks are in the receiver's prefix cache, and the last is not whole.
-    target = random.Random(6).sample(range(BLOCKS), 18)
-    load = EarlyLoad(handoff_id, 20 * TOKENS, 2, target)
-    receiver.step(early=EarlyWork(begun=[load], arrived=[handoff_id]))
-    assert_loaded(receiver, target[:10], 2)
-    sender.step([Push(handoff_id, offset, 12, 20, source[12:], True)])
-    claims = await granted(receiver, handoff_id)
-    # Nobody takes it away under the load.
-    receiver.client.drop(handoff_id)
-    # By now the prefix cache has a third. What is there already is not read again.
-    claimed = pb.LocalClaimed.FromString(claims[0])
-    first_bytes = slice(claimed.offset, claimed.offset + 12 * BLOCK_BYTES)
-    receiver.port.memory[first_bytes] = bytes(12 * BLOCK_BYTES)
+    await committed(receiver, handoff_id)
     seen = {}
 
     def look(name, cache):
         seen[name] = cache.clone()
 
-    wanted = Load(handoff_id, 20 * TOKENS, 3, target[1:], claims, is_early=True)
+    wanted = Load(handoff_id, 20 * TOKENS, 2, target)
     assert receiver.step(loads=[wanted], compute=look) == set()
-    # All of it is there before the model runs.
-    receiver.caches, caches = seen, receiver.caches
-    assert_loaded(receiver, target, 2)
-    receiver.caches = caches
-    assert receiver.num_early == {handoff_id: 9}
+    # Every layer is loaded before the model runs.
+    for name, cache in seen.items():
+        layer = int(name.removeprefix("layer."))
+        for index, block in enumerate(target, 3):
+            assert (cache[block] == index + 100 * layer).all(), (name, index)
     await empty(receiver)
 
 
-@pytest.mark.parametrize("change", ["not early", "other blocks", "begins before", "over"])
-async def test_a_load_that_goes_elsewhere_comes_whole(workers, change):
+async def test_wrong_blocks_are_cleared_before_the_model_runs(workers):
     _, receiver = workers
-    handoff_id = await loaded_early(workers, 1, list(range(1, 20)))
-    claims = await granted(receiver, handoff_id)
-    # Somebody else has had the blocks.
-    over = EarlyWork(over=[handoff_id] if change == "over" else [])
-    receiver.step(early=over, compute=writes(dict.fromkeys(range(20), 99)))
-    first = 0 if change == "begins before" else 1
-    target = list(range(first, 20))
-    if change == "other blocks":
-        target.reverse()
-    is_early = change != "not early"
-    wanted = Load(handoff_id, 20 * TOKENS, first, target, claims, is_early)
-    assert receiver.step(loads=[wanted]) == set()
-    assert_loaded(receiver, target, first)
-    assert not any(receiver.num_early.values())
-    await empty(receiver)
-
-
-async def test_a_load_without_claims_takes_over_what_came_early(workers):
-    _, receiver = workers
-    target = list(range(20))
-    handoff_id = await loaded_early(workers, 0, target)
-    await committed(receiver, handoff_id)
-    receiver.step(early=EarlyWork(arrived=[handoff_id]))
-    wanted = Load(handoff_id, 20 * TOKENS, 0, target, is_early=True)
-    assert receiver.step(loads=[wanted]) == set()
-    assert_loaded(receiver, target, 0)
-    assert receiver.num_early == {handoff_id: 20}
-    # Once: the same blocks are somebody else's after that.
-    assert receiver.step(loads=[wanted]) == set(target)
-    await empty(receiver)
-
-
-async def test_altered_staging_is_not_taken_for_loaded(workers):
-    sender, receiver = workers
-    handoff_id, offset, source = await half_sent(sender, receiver)
-    seen = await received(receiver, handoff_id, 12)
-    at = seen.offset + 5 * BLOCK_BYTES
-    receiver.port.memory[at] ^= 0xFF
-    target = list(range(20))
-    load = EarlyLoad(handoff_id, 20 * TOKENS, 0, target)
-    receiver.step(early=EarlyWork(begun=[load], arrived=[handoff_id]))
-    sender.step([Push(handoff_id, offset, 12, 20, source[12:], True)])
-    claims = await granted(receiver, handoff_id)
-    wanted = Load(handoff_id, 20 * TOKENS, 0, target, claims, is_early=True)
-    assert 5 in receiver.step(loads=[wanted])
-    await empty(receiver)
-
-
-async def test_what_is_missing_and_altered_is_told(workers):
-    _, receiver = workers
-    target = list(range(20))
-    handoff_id = await loaded_early(workers, 0, target)
-    claims = await granted(receiver, handoff_id)
-    receiver.port.memory[pb.LocalClaimed.FromString(claims[0]).offset + 15 * BLOCK_BYTES] ^= 0xFF
-    wanted = Load(handoff_id, 20 * TOKENS, 0, target, claims, is_early=True)
-    invalid = receiver.step(loads=[wanted])
-    assert 15 in invalid
-    # Whoever gets them next finds nothing of it.
-    assert all((receiver.caches["layer.0"][block] == 0).all() for block in invalid)
-    assert receiver.step() == set()
-    await empty(receiver)
-
-
-async def test_an_early_load_that_is_over_copies_nothing_more(workers):
-    _, receiver = workers
-    handoff_id = await loaded_early(workers, 0, list(range(20)))
-    await committed(receiver, handoff_id)
-    work = EarlyWork(arrived=[handoff_id], over=[handoff_id], cleared=list(range(5, 12)))
+    receiver.step(compute=writes(dict.fromkeys(range(20), 99)))
     seen = {}
 
     def look(name, cache):
         seen[name] = cache.clone()
 
-    receiver.step(early=work, compute=look)
-    # Before the model runs, which may use them.
+    receiver.step(cleared=range(5, 12), compute=look)
     assert all((cache[5:12] == 0).all() and (cache[:5] != 0).all() for cache in seen.values())
-    assert all((cache[12:20] == 0).all() for cache in receiver.caches.values())
-    assert receiver.port.release(handoff_id, all_ranks=True)
-    await empty(receiver)
+    assert all((cache[12:20] != 0).all() for cache in seen.values())

@@ -12,7 +12,6 @@ from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.receiving import (
     TRANSITIONS,
     Changed,
-    Grant,
     ReceiverLimits,
     ReceiveState,
     Reply,
@@ -94,8 +93,6 @@ class Harness:
         self.states: dict[bytes, ReceiveState] = {}
         # Epoch for which each handoff last got its staging.
         self.opened: dict[bytes, int] = {}
-        # Grants of handoffs that were claimed ahead.
-        self.granted: list[Grant] = []
 
     def deliver(self, stream: int, message: bytes) -> list[Reply]:
         replies: list[Reply] = []
@@ -113,7 +110,6 @@ class Harness:
                 if before is not None:
                     assert effect.state in TRANSITIONS[before], (before, effect)
                 self.states[effect.handoff_id] = effect.state
-                self.granted += effect.grants
             elif effect.kind == pb.PushReply.KIND_OPENED:
                 self.opened[effect.handoff_id] = effect.epoch
         return [effect for effect in effects if isinstance(effect, Reply)]

@@ -49,8 +49,6 @@ class Decode:
         # Claims that are not released, as (grant, rank).
         self.grants: list[tuple[Grant, int]] = []
         self.loaded: Counter[bytes] = Counter()
-        # Frames that were copied early and verified, by handoff and rank.
-        self.early: dict[tuple[bytes, int], dict[FrameKey, bytes]] = {}
         self._done: set[tuple[bytes, int]] = set()
         self._main, self._scheduler, self._news = Socket(world), Socket(world), Socket(world)
         self._ranks = [Socket(world) for _ in range(_MOST_RANKS)]
@@ -78,41 +76,15 @@ class Decode:
         if is_new:
             self.grants.append((grant, rank))
 
-    def claim_ahead(self, handoff_id: bytes) -> None:
-        self._scheduler.post(
-            lambda: self.carry_out(self.receiver.claim_ahead(handoff_id, self.world.now))
-        )
-
-    def peek(self, handoff_id: bytes, rank: int) -> None:
-        """Lets a rank copy the frames that have arrived, before the commit."""
-
-        def look() -> None:
-            try:
-                grant = self.receiver.peek(handoff_id, rank, 0, 0)
-            except TransferRefused:
-                return
-            self._answers[rank].post(lambda: self._load_early(grant, rank))
-
-        self._ranks[rank].post(look)
-
-    def _load_early(self, grant: Grant, rank: int) -> None:
-        part, expected = self._part(grant), self._expected(grant, rank)
-        copied = self.early.setdefault((grant.handoff_id, rank), {})
-        for frame in grant.frames:
-            at = self._place(grant, frame)
-            if frames.checksum(part[at]) == frame.checksum:
-                assert part[at] == expected[at], (grant, frame)
-                copied[grant.epoch, frame] = part[at]
-
     def load(self, grant: Grant, rank: int) -> None:
         """Copies a claimed part; verified bytes must be correct, however late the copy is."""
         self.grants.remove((grant, rank))
         part, expected = self._part(grant), self._expected(grant, rank)
-        copied, early = b"", self.early.get((grant.handoff_id, rank), {})
+        copied = b""
         for frame in grant.frames:
             at = self._place(grant, frame)
             assert at.start == len(copied)
-            data = early.get((grant.epoch, frame), part[at])
+            data = part[at]
             if frames.checksum(data) != frame.checksum:
                 # The claim has expired, or another rank released it.
                 assert self.states[grant.handoff_id] is not ReceiveState.CLAIMED

@@ -28,7 +28,6 @@ LAYOUT = KvLayout(
 POISON = b"\xff" * TOKEN_BYTES
 LIMITS = ReceiverLimits(
     max_wait_s=4, idle_timeout_s=30, commit_ttl_s=30, claim_timeout_s=30, retry_timeout_s=1,
-    progress_bytes=3 * LAYOUT.block_bytes,
 )  # fmt: skip
 STAGED_BLOCKS, NUM_BLOCKS = 40, 22
 
@@ -170,8 +169,6 @@ class Service:
             if isinstance(effect, Changed):
                 state = pb.LocalHandoffState(
                     handoff_id=effect.handoff_id, epoch=effect.epoch, state=effect.state.value,
-                    num_bytes_received=effect.num_bytes_received,
-                    claims=[claimed(grant) for grant in effect.grants],
                 )  # fmt: skip
                 self.states.pop(effect.handoff_id, None)
                 self.states[effect.handoff_id] = state
@@ -188,14 +185,8 @@ class Service:
         states, self.states = list(self.states.values()), {}
         return states
 
-    def wait(self, timeout_s, beside):
-        pass
-
     def abort_send(self, handoff_id):
         self.given_up.append(handoff_id)
-
-    def claim_ahead(self, handoff_id):
-        self.told(self.receiver.claim_ahead(handoff_id, self.now))
 
     def claim(self, handoff_id, shard):
         try:
@@ -204,12 +195,6 @@ class Service:
             return None
         self.told(effects)
         return Claim.of(claimed(grant))
-
-    def peek(self, handoff_id, shard, epoch, num_seen):
-        try:
-            return Claim.of(claimed(self.receiver.peek(handoff_id, shard, epoch, num_seen)))
-        except TransferRefused:
-            return None
 
     def release(self, handoff_id, shard=0, **how):
         self.told(self.receiver.release(handoff_id, shard, self.now, **how))
@@ -227,17 +212,6 @@ def claimed(grant):
             for frame in grant.frames
         ],
     )  # fmt: skip
-
-
-class Notes:
-    sockets = ()
-
-    def __init__(self):
-        self.notes = []
-
-    def take(self):
-        notes, self.notes = self.notes, []
-        return notes
 
 
 def messages_of(handoff_id, tokens, skip_blocks, *, epoch=1, at_once=3, alter=None):

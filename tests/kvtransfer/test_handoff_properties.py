@@ -158,20 +158,6 @@ class HandoffMachine(RuleBasedStateMachine):
         for rank in ranks:
             decode.claim(handoff_id, rank)
 
-    @precondition(lambda self: self.sends)
-    @rule(data=st.data())
-    def claims_ahead(self, data):
-        """Claims ahead, mostly before the handoff has arrived."""
-        send = data.draw(st.sampled_from(self.under_way() * 4 + self.sends))
-        send.target.claim_ahead(send.handoff_id)
-
-    @precondition(lambda self: self.under_way())
-    @rule(data=st.data(), rank=st.integers(0, 1))
-    def peeks(self, data, rank):
-        """Copies the received frames early; the load uses or replaces these copies."""
-        send = data.draw(st.sampled_from(self.under_way()))
-        send.target.peek(send.handoff_id, rank)
-
     @precondition(lambda self: self.grants())
     @rule(data=st.data())
     def copies(self, data):
@@ -401,14 +387,16 @@ def test_a_new_epoch_after_a_complete_send_keeps_the_commit(is_claimed, again):
     world = World(1, [["link", "grpc"]], [["link", "grpc"]], 2**20)
     (prefill,), (decode,) = world.prefills, world.decodes
     send = prefill.open(bytes(16), decode, 2, 4.0)
-    if is_claimed:
-        decode.claim_ahead(send.handoff_id)
     world.settle()
     prefill.fill_all(send)
     (stream,), (link,) = world.streams, world.links.values()
     prefill.write(stream)
     while link.queue:
         decode.take_from(link, link.queue.popleft())
+    for rank in range(world.layout.num_shards if is_claimed else 0):
+        grant, effects = decode.receiver.claim(send.handoff_id, rank, world.now)
+        decode.carry_out(effects)
+        decode._granted(grant, rank)
     if again == "link lost":
         link.lose()
         prefill.carry_out(prefill.sender.handle_link_lost(link.link_id, "lost", world.now))

@@ -11,7 +11,6 @@ from small_engine import LAYERS, LAYOUT, LIMITS, SHARDS, messages_of
 from baton.kvtransfer import frames, local_wire
 from baton.kvtransfer.arena import Arena, Segment
 from baton.kvtransfer.control import EnginePort
-from baton.kvtransfer.receiving import ReceiverLimits
 from baton.kvtransfer.sending import SenderLimits
 from baton.kvtransfer.service.core import TransferCore
 from baton.kvtransfer.service.local_server import LocalConnection
@@ -69,17 +68,6 @@ async def test_a_claim_comes_in_parts(service):
     assert receiver.num_live == 0
 
 
-async def test_a_peek_shows_the_beginning(service):
-    receiver, port = service
-    deliver(receiver)
-    seen = []
-    while more := (await asyncio.to_thread(port.peek, ID, 1, 1, len(seen))).frames:
-        seen += [(frame.layer, frame.first_block) for frame in more]
-        assert len(more) <= 8
-    assert sorted(seen) == EVERY_FRAME
-    assert port.alive
-
-
 def test_as_many_frames_as_may_be_listed_fit_a_message():
     most = 2**32 - 1
     frame = pb.LocalFrame(
@@ -88,5 +76,3 @@ def test_as_many_frames_as_may_be_listed_fit_a_message():
     )  # fmt: skip
     one = pb.LocalReply(claimed=pb.LocalClaimed(frames=[frame])).ByteSize()
     assert one * local_wire.MAX_LISTED_FRAMES < local_wire.MAX_LOCAL_MESSAGE_BYTES
-    # One message lists all frames of a handoff that was claimed ahead.
-    assert ReceiverLimits(1, 1, 1, 1, 1).max_frames_ahead <= local_wire.MAX_LISTED_FRAMES

@@ -1,7 +1,6 @@
 """A receiver: loads, refusals with their messages, timeouts, drops."""
 
 import random
-from dataclasses import replace
 
 import pytest
 from receiver_harness import (
@@ -184,12 +183,12 @@ def test_a_drop_does_not_free_claimed_staging(harness):
 @pytest.mark.parametrize("why", [pb.REFUSAL_REASON_CANCELLED, pb.REFUSAL_REASON_EXPIRED])
 def test_a_release_without_a_load_fails_the_handoff(harness, stage, why):
     handoff_id, receiver = IDS[0], harness.receiver
-    if stage == "claimed":
-        receiver.claim_ahead(handoff_id, harness.now)
     if stage != "unopened":
         harness.deliver(1, open_message(handoff_id, 1, 2))
     if stage in ("committed", "claimed"):
         harness.send_all(1, handoff_id, 1, 2)
+    if stage == "claimed":
+        harness.seen(receiver.claim(handoff_id, 0, harness.now)[1])
     for not_loaded in (why, pb.REFUSAL_REASON_UNSPECIFIED):
         harness.seen(
             receiver.release(handoff_id, 0, harness.now, all_ranks=True, not_loaded=not_loaded)
@@ -217,46 +216,3 @@ def test_tombstones_are_bounded(harness):
     for number in range(200):
         harness.receiver.drop(number.to_bytes(16, "big"), harness.now)
     assert len(list(harness.receiver.known())) == LIMITS.max_tombstones
-
-
-def test_a_peek_returns_received_frames_and_claims_nothing():
-    harness, stream, handoff_id = Harness(), 1, IDS[0]
-    with pytest.raises(TransferRefused, match="not known"):
-        harness.receiver.peek(handoff_id, 0, 0, 0)
-    harness.deliver(stream, open_message(handoff_id, 1, 2))
-    data, commits = honest_messages(handoff_id, 1, 2)
-    ours = [message for message in data if next(iter(frames.decode(message))).rank == 0]
-    for message in ours[:3]:
-        harness.deliver(stream, message)
-    seen = harness.receiver.peek(handoff_id, 0, 0, 0)
-    assert [(frame.layer, frame.first_block) for frame in seen.frames] == [(0, 0), (0, 1), (1, 0)]
-    assert harness.receiver.peek(handoff_id, 0, 1, 3).frames == ()
-    assert harness.receiver.peek(handoff_id, 1, 1, 0).frames == ()
-    with pytest.raises(TransferRefused, match="rank 2"):
-        harness.receiver.peek(handoff_id, 2, 1, 0)
-    for message in data + commits:
-        if message not in ours[:3]:
-            harness.deliver(stream, message)
-    assert harness.states[handoff_id] is ReceiveState.COMMITTED
-    rest = harness.receiver.peek(handoff_id, 0, 1, 3)
-    assert [(frame.layer, frame.first_block) for frame in rest.frames] == [(1, 1)]
-    # A caller that saw another epoch gets all frames.
-    assert len(harness.receiver.peek(handoff_id, 0, 2, 3).frames) == 4
-    grant, _ = harness.receiver.claim(handoff_id, 0, harness.now)
-    assert (grant.offset, grant.epoch) == (seen.offset, seen.epoch)
-    assert set(grant.frames) == {*seen.frames, *rest.frames}
-
-
-@pytest.mark.parametrize(
-    ("progress_blocks", "expected"), [(3, [3, 6, 9, 12, 14, 15]), (100, [8, 12, 14, 15])]
-)
-def test_subscribers_are_told_the_progress_of_handoffs(progress_blocks, expected):
-    limits = replace(LIMITS, progress_bytes=progress_blocks * LAYOUT.block_bytes)
-    harness, told = Harness(limits), []
-    harness.deliver(1, open_message(IDS[0], 1, 4))
-    data, _ = honest_messages(IDS[0], 1, 4)
-    for message in data:
-        (frame,) = frames.decode(message)
-        told += harness.receiver.handle_frame(1, frame, harness.now)
-    assert [change.num_bytes_received // LAYOUT.block_bytes for change in told] == expected
-    assert {change.state for change in told} == {ReceiveState.RECEIVING}

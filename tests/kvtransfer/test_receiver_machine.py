@@ -195,15 +195,6 @@ class ReceiverMachine(RuleBasedStateMachine):
         self.grants.append((grant, rank))
 
     @precondition(lambda self: self.known)
-    @rule(data=st.data(), soon=st.booleans())
-    def claims_ahead(self, data, soon):
-        """Claims ahead, also before the open and after the end."""
-        harness = self.harness
-        next_id = (len(self.known) + 1).to_bytes(16, "big")
-        handoff_id = next_id if soon else self.pick(data).handoff_id
-        harness.seen(harness.receiver.claim_ahead(handoff_id, harness.now))
-
-    @precondition(lambda self: self.known)
     @rule(data=st.data(), rank=st.integers(0, 2), all_ranks=st.booleans())
     def releases(self, data, rank, all_ranks):
         harness, sent = self.harness, self.pick(data)
@@ -219,10 +210,6 @@ class ReceiverMachine(RuleBasedStateMachine):
     def intact(self):
         harness = self.harness
         harness.receiver.check_integrity()
-        for at, grant in enumerate(harness.granted):
-            if harness.states[grant.handoff_id] is ReceiveState.CLAIMED:
-                self.check(grant, at % LAYOUT.tp_size)
-        harness.granted.clear()
         # The staging of a claimed part must not change.
         self.grants = [
             (grant, rank)

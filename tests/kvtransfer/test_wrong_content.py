@@ -1,36 +1,15 @@
 """Wrong bytes in blocks reach no other request and no other worker."""
 
 import pytest
-from early_engine import NUM_OUTPUTS, as_scheduled, engine_with, num_uncommitted
+from random_engine import as_scheduled, engine_with
 from small_engine import SIZE, Request
-
-
-@pytest.mark.parametrize("how", ["is sent again", "is cancelled", "waits for blocks"])
-def test_wrong_early_bytes_are_cleared_from_their_blocks(how):
-    """CPU attention multiplies the bytes behind a block's last token by zero, so NaNs spread."""
-    engine, coming = engine_with(20, 1, 0, fault="foreign bytes")
-    engine.deliver(coming, num_uncommitted(coming))
-    engine.run_step()
-    if how == "is sent again":
-        engine.deliver(coming, 1000)
-        engine.tell(coming)
-    elif how == "is cancelled":
-        engine.abort(coming)
-    else:
-        engine.run_step(num_free=0)
-    # The next request gets the blocks that were freed last, and fills a part of each.
-    other = engine.submit_plain([9])
-    for _ in range(NUM_OUTPUTS):
-        engine.run_step()
-    assert other.num_outputs == NUM_OUTPUTS
-    engine.teardown()
 
 
 @pytest.mark.parametrize("verifies_late", [False, True])
 def test_blocks_computed_from_a_failed_load_leave_the_prefix_cache(verifies_late):
     engine, coming = engine_with(20, 1, 0, is_calm=False, verifies_late=verifies_late)
     engine.deliver(coming, 1000)
-    engine.tell(coming)
+    engine.submit(coming)
     engine.staging_is_altered(0)
     # This request shares the blocks that this step loads, and ends before they prove wrong.
     other = engine.submit_plain([1] * 14 + [9] * 8)
@@ -49,7 +28,7 @@ def test_blocks_computed_from_a_failed_load_leave_the_prefix_cache(verifies_late
 def test_blocks_computed_ahead_from_a_failed_load_leave_the_prefix_cache(verifies_late):
     engine, coming = engine_with(20, 1, 0, is_calm=False, verifies_late=verifies_late)
     engine.deliver(coming, 1000)
-    engine.tell(coming)
+    engine.submit(coming)
     engine.staging_is_altered(0)
     scheduled = engine.schedule()
     loading = engine.half.step(as_scheduled(scheduled))
@@ -66,38 +45,12 @@ def test_blocks_computed_ahead_from_a_failed_load_leave_the_prefix_cache(verifie
     engine.teardown()
 
 
-def test_wrong_blocks_kept_for_a_handoff_are_cleared_before_reuse():
-    engine, coming = engine_with(20, 1, 0, is_calm=False, verifies_late=True)
-    engine.deliver(coming, 1000)
-    engine.tell(coming)
-    engine.staging_is_altered(0)
-    # This request computes a block from the load, and the next prompt shares that block.
-    engine.submit_plain([1] * 18 + [2] * 4)
-    scheduled = engine.schedule()
-    loading = engine.half.step(as_scheduled(scheduled))
-    engine.submit_one(26, 1, 0, announced=True)
-    engine.deliver(engine.coming[-1], 10)
-    assert not engine.schedule(only_waiting=True)
-    following = engine.half.step(as_scheduled([]))
-    assert following.early.begun
-    done = [engine.work(scheduled, loading, []), engine.work([], following, [])]
-    engine.take_output(scheduled, *done[0])
-    engine.take_output([], *done[1])
-    assert not engine.running
-    engine.abort(engine.coming[-1])
-    for token in range(30, 30 + len(engine.pool.free)):
-        engine.submit_plain([token])
-    engine.run_step()
-    assert not engine.pool.free
-    engine.teardown()
-
-
 @pytest.mark.parametrize("when", ["with it", "before its output", "after it"])
 def test_loaded_blocks_are_handed_on_only_after_they_are_verified(when):
     """The next receiver could not find the fault: its checksums would match the wrong bytes."""
     engine, coming = engine_with(20, 1, 0)
     engine.deliver(coming, 1000)
-    engine.tell(coming)
+    engine.submit(coming)
     handoff_id, tokens = bytes(16), [1] * 14 + [9] * 8
     send = {"handoff_id": handoff_id.hex(), "offset": 0, "num_tokens": 22, "skip_tokens": 0}
     sending = Request("sends", tokens, {"baton_send": send})
@@ -127,6 +80,6 @@ def test_a_wrong_load_in_a_step_scheduled_ahead_is_found_with_its_output():
     engine.deliver(coming, 1000)
     engine.staging_is_altered(0)
     engine.submit_plain([9] * SIZE)
-    engine.run_step([("tell", coming)], ahead=True)
+    engine.run_step([("submit", coming)], ahead=True)
     assert coming.request not in engine.running
     engine.teardown()

@@ -35,19 +35,16 @@ def one_by_one() -> list[cases.Case]:
         *(cases.greedy(f"length-{n}-again", cases.prompt(n, 50), 12) for n in reversed(LENGTHS)),
         cases.greedy("long-again", long, 4),
         cases.greedy("long-at-once-again", long, 4),
-        *early(),
+        *waiting(),
     ]
 
 
-def early() -> list[cases.Case]:
-    """Announced to the decode engine, which has all of the prompt before its first token."""
-    lengths = {"early-1": 3 * cases.CHUNK + 5, "early-2": 70, "early-3": 64, "early-4": 8}
+def waiting() -> list[cases.Case]:
+    """Requests that are submitted to the decode engine before their handoff is committed."""
+    lengths = {"waits-1": 3 * cases.CHUNK + 5, "waits-2": 70, "waits-3": 64, "waits-4": 8}
     return [
-        {**cases.greedy("early-0", cases.prompt(300, 70), 8), "early": "and aborted"},
-        *(
-            {**cases.greedy(name, cases.prompt(length, 71), 8), "early": "and submitted"}
-            for name, length in lengths.items()
-        ),
+        {**cases.greedy(name, cases.prompt(length, 71), 8), "waits": True}
+        for name, length in lengths.items()
     ]
 
 

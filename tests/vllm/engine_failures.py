@@ -1,25 +1,16 @@
-"""Requests that vLLM's engine core cannot even begin with: what becomes of them."""
+"""Requests that fail in vLLM's engine core before its scheduler gets them."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import dataclasses
 import os
 import secrets
 import signal
-from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import vllm_cases as cases
 from engine_handoffs import Side
-from vllm.v1.engine import (
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
-)
-from vllm.v1.metrics.stats import SchedulerStats
+from vllm.v1.engine import EngineCoreRequest
 
 from baton.engine.base import (
     EngineDead,
@@ -36,43 +27,29 @@ TIMEOUT_S, COMMIT_TIMEOUT_S = 60.0, 3600.0
 SAMPLING = common_pb2.SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 
-class Given:
-    """What an engine's core was given, and what its scheduler was told of that.
+class Failing:
+    """Makes an engine core's next requests fail in its preprocessing.
 
     Attributes:
-        fails: whether what is given from now on fails in the core's preprocessing.
-        num_seen: requests that its scheduler will see.
-        crossing: told by the core before anything else: that a request has failed which has ended.
-        told: the last count of them.
+        num_left: Number of requests that still fail.
     """
 
     def __init__(self, engine: Any) -> None:
-        self.fails, self.num_seen, self.told = False, engine._num_submitted, 0
-        failed = EngineCoreOutput("ended#0", [], finish_reason=FinishReason.ERROR)
-        self.crossing = [EngineCoreOutputs(outputs=[failed], scheduler_stats=SchedulerStats())]
-        self._get, engine._core.get_output_async = engine._core.get_output_async, self._gets
-        self._add, self._note = engine._core.add_request_async, engine._notes.note
-        engine._core.add_request_async, engine._notes.note = self._adds, self._notes
-
-    async def _gets(self) -> EngineCoreOutputs:
-        return self.crossing.pop() if self.crossing else await self._get()
+        self.num_left = 0
+        self._add = engine._core.add_request_async
+        engine._core.add_request_async = self._adds
 
     async def _adds(self, run: EngineCoreRequest) -> None:
-        if self.fails:
+        if self.num_left:
+            self.num_left -= 1
             run.sampling_params = run.sampling_params.clone()
-            # A request asserts that it has some.
+            # vLLM's Request asserts that max_tokens is set.
             run.sampling_params.max_tokens = None
-        else:
-            self.num_seen += 1
         await self._add(run)
-
-    def _notes(self, num: int, handoff_id: bytes = b"", token_ids: Sequence[int] = ()) -> bool:
-        self.told = num
-        return bool(self._note(num, handoff_id, token_ids))
 
 
 async def outputs(decode: Side, request: EngineRequest) -> list[EngineOutput]:
-    """All of a request that is submitted now."""
+    """Submits a request and returns all its outputs."""
     queue = decode._outputs[request.request_id] = asyncio.Queue()
     await decode.engine.submit(request)
     found = [await queue.get()]
@@ -81,17 +58,13 @@ async def outputs(decode: Side, request: EngineRequest) -> list[EngineOutput]:
     return found
 
 
-async def pushed(decode: Side, given: Given, prompt: list[int]) -> dict[str, bool]:
-    """A prompt that fails once, and is computed then, when its staging may be another's."""
+async def pushed(decode: Side, failing: Failing, prompt: list[int]) -> dict[str, bool]:
+    """A prefill that fails once: its second run must not write to the send's staging."""
     num_bytes = decode.info.layout.handoff_bytes(decode.info.layout.num_blocks(len(prompt)))
     send = SendHandoff(secrets.token_bytes(16), 0, len(prompt))
-    queue = decode._outputs["sends"] = asyncio.Queue()
-    given.fails = True
-    await decode.engine.submit(
-        EngineRequest("sends", prompt, SAMPLING, prefill_only=True, send=send)
-    )
-    given.fails = False
-    output = await queue.get()
+    failing.num_left = 1
+    request = EngineRequest("sends", prompt, SAMPLING, prefill_only=True, send=send)
+    output, *_ = await outputs(decode, request)
     port = EnginePort(decode.transfer.socket_path)
     is_written = any(port.memory[:num_bytes])
     port.close()
@@ -99,10 +72,10 @@ async def pushed(decode: Side, given: Given, prompt: list[int]) -> dict[str, boo
 
 
 async def cut_off(decode: Side, waiting: EngineRequest) -> str:
-    """What an engine says of the end of its transfer service, of which a request awaits news."""
+    """Returns the engine's error when its transfer service ends while a request waits."""
     os.kill(decode.transfer.pid, signal.SIGKILL)
     await decode.transfer.gone.wait()
-    await decode.engine.announce(waiting, 1)
+    await decode.engine.submit(waiting)
     try:
         while True:
             await decode.engine.next_step()
@@ -110,52 +83,28 @@ async def cut_off(decode: Side, waiting: EngineRequest) -> str:
         return str(error)
 
 
-@contextlib.asynccontextmanager
-async def another_step(decode: Side) -> AsyncIterator[None]:
-    """Ends once the engine has told of something again."""
-    async with decode._stepped:
-        until = decode._num_steps + 1
-    yield
-    async with decode._stepped:
-        await decode._stepped.wait_for(lambda: decode._num_steps >= until)
-
-
-async def announced_and_failed(decode: Side) -> dict[str, Any]:
-    """What came of them; the engine has ended then."""
+async def failures(decode: Side) -> dict[str, Any]:
+    """Runs all cases; the last one ends the engine."""
     prompt, made = cases.prompt(40, 4200), dict[str, Any]()
-    given = Given(decode.engine)
+    failing = Failing(decode.engine)
     expected, _ = await decode.finish(EngineRequest("plain", prompt, SAMPLING))
 
-    def announced(name: str) -> EngineRequest:
-        """Of a handoff that never comes."""
+    def waiting(name: str) -> EngineRequest:
+        """A request whose handoff never comes."""
         receive = ReceiveHandoff(secrets.token_bytes(16), len(prompt), COMMIT_TIMEOUT_S)
-        return EngineRequest(name, prompt, SAMPLING, receive=receive)
+        return EngineRequest(name, prompt, SAMPLING, known_token_ids=expected[:1], receive=receive)
 
-    for name in ("heard of", "not heard of", "fails again"):
-        request = announced(name)
-        submitted = dataclasses.replace(request, known_token_ids=expected[:1])
-        given.fails = True
-        async with asyncio.timeout(TIMEOUT_S):
-            if name == "not heard of":
-                await decode.engine.announce(request, 1)
-            else:
-                async with another_step(decode):
-                    await decode.engine.announce(request, 1)
-            given.fails = name == "fails again"
-            found = await outputs(decode, submitted)
-        tokens = [token for one in found for token in one.token_ids]
-        made[name] = {
-            "is_right": expected[:1] + tokens == expected,
-            "is_error": found[-1].finish is Finish.ERROR,
-        }
-    given.fails = False
     async with asyncio.timeout(TIMEOUT_S):
-        made["pushed"] = await pushed(decode, given, prompt)
-    # One that waits makes the scheduler be told of all.
-    await decode.engine.announce(announced("waits"), 1)
-    made["num_unseen"] = given.told - given.num_seen
-    made["num_untold"] = len(given.crossing)
-    await decode.engine.abort(["waits"])
+        for num_failures, name in ((1, "fails once"), (2, "fails twice")):
+            failing.num_left = num_failures
+            found = await outputs(decode, waiting(name))
+            tokens = [token for one in found for token in one.token_ids]
+            made[name] = {
+                "is_right": expected[:1] + tokens == expected,
+                "is_error": found[-1].finish is Finish.ERROR,
+            }
     async with asyncio.timeout(TIMEOUT_S):
-        made["cut off"] = await cut_off(decode, announced("in vain"))
+        made["pushed"] = await pushed(decode, failing, prompt)
+    async with asyncio.timeout(TIMEOUT_S):
+        made["cut off"] = await cut_off(decode, waiting("in vain"))
     return made

@@ -29,12 +29,7 @@ ENGINE_ARGS = {
     # 64 blocks: the cases overflow them several times.
     "kv_cache_memory_bytes": 2**20,
 }
-STAGING = KvTransferConfig(
-    send_bytes=16 * 2**20,
-    receive_bytes=16 * 2**20,
-    # Less than a chunk's.
-    progress_bytes=4096,
-)
+STAGING = KvTransferConfig(send_bytes=16 * 2**20, receive_bytes=16 * 2**20)
 # Four ranks may share two cores with other tests, and the first steps of a process are its slowest.
 TIMEOUT_S = 240.0
 
@@ -49,7 +44,6 @@ class Side:
         # What its steps said of its prefix cache.
         self._cached: set[int] = set()
         self.num_evicted = 0
-        self._num_steps, self._stepped = 0, asyncio.Condition()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -68,9 +62,6 @@ class Side:
                 self.num_evicted += len(step.cache.removed)
             for output in step.outputs:
                 self._outputs[output.request_id].put_nowait(output)
-            self._num_steps += 1
-            async with self._stepped:
-                self._stepped.notify_all()
 
     def num_cached_tokens(self, token_ids: Sequence[int]) -> int:
         """How many first tokens of a prompt it would take from its cache, by what it said."""
@@ -79,23 +70,10 @@ class Side:
         hashes = block_hashes(token_ids[:-1], block_size)
         return block_size * sum(1 for _ in takewhile(self._cached.__contains__, hashes))
 
-    async def has_looked_around(self) -> None:
-        """Waits until steps have been made that know of all that has come by now, and are over.
-
-        A step may have been made already, another one be on its way here.
-        """
-        until = self._num_steps + 4
-        async with self._stepped:
-            await self._stepped.wait_for(lambda: self._num_steps >= until)
-
     async def _read_events(self) -> None:
         while True:
             for event in await self.transfer.next_events():
-                # Claimed ahead it is committed and claimed at once.
-                if event.state in (
-                    kv_transfer_pb2.HANDOFF_STATE_COMMITTED,
-                    kv_transfer_pb2.HANDOFF_STATE_CLAIMED,
-                ):
+                if event.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED:
                     self._commit(event.handoff_id).set()
 
     def _commit(self, handoff_id: bytes) -> asyncio.Event:
@@ -158,23 +136,14 @@ async def hand_over(prefill: Side, decode: Side, case: cases.Case) -> dict[str, 
     )
     send = SendHandoff(handoff_id, offset, len(prompt))
     receive = ReceiveHandoff(handoff_id, len(prompt), TIMEOUT_S)
-    early = case.get("early")
-    if early:
-        announced = EngineRequest(f"{name}-d", prompt, sampling, receive=receive)
-        await decode.engine.announce(announced, 1)
     said_by_prefill = prefill.num_cached_tokens(prompt)
     first, computed = await prefill.finish(
         EngineRequest(f"{name}-p", prompt, sampling, prefill_only=True, send=send)
     )
-    await decode.committed(handoff_id)
+    if not case.get("waits"):
+        await decode.committed(handoff_id)
     if (rank := case.get("spoiled_rank")) is not None:
         spoil(decode, rank, num_blocks)
-    if early:
-        await decode.has_looked_around()
-    if early == "and aborted":
-        await decode.engine.abort([f"{name}-d"])
-        decode.transfer.drop(handoff_id)
-        return {"name": name, "token_ids": first}
     # Forced tokens are no part of what a request begins with.
     said_by_decode = decode.num_cached_tokens(
         prompt if needs_exact_state(sampling) else prompt + first
@@ -188,7 +157,6 @@ async def hand_over(prefill: Side, decode: Side, case: cases.Case) -> dict[str, 
         "num_cached_by_prefill": computed.num_cached_tokens,
         "num_cached_by_decode": loaded.num_cached_tokens,
         "num_loaded": loaded.num_handoff_tokens,
-        "num_loaded_early": loaded.num_early_tokens,
         "said_by_prefill": said_by_prefill,
         "said_by_decode": said_by_decode,
     }

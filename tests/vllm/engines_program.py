@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from engine_failures import announced_and_failed
+from engine_failures import failures
 from engine_handoffs import TIMEOUT_S, handed_over, side
 
 
@@ -47,8 +47,8 @@ async def run(model: str, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
         prefill, decode = (each.result() for each in sides)
         made = await handed_over(prefill, decode, given)
         made["segments"] = shared_segments()
-        # The last, for it ends the decode engine.
-        made["announced"] = await announced_and_failed(decode)
+        # This comes last because it ends the decode engine.
+        made["failures"] = await failures(decode)
     return made
 
 

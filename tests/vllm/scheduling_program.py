@@ -55,16 +55,6 @@ class Port:
         pass
 
 
-class Notes:
-    sockets = ()
-
-    def __init__(self, _: str) -> None:
-        pass
-
-    def take(self) -> list[kv_transfer_pb2.LocalNote]:
-        return []
-
-
 class Engine:
     """A scheduler, and as much of a model as says which tokens each slot's keys were made of.
 
@@ -200,7 +190,6 @@ def failed_load(*, is_fenced: bool) -> dict[str, Any]:
     prompt = list(range(1000, 1000 + 3 * BLOCK + 1))
     receive = {
         "handoff_id": HANDOFF.hex(), "num_tokens": 3 * BLOCK, "skip_tokens": 0, "timeout_s": 60.0,
-        "num_coming": None,
     }  # fmt: skip
     engine.add("wants", range(BLOCK - 1), URGENT, 8)
     engine.schedule()
@@ -276,7 +265,7 @@ def output_beside_a_prompt() -> dict[str, Any]:
 
 def main() -> dict[str, Any]:
     """What came of each scenario."""
-    vllm_connector.EnginePort, vllm_connector.NoteReader = Port, Notes  # type: ignore[misc,assignment]
+    vllm_connector.EnginePort = Port  # type: ignore[misc,assignment]
     init_none_hash(sha256)
     return {
         "failed load": failed_load(is_fenced=True),

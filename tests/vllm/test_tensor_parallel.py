@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import vllm_cases as cases
-from engine_cases import MODEL, RANKS, SHARED, early, one_by_one, together
+from engine_cases import MODEL, RANKS, SHARED, one_by_one, together
 from vllm_programs import PlainVllm, Program
 
 from baton.runtime import demo_model
@@ -45,8 +45,6 @@ def test_tokens_equal_those_of_one_plain_vllm(
     made: tuple[dict[str, Any], list[cases.Case]], results: Results
 ) -> None:
     expected = {case["name"]: case["expected"]["token_ids"] for case in made[1]}
-    # Of this one only the first token was asked for in the end.
-    expected["early-0"] = expected["early-0"][:1]
     assert {name: result["token_ids"] for name, result in results.items()} == expected
 
 
@@ -57,7 +55,7 @@ def test_each_rank_has_its_own_heads(made: tuple[dict[str, Any], list[cases.Case
 def test_what_was_computed_once_is_loaded(results: Results) -> None:
     for case in [*one_by_one(), *together()]:
         result, sampling = results[case["name"]], case["sampling"]
-        if sampling["max_tokens"] == 1 or case.get("early") == "and aborted":
+        if sampling["max_tokens"] == 1:
             continue
         # Where known tokens are forced, the prompt's last token is computed again.
         forced = {"seed", "frequency_penalty"} & sampling.keys()
@@ -66,11 +64,6 @@ def test_what_was_computed_once_is_loaded(results: Results) -> None:
             # One rank's part was bad: nothing of the handoff counts.
             loadable = 0
         assert result["num_cached_by_decode"] + result["num_loaded"] == loadable, case["name"]
-
-
-def test_prompts_are_loaded_before_the_first_token_is_known(results: Results) -> None:
-    for case in early()[1:]:
-        assert results[case["name"]]["num_loaded_early"] == len(case["prompt"]), case["name"]
 
 
 def test_blocks_from_a_prefix_cache_are_handed_over_too(results: Results) -> None:
@@ -86,7 +79,7 @@ def test_what_is_cached_is_what_the_engines_said(
     alone = [
         results[case["name"]]
         for case in one_by_one()
-        if case["sampling"]["max_tokens"] > 1 and "early" not in case
+        if case["sampling"]["max_tokens"] > 1 and "waits" not in case
     ]
     for side in ("prefill", "decode"):
         said = {result["name"]: result[f"said_by_{side}"] for result in alone}

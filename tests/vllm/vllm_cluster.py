@@ -63,8 +63,6 @@ CONFIG = {
         # What other workers dial is the relay, on the same port.
         "advertise_host": RELAY_HOST,
         "commit_ttl_s": 3,
-        # Handoffs of this model are small: a block of every layer or two.
-        "progress_bytes": 2**16,
     },
 }
 
@@ -99,8 +97,8 @@ class Cluster:
         arguments = json.loads(self.transfer_service(role).cmdline()[-1])
         return EnginePort(arguments["socket_path"])
 
-    def handoff_tokens(self) -> dict[str, int]:
-        """Prompt tokens that the decode worker has loaded from handoffs, early and at the start."""
+    def handoff_tokens(self) -> int:
+        """Returns the number of prompt tokens that the decode worker has loaded from handoffs."""
         for each in self.worker_process("decode").net_connections("tcp"):
             if each.status != psutil.CONN_LISTEN:
                 continue
@@ -109,11 +107,8 @@ class Cluster:
                 with urllib.request.urlopen(url, timeout=2) as answer:
                     lines = answer.read().decode().splitlines()
                 name = "baton_worker_handoff_prompt_tokens_total{"
-                found = [line for line in lines if line.startswith(name)]
-                return {
-                    line.split('loaded="')[1].split('"')[0]: int(float(line.split()[-1]))
-                    for line in found
-                }
+                (found,) = [line for line in lines if line.startswith(name)]
+                return int(float(found.split()[-1]))
         raise AssertionError("the decode worker serves no metrics")
 
     def engine_processes(self, role: str) -> list[psutil.Process]:

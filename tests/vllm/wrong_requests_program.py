@@ -28,7 +28,6 @@ async def said() -> dict[str, str]:
         mock.patch.object(
             vllm_engine.EngineCoreClient, "make_async_mp_client", return_value=mock.AsyncMock()
         ),
-        mock.patch.object(vllm_engine, "NoteWriter"),
     ):
         model = demo_model.ensure("demo")
         engine = vllm_engine.VllmEngine(model, "m", ARGUMENTS, f"{own}/kv.sock")

@@ -155,22 +155,6 @@ async def test_a_handoff_between_two_workers(coordinator, start_worker, vocabula
         await second.stop()
 
 
-async def test_an_expected_decode_needs_no_second_prompt(coordinator, start_worker, vocabulary):
-    start_worker(DECODE)
-    stream = await coordinator.stream()
-    prompt, handoff = [5, 6, 7], plan(secrets.token_bytes(16), "", 3, commit_timeout_s=0.1)
-    expect = cluster_pb2.ExpectCommand(
-        spec=spec("r", prompt, max_tokens=6), handoff=handoff, num_coming_tokens=1
-    )
-    await coordinator.command(stream, expect=expect)
-    known = expected_tokens(vocabulary, prompt, 1)
-    decode = cluster_pb2.DecodeCommand(spec=spec("r", [], known=known, max_tokens=6), expected=True)
-    await coordinator.command(stream, decode=decode)
-    # The handoff never comes, so the decode worker computes the prompt.
-    assert known + tokens_of(await stream.outputs("r")) == expected_tokens(vocabulary, prompt, 6)
-    await stream.idle()
-
-
 async def test_a_decode_does_not_wait_for_a_cancelled_handoff(
     coordinator, start_worker, vocabulary
 ):
@@ -186,28 +170,6 @@ async def test_a_decode_does_not_wait_for_a_cancelled_handoff(
     await coordinator.command(stream, cancel=cancel)
     # The output comes although the commit timeout has not passed.
     assert known + tokens_of(await stream.outputs("r")) == expected_tokens(vocabulary, prompt, 6)
-    await stream.idle()
-
-
-async def test_only_a_decode_that_was_not_expected_fails(coordinator, start_worker):
-    start_worker(DECODE)
-    stream = await coordinator.stream()
-    expected = spec("r", [5, 6], attempt=1, max_tokens=6)
-    expect = cluster_pb2.ExpectCommand(
-        spec=expected, handoff=plan(secrets.token_bytes(16), "", 2), num_coming_tokens=1
-    )
-    await coordinator.command(stream, expect=expect)
-    for attempt, name in ((2, "r"), (1, "other")):
-        decode = cluster_pb2.DecodeCommand(
-            spec=spec(name, [], attempt=attempt, known=[1], max_tokens=6), expected=True
-        )
-        await coordinator.command(stream, decode=decode)
-        (output,) = await stream.outputs(name)
-        assert "got no ExpectCommand" in output.failed.message
-    cancel = cluster_pb2.CancelCommand(
-        request_id="r", attempt=1, handoff_id=expect.handoff.handoff_id
-    )
-    await coordinator.command(stream, cancel=cancel)
     await stream.idle()
 
 

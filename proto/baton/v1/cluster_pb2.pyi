@@ -123,7 +123,6 @@ class CoordinatorMessage(_message.Message):
     SET_ROLE_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     RELEASE_FIELD_NUMBER: _builtins.int
-    EXPECT_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
     ROLLOUT_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
@@ -146,8 +145,6 @@ class CoordinatorMessage(_message.Message):
     @_builtins.property
     def release(self) -> Global___ReleaseCommand: ...
     @_builtins.property
-    def expect(self) -> Global___ExpectCommand: ...
-    @_builtins.property
     def profile(self) -> Global___ProfileCommand: ...
     @_builtins.property
     def rollout(self) -> Global___RolloutRecord: ...
@@ -167,16 +164,15 @@ class CoordinatorMessage(_message.Message):
         set_role: Global___SetRoleCommand | None = ...,
         drain: Global___DrainCommand | None = ...,
         release: Global___ReleaseCommand | None = ...,
-        expect: Global___ExpectCommand | None = ...,
         profile: Global___ProfileCommand | None = ...,
         rollout: Global___RolloutRecord | None = ...,
         batch: _abc.Iterable[Global___CoordinatorMessage] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "rollout", b"rollout", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "rollout", b"rollout", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "expect", b"expect", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "rollout", b"rollout", "seq", b"seq", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "rollout", b"rollout", "seq", b"seq", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "expect", "profile", "rollout"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "profile", "rollout"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -352,7 +348,6 @@ class Capacity(_message.Message):
     MAX_RECEIVE_BYTES_FIELD_NUMBER: _builtins.int
     SUPPORTS_FORCED_TOKENS_FIELD_NUMBER: _builtins.int
     KEEPS_PREFIXES_FIELD_NUMBER: _builtins.int
-    LOADS_EARLY_FIELD_NUMBER: _builtins.int
     kv_tokens: _builtins.int
     block_size_tokens: _builtins.int
     max_num_seqs: _builtins.int
@@ -368,8 +363,6 @@ class Capacity(_message.Message):
     """
     keeps_prefixes: _builtins.bool
     """Whether prefix caching is on, so that the KV blocks of a cancelled prompt stay usable."""
-    loads_early: _builtins.bool
-    """Whether the worker loads a handoff while it arrives; only then send it an ExpectCommand."""
     def __init__(
         self,
         *,
@@ -381,11 +374,10 @@ class Capacity(_message.Message):
         max_receive_bytes: _builtins.int = ...,
         supports_forced_tokens: _builtins.bool = ...,
         keeps_prefixes: _builtins.bool = ...,
-        loads_early: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "keeps_prefixes", b"keeps_prefixes", "kv_tokens", b"kv_tokens", "loads_early", b"loads_early", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_receive_bytes", b"max_receive_bytes", "max_send_bytes", b"max_send_bytes", "supports_forced_tokens", b"supports_forced_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "keeps_prefixes", b"keeps_prefixes", "kv_tokens", b"kv_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_receive_bytes", b"max_receive_bytes", "max_send_bytes", b"max_send_bytes", "supports_forced_tokens", b"supports_forced_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -744,9 +736,6 @@ class DecodeCommand(_message.Message):
 
     SPEC_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
-    EXPECTED_FIELD_NUMBER: _builtins.int
-    expected: _builtins.bool
-    """An ExpectCommand for this attempt came before; the prompt and handoff plan are omitted here."""
     @_builtins.property
     def spec(self) -> Global___RequestSpec: ...
     @_builtins.property
@@ -758,50 +747,14 @@ class DecodeCommand(_message.Message):
         *,
         spec: Global___RequestSpec | None = ...,
         handoff: Global___HandoffPlan | None = ...,
-        expected: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected", b"expected", "handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeCommand: _TypeAlias = DecodeCommand  # noqa: Y015
-
-@_typing.final
-class ExpectCommand(_message.Message):
-    """Tells a decode worker to expect this attempt: another worker is computing its prompt. A
-    DecodeCommand or CancelCommand follows. The worker may load KV blocks of the handoff as they
-    arrive, so that the KV cache is loaded when the first token is known.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SPEC_FIELD_NUMBER: _builtins.int
-    HANDOFF_FIELD_NUMBER: _builtins.int
-    NUM_COMING_TOKENS_FIELD_NUMBER: _builtins.int
-    num_coming_tokens: _builtins.int
-    """Number of further known tokens that the DecodeCommand will have."""
-    @_builtins.property
-    def spec(self) -> Global___RequestSpec:
-        """Includes the tokens that are known already."""
-
-    @_builtins.property
-    def handoff(self) -> Global___HandoffPlan: ...
-    def __init__(
-        self,
-        *,
-        spec: Global___RequestSpec | None = ...,
-        handoff: Global___HandoffPlan | None = ...,
-        num_coming_tokens: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "num_coming_tokens", b"num_coming_tokens", "spec", b"spec"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ExpectCommand: _TypeAlias = ExpectCommand  # noqa: Y015
 
 @_typing.final
 class HandoffPlan(_message.Message):
@@ -1182,7 +1135,6 @@ class StageTimings(_message.Message):
     HANDOFF_WAIT_US_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_HANDOFF_TOKENS_FIELD_NUMBER: _builtins.int
-    NUM_EARLY_TOKENS_FIELD_NUMBER: _builtins.int
     queue_us: _builtins.int
     """From the command's arrival until the first engine step of the request."""
     run_us: _builtins.int
@@ -1192,8 +1144,6 @@ class StageTimings(_message.Message):
     num_cached_tokens: _builtins.int
     num_handoff_tokens: _builtins.int
     """Prompt tokens loaded from the handoff; 0 if the handoff failed and the prompt was recomputed."""
-    num_early_tokens: _builtins.int
-    """Part of these that was loaded before the first token was known."""
     def __init__(
         self,
         *,
@@ -1202,11 +1152,10 @@ class StageTimings(_message.Message):
         handoff_wait_us: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
         num_handoff_tokens: _builtins.int = ...,
-        num_early_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_wait_us", b"handoff_wait_us", "num_cached_tokens", b"num_cached_tokens", "num_early_tokens", b"num_early_tokens", "num_handoff_tokens", b"num_handoff_tokens", "queue_us", b"queue_us", "run_us", b"run_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_wait_us", b"handoff_wait_us", "num_cached_tokens", b"num_cached_tokens", "num_handoff_tokens", b"num_handoff_tokens", "queue_us", b"queue_us", "run_us", b"run_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

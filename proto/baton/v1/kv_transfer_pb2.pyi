@@ -448,7 +448,6 @@ class LocalRequest(_message.Message):
     STATS_FIELD_NUMBER: _builtins.int
     RESTART_SEND_FIELD_NUMBER: _builtins.int
     DESCRIBE_FIELD_NUMBER: _builtins.int
-    PEEK_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """Repeated in the reply; 0 if no reply is wanted."""
     @_builtins.property
@@ -477,8 +476,6 @@ class LocalRequest(_message.Message):
     def restart_send(self) -> Global___LocalRestartSend: ...
     @_builtins.property
     def describe(self) -> Global___LocalDescribe: ...
-    @_builtins.property
-    def peek(self) -> Global___LocalPeek: ...
     def __init__(
         self,
         *,
@@ -494,13 +491,12 @@ class LocalRequest(_message.Message):
         stats: Global___LocalStats | None = ...,
         restart_send: Global___LocalRestartSend | None = ...,
         describe: Global___LocalDescribe | None = ...,
-        peek: Global___LocalPeek | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "peek", b"peek", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "call_id", b"call_id", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "peek", b"peek", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "call_id", b"call_id", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["configure", "open_send", "frames", "abort_send", "subscribe", "claim", "release", "drop", "stats", "restart_send", "describe", "peek"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["configure", "open_send", "frames", "abort_send", "subscribe", "claim", "release", "drop", "stats", "restart_send", "describe"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
@@ -804,9 +800,8 @@ Global___LocalAbortSend: _TypeAlias = LocalAbortSend  # noqa: Y015
 @_typing.final
 class LocalSubscribe(_message.Message):
     """From the engine's scheduler and the main process: notify this connection of each change of a
-    handoff's state, beginning with the current states, and of each few megabytes received. States
-    that change again before delivery are merged into the latest one. The main process's connection
-    also gets LocalSendState.
+    handoff's state, beginning with the current states. States that change again before delivery are
+    merged into the latest one. The main process's connection also gets LocalSendState.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -840,8 +835,6 @@ class LocalHandoffState(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_RECEIVED_FIELD_NUMBER: _builtins.int
-    CLAIMS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     epoch: _builtins.int
     state: Global___HandoffState.ValueType
@@ -852,13 +845,6 @@ class LocalHandoffState(_message.Message):
     num_bytes: _builtins.int
     transport: _builtins.str
     """Transport of the current epoch."""
-    num_bytes_received: _builtins.int
-    @_builtins.property
-    def claims(self) -> _containers.RepeatedCompositeFieldContainer[Global___LocalClaimed]:
-        """For a committed handoff that was claimed ahead: the grants of all ranks, by rank. Not sent to
-        the main process.
-        """
-
     def __init__(
         self,
         *,
@@ -871,12 +857,10 @@ class LocalHandoffState(_message.Message):
         num_tokens: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
         transport: _builtins.str = ...,
-        num_bytes_received: _builtins.int = ...,
-        claims: _abc.Iterable[Global___LocalClaimed] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["claims", b"claims", "detail", b"detail", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_bytes_received", b"num_bytes_received", "num_tokens", b"num_tokens", "reason", b"reason", "state", b"state", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_tokens", b"num_tokens", "reason", b"reason", "state", b"state", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -967,17 +951,9 @@ class LocalClaim(_message.Message):
 
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
-    AHEAD_FIELD_NUMBER: _builtins.int
     NUM_SEEN_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     rank: _builtins.int
-    ahead: _builtins.bool
-    """From the engine's scheduler, even before the handoff is opened: claim it for all ranks as soon
-    as it is committed, for the lifetime of a commit. The ranks then need not claim: subscribers
-    get the grants with the state. The scheduler releases it for all ranks, or each rank releases
-    its part. A repeated claim at the start of the load extends the lifetime to at least the claim
-    timeout.
-    """
     num_seen: _builtins.int
     """Number of frames in the previous answers; 0: none."""
     def __init__(
@@ -985,12 +961,11 @@ class LocalClaim(_message.Message):
         *,
         handoff_id: _builtins.bytes = ...,
         rank: _builtins.int = ...,
-        ahead: _builtins.bool = ...,
         num_seen: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "handoff_id", b"handoff_id", "num_seen", b"num_seen", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "num_seen", b"num_seen", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1039,80 +1014,6 @@ class LocalClaimed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LocalClaimed: _TypeAlias = LocalClaimed  # noqa: Y015
-
-@_typing.final
-class LocalPeek(_message.Message):
-    """From an engine rank: list the frames received so far. This gives no right to the staging, which
-    may be overwritten or belong to another handoff when it is read: copied bytes are valid only if
-    they match their frame's checksum. Fails unless the handoff is being received, committed or
-    claimed.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    HANDOFF_ID_FIELD_NUMBER: _builtins.int
-    RANK_FIELD_NUMBER: _builtins.int
-    NUM_SEEN_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    handoff_id: _builtins.bytes
-    rank: _builtins.int
-    num_seen: _builtins.int
-    """Answer only with the frames after this many, in order of arrival, if `epoch` is still the
-    current epoch; otherwise with all frames.
-    """
-    epoch: _builtins.int
-    def __init__(
-        self,
-        *,
-        handoff_id: _builtins.bytes = ...,
-        rank: _builtins.int = ...,
-        num_seen: _builtins.int = ...,
-        epoch: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handoff_id", b"handoff_id", "num_seen", b"num_seen", "rank", b"rank"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LocalPeek: _TypeAlias = LocalPeek  # noqa: Y015
-
-@_typing.final
-class LocalNote(_message.Message):
-    """From the worker's main process to the engine's scheduler, on its own socket (mode 0600) at the
-    path of the control socket plus ".n". Each message is a 4-byte little-endian length and a
-    LocalNote. No replies.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    NUM_SUBMITTED_FIELD_NUMBER: _builtins.int
-    HANDOFF_ID_FIELD_NUMBER: _builtins.int
-    TOKEN_IDS_FIELD_NUMBER: _builtins.int
-    num_submitted: _builtins.int
-    """Requests given to the engine so far, without those that failed before the scheduler saw them. A
-    scheduler that has seen fewer requests must not block to wait for handoffs.
-    """
-    handoff_id: _builtins.bytes
-    """Set if the request that expects this handoff may start: tokens that were unknown when the
-    request was given to the engine.
-    """
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        num_submitted: _builtins.int = ...,
-        handoff_id: _builtins.bytes = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "num_submitted", b"num_submitted", "token_ids", b"token_ids"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LocalNote: _TypeAlias = LocalNote  # noqa: Y015
 
 @_typing.final
 class LocalRelease(_message.Message):

@@ -1,4 +1,4 @@
-"""An engine with early loads, as random steps drive it and as tests do step by step."""
+"""A small engine with the connector's real halves; random rules or single tests drive it."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,7 +15,6 @@ from small_engine import (
     SHARDS,
     SIZE,
     TOKEN_BYTES,
-    Notes,
     Pool,
     Request,
     Service,
@@ -26,34 +25,37 @@ from small_engine import (
 )
 
 from baton.kvtransfer import frames
-from baton.kvtransfer.connector.early_loads import EARLY_TOKENS, PREFIX_GONE
 from baton.kvtransfer.connector.handoff_step import LoadReport
 from baton.kvtransfer.connector.rank_half import RankHalf
-from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
-from baton.v1 import kv_transfer_pb2 as pb
+from baton.kvtransfer.connector.scheduler_half import PREFIX_GONE, SchedulerHalf
 
 NUM_OUTPUTS = 6
-# Of a first epoch that only its commit shows to be wrong.
+# Faults of a first epoch that only its commit reveals.
 FAULTS = ("foreign bytes", "corrupted commit")
 
 
 @dataclass(eq=False)
 class Coming:
-    """A handoff on its way: what of it has not been delivered, by the stream that carries it."""
+    """A handoff on its way to the engine.
+
+    Attributes:
+        messages: The messages that have not been delivered, each with the stream that carries it.
+        is_submitted: True once the engine has got the request.
+    """
 
     handoff_id: bytes
     messages: list[tuple[int, bytes]]
     request: Request
-    token: int | None
+    is_submitted: bool = False
 
 
 def as_scheduled(requests, *, preempted=(), most_tokens=1000):
-    """vLLM's SchedulerOutput.
+    """Returns vLLM's SchedulerOutput for a step.
 
     Args:
-        requests: that run in the step.
-        preempted: ids of those who no longer do.
-        most_tokens: of each that are computed.
+        requests: Requests that run in the step.
+        preempted: IDs of requests that this schedule has preempted.
+        most_tokens: Most tokens of one request that the step computes.
     """
     return SimpleNamespace(
         preempted_req_ids=set(preempted),
@@ -77,11 +79,11 @@ def as_scheduled(requests, *, preempted=(), most_tokens=1000):
     )
 
 
-class EarlyEngine(RuleBasedStateMachine):
+class RandomEngine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.service, self.notes, self.pool = Service(), Notes(), Pool()
-        self.half = SchedulerHalf(self.service, self.notes, LAYOUT)
+        self.service, self.pool = Service(), Pool()
+        self.half = SchedulerHalf(self.service, LAYOUT)
         self.half.bind(self.pool)
         self.caches = []
         self.ranks = []
@@ -95,61 +97,55 @@ class EarlyEngine(RuleBasedStateMachine):
         self.coming: list[Coming] = []
         self.waiting: list[Request] = []
         self.running: list[Request] = []
-        # By request.
-        self.early_tokens: dict[str, int] = {}
         self.num_handoffs = self.num_streams = 0
 
     @initialize(is_calm=st.booleans(), verifies_late=st.booleans(), first_yields=st.booleans())
     def starts(self, is_calm, *, verifies_late=False, first_yields=False):
-        """How it goes.
+        """Sets the conditions of a run.
 
         Args:
-            is_calm: no bytes are altered, and no lease runs out.
-            verifies_late: as on GPUs: the model is launched on what is verified meanwhile.
-            first_yields: where blocks run short, to those behind it: with priorities the victim may
-                have been given some in the same schedule.
+            is_calm: No bytes are altered, no lease expires, and no cancel comes between a step's
+                schedule and its work in the ranks. Then no load may fail.
+            verifies_late: As on GPUs: the model is launched before the loads are verified.
+            first_yields: The first running request is preempted when blocks run short. With
+                priorities the victim may have got blocks in the same schedule.
         """
         self.is_calm, self.first_yields = is_calm, first_yields
         for rank in self.ranks:
             rank._copies.finishes_at_once = not verifies_late
 
-    # ---- What comes.
+    # ---- Handoffs and requests.
 
     @rule(
         length=st.integers(1, 26),
         family=st.integers(1, 2),
         skip=st.integers(0, 3),
-        announced=st.sampled_from([True, True, True, False]),
         fault=st.sampled_from([None, None, *FAULTS]),
     )
-    def submit(self, length, family, skip, announced, fault):
-        # One that is not announced is claimed by its ranks, each when it loads.
-        self.submit_one(length, family, skip, announced=announced or self.is_calm, fault=fault)
+    def begin(self, length, family, skip, fault):
+        self.begin_one(length, family, skip, fault=fault)
 
-    def submit_one(self, length, family, skip, *, announced, fault=None):
+    def begin_one(self, length, family, skip, *, fault=None):
+        """Begins a handoff whose request is not submitted yet."""
         while len(self.coming) >= 5:
-            self.end(self.coming[0].request)
+            self.abort(self.coming[0])
         self.num_handoffs += 1
         number = self.num_handoffs
         handoff_id = number.to_bytes(16, "big")
-        # The first tokens are many prompts', the last are its own.
+        # Many prompts share the first tokens; the last ones are this prompt's own.
         prompt = [family] * (length - length // 3) + [number] * (length // 3)
         skip_blocks = min(skip, (length - 1) // SIZE)
         token = 100 + number % 100
         receive = {
             "handoff_id": handoff_id.hex(), "num_tokens": length, "timeout_s": 1e9,
-            "skip_tokens": skip_blocks * SIZE, "num_coming": 1 if announced else None,
+            "skip_tokens": skip_blocks * SIZE,
         }  # fmt: skip
-        known = prompt if announced else [*prompt, token]
-        request = Request(f"r{number}", known, {"baton_receive": receive})
+        request = Request(f"r{number}", [*prompt, token], {"baton_receive": receive})
         messages = self.sent(handoff_id, prompt, skip_blocks, fault)
-        coming = Coming(handoff_id, messages, request, token if announced else None)
-        self.coming.append(coming)
-        self.waiting.append(request)
-        self.half.add(request)
+        self.coming.append(Coming(handoff_id, messages, request))
 
     def sent(self, handoff_id, prompt, skip_blocks, fault):
-        """What comes of a prompt: with a fault as an epoch that is not committed, and the next."""
+        """Returns a prompt's messages; a fault adds an uncommitted epoch before the good one."""
         attempts = []
         if fault == "foreign bytes":
             attempts.append(
@@ -159,7 +155,7 @@ class EarlyEngine(RuleBasedStateMachine):
             *first, last = messages_of(handoff_id, prompt, skip_blocks)
             attempts.append([*first, flipped(last)])
         epoch = 1 + len(attempts)
-        # In other chunks: other frames come first.
+        # The next epoch is sent in other chunks, so its frames come in another order.
         again = messages_of(handoff_id, prompt, skip_blocks, epoch=epoch, at_once=1 + epoch)
         messages = []
         for attempt in [*attempts, again]:
@@ -168,7 +164,7 @@ class EarlyEngine(RuleBasedStateMachine):
         return messages
 
     def submit_plain(self, tokens):
-        """A request that awaits nothing."""
+        """Submits a request that waits for no handoff."""
         request = Request(f"plain{tokens[-1]}", tokens, {})
         self.waiting.append(request)
         self.half.add(request)
@@ -192,40 +188,41 @@ class EarlyEngine(RuleBasedStateMachine):
         length=st.integers(5, 26),
         family=st.integers(1, 2),
         before=st.integers(4, 20),
-        told=st.sampled_from(["with the commit", "later", "a step later"]),
+        when=st.sampled_from(["with the commit", "later", "a step later"]),
         num_free=st.integers(0, NUM_BLOCKS),
         fault=st.sampled_from([None, *FAULTS]),
     )
-    def is_decoded(self, length, family, before, told, num_free, fault):
-        """As most are: begun early, and the rest comes while a step runs."""
-        self.submit_one(length, family, 0, announced=True, fault=fault)
+    def is_decoded(self, length, family, before, when, num_free, fault):
+        """The usual order: the end of the handoff arrives while a step runs."""
+        self.begin_one(length, family, 0, fault=fault)
         coming = self.coming[-1]
         self.deliver(coming, before)
         self.run_step()
         later = [("deliver", coming)]
-        self.run_step(later=later + ([("tell", coming)] if told == "with the commit" else []))
-        if told == "a step later":
+        self.run_step(later=later + ([("submit", coming)] if when == "with the commit" else []))
+        if when == "a step later":
             self.run_step(num_free=num_free)
-        if coming in self.coming and coming.token:
-            self.tell(coming)
-        # Its worker cancels it when the ranks are about to load the rest.
+        if coming in self.coming:
+            self.submit(coming)
+        # The worker cancels the handoff when the ranks are about to load it.
         self.run_step([("drop", coming)], num_free=num_free)
 
-    @precondition(lambda self: any(one.token for one in self.coming))
+    @precondition(lambda self: any(not one.is_submitted for one in self.coming))
     @rule(data=st.data())
     def first_token_is_known(self, data):
-        self.tell(data.draw(st.sampled_from([one for one in self.coming if one.token])))
+        self.submit(data.draw(st.sampled_from([c for c in self.coming if not c.is_submitted])))
 
-    def tell(self, coming):
-        self.notes.notes.append(
-            pb.LocalNote(handoff_id=coming.handoff_id, token_ids=[coming.token])
-        )
-        coming.token = None
+    def submit(self, coming):
+        """Gives the engine the request of a handoff, once."""
+        if not coming.is_submitted:
+            coming.is_submitted = True
+            self.waiting.append(coming.request)
+            self.half.add(coming.request)
 
     @precondition(lambda self: self.coming)
     @rule(data=st.data())
     def is_cancelled_by_the_worker(self, data):
-        """Before the engine has heard of it."""
+        """The cancel comes before the engine has loaded the handoff."""
         self.drop(data.draw(st.sampled_from(self.coming)))
 
     def drop(self, coming):
@@ -239,6 +236,7 @@ class EarlyEngine(RuleBasedStateMachine):
     def abort(self, coming):
         self.drop(coming)
         self.end(coming.request)
+        self.coming = [one for one in self.coming if one is not coming]
 
     @precondition(lambda self: not self.is_calm)
     @rule(seconds=st.sampled_from([5.0, 40.0]))
@@ -249,7 +247,7 @@ class EarlyEngine(RuleBasedStateMachine):
     @precondition(lambda self: not self.is_calm)
     @rule(at=st.integers(0, LAYOUT.handoff_bytes(8) // TOKEN_BYTES - 1))
     def staging_is_altered(self, at):
-        """The keys and values of one token."""
+        """Overwrites the keys and values of one token in staging."""
         self.service.buffer[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES] = POISON
 
     # ---- The engine.
@@ -267,8 +265,8 @@ class EarlyEngine(RuleBasedStateMachine):
 
     @rule(
         data=st.data(),
-        meanwhile=st.lists(st.sampled_from(["drop", "deliver", "tell"]), max_size=3),
-        later=st.lists(st.sampled_from(["drop", "deliver", "tell"]), max_size=3),
+        meanwhile=st.lists(st.sampled_from(["drop", "deliver", "submit"]), max_size=3),
+        later=st.lists(st.sampled_from(["drop", "deliver", "submit"]), max_size=3),
         num_free=st.integers(0, NUM_BLOCKS),
         num_aborted=st.sampled_from([0, 0, 1, 2]),
         ahead=st.booleans(),
@@ -283,19 +281,20 @@ class EarlyEngine(RuleBasedStateMachine):
         self.run_step(events(meanwhile), events(later), num_free, num_aborted, ahead=ahead)
 
     def run_step(self, meanwhile=(), later=(), num_free=NUM_BLOCKS, num_aborted=0, *, ahead=False):
-        """As vLLM makes one.
+        """Makes a step as vLLM does.
 
         Args:
-            meanwhile: what happens when it is scheduled and the ranks have not begun.
-            later: what happens when they have done their work.
-            num_free: blocks that those leave who run beside it.
-            num_aborted: of those who run in it, the latest, before its output is looked at.
-            ahead: another one is made before its output is looked at.
+            meanwhile: Events between the schedule and the ranks' work.
+            later: Events after the ranks' work.
+            num_free: Free blocks that other requests leave.
+            num_aborted: Number of requests of the step, from the last, that are aborted before the
+                step's output is processed.
+            ahead: Whether a second step is made before the first one's output is processed.
         """
         others = self.pool.get_new_blocks(max(0, len(self.pool.free) - num_free))
         scheduled = self.schedule()
         steps = [(scheduled, self.half.step(as_scheduled(scheduled, preempted=self.preempted)))]
-        self.happen(meanwhile)
+        self.happen([one for one in meanwhile if not (self.is_calm and one[0] == "drop")])
         if ahead:
             scheduled_next = self.schedule(only_waiting=True)
             steps.append((scheduled_next, self.half.step(as_scheduled(scheduled_next))))
@@ -308,7 +307,7 @@ class EarlyEngine(RuleBasedStateMachine):
         self.pool.free_blocks(others)
 
     def work(self, scheduled, work, others):
-        """What the ranks do in a step, and say of it: blocks that are wrong, early loads."""
+        """Does the ranks' work of a step; returns the wrong blocks and the load report."""
         invalid, report = set(), LoadReport()
         for number, rank in enumerate(self.ranks):
             rank.begin_step(work)
@@ -331,7 +330,7 @@ class EarlyEngine(RuleBasedStateMachine):
         self.half.reported(report)
         for block_id in self.half.distrust(invalid):
             self.pool.evict(self.pool.blocks[block_id])
-        # What a step made ahead has filled is known to be right with its own output.
+        # Blocks that a step made ahead has filled are verified with that step's output.
         _, *following = self.half._unverified._unfinished
         unknown = {block for step in following for one in step for block in one.affected}
         for name, block in self.pool.cached.items():
@@ -339,7 +338,6 @@ class EarlyEngine(RuleBasedStateMachine):
                 self.check_block(name, len(name) // SIZE - 1, block)
         self.sample(scheduled)
         told = self.half.finish_step()
-        self.early_tokens |= told.get(EARLY_TOKENS, {})
         for request in [one for one in self.waiting if one.request_id in told.get(PREFIX_GONE, ())]:
             self.end(request)
 
@@ -349,11 +347,11 @@ class EarlyEngine(RuleBasedStateMachine):
                 self.drop(coming)
             elif what == "deliver":
                 self.deliver(coming, 1000)
-            elif coming.token:
-                self.tell(coming)
+            else:
+                self.submit(coming)
 
     def schedule(self, *, only_waiting=False):
-        """Returns who runs in the next step; who no longer does is in `preempted`."""
+        """Returns the requests of the next step; sets `preempted` to those it preempted."""
         scheduled, self.preempted = [], []
         for request in [] if only_waiting else list(self.running):
             needed = LAYOUT.num_blocks(request.num_tokens) - len(request.blocks)
@@ -371,7 +369,7 @@ class EarlyEngine(RuleBasedStateMachine):
         return scheduled
 
     def preempt(self, request):
-        """It has no blocks any more, and begins anew when there is room."""
+        """Takes a request's blocks; the request starts over when there is room."""
         self.running.remove(request)
         self.pool.free_blocks(reversed(request.blocks))
         request.blocks, request.num_computed = [], 0
@@ -403,12 +401,12 @@ class EarlyEngine(RuleBasedStateMachine):
             scheduled.append(request)
 
     def allocated(self, request):
-        """vLLM names what is full with this step before it is."""
+        """Caches blocks that this step will fill, before they are filled, as vLLM does."""
         num_full = request.num_tokens // SIZE
         self.pool.cache_full_blocks(request, request.blocks, 0, num_full, SIZE, 0)
 
     def compute(self, scheduled, rank):
-        """What follows wrong keys and values is wrong."""
+        """Writes the step's keys and values; they are wrong behind wrong keys and values."""
         for request in scheduled:
             self.write(request, rank, content)
             is_right = all(
@@ -421,7 +419,7 @@ class EarlyEngine(RuleBasedStateMachine):
                 self.write(request, rank, lambda *made: content(*made)[::-1])
 
     def write(self, request, rank, made):
-        """Keys and values of the tokens that a request computes."""
+        """Writes the keys and values of the tokens that a request computes."""
         for at in range(request.num_computed, request.num_tokens):
             block = request.blocks[at // SIZE].block_id
             for layer in range(LAYERS):
@@ -480,12 +478,11 @@ class EarlyEngine(RuleBasedStateMachine):
             return
         for coming in list(self.coming):
             self.deliver(coming, 1000)
-            if coming.token:
-                self.tell(coming)
+            self.submit(coming)
         for _ in range(4 * NUM_OUTPUTS):
             self.run_step()
         for request in [*self.waiting, *self.running]:
-            # Its handoff waits for more, or for room.
+            # The request waits for its handoff or for blocks.
             assert not self.is_calm or request.num_computed == 0
             self.end(request)
         self.run_step()
@@ -498,13 +495,13 @@ class EarlyEngine(RuleBasedStateMachine):
 
 
 def engine_with(*args, is_calm=True, verifies_late=False, **options):
-    """An engine with a request that was announced to it, and what comes of its handoff."""
-    engine = EarlyEngine()
+    """Returns an engine and a handoff on its way to it, whose request is not submitted yet."""
+    engine = RandomEngine()
     engine.starts(is_calm=is_calm, verifies_late=verifies_late)
-    engine.submit_one(*args, announced=True, **options)
+    engine.begin_one(*args, **options)
     return engine, engine.coming[0]
 
 
 def num_uncommitted(coming):
-    """Messages of its first epoch, but for the commits."""
+    """Returns the number of messages of the first epoch, without its commits."""
     return sum(stream == 1 for stream, _ in coming.messages) - SHARDS

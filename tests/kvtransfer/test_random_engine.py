@@ -1,0 +1,77 @@
+"""Loads of handoffs: the real halves of the connector, the real receiver, and a small vLLM.
+
+Handoffs arrive, are sent again as another epoch, commit, are cancelled and expire at any point,
+also between the schedule of a step and its work in the ranks. Steps are made while others run;
+requests share prefixes, run short of blocks and are preempted. Every running request has the right
+keys and values in every block, every block in the prefix cache is right, and at the end nothing is
+held.
+"""
+
+import os
+
+import pytest
+from hypothesis import settings
+from random_engine import FAULTS, RandomEngine, as_scheduled, engine_with, num_uncommitted
+
+from baton.kvtransfer.connector.handoff_step import LoadReport
+from baton.kvtransfer.connector.scheduler_half import CUT_OFF
+
+TestRandomEngine = RandomEngine.TestCase
+TestRandomEngine.settings = settings(
+    max_examples=int(os.environ.get("BATON_SEEDS", 60)), stateful_step_count=25, deadline=None
+)
+
+
+@pytest.mark.parametrize("length", [3, 20, 23])
+def test_a_request_waits_without_blocks_and_loads_its_handoff_when_it_runs(length):
+    engine, coming = engine_with(length, 1, 0)
+    engine.submit(coming)
+    engine.run_step()
+    assert engine.waiting == [coming.request]
+    assert not coming.request.blocks
+    engine.deliver(coming, 1000)
+    engine.run_step()
+    assert engine.running == [coming.request]
+    engine.teardown()
+
+
+def test_a_request_without_room_keeps_its_handoff():
+    engine, coming = engine_with(20, 1, 0)
+    engine.deliver(coming, 1000)
+    engine.submit(coming)
+    engine.run_step(num_free=0)
+    assert engine.waiting == [coming.request]
+    engine.run_step()
+    assert engine.running == [coming.request]
+    assert coming.request.num_computed >= 20
+    engine.teardown()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_epoch_that_was_not_committed_is_not_loaded(fault):
+    engine, coming = engine_with(20, 1, 0, fault=fault)
+    engine.submit(coming)
+    engine.deliver(coming, num_uncommitted(coming))
+    engine.run_step()
+    assert engine.waiting == [coming.request]
+    engine.deliver(coming, 1000)
+    engine.run_step()
+    assert engine.running == [coming.request]
+    engine.teardown()
+
+
+@pytest.mark.parametrize("who", ["scheduler", "rank"])
+def test_an_engine_that_has_lost_the_service_reports_it(who):
+    engine = RandomEngine()
+    engine.starts(is_calm=True)
+    engine.half.step(as_scheduled([]))
+    assert CUT_OFF not in engine.half.finish_step()
+    assert all(rank.alive for rank in engine.ranks)
+    if who == "scheduler":
+        engine.service.alive = False
+        assert not any(rank.alive for rank in engine.ranks)
+    else:
+        engine.half.reported(LoadReport(), is_cut_off=True)
+    for _ in range(2):
+        engine.half.step(as_scheduled([]))
+        assert engine.half.finish_step()[CUT_OFF]
