@@ -50,11 +50,9 @@ class Decode:
         self.grants: list[tuple[Grant, int]] = []
         self.loaded: Counter[bytes] = Counter()
         self._done: set[tuple[bytes, int]] = set()
-        self._main, self._scheduler, self._news = Socket(world), Socket(world), Socket(world)
+        self._main, self._scheduler = Socket(world), Socket(world)
         self._ranks = [Socket(world) for _ in range(_MOST_RANKS)]
         self._answers = [Socket(world) for _ in range(_MOST_RANKS)]
-        # The latest unread state of each handoff, for the scheduler.
-        self._unread: dict[bytes, receiving.Changed] = {}
         self.alive = True
 
     # ---- The worker's engine.
@@ -189,10 +187,7 @@ class Decode:
                 before = self.states.get(effect.handoff_id)
                 assert before is None or effect.state in receiving.TRANSITIONS[before], effect
                 self.states[effect.handoff_id] = effect.state
-                self._unread.pop(effect.handoff_id, None)
-                self._unread[effect.handoff_id] = effect
-                self._news.post(self._read)
-                if effect.state is ReceiveState.COMMITTED or effect.grants:
+                if effect.state is ReceiveState.COMMITTED:
                     self.world.committed.add((effect.handoff_id, effect.epoch))
                 continue
             stream = self.world.stream(effect.stream)
@@ -206,13 +201,6 @@ class Decode:
             )  # fmt: skip
             if effect.kind != pb.PushReply.KIND_OPENED:
                 self._end_unless_served(stream)
-
-    def _read(self) -> None:
-        """Lets the scheduler read changes, and tells ranks which parts they may load."""
-        unread, self._unread = self._unread, {}
-        for changed in unread.values():
-            for rank, grant in enumerate(changed.grants):
-                self._granted(grant, rank)
 
     def expire(self) -> None:
         self.carry_out(self.receiver.expire(self.world.now))
