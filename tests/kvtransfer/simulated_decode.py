@@ -108,7 +108,7 @@ class Decode:
 
     def close_sockets(self) -> None:
         """Its processes are dead."""
-        for socket in (self._main, self._scheduler, self._news, *self._ranks, *self._answers):
+        for socket in (self._main, self._scheduler, *self._ranks, *self._answers):
             socket.close()
 
     def load_all(self) -> bool:
