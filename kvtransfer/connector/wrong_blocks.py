@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
+from typing import Any
 
 
 class WrongBlocks:
@@ -16,10 +13,10 @@ class WrongBlocks:
     by zero, and NaN times zero is NaN, so such a block would spoil the next request that gets it.
 
     Args:
-        pool: The engine's block pool. This class only reads it.
+        pool: The engine's vllm.v1.core.block_pool.BlockPool. This class only reads it.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: Any) -> None:
         self._pool = pool
         # Blocks of wrong content that were not free when `release_free` last looked.
         self._held: set[int] = set()
