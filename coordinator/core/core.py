@@ -143,20 +143,22 @@ class Core:
             ev.WorkerChanged: members.changed,
             ev.WorkerDetached: members.detached,
             ev.WorkerLost: members.lost,
-            ev.DrainAsked: members.drain_asked,
-            ev.FlipAsked: self._flip_asked,
+            ev.DrainRequested: members.drain_asked,
+            ev.FlipRequested: self._flip_requested,
             ev.LauncherReady: self._launcher_ready,
             ev.WorkerExited: members.exited,
             ev.WorkerWaits: lambda event, now: self.scaler.waits(event, now),
-            ev.ScaleAsked: lambda event, now: self.scaler.scale(event.pool, event.num_workers, now),
-            ev.AutoscaleAsked: lambda event, now: self.scaler.set_autoscale(event.enabled, now),
-            ev.TargetsAsked: self._targets_asked,
-            ev.RolloutAsked: control.start,
-            ev.ShareAsked: control.set_share,
-            ev.PromotionAsked: control.promote,
-            ev.AbortAsked: control.abort,
+            ev.ScaleRequested: lambda event, now: self.scaler.scale(
+                event.pool, event.num_workers, now
+            ),
+            ev.AutoscaleRequested: lambda event, now: self.scaler.set_autoscale(event.enabled, now),
+            ev.TargetsRequested: self._targets_requested,
+            ev.RolloutRequested: control.start,
+            ev.ShareRequested: control.set_share,
+            ev.PromotionRequested: control.promote,
+            ev.AbortRequested: control.abort,
             ev.AdmissionClosed: self._admission_closed,
-            ev.EverythingEnds: self._everything_ends,
+            ev.ShutdownNow: self._shut_down_now,
             ev.Tick: self._tick,
         }
         # Called with the time when the timer is due. Requests and workers have timers of their own.
@@ -344,7 +346,7 @@ class Core:
             what = "the coordinator is restarting: submit again"
             self._lifecycle.admission.closing = errors.Unavailable(what, reason=errors.RESTARTING)
 
-    def _everything_ends(self, event: ev.EverythingEnds, now: float) -> None:
+    def _shut_down_now(self, event: ev.ShutdownNow, now: float) -> None:
         self.scaler.stop()
         self._lifecycle.admission.closing = errors.Unavailable(event.reason)
         for request in self._lifecycle.requests.all():
@@ -357,7 +359,7 @@ class Core:
         if worker is not None:
             self._rollout_control.attached(worker, now, returns=event.returns)
 
-    def _flip_asked(self, event: ev.FlipAsked, now: float) -> None:
+    def _flip_requested(self, event: ev.FlipRequested, now: float) -> None:
         worker = self.workers.by_id(event.worker_id)
         if worker is not None and self.flip_error(worker, event.role) is None:
             self._members.flip(worker, event.role, now)
@@ -384,7 +386,7 @@ class Core:
         self._rollout_control.starts_workers(now)
         self.scaler.begin(event.sizes, now)
 
-    def _targets_asked(self, event: ev.TargetsAsked, now: float) -> None:
+    def _targets_requested(self, event: ev.TargetsRequested, now: float) -> None:
         self.scaler.set_targets(event.targets, now)
         self.stats.recent.targets = in_config(self.scaler.targets)
 

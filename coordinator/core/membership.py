@@ -219,7 +219,7 @@ class Membership:
         if worker is not None and event.incarnation in (None, worker.hello.incarnation):
             self._losses.lose(worker, event.reason, now)
 
-    def drain_asked(self, event: ev.DrainAsked, now: float) -> None:
+    def drain_asked(self, event: ev.DrainRequested, now: float) -> None:
         """A worker is to leave; one that has not attached yet is given up."""
         worker = self._workers.by_id(event.worker_id)
         if worker is None:

@@ -117,15 +117,15 @@ class _Step:
         request.text_chars += len(delta.text)
         encoded = delta.SerializeToString()
         self.lifecycle.deltas().append((request.submission.to, encoded))
-        if request.kept is not None:
-            request.kept.add(encoded)
+        if request.recent_deltas is not None:
+            request.recent_deltas.add(encoded)
         if num_tokens:
             self._served(request, num_tokens)
             if request.interruptions:
                 request.losses, request.suspect = [], False
                 if request.interruptions[-1].ended_at is None:
                     request.interruptions[-1].ended_at = self.now
-            if request.state is RequestState.DECODING and request.kept is None:
+            if request.state is RequestState.DECODING and request.recent_deltas is None:
                 request.flows_from = self.worker
         return True
 

@@ -440,8 +440,8 @@ class RequestLifecycle:
         """Has an output's deltas kept from now on, where no other worker could go on with it."""
         if decoder is None or decoder.can_replay(request.submission.sampling):
             return
-        if request.kept is None:
-            request.kept = RecentDeltas()
+        if request.recent_deltas is None:
+            request.recent_deltas = RecentDeltas()
 
     def _pay(self, request: Request) -> None:
         num_tokens = len(request.token_ids)
@@ -489,7 +489,7 @@ class RequestLifecycle:
         record = ended_request(request, now, self.stats, self.stalls(request), finish_reason, error)
         kept = self._tail.reason(record, now)
         if kept or request.submission.traceparent:
-            self.out.append(ev.TellTrace(record, request.submission.traceparent, kept))
+            self.out.append(ev.ExportTrace(record, request.submission.traceparent, kept))
         self.requests.remember(request, record)
         self.stats.ended(request, record, outcome(record))
         return record.budget

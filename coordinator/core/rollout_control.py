@@ -26,21 +26,21 @@ class RolloutControl:
         # WorkerRegistry.num_changes when the rollouts were advanced last.
         self._num_changes_seen = 0
 
-    def start(self, event: ev.RolloutAsked, now: float) -> None:
+    def start(self, event: ev.RolloutRequested, now: float) -> None:
         """Starts a rollout."""
         self._rollouts.start(event)
         self.advance(now)
 
-    def set_share(self, event: ev.ShareAsked, now: float) -> None:
+    def set_share(self, event: ev.ShareRequested, now: float) -> None:
         """Changes the canary's share of new sessions."""
         self._rollouts.set_share(event.share)
 
-    def promote(self, event: ev.PromotionAsked, now: float) -> None:
+    def promote(self, event: ev.PromotionRequested, now: float) -> None:
         """Promotes the canary as soon as it has enough workers."""
         self._rollouts.promote(event.drain_s)
         self.advance(now)
 
-    def abort(self, event: ev.AbortAsked, now: float) -> None:
+    def abort(self, event: ev.AbortRequested, now: float) -> None:
         """Aborts the rollout."""
         self._rollouts.abort(event.drain_s, event.why, now)
         self.advance(now)

@@ -168,7 +168,7 @@ class Rollouts:
 
     # ---- Events
 
-    def start(self, event: ev.RolloutAsked) -> None:
+    def start(self, event: ev.RolloutRequested) -> None:
         """Starts a rollout; `start_error` was None."""
         canary, self._was_told = self._fleets.named(event.revision.name), True
         canary.revision = event.revision

@@ -58,7 +58,9 @@ class RolloutCalls:
         except ConfigError as error:
             allowed = f"must make sense with the configuration: {error}"
             raise InvalidArgument("engine_args", dict(request.engine_args), allowed) from None
-        self._shell.post(ev.RolloutAsked(revision, request.share, sizes, request.abort_if_worse))
+        self._shell.post(
+            ev.RolloutRequested(revision, request.share, sizes, request.abort_if_worse)
+        )
         return admin_pb2.StartRolloutResponse(message=self._started(revision.name, request.share))
 
     def set_share(
@@ -66,7 +68,7 @@ class RolloutCalls:
     ) -> admin_pb2.SetRolloutShareResponse:
         if (refused := self._rollouts.share_error(request.share)) is not None:
             raise refused
-        self._shell.post(ev.ShareAsked(request.share))
+        self._shell.post(ev.ShareRequested(request.share))
         canary = self._rollouts.traffic.canary
         name = canary.name if canary is not None else ""
         message = f"{100 * request.share:.3g} % of new sessions go to revision {name}"
@@ -78,7 +80,7 @@ class RolloutCalls:
             raise refused
         rollout = self._rollouts.rollout
         assert rollout is not None
-        self._shell.post(ev.PromotionAsked(within_s))
+        self._shell.post(ev.PromotionRequested(within_s))
         name, old = rollout.canary.name, rollout.stable.name
         if self._rollouts.rollout is None:
             message = (
@@ -116,7 +118,7 @@ class RolloutCalls:
         assert rollout is not None
         name, stable = rollout.canary.name, rollout.stable.name
         running = rollout.canary.num_requests
-        self._shell.post(ev.AbortAsked("an operator asked for it", within_s))
+        self._shell.post(ev.AbortRequested("an operator asked for it", within_s))
         message = (
             f"all new requests go to revision {stable}; the workers of {name} finish their "
             f"requests ({running}) and leave"

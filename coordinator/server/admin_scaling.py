@@ -67,7 +67,7 @@ class ScalingCalls:
         refused = scaler.scale_error(pool, request.workers)
         if refused is not None:
             raise refused
-        self._shell.post(ev.ScaleAsked(pool, request.workers))
+        self._shell.post(ev.ScaleRequested(pool, request.workers))
         info = self._pool(request.role)
         past = scaler.decisions[pool]
         message = f"{pool.value} is to have {request.workers} workers; {info.num_serving} serve now"
@@ -92,7 +92,7 @@ class ScalingCalls:
             name = lanes[asked.lane]
             changed[name] = _changed(changed.get(name) or known[name], asked, number)
         if changed:
-            self._shell.post(ev.TargetsAsked(changed))
+            self._shell.post(ev.TargetsRequested(changed))
         return admin_pb2.SetTargetsResponse(targets=self.targets())
 
     def targets(self) -> list[admin_pb2.LaneTargets]:
@@ -114,7 +114,7 @@ class ScalingCalls:
     ) -> admin_pb2.SetAutoscaleResponse:
         if (refused := self._scaler.error()) is not None:
             raise refused
-        self._shell.post(ev.AutoscaleAsked(request.enabled))
+        self._shell.post(ev.AutoscaleRequested(request.enabled))
         return admin_pb2.SetAutoscaleResponse(enabled=self._scaler.autoscale)
 
     def drain(self, request: admin_pb2.DrainWorkerRequest) -> admin_pb2.DrainWorkerResponse:
@@ -128,7 +128,7 @@ class ScalingCalls:
             message = f"{worker.id} takes nothing new; its requests ({num_requests}) end or move"
         else:
             pool, message = None, f"{request.worker_id} has not attached yet: it is ended"
-        self._shell.post(ev.DrainAsked(request.worker_id, drain_s, "an operator asked for it"))
+        self._shell.post(ev.DrainRequested(request.worker_id, drain_s, "an operator asked for it"))
         if scaler.active and pool is not None:
             desired = scaler.desired(pool)
             message += f"; {pool.value} is to have {desired} workers: scale it to keep one less"
@@ -143,7 +143,7 @@ class ScalingCalls:
         if refused is not None:
             raise refused
         num_requests = len(worker.ledger)
-        self._shell.post(ev.FlipAsked(worker.id, request.role))
+        self._shell.post(ev.FlipRequested(worker.id, request.role))
         message = (
             f"{worker.id} serves {into.value} once its requests ({num_requests}) have ended or "
             "moved"

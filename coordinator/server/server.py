@@ -167,7 +167,7 @@ class Coordinator:
 
     async def _stop_servers(self) -> None:
         if self._launched:
-            self.shell.post(ev.EverythingEnds("the coordinator stopped"))
+            self.shell.post(ev.ShutdownNow("the coordinator stopped"))
         else:
             self.shell.leave(_restarting())
         await asyncio.gather(
@@ -189,12 +189,12 @@ class Coordinator:
             _log.warning("requests did not end within %g s", timeout_s)
             if self._launched:
                 why = f"the coordinator stopped after {timeout_s:g} s"
-                self.shell.post(ev.EverythingEnds(why))
+                self.shell.post(ev.ShutdownNow(why))
 
     def drain_workers(self, worker_ids: Iterable[str], timeout_s: float) -> None:
         """Tells workers to take nothing new and leave."""
         for worker_id in worker_ids:
-            self.shell.post(ev.DrainAsked(worker_id, timeout_s, "the coordinator stops"))
+            self.shell.post(ev.DrainRequested(worker_id, timeout_s, "the coordinator stops"))
 
     async def wait_serving(self, worker_ids: Iterable[str]) -> None:
         """Until all these workers serve, or are no longer waited for."""

@@ -115,7 +115,7 @@ class Shell:
             ev.WelcomeWorker: self._welcome_worker,
             ev.RefuseWorker: self._refuse_worker,
             ev.FenceWorker: self._fence_worker,
-            ev.TellTrace: self._tell_trace,
+            ev.ExportTrace: self._tell_trace,
             ev.StartWorker: self._start_worker,
             ev.EndWorker: self._end_worker,
             ev.Decided: self._decided,
@@ -351,7 +351,7 @@ class Shell:
         if effect.error is not None:
             _log.warning("%s", effect.error, extra={"worker": effect.worker[0]})
 
-    def _tell_trace(self, effect: ev.TellTrace) -> None:
+    def _tell_trace(self, effect: ev.ExportTrace) -> None:
         if self.tracing is None:
             return
         wanted = self.tracing.is_sampled(effect.traceparent)
@@ -402,15 +402,15 @@ _MEMBERSHIP = {
     ev.WorkerDetached,
     ev.WorkerChanged,
     ev.WorkerLost,
-    ev.DrainAsked,
-    ev.FlipAsked,
+    ev.DrainRequested,
+    ev.FlipRequested,
     ev.LauncherReady,
     ev.WorkerExited,
     ev.WorkerWaits,
-    ev.ScaleAsked,
-    ev.AutoscaleAsked,
-    ev.RolloutAsked,
-    ev.PromotionAsked,
-    ev.AbortAsked,
+    ev.ScaleRequested,
+    ev.AutoscaleRequested,
+    ev.RolloutRequested,
+    ev.PromotionRequested,
+    ev.AbortRequested,
     ev.Tick,
 }

@@ -1,4 +1,4 @@
-"""What the coordinator's core is told of the configuration."""
+"""The part of the configuration that the coordinator's core reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,17 @@ from baton.runtime.names import FIRST_REVISION
 
 @dataclass(frozen=True, slots=True)
 class CoreConfig:
-    """What the core needs of the configuration; times in seconds."""
+    """Configuration of the core; runtime/config describes the keys. Times are in seconds.
+
+    Attributes:
+        heartbeat_s: Interval of the heartbeats on the workers' streams.
+        local_prefill: Whether a decode worker may compute a prompt itself when that is sooner.
+        latency: Latency model of workers that have not been measured yet.
+        max_ended_requests: Number of ended requests that are remembered.
+        targets: Latency targets of requests that name none.
+        revision: Revision of the stable fleet, whose workers run the configured model.
+        tail_share: Share of unremarkable requests that are traced; None: tracing is off.
+    """
 
     model_name: str
     max_running_requests: int
@@ -32,22 +42,16 @@ class CoreConfig:
     handoff_timeout_s: float
     max_prefill_requests: int
     max_decode_requests: int
-    # Of the workers' streams.
     heartbeat_s: float = 0.5
-    # Whether a decode worker may compute a prompt itself where that is sooner.
     local_prefill: bool = True
-    # Of workers that nobody has measured.
     latency: LatencyModel = field(default_factory=lambda: LatencyModel.from_config(LatencyConfig()))
     lanes: LanesConfig = field(default_factory=LanesConfig)
     tenant_defaults: TenantConfig = field(default_factory=TenantConfig)
     tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
     max_ended_requests: int = 1024
-    # What requests that name none hope for.
     targets: LaneTargetsConfig = field(default_factory=LaneTargetsConfig)
     scaling: ScalingSettings = field(default_factory=ScalingSettings)
-    # That serves what no rollout tries out; what its workers run is the configuration.
     revision: str = FIRST_REVISION
-    # Of requests that no caller traces and that were not remarkable; None: nothing is traced so.
     tail_share: float | None = None
 
     @classmethod

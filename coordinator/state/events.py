@@ -1,6 +1,6 @@
-"""What goes into the core and what comes out of it.
+"""The events that the core handles, and the effects that it returns.
 
-Protobuf messages inside are payloads that cross the process untouched, or what a worker said.
+Protobuf messages in them are payloads that pass through unchanged, or messages of a worker.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ class Submitted:
 
 @dataclass(frozen=True, slots=True)
 class StreamCancelled:
-    """The client cancels one of its requests; unknown ones are ignored."""
+    """A client cancels one of its requests. Unknown requests are ignored."""
 
     to: StreamKey
 
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled:
-    """An operator cancels a request; unknown ones are ignored."""
+    """An operator cancels a request. Unknown requests are ignored."""
 
     key: RequestKey
 
 
 @dataclass(frozen=True, slots=True)
 class StreamFailed:
-    """The shell cannot go on with one stream (a reader that is too slow)."""
+    """The shell cannot continue a stream, for example because its reader is too slow."""
 
     to: StreamKey
     error: BatonError
@@ -56,17 +56,17 @@ class StreamFailed:
 
 @dataclass(frozen=True, slots=True)
 class SessionLost:
-    """The client is gone: its requests are cancelled and nobody is told."""
+    """A client's session has ended. Its requests are cancelled without an answer."""
 
     session: int
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerAttached:
-    """A worker's stream began. Answered with WelcomeWorker or RefuseWorker.
+    """A worker's stream began. The effect is WelcomeWorker or RefuseWorker.
 
     Attributes:
-        returns: it heard another coordinator's welcome last.
+        returns: Whether the worker served another coordinator before.
     """
 
     hello: cluster_pb2.Hello
@@ -75,20 +75,22 @@ class WorkerAttached:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHeard:
-    """A worker gave a sign of life and nothing else."""
+    """A worker sent a heartbeat without content."""
 
     worker: WorkerKey
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
+    """A worker's load report."""
+
     worker: WorkerKey
     load: cluster_pb2.LoadReport
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerStep:
-    """Everything one engine step of a worker produced."""
+    """All outputs of one engine step of a worker."""
 
     worker: WorkerKey
     step: cluster_pb2.StepOutputs
@@ -96,13 +98,15 @@ class WorkerStep:
 
 @dataclass(frozen=True, slots=True)
 class WorkerHandoff:
+    """A worker's report on the end of a handoff."""
+
     worker: WorkerKey
     report: cluster_pb2.HandoffReport
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerCache:
-    """What changed in a worker's prefix cache."""
+    """Changes of a worker's prefix cache."""
 
     worker: WorkerKey
     changes: cluster_pb2.CacheEvents
@@ -110,23 +114,26 @@ class WorkerCache:
 
 @dataclass(frozen=True, slots=True)
 class WorkerChanged:
+    """A worker's report of a new state or role."""
+
     worker: WorkerKey
     change: cluster_pb2.WorkerStateChanged
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerDetached:
-    """A worker's stream ended; it may come back."""
+    """A worker's stream ended. The worker may come back."""
 
     worker: WorkerKey
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """The shell knows that a worker will not come back, or must not.
+    """The shell knows that a worker will not or must not come back.
 
     Attributes:
-        reason: in words, continuing "worker w1 ...".
+        reason: Reason in words that continue "worker w1 ...".
+        incarnation: The incarnation that is lost; None: any.
     """
 
     worker_id: str
@@ -135,11 +142,11 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainAsked:
-    """A worker is to take nothing new and leave; unknown ones are ignored.
+class DrainRequested:
+    """A worker must drain: it gets no new requests and then leaves. Unknown ids are ignored.
 
     Attributes:
-        reason: in words.
+        reason: Reason in words.
     """
 
     worker_id: str
@@ -148,8 +155,8 @@ class DrainAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class FlipAsked:
-    """A worker is to serve the other pool; `Core.flip_error` says why it cannot."""
+class FlipRequested:
+    """An operator wants a worker to change its role. `Core.flip_error` must have returned None."""
 
     worker_id: str
     role: common_pb2.Role.ValueType
@@ -157,10 +164,10 @@ class FlipAsked:
 
 @dataclass(frozen=True, slots=True)
 class LauncherReady:
-    """Workers can be started from now on.
+    """The launcher can start workers from now on.
 
     Attributes:
-        sizes: of the pools, to begin with.
+        sizes: Initial sizes of the pools.
     """
 
     sizes: Mapping[Pool, int]
@@ -168,12 +175,12 @@ class LauncherReady:
 
 @dataclass(frozen=True, slots=True)
 class WorkerExited:
-    """A process that was started here has ended, or never began; unknown ones are ignored.
+    """A launched process has ended or could not start. Unknown ids are ignored.
 
     Attributes:
-        reason: in words, continuing "worker w1 ...".
-        loading_failure: the same of one that had not attached, where more is known of it.
-        gone: what EndWorker asked for is done: its whole group has ended, and holds no GPU.
+        reason: Reason in words that continue "worker w1 ...".
+        loading_failure: More detailed reason of a process that ended before it attached; or empty.
+        gone: Whether the whole process group has ended and holds no GPU (answers EndWorker).
     """
 
     worker_id: str
@@ -184,10 +191,10 @@ class WorkerExited:
 
 @dataclass(frozen=True, slots=True)
 class WorkerWaits:
-    """A process that is to be started cannot be yet; unknown ones are ignored.
+    """A process cannot be started yet. Unknown ids are ignored.
 
     Attributes:
-        reason: in words, continuing "worker w1 ..."; empty: it waits no longer.
+        reason: Reason in words that continue "worker w1 ..."; empty: it waits no longer.
     """
 
     worker_id: str
@@ -195,35 +202,38 @@ class WorkerWaits:
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleAsked:
-    """An operator sets a pool's size; `Scaler.scale_error` says why it cannot be so."""
+class ScaleRequested:
+    """An operator sets a pool's size. `Scaler.scale_error` must have returned None."""
 
     pool: Pool
     num_workers: int
 
 
 @dataclass(frozen=True, slots=True)
-class AutoscaleAsked:
-    """Pools size themselves from now on, or keep their sizes."""
+class AutoscaleRequested:
+    """An operator switches autoscaling on or off."""
 
     enabled: bool
 
 
 @dataclass(frozen=True, slots=True)
-class TargetsAsked:
-    """What pools are sized for from now on, by lane; other lanes keep theirs."""
+class TargetsRequested:
+    """An operator sets the latency targets of lanes. Other lanes keep their targets."""
 
     targets: Mapping[str, Targets]
 
 
 @dataclass(frozen=True, slots=True)
-class RolloutAsked:
-    """Another revision is to get a share of the traffic; `Rollouts.start_error` says why not.
+class RolloutRequested:
+    """An operator starts a rollout. `Rollouts.start_error` must have returned None.
 
     Attributes:
-        share: of new sessions, 0 to 1.
-        sizes: workers to start; a pool that is left out has those that are attached, or one.
-        abort_if_worse: than the stable one, by the verdict on both.
+        revision: The canary's revision.
+        share: Share of new sessions that the canary gets, 0 to 1.
+        sizes: Number of workers to start, by pool. A pool that is left out uses the attached
+            workers, or starts one worker.
+        abort_if_worse: Whether to abort the rollout when the canary is worse than the stable
+            revision.
     """
 
     revision: Revision
@@ -233,30 +243,30 @@ class RolloutAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class ShareAsked:
-    """The share of a rollout that runs."""
+class ShareRequested:
+    """An operator changes the share of the rollout that runs."""
 
     share: float
 
 
 @dataclass(frozen=True, slots=True)
-class PromotionAsked:
-    """The canary is to become the stable revision; `Rollouts.promote_error` says why not.
+class PromotionRequested:
+    """An operator promotes the canary. `Rollouts.promote_error` must have returned None.
 
     Attributes:
-        drain_s: what requests of the old one may take then; None: as long as any may.
+        drain_s: Seconds that requests of the old revision may take; None: max_request_s.
     """
 
     drain_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class AbortAsked:
-    """The canary is to get nothing new, and to leave.
+class AbortRequested:
+    """An operator aborts the rollout: the canary gets no new requests and leaves.
 
     Attributes:
-        why: in words.
-        drain_s: what its requests may take; None: as long as any may.
+        why: Reason in words.
+        drain_s: Seconds that the canary's requests may take; None: max_request_s.
     """
 
     why: str
@@ -265,21 +275,21 @@ class AbortAsked:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionClosed:
-    """The process is about to stop: no new requests, those admitted go on.
+    """The process will stop: no new requests are admitted, admitted requests go on.
 
     Attributes:
-        restarts: another coordinator follows; clients are told to come back.
+        restarts: Whether another coordinator follows, so that clients should come back.
     """
 
     restarts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class EverythingEnds:
-    """The process stops now: whatever has not ended fails.
+class ShutdownNow:
+    """The process stops now: all requests that have not ended fail.
 
     Attributes:
-        reason: in words.
+        reason: Reason in words.
     """
 
     reason: str
@@ -287,7 +297,7 @@ class EverythingEnds:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """`Core.next_deadline` has come."""
+    """The time of `Core.next_deadline` has come."""
 
 
 Event = (
@@ -305,20 +315,20 @@ Event = (
     | WorkerChanged
     | WorkerDetached
     | WorkerLost
-    | DrainAsked
-    | FlipAsked
+    | DrainRequested
+    | FlipRequested
     | LauncherReady
     | WorkerExited
     | WorkerWaits
-    | ScaleAsked
-    | AutoscaleAsked
-    | TargetsAsked
-    | RolloutAsked
-    | ShareAsked
-    | PromotionAsked
-    | AbortAsked
+    | ScaleRequested
+    | AutoscaleRequested
+    | TargetsRequested
+    | RolloutRequested
+    | ShareRequested
+    | PromotionRequested
+    | AbortRequested
     | AdmissionClosed
-    | EverythingEnds
+    | ShutdownNow
     | Tick
 )
 
@@ -327,6 +337,8 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class SendAccepted:
+    """The stream's first event."""
+
     to: StreamKey
     request_id: str
     num_prompt_tokens: int
@@ -335,7 +347,7 @@ class SendAccepted:
 
 @dataclass(frozen=True, slots=True)
 class SendDeltas:
-    """All tokens that one event brought, each an encoded TokenDelta."""
+    """All tokens of one event, each an encoded TokenDelta with its stream."""
 
     deltas: list[tuple[StreamKey, bytes]]
 
@@ -374,6 +386,8 @@ Command = (
 
 @dataclass(frozen=True, slots=True)
 class SendCommand:
+    """A command for a worker."""
+
     worker: WorkerKey
     command: Command
 
@@ -383,7 +397,7 @@ class WelcomeWorker:
     """The worker is attached in this role.
 
     Attributes:
-        adopted: what it goes on with, of a worker that comes from another coordinator.
+        adopted: Attempts that the worker continues; it served another coordinator before.
     """
 
     worker: WorkerKey
@@ -393,7 +407,7 @@ class WelcomeWorker:
 
 @dataclass(frozen=True, slots=True)
 class RefuseWorker:
-    """The worker that just said hello is not let in."""
+    """The worker whose hello just came may not attach."""
 
     worker: WorkerKey
     error: BatonError
@@ -404,7 +418,7 @@ class FenceWorker:
     """A worker is no longer part of the cluster.
 
     Attributes:
-        error: what ends its stream; None when the worker said that it leaves, and ends it itself.
+        error: Error that ends its stream; None: the worker leaves and ends the stream itself.
     """
 
     worker: WorkerKey
@@ -412,12 +426,12 @@ class FenceWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class TellTrace:
-    """A request has ended that its caller traces, or that is worth a trace.
+class ExportTrace:
+    """A request has ended that is traced by its caller or by tail sampling.
 
     Attributes:
-        traceparent: that the client sent; empty: none.
-        kept: why it is traced whatever the caller wants; empty: it is not.
+        traceparent: Trace context of the client; empty: none.
+        kept: Why tail sampling traces the request; empty: only the caller traces it.
     """
 
     record: EndedRequest
@@ -427,7 +441,7 @@ class TellTrace:
 
 @dataclass(frozen=True, slots=True)
 class StartWorker:
-    """A process is to be started; answered with WorkerExited when it cannot be."""
+    """A worker process must be started. WorkerExited reports a failed start."""
 
     worker_id: str
     pool: Pool
@@ -436,14 +450,14 @@ class StartWorker:
 
 @dataclass(frozen=True, slots=True)
 class EndWorker:
-    """Nothing of a started process is to be left; answered with WorkerExited."""
+    """A started process and its group must end. WorkerExited reports the end."""
 
     worker_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The sizes of the pools were decided on; what follows from it are other effects."""
+    """The autoscaler has made a decision. Separate effects carry it out."""
 
     decision: Decision
 
@@ -457,7 +471,7 @@ Effect = (
     | WelcomeWorker
     | RefuseWorker
     | FenceWorker
-    | TellTrace
+    | ExportTrace
     | StartWorker
     | EndWorker
     | Decided

@@ -8,7 +8,7 @@ from baton.v1 import common_pb2
 
 
 class Pool(Enum):
-    """What a worker is given. Prompts that run unsplit are computed by the decode pool."""
+    """The pool of a worker. The decode pool also computes prompts that are not handed over."""
 
     PREFILL = "prefill"
     DECODE = "decode"

@@ -1,4 +1,4 @@
-"""What the client of an output was sent lately, for when it comes back and lacks some of it."""
+"""The deltas of an output that its client was sent last, for a client that resumes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections import deque
 
 from baton.v1 import common_pb2
 
-# As much as may wait for the reader of one stream: who lacks more has been given up.
+# As many bytes as may wait for the reader of one stream; a slower reader is disconnected.
 _MAX_BYTES = 2**20
-# What keeping one takes beside its bytes, about.
+# Approximate memory of one kept delta beside its bytes.
 _DELTA_BYTES = 64
 
 
 class RecentDeltas:
-    """The latest deltas of one output, encoded and in order."""
+    """The latest deltas of one output, encoded and in order, at most 1 MiB."""
 
     def __init__(self) -> None:
         self._deltas: deque[bytes] = deque()
@@ -26,14 +26,14 @@ class RecentDeltas:
             self._num_bytes -= len(self._deltas.popleft()) + _DELTA_BYTES
 
     def between(self, known: tuple[int, int], now: tuple[int, int]) -> list[bytes] | None:
-        """The deltas that lead from one point of the output to its end.
+        """Returns the deltas that lead from one point of the output to its end.
 
         Args:
-            known: how many tokens and characters come before them.
-            now: how many there are.
+            known: Number of tokens and of characters before the first delta to return.
+            now: Number of tokens and of characters of the whole output.
 
         Returns:
-            None when they are not kept any more, or none begins there.
+            None if the deltas are not kept any more, or if no delta begins at `known`.
         """
         num_tokens, num_chars = now
         found, earlier = list[bytes](), list(self._deltas)

@@ -1,4 +1,4 @@
-"""Requests by every name they have: those that run, and the latest that ended."""
+"""Tables of the requests that have not ended and of the latest that have, by each of their keys."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Found = TypeVar("Found", Request, Request | EndedRequest)
 
 
 class RequestTable:
-    """Finds requests that have not ended, and the latest of those that have.
+    """Finds requests by key, by client id, by stream, by session and by worker handle.
 
     Args:
-        max_ended: how many of those are remembered.
+        max_ended: Number of ended requests that are remembered.
     """
 
     def __init__(self, max_ended: int) -> None:
         self._max_ended = max_ended
         self._requests: dict[RequestKey, Request] = {}
-        # Dispatched ones, by what their workers call them; a handle is never used again.
+        # Dispatched requests by handle; a handle is never used again.
         self._by_handle: dict[int, Request] = {}
         self._num_handles = 0
         self._by_session: dict[int, dict[int, Request]] = {}
@@ -38,14 +38,14 @@ class RequestTable:
         return self._requests.get(key)
 
     def find(self, request_id: str, tenant: str) -> Request | EndedRequest | None:
-        """A request by its client's id; one that runs goes before one that has ended.
+        """Returns a request by its client's id; a running request is preferred to an ended one.
 
         Args:
-            request_id: of the request.
-            tenant: empty: whoever's it is.
+            request_id: The client's id.
+            tenant: Tenant of the request; empty: any tenant.
 
         Raises:
-            InvalidArgument: several tenants have one.
+            InvalidArgument: `tenant` is empty and several tenants have a request of this id.
         """
         if tenant:
             key = RequestKey(request_name(tenant, request_id))
@@ -60,7 +60,7 @@ class RequestTable:
         return _only(found, request_id)
 
     def find_running(self, request_id: str, tenant: str) -> Request | None:
-        """As `find`, among those that have not ended."""
+        """Like `find`, among requests that have not ended."""
         if tenant:
             return self._requests.get(RequestKey(request_name(tenant, request_id)))
         found = {
@@ -86,7 +86,7 @@ class RequestTable:
 
     @property
     def ended(self) -> Mapping[RequestKey, EndedRequest]:
-        """Ended requests that are remembered, oldest first."""
+        """The remembered ended requests, oldest first."""
         return self._ended
 
     def add(self, request: Request) -> None:
@@ -96,7 +96,7 @@ class RequestTable:
         self._by_session.setdefault(to.session, {})[to.stream] = request
 
     def redirect(self, request: Request, to: StreamKey) -> None:
-        """The request's events go there from now on."""
+        """Sends the events of a request to another stream from now on."""
         self.remove(request)
         request.submission = replace(request.submission, to=to)
         self.add(request)
@@ -108,7 +108,7 @@ class RequestTable:
         fleet.num_requests += 1
 
     def remove(self, request: Request) -> None:
-        """Takes out a request; the handle of its attempt is taken back by `end_attempt`."""
+        """Removes a request; `end_attempt` removes the handle of its attempt."""
         to = request.submission.to
         request.fleet.num_requests -= 1
         del self._requests[request.key]
@@ -118,7 +118,7 @@ class RequestTable:
             del self._by_session[to.session]
 
     def remember(self, request: Request, record: EndedRequest) -> None:
-        """Keeps the record of a removed request, and forgets the oldest beyond the limit."""
+        """Keeps the record of a removed request, and drops the oldest record beyond the limit."""
         self._ended.pop(request.key, None)
         self._ended[request.key] = record
         while len(self._ended) > self._max_ended:
@@ -131,13 +131,13 @@ class RequestTable:
         self._by_handle[request.handle] = request
 
     def end_attempt(self, request: Request) -> None:
-        """Takes the attempt's handle back; idempotent."""
+        """Removes the handle of the request's attempt; idempotent."""
         self._by_handle.pop(request.handle, None)
 
 
 def _only(found: Mapping[str, Found], request_id: str) -> Found | None:
-    """The only one of the requests of an id, which several tenants may use."""
+    """Returns the only request found. Raises InvalidArgument when several tenants have one."""
     if len(found) > 1:
         tenants = ", ".join(sorted(found))
-        raise InvalidArgument("tenant", "", f"request {request_id} is there of each of {tenants}")
+        raise InvalidArgument("tenant", "", f"tenants {tenants} each have a request {request_id}")
     return next(iter(found.values()), None)

@@ -1,4 +1,4 @@
-"""What the coordinator knows of one request, and the states it goes through."""
+"""One request in the coordinator: its submission, its states and its record after the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 WorkerKey = tuple[str, int]
 """Worker id and incarnation: one process."""
 RequestKey = NewType("RequestKey", str)
-"""What a request is called here and by workers: runtime/names.py, request_name."""
+"""Name of a request in the coordinator and on workers; see request_name in runtime/names.py."""
 
 
 class RequestState(Enum):
@@ -38,16 +38,16 @@ class RequestState(Enum):
     RECOVERING = admin_pb2.REQUEST_STATE_RECOVERING
     PARKED = admin_pb2.REQUEST_STATE_PARKED
 
-    # Enum's own hashes the name, in Python; members are compared by identity anyway.
+    # Enum's own hash runs Python code on the name; members are compared by identity anyway.
     __hash__ = object.__hash__
 
 
 _ENDED = frozenset({RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED})
 
 TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
-    # A worker may go on with what another coordinator had sent it.
+    # To DECODING: a worker goes on with an output that another coordinator sent it.
     RequestState.QUEUED: _ENDED | {RequestState.PREFILLING, RequestState.DECODING},
-    # Unsplit requests go straight on to DECODING: their decode worker computes the prompt.
+    # To DECODING without HANDING_OFF: the decode worker computes the prompt itself.
     RequestState.PREFILLING: _ENDED
     | {
         RequestState.HANDING_OFF,
@@ -57,24 +57,24 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     },
     RequestState.HANDING_OFF: _ENDED | {RequestState.DECODING, RequestState.RECOVERING},
     RequestState.DECODING: _ENDED | {RequestState.RECOVERING, RequestState.PARKED},
-    # Waits in its lane for another attempt, or its worker is back with the one before.
+    # The request waits in its lane for another attempt. To DECODING: its worker has come back.
     RequestState.RECOVERING: _ENDED | {RequestState.PREFILLING, RequestState.DECODING},
     RequestState.FINISHED: frozenset(),
     RequestState.FAILED: frozenset(),
     RequestState.CANCELLED: frozenset(),
-    # It made room for interactive work, and waits in its lane until there is some for it. Once no
-    # worker is left that could have any, it waits no longer than one that was on a lost worker.
+    # The request made room for interactive work and waits in its lane for another turn. To
+    # RECOVERING: its pool has no worker left, so the recovery timeout applies from now on.
     RequestState.PARKED: _ENDED | {RequestState.PREFILLING, RequestState.RECOVERING},
 }
 
 
 @dataclass(frozen=True, slots=True)
 class StateLimits:
-    """How long a request may stay in each state, in seconds; its own deadline always counts too.
+    """How long a request may stay in a state, in seconds; the request's deadline applies too.
 
-    Beyond the queue a state has no bound of its own that would be right for every prompt and
-    output length, so it is the longest life of a request; workers' own time-outs (a handoff that
-    is not committed is recomputed) act sooner.
+    Only waiting states have a limit of their own: no limit would be right for every prompt and
+    output length. Workers' own timeouts act sooner than the deadline (for example, a worker
+    computes the prompt itself when a handoff is not committed in time).
     """
 
     queued_s: float = math.inf
@@ -88,7 +88,7 @@ class StateLimits:
 
 @dataclass(frozen=True, slots=True)
 class StreamKey:
-    """Where a request's events go: a client session, and the request's number in it."""
+    """Where a request's events go: a client session, and the number of the stream in it."""
 
     session: int
     stream: int
@@ -99,21 +99,21 @@ class Submission:
     """A request that was validated and tokenized.
 
     Attributes:
-        to: where its events go.
-        request_id: the id that its client gave it; no other request of its tenant that has not
-            ended has it.
-        known_token_ids: output the caller already has; the stream continues after it.
-        known_text_chars: code points of text that went with them.
-        known_stop: the stop that the last known token ended the output with, as Finished.stop says
-            it; None: it did not end it.
-        arrived_at: when the request reached this process, by the core's clock, in seconds.
-        timeout_s: how long after `arrived_at` it must end; None: the coordinator's limit alone.
-        traceparent: W3C trace context, handed on to workers.
-        session_id: the conversation that it belongs to; empty: none.
-        slo_ttft_s, slo_itl_s: what the caller hopes for; None: no opinion.
-        tenant: whom it is charged to.
-        adapter: name of the LoRA adapter that it is computed with; empty: none.
-        revision: the revision that the known tokens are from; empty: not known.
+        to: The stream that its events go to.
+        request_id: The client's id; unique among the requests of the tenant that have not ended.
+        known_token_ids: Output tokens that the caller has; the stream continues after them.
+        known_text_chars: Code points of text that were sent with the known tokens.
+        known_stop: The stop that ended the output with the last known token, in the form of
+            Finished.stop; None: the output goes on.
+        arrived_at: When the request reached this process, in seconds of the core's clock.
+        timeout_s: Seconds after `arrived_at` in which the request must end; None: only the
+            coordinator's limit applies.
+        traceparent: W3C trace context, which workers get too.
+        session_id: The conversation that the request belongs to; empty: none.
+        slo_ttft_s, slo_itl_s: Targets that the caller asked for; None: the lane's targets apply.
+        tenant: The tenant that is charged for the request.
+        adapter: Name of the LoRA adapter that computes the request; empty: none.
+        revision: Revision that computed the known tokens; empty: not known.
     """
 
     to: StreamKey
@@ -139,21 +139,21 @@ class Submission:
         return RequestKey(request_name(self.tenant, self.request_id))
 
     def ordered_in(self, long_prompt_tokens: int) -> common_pb2.Lane.ValueType:
-        """The lane that its prompt waits and is computed in: a long one is batch work.
+        """Returns the lane that orders its prompt: a long prompt is ordered in the batch lane.
 
         Args:
-            long_prompt_tokens: longer ones are long; 0: none is.
+            long_prompt_tokens: A prompt with more tokens is long; 0: no prompt is long.
         """
         is_long = 0 < long_prompt_tokens < len(self.prompt_token_ids)
         return common_pb2.LANE_BATCH if is_long else self.lane
 
 
 class Prediction(NamedTuple):
-    """How soon a request will have its first token.
+    """Predicted time to first token.
 
     Attributes:
-        wait_s: seconds until a worker begins with its prompt.
-        work_s: seconds from then on.
+        wait_s: Seconds until a worker starts with the prompt.
+        work_s: Seconds from the start of the prompt to the first token.
     """
 
     wait_s: float
@@ -162,7 +162,10 @@ class Prediction(NamedTuple):
 
 @dataclass(slots=True)
 class Interruption:
-    """A time without a worker, or until the next one's first token; by the core's clock."""
+    """A time in which a request had no worker or waited for its next worker's first token.
+
+    Times are seconds of the core's clock; `ended_at` is None while the interruption goes on.
+    """
 
     stage: common_pb2.Stage.ValueType
     began_at: float
@@ -171,47 +174,45 @@ class Interruption:
 
 @dataclass(slots=True)
 class Request:
-    """One admitted request. Only the core changes it, and its state only through `advance`.
+    """One admitted request. Only the core changes it; its state changes only through `advance`.
 
     Attributes:
         fleet: The workers that it may run on; fixed once the output has begun. Only the
             RequestTable changes it.
-        key: what it is found by; `id` is for people.
-        token_ids: the whole output so far, known tokens included.
-        text_chars: code points of text sent so far, known ones included.
-        deadline: of the whole request, by the core's clock.
-        hashes: of the prompt's blocks; None until they are needed.
-        attempt: counts dispatches; 0 until the first.
-        attempts_before: how many attempts an earlier request of this key had: workers may still
-            report of those, so their numbers are not used again.
-        handle: a short number for this attempt, which workers' steps name it by; 0 until the first.
-        num_known: output tokens that were known when this attempt was dispatched.
-        prefill: the prefill worker of this attempt; None when it runs unsplit.
-        decode: the decode worker of this attempt; None when nothing is to be decoded.
-        flows_from: the decode worker of this attempt, once tokens come from there and need nothing
-            but to be sent on. The worker's own key object, compared by identity.
-        prefill_done: whether the prefill worker's part of this attempt is over.
-        spec: the part that all its commands share, so that its prompt is encoded once.
-        handoff_id: this attempt's; empty when nothing is handed over.
-        skip_tokens: how many tokens the handoff leaves out.
-        hands_over_all: whether its handoffs leave out nothing any more: one left out what its
-            decode worker no longer had.
-        exposed_us: exposed time of the handoff, as reported; None until then.
-        prefill_timings, decode_timings: as the workers reported them.
-        interruptions: the times in which it had no worker, or waited for its next one's tokens.
-        num_parked: how often it made room for interactive work.
-        losses: why attempts were lost, since the last new token.
-        avoid: workers that lost the request; they get it again only where there is no other.
-        suspect: whether a worker died while it computed nothing but this request and others of
-            which that may be said.
-        waits_until: until when it waits for a worker that is on its way, by the core's clock
-            (recovery_timeout.py).
-        num_charged: how many tokens of its output its tenant was charged for.
-        gaps_us: microseconds between its tokens.
-        prediction: what was predicted of its first token, where that tells how good predictions
-            are; else None.
-        kept: what its client was sent, where only its own worker can go on with the output; None:
-            others can.
+        key: Unique name in the coordinator and on workers; `id` is the client's name.
+        token_ids: Whole output so far, including known tokens.
+        text_chars: Code points of text sent so far, including known text.
+        deadline: When the request must end, by the core's clock.
+        hashes: Hashes of the prompt's blocks; None until they are needed.
+        attempt: Number of dispatches; 0 before the first.
+        attempts_before: Number of attempts that an earlier request of this key had. Workers may
+            still report of those attempts, so their numbers are not used again.
+        handle: Short number of this attempt, which workers use in their steps; 0 before the first.
+        num_known: Output tokens that were known when this attempt was dispatched.
+        prefill: Prefill worker of this attempt; None: the decode worker computes the prompt.
+        decode: Decode worker of this attempt; None: the request ends with its first token.
+        flows_from: Decode worker of this attempt, once its tokens are only passed on. This is the
+            worker's own key object, compared by identity.
+        prefill_done: Whether the prefill worker has finished its part of this attempt.
+        spec: Part that all commands of the request share, so that its prompt is encoded once.
+        handoff_id: Id of this attempt's handoff; empty: this attempt has no handoff.
+        skip_tokens: Number of tokens that the handoff leaves out.
+        hands_over_all: Whether handoffs must leave out nothing: an earlier one left out a prefix
+            that its decode worker no longer had.
+        exposed_us: Exposed time of the handoff in microseconds; None until it is reported.
+        prefill_timings, decode_timings: Stage timings as the workers reported them.
+        interruptions: Times in which the request had no worker.
+        num_parked: How often the request made room for interactive work.
+        losses: Errors of the attempts that were lost since the last new token.
+        avoid: Workers that lost the request; they get it again only if there is no other worker.
+        suspect: Whether a worker died while it computed only this request and other suspects.
+        waits_until: Until when the request waits for a starting worker, by the core's clock
+            (core/recovery_timeout.py).
+        num_charged: Number of output tokens that the tenant was charged for.
+        gaps_us: Microseconds between the tokens.
+        prediction: Predicted time to first token, if it shows how good predictions are; else None.
+        recent_deltas: Deltas that the client was sent, if only this worker can continue the
+            output; None: other workers can continue it.
     """
 
     submission: Submission
@@ -254,7 +255,7 @@ class Request:
     num_charged: int = field(init=False)
     gaps_us: array[int] = field(default_factory=lambda: array("I"))
     prediction: Prediction | None = None
-    kept: RecentDeltas | None = None
+    recent_deltas: RecentDeltas | None = None
 
     def __post_init__(self) -> None:
         self.key = self.submission.key
@@ -263,22 +264,23 @@ class Request:
 
     @property
     def id(self) -> str:
-        """What the client calls the request."""
+        """The client's id of the request."""
         return self.submission.request_id
 
     @property
     def attempt_number(self) -> int:
-        """What workers call this attempt: never used twice for one key."""
+        """Number of this attempt on workers; never used twice for one key."""
         return self.attempts_before + self.attempt
 
     def known_prompt(self, num_known: int) -> Sequence[int]:
-        """Known output tokens that the prefill worker computes and hands over with the prompt.
+        """Returns the known output tokens that the prefill worker computes with the prompt.
 
-        That is all but the last one, which the decode worker goes on from. It is none where the
-        decode worker must go through them one by one, or they would get prompt logprobs.
+        These are all but the last known token, from which the decode worker continues. The result
+        is empty if the decode worker must replay the tokens one by one, or if the tokens would get
+        prompt logprobs.
 
         Args:
-            num_known: output tokens that are known when the prompt is computed.
+            num_known: Number of output tokens that are known when the prompt is computed.
         """
         sampling = self.submission.sampling
         if num_known < 2 or sampling.HasField("prompt_logprobs") or needs_exact_state(sampling):
@@ -287,12 +289,12 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Of its prompt and of its output so far."""
+        """Number of tokens of the prompt and of the output so far."""
         return self.num_prompt_tokens + len(self.token_ids)
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens that a prefill worker would compute if it were dispatched now."""
+        """Number of tokens that a prefill worker would compute if it got the request now."""
         return self.num_prompt_tokens + len(self.known_prompt(len(self.token_ids)))
 
     @property
@@ -305,19 +307,22 @@ class Request:
         return self.state in (RequestState.QUEUED, RequestState.RECOVERING, RequestState.PARKED)
 
     def is_resumed_by(self, submission: Submission) -> bool:
-        """Whether a submission of the same key resumes this request, and is not in its way."""
+        """Returns whether a submission of the same key resumes this request.
+
+        A submission without known tokens, or on the same session, is a duplicate instead.
+        """
         same_session = self.submission.to.session == submission.to.session
         return len(submission.known_token_ids) > 0 and not same_session
 
     def lacking(self, submission: Submission) -> list[bytes] | None:
-        """The deltas, encoded, that a client lacks which comes back for this output.
+        """Returns the encoded deltas that a resuming client has not received.
 
         Returns:
-            None where they are not kept, or this is the output of another request.
+            None if the deltas are not kept, or if the output belongs to another request.
         """
         ours, known = self.submission, list(submission.known_token_ids)
         if (
-            self.kept is None
+            self.recent_deltas is None
             or self.state is not RequestState.DECODING
             or submission.adapter != ours.adapter
             or submission.sampling != ours.sampling
@@ -325,7 +330,7 @@ class Request:
             or known != list(self.token_ids[: len(known)])
         ):
             return None
-        return self.kept.between(
+        return self.recent_deltas.between(
             (len(known), submission.known_text_chars), (len(self.token_ids), self.text_chars)
         )
 
@@ -345,7 +350,7 @@ class Request:
         self.state, self.state_since = state, now
 
     def due(self, limits: StateLimits) -> float:
-        """When the request is to be looked at next, by the core's clock."""
+        """Returns when the request's timer is due, by the core's clock."""
         since = self.state_since
         if self.state is RequestState.QUEUED:
             since = self.submission.arrived_at
@@ -357,13 +362,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class EndedRequest:
-    """What is remembered of a request that has ended.
+    """Record of a request that has ended.
 
     Attributes:
         error_code: gRPC status code of a failed request, else 0.
-        session: the client session that it came from.
-        ttft_target_s, itl_target_s: its targets; None: it had none.
-        stalls: its longest gaps between tokens that exceeded the target.
+        session: Client session that the request came from.
+        ttft_target_s, itl_target_s: Targets of the request; None: no target.
+        stalls: Longest gaps between tokens that exceeded the target.
     """
 
     request_id: str

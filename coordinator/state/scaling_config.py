@@ -14,18 +14,19 @@ from baton.runtime.config import (
     TargetsConfig,
 )
 
-# Loads come and go within a minute, and are averaged over two.
+# Shortest stabilisation window, and how long a load must be known before a pool may shrink. Loads
+# change within a minute and are averaged over two.
 _LEAST_WINDOW_S, _YOUNG_S = 60.0, 120.0
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What a lane is promised; None: nothing, so that it never makes a pool grow.
+    """Latency targets of one lane. None: no target, so the lane never makes a pool grow.
 
     Attributes:
-        ttft_s: time to first token, at most.
-        itl_s: seconds between two tokens, at most.
-        percentile: of requests and tokens that these hold for.
+        ttft_s: Longest time to first token, in seconds.
+        itl_s: Longest time between two tokens, in seconds.
+        percentile: Percentage of requests and tokens that must meet the targets.
     """
 
     ttft_s: float | None = 0.5
@@ -42,13 +43,19 @@ class Targets:
 
     @property
     def may_miss(self) -> float:
-        """The share that may be later."""
+        """Share of requests and tokens that may miss the targets."""
         return 1 - self.percentile / 100
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLimits:
-    """Attributes: floor, ceiling: workers; gpus: of one worker."""
+    """Limits of one pool.
+
+    Attributes:
+        floor: Least number of workers.
+        ceiling: Largest number of workers.
+        gpus: Number of GPUs of one worker.
+    """
 
     floor: int = 1
     ceiling: int = 64
@@ -65,21 +72,22 @@ class PoolLimits:
 
 @dataclass(frozen=True, slots=True)
 class ScalingConfig:
-    """Times in seconds.
+    """Configuration of the autoscaler. Times are in seconds.
 
     Attributes:
-        targets: by lane's name.
-        prefill, decode: limits of the pools.
-        max_gpus: of both pools together, workers that start or drain included; None: no limit.
-        interval_s: between two decisions.
-        cold_start_s: until a started worker serves: how far ahead the load is forecast.
-        start_timeout_s: a worker that starts for longer is stuck and counts no more.
-        down_window_s: a pool shrinks to the most that was wanted within this time; None: see
+        targets: Latency targets by name of the lane.
+        prefill, decode: Limits of the pools.
+        max_gpus: Most GPUs of both pools, including workers that start or drain; None: no limit.
+        interval_s: Time between two decisions.
+        cold_start_s: Time until a started worker serves. The load is forecast this far ahead.
+        start_timeout_s: A worker that has been starting for longer is stuck and does not count.
+        down_window_s: A pool shrinks only to the largest size wanted within this time; None: see
             `window_s`.
-        max_up, max_down: factor up and share down of a pool in one decision; one worker always.
-        flip: whether a worker may change roles.
-        flip_quiet_s: between a flip and one back.
-        idle_s: without a request for so long a pool with floor 0 goes to zero.
+        max_up, max_down: Largest growth factor and largest shrunk share of a pool per decision;
+            one worker is always allowed.
+        flip: Whether a worker may change its role.
+        flip_quiet_s: Shortest time between a flip and a flip back.
+        idle_s: A pool with floor 0 shrinks to 0 after this time without a request.
     """
 
     targets: tuple[tuple[str, Targets], ...] = (("interactive", Targets()),)
@@ -98,11 +106,11 @@ class ScalingConfig:
 
     @property
     def window_s(self) -> float:
-        """How long a worker that is not needed is kept, where that is not configured.
+        """How long a worker is kept that is not needed, in seconds.
 
-        As long as it is paid for while it starts again, at least a minute: whenever it will be
-        needed next, that costs at most twice what the best choice would have (Karlin et al.,
-        Competitive Snoopy Caching, 1988, on renting or buying).
+        The default is the cold start time, at least a minute. Keeping a worker for as long as its
+        next start would cost is at most twice as expensive as the best choice, whenever the worker
+        is needed next (rent or buy; Karlin et al., Competitive Snoopy Caching, 1988).
         """
         if self.down_window_s is not None:
             return self.down_window_s
@@ -110,9 +118,9 @@ class ScalingConfig:
 
     @property
     def young_s(self) -> float:
-        """A load that has been known for less takes no worker away.
+        """How long a load must be known before a pool may shrink, in seconds.
 
-        Of requests that last long the first have hardly ended, and the short ones among them first.
+        In the beginning only short requests have ended, so the load looks smaller than it is.
         """
         return _YOUNG_S if self.down_window_s is None else min(_YOUNG_S, self.down_window_s)
 
@@ -122,12 +130,12 @@ class ScalingConfig:
 
 @dataclass(frozen=True, slots=True)
 class ScalingSettings:
-    """What the coordinator's core is told of scaling.
+    """The scaling configuration of the coordinator's core.
 
     Attributes:
-        config: limits, targets and times of the autoscaler.
-        autoscale: whether the pools size themselves from the beginning.
-        drain_s: how long a worker that leaves, or changes its role, may take to finish what it has.
+        config: Limits, targets and times of the autoscaler.
+        autoscale: Whether autoscaling is on at the start.
+        drain_s: How long a worker that drains or flips may take to finish its requests.
     """
 
     config: ScalingConfig = field(default_factory=ScalingConfig)
@@ -140,7 +148,7 @@ class ScalingSettings:
 
 
 def scaling_config(config: BatonConfig) -> ScalingConfig:
-    """As the autoscaler wants it."""
+    """Returns the autoscaler's part of a configuration."""
     scaling = config.scaling
     return ScalingConfig(
         targets=(
@@ -161,7 +169,7 @@ def scaling_config(config: BatonConfig) -> ScalingConfig:
 
 
 def in_config(targets: Mapping[str, Targets]) -> LaneTargetsConfig:
-    """Targets by lane, as a configuration names them."""
+    """Returns the targets by lane, in the form of the configuration file."""
     return LaneTargetsConfig.model_validate(
         {
             lane: {

@@ -9,7 +9,7 @@ from baton.coordinator.state.pools import Pool
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """The role is to have so many workers, starting and serving ones counted once."""
+    """The number of workers that a pool should have, starting and serving workers together."""
 
     pool: Pool
     num_workers: int
@@ -17,7 +17,7 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """A serving worker is to leave, or a starting one to be given up."""
+    """A serving worker must drain, or the start of a starting worker must be cancelled."""
 
     worker_id: str
     reason: str
@@ -25,7 +25,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """A serving worker is to change to the other pool."""
+    """A serving worker must change to the other pool."""
 
     worker_id: str
     to: Pool
@@ -36,13 +36,13 @@ Action = Want | Drain | Flip
 
 @dataclass(frozen=True, slots=True)
 class PoolDecision:
-    """Of one pool; workers.
+    """The decision on one pool's size; sizes are numbers of workers.
 
     Attributes:
-        current: serving, and starting ones that are not stuck.
-        needed: by the load alone.
-        target: within limits, steps, window and budget.
-        reason: in words, with the numbers.
+        current: Serving workers, and starting workers that are not stuck.
+        needed: Size that the load alone needs.
+        target: Size after limits, step bounds, the stabilisation window and the GPU budget.
+        reason: Reason in words, with the numbers.
     """
 
     pool: Pool

@@ -8,7 +8,8 @@ from typing import NamedTuple
 from baton.coordinator.state.requests import RequestKey
 from baton.v1 import admin_pb2
 
-# A worker's slow steps that are remembered: a gap is looked up when its request ends.
+# Number of slow steps that are remembered per worker. A gap's cause is looked up when its request
+# ends.
 MAX_SLOW_STEPS = 64
 
 
@@ -29,10 +30,10 @@ class SlowStep(NamedTuple):
     """An engine step that came later than its lane's inter-token latency target.
 
     Attributes:
-        at: when its outputs came, by the core's clock.
-        by: whose prompt or arrival it was; None for none in particular.
-        num_tokens: of that prompt.
-        num_requests: that had outputs in it.
+        at: When the step's outputs came, by the core's clock.
+        by: Request whose prompt or arrival made the step slow; None: no single request.
+        num_tokens: Number of tokens of that request's prompt.
+        num_requests: Number of requests with outputs in the step.
     """
 
     at: float
@@ -43,7 +44,7 @@ class SlowStep(NamedTuple):
 
 
 class Stall(NamedTuple):
-    """A gap over the request's target; times in microseconds since its arrival."""
+    """A gap that exceeded the request's target; times are microseconds since its arrival."""
 
     start_us: int
     duration_us: int

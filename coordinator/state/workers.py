@@ -1,4 +1,4 @@
-"""The workers of the cluster, and what the coordinator has running on each."""
+"""The attached workers, and the registry that finds and fences them."""
 
 from __future__ import annotations
 
@@ -26,22 +26,24 @@ from baton.v1 import cluster_pb2, common_pb2
 if TYPE_CHECKING:
     from baton.coordinator.state.fleets import Fleet, Fleets
 
-# Incarnations that must never come back; far more than workers die in a coordinator's life.
+# Number of fenced incarnations that are remembered; far more than workers die in a coordinator's
+# life.
 _MAX_FENCED = 4096
-# Of ModelDescription: what must be equal. The tokenizer's path may differ between hosts.
+# Fields of ModelDescription that must be equal in a fleet. The tokenizer's path may differ between
+# hosts.
 _MODEL_FIELDS = ("name", "revision", "max_model_len", "vocab_size")
 
 
 @dataclass(slots=True)
 class Flipping:
-    """A worker that gives up its role for another.
+    """A change of a worker's role that is under way.
 
     Attributes:
-        into: its next role.
-        since: when it was to change, by the core's clock.
-        until: what it has not finished by then is done elsewhere.
-        by_hand: whether an operator wants it.
-        told: whether it was told to change, having nothing of its old role any more.
+        into: The worker's next role.
+        since: When the change was decided, by the core's clock.
+        until: Other workers take over the requests that the worker has not finished by then.
+        by_hand: Whether an operator asked for the change.
+        told: Whether the worker was told to change; it has no requests of its old role then.
     """
 
     into: common_pb2.Role.ValueType
@@ -56,23 +58,23 @@ class Worker:
     """One attached worker process.
 
     Attributes:
-        hello: as it introduced itself last.
+        hello: The worker's latest Hello.
         fleet: The fleet that it belongs to, named by its revision.
-        key: one object, which requests and the shell refer to.
-        connected: whether its stream is up.
-        heard_at: when it last gave a sign of life, by the core's clock.
-        longest_silence_s: the longest time between two signs of life lately.
-        load: its last report.
-        ledger: the requests that the coordinator has sent there.
-        unresponsive: why its requests went elsewhere and it gets no new ones for now, in words that
-            continue "worker w1 ..."; empty when all is well.
-        num_steps: steps of its engine, by its last report.
-        progressed_at: when `num_steps` last changed, or it had nothing to do.
-        stuck: whether its engine made no step for too long, and none since.
-        slow_steps: the latest slow steps of its engine.
-        released: whether it drains, and was told that nothing more will come.
-        leaves_by: when it is out, whatever it still does; infinite unless it was told to drain.
-        flip: its change to the other role, while that goes on.
+        key: Worker id and incarnation. Requests and the shell hold this very object.
+        connected: Whether its stream is open.
+        heard_at: When its last message came, by the core's clock.
+        longest_silence_s: Longest recent time between two messages.
+        load: Its latest load report.
+        ledger: The requests that the coordinator has sent to the worker.
+        unresponsive: Why other workers took over its requests and it gets no new ones, in words
+            that continue "worker w1 ..."; empty: the worker responds.
+        num_steps: Number of engine steps, by its latest report.
+        progressed_at: When `num_steps` last changed, or the worker was last idle.
+        stuck: Whether the engine has made no step for too long.
+        slow_steps: The latest slow steps of its engine.
+        released: Whether it drains and was told that no more requests will come.
+        leaves_by: When a draining worker is removed at the latest; infinite if it does not drain.
+        flip: The change of its role that is under way; None: no change.
     """
 
     hello: cluster_pb2.Hello
@@ -104,7 +106,7 @@ class Worker:
 
     @property
     def serving(self) -> bool:
-        """Whether new work may be sent to it."""
+        """Whether new requests may be sent to the worker."""
         return (
             self.connected
             and self.state == cluster_pb2.WORKER_STATE_SERVING
@@ -113,42 +115,42 @@ class Worker:
         )
 
     def trouble(self, now: float, silent_s: float) -> str:
-        """Why it does nothing for anybody now, for operators; in words as `unresponsive`.
+        """Returns why the worker makes no progress now, for operators; empty if it does.
 
-        A silent worker without which its role would be empty is not called unresponsive: its
-        requests could go nowhere else, and wait for it. It is described here all the same.
+        A silent worker that is the last of its pool is not marked as unresponsive, because no
+        other worker can take its requests. This text describes it too.
 
         Args:
-            now: by the core's clock.
-            silent_s: how long a worker may be silent.
+            now: Time by the core's clock.
+            silent_s: How long a worker may be silent.
         """
         if self.unresponsive or now - self.heard_at <= silent_s:
             return self.unresponsive
         return "is silent; its requests wait for it, since no other worker can have them"
 
     def computing(self) -> list[RequestKey]:
-        """Unanswered requests that its engine may have been computing: as many as fit a step."""
+        """Returns the unanswered requests that its engine may have been computing in one step."""
         return self.ledger.computing(self.hello.capacity.max_num_batched_tokens)
 
     def can_resume(self, request: Request) -> bool:
-        """Whether it could go on with what another worker has put out."""
+        """Returns whether the worker can continue an output that another worker began."""
         return not len(request.token_ids) or self.can_replay(request.submission.sampling)
 
     def can_replay(self, sampling: common_pb2.SamplingParams) -> bool:
-        """Whether it could go on with outputs of others that are sampled so."""
+        """Returns whether the worker can continue outputs with these sampling parameters."""
         return self.hello.capacity.supports_forced_tokens or not needs_exact_state(sampling)
 
 
 @dataclass(slots=True)
 class Presence:
-    """How many workers of one role there are, and in which condition.
+    """Numbers of workers of one role, by condition.
 
     Attributes:
-        num_attached: all of them, whatever they do.
-        num_serving: those that new work may be sent to.
-        num_staying: those that neither drain nor change their role.
-        num_coming: workers of the other role, on their way into this one.
-        since: when the first attached of those that do not drain; infinite without any.
+        num_attached: All attached workers.
+        num_serving: Workers that new requests may be sent to.
+        num_staying: Workers that neither drain nor change their role.
+        num_coming: Workers of the other role that change to this role.
+        since: When the first worker attached that does not drain; infinite if there is none.
     """
 
     num_attached: int = 0
@@ -159,21 +161,21 @@ class Presence:
 
 
 class AttachedWorkers:
-    """The workers that are attached now: all of them, or those of one fleet.
+    """A view of the attached workers: all of them, or those of one fleet.
 
     Args:
-        workers: by key. The registry that owns them changes them, and calls `recount` then.
+        workers: Workers by key. Their owner changes the mapping and then calls `recount`.
 
     Attributes:
-        get: returns the worker of a key; None when this incarnation of it is not among them. It is
-            the dictionary's own method, being called some twenty times per request.
+        get: Returns the worker of a key, or None if this incarnation is not attached. This is the
+            mapping's own method, because it is called about 20 times per request.
     """
 
     get: Callable[[WorkerKey | None], Worker | None]
 
     def __init__(self, workers: Mapping[WorkerKey | None, Worker]) -> None:
         self._attached, self.get = workers, workers.get
-        # By role; None: not counted since the last change.
+        # Counts by role; None: workers have changed since they were counted.
         self._presences: Mapping[common_pb2.Role.ValueType, Presence] | None = None
 
     def __iter__(self) -> Iterator[Worker]:
@@ -183,22 +185,22 @@ class AttachedWorkers:
         return len(self._attached)
 
     def serving(self, role: common_pb2.Role.ValueType) -> list[Worker]:
-        """The workers of a role that new work may be sent to."""
+        """Returns the workers of a role that new requests may be sent to."""
         return [
             worker for worker in self._attached.values() if worker.role == role and worker.serving
         ]
 
     def presence(self, role: common_pb2.Role.ValueType) -> Presence:
-        """How many workers of a role there are: counted once, and again after a change.
+        """Returns the numbers of workers of a role; they are counted again after each change.
 
-        For the core's thread alone: another might keep counts of what has changed meanwhile.
+        Only the core's thread may call this: another thread could cache outdated counts.
         """
         if self._presences is None:
             self._presences = _presences(self)
         return self._presences.get(role, _NO_PRESENCE)
 
     def recount(self) -> None:
-        """Forgets the counts: workers have come or gone, or do something else."""
+        """Drops the cached counts after a change of the workers."""
         self._presences = None
 
     def check_integrity(self) -> None:
@@ -207,21 +209,21 @@ class AttachedWorkers:
 
     @property
     def first(self) -> Worker | None:
-        """Any worker; None when there is none."""
+        """Any worker; None without workers."""
         for worker in self._attached.values():
             return worker
         return None
 
     @property
     def model(self) -> common_pb2.ModelDescription | None:
-        """The model they serve; None when there is no worker."""
+        """The model that the workers serve; None without workers."""
         for worker in self._attached.values():
             return worker.hello.model
         return None
 
     @property
     def max_model_len(self) -> int:
-        """How many tokens prompt and output may have together; 0 when there is no worker."""
+        """Most tokens that a prompt and its output may have together; 0 without workers."""
         model = self.model
         return model.max_model_len if model is not None else 0
 
@@ -247,7 +249,8 @@ class WorkerRegistry(AttachedWorkers):
     """All attached workers, with at most one incarnation per worker id.
 
     Args:
-        model_name: what this coordinator serves; other workers are refused.
+        model_name: Name of the model that this coordinator serves; workers with another model are
+            refused.
         fleets: The fleets that workers are added to.
 
     Attributes:
@@ -261,11 +264,11 @@ class WorkerRegistry(AttachedWorkers):
         self._workers: dict[str, Worker] = {}
         self._by_key: dict[WorkerKey | None, Worker] = {}
         super().__init__(self._by_key)
-        # Insertion order is age; the value says what ended the incarnation.
+        # Reason of the end by incarnation, oldest first.
         self._fenced: dict[WorkerKey, str] = {}
 
     def by_id(self, worker_id: str) -> Worker | None:
-        """The attached worker of an id, whichever incarnation it is."""
+        """Returns the attached worker of an id, whatever its incarnation, or None."""
         return self._workers.get(worker_id)
 
     def fleet_of(self, hello: cluster_pb2.Hello) -> Fleet:
@@ -273,7 +276,7 @@ class WorkerRegistry(AttachedWorkers):
         return self.fleets.named(hello.revision or FIRST_REVISION)
 
     def changed(self, worker: Worker) -> None:
-        """An attached worker's role, state or readiness has changed."""
+        """Notes that an attached worker's role, state or readiness has changed."""
         self.num_changes += 1
         self.recount()
         worker.fleet.workers.recount()
@@ -284,7 +287,7 @@ class WorkerRegistry(AttachedWorkers):
         return self.fleets.stable.workers.model or super().model
 
     def refusal(self, hello: cluster_pb2.Hello) -> BatonError | None:
-        """Why a worker that says this hello may not attach; None when it may."""
+        """Returns why a worker with this hello may not attach, or None if it may."""
         key = (hello.worker_id, hello.incarnation)
         current = self._workers.get(hello.worker_id)
         if key in self._fenced:
@@ -308,7 +311,7 @@ class WorkerRegistry(AttachedWorkers):
         return self._misfit(hello, revision)
 
     def _misfit(self, hello: cluster_pb2.Hello, revision: str) -> BatonError | None:
-        """Why a worker of this fleet cannot serve beside the attached ones; None when it can."""
+        """Returns why a worker cannot serve beside the attached workers, or None if it can."""
         others = [one for one in self._workers.values() if one.id != hello.worker_id]
         if not others:
             return None
@@ -334,18 +337,18 @@ class WorkerRegistry(AttachedWorkers):
         )
 
     def add(self, worker: Worker) -> None:
-        """Takes in a worker whose hello was not refused; none of its id is attached."""
+        """Adds a worker whose hello was not refused; no worker of its id may be attached."""
         assert worker.id not in self._workers
         self._workers[worker.id] = self._by_key[worker.key] = worker
         worker.fleet.add(worker)
         self.changed(worker)
 
     def remove(self, worker: Worker, reason: str) -> None:
-        """Takes out a worker that must not come back.
+        """Removes a worker and fences its incarnation, so that it cannot attach again.
 
         Args:
-            worker: attached.
-            reason: in words, continuing "this incarnation ...".
+            worker: An attached worker.
+            reason: Reason in words that continue "this incarnation ...".
         """
         del self._workers[worker.id], self._by_key[worker.key]
         worker.fleet.remove(worker)
@@ -356,7 +359,7 @@ class WorkerRegistry(AttachedWorkers):
 
 
 def _adapters(model: common_pb2.ModelDescription) -> str:
-    """Adapters with their revisions: other weights under the same name make another KV cache."""
+    """Returns the adapters with their revisions; other weights would give another KV cache."""
     return ", ".join(f"{one.name} ({one.revision})" for one in model.adapters) or "none"
 
 

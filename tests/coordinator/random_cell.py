@@ -310,9 +310,9 @@ class RandomCell:
             self.run(15.0)
         coordinator, core = self.coordinator, self.coordinator.core
         if self.conditions.launched:
-            coordinator.post(ev.AutoscaleAsked(False))
+            coordinator.post(ev.AutoscaleRequested(False))
             for pool in Pool:
-                coordinator.post(ev.ScaleAsked(pool, 1))
+                coordinator.post(ev.ScaleRequested(pool, 1))
         else:
             # Whoever runs it sees to it that there is somebody.
             for name, role in (("last-p", PREFILL), ("last-d", DECODE)):

@@ -101,7 +101,7 @@ class RandomEvents:
         if worker := self._any_attached():
             role = PREFILL if worker.role == DECODE else DECODE
             if self._core.flip_error(worker, role) is None:
-                self._post(ev.FlipAsked(worker.id, role))
+                self._post(ev.FlipRequested(worker.id, role))
 
     def _drain(self) -> None:
         worker = self._any_attached()
@@ -113,7 +113,7 @@ class RandomEvents:
         ):
             return
         timeout_s = self._chance.choice([0.2, 5.0, 60.0]) if self._faults else 300.0
-        self._post(ev.DrainAsked(worker.id, timeout_s, "test"))
+        self._post(ev.DrainRequested(worker.id, timeout_s, "test"))
         if not self._launched:
             self._begin_later(5.0, f"{worker.id}x", worker.role, worker.fleet.name)
 
@@ -121,16 +121,16 @@ class RandomEvents:
         pool = self._chance.choice(list(Pool))
         size = self._chance.randrange(0 if self._faults else 1, 4)
         if self._core.scaler.scale_error(pool, size) is None:
-            self._post(ev.ScaleAsked(pool, size))
+            self._post(ev.ScaleRequested(pool, size))
 
     def _autoscale(self) -> None:
-        self._post(ev.AutoscaleAsked(self._chance.random() < 0.7))
+        self._post(ev.AutoscaleRequested(self._chance.random() < 0.7))
 
     def _set_targets(self) -> None:
         targets = Targets(
             ttft_s=self._chance.choice([None, 0.1, 1.0]), itl_s=self._chance.choice([None, 0.02])
         )
-        self._post(ev.TargetsAsked({"interactive": targets}))
+        self._post(ev.TargetsRequested({"interactive": targets}))
 
     def _roll_out(self) -> None:
         rollouts, chance = self._core.rollouts, self._chance
@@ -139,24 +139,26 @@ class RandomEvents:
         sizes = {pool: chance.choice([1, 2]) for pool in Pool if chance.random() < 0.5}
         if rollouts.start_error(revision, share, sizes) is not None:
             return
-        self._post(ev.RolloutAsked(revision, share, sizes, self._faults and chance.random() < 0.3))
+        self._post(
+            ev.RolloutRequested(revision, share, sizes, self._faults and chance.random() < 0.3)
+        )
         if not self._launched:
             for role in (PREFILL, DECODE):
                 self._begin_later(0.0, f"{name}-{role}-{chance.randrange(100)}", role, name)
 
     def _share(self) -> None:
         if self._core.rollouts.share_error(0.5) is None:
-            self._post(ev.ShareAsked(self._chance.choice([0.0, 0.5, 1.0])))
+            self._post(ev.ShareRequested(self._chance.choice([0.0, 0.5, 1.0])))
 
     def _promote(self) -> None:
         if self._core.rollouts.promote_error() is None:
             drain_s = self._chance.choice([None, None, 1.0, 20.0]) if self._faults else None
-            self._post(ev.PromotionAsked(drain_s))
+            self._post(ev.PromotionRequested(drain_s))
 
     def _abort(self) -> None:
         if self._core.rollouts.abort_error() is None:
             drain_s = self._chance.choice([None, 1.0]) if self._faults else None
-            self._post(ev.AbortAsked("test", drain_s))
+            self._post(ev.AbortRequested("test", drain_s))
 
     # ---- Workers.
 

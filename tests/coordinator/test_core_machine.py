@@ -86,7 +86,7 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
             role=st.sampled_from([common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE]),
         )
         def flip(self, worker, role):
-            self.world.handle(ev.FlipAsked(worker, role))
+            self.world.handle(ev.FlipRequested(worker, role))
 
         @rule(worker=st.sampled_from(["p1", "p2", "d1", "d2"]))
         def obey(self, worker):
@@ -103,7 +103,7 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
 
         @rule(worker=st.sampled_from(["p2", "d2"]))
         def drain(self, worker):
-            self.world.handle(ev.DrainAsked(worker, 2.0, "test"))
+            self.world.handle(ev.DrainRequested(worker, 2.0, "test"))
 
         @precondition(lambda self: self.world.core.running())
         @rule(

@@ -382,7 +382,7 @@ def test_closing_admits_nothing_and_ends_what_remains(world):
     world.handle(ev.AdmissionClosed())
     refused = world.submit()
     assert isinstance(world.last(refused).error, errors.Unavailable)
-    world.handle(ev.EverythingEnds("the coordinator stopped"))
+    world.handle(ev.ShutdownNow("the coordinator stopped"))
     assert isinstance(world.last(running).error, errors.Unavailable)
     assert world.core.num_requests == 0
 

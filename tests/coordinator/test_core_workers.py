@@ -79,7 +79,7 @@ def last_command(world, worker_id: str) -> str:
 
 def test_a_draining_worker_is_released_when_its_last_request_has_ended(world, out):
     to = world.submit()
-    world.handle(ev.DrainAsked("d", 5.0, "scale down"))
+    world.handle(ev.DrainRequested("d", 5.0, "scale down"))
     assert last_command(world, "d") == "DrainCommand"
     world.handle(ev.WorkerChanged(("d", 1), draining()))
     assert last_command(world, "d") == "DrainCommand"
@@ -94,7 +94,7 @@ def test_a_draining_worker_is_released_when_its_last_request_has_ended(world, ou
 
 
 def test_an_idle_worker_is_released_once_it_says_itself_that_it_drains(world):
-    world.handle(ev.DrainAsked("d", 5.0, "scale down"))
+    world.handle(ev.DrainRequested("d", 5.0, "scale down"))
     world.handle(ev.WorkerDetached(("d", 1)))
     # Its Hello may be older than the command; nothing new goes there all the same.
     world.attach("d", DECODE)

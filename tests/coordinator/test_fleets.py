@@ -42,11 +42,11 @@ def test_a_fleet_is_forgotten_with_its_last_request(new_world):
 def test_a_fleet_without_workers_and_requests_is_kept_while_a_rollout_needs_it(new_world):
     made = Launched(new_world)
     made.come_up()
-    made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
+    made.world.handle(ev.RolloutRequested(Revision("r2"), 0.1, {}))
     canary = made.core.fleets.find("r2")
     assert not len(canary.workers)
     assert canary is made.core.rollouts.traffic.canary
-    made.world.handle(ev.AbortAsked("test", 1.0))
+    made.world.handle(ev.AbortRequested("test", 1.0))
     made.wait(2)
     assert names(made.world) == {"1"}
 

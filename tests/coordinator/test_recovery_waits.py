@@ -31,7 +31,7 @@ class Cell(Launched):
         self.come_up()
         self.wait(11)
         if flips:
-            self.world.handle(ev.FlipAsked("decode-1", common_pb2.ROLE_PREFILL))
+            self.world.handle(ev.FlipRequested("decode-1", common_pb2.ROLE_PREFILL))
         lanes = [common_pb2.LANE_BATCH] * 3 + [common_pb2.LANE_INTERACTIVE]
         self.streams = [self.begin(lane=lane) for lane in lanes]
         states = {self.request(to).state for to in self.streams}

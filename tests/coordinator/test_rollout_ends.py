@@ -44,7 +44,7 @@ def test_a_request_with_output_waits_for_its_fleet_and_fails_once_that_is_gone(t
     for name in ("cd3", "cp", "cp2"):
         cell.world.handle(ev.WorkerLost(name, "was killed"))
     assert cell.request(to).waits
-    cell.world.handle(ev.AbortAsked("test"))
+    cell.world.handle(ev.AbortRequested("test"))
     error = cell.world.last(to).error
     assert isinstance(error, errors.Unavailable)
     assert error.reason == "REVISION_GONE"
@@ -122,7 +122,7 @@ def test_no_request_is_lost_when_a_rollout_ends(two_fleets, how):
     fresh = [cell.world.submit(session_id=f"s{number}") for number in range(12)]
     assert {cell.fleet_name(to) for to in running} == {"1", "r2"}
     before = {to: cell.fleet_name(to) for to in running}
-    event = ev.PromotionAsked() if how == "promote" else ev.AbortAsked("test")
+    event = ev.PromotionRequested() if how == "promote" else ev.AbortRequested("test")
     cell.world.handle(event)
     stays, leaves = ("r2", "1") if how == "promote" else ("1", "r2")
     assert cell.fleet_name(cell.world.submit()) == stays
@@ -168,13 +168,13 @@ def with_law(two_fleets, say_hello):
 def test_a_request_that_the_promoted_fleet_cannot_compute_ends_in_the_old_one(with_law, wanted):
     """An accepted request must not move to workers that refuse it."""
     cell = with_law
-    cell.world.handle(ev.DrainAsked("lp", 60.0, "test"))
+    cell.world.handle(ev.DrainRequested("lp", 60.0, "test"))
     waiting, other = cell.world.submit(**wanted), cell.world.submit()
     assert cell.request(waiting).waits
     cell.world.attach("p3", PREFILL, model=cell.core.workers.by_id("ld").hello.model)
     # It is computed, and loses its prefill worker just as its fleet leaves.
     assert not cell.request(waiting).waits
-    cell.world.handle(ev.PromotionAsked())
+    cell.world.handle(ev.PromotionRequested())
     assert cell.core.fleets.stable.name == "r2"
     cell.world.handle(ev.WorkerLost("p3", "was killed"))
     cell.beat(3)
@@ -194,7 +194,7 @@ def test_a_request_does_not_wait_for_a_fleet_that_can_no_longer_compute_it(with_
     cell = with_law
     cell.world.handle(ev.WorkerLost("lp", "was killed"))
     waiting = cell.world.submit(adapter="law")
-    cell.world.handle(ev.PromotionAsked(20.0))
+    cell.world.handle(ev.PromotionRequested(20.0))
     cell.beat(2)
     assert cell.fleet_name(waiting) == "1"
     if how == "dies":
@@ -208,7 +208,7 @@ def test_a_request_does_not_wait_for_a_fleet_that_can_no_longer_compute_it(with_
 def test_a_leaving_fleet_keeps_a_worker_in_each_pool_while_it_is_needed(two_fleets):
     cell = two_fleets(1.0)
     to = cell.begin()
-    cell.world.handle(ev.AbortAsked("test"))
+    cell.world.handle(ev.AbortRequested("test"))
     cell.beat(3)
     left = {one.role for one in cell.core.workers if one.fleet.name == "r2"}
     assert left == {PREFILL, DECODE}
@@ -223,7 +223,7 @@ def test_a_resumed_request_finds_the_fleet_that_began_it(two_fleets):
     cell = two_fleets(1.0)
     to = cell.begin()
     known = list(cell.request(to).token_ids)
-    cell.world.handle(ev.AbortAsked("test"))
+    cell.world.handle(ev.AbortRequested("test"))
     cell.world.handle(ev.SessionLost(to.session))
     cell.beat()
     again = cell.world.submit(session=2, known_token_ids=known, revision="r2")
@@ -237,7 +237,7 @@ def test_a_resumed_request_finds_the_fleet_that_began_it(two_fleets):
 def test_a_request_that_does_not_end_in_time_fails_with_a_reason(two_fleets):
     cell = two_fleets(1.0)
     to = cell.begin()
-    cell.world.handle(ev.AbortAsked("test", drain_s=20.0))
+    cell.world.handle(ev.AbortRequested("test", drain_s=20.0))
     cell.beat(18)
     assert not cell.request(to).ended
     cell.beat(5)
@@ -249,7 +249,7 @@ def test_a_request_that_does_not_end_in_time_fails_with_a_reason(two_fleets):
 def test_a_request_still_without_output_at_the_deadline_moves_to_the_stable_fleet(two_fleets):
     cell = two_fleets(1.0)
     to = cell.world.submit()
-    cell.world.handle(ev.AbortAsked("test", drain_s=20.0))
+    cell.world.handle(ev.AbortRequested("test", drain_s=20.0))
     cell.beat(23)
     assert cell.fleet_name(to) == "1"
     cell.first_token(to)
@@ -261,7 +261,7 @@ def test_a_request_still_without_output_at_the_deadline_moves_to_the_stable_flee
 @pytest.mark.parametrize("fails", [True, False])
 def test_a_worse_canary_is_aborted_automatically_if_requested(two_fleets, fails):
     cell = two_fleets(None)
-    cell.world.handle(ev.RolloutAsked(Revision("r2"), 0.5, {}, abort_if_worse=True))
+    cell.world.handle(ev.RolloutRequested(Revision("r2"), 0.5, {}, abort_if_worse=True))
     for number in range(120):
         to = cell.world.submit(session_id=f"s{number}", num_prompt=8)
         request = cell.request(to)

@@ -32,9 +32,9 @@ def launched(new_world):
 
 def promoted(made, revision):
     """Promotes a revision, and waits until the old fleet has left."""
-    made.world.handle(ev.RolloutAsked(revision, 0.1, {}))
+    made.world.handle(ev.RolloutRequested(revision, 0.1, {}))
     made.come_up()
-    made.world.handle(ev.PromotionAsked())
+    made.world.handle(ev.PromotionRequested())
     made.wait(5)
     assert [one.name for one in made.core.fleets] == [revision.name]
 
@@ -54,22 +54,22 @@ def test_a_canary_that_is_small_enough_is_accepted(launched):
 
 def test_a_promotion_needs_gpus_for_the_promoted_sizes(launched):
     made = launched(max_gpus=6)
-    made.world.handle(ev.RolloutAsked(DOUBLE, 0.1, {}))
+    made.world.handle(ev.RolloutRequested(DOUBLE, 0.1, {}))
     made.come_up()
     assert made.core.rollouts.promote_error() is None
-    made.world.handle(ev.ScaleAsked(Pool.DECODE, 2))
+    made.world.handle(ev.ScaleRequested(Pool.DECODE, 2))
     assert "3 are the stable revision's" in str(made.core.rollouts.promote_error())
 
 
 def test_the_pools_do_not_use_the_canarys_gpus(launched):
     made = launched(max_gpus=6)
-    made.world.handle(ev.RolloutAsked(DOUBLE, 0.1, {}))
+    made.world.handle(ev.RolloutRequested(DOUBLE, 0.1, {}))
     made.come_up()
-    made.world.handle(ev.ScaleAsked(Pool.DECODE, 2))
+    made.world.handle(ev.ScaleRequested(Pool.DECODE, 2))
     made.wait(10)
     assert "decode-1" not in made.started
     # The canary's workers hold their GPUs until their processes have ended.
-    made.world.handle(ev.AbortAsked("test"))
+    made.world.handle(ev.AbortRequested("test"))
     made.world.after(1.0)
     assert "decode-1" not in made.started
     made.wait(10)
@@ -86,8 +86,8 @@ def elsewhere(made):
 def test_a_canary_started_elsewhere_counts_with_its_gpus(launched):
     made = launched(max_gpus=7)
     elsewhere(made)
-    made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
-    made.world.handle(ev.ScaleAsked(Pool.DECODE, 3))
+    made.world.handle(ev.RolloutRequested(Revision("r2"), 0.1, {}))
+    made.world.handle(ev.ScaleRequested(Pool.DECODE, 3))
     made.wait(10)
     # The stable fleet has 2 GPUs, the canary 4.
     assert made.started[2:] == ["decode-1"]
@@ -106,7 +106,7 @@ def test_a_canary_started_elsewhere_needs_gpus_only_for_more_workers(launched):
 def test_a_promoted_fleet_grows_by_its_own_gpus_per_worker(launched):
     made = launched(max_gpus=7)
     promoted(made, DOUBLE)
-    made.world.handle(ev.ScaleAsked(Pool.DECODE, 3))
+    made.world.handle(ev.ScaleRequested(Pool.DECODE, 3))
     made.wait(10)
     assert "decode-r2-1" in made.started
     assert "decode-r2-2" not in made.started
@@ -116,7 +116,7 @@ def test_a_promoted_fleet_grows_by_its_own_gpus_per_worker(launched):
 def test_a_promoted_fleet_with_fewer_gpus_per_worker_has_room_for_more_workers(launched):
     made = launched(max_gpus=6, gpus=2)
     promoted(made, SINGLE)
-    made.world.handle(ev.ScaleAsked(Pool.DECODE, 4))
+    made.world.handle(ev.ScaleRequested(Pool.DECODE, 4))
     made.wait(10)
     assert "decode-r2-3" in made.started
 
@@ -124,13 +124,13 @@ def test_a_promoted_fleet_with_fewer_gpus_per_worker_has_room_for_more_workers(l
 def test_workers_of_the_old_fleet_count_with_their_gpus_until_they_have_left(launched):
     made = launched(max_gpus=7, gpus=2)
     made.world.submit()
-    made.world.handle(ev.RolloutAsked(SINGLE, 0.1, {}))
+    made.world.handle(ev.RolloutRequested(SINGLE, 0.1, {}))
     made.come_up()
-    made.world.handle(ev.PromotionAsked())
+    made.world.handle(ev.PromotionRequested())
     made.world.after(1.0)
     assert {one.name for one in made.core.fleets} == {"1", "r2"}
     # The old fleet has 4 GPUs, the new one 2.
-    made.world.handle(ev.ScaleAsked(Pool.DECODE, 3))
+    made.world.handle(ev.ScaleRequested(Pool.DECODE, 3))
     made.world.after(1.0)
     assert "decode-r2-1" in made.started
     assert "decode-r2-2" not in made.started

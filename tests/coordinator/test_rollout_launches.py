@@ -32,7 +32,7 @@ def ids_of_fleet(made, name):
 def test_a_rollout_starts_its_workers_and_a_promotion_starts_the_rest(launched):
     made = launched()
     change = Revision("r2", "/models/new", {"max_num_seqs": 8})
-    made.world.handle(ev.RolloutAsked(change, 0.1, {}))
+    made.world.handle(ev.RolloutRequested(change, 0.1, {}))
     assert made.started[4:] == ["prefill-r2-0", "decode-r2-0"]
     (event,) = [
         one
@@ -48,7 +48,7 @@ def test_a_rollout_starts_its_workers_and_a_promotion_starts_the_rest(launched):
     made.wait(20)
     assert len(made.started) == 6
     assert made.ids(Pool.PREFILL) == {"prefill-0", "prefill-1", "prefill-r2-0"}
-    made.world.handle(ev.PromotionAsked())
+    made.world.handle(ev.PromotionRequested())
     assert made.started[6:] == ["prefill-r2-1", "decode-r2-1"]
     assert made.core.fleets.stable.name == "1"
     made.come_up()
@@ -79,9 +79,9 @@ def test_a_coordinator_that_starts_workers_ignores_a_recorded_rollout(new_world,
 
 def test_an_aborted_rollout_leaves_no_workers(launched):
     made = launched()
-    made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {Pool.DECODE: 3}))
+    made.world.handle(ev.RolloutRequested(Revision("r2"), 0.1, {Pool.DECODE: 3}))
     assert len(made.started) == 4 + 4
-    made.world.handle(ev.AbortAsked("test"))
+    made.world.handle(ev.AbortRequested("test"))
     assert set(made.ended) == set(made.started[4:])
     made.wait(5)
     assert len(made.started) == 8
@@ -91,7 +91,7 @@ def test_an_aborted_rollout_leaves_no_workers(launched):
 
 def test_a_canary_that_does_not_start_is_reported_and_delays_no_other_start(launched):
     made = launched()
-    made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
+    made.world.handle(ev.RolloutRequested(Revision("r2"), 0.1, {}))
     for _ in range(4):
         made.world.handle(ev.WorkerExited(made.started[-1], "exited with code 1", "no such model"))
         made.wait(3)
@@ -110,7 +110,7 @@ def test_a_canary_that_does_not_start_is_reported_and_delays_no_other_start(laun
 
 def test_a_canary_that_waits_for_gpus_is_reported_as_the_canarys(launched):
     made = launched()
-    made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
+    made.world.handle(ev.RolloutRequested(Revision("r2"), 0.1, {}))
     made.world.handle(ev.WorkerWaits("prefill-r2-0", "waits for 1 GPU"))
     launches, told = made.core.scaler.launches, "worker prefill-r2-0 waits for 1 GPU"
     assert launches.waiting(Pool.PREFILL, made.core.fleets.find("r2")) == told
@@ -132,11 +132,11 @@ def test_gpus_of_a_leaving_fleet_are_free_once_it_has_left(launched):
     output.delta.token_ids.append(7)
     output.finished.SetInParent()
     made.world.step(request.prefill[0], output)
-    made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
+    made.world.handle(ev.RolloutRequested(Revision("r2"), 0.1, {}))
     made.come_up()
-    made.world.handle(ev.PromotionAsked())
+    made.world.handle(ev.PromotionRequested())
     assert made.core.fleets.stable.name == "r2"
-    made.world.handle(ev.ScaleAsked(Pool.DECODE, 2))
+    made.world.handle(ev.ScaleRequested(Pool.DECODE, 2))
     made.wait(5)
     # A worker of each pool stays until the request has ended.
     assert ids_of_fleet(made, "1") == {"prefill-0", "decode-0"}
@@ -157,12 +157,12 @@ def test_a_promotion_waits_for_a_starting_decode_worker_that_an_output_needs(lau
     output.delta.token_ids.append(7)
     output.finished.SetInParent()
     made.world.step(made.core.request("r1").prefill[0], output)
-    made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {}))
+    made.world.handle(ev.RolloutRequested(Revision("r2"), 0.1, {}))
     made.come_up()
-    made.world.handle(ev.DrainAsked("decode-0", 20.0, "test"))
+    made.world.handle(ev.DrainRequested("decode-0", 20.0, "test"))
     made.wait(2)
     assert made.started[-1] == "decode-1"
-    made.world.handle(ev.PromotionAsked())
+    made.world.handle(ev.PromotionRequested())
     made.wait(5)
     assert made.core.fleets.stable.name == "1"
     assert made.core.request("r1").decode[0] == "decode-0"
@@ -187,7 +187,7 @@ def aborted(launched, drain_s):
         The world and the output's stream.
     """
     made = launched(1, 1, max_gpus=6)
-    made.world.handle(ev.RolloutAsked(Revision("r2"), 1.0, {}))
+    made.world.handle(ev.RolloutRequested(Revision("r2"), 1.0, {}))
     made.come_up()
     to = made.world.submit()
     output = cluster_pb2.RequestOutput(request_id="r1", attempt=1)
@@ -195,10 +195,10 @@ def aborted(launched, drain_s):
     output.finished.SetInParent()
     made.world.step(made.core.request("r1").prefill[0], output)
     assert made.core.request("r1").decode[0] == "decode-r2-0"
-    made.world.handle(ev.DrainAsked("decode-r2-0", drain_s, "test"))
+    made.world.handle(ev.DrainRequested("decode-r2-0", drain_s, "test"))
     made.wait(2)
     assert made.started[-1] == "decode-r2-1"
-    made.world.handle(ev.AbortAsked("test"))
+    made.world.handle(ev.AbortRequested("test"))
     assert made.core.rollouts.traffic.canary is None
     return made, to
 
@@ -246,7 +246,7 @@ def test_a_canary_larger_than_max_workers_is_refused(launched):
 
 def test_only_stable_workers_change_their_role(launched):
     made = launched()
-    made.world.handle(ev.RolloutAsked(Revision("r2"), 0.1, {Pool.DECODE: 2}))
+    made.world.handle(ev.RolloutRequested(Revision("r2"), 0.1, {Pool.DECODE: 2}))
     made.come_up()
     refused = made.core.flip_error(made.core.workers.by_id("decode-r2-0"), PREFILL)
     assert "only workers of the stable revision '1'" in str(refused)

@@ -57,13 +57,13 @@ def test_no_request_uses_workers_of_two_fleets(new_world, out, share, steps):
             revision = "r2" if name.startswith("c") else "1"
             cell.world.attach(name, role, incarnations[name], revision=revision)
         elif step == "abort" and cell.core.rollouts.abort_error() is None:
-            cell.world.handle(ev.AbortAsked("test"))
+            cell.world.handle(ev.AbortRequested("test"))
         elif step == "promote" and cell.core.rollouts.promote_error() is None:
-            cell.world.handle(ev.PromotionAsked())
+            cell.world.handle(ev.PromotionRequested())
         elif step == "start":
             other = next(r for r in ("1", "r2") if r != cell.core.fleets.stable.name)
             if cell.core.rollouts.start_error(Revision(other), share, {}) is None:
-                cell.world.handle(ev.RolloutAsked(Revision(other), share, {}))
+                cell.world.handle(ev.RolloutRequested(Revision(other), share, {}))
         for request in cell.core.running():
             pair = [cell.core.workers.get(key) for key in (request.prefill, request.decode)]
             assert {worker.fleet.name for worker in pair if worker} <= {request.fleet.name}

@@ -32,7 +32,7 @@ def test_known_tokens_are_continued_by_the_fleet_that_generated_them(two_fleets)
 def test_a_rollout_outlives_its_coordinator(two_fleets, new_world, say_hello):
     """Each worker keeps the latest record; the next coordinator restores the newest."""
     cell = two_fleets(0.4)
-    cell.world.handle(ev.ShareAsked(0.25))
+    cell.world.handle(ev.ShareRequested(0.25))
     record = latest_record(cell.world, "d")
     after = new_world()
 
@@ -55,7 +55,7 @@ def test_a_rollout_outlives_its_coordinator(two_fleets, new_world, say_hello):
     # The canary gets the same sessions as before.
     for number in range(40):
         assert fleet_of_session(cell.world, number) == fleet_of_session(after, number)
-    after.handle(ev.PromotionAsked())
+    after.handle(ev.PromotionRequested())
     assert after.core.fleets.stable.name == "r2"
     promoted = latest_record(after, "cd")
     # A promotion is restored too, unless the configured revision has changed.
@@ -73,7 +73,7 @@ def test_a_leaving_fleet_leaves_although_its_coordinator_died(
 ):
     cell = two_fleets(0.4)
     before = latest_record(cell.world, "d")
-    cell.world.handle(ev.PromotionAsked())
+    cell.world.handle(ev.PromotionRequested())
     promoted = latest_record(cell.world, "cd")
     assert list(promoted.retiring) == ["1"]
     after = new_world()

@@ -37,7 +37,7 @@ def test_the_canary_gets_its_share_and_sessions_stick(two_fleets, share):
 def test_a_growing_share_keeps_the_sessions_that_it_had(two_fleets):
     cell = two_fleets(0.1)
     before = {name for name in range(200) if fleet_of_session(cell.world, name) == "r2"}
-    cell.world.handle(ev.ShareAsked(0.4))
+    cell.world.handle(ev.ShareRequested(0.4))
     after = {name for name in range(200) if fleet_of_session(cell.world, name) == "r2"}
     assert before < after
 

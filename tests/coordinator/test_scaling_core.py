@@ -60,7 +60,7 @@ def test_a_start_that_hangs_is_ended_and_told_of_and_another_follows(new_world):
 
 def test_a_start_that_fails_is_told_and_tried_again_later_and_later(launched):
     made = launched()
-    made.world.handle(ev.ScaleAsked(PREFILL, 2))
+    made.world.handle(ev.ScaleRequested(PREFILL, 2))
     made.wait(1)
     waits = []
     for _ in range(8):
@@ -84,7 +84,7 @@ def test_a_start_that_fails_is_told_and_tried_again_later_and_later(launched):
 
 def test_nothing_is_said_to_be_tried_again_that_nobody_wants(launched):
     made = launched()
-    made.world.handle(ev.ScaleAsked(PREFILL, 2))
+    made.world.handle(ev.ScaleRequested(PREFILL, 2))
     made.wait(1)
     for _ in range(4):
         worker_id = made.started[-1]
@@ -95,14 +95,14 @@ def test_nothing_is_said_to_be_tried_again_that_nobody_wants(launched):
             made.wait(1)
     made.wait(1)
     assert made.reason(PREFILL).endswith("no such weights; tried again")
-    made.world.handle(ev.ScaleAsked(PREFILL, 1))
+    made.world.handle(ev.ScaleRequested(PREFILL, 1))
     made.wait(1)
     assert made.reason(PREFILL).endswith("no such weights")
 
 
 def test_workers_that_wait_for_room_are_told_of_until_they_have_it(launched):
     made = launched()
-    made.world.handle(ev.ScaleAsked(DECODE, 3))
+    made.world.handle(ev.ScaleRequested(DECODE, 3))
     made.wait(1)
     waiting = made.started[-2:]
     for worker_id in waiting:
@@ -157,11 +157,11 @@ def test_a_worker_that_was_started_elsewhere_is_nobodys_to_drain(launched):
 
     # A pool of the configured size has it beside its own.
     assert (len(made.started), made.ids(DECODE)) == (2, {"decode-0", "guest"})
-    made.world.handle(ev.ScaleAsked(DECODE, 3))
+    made.world.handle(ev.ScaleRequested(DECODE, 3))
     made.wait(10)
     assert len(made.started) == 3
     made.come_up()
-    made.world.handle(ev.ScaleAsked(DECODE, 1))
+    made.world.handle(ev.ScaleRequested(DECODE, 1))
     made.wait(10)
     assert made.ids(DECODE) == {"guest"}
 
@@ -237,11 +237,11 @@ def test_cold_starts_are_counted_and_timed(new_world):
 
 def test_a_size_by_hand_grows_and_shrinks_the_pool(launched):
     made = launched()
-    made.world.handle(ev.ScaleAsked(DECODE, 3))
+    made.world.handle(ev.ScaleRequested(DECODE, 3))
     made.wait(1)
     assert made.started[2:] == ["decode-1", "decode-2"]
     made.come_up()
-    made.world.handle(ev.ScaleAsked(DECODE, 1))
+    made.world.handle(ev.ScaleRequested(DECODE, 1))
     made.wait(1)
     assert len(made.ids(DECODE)) == 1
     made.wait(2)
@@ -261,13 +261,13 @@ def test_a_size_outside_the_limits_is_refused_with_them(launched):
 
 def test_a_size_by_hand_wins_over_autoscaling_until_that_is_switched_on_again(launched):
     made = launched(autoscale=True)
-    made.world.handle(ev.ScaleAsked(DECODE, 3))
+    made.world.handle(ev.ScaleRequested(DECODE, 3))
     made.wait(1)
     made.come_up()
     made.wait(100)
     assert len(made.ids(DECODE)) == 3
     assert "held at 3, set by hand, until `baton autoscale on`" in made.reason(DECODE)
-    made.world.handle(ev.AutoscaleAsked(True))
+    made.world.handle(ev.AutoscaleRequested(True))
     made.wait(200)
     assert len(made.ids(DECODE)) == 1
     assert "held" not in made.reason(DECODE)
@@ -275,7 +275,7 @@ def test_a_size_by_hand_wins_over_autoscaling_until_that_is_switched_on_again(la
 
 def test_autoscaling_off_keeps_the_sizes(launched):
     made = launched(3, 2, autoscale=True)
-    made.world.handle(ev.AutoscaleAsked(False))
+    made.world.handle(ev.AutoscaleRequested(False))
     made.wait(200)
     assert (len(made.ids(PREFILL)), len(made.ids(DECODE))) == (3, 2)
     assert "autoscaling is off: 3 wanted" in made.reason(PREFILL)
@@ -283,7 +283,7 @@ def test_autoscaling_off_keeps_the_sizes(launched):
 
 def test_a_drained_worker_is_replaced_and_its_process_ended(launched):
     made = launched()
-    made.world.handle(ev.DrainAsked("decode-0", 5.0, "an operator asked for it"))
+    made.world.handle(ev.DrainRequested("decode-0", 5.0, "an operator asked for it"))
     made.wait(1)
     assert made.started[-1] == "decode-1"
     assert made.ended == ["decode-0"]
@@ -293,7 +293,7 @@ def test_a_drained_worker_is_replaced_and_its_process_ended(launched):
 def test_a_worker_that_does_not_leave_in_time_is_out(launched):
     made = launched(decode=2)
     to = made.world.submit()
-    made.world.handle(ev.DrainAsked("prefill-0", 5.0, "an operator asked for it"))
+    made.world.handle(ev.DrainRequested("prefill-0", 5.0, "an operator asked for it"))
     for _ in range(24):
         made.wait(1)
     assert made.core.workers.by_id("prefill-0") is not None
@@ -305,16 +305,16 @@ def test_a_worker_that_does_not_leave_in_time_is_out(launched):
 
 def test_a_starting_worker_is_given_up_when_it_is_drained(new_world):
     made = Launched(new_world)
-    made.world.handle(ev.DrainAsked("decode-0", 5.0, "an operator asked for it"))
+    made.world.handle(ev.DrainRequested("decode-0", 5.0, "an operator asked for it"))
     assert made.ended == ["decode-0"]
 
 
 def test_a_worker_that_comes_up_after_it_was_given_up_gets_nothing(launched):
     made = launched(1, 2)
-    made.world.handle(ev.ScaleAsked(DECODE, 3))
+    made.world.handle(ev.ScaleRequested(DECODE, 3))
     made.wait(1)
     late = made.started[-1]
-    made.world.handle(ev.DrainAsked(late, 30.0, "test"))
+    made.world.handle(ev.DrainRequested(late, 30.0, "test"))
     made.world.attach(late, common_pb2.ROLE_DECODE)
     for _ in range(4):
         made.world.submit()
@@ -349,7 +349,7 @@ def test_other_targets_count_from_the_next_decision_on(launched):
     made = launched(autoscale=True)
     assert dict(made.core.scaler.targets)["interactive"].ttft_s == 0.5
     changed = replace(made.core.scaler.targets["interactive"], ttft_s=0.1, percentile=99.0)
-    made.world.handle(ev.TargetsAsked({"interactive": changed}))
+    made.world.handle(ev.TargetsRequested({"interactive": changed}))
     made.world.submit(num_prompt=200)
     made.wait(6)
     assert "over 100 ms" in made.reason(PREFILL)
@@ -387,9 +387,9 @@ def test_a_pool_that_cannot_start_serves_nobody(launched):
 
 def test_a_process_that_ends_holds_its_gpus_until_it_has(launched):
     made = launched(1, 2, autoscale=False, max_gpus=3)
-    made.world.handle(ev.DrainAsked("decode-1", 5.0, "test"))
-    made.world.handle(ev.ScaleAsked(DECODE, 1))
-    made.world.handle(ev.ScaleAsked(PREFILL, 2))
+    made.world.handle(ev.DrainRequested("decode-1", 5.0, "test"))
+    made.world.handle(ev.ScaleRequested(DECODE, 1))
+    made.world.handle(ev.ScaleRequested(PREFILL, 2))
     worker = made.core.workers.by_id("decode-1")
     stopped = cluster_pb2.WorkerStateChanged(state=cluster_pb2.WORKER_STATE_STOPPED)
     made.world.handle(ev.WorkerChanged(worker.key, stopped))
@@ -406,9 +406,9 @@ def test_a_process_that_ends_holds_its_gpus_until_it_has(launched):
 
 def test_what_a_killed_worker_left_behind_holds_its_gpus_until_it_has_ended(launched):
     made = launched(1, 2, autoscale=False, max_gpus=3)
-    made.world.handle(ev.DrainAsked("decode-1", 5.0, "test"))
-    made.world.handle(ev.ScaleAsked(DECODE, 1))
-    made.world.handle(ev.ScaleAsked(PREFILL, 2))
+    made.world.handle(ev.DrainRequested("decode-1", 5.0, "test"))
+    made.world.handle(ev.ScaleRequested(DECODE, 1))
+    made.world.handle(ev.ScaleRequested(PREFILL, 2))
     # Its first process; those that it started itself are given time to end.
     made.world.handle(ev.WorkerExited("decode-1", "was killed by SIGKILL"))
     for _ in range(10):
@@ -424,12 +424,12 @@ def test_what_a_killed_worker_left_behind_holds_its_gpus_until_it_has_ended(laun
 def test_a_size_by_hand_is_kept_at_first_when_it_is_handed_back_at_once(launched):
     """The load has been known for seconds: it takes no worker away."""
     made = launched()
-    made.world.handle(ev.ScaleAsked(DECODE, 3))
+    made.world.handle(ev.ScaleRequested(DECODE, 3))
     made.wait(1)
     made.come_up()
-    made.world.handle(ev.AutoscaleAsked(True))
+    made.world.handle(ev.AutoscaleRequested(True))
     made.wait(10)
-    made.world.handle(ev.AutoscaleAsked(False))
+    made.world.handle(ev.AutoscaleRequested(False))
     made.wait(200)
     assert len(made.ids(DECODE)) == 3
 
@@ -440,7 +440,7 @@ def test_autoscaling_off_starts_nothing_beside_workers_of_elsewhere(launched):
     made.wait(10)
     # It counts where the load sizes a pool.
     assert made.core.scaler.desired(DECODE) == 3
-    made.world.handle(ev.AutoscaleAsked(False))
+    made.world.handle(ev.AutoscaleRequested(False))
     made.wait(30)
     assert len(made.started) == 3
     assert made.ids(DECODE) == {"decode-0", "decode-1", "guest"}
@@ -449,8 +449,8 @@ def test_autoscaling_off_starts_nothing_beside_workers_of_elsewhere(launched):
 
 def test_autoscaling_off_keeps_a_worker_where_it_was_just_flipped_to(launched):
     made = launched(2, 2, autoscale=True)
-    made.world.handle(ev.FlipAsked("prefill-1", common_pb2.ROLE_DECODE))
-    made.world.handle(ev.AutoscaleAsked(False))
+    made.world.handle(ev.FlipRequested("prefill-1", common_pb2.ROLE_DECODE))
+    made.world.handle(ev.AutoscaleRequested(False))
     made.answer_flips()
     made.wait(30)
     assert made.ids(DECODE) == {"decode-0", "decode-1", "prefill-1"}
@@ -472,7 +472,7 @@ def test_rates_are_those_between_two_decisions_whenever_workers_were_heard(launc
     decided = made.core.scaler.decisions[PREFILL]
 
     def decide() -> float:
-        made.world.handle(ev.AutoscaleAsked(True))
+        made.world.handle(ev.AutoscaleRequested(True))
         made.world.after(0.3)
         return decided[-1].at
 

@@ -29,7 +29,7 @@ def launched(new_world):
 
 
 def flip(made, worker_id, role):
-    made.world.handle(ev.FlipAsked(worker_id, role))
+    made.world.handle(ev.FlipRequested(worker_id, role))
 
 
 def set_role(made, worker_id):
@@ -221,7 +221,7 @@ def test_a_worker_keeps_its_role_when_nobody_can_take_what_it_has(launched, out)
     _, worker_id = decoding(made, out, 7, max_tokens=8, num_prompt=900)
     flip(made, worker_id, PREFILL)
     (other,) = made.ids(Pool.DECODE) - {worker_id}
-    made.world.handle(ev.DrainAsked(other, 600.0, "test"))
+    made.world.handle(ev.DrainRequested(other, 600.0, "test"))
     made.wait(31)
     loaded(made, worker_id)
     assert set_role(made, worker_id) == []
@@ -289,7 +289,7 @@ def test_a_flip_that_cannot_be_is_refused(launched):
 def test_a_worker_that_has_flipped_when_it_hears_that_it_drains_gets_nothing_new(launched):
     made = launched()
     flip(made, "prefill-0", DECODE)
-    made.world.handle(ev.DrainAsked("prefill-0", 5.0, "test"))
+    made.world.handle(ev.DrainRequested("prefill-0", 5.0, "test"))
     made.answer_flips()
     worker = made.core.workers.by_id("prefill-0")
     assert worker.role == DECODE
@@ -301,7 +301,7 @@ def test_a_worker_that_drains_does_not_flip(launched):
     made.world.submit()
     worker_id = made.core.request("r1").prefill[0]
     flip(made, worker_id, DECODE)
-    made.world.handle(ev.DrainAsked(worker_id, 60.0, "test"))
+    made.world.handle(ev.DrainRequested(worker_id, 60.0, "test"))
     worker = made.core.workers.by_id(worker_id)
     assert worker.flip is None
     assert isinstance(made.core.flip_error(worker, DECODE), errors.FailedPrecondition)
@@ -338,8 +338,8 @@ def test_a_size_set_while_a_worker_flips_holds_also_when_it_stays(launched):
     made.world.submit()
     flip(made, made.core.request("r1").prefill[0], DECODE)
     made.world.after(0.5)
-    made.world.handle(ev.ScaleAsked(Pool.PREFILL, 0))
-    made.world.handle(ev.ScaleAsked(Pool.DECODE, 2))
+    made.world.handle(ev.ScaleRequested(Pool.PREFILL, 0))
+    made.world.handle(ev.ScaleRequested(Pool.DECODE, 2))
     # The other prefill worker leaves, so that this one has to stay for what it has.
     made.wait(5)
     assert {pool: made.core.scaler.desired(pool) for pool in Pool} == {

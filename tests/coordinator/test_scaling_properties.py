@@ -28,9 +28,9 @@ ACTIONS = st.one_of(
 def act(made: Launched, action) -> None:
     kind, *arguments = action
     if kind == "scale":
-        made.world.handle(ev.ScaleAsked(*arguments))
+        made.world.handle(ev.ScaleRequested(*arguments))
     elif kind == "autoscale":
-        made.world.handle(ev.AutoscaleAsked(*arguments))
+        made.world.handle(ev.AutoscaleRequested(*arguments))
     elif kind == "wait":
         made.wait(*arguments)
     elif kind == "up":
@@ -38,7 +38,7 @@ def act(made: Launched, action) -> None:
     elif kind == "submit":
         made.world.submit()
     elif kind == "other targets":
-        made.world.handle(ev.TargetsAsked({}))
+        made.world.handle(ev.TargetsRequested({}))
     else:
         alive = [one for one in made.started if one not in made.gone]
         if not alive:
@@ -47,10 +47,10 @@ def act(made: Launched, action) -> None:
         if kind == "kill":
             made.world.handle(ev.WorkerExited(worker_id, "was killed by SIGKILL"))
         elif kind == "drain":
-            made.world.handle(ev.DrainAsked(worker_id, 5.0, "test"))
+            made.world.handle(ev.DrainRequested(worker_id, 5.0, "test"))
         elif (worker := made.core.workers.by_id(worker_id)) is not None:
             into = next(role for role in ROLES.values() if role != worker.role)
-            made.world.handle(ev.FlipAsked(worker_id, into))
+            made.world.handle(ev.FlipRequested(worker_id, into))
             made.answer_flips()
 
 
@@ -70,8 +70,8 @@ def test_sizes_by_hand_come_true_after_anything(new_world, data, autoscale, pref
     for action in data.draw(st.lists(ACTIONS, max_size=25)):
         act(made, action)
         check(made)
-    made.world.handle(ev.ScaleAsked(Pool.PREFILL, prefill))
-    made.world.handle(ev.ScaleAsked(Pool.DECODE, decode))
+    made.world.handle(ev.ScaleRequested(Pool.PREFILL, prefill))
+    made.world.handle(ev.ScaleRequested(Pool.DECODE, decode))
     for _ in range(30):
         made.come_up()
         made.answer_flips()

@@ -41,7 +41,7 @@ def test_a_worker_that_was_to_leave_is_no_death_of_its_requests_doing(two_pairs)
     ((first, _),) = prefills(two_pairs)
     crash(two_pairs, first, 1)
     ((name, _),) = [one for one in prefills(two_pairs) if one[1].spec.attempt == 2]
-    two_pairs.handle(ev.DrainAsked(name, 30.0, "test"))
+    two_pairs.handle(ev.DrainRequested(name, 30.0, "test"))
     two_pairs.attach(name, PREFILL, incarnation=9)
     assert two_pairs.kinds(to) == ["Accepted"]
     assert max(one.spec.attempt for _, one in prefills(two_pairs)) == 3

@@ -27,7 +27,7 @@ def kept(new_world, out):
         return reasons
 
     def is_trace(effect):
-        return isinstance(effect, ev.TellTrace)
+        return isinstance(effect, ev.ExportTrace)
 
     return run
 
@@ -59,5 +59,5 @@ def test_what_failed_is_kept(new_world):
     world.submit(timeout_s=1.0)
     effects = world.after(2.0) or []
     del effects
-    told = [one for one in world.membership if isinstance(one, ev.TellTrace)]
+    told = [one for one in world.membership if isinstance(one, ev.ExportTrace)]
     assert [one.kept for one in told] == ["error"]

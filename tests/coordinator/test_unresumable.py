@@ -52,7 +52,7 @@ def goes_on(cell, out, request):
 
 def test_a_worker_that_changes_its_role_ends_it_first(cell, out, seeded):
     worker_id = seeded.decode[0]
-    cell.handle(ev.FlipAsked(worker_id, PREFILL))
+    cell.handle(ev.FlipRequested(worker_id, PREFILL))
     for _ in range(400):
         cell.after(1.0)
         for worker in cell.core.workers:

@@ -25,7 +25,7 @@ class TwoFleets:
 
     def start(self, share):
         assert self.core.rollouts.start_error(Revision("r2"), share, {}) is None
-        self.world.handle(ev.RolloutAsked(Revision("r2"), share, {}))
+        self.world.handle(ev.RolloutRequested(Revision("r2"), share, {}))
 
     @property
     def core(self):
