@@ -1,7 +1,7 @@
-"""Workers that change their role: they get nothing new, and change once what they have is done.
+"""Flips: workers change their role after they have finished the requests of the old role.
 
-Nothing is loaded again: an engine computes prompts and decodes alike, and a worker carries out
-commands of either role. So a flip is a matter of what the coordinator gives it, and of its word.
+Nothing is loaded again, because every engine computes prompts and decodes. A flip only changes
+which requests the coordinator sends to a worker, and the role that the worker reports.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from baton.v1 import cluster_pb2, common_pb2
 
 
 class Flips:
-    """Owns the workers that are on their way into the other pool.
+    """Owns the workers that change to the other pool.
 
-    A worker finishes its prompts. Its outputs go on elsewhere, or end where they are: whichever is
-    sooner by the latency model. It hands them over itself, as a prefill worker would, for which it
-    computes no more than each one's last block again; or a prefill worker computes them anew. What
-    has not ended in time is computed again by other workers of the pool. When no other is left in
-    its pool, a worker keeps its role, or takes it back when it was told to change already: requests
-    that lost the others wait for it.
+    A flipping worker finishes its prompts. Each of its outputs moves to another worker, or ends on
+    this worker, whichever the latency model predicts to be sooner. To move an output, the worker
+    itself hands over the KV cache after computing the last block again, or a prefill worker
+    computes the prompt again. Outputs that have not ended in time are recovered by other workers of
+    the pool. If no other worker is left in its pool, the worker keeps its role, or takes it back,
+    because requests wait for the role.
 
     Args:
-        lifecycle: the requests.
-        workers: attached ones.
-        placers: give flipping workers no new work.
-        scaler: the sizes of the pools, which flips by an operator change.
-        limit_s: how long a worker may take to finish what it has.
-        emit: takes effects.
+        lifecycle: The requests.
+        workers: Attached workers.
+        placers: Give flipping workers no new requests.
+        scaler: Sizes of the pools, which an operator's flips change.
+        limit_s: How long a worker may take to finish its requests, in seconds.
+        emit: Takes effects.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Flips:
             scaler,
         )
         self._limit_s, self._emit = limit_s, emit
-        # In the order in which they began.
+        # Flipping workers in the order in which their flips began.
         self._flipping: dict[WorkerKey, None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._flipping)
 
     def error(self, worker: Worker, role: common_pb2.Role.ValueType) -> BatonError | None:
-        """Why a worker cannot change to this role now; None when it can, or has it already."""
+        """Returns why a worker cannot change to this role now; None if it can, or has the role."""
         if worker.role == role or (worker.flip is not None and worker.flip.into == role):
             return None
         name, serves = f"worker {worker.id}", POOL_OF[worker.role].value
@@ -72,14 +72,14 @@ class Flips:
             return FailedPrecondition(f"{name} does not serve: only a serving worker can change")
         if worker.fleet.workers.serving(worker.role) == [worker]:
             return FailedPrecondition(
-                f"{name} is the only one that serves {serves}: scale {serves} up first"
+                f"{name} is the only serving {serves} worker: scale {serves} up first"
             )
         return None
 
     def begin(
         self, worker: Worker, role: common_pb2.Role.ValueType, now: float, *, by_hand: bool
     ) -> None:
-        """Gives a worker nothing new from now on; `error` must have been None."""
+        """Begins a flip: the worker gets no new requests. `error` must have returned None."""
         if worker.role == role or worker.flip is not None:
             return
         worker.flip = Flipping(role, since=now, until=now + self._limit_s, by_hand=by_hand)
@@ -90,9 +90,9 @@ class Flips:
         self.look(worker, now)
 
     def look(self, worker: Worker, now: float) -> None:
-        """Moves outputs that would go on sooner elsewhere; when time is up, whatever is left.
+        """Moves outputs that would end sooner on another worker; after `until` moves all of them.
 
-        Called with each load report of a worker that flips.
+        Called with each load report of a flipping worker.
         """
         flip = worker.flip
         if flip is None or flip.told:
@@ -107,17 +107,17 @@ class Flips:
         for key in worker.ledger:
             request = self._lifecycle.requests.get(key)
             if request is None or not worker.can_resume(request):
-                # Nor can its peers, which are alike.
+                # Its peers run the same engine, so they cannot continue the request either.
                 continue
             if late:
                 if request.state in (RequestState.DECODING, RequestState.PREFILLING):
                     self._lifecycle.move(request, now)
             elif request.decode == worker.key and request.state is RequestState.DECODING:
-                # The turn of others to be looked at comes when their first token is here.
+                # Requests without a first token are checked again after it has come.
                 self._move_sooner(request, worker, now)
 
     def advance(self) -> None:
-        """Tells workers their new role that have nothing of the old one any more."""
+        """Tells idle flipping workers to change their role."""
         for key in tuple(self._flipping):
             worker = self._workers.get(key)
             if worker is None or worker.flip is None:
@@ -126,7 +126,7 @@ class Flips:
             told, others = worker.flip.told, worker.fleet.workers.presence(worker.role)
             if not others.num_staying:
                 if told:
-                    # It changes, and back again.
+                    # The worker changes its role and back again.
                     self._tell(worker, worker.role)
                 self._give_up(worker)
             elif not told and not len(worker.ledger) and others.num_serving:
@@ -134,13 +134,13 @@ class Flips:
                 self._tell(worker, worker.flip.into)
 
     def heard(self, worker: Worker) -> None:
-        """A worker has said which role it serves."""
+        """Handles a worker's report of the role that it serves."""
         self._scaler.launches.moved(worker.id, POOL_OF[worker.role])
         if worker.flip is not None and worker.role == worker.flip.into:
             self._end(worker)
 
     def stop(self, worker: Worker) -> None:
-        """A worker is to leave instead of changing its role."""
+        """Ends the flip of a worker that drains instead."""
         if worker.flip is not None:
             self._end(worker)
 
@@ -150,7 +150,7 @@ class Flips:
         self._emit(ev.SendCommand(worker.key, cluster_pb2.SetRoleCommand(role=role)))
 
     def _move_sooner(self, request: Request, worker: Worker, now: float) -> None:
-        """Moves an output that the worker decodes, if it would go on sooner so than it ends."""
+        """Moves an output to another worker if it would end sooner there."""
         placer = self._placers.of(request.fleet)
         predictions = placer.predictions
         here_s = predictions.here_s(request)

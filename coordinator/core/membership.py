@@ -1,4 +1,4 @@
-"""The cluster's members: workers that come, fall silent, stand still, flip, drain and leave."""
+"""Cluster membership: workers attach, become silent or stuck, flip, drain and leave."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 from baton.coordinator.core.adoption import Adoption
 from baton.coordinator.core.failure_detector import FailureDetector
 from baton.coordinator.core.flips import Flips
-from baton.coordinator.core.losses import Losses
 from baton.coordinator.core.request_lifecycle import RequestLifecycle
+from baton.coordinator.core.worker_removal import WorkerRemoval
 from baton.coordinator.routing.latency import LatencyRegistry
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.scaling.drains import Drains
@@ -23,25 +23,25 @@ from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 
-# A worker that is stuck for so many times the limit is fenced, so that another can take its place.
+# A worker that is stuck for this many times the limit is fenced, so that it can be replaced.
 _STUCK_FOR_GOOD = 3
-# And it is taken to be stuck no sooner than after so many of its longest steps.
+# A worker counts as stuck after this many of its longest predicted steps at the earliest.
 _STUCK_STEPS = 4
 
 
 class Membership:
-    """Owns the workers from attaching to leaving: their states, and the timer of their silence.
+    """Owns the workers from attaching to leaving: their states and their timers.
 
     Args:
-        config: limits and times.
-        lifecycle: the requests.
-        workers: attached ones.
-        placers: choose workers for requests.
-        latency: what steps cost.
-        adoption: what workers go on with from before a restart.
-        scaler: the sizes of the pools.
-        timers: the core's; each worker has one.
-        emit: takes effects.
+        config: Limits and times.
+        lifecycle: The requests.
+        workers: Attached workers.
+        placers: Choose workers for requests.
+        latency: Fitted costs of engine steps.
+        adoption: Attempts that workers run for an earlier coordinator.
+        scaler: Sizes of the pools.
+        timers: The core's timers; each worker has one.
+        emit: Takes effects.
     """
 
     def __init__(
@@ -64,7 +64,9 @@ class Membership:
         )
         self._latency, self._adoption, self._scaler = latency, adoption, scaler
         self._timers, self._emit = timers, emit
-        self._losses = Losses(lifecycle, workers, placers, latency, adoption, scaler, timers, emit)
+        self._removal = WorkerRemoval(
+            lifecycle, workers, placers, latency, adoption, scaler, timers, emit
+        )
         self._drains = Drains(workers, placers, emit)
         self._flips = Flips(lifecycle, workers, placers, scaler, config.scaling.drain_s, emit)
         self._detector = FailureDetector(config)
@@ -72,21 +74,21 @@ class Membership:
     def flip_error(
         self, worker: Worker, role: common_pb2.Role.ValueType
     ) -> errors.BatonError | None:
-        """Why an operator cannot have a worker change to this role now; None when they can."""
+        """Returns why an operator may not change a worker to this role now, or None."""
         if worker.role == role:
             return None
         limits = self._scaler.flip_error(worker.id, POOL_OF[worker.role], POOL_OF[role])
         return self._flips.error(worker, role) or limits
 
     def advance(self) -> None:
-        """Lets draining workers leave, and flipping ones change roles, once they are idle."""
+        """Lets idle draining workers leave, and idle flipping workers change their role."""
         if self._drains:
             self._drains.release()
         if self._flips:
             self._flips.advance()
 
     def attached(self, event: ev.WorkerAttached, now: float) -> Worker | None:
-        """Takes in a worker; returns it, or None when it was refused."""
+        """Adds a worker that attaches; returns it, or None if it was refused."""
         hello = event.hello
         key = (hello.worker_id, hello.incarnation)
         refusal = self._workers.refusal(hello)
@@ -97,9 +99,9 @@ class Membership:
         was_in = (worker.role, worker.fleet) if worker is not None else None
         if worker is not None and worker.key != key:
             replaced = f"was replaced by incarnation {hello.incarnation:016x}"
-            # One that was to leave has done so.
+            # A draining worker has ended as it was asked to.
             blame = worker.state != cluster_pb2.WORKER_STATE_DRAINING
-            self._losses.lose(worker, replaced, now, blame=blame, ended=False)
+            self._removal.lose(worker, replaced, now, blame=blame, ended=False)
             worker = None
         if worker is None:
             fleet = self._workers.fleet_of(hello)
@@ -107,12 +109,12 @@ class Membership:
             self._detector.expect(worker)
             self._workers.add(worker)
             if not hello.generation:
-                # It has served no coordinator before.
+                # The worker has served no coordinator before.
                 self._lifecycle.stats.came_up(worker, now)
             if not event.returns:
                 self._scaler.launches.attached(worker.id, now)
         else:
-            # Nothing leads out of draining; the worker may not have heard of it yet.
+            # A draining worker never serves again; it may not have read the drain command yet.
             drains = worker.state == cluster_pb2.WORKER_STATE_DRAINING
             worker.state = worker.state if drains else hello.state
             worker.hello, worker.role = hello, hello.role
@@ -124,30 +126,30 @@ class Membership:
         self._watch(worker, now)
         self._placers.attach(worker)
         if was_in is not None:
-            self._losses.left_pool(*was_in, now)
+            self._removal.left_pool(*was_in, now)
         adopted = self._adoption.attached(worker, hello.running, now, returns=event.returns)
         self._emit(ev.WelcomeWorker(worker.key, worker.role, tuple(adopted)))
         if self._scaler.launches.is_ending(worker.id):
-            # It was given up while it started, and came up before it was ended.
+            # Its start was cancelled, but it attached before it was ended.
             self.drain(worker, self._config.scaling.drain_s, "it was to end before", now)
         self._lifecycle.room_freed()
         return worker
 
     def hear(self, key: WorkerKey, now: float) -> Worker | None:
-        """Notes a sign of life; returns the worker, or None when it is not attached."""
+        """Notes a message of a worker; returns the worker, or None if it is not attached."""
         worker = self._workers.get(key)
         if worker is not None:
             self._detector.heard(worker, now)
             if worker.unresponsive and now - worker.progressed_at < self._may_stand_s(worker):
-                self._losses.responds(worker)
+                self._removal.responds(worker)
         return worker
 
     def heard(self, event: ev.WorkerHeard, now: float) -> None:
-        """A worker gave a sign of life."""
+        """Handles a heartbeat."""
         self.hear(event.worker, now)
 
     def load(self, event: ev.WorkerLoad, now: float) -> None:
-        """A worker reports its load: learns what steps cost, and whether its engine is stuck."""
+        """Handles a load report: updates the latency model and detects a stuck engine."""
         worker = self.hear(event.worker, now)
         if worker is None:
             return
@@ -165,33 +167,33 @@ class Membership:
         if load.num_steps != worker.num_steps or is_idle:
             worker.num_steps, worker.progressed_at, worker.stuck = load.num_steps, now, False
             if worker.unresponsive:
-                self._losses.responds(worker)
+                self._removal.responds(worker)
             return
         stuck_s, limit_s = now - worker.progressed_at, self._may_stand_s(worker)
         if stuck_s >= _STUCK_FOR_GOOD * limit_s:
-            self._losses.lose(worker, f"has made no step for {stuck_s:.1f} s", now)
+            self._removal.lose(worker, f"has made no step for {stuck_s:.1f} s", now)
         elif stuck_s >= limit_s:
-            # Once its requests are elsewhere only a step shows that its engine goes on.
+            # After its requests have left, only a step shows that the engine works again.
             worker.stuck = True
-            self._losses.suspect(worker, f"has made no step for {stuck_s:.1f} s", now)
+            self._removal.suspect(worker, f"has made no step for {stuck_s:.1f} s", now)
 
     def changed(self, event: ev.WorkerChanged, now: float) -> None:
-        """A worker says that its state or role has changed."""
+        """Handles a worker's report of a new state or role."""
         worker = self.hear(event.worker, now)
         if worker is None:
             return
         change = event.change
         if change.state == cluster_pb2.WORKER_STATE_STOPPED:
             reason = f"stopped: {change.reason}" if change.reason else "stopped"
-            self._losses.lose(worker, reason, now, fenced=False, blame=change.failed)
+            self._removal.lose(worker, reason, now, fenced=False, blame=change.failed)
             return
         if change.state == cluster_pb2.WORKER_STATE_DRAINING:
             self._flips.stop(worker)
             self._drains.said(worker)
             if worker.state != cluster_pb2.WORKER_STATE_DRAINING:
-                # By itself: another may have to take its place.
+                # The worker drains by itself; the scaler may have to replace it.
                 self._scaler.soon(now)
-        # Nothing leads out of draining; the worker may not have heard of it yet.
+        # A draining worker never serves again; it may not have read the drain command yet.
         if change.state and worker.state != cluster_pb2.WORKER_STATE_DRAINING:
             worker.state = change.state
         was_in = worker.role, worker.fleet
@@ -199,63 +201,63 @@ class Membership:
             worker.role = change.role
             self._flips.heard(worker)
         self._placers.refresh(worker)
-        self._losses.left_pool(*was_in, now)
+        self._removal.left_pool(*was_in, now)
         self._lifecycle.room_freed()
 
     def detached(self, event: ev.WorkerDetached, now: float) -> None:
-        """A worker's stream has ended; the worker may be back."""
+        """Handles the end of a worker's stream; the worker may come back."""
         worker = self._workers.get(event.worker)
         if worker is not None:
             worker.connected = False
-            # Its time to come back begins now. The end of a silent one's stream is no sign of life.
+            # Its time to come back begins now. For a silent worker it began with the silence.
             if not worker.unresponsive:
                 worker.heard_at = now
             self._placers.refresh(worker)
             self._watch(worker, now)
 
     def lost(self, event: ev.WorkerLost, now: float) -> None:
-        """A worker is known to be gone."""
+        """Removes a worker that the shell knows to be lost."""
         worker = self._workers.by_id(event.worker_id)
         if worker is not None and event.incarnation in (None, worker.hello.incarnation):
-            self._losses.lose(worker, event.reason, now)
+            self._removal.lose(worker, event.reason, now)
 
     def drain_asked(self, event: ev.DrainRequested, now: float) -> None:
-        """A worker is to leave; one that has not attached yet is given up."""
+        """Drains a worker; cancels the start of a worker that has not attached yet."""
         worker = self._workers.by_id(event.worker_id)
         if worker is None:
             self._scaler.launches.give_up(event.worker_id)
         else:
             self.drain(worker, event.timeout_s, event.reason, now)
-        # Another may have to take its place.
+        # The scaler may have to replace the worker.
         self._scaler.soon(now)
 
     def flip(self, worker: Worker, role: common_pb2.Role.ValueType, now: float) -> None:
-        """Changes a worker's role by an operator's wish; `flip_error` must have been None."""
+        """Changes a worker's role for an operator; `flip_error` must have returned None."""
         self._flips.begin(worker, role, now, by_hand=True)
 
     def drain(self, worker: Worker, timeout_s: float, reason: str, now: float) -> None:
-        """Tells a worker to leave; its requests may take `timeout_s` to end."""
+        """Tells a worker to drain; its requests may take `timeout_s` seconds to end."""
         self._flips.stop(worker)
         self._drains.begin(worker, timeout_s, reason, now)
         self._watch(worker, now)
 
     def exited(self, event: ev.WorkerExited, now: float) -> None:
-        """A process that was started here has ended."""
+        """Handles the end of a launched process."""
         worker = self._workers.by_id(event.worker_id)
         if self._scaler.launches.is_starting(event.worker_id):
-            # Who is attached under its id is another.
+            # Another process is attached under its id.
             worker = None
         leaves = worker is not None and worker.state == cluster_pb2.WORKER_STATE_DRAINING
         if worker is not None and not leaves:
             self._scaler.exited(event, now)
-            self._losses.lose(worker, event.reason, now)
+            self._removal.lose(worker, event.reason, now)
             return
         if worker is not None:
-            self._losses.lose(worker, event.reason, now, fenced=False, blame=False)
+            self._removal.lose(worker, event.reason, now, fenced=False, blame=False)
         self._scaler.exited(event, now)
 
     def scale(self, now: float) -> None:
-        """Lets the scaler decide the pools' sizes, and carries out its drains and flips."""
+        """Lets the scaler decide on the pools' sizes, and carries out its drains and flips."""
         for action in self._scaler.decide(now):
             worker = self._workers.by_id(action.worker_id)
             if worker is None:
@@ -270,10 +272,10 @@ class Membership:
     # ---- Time
 
     def excuse(self, now: float) -> None:
-        """Forgives the workers a silence that was the coordinator's own.
+        """Restarts the workers' silence timers after the coordinator itself stood still.
 
-        A process that stood still (stopped, starved, a paused machine) finds timers long overdue
-        and what the workers said meanwhile unread.
+        After a pause of the process (stopped, starved, suspended machine) timers are long overdue
+        and messages of the workers are unread.
         """
         due = self._timers.next()
         if due is None or now - due < self._detector.least_silent_s / 2:
@@ -284,15 +286,15 @@ class Membership:
             self._watch(worker, now)
 
     def look_at(self, key: WorkerKey, now: float) -> None:
-        """A worker's timer went off: it is lost, or its requests go elsewhere, if it was silent."""
+        """Handles a worker's timer: removes or suspects a worker that was silent for too long."""
         worker = self._workers.get(key)
         assert worker is not None
         if worker.leaves_by <= now:
-            self._losses.lose(worker, "did not leave in time", now)
+            self._removal.lose(worker, "did not leave in time", now)
             return
         silent = "was silent" if worker.connected else "was gone"
         if worker.heard_at + self._config.worker_timeout_s <= now:
-            self._losses.lose(worker, f"{silent} for {self._config.worker_timeout_s:g} s", now)
+            self._removal.lose(worker, f"{silent} for {self._config.worker_timeout_s:g} s", now)
             return
         if worker.heard_at + self._detector.may_be_silent_s(worker) <= now:
             if worker.connected and self._detector.is_deaf(now):
@@ -300,22 +302,22 @@ class Membership:
                 caught_up_at = now + self._detector.catch_up_s
                 self._timers.set(key, min(caught_up_at, lost_at, worker.leaves_by))
                 return
-            self._losses.suspect(worker, f"{silent} for {now - worker.heard_at:.1f} s", now)
+            self._removal.suspect(worker, f"{silent} for {now - worker.heard_at:.1f} s", now)
         self._watch(worker, now)
 
     # ---- Inside
 
     def _may_stand_s(self, worker: Worker) -> float:
-        """How long its engine may make no step: several of the longest that are predicted."""
+        """Returns how long its engine may make no step: several of its longest predicted steps."""
         entry = self._placers.load(worker)
         step_s = entry.step_s if entry is not None else 0.0
         return max(self._config.worker_stuck_s, _STUCK_STEPS * step_s)
 
     def _awaits_step(self, worker: Worker) -> bool:
-        """Whether it was sent something that makes an engine step, and has not answered.
+        """Returns whether the worker was sent a request that needs a step, and has not answered.
 
-        An engine that has stopped since its last step says what ran then: nothing, perhaps. What
-        waits for its KV cache to come makes no step.
+        A load report of an engine that stopped while idle does not show that it is stuck, so the
+        ledger decides. A request that waits for its handoff needs no step.
         """
         for key in worker.ledger.unanswered:
             request = self._lifecycle.requests.get(key)
@@ -325,5 +327,5 @@ class Membership:
         return False
 
     def _watch(self, worker: Worker, now: float) -> None:
-        """Sets the timer by which a worker's silence is looked at."""
+        """Sets the timer that checks for a worker's silence."""
         self._timers.set(worker.key, self._detector.next_look(worker, now))

@@ -1,4 +1,4 @@
-"""What becomes of a request, from its admission to its end: attempts, losses, and every way out."""
+"""The lifecycle of requests from admission to end: attempts, recoveries and every way to end."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from baton.coordinator.telemetry.tail_sampling import TailSampler
 from baton.runtime import errors
 from baton.v1 import common_pb2
 
-# A tenant is charged for so many output tokens of a request at a time.
+# Number of output tokens of a request that a tenant is charged for at a time.
 CHARGE_TOKENS = 16
 
 
 def _lost_too_often(losses: Sequence[errors.BatonError]) -> errors.BatonError:
-    """One error for all lost attempts: with the code of the last one, and each cause once."""
+    """Returns one error for all lost attempts: the code of the last one, and each cause once."""
     last = common_pb2.RequestError(code=losses[-1].code, details=losses[-1].details())
     told = "; ".join(dict.fromkeys(map(str, losses)))
     last.message = f"{len(losses)} attempts in a row were lost without a new token: {told}"
@@ -54,22 +54,22 @@ class RequestLifecycle:
     """Owns every request from its admission to its end, and moves it from state to state.
 
     Args:
-        config: limits and times.
-        workers: attached ones.
-        placers: choose workers, and count what requests take there.
+        config: Limits and times.
+        workers: Attached workers.
+        placers: Choose workers for requests and count the load on them.
         traffic: Chooses the fleet of a new request.
-        timers: the core's; each request has one.
-        random_bytes: makes handoff ids; injected so that a simulation repeats.
-        room_freed: see the attribute.
+        timers: The core's timers; each request has one.
+        random_bytes: Makes handoff ids; injected so that a simulation is reproducible.
+        room_freed: See the attribute.
 
     Attributes:
-        requests: those that have not ended, and the latest that have.
-        lanes: those that wait, in their order, and what tenants are charged.
-        admission: whether requests are let in.
-        stats: counters.
-        out: the effects of the event that is being handled; the core takes them.
-        room_freed: called when a waiting request may find a worker now: a request has arrived or
-            ended, or a worker takes more.
+        requests: Requests that have not ended, and the latest that have.
+        lanes: Waiting requests in their order, and the tenants' accounts.
+        admission: Decides whether requests are admitted.
+        stats: Counters.
+        out: Effects of the event that is being handled; the core takes them.
+        room_freed: Called when a waiting request may find a worker now: a request has arrived or
+            ended, or a worker can take more.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class RequestLifecycle:
         self.stats = CoreStats(config.targets)
         self._tail = TailSampler(config.tail_share, self.stats.recent)
         self.out: list[ev.Effect] = []
-        # The list inside the last SendDeltas of `out`; empty: there is none yet.
+        # The list inside the last SendDeltas of `out`; empty: `out` has no SendDeltas yet.
         self._deltas: list[tuple[StreamKey, bytes]] = []
         self.room_freed = room_freed
         self.admission = Admission(config, self.lanes, placers)
@@ -107,28 +107,28 @@ class RequestLifecycle:
         self._commands = Commands(config, workers, self._emit)
 
     def worker(self, key: WorkerKey) -> Worker | None:
-        """The attached worker of this key; None when there is none."""
+        """Returns the attached worker of a key, or None."""
         return self._workers.get(key)
 
     def take_effects(self) -> list[ev.Effect]:
-        """The effects since the last call."""
+        """Returns the effects since the last call."""
         effects, self.out, self._deltas = self.out, [], []
         return effects
 
     # ---- In
 
     def admit(self, submission: Submission, now: float, *, goes_on: bool = False) -> Request | None:
-        """Checks a submission and queues it; refuses it with the reason where it is not let in.
+        """Checks a submission and queues it, or refuses it with the reason.
 
-        A request that was accepted is not refused for what it costs when its client comes back.
+        A request that was accepted before is not refused for its cost when its client resumes it.
 
         Args:
-            submission: new, or resumed.
-            now: by the core's clock.
-            goes_on: a worker may go on with it, from before this coordinator was there.
+            submission: A new or resumed submission.
+            now: Time by the core's clock.
+            goes_on: Whether a worker may still run the request for an earlier coordinator.
 
         Returns:
-            None when it was refused, or has taken over an output that runs.
+            The queued request; None if it was refused or has taken over a running output.
         """
         older = self.requests.get(submission.key)
         if older is not None and self._takes_over(older, submission):
@@ -149,13 +149,13 @@ class RequestLifecycle:
         return request
 
     def adopt(self, request: Request, worker: Worker, attempt: int, now: float) -> None:
-        """Takes over an attempt that a worker goes on with, and that another coordinator sent it.
+        """Takes over an attempt that a worker runs for an earlier coordinator.
 
         Args:
-            request: it waits; or it was begun anew meanwhile, and that attempt is given up.
-            worker: the worker that goes on.
-            attempt: the attempt's number there.
-            now: by the core's clock.
+            request: A waiting request, or one whose new attempt is cancelled now.
+            worker: The worker that runs the attempt.
+            attempt: Number of the attempt on the worker.
+            now: Time by the core's clock.
         """
         if not request.waits:
             self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
@@ -194,7 +194,7 @@ class RequestLifecycle:
         request.handoff_id = self._random_bytes(16) if placement.handoff else b""
         request.skip_tokens = placement.skip_tokens
         num_tokens = request.num_tokens
-        # A lost attempt was no service.
+        # The tenant is charged only for the first attempt.
         is_owed = self.lanes.dispatched(request, num_tokens if request.attempt == 1 else 0)
         self._assignments.assign(request, placement, num_tokens, yields=not is_owed)
         self._keep_deltas(request, decoder)
@@ -207,63 +207,63 @@ class RequestLifecycle:
         self._commands.prefill(request, prefiller.key, now)
 
     def begin_decode(self, request: Request, now: float) -> None:
-        """The first token is known: tells the decode worker to continue after it."""
+        """Tells the decode worker to continue after the first token, which is known now."""
         self.prefill_over(request)
         self._advance(request, RequestState.HANDING_OFF, now)
         self._send_decode(request, now)
 
     def prefill_over(self, request: Request) -> None:
-        """The prompt is computed: the prefill worker has only the handoff left to finish."""
+        """Notes that the prompt is computed: the prefill worker only has to finish the handoff."""
         request.prefill_done = True
         if self._assignments.prefill_over(request):
             self.room_freed()
 
     def decoding(self, request: Request, now: float) -> None:
-        """The first output of the decode worker is here."""
+        """Notes the first output of the decode worker."""
         self._advance(request, RequestState.DECODING, now)
         if request.decoding_at is None:
             request.decoding_at = now
         self.handed_over(request)
 
     def stalls(self, request: Request) -> tuple[Stall, ...]:
-        """The longest of the gaps between a request's tokens that exceed its target, up to now."""
+        """Returns the longest gaps between a request's tokens that exceed its target, up to now."""
         worker = self._workers.get(request.decode)
         target_s = self.stats.itl_target_s(request)
         return stalls(request, target_s, worker.slow_steps if worker is not None else ())
 
     def deltas(self) -> list[tuple[StreamKey, bytes]]:
-        """The list that takes encoded tokens for clients: an event's tokens are one effect."""
+        """Returns the list for encoded tokens; all tokens of one event are one effect."""
         if not self._deltas:
             self.out.append(ev.SendDeltas(self._deltas))
         return self._deltas
 
     def charge(self, request: Request) -> None:
-        """Charges the tenant for the tokens since the last charge, and counts their KV room."""
+        """Charges the tenant for the tokens since the last charge and reserves KV room for more."""
         self._pay(request)
         self._placers.of(request.fleet).grows(request, CHARGE_TOKENS)
 
     def answered(self, request: Request, worker: WorkerKey) -> None:
-        """A worker has reported something of the request's attempt."""
+        """Notes that a worker has reported something of the request's attempt."""
         if self._assignments.answered(request, worker):
             self.room_freed()
 
     def handed_over(self, request: Request) -> None:
-        """The prefill worker's side of the handoff is over, or no longer matters."""
+        """Notes that the prefill worker's side of the handoff is over, or no longer matters."""
         self._assignments.handed_over(request)
 
     def recover(
         self, request: Request, worker: WorkerKey, error: errors.BatonError, now: float
     ) -> None:
-        """An attempt is lost: what was sent to the client stays, and the request waits for another.
+        """Queues a request again after its attempt was lost; the client keeps its tokens.
 
-        A request that is lost too often in a row fails: with the code of the last loss, and every
-        cause in its message.
+        After max_lost_attempts losses in a row the request fails with the code of the last loss and
+        with every cause in the message.
 
         Args:
-            request: a dispatched one.
-            worker: the worker whose part of it is lost.
-            error: why, naming the worker.
-            now: by the core's clock.
+            request: A dispatched request.
+            worker: The worker that lost its part of the request.
+            error: The reason, with the worker's name.
+            now: Time by the core's clock.
         """
         request.losses.append(error)
         if len(request.losses) >= self._config.max_lost_attempts:
@@ -283,27 +283,27 @@ class RequestLifecycle:
         self.room_freed()
 
     def forget(self, fleet: Fleet) -> None:
-        """Drops what is remembered of a fleet that has no requests."""
+        """Drops the accounts and predictions of a fleet that has no requests."""
         self.lanes.forget(fleet)
         self.admission.forget(fleet)
 
     def park(self, request: Request, now: float) -> None:
-        """Takes a running batch request off its workers to make room; it waits for another turn."""
+        """Parks a running batch request: it leaves its workers and waits for another turn."""
         request.num_parked += 1
         self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED, now)
         self.stats.parked(now)
 
     def strand(self, request: Request, now: float) -> None:
-        """A parked request has no worker left to wait for: it waits for a new one, as if lost."""
+        """Lets a parked request whose pool is empty wait like a request that lost its worker."""
         self._advance(request, RequestState.RECOVERING, now)
 
     def move(self, request: Request, now: float, placement: Placement | None = None) -> None:
-        """Takes a request off a worker that drains or flips; this counts as no lost attempt.
+        """Takes a request off a worker that drains or flips; this is not a lost attempt.
 
         Args:
-            request: a dispatched one.
-            now: by the core's clock.
-            placement: where it goes at once; None: it waits for its turn.
+            request: A dispatched request.
+            now: Time by the core's clock.
+            placement: The workers that it is sent to at once; None: it waits for its turn.
         """
         self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED, now)
         self.stats.num_moved += 1
@@ -311,10 +311,10 @@ class RequestLifecycle:
             self.dispatch(request, placement, now)
 
     def hand_over_again(self, request: Request, now: float) -> None:
-        """The decode worker lost the prefix that the handoff left out: the next one sends all.
+        """Queues a request again whose handoff left out a prefix that was evicted meanwhile.
 
-        The request is placed anew, so the prompt may also be computed where it is decoded. This
-        counts as no lost attempt.
+        The next handoff leaves out nothing. The request is placed again, so its decode worker may
+        also compute the prompt. This is not a lost attempt.
         """
         request.hands_over_all = True
         self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
@@ -325,25 +325,25 @@ class RequestLifecycle:
     def finish(
         self, request: Request, reason: common_pb2.FinishReason.ValueType, stop: str, now: float
     ) -> None:
-        """The request came to its natural end.
+        """Ends a request whose output is complete.
 
         Args:
-            request: not ended.
-            reason: why it ended.
-            stop: the stop string or token id that ended it; empty without.
-            now: by the core's clock.
+            request: A request that has not ended.
+            reason: The finish reason.
+            stop: Stop string or token id that ended the output; empty: none.
+            now: Time by the core's clock.
         """
         self._advance(request, RequestState.FINISHED, now)
         budget = self._end(request, now, finish_reason=reason)
         self._send_finished(request, reason, stop, budget)
 
     def cancel(self, request: Request, now: float, *, tell: bool = True) -> None:
-        """Ends a request, whatever it is doing.
+        """Cancels a request in any state.
 
         Args:
-            request: not ended.
-            now: by the core's clock.
-            tell: False when nobody listens any more.
+            request: A request that has not ended.
+            now: Time by the core's clock.
+            tell: Whether the client still listens to the stream.
         """
         self._advance(request, RequestState.CANCELLED, now)
         self._commands.cancel(request)
@@ -352,7 +352,7 @@ class RequestLifecycle:
             self._send_finished(request, common_pb2.FINISH_REASON_CANCELLED, "", budget)
 
     def fail(self, request: Request, error: errors.BatonError, now: float) -> None:
-        """Ends a request, whatever it is doing, and tells its client why."""
+        """Fails a request in any state and tells its client why."""
         self._advance(request, RequestState.FAILED, now)
         self._commands.cancel(request)
         self._end(request, now, error=error)
@@ -361,12 +361,12 @@ class RequestLifecycle:
     def expire(
         self, request: Request, error: Callable[[Request], errors.BatonError], now: float
     ) -> None:
-        """The request's timer went off: it fails, or the timer is set again.
+        """Handles a request's timer: fails the request, or sets the timer again.
 
         Args:
-            request: not ended.
-            error: says why a request that has waited for too long fails.
-            now: by the core's clock.
+            request: A request that has not ended.
+            error: Makes the error of a request that has waited for too long.
+            now: Time by the core's clock.
         """
         if self._set_timer(request) > now:
             return
@@ -384,17 +384,17 @@ class RequestLifecycle:
             self.fail(request, error(request), now)
 
     def cancel_decode(self, request: Request) -> None:
-        """The request ends with its first token: tells the decode worker to forget the handoff."""
+        """Tells the decode worker to drop the handoff: the request ended with its first token."""
         self._commands.cancel_at(request.decode, request)
 
     def handoff_failed(self, request: Request, sender: WorkerKey) -> None:
-        """A prefill worker cannot hand over the KV cache: tells the decode worker not to wait."""
+        """Tells the decode worker not to wait for a handoff that the prefill worker cannot send."""
         if sender == request.prefill and request.decode is not None:
             self.handed_over(request)
             self._commands.handoff_failed(request)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a request is lost, or has what is not its own."""
+        """Raises AssertionError when a request is in no table, or a resource has no owner."""
         requests = {request.key: request for request in self.requests.all()}
         attempts = [request for request in requests.values() if not request.waits]
         assert not any(request.ended for request in requests.values())
@@ -429,7 +429,7 @@ class RequestLifecycle:
         )
 
     def _deadline(self, submission: Submission) -> float:
-        """When it must end, by the core's clock."""
+        """Returns when a request must end, by the core's clock."""
         life_s = self._config.max_request_s
         if submission.timeout_s is not None:
             life_s = min(life_s, submission.timeout_s)
@@ -437,7 +437,7 @@ class RequestLifecycle:
 
     @staticmethod
     def _keep_deltas(request: Request, decoder: Worker | None) -> None:
-        """Has an output's deltas kept from now on, where no other worker could go on with it."""
+        """Keeps an output's deltas from now on if no other worker could continue the output."""
         if decoder is None or decoder.can_replay(request.submission.sampling):
             return
         if request.recent_deltas is None:
@@ -453,7 +453,7 @@ class RequestLifecycle:
 
     def _send_decode(self, request: Request, now: float) -> None:
         worker = self._workers.get(request.decode)
-        assert worker is not None, "with its decode worker an attempt is lost"
+        assert worker is not None, "an attempt ends when its decode worker is removed"
         self._assignments.sent(request, worker)
         self._commands.decode(request, now)
 
@@ -463,7 +463,7 @@ class RequestLifecycle:
             self._set_timer(request)
 
     def _set_timer(self, request: Request) -> float:
-        """Sets the request's timer; returns when it goes off, by the core's clock."""
+        """Sets the request's timer; returns when it is due, by the core's clock."""
         due = request.due(self._limits[request.submission.lane])
         self._timers.set(request.key, due)
         return due
@@ -476,7 +476,7 @@ class RequestLifecycle:
         finish_reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED,
         error: errors.BatonError | None = None,
     ) -> common_pb2.LatencyBudget:
-        """Gives back everything a request holds and remembers it; its state is terminal."""
+        """Releases everything that an ended request holds, and remembers its record."""
         self._pay(request)
         self.lanes.ended(request, now)
         if error is None and finish_reason != common_pb2.FINISH_REASON_CANCELLED:
@@ -514,9 +514,13 @@ class RequestLifecycle:
         )
 
     def _takes_over(self, older: Request, submission: Submission) -> bool:
-        """Lets a resumed request go on with its older self's output; whether that was possible.
+        """Connects a resuming client to the running output of its request, if that is necessary.
 
-        It is where no worker could begin that output anew. What its client lacks of it was kept.
+        It is necessary if no other worker could continue the output. The recent deltas then supply
+        the tokens that the client has not received.
+
+        Returns:
+            Whether the client was connected.
         """
         if self.admission.closing is not None or not older.is_resumed_by(submission):
             return False
@@ -526,23 +530,19 @@ class RequestLifecycle:
         self.requests.redirect(older, submission.to)
         self._accept(older)
         self.deltas().extend((submission.to, encoded) for encoded in lacking)
-        # The worker was told of the older one.
+        # The worker knows the older deadline.
         older.deadline = min(older.deadline, self._deadline(submission))
         self._set_timer(older)
         return True
 
     def _replace(self, older: Request, now: float) -> None:
-        """Ends the older self of a resumed request, whose session is not known to be lost yet."""
+        """Cancels the running request that a submission resumes; its session may still be open."""
         self.cancel(older, now, tell=False)
         self._tell_resumed(older)
 
     def _tell_resumed(self, older: Request) -> None:
-        """Tells the older stream of a resumed request that it is over.
-
-        One that nobody reads any more is told in vain. Any other client, which need not be the one
-        that resumes, learns why its stream ends.
-        """
-        what = f"request {older.id} goes on over another connection, which has resumed it"
+        """Fails the older stream of a resumed request, so that its reader learns the reason."""
+        what = f"request {older.id} was resumed over another connection and continues there"
         self.out.append(ev.SendFailed(older.submission.to, errors.Aborted(what)))
 
     def _accept(self, request: Request) -> None:
@@ -560,7 +560,7 @@ class RequestLifecycle:
         stage: common_pb2.Stage.ValueType,
         now: float,
     ) -> None:
-        """Takes a dispatched request back into its lane, with the tokens it has."""
+        """Ends a request's attempt and queues the request again with the tokens that it has."""
         self._commands.cancel(request)
         self._let_go(request)
         request.prefill = request.decode = request.flows_from = None
@@ -572,7 +572,7 @@ class RequestLifecycle:
         self.room_freed()
 
     def _let_go(self, request: Request) -> None:
-        """The request leaves its workers, and its attempt is over."""
+        """Releases the workers and the handle of a request's attempt."""
         self.requests.end_attempt(request)
         if self._assignments.let_go(request):
             self.room_freed()

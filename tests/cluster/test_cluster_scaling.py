@@ -29,7 +29,7 @@ async def test_flips_deaths_and_sizes_by_hand(up):
         latest = await load_steps.flips_and_deaths(cluster, client, kill)
         code, _, said = await baton(cluster, "flip", latest, "prefill")
         assert code == 1
-        assert f"{latest} is the only one that serves decode" in said
+        assert f"{latest} is the only serving decode worker" in said
 
         await load_steps.a_size_by_hand_wins(cluster, admin)
 

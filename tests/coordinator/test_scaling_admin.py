@@ -189,7 +189,7 @@ async def test_drain_and_flip_through_the_calls(cell):
     event = await until(admin, lambda event: ids(event, DECODE) == {"decode-1", "prefill-1"})
     assert pool(event, DECODE).desired == 2
     assert launcher.ended == ["decode-0"]
-    with pytest.raises(errors.FailedPreconditionError, match="the only one that serves prefill"):
+    with pytest.raises(errors.FailedPreconditionError, match="the only serving prefill worker"):
         await admin.flip_worker("prefill-0", DECODE)
     for call in (admin.drain_worker("absent"), admin.flip_worker("absent", DECODE)):
         with pytest.raises(errors.NotFoundError, match="attached: decode-1, prefill-0"):

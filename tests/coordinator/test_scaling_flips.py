@@ -276,7 +276,7 @@ def test_a_worker_does_not_leave_its_pool_while_nobody_else_serves_there(launche
 def test_a_flip_that_cannot_be_is_refused(launched):
     made = launched(2, 1, decode_limits=(0, 1))
     for worker_id, role, why in (
-        ("decode-0", PREFILL, "decode-0 is the only one that serves decode"),
+        ("decode-0", PREFILL, "decode-0 is the only serving decode worker"),
         ("prefill-0", DECODE, "decode would have more than its 1 workers"),
     ):
         refused = made.core.flip_error(made.core.workers.by_id(worker_id), role)

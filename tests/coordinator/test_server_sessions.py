@@ -212,9 +212,9 @@ async def test_a_stream_that_another_connection_has_taken_over_ends(coordinator,
         await resumed.until(stream, "accepted")
     failed = (await client.until(1, "failed"))[-1].failed
     assert failed.code == grpc.StatusCode.ABORTED.value[0]
-    assert "request a goes on over another connection" in failed.message
+    assert "request a was resumed over another connection" in failed.message
     assert await call.code() is grpc.StatusCode.ABORTED
-    assert "request b goes on over another connection" in await call.details()
+    assert "request b was resumed over another connection" in await call.details()
     await client.call.done_writing()
     async with asyncio.timeout(WAIT_S):
         assert await client.call.read() is grpc.aio.EOF

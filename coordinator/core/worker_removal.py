@@ -1,4 +1,4 @@
-"""Workers that are lost or do not respond, and where their requests go."""
+"""The part of membership that removes workers: they are lost, or they do not respond."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 
 
-class Losses:
-    """Takes workers out, for good or until they respond, and lets their requests go on elsewhere.
+class WorkerRemoval:
+    """Removes workers, for ever or until they respond, and recovers their requests.
 
     Args:
-        emit: takes effects.
+        emit: Takes effects.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class Losses:
         blame: bool = True,
         ended: bool = True,
     ) -> None:
-        """Takes a worker out; its requests go on elsewhere, and their other workers are told.
+        """Removes a worker. Its requests are queued again and cancelled on their other workers.
 
         Args:
-            worker: attached.
-            reason: in words, continuing "worker w1 ...".
-            now: by the core's clock.
-            fenced: False when it leaves by itself.
-            blame: whether what it computed may be what ended it.
-            ended: False when another process goes on under its id, in the same pool or not
+            worker: An attached worker.
+            reason: Reason in words that continue "worker w1 ...".
+            now: Time by the core's clock.
+            fenced: False if the worker leaves by itself.
+            blame: Whether a request that it computed may have caused its end.
+            ended: False if another process continues under its id, in the same pool or another
                 (`left_pool`).
         """
         self._workers.remove(worker, reason)
@@ -83,12 +83,11 @@ class Losses:
         self._emit(ev.FenceWorker(worker.key, fence))
 
     def suspect(self, worker: Worker, reason: str, now: float) -> None:
-        """A worker does not respond: others take its requests, where there are others.
+        """Marks a worker as unresponsive; other workers take over its requests, if there are any.
 
-        It is not out: when it responds again it is given new work. What it then still says of the
-        requests that went elsewhere is of an older attempt. Where only the stable fleet could
-        take its requests, those stay that have begun, and everywhere those that no other worker
-        could go on with.
+        The worker stays attached and gets new requests once it responds. Its late reports belong
+        to older attempts and are ignored. Requests stay if no other worker could continue them. If
+        only the stable fleet could compute them, those that have begun stay too.
         """
         has_peers = any(other is not worker for other in worker.fleet.workers.serving(worker.role))
         if not worker.unresponsive and (
@@ -105,7 +104,7 @@ class Losses:
         self._lifecycle.room_freed()
 
     def left_pool(self, role: common_pb2.Role.ValueType, fleet: Fleet, now: float) -> None:
-        """A worker has left its pool: if it was the last, parked requests wait for a new one."""
+        """Lets parked requests wait for a new worker if the last worker has left their pool."""
         if fleet.workers.presence(role).num_attached:
             return
         for request in self._lifecycle.requests.all():
@@ -135,7 +134,7 @@ class Losses:
                 continue
             if request.suspect and suspects == [key]:
                 error = errors.Internal(
-                    f"request {request.id} was what two workers computed when they died; the last, "
+                    f"two workers died while they computed request {request.id}; the last one, "
                     f"worker {worker.id}, {reason}"
                 )
                 self._lifecycle.fail(request, error, now)
