@@ -14,11 +14,11 @@ def doctor(address: options.Address = None, as_json: options.Json = False) -> No
 
     Exit code 0: healthy; 1: there are findings.
     """
-    from baton.cli.asking import ask
+    from baton.cli.admin_calls import call_admin
     from baton.cli.output import print_json
     from baton.client.doctor import diagnose, summary
 
-    status = ask(address, lambda admin: admin.get_status())
+    status = call_admin(address, lambda admin: admin.get_status())
     findings = diagnose(status)
     if as_json:
         told = "" if findings else summary(status)

@@ -27,9 +27,9 @@ def cancel(
     address: options.Address = None,
 ) -> None:
     """End a running request; its client keeps what it has, and is told."""
-    from baton.cli.asking import ask
+    from baton.cli.admin_calls import call_admin
 
-    ask(address, lambda admin: admin.cancel_request(request, tenant=tenant))
+    call_admin(address, lambda admin: admin.cancel_request(request, tenant=tenant))
     print(f"{request} is cancelled")
 
 
@@ -40,12 +40,12 @@ def explain(
     as_json: options.Json = False,
 ) -> None:
     """Show the waterfall of one request, running or recently ended, and its stalls."""
-    from baton.cli.asking import ask
+    from baton.cli.admin_calls import call_admin
     from baton.cli.output import print_json, print_table
     from baton.cli.timeline import print_timeline
     from baton.client import events
 
-    info = ask(address, lambda admin: admin.get_request(request, tenant=tenant))
+    info = call_admin(address, lambda admin: admin.get_request(request, tenant=tenant))
     if as_json:
         return print_json(values(info))
     print("\n".join(_head(info)))

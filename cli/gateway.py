@@ -149,7 +149,7 @@ def output_parsers(cell: CellConfig) -> OutputParsersFactory | None:
     Raises:
         ConfigError: vLLM, whose parsers they are, is not installed, or has none of these names.
     """
-    from baton.cli import failures
+    from baton.cli import exit_codes
     from baton.runtime import lifecycle, logs, quick_exit
     from baton.runtime.config_error import ConfigError
 
@@ -171,7 +171,7 @@ def output_parsers(cell: CellConfig) -> OutputParsersFactory | None:
     try:
         names = vllm_parsers.OutputParserNames(cell.tool_call_parser, cell.reasoning_parser)
     except ConfigError:
-        quick_exit.skip_cleanup(failures.USAGE)
+        quick_exit.skip_cleanup(exit_codes.USAGE)
         raise
     return functools.partial(vllm_parsers.ModelOutputParsers, names)
 

@@ -20,18 +20,18 @@ from baton.cli import (
     certs,
     config,
     connection,
-    control,
     doctor,
     explain,
     gateway,
     generate,
     keys,
+    listings,
+    pool_sizes,
     processes,
     profile,
     replay,
     rollout,
     simulate,
-    state,
     top,
 )
 from baton.runtime import quick_exit
@@ -50,21 +50,21 @@ app.command("coordinator")(processes.coordinator)
 app.command("worker")(processes.worker)
 app.command("gateway")(gateway.gateway)
 app.command("generate")(generate.generate)
-app.command("pools")(state.pools)
-app.command("workers")(state.workers)
-app.command("requests")(state.requests)
+app.command("pools")(listings.pools)
+app.command("workers")(listings.workers)
+app.command("requests")(listings.requests)
 app.add_typer(bench.app, name="bench")
 app.command("replay")(replay.replay)
 app.command("top")(top.top)
 app.command("explain")(explain.explain)
 app.command("cancel")(explain.cancel)
 app.command("doctor")(doctor.doctor)
-app.command("scale")(control.scale)
-app.command("targets")(control.targets)
-app.command("autoscale")(control.autoscale)
-app.command("drain")(control.drain)
-app.command("flip")(control.flip)
-app.command("why")(control.why)
+app.command("scale")(pool_sizes.scale)
+app.command("targets")(pool_sizes.targets)
+app.command("autoscale")(pool_sizes.autoscale)
+app.command("drain")(pool_sizes.drain)
+app.command("flip")(pool_sizes.flip)
+app.command("why")(pool_sizes.why)
 app.command("profile")(profile.profile)
 app.add_typer(rollout.app, name="rollout")
 app.command("simulate")(simulate.simulate)
@@ -129,12 +129,12 @@ def main() -> None:
             if error.errno == errno.ENOSPC:
                 print(f"baton: cannot write: {error.strerror}", file=sys.stderr)
             sys.exit(1)
-        from baton.cli import failures
+        from baton.cli import exit_codes
 
-        code = failures.exit_code(error)
+        code = exit_codes.exit_code(error)
         if code is None:
             raise
-        for line in failures.message(error).splitlines():
+        for line in exit_codes.message(error).splitlines():
             print(f"baton: {line}", file=sys.stderr)
         sys.exit(code)
 

@@ -66,7 +66,7 @@ def up(
 
     Prints `ready grpc=HOST:PORT http=URL` on standard output once it serves.
     """
-    from baton.cli.model import prepared
+    from baton.cli.demo_models import with_demo_model
     from baton.runtime import lifecycle, logs
 
     effective = options.load_config(
@@ -88,7 +88,7 @@ def up(
     if http_port is not None and not no_http:
         effective = _with_http_port(effective, http_port)
     logs.setup(effective.log_level, "coordinator")
-    raise typer.Exit(lifecycle.run(_up(prepared(effective))))
+    raise typer.Exit(lifecycle.run(_up(with_demo_model(effective))))
 
 
 def coordinator(
@@ -100,7 +100,7 @@ def coordinator(
     log_level: options.Level = None,
 ) -> None:
     """Run a coordinator alone; workers are started elsewhere and dial in."""
-    from baton.cli.model import prepared
+    from baton.cli.demo_models import with_demo_model
     from baton.coordinator.server import server
     from baton.runtime import lifecycle, logs
 
@@ -117,7 +117,7 @@ def coordinator(
     def ready(address: str) -> None:
         print(f"ready grpc={address}", flush=True)
 
-    code = lifecycle.run(server.serve(prepared(effective), launch=False, ready=ready))
+    code = lifecycle.run(server.serve(with_demo_model(effective), launch=False, ready=ready))
     raise typer.Exit(code)
 
 
@@ -148,7 +148,7 @@ def worker(
     """Run one worker; SIGTERM drains it."""
     import importlib
 
-    from baton.cli.model import prepared
+    from baton.cli.demo_models import with_demo_model
     from baton.runtime.addresses import split_address
     from baton.runtime.config_error import ConfigError
     from baton.runtime.names import WORKER_NAMES, is_worker
@@ -157,7 +157,7 @@ def worker(
     split_address(coordinator, "--coordinator")
     if worker_id and not is_worker(worker_id):
         raise ConfigError(f"--worker-id: is {worker_id!r}; must be {WORKER_NAMES}")
-    effective = prepared(
+    effective = with_demo_model(
         options.load_config(
             config,
             model=model,

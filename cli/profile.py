@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import typer
 
 from baton.cli import options
-from baton.cli.asking import ask
-from baton.cli.control import Worker
+from baton.cli.admin_calls import call_admin
+from baton.cli.pool_sizes import Worker
 from baton.runtime.profiling import DEFAULT_PROFILE_S, LEAST_PROFILE_S, MOST_PROFILE_S
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def profile(
             traces.finish()
         return found
 
-    found = ask(address, question)
+    found = call_admin(address, question)
     if as_json:
         return print_json(found)
     for one in found:

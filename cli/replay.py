@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from baton.cli import load, options
+from baton.cli import load_run, options
 
 if TYPE_CHECKING:
     from baton.load.generator import Generator, Outcome
@@ -24,18 +24,18 @@ def replay(
     ],
     address: options.Address = None,
     speed: Annotated[float, typer.Option("--speed", help="So many times as fast.")] = 1.0,
-    batch_share: load.BatchShare = 0.0,
-    batch_prompt_tokens: load.BatchPromptTokens = None,
-    tenant: load.Tenant = "",
-    requests: load.Requests = None,
-    duration: load.Duration = None,
-    warm_up: load.WarmUp = 0.0,
-    timeout: load.Timeout = 300.0,
-    max_in_flight: load.MaxInFlight = 4096,
-    ttft_ms: load.TtftMs = None,
-    itl_ms: load.ItlMs = None,
-    seed: load.Seed = 0,
-    out: load.Out = None,
+    batch_share: load_run.BatchShare = 0.0,
+    batch_prompt_tokens: load_run.BatchPromptTokens = None,
+    tenant: load_run.Tenant = "",
+    requests: load_run.Requests = None,
+    duration: load_run.Duration = None,
+    warm_up: load_run.WarmUp = 0.0,
+    timeout: load_run.Timeout = 300.0,
+    max_in_flight: load_run.MaxInFlight = 4096,
+    ttft_ms: load_run.TtftMs = None,
+    itl_ms: load_run.ItlMs = None,
+    seed: load_run.Seed = 0,
+    out: load_run.Out = None,
     as_json: options.Json = False,
 ) -> None:
     """Send a trace's requests to a live cluster, when they came, and print what became of them.
@@ -54,12 +54,12 @@ def replay(
     except ValueError as error:
         typer.echo(f"baton: {error}", err=True)
         raise typer.Exit(2) from None
-    plan = load.cut(plan, requests, duration)
+    plan = load_run.cut(plan, requests, duration)
 
     async def drive(generator: Generator, stop: asyncio.Event) -> Outcome:
         return await generator.open_loop(plan, max_in_flight, stop)
 
-    load.carry_out(
+    load_run.run_load(
         "replay",
         {
             "trace": options.file_name(trace),
@@ -73,7 +73,7 @@ def replay(
         },
         drive,
         address=address,
-        goal=load.slo(ttft_ms, itl_ms),
+        goal=load_run.slo(ttft_ms, itl_ms),
         tenant=tenant,
         timeout_s=timeout,
         warm_up_s=warm_up,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli import options
-from baton.cli.asking import ask, begin_to_wait, say
-from baton.cli.control import Wait
-from baton.cli.watching import follow, until
+from baton.cli.admin_calls import call_admin, print_answer, print_progress
+from baton.cli.pool_sizes import Wait
+from baton.cli.watch import follow_changes, wait_until
 
 if TYPE_CHECKING:
     from baton.client import AdminClient
@@ -97,13 +97,13 @@ def start(
             abort_if_worse=abort_if_worse,
         )
         if wait:
-            begin_to_wait(message, as_json=as_json)
+            print_progress(message, as_json=as_json)
             what = f"revision {revision} does not serve"
-            await until(admin, lambda event: _is_tried(_told(event), revision), wait, what)
+            await wait_until(admin, lambda event: _is_tried(_told(event), revision), wait, what)
             message = f"revision {revision} serves"
         return message
 
-    say(ask(address, question), as_json=as_json)
+    print_answer(call_admin(address, question), as_json=as_json)
 
 
 @app.command()
@@ -115,7 +115,7 @@ def share(
     as_json: options.Json = False,
 ) -> None:
     """Change the canary's share; a session that was in it stays in a larger one."""
-    say(ask(address, lambda admin: admin.set_rollout_share(share)), as_json=as_json)
+    print_answer(call_admin(address, lambda admin: admin.set_rollout_share(share)), as_json=as_json)
 
 
 @app.command()
@@ -128,10 +128,10 @@ def status(
     from baton.cli.output import plain, print_json, print_json_line
 
     if watch and as_json:
-        return follow(address, True, lambda event: print_json_line(plain(_told(event))))
+        return follow_changes(address, True, lambda event: print_json_line(plain(_told(event))))
     if watch:
-        return follow(address, False, lambda event: _show(_told(event)))
-    found = ask(address, lambda admin: admin.get_rollout())
+        return follow_changes(address, False, lambda event: _show(_told(event)))
+    found = call_admin(address, lambda admin: admin.get_rollout())
     return print_json(plain(found)) if as_json else _show(found)
 
 
@@ -148,13 +148,13 @@ def promote(
         canary = (await _told_by(admin)).canary.name if wait else ""
         message = await admin.promote_rollout(drain_timeout)
         if wait:
-            begin_to_wait(message, as_json=as_json)
+            print_progress(message, as_json=as_json)
             what = "the canary is not the stable revision"
-            await until(admin, lambda event: _is_promoted(_told(event), canary), wait, what)
+            await wait_until(admin, lambda event: _is_promoted(_told(event), canary), wait, what)
             message = f"revision {canary} is the stable one"
         return message
 
-    say(ask(address, question), as_json=as_json)
+    print_answer(call_admin(address, question), as_json=as_json)
 
 
 @app.command()
@@ -164,7 +164,9 @@ def abort(
     as_json: options.Json = False,
 ) -> None:
     """Send nothing more to the canary, and drain its workers."""
-    say(ask(address, lambda admin: admin.abort_rollout(drain_timeout)), as_json=as_json)
+    print_answer(
+        call_admin(address, lambda admin: admin.abort_rollout(drain_timeout)), as_json=as_json
+    )
 
 
 async def _told_by(admin: AdminClient) -> admin_pb2.RolloutStatus:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from baton.cli import asking, doctor, explain
+from baton.cli import admin_calls, doctor, explain
 from baton.v1 import admin_pb2
 
 sys.path.append(str(Path(__file__).parents[1] / "coordinator"))
@@ -20,7 +20,7 @@ def answers(monkeypatch):
     """Makes the coordinator's answer to the next question."""
 
     def answer(value):
-        monkeypatch.setattr(asking, "ask", lambda address, question: value)
+        monkeypatch.setattr(admin_calls, "call_admin", lambda address, question: value)
 
     return answer
 

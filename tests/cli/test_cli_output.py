@@ -7,7 +7,7 @@ import re
 import pytest
 from google.protobuf import duration_pb2
 
-from baton.cli import failures, generate, output, timeline
+from baton.cli import exit_codes, generate, output, timeline
 from baton.client import LatencyBudget, StageTime, Tokens
 from baton.client.errors import make
 from baton.runtime.config_error import ConfigError
@@ -107,8 +107,8 @@ def test_the_timeline_adds_up(capsys):
 
 
 def test_exit_codes():
-    assert failures.exit_code(ConfigError("x")) == 2
-    assert failures.exit_code(make(3, "wrong field")) == 2
-    assert failures.exit_code(make(14, "nobody")) == 3
-    assert failures.exit_code(make(13, "bug")) == 1
-    assert failures.exit_code(RuntimeError("bug")) is None
+    assert exit_codes.exit_code(ConfigError("x")) == 2
+    assert exit_codes.exit_code(make(3, "wrong field")) == 2
+    assert exit_codes.exit_code(make(14, "nobody")) == 3
+    assert exit_codes.exit_code(make(13, "bug")) == 1
+    assert exit_codes.exit_code(RuntimeError("bug")) is None

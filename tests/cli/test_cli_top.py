@@ -9,7 +9,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
-from baton.cli.state import _show_pools
+from baton.cli.listings import _show_pools
 from baton.cli.top_view import draw
 from baton.client.doctor import diagnose
 from baton.client.watcher import View

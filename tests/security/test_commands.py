@@ -296,7 +296,7 @@ def test_a_key_is_given_once_and_an_option_overrides_a_variable(tmp_path, monkey
 def test_a_key_that_cannot_be_sent_is_a_usage_error(monkeypatch, key):
     from typer.testing import CliRunner
 
-    from baton.cli.failures import USAGE, exit_code
+    from baton.cli.exit_codes import USAGE, exit_code
     from baton.cli.main import app
 
     monkeypatch.setenv("BATON_API_KEY", key)

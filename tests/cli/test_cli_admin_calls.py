@@ -13,9 +13,9 @@ import grpc
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from baton.cli import control, rollout, watching
-from baton.cli.asking import ask
-from baton.cli.state import workers
+from baton.cli import pool_sizes, rollout, watch
+from baton.cli.admin_calls import call_admin
+from baton.cli.listings import workers
 from baton.client import AdminClient, errors
 from baton.runtime import rpc
 from baton.runtime.errors import Aborted, FailedPrecondition
@@ -198,13 +198,13 @@ async def twice(admin):
 
 def test_the_next_one_is_asked_where_the_first_is_not_there(coordinators):
     (away, _), (there, _) = coordinators(0, 5)
-    assert ask(f"{away},{there}", twice) == 2
+    assert call_admin(f"{away},{there}", twice) == 2
 
 
 def test_nobody_else_is_asked_once_one_has_answered(coordinators):
     (first, _), (second, other) = coordinators(1, 5)
     with pytest.raises(errors.UnavailableError, match="it has ended"):
-        ask(f"{first},{second}", twice)
+        call_admin(f"{first},{second}", twice)
     assert other.asked == 0
 
 
@@ -238,20 +238,20 @@ def test_what_may_have_been_done_is_not_asked_of_another(serve):
             errors.UnavailableError, match=f"{address} is lost.*change may have happened"
         ),
     ):
-        ask(f"{address},{serve(other)}", scaled)
+        call_admin(f"{address},{serve(other)}", scaled)
     assert other.sizes == []
 
 
 def test_what_has_certainly_not_been_done_is_asked_of_another(serve, nowhere):
     other = Sized()
-    assert ask(f"{nowhere},{serve(other)}", scaled) == "so it is"
+    assert call_admin(f"{nowhere},{serve(other)}", scaled) == "so it is"
     assert other.sizes == [3]
 
 
 def test_what_changes_nothing_is_asked_of_another_whenever_the_first_is_lost(coordinators):
     ((there, _),) = coordinators(5)
     with hanging_up(b"ListPools") as address:
-        assert ask(f"{address},{there}", twice) == 2
+        assert call_admin(f"{address},{there}", twice) == 2
 
 
 async def test_a_call_that_was_sent_counts_as_sent_while_others_find_nobody():
@@ -320,15 +320,15 @@ async def test_a_port_of_http_is_told_from_a_coordinators():
 
 
 def scale(**options):
-    control.scale(control.PoolName.DECODE, 2, **options)
+    pool_sizes.scale(pool_sizes.PoolName.DECODE, 2, **options)
 
 
 def drain(**options):
-    control.drain("decode-0", **options)
+    pool_sizes.drain("decode-0", **options)
 
 
 def flip(**options):
-    control.flip("decode-0", control.PoolName.DECODE, **options)
+    pool_sizes.flip("decode-0", pool_sizes.PoolName.DECODE, **options)
 
 
 @pytest.mark.parametrize(
@@ -381,14 +381,14 @@ DECIDED = (
 
 def test_decisions_are_followed_as_they_are_made(serve, capsys):
     address = serve(Deciding(*DECIDED))
-    control.why(control.PoolName.DECODE, address=address, as_json=True, watch=True)
+    pool_sizes.why(pool_sizes.PoolName.DECODE, address=address, as_json=True, watch=True)
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(one["role"], one["reason"]) for one in told] == [
         ("decode", "outputs"),
         ("decode", "more"),
         ("decode", "yet more"),
     ]
-    control.why(address=address, watch=True)
+    pool_sizes.why(address=address, watch=True)
     assert capsys.readouterr().out.splitlines()[:4] == [
         "00:00:01 UTC  prefill 1 -> 2: prompts",
         "  requests 7",
@@ -399,7 +399,7 @@ def test_decisions_are_followed_as_they_are_made(serve, capsys):
 
 def test_a_coordinator_that_decides_nothing_is_not_followed(serve):
     with pytest.raises(errors.FailedPreconditionError, match="starts no workers"):
-        control.why(address=serve(Deciding()), watch=True)
+        pool_sizes.why(address=serve(Deciding()), watch=True)
 
 
 async def test_a_client_tells_a_call_that_was_never_sent(nowhere):
@@ -447,11 +447,11 @@ NEXT = admin_pb2.RolloutStatus(
 )
 
 
-@pytest.mark.parametrize("ask", [start, lambda address: promote(address)])
-def test_a_rollout_that_another_has_followed_is_over(serve, ask):
-    first = WAITING if ask is start else RUNNING
+@pytest.mark.parametrize("command", [start, lambda address: promote(address)])
+def test_a_wait_ends_when_another_rollout_has_replaced_the_first(serve, command):
+    first = WAITING if command is start else RUNNING
     with pytest.raises(Aborted, match=r"'r2' is not .*: an operator asked for it"):
-        ask(serve(Rolling(first, NEXT)))
+        command(serve(Rolling(first, NEXT)))
 
 
 def promote(address):
@@ -486,8 +486,8 @@ async def test_a_pipe_that_is_open_for_reading_too_has_a_reader(tmp_path, monkey
     os.mkfifo(tmp_path / "fifo")
     fd = os.open(tmp_path / "fifo", os.O_RDWR)
     try:
-        monkeypatch.setattr(watching, "_STDOUT", fd)
-        async with watching._reader():
+        monkeypatch.setattr(watch, "_STDOUT", fd)
+        async with watch._reader():
             os.write(fd, b"unread")
             await asyncio.sleep(0.05)
     finally:
@@ -521,7 +521,7 @@ def test_a_coordinator_that_goes_away_under_a_question_is_named():
         hanging_up(b"ListPools") as address,
         pytest.raises(errors.UnavailableError, match=f"coordinator at {address}"),
     ):
-        ask(address, twice)
+        call_admin(address, twice)
 
 
 async def test_where_nobody_speaks_there_is_no_coordinator():

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli import options
-from baton.cli.asking import ask, begin_to_wait, say
-from baton.cli.watching import follow, until
+from baton.cli.admin_calls import call_admin, print_answer, print_progress
+from baton.cli.watch import follow_changes, wait_until
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -54,14 +54,14 @@ def scale(
     async def question(admin: AdminClient) -> admin_pb2.ScalePoolResponse:
         answer = await admin.scale_pool(_role(pool), workers)
         if wait:
-            begin_to_wait(answer.message, as_json=as_json)
+            print_progress(answer.message, as_json=as_json)
             what = f"{pool.value} does not have {workers} workers"
-            event = await until(admin, lambda one: _has_size(one, pool, workers), wait, what)
+            event = await wait_until(admin, lambda one: _has_size(one, pool, workers), wait, what)
             answer.pool.CopyFrom(_pool(event, pool))
             answer.message = f"{pool.value} has {workers} workers"
         return answer
 
-    answer = ask(address, question)
+    answer = call_admin(address, question)
     if as_json:
         return print_json(plain(answer))
     return print(answer.message)
@@ -102,7 +102,7 @@ def targets(
                 lane=number, ttft_ms=ttft_ms, itl_ms=itl_ms, percentile=percentile
             )
         )
-    found = ask(address, lambda admin: admin.set_targets(changed))
+    found = call_admin(address, lambda admin: admin.set_targets(changed))
     if as_json:
         return print_json([plain(one) for one in found])
     return print_table(
@@ -128,7 +128,7 @@ def autoscale(
     """Let the pools size themselves, or keep the sizes they have; on takes sizes by hand back."""
     from baton.cli.output import print_json
 
-    enabled = ask(address, lambda admin: admin.set_autoscale(enabled=switch is Switch.ON))
+    enabled = call_admin(address, lambda admin: admin.set_autoscale(enabled=switch is Switch.ON))
     if as_json:
         return print_json({"enabled": enabled})
     return print(f"autoscaling is {'on' if enabled else 'off'}")
@@ -151,13 +151,13 @@ def drain(
     async def question(admin: AdminClient) -> str:
         message = await admin.drain_worker(worker, timeout)
         if wait:
-            begin_to_wait(message, as_json=as_json)
+            print_progress(message, as_json=as_json)
             what = f"{worker} has not left"
-            await until(admin, lambda event: _has_left(event, worker), wait, what)
+            await wait_until(admin, lambda event: _has_left(event, worker), wait, what)
             message = f"{worker} has left"
         return message
 
-    say(ask(address, question), as_json=as_json)
+    print_answer(call_admin(address, question), as_json=as_json)
 
 
 def flip(
@@ -172,13 +172,13 @@ def flip(
     async def question(admin: AdminClient) -> str:
         message = await admin.flip_worker(worker, _role(role))
         if wait:
-            begin_to_wait(message, as_json=as_json)
+            print_progress(message, as_json=as_json)
             what = f"{worker} does not serve {role.value}"
-            await until(admin, lambda event: _serves(event, worker, role), wait, what)
+            await wait_until(admin, lambda event: _serves(event, worker, role), wait, what)
             message = f"{worker} serves {role.value}"
         return message
 
-    say(ask(address, question), as_json=as_json)
+    print_answer(call_admin(address, question), as_json=as_json)
 
 
 def why(
@@ -204,7 +204,7 @@ def why(
 
     role = common_pb2.ROLE_UNSPECIFIED if pool is None else _role(pool)
     # Of a coordinator that decides nothing this says so, also to those who would follow it.
-    found = ask(address, lambda admin: admin.list_decisions(role, limit=limit))
+    found = call_admin(address, lambda admin: admin.list_decisions(role, limit=limit))
     if watch:
 
         def show(event: admin_pb2.WatchEvent) -> None:
@@ -216,7 +216,7 @@ def why(
                 else:
                     _show_decision(one)
 
-        return follow(address, True, show)
+        return follow_changes(address, True, show)
     if as_json:
         return print_json([plain(one) for one in found])
     if not found:

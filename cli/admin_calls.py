@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def ask(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) -> T:
+def call_admin(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) -> T:
     """Puts a question to the first address where a coordinator is.
 
     The next one is another cell, or a successor: what changes something goes there only where it
@@ -41,13 +41,13 @@ def ask(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) ->
     return interrupts.run(asking())
 
 
-def begin_to_wait(message: str, *, as_json: bool) -> None:
+def print_progress(message: str, *, as_json: bool) -> None:
     """Prints what a coordinator answered, ahead of what it comes to; JSON is only of that."""
     if not as_json:
         print(message, flush=True)
 
 
-def say(message: str, *, as_json: bool) -> None:
+def print_answer(message: str, *, as_json: bool) -> None:
     """Prints what a coordinator answered in words."""
     from baton.cli.output import print_json
 

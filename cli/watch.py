@@ -11,7 +11,7 @@ import stat
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
-from baton.cli.asking import ask
+from baton.cli.admin_calls import call_admin
 
 if TYPE_CHECKING:
     from baton.client import AdminClient
@@ -21,7 +21,7 @@ _INTERVAL_S = 0.2
 _STDOUT = 1
 
 
-def follow(address: str | None, as_lines: bool, show: Callable[[WatchEvent], None]) -> None:
+def follow_changes(address: str | None, as_lines: bool, show: Callable[[WatchEvent], None]) -> None:
     """Shows what a coordinator tells, again and again, until it is interrupted.
 
     Args:
@@ -43,7 +43,7 @@ def follow(address: str | None, as_lines: bool, show: Callable[[WatchEvent], Non
                 show(event)
                 sys.stdout.flush()
 
-    ask(address, question)
+    call_admin(address, question)
 
 
 @contextlib.asynccontextmanager
@@ -77,7 +77,7 @@ async def _reader() -> AsyncIterator[None]:
         raise BrokenPipeError(errno.EPIPE, "nobody reads any more") from None
 
 
-async def until(
+async def wait_until(
     admin: AdminClient, done: Callable[[WatchEvent], bool], wait_s: float, what: str
 ) -> WatchEvent:
     """Follows until something is so, and returns what it was told of then.

@@ -81,7 +81,7 @@ def cut(
     return itertools.islice(plan, num_requests)
 
 
-def carry_out(
+def run_load(
     kind: str,
     load: dict[str, Any],
     drive: Drive,

@@ -11,7 +11,7 @@ from baton.runtime.config import BatonConfig
 from baton.runtime.config_error import ConfigError
 
 
-def prepared(config: BatonConfig) -> BatonConfig:
+def with_demo_model(config: BatonConfig) -> BatonConfig:
     """The configuration with a demo model as a directory; any other model stays as it is.
 
     Raises:

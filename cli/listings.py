@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from baton.cli import options
-from baton.cli.asking import ask
-from baton.cli.watching import follow
+from baton.cli.admin_calls import call_admin
+from baton.cli.watch import follow_changes
 
 if TYPE_CHECKING:
     from baton.v1.admin_pb2 import LatencyInfo, ListPoolsResponse, WorkerInfo
@@ -24,10 +24,10 @@ def pools(
     from baton.cli.output import plain, print_json, print_json_line
 
     if watch and as_json:
-        return follow(address, True, lambda event: print_json_line(plain(event.pools)))
+        return follow_changes(address, True, lambda event: print_json_line(plain(event.pools)))
     if watch:
-        return follow(address, False, lambda event: _show_pools(event.pools))
-    answer = ask(address, lambda admin: admin.list_pools())
+        return follow_changes(address, False, lambda event: _show_pools(event.pools))
+    answer = call_admin(address, lambda admin: admin.list_pools())
     return print_json(plain(answer)) if as_json else _show_pools(answer)
 
 
@@ -71,12 +71,12 @@ def workers(
     from baton.cli.output import plain, print_json, print_json_line
 
     if watch and as_json:
-        return follow(
+        return follow_changes(
             address, True, lambda event: print_json_line([plain(one) for one in event.workers])
         )
     if watch:
-        return follow(address, False, lambda event: _show_workers(event.workers))
-    found = ask(address, lambda admin: admin.list_workers())
+        return follow_changes(address, False, lambda event: _show_workers(event.workers))
+    found = call_admin(address, lambda admin: admin.list_workers())
     return print_json([plain(worker) for worker in found]) if as_json else _show_workers(found)
 
 
@@ -151,7 +151,7 @@ def requests(
     from baton.runtime.enum_names import enum_name, lane_name
     from baton.v1 import admin_pb2
 
-    found = ask(address, lambda admin: admin.list_requests(include_ended=ended, limit=limit))
+    found = call_admin(address, lambda admin: admin.list_requests(include_ended=ended, limit=limit))
     if as_json:
         return print_json([plain(request) for request in found])
     return print_table(
