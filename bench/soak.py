@@ -3,8 +3,8 @@
 `python -m baton.bench.soak --help`. Four workers with real transfer services, each sending to and
 receiving from every other, do not all have the same transports in common: every transport moves
 bytes all the time. Two of the workers are killed now and then and replaced by new ones. A handoff's
-bytes follow from its id and from how often its prefill was restarted, so that every load is
-compared with what it must be. Ends with exit code 1 when anything is wrong.
+bytes follow from its id, so that every load is compared with what it must be. Ends with exit code 1
+when anything is wrong.
 """
 
 from __future__ import annotations
@@ -213,8 +213,6 @@ class Soak:
             await handoff.fill(source.randrange(num_layers))
             await self._expires(receiving)
             return Outcome.ENDED
-        if fault is Fault.RESTARTED:
-            await handoff.restart()
         if drop_at is not None and drop_at >= 0:
             await handoff.fill(drop_at)
             receiver.client.drop(handoff_id)

@@ -34,7 +34,6 @@ class Fault(Enum):
     """What goes wrong with a handoff."""
 
     NONE = "none"
-    RESTARTED = "prefill restarted"
     ABORTED = "sender aborts"
     DROPPED = "receiver drops"
     UNWANTED = "released without a load"
@@ -59,7 +58,6 @@ class Outcome(Enum):
 # Of handoffs, in per cent.
 SHARES = {
     Fault.NONE: 61,
-    Fault.RESTARTED: 9,
     Fault.ABORTED: 9,
     Fault.DROPPED: 8,
     Fault.UNWANTED: 6,
@@ -176,17 +174,6 @@ class Handoff:
                     filled[0].checksum ^= 1
                 port.send_frames(filled)
             await asyncio.sleep(0)
-
-    async def restart(self) -> None:
-        """Begins it anew up to three times, after some layers, as a preempted prefill does."""
-        for _ in range(self.source.randint(1, 3)):
-            await self.fill(self.source.randrange(LAYOUT.num_layers))
-            self.epoch += 1
-            restarted = self.sender.worker.port.restart_send(
-                self.handoff_id, self.epoch, timeout_s=ANSWER_TIMEOUT_S
-            )
-            if not restarted:
-                raise Undue("could not be restarted")
 
     def load(self) -> bytes | None:
         """Claims, copies and releases every rank's part; None when one cannot be claimed."""

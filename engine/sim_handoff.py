@@ -142,10 +142,10 @@ class HandoffPort:
 
 
 class HandoffSend:
-    """One prompt's blocks on their way into the sender's staging.
+    """Stages one prompt's blocks; the simulated engine owns it and calls `write`.
 
-    Whoever holds it calls `write` for every layer of a step, in order, with the same number of
-    tokens.
+    As on vLLM, staged blocks stay right when the request is preempted and its prompt is computed
+    again, so each block is staged once.
     """
 
     def __init__(
@@ -160,15 +160,17 @@ class HandoffSend:
         self._num_blocks = layout.num_blocks(send.num_tokens - send.skip_tokens)
         self._skip_blocks = send.skip_tokens // layout.block_size_tokens
         self._digests = KvDigests(prompt, send.num_tokens, layout.block_size_tokens, adapter)
-        # Of the handoff: to be staged next.
-        self._epoch, self._first_block, self._ended = FIRST_EPOCH, 0, False
+        # Index within the handoff of the first block that is not staged yet.
+        self._first_block, self._ended = 0, False
 
     def write(self, layer: int, num_computed_tokens: int) -> None:
-        """Stages one layer of the blocks that are finished and not sent yet.
+        """Stages one layer of the blocks that this step finishes.
+
+        The engine calls it for every layer of a step, in order, with the same number of tokens.
 
         Args:
-            layer: computed now.
-            num_computed_tokens: of the prompt, at the end of this step.
+            layer: The layer that has just been computed.
+            num_computed_tokens: Number of prompt tokens that are computed at the step's end.
         """
         if self._ended:
             return
@@ -176,6 +178,7 @@ class HandoffSend:
         end = max(0, num_computed_tokens // layout.block_size_tokens - self._skip_blocks)
         if num_computed_tokens >= self._send.num_tokens:
             end = self._num_blocks
+        end = max(end, self._first_block)
         is_last_layer = layer == layout.num_layers - 1
         runs = list(split_blocks(self._first_block, end - self._first_block, layout.block_bytes))
         frames = []
@@ -189,7 +192,7 @@ class HandoffSend:
             last = is_last_layer and first + count == self._num_blocks
             frames.append(
                 filled_frame(
-                    self._send.handoff_id, self._epoch, 0, layer, first, count, data, last=last
+                    self._send.handoff_id, FIRST_EPOCH, 0, layer, first, count, data, last=last
                 )
             )
         if frames:
@@ -197,10 +200,3 @@ class HandoffSend:
         if is_last_layer:
             self._first_block = end
             self._ended = end == self._num_blocks
-
-    def restart(self) -> None:
-        """The prefill was preempted: everything sent so far is void, a new epoch begins."""
-        self._epoch, self._first_block = self._epoch + 1, 0
-        self._ended = not self._port.restart_send(self._send.handoff_id, self._epoch)
-        if self._ended:
-            self._port.abort_send(self._send.handoff_id)

@@ -143,8 +143,6 @@ class Scheduler:
         self.blocks.free(request.id)
         request.run += 1
         request.num_computed = request.num_computed_here = request.num_named_blocks = 0
-        if request.send is not None:
-            request.send.restart()
         self.add(request)
 
     def schedule(self) -> list[Work]:

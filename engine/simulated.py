@@ -367,17 +367,21 @@ class SimulatedEngine:
         self, work: Sequence[Work], started_at: float, duration_s: float
     ) -> None:
         """Lets the step's time pass; each layer's finished blocks leave as it is computed."""
-        sending = [item for item in work if item.request.send is not None]
+        # A request that is preempted during the step finishes the step's layers, as in vLLM.
+        sending = [
+            (item.request, item.request.send, item.request.num_computed + item.num_tokens)
+            for item in work
+            if item.request.send is not None
+        ]
         if not sending:
             await _sleep_until(started_at + duration_s)
             return
         for layer in range(self._layout.num_layers):
             share = (layer + 1) / self._layout.num_layers
             await _sleep_until(started_at + duration_s * share)
-            for item in sending:
-                send = item.request.send
-                if item.valid and send is not None:
-                    send.write(layer, item.request.num_computed + item.num_tokens)
+            for request, send, num_computed_tokens in sending:
+                if request.live:
+                    send.write(layer, num_computed_tokens)
 
     def _advance(self, item: Work) -> EngineOutput | None:
         """Counts what a step computed for a request; samples once it has caught up."""

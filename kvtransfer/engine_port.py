@@ -172,17 +172,6 @@ class EnginePort:
             kv_transfer_pb2.LocalRequest(frames=kv_transfer_pb2.LocalFrames(frames=frames))
         )
 
-    def restart_send(self, handoff_id: bytes, epoch: int, *, timeout_s: float = 2.0) -> bool:
-        """The prefill starts over under a higher epoch; everything sent so far is void.
-
-        Each rank calls it before it writes the handoff's staging again: when it returns True,
-        nothing reads the old bytes any more. False: the service has ended or does not answer; then
-        nothing more of this handoff may be written.
-        """
-        restart = kv_transfer_pb2.LocalRestartSend(handoff_id=handoff_id, epoch=epoch)
-        reply = self._call(kv_transfer_pb2.LocalRequest(restart_send=restart), timeout_s)
-        return reply is not None and not reply.error
-
     def abort_send(self, handoff_id: bytes) -> bool:
         """Ends a send without a commit. Unknown IDs are ignored."""
         abort = kv_transfer_pb2.LocalAbortSend(handoff_id=handoff_id)

@@ -244,7 +244,7 @@ class Send:
     """One send. It owns its extent from OPENING until the extent is freed.
 
     Attributes:
-        writer_epoch: Epoch of the engine: it rises when the prompt is computed again.
+        engine_epoch: Epoch of the engine's reports, with which the send was opened.
         epoch: Epoch of the frames: it rises with every open.
         wait_until: Deadline for the receiver to find room.
         filled: The runs of the writer's epoch, in order; `num_sent` of them have left.
@@ -258,7 +258,7 @@ class Send:
     num_blocks: int
     num_tokens: int
     num_bytes: int
-    writer_epoch: int
+    engine_epoch: int
     epoch: int
     state: SendState
     deadline: float

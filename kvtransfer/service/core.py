@@ -155,10 +155,7 @@ class TransferCore:
             return pb.LocalReply(claimed=local_replies.part(grant, claim.rank, claim.num_seen))
         if kind == "stats":
             return pb.LocalReply(statistics=self.statistics())
-        if kind == "restart_send":
-            restart = request.restart_send
-            self._carry_out(self._sender.restart(restart.handoff_id, restart.epoch, now))
-        elif kind == "abort_send":
+        if kind == "abort_send":
             handoff_id, is_known = request.abort_send.handoff_id, connection.is_main
             self._carry_out(self._sender.abort(handoff_id, now, is_known=is_known))
         elif kind == "release":

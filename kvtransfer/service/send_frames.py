@@ -68,6 +68,6 @@ def fill_problem(send: Send, filled: pb.LocalFrame, layout: KvLayout) -> str | N
     num_bytes = filled.num_blocks * layout.block_bytes
     if num_bytes > frames.MAX_PAYLOAD_BYTES:
         return f"a frame of {num_bytes} bytes was filled; at most {frames.MAX_PAYLOAD_BYTES}"
-    if filled.epoch == send.writer_epoch and send.last[filled.rank]:
+    if send.last[filled.rank]:
         return f"rank {filled.rank} filled more after its last frame"
     return None

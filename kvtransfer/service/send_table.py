@@ -97,15 +97,6 @@ class SendTable:
             self._effects.append(StartPush(send.handoff_id, send.target))
             self._reopen(send, now)
 
-    def restart(self, send: Send, writer_epoch: int, now: float) -> None:
-        """Drops everything filled so far and begins the next epoch."""
-        send.writer_epoch = writer_epoch
-        send.filled.clear()
-        send.last = [False] * len(send.last)
-        if send.state is not _S.WAITING:
-            send.epoch += 1
-            self._reopen(send, now)
-
     def fall_back(
         self, send: Send, reason: pb.RefusalReason.ValueType, detail: str, now: float
     ) -> None:

@@ -1,10 +1,8 @@
 """The sending state machine: which bytes of staging may leave, and when staging is free again.
 
 Pure and synchronous like the receiver's: time is a parameter, and effects are returned. Engine
-ranks fill the extent of a handoff and report what they filled. The filled blocks wait until the
-receiver has opened the handoff, and `next_batch` then returns them as frames. A restart by the
-engine drops everything reported under the older epoch and raises the epoch in the same call, so no
-old byte can leave under the new epoch.
+ranks fill the extent of a handoff, each block once, and report what they filled. The filled blocks
+wait until the receiver has opened the handoff, and `next_batch` then returns them as frames.
 
 Staging keeps everything that was filled until the receiver has verified it. So when a transport
 fails, the send goes on as the next epoch, on the next transport, from the first byte.
@@ -126,13 +124,13 @@ class Sender:
         return self._table.take_effects()
 
     def fill(self, filled: pb.LocalFrame, now: float) -> list[Effect]:
-        """Takes a rank's report of filled blocks. Unknown sends and older epochs are ignored.
+        """Takes a rank's report of filled blocks; ignores unknown sends.
 
-        A newer epoch is a restart that this rank reports first. When a send is over, the last
-        frames of all ranks free its extent.
+        The epoch of the report must be the one with which the send was opened; other epochs are
+        ignored. When a send is over, the last frames of all ranks free its extent.
         """
         send = self._table.sends.get(filled.handoff_id)
-        if send is None or filled.epoch < send.writer_epoch:
+        if send is None or filled.epoch != send.engine_epoch:
             return self._table.take_effects()
         if send.state in OVER:
             if filled.last and filled.rank < len(send.last):
@@ -143,8 +141,6 @@ class Sender:
         if (problem := fill_problem(send, filled, self._known_layout())) is not None:
             self._table.fail(send, pb.REFUSAL_REASON_MALFORMED, problem, now)
             return self._table.take_effects()
-        if filled.epoch > send.writer_epoch:
-            self._table.restart(send, filled.epoch, now)
         if filled.num_blocks:
             send.filled.append(
                 Filled(
@@ -162,19 +158,6 @@ class Sender:
         if send.state is _S.SENDING:
             send.deadline = now + self._limits.idle_timeout_s
             self._table.add_effect(Wake(send.handoff_id))
-        return self._table.take_effects()
-
-    def restart(self, handoff_id: bytes, epoch: int, now: float) -> list[Effect]:
-        """Drops everything filled so far. Idempotent; an older epoch is ignored.
-
-        Raises:
-            TransferRefused: The send is over or unknown; another send may own its staging.
-        """
-        send = self._table.sends.get(handoff_id)
-        if send is None or send.state in OVER:
-            raise TransferRefused(f"handoff {handoff_id.hex()} is not being sent")
-        if epoch > send.writer_epoch:
-            self._table.restart(send, epoch, now)
         return self._table.take_effects()
 
     def abort(self, handoff_id: bytes, now: float, *, is_known: bool = True) -> list[Effect]:

@@ -235,7 +235,7 @@ async def test_known_tokens_are_handed_over_with_the_prompt(pair: Pair, num_know
     await pair.nothing_left()
 
 
-async def test_a_preempted_prefill_hands_over_in_a_new_epoch(pair: Pair) -> None:
+async def test_a_preempted_prefill_hands_over_each_block_once(pair: Pair) -> None:
     prompt = [index % 200 for index in range(300)]
     send = await pair.open(prompt)
     await pair.sender.engine.submit(prefill(prompt, send))

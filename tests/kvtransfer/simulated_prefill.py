@@ -137,29 +137,11 @@ class Prefill:
             self.fill(send, rank, len(send.runs))
 
     def fill_late(self, send: Send) -> None:
-        """Reports blocks of an epoch that another rank has ended; the service ignores them."""
+        """Reports blocks of another epoch; the service ignores them."""
         if not self._has(send) or not self.world.has_quick_sockets:
             return
-        late = pb.LocalFrame(handoff_id=send.handoff_id, epoch=send.epoch - 1, num_blocks=1)
+        late = pb.LocalFrame(handoff_id=send.handoff_id, epoch=send.epoch + 1, num_blocks=1)
         assert self.sender.fill(late, self.world.now) == []
-
-    def restart_writer(self, send: Send) -> None:
-        """Preempts the prefill: each rank starts again once the service has dropped its blocks."""
-        if send.writing:
-            epoch = send.epoch + 1
-            for rank, socket in enumerate(self._ranks):
-                socket.post(functools.partial(self._restart_rank, send, rank, epoch))
-
-    def _restart_rank(self, send: Send, rank: int, epoch: int) -> None:
-        if not send.writing or send.epochs[rank] >= epoch:
-            return
-        try:
-            effects = self.sender.restart(send.handoff_id, epoch, self.world.now)
-        except TransferRefused:
-            self._stop_writing(send)
-            return
-        send.epochs[rank], send.progress[rank] = epoch, 0
-        self.carry_out(effects)
 
     def abort(self, send: Send) -> None:
         """Aborts from the main process, after the engine has stopped writing."""
@@ -242,10 +224,9 @@ class Prefill:
         if batch is None:
             stream.awake = False
             return
-        # All bytes that leave under one epoch belong to one writer's epoch.
-        voided_before = self.sender._table.sends[handoff_id].writer_epoch
-        writer = self.world.writers.setdefault((handoff_id, batch.epoch), voided_before)
-        assert writer == voided_before, (stream.attempt, batch.epoch, writer)
+        # All bytes that leave under one epoch belong to one attempt of the engine.
+        attempt = self.sender._table.sends[handoff_id].engine_epoch
+        assert self.world.writers.setdefault((handoff_id, batch.epoch), attempt) == attempt
         try:
             run_now(self.negotiator.send(stream, batch))
         except LinkLost as error:

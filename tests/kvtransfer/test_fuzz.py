@@ -154,9 +154,7 @@ class Fuzzer:
         rng = self.rng
         handoff_id = rng.choice([own_id, own_id, b"", rng.randbytes(16)])
         request = pb.LocalRequest(call_id=rng.choice(WORDS))
-        kind = rng.choice(
-            ["open", "frames", "abort", "restart", "claim", "release", "drop", "none"]
-        )
+        kind = rng.choice(["open", "frames", "abort", "claim", "release", "drop", "none"])
         match kind:
             case "open":
                 target = rng.choice(["", "x", "127.0.0.1:1", "127.0.0.1:99999", "dns:///", "a b:1"])
@@ -179,9 +177,6 @@ class Fuzzer:
                 request.frames.frames.extend(filled)
             case "abort":
                 request.abort_send.handoff_id = handoff_id
-            case "restart":
-                request.restart_send.handoff_id = handoff_id
-                request.restart_send.epoch = rng.choice(WORDS)
             case "claim":
                 request.claim.handoff_id, request.claim.rank = handoff_id, rng.choice(WORDS)
             case "release":

@@ -46,7 +46,7 @@ class Plan:
 
 
 FAULTS = ["drop", "duplicate", "swap", "flip header", "flip payload", "cut short", "hold", "cut"]
-STORIES = ["all is filled"] * 7 + ["restarts", "aborts", "is dropped", "half is filled", "no load"]
+STORIES = ["all is filled"] * 8 + ["aborts", "is dropped", "half is filled", "no load"]
 PLANS = st.builds(
     Plan,
     num_blocks=st.integers(1, 6),
@@ -203,12 +203,6 @@ class Network:
             await one.open(sender, self.relay.address)
         except TransferRefused:
             return None
-        if plan.story == "restarts":
-            one.fill(sender, [0, 1])
-            if not sender.port.restart_send(one.handoff_id, 2):
-                return await self.ended(sender, one)
-            one.epoch = 2
-            one.refresh()
         one.fill(sender, range(2 if plan.story in ("half is filled", "aborts") else 3))
         if plan.story == "aborts":
             sender.client.abort_send(one.handoff_id)

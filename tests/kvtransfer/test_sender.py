@@ -90,34 +90,41 @@ def test_frames_wait_for_the_receiver_and_commit_follows_each_ranks_last(harness
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from(["fill", "late", "restart", "send", "open"]), max_size=30))
-def test_no_old_byte_leaves_under_a_new_epoch(steps):
-    harness, epoch, layer = Harness("grpc"), 1, 0
+@given(st.lists(st.sampled_from(["fill", "other epoch", "fall back", "send", "open"]), max_size=30))
+def test_each_epoch_sends_every_filled_block_from_the_first(steps):
+    names = [f"transport-{number}" for number in range(32)]
+    harness, epoch, layer = Harness(*names), 1, 0
     harness.open()
-    seen = []
+    sent = []
     for step in steps:
         if step == "fill" and layer < 3:
-            harness.fill(epoch, 0, layer)
+            harness.fill(1, 0, layer)
             layer += 1
-        elif step == "late" and epoch > 1:
-            harness.fill(epoch - 1, 1, 0)
-        elif step == "restart":
-            epoch, layer = epoch + 1, 0
-            harness.sender.restart(A, epoch, harness.now)
+        elif step == "other epoch":
+            assert harness.fill(2, 1, 0) == []
+        elif step == "fall back":
+            send = harness.sender._table.sends[A]
+            if send.transport:
+                reason = pb.REFUSAL_REASON_TRANSPORT
+                harness.reply(pb.PushReply.KIND_REFUSED, epoch=epoch, reason=reason)
+                epoch += 1
         elif step == "open":
-            harness.reply(pb.PushReply.KIND_OPENED, epoch=epoch)
+            name = names[epoch - 1]
+            harness.reply(pb.PushReply.KIND_OPENED, epoch=epoch, transport=name)
         else:
-            seen += harness.sent(max_bytes=1)
+            sent += harness.sent(max_bytes=1)
         harness.sender.check_integrity()
-    opened = 0
-    for frame in seen:
+    layers: dict[int, list[int]] = {}
+    for frame in sent:
         if frame.kind is FrameKind.OPEN:
-            assert frame.epoch > opened
-            opened = frame.epoch
+            assert frame.epoch not in layers
+            layers[frame.epoch] = []
         else:
-            assert frame.epoch == opened
             assert frames.verify(frame)
-            assert frame.payload[0] == (opened * 16 + frame.layer) % 256
+            layers[frame.epoch].append(frame.layer)
+    assert list(layers) == sorted(layers)
+    for found in layers.values():
+        assert found == list(range(len(found)))
 
 
 def test_staging_is_given_in_order_and_waiting_is_bounded(harness):
@@ -205,8 +212,6 @@ def test_an_aborted_extent_stays_reserved_while_the_engine_may_write(harness):
     assert harness.sender.num_live == 0
     assert harness.sender.arena_statistics().used_bytes == ARENA_BYTES
     assert harness.fill(1, 0, 1) == []
-    with pytest.raises(TransferRefused, match="not being sent"):
-        harness.sender.restart(A, 2, harness.now)
     harness.now = 0.5
     harness.sender.expire(harness.now)
     harness.assert_empty()
@@ -369,22 +374,6 @@ def test_a_fallback_sends_everything_again():
     _, ended = harness.reply(pb.PushReply.KIND_COMMITTED, epoch=2)
     assert (ended.committed, ended.epoch, ended.transport) == (True, 2, "grpc")
     harness.assert_empty()
-
-
-def test_a_restart_by_the_engine_and_a_fallback_count_epochs_together():
-    harness = opened_by("shm", "grpc")
-    harness.fill(1, 0, 0)
-    harness.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_TRANSPORT)
-    # The engine's epoch 1 goes on; only the engine's epoch 2 drops its blocks.
-    harness.fill(1, 0, 1)
-    harness.sent()
-    harness.reply(pb.PushReply.KIND_OPENED, transport="grpc", epoch=2)
-    assert [frame.layer for frame in harness.sent()] == [0, 1]
-    harness.sender.restart(A, 2, harness.now)
-    harness.fill(2, 0, 0)
-    assert [frame.epoch for frame in harness.sent()] == [3]
-    harness.reply(pb.PushReply.KIND_OPENED, transport="grpc", epoch=3)
-    assert [(frame.epoch, frame.layer) for frame in harness.sent()] == [(3, 0)]
 
 
 def test_nothing_to_offer_and_a_choice_not_offered_end_the_send():

@@ -48,24 +48,6 @@ async def test_bytes_arrive_intact_and_staging_is_empty_after(pair, handoff):
     assert sent.handoffs_committed == received.handoffs_committed == len(handoffs)
 
 
-async def test_a_restarted_prefill_arrives_as_of_its_last_epoch(pair, handoff):
-    sender, receiver = pair
-    one = handoff(4)
-    await one.open(sender, receiver.client.address)
-    for epoch in (2, 3, 4):
-        one.fill(sender, [0, 1])
-        assert sender.port.restart_send(one.handoff_id, epoch)
-        assert sender.port.restart_send(one.handoff_id, epoch)
-        one.epoch = epoch
-        one.refresh()
-    one.fill(sender)
-    sent = await sender.sent(one.handoff_id)
-    assert (sent.state, sent.epoch) == (COMMITTED, 4)
-    assert one.load(receiver) == one.data
-    assert not sender.port.restart_send(one.handoff_id, 5)
-    await receiver.empty()
-
-
 async def test_handoffs_queue_for_room_and_all_arrive(start, handoff, layout):
     sender, receiver = await asyncio.gather(start(), start(receive_bytes=layout.handoff_bytes(4)))
     handoffs = [handoff(3) for _ in range(4)]
@@ -242,7 +224,6 @@ async def test_a_killed_sender_fails_its_handoffs_at_once(pair, handoff):
     assert not sender.port.send_frames([])
     assert sender.port.claim(one.handoff_id, 0) is None
     assert sender.port.poll() == []
-    assert not sender.port.restart_send(one.handoff_id, 2)
     assert not sender.port.alive
 
 

@@ -54,6 +54,9 @@ class Port:
     def release(self, handoff_id: bytes, *, all_ranks: bool, not_loaded: int) -> None:
         pass
 
+    def abort_send(self, handoff_id: bytes) -> None:
+        pass
+
 
 class Engine:
     """A scheduler, and as much of a model as says which tokens each slot's keys were made of.
@@ -88,6 +91,11 @@ class Engine:
         self.reported: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
         self.preempted: list[str] = []
+        # Pushed runs of blocks (first block, number of blocks, last), and whether the pushed blocks
+        # held the keys of the request's own tokens.
+        self.pushed: list[tuple[int, int, bool]] = []
+        self.is_pushed_right = True
+        self.given_up: list[bytes] = []
         # Requests that attended to what was not made of their own tokens.
         self.misled: set[str] = set()
         self._keys: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -124,6 +132,15 @@ class Engine:
         for name, count in num_scheduled.items():
             for at in range(computed[name], computed[name] + count):
                 self._keys[self._slot(name, at)] = tuple(self.tokens[name][: at + 1])
+        step = output.kv_connector_metadata.step
+        self.given_up += step.ended
+        for push in step.pushes:
+            self.pushed.append((push.first_block, len(push.block_ids), push.last))
+            tokens = self.tokens["prompt"]
+            for index, block_id in enumerate(push.block_ids, push.first_block):
+                for at in range(index * BLOCK, min((index + 1) * BLOCK, len(tokens))):
+                    made_of = self._keys.get((block_id, at % BLOCK))
+                    self.is_pushed_right &= made_of == tuple(tokens[: at + 1])
         sampled = []
         for name, count in num_scheduled.items():
             tokens = self.tokens[name]
@@ -263,6 +280,26 @@ def output_beside_a_prompt() -> dict[str, Any]:
     return taken_back(engine)
 
 
+def preempted_send() -> dict[str, Any]:
+    """A prompt that is handed over is preempted between its chunks, and computed again."""
+    engine = Engine(8, asynchronous=False, long_prefill_token_threshold=2 * BLOCK)
+    send = {"handoff_id": HANDOFF.hex(), "offset": 0, "num_tokens": 90, "skip_tokens": 0}
+    engine.add("runs", range(5), URGENT, 8)
+    engine.add("prompt", range(1000, 1090), LATE, 1, {"baton_send": send})
+    engine.step()
+    pushed_before = list(engine.pushed)
+    engine.add("wants", range(200, 216), URGENT, 3)
+    engine.run()
+    return {
+        "preempted": engine.preempted,
+        "pushed_before": pushed_before,
+        "pushed": engine.pushed,
+        "is_right": engine.is_pushed_right,
+        "given_up": len(engine.given_up),
+        "ended": engine.ended,
+    }
+
+
 def main() -> dict[str, Any]:
     """What came of each scenario."""
     vllm_connector.EnginePort = Port  # type: ignore[misc,assignment]
@@ -273,4 +310,5 @@ def main() -> dict[str, Any]:
         "prompt beside a running step": prompt_beside_a_running_step(),
         "prompt in chunks": prompt_in_chunks(),
         "output beside a prompt": output_beside_a_prompt(),
+        "preempted send": preempted_send(),
     }

@@ -47,3 +47,19 @@ def test_blocks_that_were_taken_back_before_anybody_computed_them_are_not_found(
     assert "prompt" in case["preempted"]
     assert case["misled"] == []
     assert set(case["ended"].values()) == {"length"}
+
+
+def test_a_preempted_prefill_pushes_each_block_once(made: dict[str, Any]) -> None:
+    """The send goes on with the first block that was not pushed; no new epoch is needed."""
+    case = made["preempted send"]
+    assert "prompt" in case["preempted"]
+    assert 0 < len(case["pushed_before"]) < len(case["pushed"])
+    next_block = 0
+    for first_block, num_blocks, _ in case["pushed"]:
+        assert first_block == next_block
+        next_block += num_blocks
+    assert next_block == 6
+    assert [last for *_, last in case["pushed"]] == [False] * (len(case["pushed"]) - 1) + [True]
+    assert case["is_right"]
+    assert case["given_up"] == 0
+    assert case["ended"]["prompt"] == "length"

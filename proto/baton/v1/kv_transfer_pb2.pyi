@@ -446,7 +446,6 @@ class LocalRequest(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     DROP_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
-    RESTART_SEND_FIELD_NUMBER: _builtins.int
     DESCRIBE_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """Repeated in the reply; 0 if no reply is wanted."""
@@ -473,8 +472,6 @@ class LocalRequest(_message.Message):
     @_builtins.property
     def stats(self) -> Global___LocalStats: ...
     @_builtins.property
-    def restart_send(self) -> Global___LocalRestartSend: ...
-    @_builtins.property
     def describe(self) -> Global___LocalDescribe: ...
     def __init__(
         self,
@@ -489,14 +486,13 @@ class LocalRequest(_message.Message):
         release: Global___LocalRelease | None = ...,
         drop: Global___LocalDrop | None = ...,
         stats: Global___LocalStats | None = ...,
-        restart_send: Global___LocalRestartSend | None = ...,
         describe: Global___LocalDescribe | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "release", b"release", "request", b"request", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "call_id", b"call_id", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "release", b"release", "request", b"request", "restart_send", b"restart_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "call_id", b"call_id", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "release", b"release", "request", b"request", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["configure", "open_send", "frames", "abort_send", "subscribe", "claim", "release", "drop", "stats", "restart_send", "describe"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["configure", "open_send", "frames", "abort_send", "subscribe", "claim", "release", "drop", "stats", "describe"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
@@ -641,7 +637,7 @@ class LocalOpenSend(_message.Message):
     num_tokens: _builtins.int
     wait_ms: _builtins.int
     epoch: _builtins.int
-    """Epoch of the first frames; 0 means 1."""
+    """Epoch of the first open and of the engine's LocalFrames; 0 means 1."""
     def __init__(
         self,
         *,
@@ -745,33 +741,6 @@ class LocalFrame(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LocalFrame: _TypeAlias = LocalFrame  # noqa: Y015
-
-@_typing.final
-class LocalRestartSend(_message.Message):
-    """From an engine rank: the prefill was preempted and starts again, and the sent bytes are void.
-    With a call_id, the empty reply says that the service no longer reads the old epoch from staging;
-    the rank must not write to staging before that.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    HANDOFF_ID_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    handoff_id: _builtins.bytes
-    epoch: _builtins.int
-    def __init__(
-        self,
-        *,
-        handoff_id: _builtins.bytes = ...,
-        epoch: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handoff_id", b"handoff_id"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___LocalRestartSend: _TypeAlias = LocalRestartSend  # noqa: Y015
 
 @_typing.final
 class LocalAbortSend(_message.Message):
