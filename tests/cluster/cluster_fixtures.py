@@ -1,4 +1,4 @@
-"""A cluster that many tests share; conftest.py of a folder whose tests use it imports these."""
+"""Fixtures of a cluster that many tests share; import them in the conftest.py of a test folder."""
 
 from collections.abc import AsyncIterator, Iterator
 
@@ -14,7 +14,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return demo_model.ensure("demo", weights=False, root=root)
 
 
-# Not of the session: its processes would take their share of the cores until that ends.
+# The scope is the module: in a session scope the processes would use CPU until all tests end.
 @pytest.fixture(scope="module")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
     adapters = {name: f"adapters/{name}" for name in ADAPTERS}
@@ -26,7 +26,7 @@ def shared_cluster(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iter
 
 @pytest.fixture
 async def cluster(shared_cluster: Cluster) -> AsyncIterator[Cluster]:
-    """One prefill and one decode worker, which every test leaves as it found them."""
+    """Provides one prefill and one decode worker; fails when a test leaves anything in use."""
     await shared_cluster.serving()
     yield shared_cluster
     await shared_cluster.nothing_left()

@@ -23,7 +23,10 @@ async def client(cluster: Cluster) -> AsyncIterator[BatonClient]:
 
 @pytest.fixture
 def new_cluster(tmp_path: Path, model: str) -> Iterator[Callable[..., Cluster]]:
-    """Makes clusters whose processes a test may kill; workers by name, "p..." or "d..."."""
+    """Starts clusters whose processes a test may kill.
+
+    A worker whose name begins with "p" is a prefill worker; the others are decode workers.
+    """
     with ExitStack() as stack:
 
         def make(*workers: str, **sections: dict[str, object]) -> Cluster:
@@ -37,7 +40,7 @@ def new_cluster(tmp_path: Path, model: str) -> Iterator[Callable[..., Cluster]]:
 
 @pytest.fixture
 def up(tmp_path: Path, model: str) -> Iterator[Callable[..., UpCluster]]:
-    """Makes a running `baton up`; nothing of it is left afterwards."""
+    """Starts `baton up`, and stops it and its workers after the test."""
     with ExitStack() as stack:
 
         def make(**sections: dict[str, object]) -> UpCluster:

@@ -1,4 +1,4 @@
-"""What pools do under load, with flips and deaths: the same, whoever starts their workers."""
+"""Steps of tests that scale pools under load; local and Ray launchers share them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 SOON_S = 90.0
-# Pools shrink once the last two minutes were calm enough.
+# Pools shrink only after two minutes of low load.
 CALM_S = 150.0
-# A request waits so long.
+# Timeout of a request in seconds; it only bounds a test that hangs.
 WAIT_S = 120
+# TTFT target of the autoscaler in seconds.
 TTFT_S = 0.5
-# A prompt of 200 tokens takes 0.2 s; 7 requests at a time are decoded within 50 ms.
+# A TTFT in seconds that shows that the queue is empty again: the wait grows by many seconds while
+# the pool is too small. The margin to the target absorbs delays of a busy machine.
+CAUGHT_UP_TTFT_S = 2.0
+# A prompt of 200 tokens takes 0.2 s. A step with 7 decodes takes 45 ms; the ITL target is 50 ms.
 SPEED = {
     "prefill_base_ms": 4.0,
     "prefill_per_token_ms": 1.0,
@@ -38,10 +42,10 @@ SALTS = itertools.count(1)
 
 
 def sections(**scaling):
-    """Of a configuration."""
+    """Returns the configuration sections of a cluster with up to 3 workers per pool."""
     limits = {"prefill": LIMITS, "decode": LIMITS}
     speed = {"simulated": SPEED, "latency": SPEED, "decode": {"local_prefill": False}}
-    # What arrives before a worker has started waits, however long that takes on a busy machine.
+    # Requests wait in the queue while workers start, which can take long on a busy machine.
     lanes = {"interactive": {"max_queue_s": WAIT_S}}
     return {**speed, "lanes": lanes, "scaling": limits | scaling}
 
@@ -53,13 +57,13 @@ def autoscaled():
 
 
 def prompt(num_tokens):
-    """Never the same, so that no cache knows it."""
+    """Returns a new prompt each time, so that no prefix is cached."""
     salt = next(SALTS)
     return [5 + salt % 200, 5 + salt // 200, *range(5, num_tokens + 3)]
 
 
 async def until(cluster, done, within_s=SOON_S):
-    """The first event of Admin.Watch for which something is so."""
+    """Waits for the first event of Admin.Watch for which `done` is true, and returns it."""
     async with (
         AdminClient(cluster.address) as admin,
         asyncio.timeout(within_s),
@@ -81,12 +85,12 @@ def ids(event, role):
 
 
 async def baton(cluster, *arguments):
-    """The command line: exit code, standard output, standard error."""
+    """Runs the CLI; returns its exit code, standard output and standard error."""
 
     def run():
         env = os.environ | {"BATON_ADDRESS": cluster.address}
         return subprocess.run(
-            [*COMMAND, *arguments], env=env, capture_output=True, text=True, timeout=30
+            [*COMMAND, *arguments], env=env, capture_output=True, text=True, timeout=WAIT_S
         )
 
     done = await asyncio.to_thread(run)
@@ -103,7 +107,7 @@ async def decoding(client, tokens, num_tokens):
 
 
 class Load:
-    """Requests that arrive at a rate which can be changed; every answer is checked."""
+    """Sends requests at a rate that a test can change, and checks every answer."""
 
     def __init__(self, cluster, client):
         self.rate = 1.0
@@ -117,7 +121,7 @@ class Load:
                 await asyncio.sleep(1 / self.rate)
 
     async def within(self, ttft_s):
-        """Until the last 8 requests that ended had their first tokens so soon."""
+        """Waits until the last 8 requests had a TTFT of at most `ttft_s` seconds."""
         self._ttfts_s.clear()
         async with asyncio.timeout(SOON_S):
             while len(self._ttfts_s) < 8 or max(self._ttfts_s) > ttft_s:
@@ -134,10 +138,11 @@ class Load:
 
 
 async def decode_follows_outputs(cluster: Cluster, client: BatonClient) -> None:
-    """Short prompts, many tokens: the decode pool grows, alone."""
+    """Sends short prompts with long outputs: only the decode pool grows."""
     prompts = [prompt(8) for _ in range(16)]
     answers = [
-        asyncio.create_task(client.complete(one, max_tokens=60, timeout_s=60)) for one in prompts
+        asyncio.create_task(client.complete(one, max_tokens=60, timeout_s=WAIT_S))
+        for one in prompts
     ]
     grown = await until(cluster, lambda event: serving(event, DECODE) >= 2)
     assert serving(grown, PREFILL) == 1
@@ -148,9 +153,9 @@ async def decode_follows_outputs(cluster: Cluster, client: BatonClient) -> None:
 async def prefill_follows_prompts(
     cluster: Cluster, client: BatonClient, admin: AdminClient
 ) -> None:
-    """Four steps up: the pool grows, then first tokens are in time again. Down: both shrink."""
+    """Raises the rate in four steps until the prefill pool grows; then both pools shrink."""
     load = Load(cluster, client)
-    # A request that fails ends the test, and is what it fails with.
+    # The task group ends the test with the error of a failed request.
     async with asyncio.TaskGroup() as group:
         group.create_task(load.run())
         for rate in (2.0, 4.0, 6.0, 8.0):
@@ -158,16 +163,17 @@ async def prefill_follows_prompts(
             load.rate = rate
         await until(cluster, lambda event: serving(event, PREFILL) >= 2)
         async with asyncio.timeout(SOON_S):
-            # Whichever: one that came may have left again before it got any.
+            # A new worker may leave before it computes a prompt, so any new worker counts.
             while not await new_computed(admin):
                 await asyncio.sleep(0.1)
         latest, *_ = await admin.list_decisions(PREFILL)
         assert "prompts" in latest.reason
         assert latest.inputs["interactive_requests_per_s"] > 0
-        await load.within(TTFT_S)
+        await load.within(CAUGHT_UP_TTFT_S)
         load.rate = 0.0
 
-    # Nothing more: both shrink, sooner where less is promised, since two minutes count.
+    # Without load both pools shrink. Higher targets let them shrink sooner, because the autoscaler
+    # considers the load of the last two minutes.
     lax = admin_pb2.LaneTargets(lane=common_pb2.LANE_INTERACTIVE, ttft_ms=10_000, itl_ms=500)
     await admin.set_targets([lax])
     await until(cluster, lambda event: len(event.workers) == 2, CALM_S)
@@ -176,7 +182,7 @@ async def prefill_follows_prompts(
 
 
 async def a_size_by_hand_wins(cluster: Cluster, admin: AdminClient) -> None:
-    """Over autoscaling, which is switched on here; and the coordinator says so."""
+    """A size set with `baton scale` overrides autoscaling, and the coordinator reports that."""
     await admin.set_autoscale(enabled=True)
     code, told, _ = await baton(cluster, "scale", "decode", "2", "--json")
     assert code == 0
@@ -188,7 +194,7 @@ async def a_size_by_hand_wins(cluster: Cluster, admin: AdminClient) -> None:
 
 
 async def new_computed(admin: AdminClient) -> bool:
-    """Whether a prompt was computed by a worker that was not there from the beginning."""
+    """Returns whether a prefill worker that started later computed a prompt."""
     requests = await admin.list_requests(include_ended=True)
     return any(one.prefill_worker_id not in ("", "prefill-0") for one in requests)
 
@@ -196,33 +202,33 @@ async def new_computed(admin: AdminClient) -> bool:
 async def flips_and_deaths(
     cluster: Cluster, client: BatonClient, kill: Callable[[admin_pb2.WorkerInfo], Awaitable[None]]
 ) -> str:
-    """A decode worker flips under load, then the other one is killed: no token is lost.
+    """Flips a decode worker under load and kills the other one: no token is lost.
 
     Args:
-        kill: ends a worker at once.
+        kill: Kills a worker process.
 
     Returns:
-        The decode worker that there is now; two serve prefill.
+        ID of the new decode worker; two other workers serve prefill.
     """
     code, told, said = await baton(cluster, "scale", "decode", "2", "--wait", "60")
     assert (code, told.split(";")[0]) == (0, "decode is to have 2 workers"), said
     event = await until(cluster, lambda event: serving(event, DECODE) == 2)
     flipped, stays = sorted(ids(event, DECODE), reverse=True)
 
-    # Some outputs move, none loses a token.
+    # Some outputs move to another worker; all stay complete.
     prompts = [prompt(20) for _ in range(6)]
     streams = [await decoding(client, one, 120) for one in prompts]
     code, _, said = await baton(cluster, "flip", flipped, "prefill", "--wait", "60")
     assert code == 0, said
     late = prompt(200)
-    asked = [asyncio.create_task(client.complete(late, max_tokens=4)) for _ in range(4)]
+    answers = [asyncio.create_task(client.complete(late, max_tokens=4)) for _ in range(4)]
     for one, stream in zip(prompts, streams, strict=True):
         await stream.complete()
         assert stream.token_ids == cluster.expected(one, 120)
-    for answer in await asyncio.gather(*asked):
+    for answer in await asyncio.gather(*answers):
         assert answer.token_ids == cluster.expected(late, 4)
 
-    # A killed worker is replaced, and its stream goes on.
+    # The launcher replaces a killed worker, and its stream continues.
     stream = await decoding(client, prompts[0], 100)
     event = await until(cluster, lambda event: serving(event, PREFILL) == 2)
     (victim,) = (one for one in event.workers if one.worker_id == stays)

@@ -1,4 +1,4 @@
-"""A cluster of real processes on the simulated engine, ended with the test that started it."""
+"""A cluster of real processes on the simulated engine; it stops with the test that started it."""
 
 import asyncio
 import contextlib
@@ -20,13 +20,13 @@ from baton.runtime.closing import Closing
 
 HEARTBEAT_S = 0.1
 START_S = 60.0
-# Of the shared cluster.
+# LoRA adapters of the shared cluster.
 ADAPTERS = ("clerk", "poet")
 COMMAND = (sys.executable, "-m", "baton.cli.main")
 
 
 class Cluster(Closing):
-    """A coordinator, and workers as they are started. Logs go to files in `directory`."""
+    """A coordinator and the workers that a test starts; their logs are files in `directory`."""
 
     _command = "coordinator"
 
@@ -34,7 +34,7 @@ class Cluster(Closing):
         self.vocabulary = Vocabulary.load(model)
         self._directory = directory
         self._config = directory / "baton.yaml"
-        # As patient with silence as in earnest; tests of deaths say otherwise.
+        # The timeouts for silent workers are the defaults; tests of dying workers shorten them.
         coordinator = {"listen": "127.0.0.1:0", "heartbeat_s": HEARTBEAT_S}
         simulated = {
             "step_base_ms": 4,
@@ -70,7 +70,11 @@ class Cluster(Closing):
         return self
 
     def restart_coordinator(self, *, gently: bool = False) -> None:
-        """Kills it, or tells it to stop; another takes its address."""
+        """Stops the coordinator and starts another at its address.
+
+        Args:
+            gently: Send SIGTERM and wait for exit code 0; otherwise send SIGKILL.
+        """
         process = self._processes["coordinator"]
         if gently:
             process.terminate()
@@ -91,7 +95,7 @@ class Cluster(Closing):
         self.address = line.removeprefix("ready grpc=").strip()
 
     def close(self) -> None:
-        # Workers first, while somebody listens to what they say last.
+        # Workers stop first, so that the coordinator receives their last messages.
         self._end(*(name for name in self._processes if name != "coordinator"))
         self._end("coordinator")
 
@@ -121,7 +125,7 @@ class Cluster(Closing):
         return tuple(expected_tokens(self.vocabulary, prompt, num_tokens, adapter))
 
     async def serving(self, num_workers: int = 2) -> None:
-        """Until so many workers serve."""
+        """Waits until `num_workers` workers are attached and the model is ready."""
         async with AdminClient(self.address) as admin:
             deadline = time.monotonic() + START_S
             while len(await admin.list_workers()) < num_workers:
@@ -131,7 +135,7 @@ class Cluster(Closing):
             await client.wait_ready(START_S)
 
     async def attached(self, *names: str) -> None:
-        """Until these workers are among those that the coordinator has."""
+        """Waits until all these workers are attached to the coordinator."""
         async with AdminClient(self.address) as admin:
             deadline = time.monotonic() + START_S
             while set(names) - {worker.worker_id for worker in await admin.list_workers()}:
@@ -143,16 +147,16 @@ class Cluster(Closing):
             workers = {worker.worker_id: worker for worker in await admin.list_workers()}
         return workers[name].kv_address
 
-    async def nothing_left(self, within_s: float = 8.0, *, dead: Collection[str] = ()) -> None:
-        """Raises AssertionError unless everything is free soon, and still is a moment later.
+    async def nothing_left(self, within_s: float = START_S, *, dead: Collection[str] = ()) -> None:
+        """Waits until no request, KV block and staging memory is in use; fails after the timeout.
 
         Args:
-            within_s: how soon.
-            dead: workers whose last report no longer counts.
+            within_s: Timeout in seconds; it only bounds a test that hangs.
+            dead: Names of workers whose last load report is ignored.
         """
         deadline = time.monotonic() + within_s
         num_clean = 0
-        # Twice the reports' interval: what is seen was said after the call.
+        # Three clean polls span two load reports, so at least one report was sent after the call.
         while num_clean < 3:
             await asyncio.sleep(HEARTBEAT_S)
             left = await self._left(dead)
@@ -177,7 +181,7 @@ class Cluster(Closing):
             return left
 
     def _end(self, *names: str) -> None:
-        """All of them at once."""
+        """Stops the named processes together and kills those that do not stop."""
         processes = [self._processes.pop(name) for name in names]
         family: list[psutil.Process] = []
         for process in processes:
@@ -213,7 +217,7 @@ class Cluster(Closing):
 
 
 class UpCluster(Cluster):
-    """`baton up`: the coordinator starts its workers itself."""
+    """A cluster started with `baton up`, which also starts the workers."""
 
     _command = "up"
 

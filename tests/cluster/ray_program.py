@@ -1,8 +1,12 @@
-"""A small Ray for tests, until its input ends: prints its address, then answers a line at a time.
+"""A small Ray cluster for tests, which ends when standard input ends.
 
-"actors": the names of all live actors, as JSON. "kill NAME": kills the actor's process.
-"join NAME": one more node, with a CPU and two of the resource NAME. "lose NAME": kills that node.
-"listen": takes Ray's clients too, and answers with where.
+It prints its address, reads one command per line and answers each command with a line of JSON:
+
+- `actors`: returns the names of all live actors.
+- `kill NAME`: kills the process of the actor NAME.
+- `join NAME`: adds a node with one CPU and two units of the resource NAME.
+- `lose NAME`: kills that node.
+- `listen`: starts the server for Ray clients and returns its address.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ TIMEOUT_S = 30.0
 
 
 def join(address: str, name: str) -> Node:
-    """As ray.cluster_utils.Cluster adds nodes; its processes end with this one."""
+    """Adds a node as ray.cluster_utils.Cluster does; its processes end with this process."""
     params = RayParams(
         gcs_address=address,
         num_cpus=1,
@@ -50,7 +54,7 @@ def lose(node: Node) -> None:
 
 
 def listen() -> str:
-    """As `ray start --head` does: what follows "ray://" in the addresses of such clients."""
+    """Starts Ray's client server as `ray start --head` does; returns its HOST:PORT."""
     node = ray._private.worker._global_node
     with socket.socket() as probe:
         probe.bind((node.node_ip_address, 0))
@@ -94,7 +98,7 @@ def main() -> None:
             lose(nodes.pop(name))
         answer = [listen()] if command == "listen" else sorted(found)
         print(json.dumps(answer), file=answers)
-    # Ray takes a while to stop in order, and the kernel ends what is left of it.
+    # An orderly stop of Ray is slow. Ray's processes end when this process dies.
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""The program of bench/chaos.py, shorter: nothing is lost and nothing is left behind."""
+"""A short run of bench/chaos.py: no token is lost and nothing stays in use."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ PLAN = {
     "prompt_tokens": (20, 400),
     "output_tokens": (30, 120),
     "step_ms": 50.0,
-    # A worker stopped for long is given up within the test.
+    # These timeouts make the coordinator remove a stopped worker during the test.
     "coordinator": {"worker_silent_s": 1.5, "worker_timeout_s": 4.0},
     "seed": 11,
 }
@@ -31,7 +31,7 @@ async def test_every_stream_is_that_of_an_undisturbed_run(tmp_path, model, num_r
     assert [one.prompt for one in seen.streams if not one.right] == []
     assert seen.left == []
     assert seen.odd_ends == []
-    # It was no quiet run.
+    # The run contained the planned disturbances, and requests recovered from them.
     kinds = [one.kind for one in seen.disturbances]
     assert kinds.count(Kind.COORDINATOR_KILLED) == num_restarts
     assert {Kind.WORKER_KILLED, Kind.WORKER_STOPPED} <= set(kinds)

@@ -1,4 +1,4 @@
-"""Workers that die or stand still while a handoff is half on its way."""
+"""Workers that are killed or stopped in the middle of a handoff."""
 
 import asyncio
 import itertools
@@ -20,34 +20,35 @@ from worker_parts import (
 from baton.client import AdminClient, BatonClient, Tokens
 from baton.client.errors import UnavailableError
 
-# No two begin alike: the prefix cache has nothing of one that is new.
+# Each prompt begins with another token, so the prefix cache never has a part of a new prompt.
 PROMPTS = ([salt, *range(5, 305)] for salt in itertools.count(5))
 NUM_TOKENS = 12
-LEASE_S = 1.0
-# Of a handoff that the relay is to hold up: a process of a busy machine may not run for a second.
+# Lease of a handoff in seconds.
+LEASE_S = 2.0
+# Lease of a handoff that the relay holds up, where a busy machine must not let the lease expire.
 LONG_LEASE_S = 3.0
 HANDOFF_TIMEOUT_S = LONG_LEASE_S + 1
 RECOVERY_S = 0.5
-# The sender waits so much longer than the receiver.
+# The sender's lease is this much longer than the receiver's.
 SENDER_GRACE_S = 5.0
-# For what is noticed at once, with the lease or with a worker's loss.
-SOON_S = 30.0
+# Timeout of a wait in seconds; it only bounds a test that hangs.
+SOON_S = 60.0
 TWIN = {"prefill": "decode", "decode": "prefill"}
 RELAY_HOST = "127.0.0.2"
 KV_TRANSFER = {"send_bytes": 2**23, "receive_bytes": 2**23}
-# A prompt takes 1.5 s, and frames leave every 80 ms: a handoff is on its way for long, but never
-# without a frame for as long as the lease.
-SLOW = {"prefill_per_token_ms": 5, "max_num_batched_tokens": 64}
+# A prompt takes 2.4 s and its frames are sent every 130 ms. A handoff takes long enough for a test
+# to disturb it, while the gaps between its frames are much shorter than the lease.
+SLOW = {"prefill_per_token_ms": 8, "max_num_batched_tokens": 64}
 
 
 class Pair:
-    """The one prefill and the one decode worker of a cluster; another takes a dead one's place.
+    """One prefill and one decode worker of a cluster, with replacements for killed workers.
 
     Attributes:
-        cluster: they belong to.
-        names: by role, of those that serve.
-        dead: names of those before them.
-        relay: what the decode worker receives comes through it; None: it comes directly.
+        cluster: Cluster of both workers.
+        names: IDs of the current workers, by role.
+        dead: IDs of the workers that were replaced.
+        relay: Relay for the frames to the decode worker; None when frames are sent directly.
     """
 
     def __init__(self, cluster, *, relayed=False):
@@ -61,7 +62,7 @@ class Pair:
         self.cluster.start_worker(role, self.names[role])
 
     async def complete(self):
-        """Starts who is missing, and waits until both serve."""
+        """Starts missing workers and waits until both workers are attached."""
         for role in ("prefill", "decode"):
             if role not in self.names or not self.cluster.lives(self.names[role]):
                 self.start(role)
@@ -83,24 +84,24 @@ class Pair:
     async def released(self, role, within_s):
         await released(self.process(role), within_s)
 
-    async def lost(self, name):
-        """Until the coordinator has given a worker up."""
+    async def removed(self, name):
+        """Waits until the coordinator has removed a worker."""
         async with AdminClient(self.cluster.address) as admin, asyncio.timeout(SOON_S):
             while name in {worker.worker_id for worker in await admin.list_workers()}:
                 await asyncio.sleep(0.05)
 
-    async def serve_on(self, client):
-        """The next request gets the right tokens, by a handoff, and nothing is left of any."""
+    async def check_next_request(self, client):
+        """Checks that the next request uses a handoff, gets the right tokens and leaves nothing."""
         await self.complete()
         before = staging(self.process("decode")).handoffs_committed
         prompt = next(PROMPTS)[:41]
-        done = await client.complete(prompt, max_tokens=NUM_TOKENS, timeout_s=20)
+        done = await client.complete(prompt, max_tokens=NUM_TOKENS, timeout_s=SOON_S)
         assert done.token_ids == self.cluster.expected(prompt, NUM_TOKENS)
         await self.cluster.nothing_left(dead=self.dead)
         assert staging(self.process("decode")).handoffs_committed == before + 1
 
     async def half_received(self, client):
-        """A request whose prompt is not computed, and of whose handoff a part has arrived."""
+        """Starts a request; returns when a part of its KV cache has arrived during the prefill."""
         before = staging(self.process("decode")).bytes_received
         prompt = next(PROMPTS)
         stream = client.generate(prompt, max_tokens=NUM_TOKENS)
@@ -115,7 +116,7 @@ class Pair:
         return stream, self.cluster.expected(prompt, NUM_TOKENS)
 
     async def held_up(self, client):
-        """A request whose first token is out, and of whose handoff the relay keeps the rest."""
+        """Starts a request; returns after its first token, while the relay holds up its handoff."""
         hold = self.relay.spoil = Hold()
         prompt = next(PROMPTS)[:60]
         stream = client.generate(prompt, max_tokens=NUM_TOKENS)
@@ -129,7 +130,7 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def direct_pair(tmp_path_factory, model):
-    """On the transport that the pair agrees on; soon given up when silent."""
+    """Uses the transport that the pair negotiates; silent workers are removed after 3 s."""
     with Cluster(
         tmp_path_factory.mktemp("direct"),
         model,
@@ -148,9 +149,9 @@ async def direct(direct_pair):
 
 @pytest.fixture(scope="module")
 def relayed_pair(tmp_path_factory, model):
-    """Frames over gRPC, through a relay; as patient with silence as in earnest.
+    """Sends frames over gRPC through a relay; the timeout for silent workers is the default.
 
-    A request does not wait for long for a worker in the place of a dead one: that has no relay yet.
+    A request waits only briefly for a replacement worker, because that worker has no relay yet.
     """
     with Cluster(
         tmp_path_factory.mktemp("relayed"),
@@ -179,7 +180,7 @@ async def relayed(relayed_pair):
 
 
 def killed(pair, role, part):
-    """Kills a part of a worker; returns what must be gone then."""
+    """Kills a worker's main process or transfer service; returns its remaining processes."""
     main = pair.process(role)
     remains = Remains(main)
     (main if part == "main process" else transfer_service(main)).kill()
@@ -189,7 +190,7 @@ def killed(pair, role, part):
 @pytest.mark.parametrize("part", ["main process", "transfer service"])
 @pytest.mark.parametrize("victim", ["prefill", "decode"])
 async def test_a_worker_killed_in_mid_prefill_is_replaced(direct, victim, part):
-    """Its twin lets go of the handoff before there is another."""
+    """The other worker releases the handoff before a replacement starts."""
     async with BatonClient(direct.cluster.address) as client:
         (stream, expected), name = await direct.half_received(client), direct.names[victim]
         remains = killed(direct, victim, part)
@@ -200,12 +201,12 @@ async def test_a_worker_killed_in_mid_prefill_is_replaced(direct, victim, part):
         assert stream.token_ids == expected
         await direct.cluster.exit_code(name)
         await remains.gone()
-        await direct.serve_on(client)
+        await direct.check_next_request(client)
         await forgotten_by(direct.process(TWIN[victim]), SOON_S)
 
 
 @pytest.mark.parametrize("part", ["main process", "transfer service"])
-async def test_a_prefill_worker_killed_after_the_first_token_is_not_missed(relayed, part):
+async def test_a_prefill_worker_killed_after_the_first_token(relayed, part):
     async with BatonClient(relayed.cluster.address) as client:
         (stream, expected), name = await relayed.held_up(client), relayed.names["prefill"]
         remains = killed(relayed, "prefill", part)
@@ -216,7 +217,7 @@ async def test_a_prefill_worker_killed_after_the_first_token_is_not_missed(relay
         await relayed.cluster.exit_code(name)
         await remains.gone()
         relayed.relay.spoil.let_go()
-        await relayed.serve_on(client)
+        await relayed.check_next_request(client)
 
 
 async def test_a_decode_worker_killed_after_the_first_token_frees_the_sender(relayed):
@@ -231,12 +232,12 @@ async def test_a_decode_worker_killed_after_the_first_token_frees_the_sender(rel
         await relayed.cluster.exit_code(name)
         await remains.gone()
         relayed.relay.spoil.let_go()
-        await relayed.serve_on(client)
+        await relayed.check_next_request(client)
 
 
 @pytest.mark.parametrize("part", ["worker", "transfer service"])
-async def test_a_prefill_worker_that_stands_still_in_mid_prefill(direct, part):
-    """Its lease at the receiver ends; what it goes on with then is not handed over."""
+async def test_a_prefill_worker_stopped_in_mid_prefill(direct, part):
+    """Its lease at the receiver expires, and the receiver rejects later frames."""
     async with BatonClient(direct.cluster.address) as client:
         (stream, expected), main = await direct.half_received(client), direct.process("prefill")
         with stopped(family(main) if part == "worker" else [transfer_service(main)]):
@@ -245,11 +246,11 @@ async def test_a_prefill_worker_that_stands_still_in_mid_prefill(direct, part):
         async with asyncio.timeout(SOON_S):
             await stream.complete()
         assert stream.token_ids == expected
-        await direct.serve_on(client)
+        await direct.check_next_request(client)
 
 
-async def test_a_prefill_worker_that_stands_still_after_the_first_token(relayed):
-    """Its request ends while it stands still."""
+async def test_a_prefill_worker_stopped_after_the_first_token(relayed):
+    """The request completes while the prefill worker is stopped."""
     async with BatonClient(relayed.cluster.address) as client:
         stream, expected = await relayed.held_up(client)
         with stopped(family(relayed.process("prefill"))):
@@ -258,10 +259,10 @@ async def test_a_prefill_worker_that_stands_still_after_the_first_token(relayed)
                 await stream.complete()
             assert stream.token_ids == expected
         relayed.relay.spoil.let_go()
-        await relayed.serve_on(client)
+        await relayed.check_next_request(client)
 
 
-async def test_a_decode_worker_that_stands_still_is_lost_and_frees_the_sender(direct):
+async def test_a_stopped_decode_worker_is_removed_and_frees_the_sender(direct):
     async with BatonClient(direct.cluster.address) as client:
         (stream, expected), name = await direct.half_received(client), direct.names["decode"]
         remains = Remains(direct.process("decode"))
@@ -271,15 +272,15 @@ async def test_a_decode_worker_that_stands_still_is_lost_and_frees_the_sender(di
             async with asyncio.timeout(SOON_S):
                 await stream.complete()
             assert stream.token_ids == expected
-            await direct.lost(name)
+            await direct.removed(name)
         assert await direct.cluster.exit_code(name) == 1
         assert "fenced" in direct.cluster.stderr(name).splitlines()[-1]
         await remains.gone()
-        await direct.serve_on(client)
+        await direct.check_next_request(client)
 
 
-async def test_a_receiving_transfer_service_that_stands_still_holds_nobody_up(relayed):
-    """The engine beside it computes the prompt, and the sender's lease ends; it may go on then."""
+async def test_a_stopped_receiving_transfer_service_delays_no_request(relayed):
+    """The decode worker computes the prompt itself, and the sender's lease expires."""
     async with BatonClient(relayed.cluster.address) as client:
         stream, expected = await relayed.held_up(client)
         with stopped([transfer_service(relayed.process("decode"))]):
@@ -288,4 +289,4 @@ async def test_a_receiving_transfer_service_that_stands_still_holds_nobody_up(re
             assert stream.token_ids == expected
             await relayed.released("prefill", LONG_LEASE_S + SENDER_GRACE_S + SOON_S)
         relayed.relay.spoil.let_go()
-        await relayed.serve_on(client)
+        await relayed.check_next_request(client)

@@ -1,4 +1,4 @@
-"""Workers through Ray: a small cluster of one node for all of them, and once a Ray of one's own."""
+"""Workers started through Ray: most tests share a one-node Ray cluster; one test starts its own."""
 
 import asyncio
 import json
@@ -30,9 +30,10 @@ from baton.runtime.config import parse
 
 pytest.importorskip("ray")
 
+# Timeout of a wait in seconds; it only bounds a test that hangs.
 WAIT_S = 150.0
 COMMAND = (sys.executable, "-m", "baton.cli.main")
-# Takes its configuration, and then waits; or dies of something.
+# A worker that reads its configuration and waits for SIGTERM, or exits with an error.
 SLEEPER = (
     sys.executable,
     "-c",
@@ -44,7 +45,7 @@ SLEEPER = (
 
 
 class Ray:
-    """The cluster; ends with this process, whatever happens."""
+    """The Ray cluster of ray_program.py, which ends when this process ends."""
 
     def __init__(self, directory: str) -> None:
         program = str(Path(__file__).with_name("ray_program.py"))
@@ -55,38 +56,38 @@ class Ray:
             text=True,
             process_group=0,
         )
-        self.address = self._answer()
+        self.address = self._read_answer()
 
-    def _answer(self) -> str:
+    def _read_answer(self) -> str:
         assert select.select([self.process.stdout], [], [], WAIT_S)[0], "Ray does not answer"
         return self.process.stdout.readline().strip()
 
-    def _ask(self, question: str) -> list[str]:
-        self.process.stdin.write(question + "\n")
+    def _send(self, command: str) -> list[str]:
+        self.process.stdin.write(command + "\n")
         self.process.stdin.flush()
-        return json.loads(self._answer())
+        return json.loads(self._read_answer())
 
     def actors(self) -> list[str]:
-        return self._ask("actors")
+        return self._send("actors")
 
     def kill_actor(self, name: str) -> None:
-        self._ask(f"kill {name}")
+        self._send(f"kill {name}")
 
     def join(self, name: str) -> None:
-        """One more node, with two of a resource of that name."""
-        self._ask(f"join {name}")
+        """Adds a node with two units of the resource `name`."""
+        self._send(f"join {name}")
 
     def lose(self, name: str) -> None:
-        """Kills that node, as a host dies."""
-        self._ask(f"lose {name}")
+        """Kills the node that `join(name)` added, as when its host fails."""
+        self._send(f"lose {name}")
 
     def listen(self) -> str:
-        """Where it takes its clients from now on."""
-        (address,) = self._ask("listen")
+        """Starts Ray's client server and returns its ray:// address."""
+        (address,) = self._send("listen")
         return f"ray://{address}"
 
     def stop(self) -> None:
-        """All of it, at once."""
+        """Kills all processes of the Ray cluster."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         self.process.kill()
         self.process.wait()
@@ -97,13 +98,13 @@ class Ray:
 
 @pytest.fixture(scope="module")
 def ray():
-    # Sockets lie in it: their paths have to be short.
+    # The directory holds sockets, whose paths must be short.
     directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     before = children()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
         patch.setenv("RAY_AUTH_TOKEN", "t" * 64)
-        # Of a node that is gone: it is known within 3 s and not 15.
+        # With this period Ray detects a failed node within 3 s instead of 15 s.
         patch.setenv("RAY_health_check_period_ms", "500")
         found = Ray(directory)
         try:
@@ -122,7 +123,7 @@ def children() -> list[psutil.Process]:
 
 
 def workers_of(process: psutil.Process | None = None) -> list[psutil.Process]:
-    """Worker processes among a process's descendants."""
+    """Returns the worker processes among the descendants of a process."""
     found = (process or psutil.Process()).children(recursive=True)
     return [one for one in found if "--worker-id" in cmdline(one) and "tether" not in cmdline(one)]
 
@@ -148,7 +149,7 @@ def settings(model: str, address: str, **sections):
         "launcher": "ray",
         "coordinator": {
             "listen": "127.0.0.1:0",
-            "worker_timeout_s": 3,
+            "worker_timeout_s": 5,
             "max_recovery_s": 0.5,
             "drain_timeout_s": 5,
         },
@@ -162,7 +163,7 @@ def settings(model: str, address: str, **sections):
 
 @asynccontextmanager
 async def launching(config, coordinator="127.0.0.1:9"):
-    """A launcher whose workers only wait, and their exits."""
+    """Yields a launcher whose workers only wait, and the queue of reported exits."""
     exits: asyncio.Queue = asyncio.Queue()
     launcher = RayLauncher(parse(config, "test"), coordinator, exits.put_nowait, SLEEPER)
     try:
@@ -172,8 +173,8 @@ async def launching(config, coordinator="127.0.0.1:9"):
             await launcher.stop()
 
 
-async def gone(question, within_s=30.0):
-    """Until the answer is empty."""
+async def until_empty(question, within_s=WAIT_S):
+    """Waits until `question` returns something empty."""
     deadline = time.monotonic() + within_s
     while found := question():
         assert time.monotonic() < deadline, found
@@ -181,7 +182,7 @@ async def gone(question, within_s=30.0):
 
 
 class Up(Closing):
-    """`baton up`, in a process group of its own."""
+    """A `baton up` process in its own process group."""
 
     def __init__(self, directory: Path, config) -> None:
         path = directory / "baton.yaml"
@@ -219,7 +220,7 @@ class Up(Closing):
         self._log.close()
 
 
-async def test_up_with_a_ray_of_its_own_serves_and_leaves_nothing(tmp_path, model):
+async def test_up_starts_its_own_ray_and_leaves_no_process(tmp_path, model):
     with Up(tmp_path, settings(model, "")) as up:
         address = up.ready()
         async with BatonClient(address) as client:
@@ -246,12 +247,12 @@ async def test_up_with_a_ray_of_its_own_serves_and_leaves_nothing(tmp_path, mode
         assert is_directory(directory)
         up.process.send_signal(signal.SIGINT)
         assert up.process.wait(WAIT_S) == 0, up.err()
-        _, alive = psutil.wait_procs(family, 5.0)
+        _, alive = psutil.wait_procs(family, 60.0)
         assert not alive
         assert not is_directory(directory)
 
 
-async def test_nothing_outlives_a_killed_coordinator_but_the_cluster(ray, tmp_path, model):
+async def test_only_the_ray_cluster_outlives_a_killed_coordinator(ray, tmp_path, model):
     with Up(tmp_path, settings(model, ray.address)) as up:
         address = up.ready()
         async with BatonClient(address) as client:
@@ -260,14 +261,14 @@ async def test_nothing_outlives_a_killed_coordinator_but_the_cluster(ray, tmp_pa
         assert len(workers) == 2
         assert len(ray.actors()) == 2
         up.process.kill()
-        _, alive = psutil.wait_procs(workers, 15.0)
+        _, alive = psutil.wait_procs(workers, 60.0)
         assert not alive
-        await gone(ray.actors)
+        await until_empty(ray.actors)
 
 
 @pytest.mark.timeout(600)
-async def test_pools_follow_their_load_and_lose_nothing_in_flips_and_deaths(ray, tmp_path, model):
-    """As on this host: the steps are those of test_cluster_scaling.py."""
+async def test_pools_follow_the_load_and_no_token_is_lost(ray, tmp_path, model):
+    """Runs the steps of test_cluster_scaling.py with workers in Ray."""
     small = {"cpus": 0.5, "resources": {"near": 0.5}}
     sections = {
         "launcher": "ray",
@@ -287,11 +288,11 @@ async def test_pools_follow_their_load_and_lose_nothing_in_flips_and_deaths(ray,
             await load_steps.flips_and_deaths(cluster, client, kill)
             await load_steps.a_size_by_hand_wins(cluster, admin)
         await cluster.nothing_left()
-    await gone(ray.actors)
+    await until_empty(ray.actors)
 
 
-async def test_a_node_that_is_lost_takes_only_its_workers(ray, tmp_path, model):
-    """Its worker waits, with the reason, until there is another node for it."""
+async def test_a_failed_node_ends_only_its_workers(ray, tmp_path, model):
+    """The worker's replacement waits for another node, and the pool reports the reason."""
     ray.join("far")
     sections = {
         "launcher": "ray",
@@ -303,7 +304,7 @@ async def test_a_node_that_is_lost_takes_only_its_workers(ray, tmp_path, model):
     }
     with UpCluster(tmp_path, model, **sections) as cluster:
         async with BatonClient(cluster.address) as client, AdminClient(cluster.address) as admin:
-            told = await client.complete([5, 6, 7], max_tokens=4)
+            before = await client.complete([5, 6, 7], max_tokens=4)
             workers = await admin.list_workers()
             assert len({one.labels["ray_node"] for one in workers}) == 2
             ray.lose("far")
@@ -319,19 +320,19 @@ async def test_a_node_that_is_lost_takes_only_its_workers(ray, tmp_path, model):
             event = await until(cluster, lambda event: ids(event, DECODE))
             assert not any("waits for room" in one.problem for one in event.pools.pools)
             again = await client.complete([5, 6, 7], max_tokens=4)
-            assert again.token_ids == told.token_ids
+            assert again.token_ids == before.token_ids
     ray.lose("far")
-    await gone(ray.actors)
+    await until_empty(ray.actors)
 
 
-async def told_of_killed(ray, exits, worker_id):
-    """Kills a worker's actor; what is said of it then."""
+async def reason_after_kill(ray, exits, worker_id):
+    """Kills a worker's actor; returns the reported reason."""
     (name,) = (name for name in ray.actors() if f".{worker_id}." in name)
     ray.kill_actor(name)
-    async with asyncio.timeout(30.0):
-        lost = str(await exits.get())
-    assert lost.startswith(f"worker {worker_id} was lost with its Ray actor: ")
-    return lost
+    async with asyncio.timeout(WAIT_S):
+        reason = str(await exits.get())
+    assert reason.startswith(f"worker {worker_id} was lost with its Ray actor: ")
+    return reason
 
 
 async def test_exits_are_reported_and_a_worker_can_be_started_again(ray, model):
@@ -339,25 +340,25 @@ async def test_exits_are_reported_and_a_worker_can_be_started_again(ray, model):
         await launcher.start("p1", "prefill")
         await launcher.start("d1", "decode")
         cluster = psutil.Process(ray.process.pid)
-        await gone(lambda: len(workers_of(cluster)) != 2)
-        assert "ray.kill" in await told_of_killed(ray, exits, "d1")
-        # Its process goes with it.
-        await gone(lambda: len(workers_of(cluster)) != 1)
+        await until_empty(lambda: len(workers_of(cluster)) != 2)
+        assert "ray.kill" in await reason_after_kill(ray, exits, "d1")
+        # The worker process ends with its actor.
+        await until_empty(lambda: len(workers_of(cluster)) != 1)
         await launcher.start("d1", "decode")
-        await gone(lambda: len(workers_of(cluster)) != 2)
+        await until_empty(lambda: len(workers_of(cluster)) != 2)
         for worker in workers_of(cluster):
             if "d1" in worker.cmdline():
                 worker.kill()
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(WAIT_S):
             assert str(await exits.get()) == "worker d1 was killed by SIGKILL"
         await launcher.end("d1")
         await launcher.end("p1")
-        await gone(lambda: workers_of(cluster) + ray.actors())
+        await until_empty(lambda: workers_of(cluster) + ray.actors())
         assert exits.empty()
 
 
-async def test_why_a_worker_cannot_be(ray, model):
-    """A launcher each: how long a node may take has nothing to do with what no node has."""
+async def test_the_reason_why_a_worker_cannot_start(ray, model):
+    """Each case uses its own launcher, because ray.placement_timeout_s is a launcher setting."""
 
     dies = {"engine_args": {"die": True}}
 
@@ -365,22 +366,22 @@ async def test_why_a_worker_cannot_be(ray, model):
         config = settings(model, ray.address, ray={"address": ray.address, **options}, **dies)
         async with launching(config) as (launcher, exits):
             await launcher.start(worker_id, role)
-            return str(await asyncio.wait_for(exits.get(), 60.0))
+            return str(await asyncio.wait_for(exits.get(), WAIT_S))
 
     assert await reason("p1", "prefill") == "worker p1 exited with code 1: no such weights"
-    elsewhere = {"runtime_env": {"env_vars": {"WHY": "as its environment has it"}}}
-    told = await reason("p1", "prefill", **elsewhere)
-    assert told == "worker p1 exited with code 1: as its environment has it"
+    elsewhere = {"runtime_env": {"env_vars": {"WHY": "set by its environment"}}}
+    found = await reason("p1", "prefill", **elsewhere)
+    assert found == "worker p1 exited with code 1: set by its environment"
     lacking = {"placement_timeout_s": 2.0, "decode": {"cpus": 0, "gpus": 2}}
     assert await reason("d1", "decode", **lacking) == (
         "worker d1 found no room within ray.placement_timeout_s 2: "
         "no node of Ray has GPU 2 (most: 0)"
     )
-    await gone(ray.actors)
+    await until_empty(ray.actors)
 
 
 async def test_pairs_share_a_node_while_it_has_room(ray, model, caplog):
-    """Ray itself would put all that it can on the larger one."""
+    """Ray's own placement would put as many workers as possible on the larger node."""
     caplog.set_level("INFO")
     ray.join("far")
     takes = {"prefill": {"cpus": 0.5, "resources": {"far": 1}}}
@@ -394,25 +395,25 @@ async def test_pairs_share_a_node_while_it_has_room(ray, model, caplog):
     async with launching(settings(model, ray.address, ray=takes)) as (launcher, _):
         for worker_id, role in (("p1", "prefill"), ("d1", "decode"), ("d2", "decode")):
             await launcher.start(worker_id, role)
-        await gone(unplaced)
+        await until_empty(unplaced)
     assert nodes["d1"] == nodes["p1"] != nodes["d2"]
     ray.lose("far")
-    await gone(ray.actors)
+    await until_empty(ray.actors)
 
 
-async def test_a_cluster_is_reached_as_a_client_of_its_own(ray, model):
-    """As with the address of a Ray on Kubernetes: nothing of Ray but a client is on this host."""
+async def test_a_ray_cluster_is_used_through_a_ray_client(ray, model):
+    """A ray:// address, as on Kubernetes, needs only the Ray client on this host."""
     cluster = psutil.Process(ray.process.pid)
     async with launching(settings(model, ray.listen())) as (launcher, exits):
         await launcher.start("p1", "prefill")
         await launcher.start("d1", "decode")
-        await gone(lambda: len(workers_of(cluster)) != 2)
-        await told_of_killed(ray, exits, "d1")
+        await until_empty(lambda: len(workers_of(cluster)) != 2)
+        await reason_after_kill(ray, exits, "d1")
         await launcher.start("d1", "decode")
-        await gone(lambda: len(workers_of(cluster)) != 2)
+        await until_empty(lambda: len(workers_of(cluster)) != 2)
         await launcher.end("d1")
-        await gone(lambda: len(workers_of(cluster)) != 1)
-    await gone(lambda: workers_of(cluster) + ray.actors())
+        await until_empty(lambda: len(workers_of(cluster)) != 1)
+    await until_empty(lambda: workers_of(cluster) + ray.actors())
     assert exits.empty()
 
 
@@ -427,13 +428,13 @@ async def test_a_namespace_has_one_coordinator(ray, model):
                 await second.start("p1", "prefill")
             listening.close()
             await listening.wait_closed()
-            # What is left there is of nobody any more.
+            # The remaining actors no longer belong to a running coordinator.
             await second.start("p1", "prefill")
-            async with asyncio.timeout(30.0):
+            async with asyncio.timeout(WAIT_S):
                 assert (await exits.get()).worker_id == "p1"
 
 
-async def test_no_ray_where_it_should_be(model, unused_port):
+async def test_a_wrong_ray_address_is_reported(model, unused_port):
     async with launching(settings(model, f"127.0.0.1:{unused_port}")) as (launcher, _):
         with pytest.raises(LaunchError, match=f"nothing answers at 127.0.0.1:{unused_port}: "):
             await launcher.start("p1", "prefill")
@@ -448,8 +449,8 @@ def unused_port():
         return probe.getsockname()[1]
 
 
-async def test_an_actor_is_replaced_and_ray_that_stops_is_not_waited_for(ray, model, caplog):
-    """The last one: the cluster is gone after it."""
+async def test_an_actor_is_replaced_and_a_stopped_ray_blocks_nothing(ray, model, caplog):
+    """This test must be the last one in the file, because it stops the Ray cluster."""
     caplog.set_level("INFO")
     ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
@@ -458,7 +459,7 @@ async def test_an_actor_is_replaced_and_ray_that_stops_is_not_waited_for(ray, mo
     await asyncio.wait({serving, ready}, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
     try:
         async with BatonClient(ready.result()) as client, AdminClient(ready.result()) as admin:
-            told = await client.complete("hello", max_tokens=4)
+            before = await client.complete("hello", max_tokens=4)
             (actor,) = (name for name in ray.actors() if ".decode-0." in name)
             ray.kill_actor(actor)
             async with asyncio.timeout(WAIT_S):
@@ -468,17 +469,17 @@ async def test_an_actor_is_replaced_and_ray_that_stops_is_not_waited_for(ray, mo
                 }:
                     await asyncio.sleep(0.1)
             again = await client.complete("hello", max_tokens=4)
-            assert again.token_ids == told.token_ids
+            assert again.token_ids == before.token_ids
             ray.stop()
-            deadline = time.monotonic() + 40.0
+            deadline = time.monotonic() + WAIT_S
             while await admin.list_workers():
                 assert time.monotonic() < deadline
                 await asyncio.sleep(0.1)
             with pytest.raises(errors.UnavailableError, match="no prefill and no decode worker is"):
-                await client.complete("hello", max_tokens=2, timeout_s=20.0)
-            # What was lost is not replaced, and the log says why.
-            told = ("does not answer", "prefill-1 could not be started: Ray at")
-            while not all(one in caplog.text for one in told):
+                await client.complete("hello", max_tokens=2, timeout_s=WAIT_S)
+            # The lost workers cannot be replaced, and the log gives the reason.
+            messages = ("does not answer", "prefill-1 could not be started: Ray at")
+            while not all(one in caplog.text for one in messages):
                 assert time.monotonic() < deadline, caplog.text
                 await asyncio.sleep(0.1)
     finally:

@@ -15,7 +15,8 @@ from processes import COMMAND
 from baton.client import AdminClient, BatonClient, Tokens
 from baton.v1 import admin_pb2
 
-SOON_S = 40.0
+# Timeout of a wait in seconds; it only bounds a test that hangs.
+SOON_S = 90.0
 SALTS = itertools.count(1)
 
 
@@ -31,7 +32,7 @@ async def baton(cluster, *arguments):
     def run():
         env = os.environ | {"BATON_ADDRESS": cluster.address}
         return subprocess.run(
-            [*COMMAND, *arguments], env=env, capture_output=True, text=True, timeout=60
+            [*COMMAND, *arguments], env=env, capture_output=True, text=True, timeout=180
         )
 
     done = await asyncio.to_thread(run)
@@ -63,7 +64,7 @@ class Load:
         while not self._over:
             tokens = prompt()
             answer = await self._client.complete(
-                tokens, max_tokens=24, session_id=session, timeout_s=30
+                tokens, max_tokens=24, session_id=session, timeout_s=SOON_S
             )
             assert answer.token_ids == self._cluster.expected(tokens, 24)
             self.num_done += 1
@@ -104,7 +105,7 @@ async def test_start_promote_and_abort_under_load(up):
         told = await baton(
             cluster,
             *("rollout", "start", "--revision", "r2", "--share", "50%", "--decode", "2"),
-            *("--engine-arg", "max-num-seqs=32", "--wait", "30"),
+            *("--engine-arg", "max-num-seqs=32", "--wait", "90"),
         )
         assert "1 prefill and 2 decode workers are being started" in told
         # The canary serves with one worker in each pool; the third may start later.
@@ -119,7 +120,7 @@ async def test_start_promote_and_abort_under_load(up):
         # A stream of the canary loses its worker; the fleet's other decode worker continues it.
         await baton(cluster, "rollout", "share", "100%")
         tokens = prompt()
-        stream = await decoding(client, tokens, 200)
+        stream = await decoding(client, tokens, 400)
         async with AdminClient(cluster.address) as admin:
             found = await workers(cluster)
             held = await admin.list_requests()
@@ -127,7 +128,7 @@ async def test_start_promote_and_abort_under_load(up):
                 one.decode_worker_id for one in held if one.request_id == stream.request_id
             )
         psutil.Process(found[decoder].pid).send_signal(signal.SIGKILL)
-        assert await finished(stream) == cluster.expected(tokens, 200)
+        assert await finished(stream) == cluster.expected(tokens, 400)
 
         seen = await status(cluster)
         assert seen["phase"] in ("running", "waiting")
@@ -140,17 +141,17 @@ async def test_start_promote_and_abort_under_load(up):
         assert "rollout of r2" in shown
         assert "engine_args.max_num_seqs: 32" in shown
 
-        told = await baton(cluster, "rollout", "promote", "--wait", "30")
+        told = await baton(cluster, "rollout", "promote", "--wait", "90")
         assert "set worker.revision: r2" in told
         # The pools keep their sizes.
         await only(cluster, "r2", 2)
 
-        await baton(cluster, "rollout", "start", "--revision", "r3", "--share", "1", "--wait", "30")
+        await baton(cluster, "rollout", "start", "--revision", "r3", "--share", "1", "--wait", "90")
         tokens = prompt()
-        stream = await decoding(client, tokens, 150)
+        stream = await decoding(client, tokens, 400)
         assert "finish the" in await baton(cluster, "rollout", "abort")
         # The stream ends in the fleet that began it.
-        assert await finished(stream) == cluster.expected(tokens, 150)
+        assert await finished(stream) == cluster.expected(tokens, 400)
         before = load.num_done
         await only(cluster, "r2", 2)
         load.stop()
@@ -170,9 +171,9 @@ async def test_a_rollout_and_its_streams_outlive_the_coordinator(new_cluster):
     await baton(cluster, "rollout", "start", "--revision", "r2", "--share", "100%")
     async with BatonClient(cluster.address) as client:
         tokens = prompt()
-        stream = await decoding(client, tokens, 300)
+        stream = await decoding(client, tokens, 1000)
         cluster.restart_coordinator()
-        assert await finished(stream) == cluster.expected(tokens, 300)
+        assert await finished(stream) == cluster.expected(tokens, 1000)
         assert stream.num_resumes == 1
         async with AdminClient(cluster.address) as admin, asyncio.timeout(SOON_S):
             while (await admin.get_rollout()).phase != admin_pb2.ROLLOUT_PHASE_RUNNING:

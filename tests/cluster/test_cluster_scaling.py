@@ -1,4 +1,4 @@
-"""Pools that size themselves, flips and sizes by hand, with real processes and a real launcher."""
+"""Autoscaling, flips and sizes set by hand, with real processes and a real launcher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from load_steps import DECODE, baton, decoding, ids, prompt, until
 from baton.client import AdminClient, BatonClient
 
 
-async def test_pools_follow_their_load_and_no_request_fails(up):
+async def test_pools_follow_the_load_and_no_request_fails(up):
     cluster = up(**load_steps.autoscaled())
     async with BatonClient(cluster.address) as client, AdminClient(cluster.address) as admin:
         await load_steps.decode_follows_outputs(cluster, client)
@@ -33,7 +33,7 @@ async def test_flips_deaths_and_sizes_by_hand(up):
 
         await load_steps.a_size_by_hand_wins(cluster, admin)
 
-        # A drained worker leaves with nothing lost.
+        # A drained worker completes its requests before it leaves.
         one = prompt(20)
         stream = await decoding(client, one, 60)
         assert f"{latest} takes nothing new" in await admin.drain_worker(latest)

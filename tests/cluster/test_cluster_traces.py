@@ -1,4 +1,4 @@
-"""A request's trace, from a client's traceparent through every process to a collector."""
+"""The trace of a request contains the client's traceparent and spans of all processes."""
 
 import sys
 from pathlib import Path
