@@ -19,14 +19,14 @@ from baton.runtime import errors
 
 
 class CheckedSubmission(NamedTuple):
-    """A submission that was checked.
+    """The result of the admission check of a submission.
 
     Attributes:
-        refused: why it is not let in; None: it is.
-        num_tokens: tokens of its prompt and of the longest output that it may have.
-        fleet: The fleet that computes it.
-        hashes: of its prompt's blocks, there.
-        forecast: when it would have its first token; None: at any time, or nobody knows.
+        refused: Why the submission is refused; None: it is admitted.
+        num_tokens: Tokens of the prompt and of the longest possible output.
+        fleet: The fleet that computes the request.
+        hashes: Hashes of the prompt's blocks in that fleet.
+        forecast: Predicted time to first token; None: no target, or no prediction.
     """
 
     refused: errors.BatonError | None
@@ -37,7 +37,7 @@ class CheckedSubmission(NamedTuple):
 
 
 class AdmissionCheck:
-    """Asks everybody who may refuse a submission, and counts what arrived and what was shed."""
+    """Checks submissions against all limits, and counts arrived and shed requests."""
 
     def __init__(
         self,
@@ -56,13 +56,13 @@ class AdmissionCheck:
     def check(
         self, submission: Submission, older: Request | None, now: float, *, goes_on: bool
     ) -> CheckedSubmission:
-        """Whether a submission is let in, and to which fleet; counts it as arrived or shed.
+        """Checks a submission, chooses its fleet, and counts it as arrived or shed.
 
         Args:
-            submission: new, or resumed.
-            older: the request of the same key that has not ended; None: there is none.
-            now: by the core's clock.
-            goes_on: a worker may go on with it, from before this coordinator was there.
+            submission: A new or resumed submission.
+            older: The running request of the same key, or None.
+            now: Time by the core's clock.
+            goes_on: Whether a worker may still run the request for an earlier coordinator.
         """
         num_tokens = len(submission.prompt_token_ids)
         num_tokens += max_output_tokens(submission, self._workers.max_model_len)
@@ -98,9 +98,9 @@ class AdmissionCheck:
         *,
         goes_on: bool,
     ) -> errors.BatonError | None:
-        """Why a submission is refused whatever is predicted of it; None: it is not."""
+        """Returns why a submission is refused whatever its predicted TTFT, or None."""
         if older is not None:
-            # It is in the way, or it is what the submission resumes.
+            # The running request is either resumed or a duplicate.
             if self._admission.closing is not None or older.is_resumed_by(submission):
                 return self._admission.closing
             return errors.AlreadyExists(f"request {submission.request_id} is running")
@@ -110,7 +110,7 @@ class AdmissionCheck:
         return self._lanes.rate_error(submission.tenant, num_tokens, now)
 
     def _was_cut_off(self, submission: Submission) -> bool:
-        """Whether a submission resumes a request that ran here until its client was gone."""
+        """Returns whether a submission resumes a request that was cancelled with its connection."""
         num_known = len(submission.known_token_ids)
         before = self._requests.ended.get(submission.key) if num_known else None
         return (

@@ -1,11 +1,11 @@
-"""What a restarted coordinator finds running in its workers, and who comes back for it.
+"""Adoption: a restarted coordinator takes over the outputs that workers are still computing.
 
-Workers go on with what they decode while there is no coordinator, and report it to the next one.
-Clients come back by themselves with the tokens they have. Where both meet, nothing is computed
-again: the client is sent what it lacks, and the worker goes on.
+Workers continue to decode while there is no coordinator, and report their outputs to the next one.
+Clients resume by themselves with the tokens that they have. When a worker and a client of the same
+request have both come back, the client gets the tokens that it lacks and the worker continues.
 
-A request whose worker is not back soon is begun anew. A worker that comes later still gets it back
-as long as no other one decodes it: waiting and computing go on side by side.
+A request whose worker does not come back soon is computed again. A worker that comes back later
+still gets the request, as long as no other worker decodes it.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from baton.runtime import errors
 from baton.runtime.request_digest import request_digest
 from baton.v1 import cluster_pb2, common_pb2
 
-# How long requests wait for their worker from when the first worker is back. Nearly all are back by
-# then: they look for a coordinator three times a second and more.
+# How long resumed requests wait for their worker after the first worker has come back, in seconds.
+# Workers try to connect at least three times a second, so nearly all have come back by then.
 _RETURN_S = 0.25
-# How long after the first worker requests wait for a worker of a fleet that has none.
+# How long after the first worker requests wait for a worker of an empty fleet, in seconds.
 _LATE_S = 2.0
-# How long a worker goes on with an output that no client has come back for.
+# How long a worker continues an output whose client has not come back, in seconds.
 _UNCLAIMED_S = 10.0
-# So many requests are remembered with the attempt that a worker was told to end.
+# Number of requests whose cancelled attempt is remembered.
 _MAX_OVER = 4096
 
 
 class _Phase(Enum):
-    """How long this coordinator has had workers.
+    """How far the return of an earlier coordinator's workers has come.
 
     Attributes:
-        ALONE: it has had none.
-        RETURNING: resumed requests wait for the worker that goes on with them.
-        LATE: resumed requests wait only where no other worker may go on with them.
-        SETTLED: no request waits for a worker from before.
+        ALONE: No worker has attached yet.
+        RETURNING: Resumed requests wait for the worker that runs them.
+        LATE: Resumed requests wait only if no other worker can continue them.
+        SETTLED: No request waits for a worker of an earlier coordinator.
     """
 
     ALONE = auto()
@@ -63,19 +63,19 @@ class _Phase(Enum):
 
 @dataclass(slots=True)
 class _Orphan:
-    """An attempt that a worker goes on with, and whose client has not come back.
+    """An attempt that a worker runs for an earlier coordinator, without a client so far.
 
     Attributes:
-        worker: the worker.
+        worker: The worker that runs it.
         fleet: The worker's fleet.
-        attempt: the attempt's number, which another coordinator gave it.
-        tenant: whom it is charged to.
-        digest: of prompt, sampling and adapter: tells whether a client's request is this one.
-        num_prompt_tokens: 0 where the worker does not say.
-        token_ids: its output so far.
-        num_text_chars: how many characters its whole text has.
-        last_text: the end of its text.
-        finished: how it ended; None: it has not.
+        attempt: Number of the attempt, which the earlier coordinator gave it.
+        tenant: Tenant that is charged for the request.
+        digest: Digest of prompt, sampling and adapter; identifies the request of a client.
+        num_prompt_tokens: Number of prompt tokens; 0 if the worker does not report it.
+        token_ids: Output so far.
+        num_text_chars: Number of code points of the whole text.
+        last_text: The last part of the text.
+        finished: How the output ended; None: it has not ended.
     """
 
     worker: WorkerKey
@@ -109,7 +109,7 @@ class _Orphan:
         return self.num_prompt_tokens + len(self.token_ids)
 
     def take(self, output: cluster_pb2.RequestOutput) -> None:
-        """Adds what the worker has produced meanwhile."""
+        """Adds a new output of the worker."""
         self.token_ids.extend(output.delta.token_ids)
         self.last_text += output.delta.text
         self.num_text_chars += len(output.delta.text)
@@ -119,16 +119,16 @@ class _Orphan:
     def rest(
         self, submission: Submission, token_ids: Sequence[int], num_text_chars: int
     ) -> common_pb2.TokenDelta | None:
-        """What a client lacks of this output.
+        """Returns the part of this output that a client lacks.
 
         Args:
-            submission: the client's request.
-            token_ids: the tokens that the client has.
-            num_text_chars: how many characters the client has.
+            submission: The client's request.
+            token_ids: Tokens that the client has.
+            num_text_chars: Number of code points that the client has.
 
         Returns:
-            None when this is the output of another request, or the client's tokens are not its
-            first ones.
+            None if the output belongs to another request, or if the client's tokens are not its
+            first tokens.
         """
         sampling, num_known = submission.sampling, len(token_ids)
         num_chars = self.num_text_chars - num_text_chars
@@ -136,7 +136,7 @@ class _Orphan:
             self.tenant != submission.tenant
             or self.digest
             != request_digest(submission.prompt_token_ids, sampling, submission.adapter)
-            # Logprobs went by and are not kept.
+            # Logprobs of earlier tokens are not kept.
             or sampling.HasField("logprobs")
             or sampling.HasField("prompt_logprobs")
             or self.token_ids[:num_known] != array("I", token_ids)
@@ -151,11 +151,11 @@ class _Orphan:
 
 
 class Adoption:
-    """Owns the attempts that no client has come back for, and joins them with those that do.
+    """Owns the orphans and connects them with the requests of clients that come back.
 
-    An attempt is adopted when it decodes, and the client's tokens are the first of its own. Where
-    two workers report the same request the newer attempt counts. A worker ends what is not adopted
-    when it hears the welcome, so that nobody else feeds the stream.
+    An attempt is adopted if it decodes and the client's tokens are its first tokens. If two workers
+    report the same request, the newer attempt counts. A worker ends all attempts that its welcome
+    does not list, so that no two workers feed one stream.
     """
 
     def __init__(
@@ -172,8 +172,8 @@ class Adoption:
             timers,
         )
         self._orphans: dict[RequestKey, _Orphan] = {}
-        # The latest attempt that a worker was told to end. One that has not heard its welcome says
-        # Hello again with it, and reads behind the next welcome that it is to end it.
+        # Latest cancelled attempt by request. A worker that lost its stream before the welcome
+        # reports the attempt again in its next Hello, and reads the cancel after that welcome.
         self._over: OrderedDict[RequestKey, int] = OrderedDict()
         self._phase, self._has_returned = _Phase.ALONE, False
 
@@ -192,16 +192,19 @@ class Adoption:
         *,
         returns: bool,
     ) -> list[cluster_pb2.AdoptedRequest]:
-        """A worker has attached; returns what it goes on with.
+        """Handles the running attempts of a worker that attaches.
 
         Args:
-            worker: attached.
-            running: by its Hello.
-            now: by the core's clock.
-            returns: it comes from another coordinator.
+            worker: The attached worker.
+            running: Attempts in its Hello.
+            now: Time by the core's clock.
+            returns: Whether the worker served another coordinator before.
+
+        Returns:
+            The attempts that the worker continues.
         """
         if self._phase is _Phase.ALONE or (returns and not self._has_returned):
-            # A new worker may be here before the first of those that another coordinator had.
+            # A new worker may attach before the first worker of the earlier coordinator.
             self._phase = _Phase.RETURNING if returns else _Phase.LATE
             self._timers.set(CoreTimer.ADOPTION, now + (_RETURN_S if returns else _LATE_S))
         self._has_returned |= returns
@@ -216,7 +219,7 @@ class Adoption:
         ]
 
     def apply_step(self, worker: WorkerKey, step: cluster_pb2.StepOutputs) -> None:
-        """Takes a worker's outputs of requests that no client has come back for."""
+        """Handles a worker's outputs of orphans."""
         if not self._orphans:
             return
         for output in step.outputs:
@@ -235,19 +238,19 @@ class Adoption:
                 self._placers.held_grows(key, orphan.fleet, orphan.worker, orphan.num_kv_tokens)
 
     def lost(self, worker: WorkerKey) -> None:
-        """A worker is gone, and all that it ran with it."""
+        """Drops the orphans of a worker that is removed."""
         for key in [one for one, orphan in self._orphans.items() if orphan.worker == worker]:
             self._forget(key)
 
     # ---- Clients.
 
     def may_find(self, key: RequestKey) -> bool:
-        """Whether a worker goes on with a request of this key, or may still come back with it."""
+        """Returns whether a worker runs a request of this key, or may still come back with it."""
         return self._phase is not _Phase.SETTLED or key in self._orphans
 
     def admitted(self, request: Request, now: float) -> None:
-        """A request has joined its lane; it leaves the lane again if a worker goes on with it."""
-        # Workers may still report of earlier attempts.
+        """Gives a newly queued request to the worker that already runs it, if there is one."""
+        # Workers may still report earlier attempts.
         over = self._over.get(request.key, 0)
         request.attempts_before = max(request.attempts_before, over)
         orphan = self._pop(request.key)
@@ -255,7 +258,7 @@ class Adoption:
             self._cancel(request.key, orphan)
 
     def may_return(self, request: Request) -> bool:
-        """Whether the request should wait: its worker is likely to come back with it soon."""
+        """Returns whether a request should wait because its worker will probably come back soon."""
         returning = self._phase is _Phase.RETURNING
         return returning and request.attempt == 0 and len(request.token_ids) > 0
 
@@ -269,7 +272,7 @@ class Adoption:
         self._lifecycle.room_freed()
 
     def expire(self, key: RequestKey) -> None:
-        """No client has come back for this attempt in time: its worker is told to end it."""
+        """Cancels an orphan whose client has not come back in time."""
         orphan = self._pop(key)
         assert orphan is not None
         self._cancel(key, orphan)
@@ -277,19 +280,19 @@ class Adoption:
     # ---- Inside.
 
     def _keep(self, key: RequestKey, orphan: _Orphan, now: float) -> bool:
-        """Decides whether the worker goes on with the attempt; if so, remembers or adopts it."""
+        """Decides whether a worker continues an attempt; if so, keeps it as orphan or adopts it."""
         request = self._lifecycle.requests.get(key)
         if request is not None and self._may_take_back(request, orphan):
             return self._join(request, orphan, now)
         if request is not None:
-            # It heard no welcome after its last Hello, and says all that again.
+            # The worker got no welcome after its last Hello and sends the same Hello again.
             served = (request.decode, request.attempt_number) == (orphan.worker, orphan.attempt)
             return served and self._deliver(request, orphan, now)
         other = self._orphans.get(key)
         newer = other is not None and other.attempt > orphan.attempt
         is_over = orphan.attempt <= self._over.get(key, 0)
         if other is not None and (other.worker, other.attempt) == (orphan.worker, orphan.attempt):
-            # What is over is another worker's, whose coordinator counted as this one's did.
+            # The cancelled attempt of this number belongs to another worker.
             is_over = False
         if newer or is_over or key in self._lifecycle.requests.ended:
             return False
@@ -305,13 +308,12 @@ class Adoption:
 
     @staticmethod
     def _may_take_back(request: Request, orphan: _Orphan) -> bool:
-        """Whether a request may be given back to a worker that goes on with it.
+        """Returns whether a request may be given back to the worker that runs it.
 
-        It may while it waits, and while it was begun anew and nobody decodes it yet. That holds for
-        its first attempt here only: later ones are numbered after the worker's own. It may not go
-        back to a worker that the new attempt uses, which would take the end of the one for the end
-        of the other. Nor may an attempt that counts as over: its worker may be about to read that
-        it is to end it.
+        A request may be given back while it waits, and while its first new attempt has not begun to
+        decode; later attempts are numbered after the worker's own. A worker that takes part in the
+        new attempt does not get the request back, because the ends of the two attempts could be
+        confused. A cancelled attempt is not taken back: the worker is about to read the cancel.
         """
         if request.state is RequestState.QUEUED:
             return orphan.attempt > request.attempts_before
@@ -323,7 +325,7 @@ class Adoption:
         )
 
     def _join(self, request: Request, orphan: _Orphan, now: float) -> bool:
-        """Gives a request to the worker that goes on with it; returns whether that was possible."""
+        """Gives a request to the worker that runs it; returns whether that was possible."""
         worker = self._workers.get(orphan.worker)
         rest = orphan.rest(request.submission, request.token_ids, request.text_chars)
         if worker is None or not worker.connected or worker.unresponsive or rest is None:
@@ -334,7 +336,7 @@ class Adoption:
         return self._deliver(request, orphan, now)
 
     def _deliver(self, request: Request, orphan: _Orphan, now: float) -> bool:
-        """Sends what the client lacks; returns whether the worker goes on with the request."""
+        """Sends the tokens that the client lacks; returns whether the worker continues."""
         rest = orphan.rest(request.submission, request.token_ids, request.text_chars)
         if rest is None:
             error = errors.Internal(f"worker {orphan.worker[0]} came back with another output")
@@ -347,7 +349,7 @@ class Adoption:
         return request.state is RequestState.DECODING
 
     def _pop(self, key: RequestKey) -> _Orphan | None:
-        """Takes an attempt out, and gives back the room it held; None when there is none."""
+        """Removes an orphan and releases its KV room; returns it, or None."""
         orphan = self._orphans.pop(key, None)
         if orphan is not None:
             self._placers.let_go(key, orphan.fleet, orphan.worker)

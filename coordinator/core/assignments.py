@@ -1,4 +1,4 @@
-"""What requests have on workers: who was sent which part of an attempt, and what it takes there."""
+"""Assignments: the parts of attempts that workers have, in the ledgers and in the load."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from baton.coordinator.state.workers import Worker, WorkerRegistry
 
 
 class Assignments:
-    """Counts each dispatched request on its workers, until it has left them.
+    """Counts each dispatched request on its workers until the request leaves them.
 
-    The workers count the tokens they were given and what they have not answered; the placer counts
-    work and KV room. Methods that may free something return whether they did, so that another
-    request may find room.
+    The ledgers count tokens and unanswered requests; the placer counts predicted work and KV room.
+    Methods that may free room return whether they did, so that another request can be dispatched.
     """
 
     def __init__(self, workers: WorkerRegistry, placers: Placers) -> None:
@@ -28,10 +27,10 @@ class Assignments:
         """Counts a new attempt.
 
         Args:
-            request: with the workers of the attempt.
-            placement: what the placer chose.
-            num_tokens: prompt and known output.
-            yields: see Placer.assign.
+            request: The request, with the workers of the attempt.
+            placement: The placer's choice.
+            num_tokens: Number of tokens of the prompt and the known output.
+            yields: See Placer.assign.
         """
         self._placers.of(request.fleet).assign(request, placement, yields=yields)
         for key in (request.prefill, request.decode):
@@ -39,12 +38,12 @@ class Assignments:
                 worker.ledger.assign(request.key, num_tokens)
 
     def adopt(self, request: Request, worker: Worker) -> None:
-        """Counts an attempt that a worker goes on with from before a restart."""
+        """Counts an attempt that a worker runs for an earlier coordinator."""
         self._placers.of(request.fleet).adopt(request, worker.key)
         worker.ledger.assign(request.key, request.num_tokens)
 
     def sent(self, request: Request, worker: Worker) -> None:
-        """A worker is told to begin with its part of a request."""
+        """Notes that a worker was told to begin its part of a request."""
         worker.ledger.begin(
             request.key, computes_prompt=request.prefill is None, exclusive=request.suspect
         )
@@ -52,7 +51,7 @@ class Assignments:
             self._placers.refresh(worker)
 
     def answered(self, request: Request, key: WorkerKey) -> bool:
-        """A worker has reported something of the attempt; returns whether it takes others again."""
+        """Notes a worker's report of an attempt; returns whether it takes requests again."""
         worker = self._workers.get(key)
         if worker is None:
             return False
@@ -63,32 +62,32 @@ class Assignments:
         return was_exclusive
 
     def begin_handoff(self, request: Request, worker: Worker) -> None:
-        """The prefill worker of the attempt hands its KV cache over."""
+        """Notes that the prefill worker of an attempt sends its KV cache."""
         worker.ledger.begin_handoff(request.key)
 
     def prefill_over(self, request: Request) -> bool:
-        """The prompt is computed: the prefill worker has only the handoff left to finish."""
+        """Notes that the prompt is computed; returns whether the prefill worker has room now."""
         self._placers.of(request.fleet).computed(request)
         return self._release(request.prefill, request)
 
     def handed_over(self, request: Request) -> None:
-        """The prefill worker's side of the handoff is over, or no longer matters."""
+        """Notes that the prefill worker's side of the handoff is over, or no longer matters."""
         worker = self._workers.get(request.prefill)
         if worker is not None:
             worker.ledger.end_handoff(request.key)
 
     def let_go(self, request: Request) -> bool:
-        """The request leaves all its workers."""
+        """Releases a request from all its workers; returns whether a worker has room now."""
         self.handed_over(request)
         self._placers.of(request.fleet).released(request)
         by_prefill = self._release(request.prefill, request)
         return self._release(request.decode, request) or by_prefill
 
     def check_integrity(self, requests: Mapping[RequestKey, Request]) -> None:
-        """Raises AssertionError when a worker has what is not there, or is not assigned to it.
+        """Raises AssertionError when a ledger differs from the requests.
 
         Args:
-            requests: those that have not ended.
+            requests: All requests that have not ended.
         """
         parts: defaultdict[WorkerKey | None, dict[RequestKey, bool]] = defaultdict(dict)
         for key, request in requests.items():

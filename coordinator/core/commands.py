@@ -1,4 +1,4 @@
-"""What workers are told to do about a request."""
+"""Commands for the workers of a request."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from baton.v1 import cluster_pb2, common_pb2
 
 
 def _spec(request: Request) -> cluster_pb2.RequestSpec:
-    """What all commands of a request share, except its prompt."""
+    """Returns the part that all commands of a request share, without its prompt."""
     submission = request.submission
     return cluster_pb2.RequestSpec(
         request_id=request.key,
         sampling=submission.sampling,
         lane=submission.lane,
-        # Smaller first: when KV runs out, the engine's victim is a batch request.
+        # Smaller values go first: when the KV cache is full, the engine preempts batch requests.
         priority=1 if submission.lane == common_pb2.LANE_BATCH else 0,
         traceparent=submission.traceparent,
         tenant=submission.tenant,
@@ -28,7 +28,7 @@ def _spec(request: Request) -> cluster_pb2.RequestSpec:
 
 
 def _only_prompt(wanted: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
-    """Sampling of a prefill whose first token is known: nothing ends it, its token is dropped."""
+    """Returns the sampling of a prefill for the KV cache alone; its token is dropped."""
     sampling = common_pb2.SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     if wanted.HasField("prompt_logprobs"):
         sampling.prompt_logprobs = wanted.prompt_logprobs
@@ -39,7 +39,7 @@ class Commands:
     """Sends commands to the workers of a request's current attempt.
 
     Args:
-        emit: takes effects.
+        emit: Takes effects.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Commands:
         self._commit_timeout = duration(config.handoff_timeout_s)
 
     def prefill(self, request: Request, worker: WorkerKey, now: float) -> None:
-        """Tells the prefill worker to compute the prompt, and a first token where none is known."""
+        """Tells the prefill worker to compute the prompt, and the first token if it is unknown."""
         command = cluster_pb2.PrefillCommand()
         self._specify(command.spec, request, now)
         if request.num_known:
@@ -60,7 +60,7 @@ class Commands:
         self._send(worker, command)
 
     def decode(self, request: Request, now: float) -> None:
-        """Tells the decode worker to go on after the known tokens."""
+        """Tells the decode worker to continue after the known tokens."""
         assert request.decode is not None
         command = cluster_pb2.DecodeCommand()
         self._specify(command.spec, request, now)
@@ -70,7 +70,7 @@ class Commands:
         self._send(request.decode, command)
 
     def cancel(self, request: Request) -> None:
-        """Cancels the attempt on both workers; each ignores what it does not know."""
+        """Cancels the attempt on both workers; a worker ignores unknown attempts."""
         self.cancel_at(request.prefill, request)
         self.cancel_at(request.decode, request)
 
@@ -105,7 +105,7 @@ class Commands:
             request.spec.prompt_token_ids.extend(list(request.submission.prompt_token_ids))
         spec.CopyFrom(request.spec)
         spec.attempt, spec.handle = request.attempt_number, request.handle
-        # FromMicroseconds says the same, at several times the cost.
+        # Duration.FromMicroseconds does the same at several times the cost.
         seconds, micros = divmod(max(1, round((request.deadline - now) * 1e6)), 10**6)
         spec.timeout.seconds, spec.timeout.nanos = seconds, micros * 1000
 

@@ -1,4 +1,4 @@
-"""The coordinator's synchronous core: events in, effects out.
+"""The coordinator's synchronous core: it takes events and returns effects.
 
 It does no I/O, awaits nothing and holds no clock: time is a parameter, timers are data. The asyncio
 server is one shell around it; a simulator can be another.
@@ -45,16 +45,16 @@ class Core:
     The shell reads attributes, and changes nothing but through `handle`.
 
     Args:
-        config: limits and times.
-        random_bytes: makes handoff ids; injected so that a simulation repeats.
-        policy: what sizes the pools; the autoscaler unless told.
+        config: Limits and times.
+        random_bytes: Makes handoff ids; injected so that a simulation is reproducible.
+        policy: Sizes the pools; None: the autoscaler.
 
     Attributes:
         fleets: The fleets of workers.
-        workers: attached ones.
-        placers: what is assigned to each worker.
-        latency: what steps cost on the workers.
-        scaler: how large the pools are to be.
+        workers: All attached workers.
+        placers: Choose workers for requests and count the load on them.
+        latency: Fitted costs of engine steps.
+        scaler: Sizes of the pools.
         rollouts: The rollout that runs, and the fleets that leave.
     """
 
@@ -173,11 +173,11 @@ class Core:
         """Applies one event.
 
         Args:
-            event: what happened.
-            now: when, in seconds by any clock that never goes back.
+            event: The event.
+            now: Time of the event, in seconds of a clock that never goes back.
 
         Returns:
-            The effects: what the shell must do, in order.
+            The effects that the shell must carry out, in order.
         """
         self.placers.at(now)
         self._lifecycle.lanes.now = now
@@ -192,7 +192,7 @@ class Core:
         return self._lifecycle.take_effects()
 
     def next_deadline(self) -> float | None:
-        """When the shell must send the next Tick, by `now`'s clock; None while nothing is timed."""
+        """Returns when the next Tick is due, by `now`'s clock; None: no timer is set."""
         return self._timers.next()
 
     def _emit(self, effect: ev.Effect) -> None:
@@ -206,7 +206,7 @@ class Core:
                 self.placers.forget(fleet)
                 self._lifecycle.forget(fleet)
 
-    # ---- What the shell may look at
+    # ---- State that the shell may read
 
     @property
     def model_name(self) -> str:
@@ -219,7 +219,7 @@ class Core:
 
     @property
     def num_requests(self) -> int:
-        """Requests that are admitted and have not ended."""
+        """Number of requests that have not ended."""
         return len(self._lifecycle.requests)
 
     @property
@@ -233,55 +233,55 @@ class Core:
     def flip_error(
         self, worker: Worker, role: common_pb2.Role.ValueType
     ) -> errors.BatonError | None:
-        """Why an operator cannot have a worker change to this role now; None when they can."""
+        """Returns why an operator may not change a worker to this role now, or None."""
         return self._members.flip_error(worker, role) or self.rollouts.flip_error(worker)
 
     def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
-        """Why no request of this lane would be admitted now; None when one would."""
+        """Returns why no request of this lane would be admitted now, or None."""
         return self._lifecycle.admission.error(lane, len(self._lifecycle.requests))
 
     def wait_correction(self, lane: common_pb2.Lane.ValueType) -> float:
-        """How much longer than predicted a wait in a lane is reckoned with."""
+        """Returns the correction factor for predicted waits in a lane, 1 to 4."""
         return self._lifecycle.admission.wait_correction(lane)
 
     def request(self, request_id: str, tenant: str = "") -> Request | EndedRequest | None:
-        """One request: running, or recently ended; None when there is none.
+        """Returns a running or recently ended request, or None.
 
         Args:
-            request_id: the id that its client gave it.
-            tenant: whose it is; empty where that is not known.
+            request_id: The client's id of the request.
+            tenant: Tenant of the request; empty: any tenant.
 
         Raises:
-            InvalidArgument: no tenant is given, and several have a request of this id.
+            InvalidArgument: `tenant` is empty and several tenants have a request of this id.
         """
         return self._lifecycle.requests.find(request_id, tenant)
 
     def running_request(self, request_id: str, tenant: str = "") -> Request | None:
-        """As `request`, but only among those that have not ended."""
+        """Like `request`, among requests that have not ended."""
         return self._lifecycle.requests.find_running(request_id, tenant)
 
     def stalls(self, request: Request) -> tuple[Stall, ...]:
-        """A running request's longest gaps over its target, up to now."""
+        """Returns the longest gaps over its target of a running request, up to now."""
         return self._lifecycle.stalls(request)
 
     def running(self) -> list[Request]:
-        """The requests that have not ended."""
+        """Returns the requests that have not ended."""
         return self._lifecycle.requests.all()
 
     def recently_ended(self) -> list[EndedRequest]:
-        """Requests that ended lately, newest first."""
+        """Returns the requests that ended last, newest first."""
         return list(self._lifecycle.requests.ended.values())[::-1]
 
     def num_queued(self, lane: common_pb2.Lane.ValueType) -> int:
-        """How many requests wait in a lane."""
+        """Returns the number of requests that wait in a lane."""
         return self._lifecycle.lanes.num_queued(lane)
 
     def oldest_queued(self, lane: common_pb2.Lane.ValueType) -> Request | None:
-        """The request that has waited for longest in a lane."""
+        """Returns the request that has waited longest in a lane, or None."""
         return self._lifecycle.lanes.oldest(lane)
 
     def observer(self) -> Observer:
-        """A new observer of the load that the pools are sized by."""
+        """Returns a new observer of the load that the pools are sized by."""
         return Observer(
             self.workers,
             self.placers,
@@ -292,7 +292,7 @@ class Core:
         )
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when a resource has no owner, or two."""
+        """Raises AssertionError when a resource has no owner or two owners."""
         self._lifecycle.check_integrity()
         self.workers.check_integrity()
         self.fleets.check_integrity(self.workers, self.running())
@@ -367,7 +367,7 @@ class Core:
     def _worker_step(self, event: ev.WorkerStep, now: float) -> None:
         worker = self._members.hear(event.worker, now)
         if worker is not None:
-            # By the registry's own key: outputs that only flow are told by it.
+            # Passed on with the registry's own key object, which apply_step compares by identity.
             apply_step(self._lifecycle, worker.key, event.step, now)
             self._adoption.apply_step(worker.key, event.step)
 

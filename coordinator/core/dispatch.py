@@ -1,4 +1,4 @@
-"""Which requests go to workers next, which make room for them, and which need no worker."""
+"""Dispatch: sends waiting requests to workers, and parks batch requests to make room."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.runtime import errors
 from baton.v1 import common_pb2
 
-# A batch request that made room so often is let go on: its cache may not keep what was computed.
+# A batch request that was parked this often is not parked again: its prefix may have been evicted.
 _MAX_PARKED = 8
-# Room that is foreseen is looked for so much later at least, rounding or not.
+# Shortest delay of the ROOM timer in seconds, against rounding errors.
 _LEAST_WAIT_S = 0.001
 
 
 class Dispatcher:
-    """Matches requests that wait in the lanes with workers that have room for them."""
+    """Matches waiting requests with workers that have room for them."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class Dispatcher:
 
     @property
     def num_timers(self) -> int:
-        """Timers set: one while room is foreseen."""
+        """Number of timers that are set: one while room is predicted."""
         return int(CoreTimer.ROOM in self._timers)
 
     def dispatch(self, now: float) -> bool:
-        """Sends the requests whose turn it is to workers that have room for them.
+        """Sends requests in the order of the lanes to workers that have room for them.
 
         Returns:
             Whether another round is due: batch requests were parked, which freed room.
@@ -85,7 +85,7 @@ class Dispatcher:
         return self._park(now)
 
     def queue_error(self, request: Request) -> errors.BatonError:
-        """Why a request waited for too long."""
+        """Returns why a request has waited for too long."""
         waited_s = lane_config(self._config.lanes, request.submission.lane).max_queue_s
         if request.state is RequestState.RECOVERING:
             waited_s = max(self._config.max_recovery_s, request.waits_until - request.state_since)
@@ -113,18 +113,18 @@ class Dispatcher:
     # ---- Inside
 
     def _never_fits_beside(self, placer: Placer, request: Request) -> bool:
-        """Whether the request would never find room while others keep taking what there is."""
+        """Returns whether the request would never find room while other requests take it."""
         workers = request.fleet.workers
         if request.suspect and any(one.serving and one.ledger.unanswered for one in workers):
-            # While others keep joining them, no worker has ever answered everything.
+            # A suspect needs a worker without unanswered requests. While others join, none has.
             return True
-        # Interactive prompts that took the room would leave it none for ever.
+        # Interactive prompts would take the room again and again.
         return self._lifecycle.lanes.is_due(request) and placer.is_crowded_out(request)
 
     def _made_room(
         self, placer: Placer, request: Request, placement: Placement | None, now: float
     ) -> bool:
-        """Parks a batch prompt that is being computed, where that makes room; whether it did."""
+        """Parks a batch prompt if that makes room for the request; returns whether it did."""
         long_prompt_tokens = self._config.lanes.long_prompt_tokens
         if request.submission.ordered_in(long_prompt_tokens) == common_pb2.LANE_BATCH:
             return False
@@ -136,14 +136,14 @@ class Dispatcher:
         return True
 
     def _made_decode_room(self, placer: Placer, request: Request, now: float) -> bool:
-        """Parks batch outputs where that gives an interactive request a place; whether it did."""
+        """Parks batch outputs if that makes room for the request; returns whether it did."""
         wanted = placer.room_wanted(request)
         worker = self._workers.get(wanted.worker) if wanted is not None else None
         entry = placer.router.load(worker.key) if worker is not None else None
         if wanted is None or worker is None or entry is None:
             return False
         parked, num_tokens = list[Request](), 0
-        # Those that are computed again most cheaply.
+        # The shortest ones are the cheapest to compute again.
         for batch in sorted(self._yielding(worker), key=lambda one: one.num_tokens):
             if num_tokens >= wanted.num_tokens and len(parked) >= wanted.num_requests:
                 break
@@ -158,7 +158,7 @@ class Dispatcher:
         return True
 
     def _yielding(self, worker: Worker) -> list[Request]:
-        """Batch outputs of a worker that can be parked."""
+        """Returns the batch outputs of a worker that can be parked."""
         return [
             request
             for key in worker.ledger
@@ -169,7 +169,7 @@ class Dispatcher:
         ]
 
     def _park(self, now: float) -> bool:
-        """Parks batch requests where interactive ones that were just added would be too slow.
+        """Parks batch outputs on workers whose new interactive outputs would miss their ITL target.
 
         Returns:
             Whether any was parked.
@@ -182,7 +182,7 @@ class Dispatcher:
                 batch = self._yielding(worker)
                 if not batch:
                     break
-                # The one that is computed again most cheaply.
+                # The shortest one is the cheapest to compute again.
                 self._lifecycle.park(
                     min(batch, key=lambda one: worker.ledger.num_tokens_of(one.key)), now
                 )
@@ -190,7 +190,7 @@ class Dispatcher:
         return has_parked
 
     def _resume_error(self, request: Request, placement: Placement) -> errors.BatonError | None:
-        """Why a request cannot go on after its known tokens; None when it can, or has none."""
+        """Returns why a request cannot continue after its known tokens; None if it can."""
         decoder = self._workers.get(placement.decode.worker) if placement.decode else None
         if decoder is None or decoder.can_resume(request):
             return None
@@ -200,7 +200,7 @@ class Dispatcher:
         )
 
     def _settled(self, request: Request, now: float) -> bool:
-        """Ends a request that no worker need see, by the context length that workers have."""
+        """Ends a request that needs no worker: it is complete, or its prompt is too long."""
         sampling, num_known = request.submission.sampling, len(request.token_ids)
         max_len = request.fleet.workers.max_model_len
         if max_len and request.num_prompt_tokens >= max_len:
@@ -208,7 +208,7 @@ class Dispatcher:
             error = errors.InvalidArgument("prompt", f"{request.num_prompt_tokens} tokens", allowed)
             self._lifecycle.fail(request, error, now)
             return True
-        # A caller resumes whose connection broke between the last token and Finished.
+        # The client lost its connection between the last token and Finished.
         if request.submission.known_stop is not None and not request.attempt:
             stop = request.submission.known_stop
             self._lifecycle.finish(request, common_pb2.FINISH_REASON_STOP, stop, now)

@@ -1,4 +1,4 @@
-"""What is remembered of a request once it has ended."""
+"""Makes the record of a request that has ended."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def ended_request(
     finish_reason: common_pb2.FinishReason.ValueType,
     error: errors.BatonError | None,
 ) -> EndedRequest:
-    """The record of a request whose state is terminal.
+    """Returns the record of a request that has ended.
 
     Args:
-        request: ended.
-        now: by the core's clock.
-        stats: they know its targets.
-        stalls: its longest gaps.
-        finish_reason: UNSPECIFIED where it failed.
-        error: why it failed; None: it did not.
+        request: A request in a terminal state.
+        now: Time by the core's clock.
+        stats: Statistics, which know the request's targets.
+        stalls: Longest gaps of the request.
+        finish_reason: Finish reason; UNSPECIFIED if the request failed.
+        error: Reason of the failure; None: the request did not fail.
     """
     return EndedRequest(
         request_id=request.id,
@@ -56,7 +56,7 @@ def ended_request(
 
 
 def outcome(record: EndedRequest) -> str:
-    """The finish reason of a request, or its error code's name, in lower case."""
+    """Returns the finish reason of a request, or the name of its error code, in lower case."""
     if record.error_code:
         return str(code_pb2.Code.Name(record.error_code)).lower()
     return enum_name(common_pb2.FinishReason.DESCRIPTOR, record.finish_reason)

@@ -1,4 +1,4 @@
-"""What the two workers of a handoff say of its end."""
+"""Reports of the two workers of a handoff on its end."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MAX_REMEMBERED = 4096
 
 
 class HandoffReports:
-    """Both ends report a handoff; each counts once."""
+    """Applies and counts handoff reports; both workers report a handoff, and it counts once."""
 
     def __init__(self, lifecycle: RequestLifecycle) -> None:
         self._lifecycle = lifecycle
-        # Whether they were committed.
+        # Whether each ended handoff was committed.
         self._ended: OrderedDict[bytes, bool] = OrderedDict()
 
     def take(self, worker: WorkerKey, report: cluster_pb2.HandoffReport, now: float) -> None:
@@ -34,11 +34,11 @@ class HandoffReports:
                 self._lifecycle.handed_over(request)
             else:
                 self._lifecycle.handoff_failed(request, worker)
-        # Only the sending end knows of them, and it need not be the first to report.
+        # Only the sender reports fallbacks, and its report may come second.
         if report.num_fallbacks:
             stats.handoff_fell_back(report.num_fallbacks, now)
         was_committed = self._ended.get(report.handoff_id)
-        # What was committed may still fail to be loaded.
+        # The load of a committed handoff may still fail.
         if was_committed is False or (was_committed and committed):
             return
         self._ended[report.handoff_id] = committed

@@ -1,4 +1,4 @@
-"""What a worker's outputs do to a request."""
+"""Applies the outputs of workers' engine steps to requests."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _THE_REQUESTS_OWN = (
     code_pb2.UNIMPLEMENTED,
     code_pb2.DEADLINE_EXCEEDED,
 )
-# What an array of 4-byte numbers holds: over an hour.
+# Largest gap in an array of 4-byte numbers: more than an hour.
 _MAX_GAP_US = 2**32 - 1
 _NATURAL_ENDS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 
 
 class _Step:
-    """One engine step of a worker; what its outputs have in common is counted once."""
+    """One engine step of a worker; values that its outputs share are counted once."""
 
     __slots__ = (
         "_gaps",
@@ -38,19 +38,19 @@ class _Step:
     def __init__(self, lifecycle: RequestLifecycle, worker: WorkerKey, now: float) -> None:
         self.lifecycle, self.worker, self.now = lifecycle, worker, now
         self._num_tokens = 0
-        # Requests whose first outputs from here these are.
+        # Requests whose first output from this worker is in this step.
         self._joined: list[Request] = []
-        # By lane and time of the last token: the gap in microseconds, and how many there are.
+        # By lane and time of the last token: the gap in microseconds, and the number of such gaps.
         self._gaps: dict[tuple[common_pb2.Lane.ValueType, float], list[int]] = {}
 
     def take(self, tokens: cluster_pb2.StepTokens) -> None:
-        """Sends on outputs of one token each. All that a token costs the core is here."""
+        """Passes on outputs of one token each. This is the core's whole cost per token."""
         find, worker, now = self.lifecycle.requests.by_handle.get, self.worker, self.now
-        # Most of a worker's requests share the gap: the last one's is at hand, counted up to here.
+        # Most requests of a worker share the gap, so the last gap is kept in local variables.
         last_at, lane, gap, num_counted = -1.0, common_pb2.LANE_UNSPECIFIED, [0, 0], 0
         deltas: list[tuple[StreamKey, bytes]] = []
         num_tokens = 0
-        # As lists: a column of a message is slow to walk.
+        # Copies to lists, because iterating over a repeated protobuf field is slow.
         for handle, offset, token_id, num_chars, encoded in zip(
             tokens.handles[:],
             tokens.offsets[:],
@@ -73,7 +73,7 @@ class _Step:
             if not deltas:
                 deltas = self.lifecycle.deltas()
             deltas.append((submission.to, encoded))
-            # As in `_served`, without a call.
+            # The same as `_served`, inlined to avoid a call.
             if request.last_token_at != last_at or submission.lane != lane:
                 gap[1] += num_tokens - num_counted
                 assert request.last_token_at is not None
@@ -88,7 +88,7 @@ class _Step:
         self._num_tokens += num_tokens
 
     def deliver(self, request: Request, delta: common_pb2.TokenDelta) -> bool:
-        """Sends an output on, each token exactly once; False when the attempt is lost instead."""
+        """Passes on an output, each token exactly once; returns False if the attempt is lost."""
         expected = len(request.token_ids)
         if delta.offset > expected:
             error = errors.Internal(
@@ -101,7 +101,7 @@ class _Step:
             overlap = expected - delta.offset
             if overlap >= len(delta.token_ids):
                 return True
-            # The text is new all the same: a worker leaves out text that was sent.
+            # The text is still new: a worker leaves out text that was sent before.
             delta = common_pb2.TokenDelta(
                 offset=expected,
                 token_ids=delta.token_ids[overlap:],
@@ -130,7 +130,7 @@ class _Step:
         return True
 
     def _served(self, request: Request, num_tokens: int) -> None:
-        """Takes in new tokens of a request."""
+        """Adds new tokens to a request."""
         lane, last_at = request.submission.lane, request.last_token_at
         request.last_token_at = self.now
         if last_at is None:
@@ -172,7 +172,7 @@ class _Step:
         self._joined.append(request)
 
     def _remember(self) -> None:
-        """Why this step was slow, for those of its requests that will be asked about."""
+        """Records the cause of a slow step, for the stalls of its requests."""
         worker = self.lifecycle.worker(self.worker)
         if worker is None:
             return
@@ -182,7 +182,7 @@ class _Step:
             handed = bool(request.handoff_id) and (
                 timings is None
                 or timings.num_handoff_tokens > 0
-                # Or it was there before.
+                # The prompt was in the prefix cache.
                 or 2 * timings.num_cached_tokens > request.num_prompt_tokens
             )
             if not handed:
@@ -212,10 +212,10 @@ class _Step:
 def apply_step(
     lifecycle: RequestLifecycle, worker: WorkerKey, outputs: cluster_pb2.StepOutputs, now: float
 ) -> None:
-    """Applies what one engine step produced; per token this is what the coordinator costs.
+    """Applies the outputs of one engine step. Its cost per token is the coordinator's.
 
-    Dropped: outputs of requests that have ended, of older attempts, and of workers that do not
-    serve this attempt.
+    Outputs of requests that have ended, of older attempts, and of workers that do not run the
+    attempt are dropped.
     """
     step = _Step(lifecycle, worker, now)
     if outputs.HasField("tokens"):
@@ -249,7 +249,7 @@ def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOu
         _failed(lifecycle, request, worker, output.failed, now)
         return
     if request.num_known:
-        # Only the prompt's KV cache was wanted.
+        # The prefill was only needed for the KV cache.
         lifecycle.begin_decode(request, now)
         return
     if not step.deliver(request, output.delta):
@@ -315,7 +315,7 @@ def _failed(
     failed: common_pb2.RequestError,
     now: float,
 ) -> None:
-    """Another worker may do better, unless the request itself is what is wrong."""
+    """Fails a request with an error of its own; recovers a request that its worker failed."""
     error = _worker_error(failed, worker[0])
     if error.code in _THE_REQUESTS_OWN:
         lifecycle.fail(request, error, now)
@@ -332,7 +332,7 @@ def _worker_error(failed: common_pb2.RequestError, worker_id: str) -> errors.Bat
 
 
 def _copied(timings: cluster_pb2.StageTimings) -> cluster_pb2.StageTimings:
-    # A part of a message keeps all of it alive; a request outlives the step it came in.
+    # A submessage keeps the whole message in memory, and the request lives longer than the step.
     copy = cluster_pb2.StageTimings()
     copy.CopyFrom(timings)
     return copy

@@ -1,4 +1,4 @@
-"""How long a request that lost its worker waits for another one."""
+"""The recovery timeout: how long a request whose worker died waits for another worker."""
 
 from __future__ import annotations
 
@@ -12,31 +12,30 @@ from baton.v1 import common_pb2
 
 
 class RecoveryTimeout:
-    """Lets requests that lost their worker wait for longer than max_recovery_s where that helps.
+    """Decides how long a request whose worker died may wait for a replacement.
 
-    They wait for a start for as long as a start may take: otherwise it would come for nobody. Batch
-    requests also wait while interactive ones have their place, as those do that were parked.
+    The limit is max_recovery_s. A request waits longer for a worker that is starting, and a batch
+    request also waits while interactive requests use its room.
     """
 
     def __init__(self, config: CoreConfig, scaler: Scaler) -> None:
         self._max_recovery_s, self._scaler = config.max_recovery_s, scaler
 
     def waits_until(self, request: Request, now: float) -> float:
-        """When a recovering request is to be looked at again, or has waited for long enough.
+        """Returns until when a recovering request may wait.
 
-        A batch request waits for as long as workers of its fleet serve in both pools.
-
-        While its fleet has no worker in a pool, and one is on its way there, any request waits;
-        from then on for max_recovery_s, as if it had lost its worker just now. In all it waits no
-        longer than max_recovery_s and what a start takes: a job the longest that any may, a person
-        what one takes as a rule.
+        A batch request waits as long as workers of its fleet serve in both pools. Any request waits
+        while its fleet has no worker in a pool and a worker is on its way there, and for
+        max_recovery_s after that worker has attached. The whole wait is limited to max_recovery_s
+        plus the time of a start: the start timeout for a batch request, the usual cold start time
+        for an interactive one.
 
         Args:
-            request: not ended.
-            now: by the core's clock.
+            request: A request that has not ended.
+            now: Time by the core's clock.
 
         Returns:
-            By the core's clock; in the past where there is nothing to wait for.
+            Time by the core's clock; in the past if there is nothing to wait for.
         """
         if request.state is not RequestState.RECOVERING:
             return request.waits_until

@@ -1,4 +1,4 @@
-"""Whether the tokens that a client resumes with are already the whole output."""
+"""Detects that the known tokens of a resumed request are already its whole output."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from baton.v1 import common_pb2
 
-# Of the tokens looked at for a stop string: tokens without text of their own are few.
+# Number of last tokens that are searched for a stop string; few tokens have no text.
 _TOKENS_PER_CHAR, _MORE_TOKENS = 2, 16
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
@@ -18,17 +18,20 @@ def known_stop(
     extra_eos_token_ids: Collection[int],
     decode: Callable[[Sequence[int], bool], str],
 ) -> str | None:
-    """What the last token has ended the output by, as Finished.stop says it; None: nothing has.
+    """Returns the stop that the last known token ended the output with, or None.
 
-    A client may have lost only that message. The rules are vLLM's: v1/core/sched/utils.py,
-    check_stop, and v1/engine/detokenizer.py, check_stop_strings.
+    The client may have lost only the final message. The rules are vLLM's: check_stop in
+    v1/core/sched/utils.py, and check_stop_strings in v1/engine/detokenizer.py.
 
     Args:
-        token_ids: the output that the client has.
-        sampling: of the request.
-        eos_token_id: the tokenizer's end of sequence.
-        extra_eos_token_ids: of the model's generation config; they count as stop tokens.
-        decode: text of tokens; the flag says whether special ones are left out.
+        token_ids: Output tokens that the client has.
+        sampling: Sampling parameters of the request.
+        eos_token_id: End-of-sequence token of the tokenizer.
+        extra_eos_token_ids: End tokens of the model's generation config; they count as stop tokens.
+        decode: Returns the text of tokens; the flag leaves out special tokens.
+
+    Returns:
+        The stop in the form of Finished.stop; empty for an end-of-sequence token.
     """
     if not len(token_ids) or len(token_ids) < sampling.min_tokens:
         return None
