@@ -7,7 +7,7 @@ import contextlib
 from baton.bench import bare_relay, relay_worker, systems
 from baton.bench.cost_client import SessionClient, wave
 
-NUM_REQUESTS, NUM_TOKENS, TIMEOUT_S = 5, 4, 30.0
+NUM_REQUESTS, NUM_TOKENS, TIMEOUT_S = 5, 4, 120.0
 
 
 @contextlib.asynccontextmanager

@@ -130,11 +130,11 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def direct_pair(tmp_path_factory, model):
-    """Uses the transport that the pair negotiates; silent workers are removed after 3 s."""
+    """Uses the transport that the pair negotiates; silent workers are removed after 10 s."""
     with Cluster(
         tmp_path_factory.mktemp("direct"),
         model,
-        coordinator={"worker_timeout_s": 3},
+        coordinator={"worker_timeout_s": 10},
         simulated=SLOW,
         kv_transfer={**KV_TRANSFER, "idle_timeout_s": LEASE_S},
     ) as cluster:
