@@ -1,4 +1,4 @@
-"""One dispatch of a request on one worker: what prefill and decode have in common."""
+"""One attempt of a request on one worker: the part that prefill and decode have in common."""
 
 from __future__ import annotations
 
@@ -25,21 +25,26 @@ _REASONS = {
     Finish.LENGTH: common_pb2.FINISH_REASON_LENGTH,
     Finish.CUT: common_pb2.FINISH_REASON_UNSPECIFIED,
 }
-# Of an output's text, told to a restarted coordinator: far more than clients lag behind.
+# Most characters of an output's text that a restarted coordinator gets in a Hello; clients lag
+# behind by much less.
 _MAX_LAST_CHARS = 2**15
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """What this worker knows of one attempt of a request.
+    """State of one attempt of a request on this worker.
 
     Attributes:
-        engine_id: what the engine calls it; never used twice, unlike the attempt's number, which
-            another coordinator may give again.
-        token_ids: the whole output so far, known tokens included.
-        num_text_chars: characters of text that went out with them, here or elsewhere.
-        arrived_at: monotonic, when the command came.
-        decoding: it has produced output here.
+        spec: The request as the coordinator sent it.
+        role: Role in which this worker runs the attempt.
+        handoff: Plan of the handoff; None: none.
+        token_ids: The whole output so far, including known tokens.
+        num_text_chars: Characters of text that were sent with these tokens, by any worker.
+        arrived_at: Arrival of the command, by time.monotonic.
+        submitted_at: Submission to the engine, by time.monotonic; None before it.
+        engine_id: The engine's request ID. It is never reused, unlike an attempt number, which
+            another coordinator may assign again.
+        decoding: True once this worker has produced output.
     """
 
     spec: cluster_pb2.RequestSpec
@@ -66,7 +71,7 @@ class Attempt:
         send: SendHandoff | None = None,
         receive: ReceiveHandoff | None = None,
     ) -> EngineRequest:
-        """The attempt as an engine runs it."""
+        """Returns the attempt as an EngineRequest."""
         return EngineRequest(
             request_id=self.engine_id,
             prompt_token_ids=self.spec.prompt_token_ids,
@@ -81,7 +86,7 @@ class Attempt:
         )
 
     def running(self) -> cluster_pb2.RunningRequest:
-        """The attempt as a restarted coordinator is told of it."""
+        """Returns the attempt's state for a restarted coordinator."""
         return cluster_pb2.RunningRequest(
             request_id=self.spec.request_id,
             attempt=self.spec.attempt,
@@ -99,7 +104,7 @@ class Attempt:
         )
 
     def report(self, output: EngineOutput) -> cluster_pb2.RequestOutput:
-        """An engine's output as the coordinator hears it; counts its tokens."""
+        """Converts an engine's output to the coordinator's message, and counts its tokens."""
         message = cluster_pb2.RequestOutput(
             request_id=self.spec.request_id, attempt=self.spec.attempt
         )
@@ -108,7 +113,7 @@ class Attempt:
             message.delta.token_ids.extend(output.token_ids)
             message.delta.text = output.text
             message.delta.logprobs.extend(_logprobs(output.logprobs))
-            self._went_out(output)
+            self._record_output(output)
         if output.queue_s is not None:
             self._add_timings(message.timings, output)
         if output.finish is Finish.ERROR:
@@ -118,7 +123,7 @@ class Attempt:
         if output.finish is Finish.PREFIX_GONE:
             message.prefix_gone.SetInParent()
             return message
-        # They may come before the end, which is where the contract has them.
+        # The engine may return them before the end; the contract sends them with the end.
         self._prompt_logprobs = self._prompt_logprobs or output.prompt_logprobs
         if output.finish is not None:
             message.finished.reason = _REASONS[output.finish]
@@ -127,10 +132,11 @@ class Attempt:
         return message
 
     def report_token(self, output: EngineOutput, tokens: cluster_pb2.StepTokens) -> bool:
-        """Adds an output to a step's columns where it is one token and nothing else.
+        """Adds an output to a step's columns if it is a single token without anything else.
 
         Returns:
-            False when it is more, or the attempt has no handle: `report` is to be used.
+            False if the output has more, or the attempt has no handle. The caller then uses
+                `report`.
         """
         if (
             not self.spec.handle
@@ -149,11 +155,11 @@ class Attempt:
         tokens.token_ids.append(output.token_ids[0])
         tokens.num_text_chars.append(len(output.text))
         tokens.deltas.append(delta.SerializeToString())
-        self._went_out(output)
+        self._record_output(output)
         return True
 
-    def _went_out(self, output: EngineOutput) -> None:
-        """Keeps what another coordinator would have to be told."""
+    def _record_output(self, output: EngineOutput) -> None:
+        """Records an output for the report to a restarted coordinator."""
         self.token_ids.extend(output.token_ids)
         self.num_text_chars += len(output.text)
         self.decoding = True
@@ -170,7 +176,7 @@ class Attempt:
         )
 
     def handoff_report(self) -> cluster_pb2.HandoffReport:
-        """An empty report on this attempt's handoff; the caller says how it ended."""
+        """Returns a report on this attempt's handoff; the caller fills in the result."""
         assert self.handoff is not None
         return cluster_pb2.HandoffReport(
             request_id=self.spec.request_id,

@@ -1,7 +1,7 @@
 """The interface between a worker and its engine.
 
-An engine runs requests in steps. A worker submits and aborts; `next_step` gives everything one step
-produced as one list, so that a step costs one message however many requests it served.
+An engine runs requests in steps. A worker submits and aborts requests. `next_step` returns the
+outputs of one step as one list, so that a step costs one message, however many requests it served.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from baton.v1 import common_pb2
 
 
 class EngineDead(Exception):
-    """The engine cannot go on; the worker ends with it. The message says why."""
+    """The engine cannot continue, and the worker ends with it. The message gives the reason."""
 
 
 class RequestRejected(Exception):
-    """The engine does not take this request; others are not affected. The message says why."""
+    """The engine refuses this request only, and the message gives the reason."""
 
 
 class NoProfiler(Exception):
-    """The engine cannot record what it computes. The message says why."""
+    """The engine cannot record a profile. The message gives the reason."""
 
 
 class Finish(Enum):
@@ -33,23 +33,25 @@ class Finish(Enum):
 
     STOP = "stop"
     LENGTH = "length"
-    # A prefill-only request has its first token and would go on.
+    # A prefill-only request has its first token; its decode runs on another worker.
     CUT = "cut"
     ABORTED = "aborted"
     ERROR = "error"
-    # The handoff leaves out what the prefix cache no longer has: nothing was computed.
+    # The prefix cache no longer holds the tokens that the handoff leaves out. The engine has
+    # computed nothing.
     PREFIX_GONE = "prefix gone"
 
 
 @dataclass(frozen=True, slots=True)
 class SendHandoff:
-    """Push this request's KV blocks into the sender's staging as they are computed.
+    """Tells the engine to push a request's KV blocks into staging as it computes them.
 
     Attributes:
-        handoff_id: 16 bytes.
-        offset: of the handoff's bytes in the shared segment (LocalSendOpened).
-        num_tokens: of the prompt to hand over, from the first.
-        skip_tokens: of these, from the first, that are left out; whole blocks.
+        handoff_id: ID of the handoff, 16 bytes.
+        offset: Where the handoff's bytes begin in the shared segment (LocalSendOpened).
+        num_tokens: Number of prompt tokens, from the first, that the handoff covers.
+        skip_tokens: Number of these tokens, from the first, that the handoff leaves out; a multiple
+            of the block size.
     """
 
     handoff_id: bytes
@@ -60,14 +62,16 @@ class SendHandoff:
 
 @dataclass(frozen=True, slots=True)
 class ReceiveHandoff:
-    """Begin with KV blocks that another worker pushed.
+    """Tells the engine to start from KV blocks that another worker pushed.
 
     Attributes:
-        handoff_id: 16 bytes.
-        num_tokens: of the prompt, and of the known tokens after it, that it holds, from the first.
-        timeout_s: how long to wait for the commit before computing the prompt here.
-        skip_tokens: of num_tokens, from the first, that the handoff leaves out; whole blocks. Where
-            the prefix cache does not have them the request ends with Finish.PREFIX_GONE.
+        handoff_id: ID of the handoff, 16 bytes.
+        num_tokens: Number of tokens that the handoff covers, from the first: the prompt, then known
+            tokens.
+        timeout_s: Longest wait for the commit, in seconds. After it the engine computes the prompt.
+        skip_tokens: Number of these tokens, from the first, that the handoff leaves out; a multiple
+            of the block size. If the prefix cache does not hold them, the request ends with
+            Finish.PREFIX_GONE.
     """
 
     handoff_id: bytes
@@ -81,16 +85,19 @@ class EngineRequest:
     """One request as an engine runs it.
 
     Attributes:
-        request_id: unique among this engine's live requests.
-        prompt_token_ids: the original prompt, whatever is known beyond it.
-        sampling: the client's parameters, counted over the whole output: an engine takes the known
-            tokens off the limits itself.
-        known_token_ids: output tokens that exist already; generation continues after them, in the
-            state an undisturbed run would be in, and they are not reported again.
-        known_text_chars: characters (code points) of text that went with them; not reported again.
-        prefill_only: report the first token and stop (Finish.CUT), unless it ends the request.
-        priority: smaller first.
-        adapter: name of the LoRA adapter to compute it with; empty: none.
+        request_id: Unique among the engine's live requests.
+        prompt_token_ids: The original prompt, without known output tokens.
+        sampling: The client's parameters. Its limits count the whole output; the engine subtracts
+            the known tokens.
+        known_token_ids: Output tokens that exist already and are not reported again. Generation
+            continues after them, in the state of an undisturbed run.
+        known_text_chars: Characters (code points) of text that were sent with the known tokens.
+        prefill_only: Report the first token and stop with Finish.CUT, unless the token ends the
+            request.
+        priority: The engine runs a request with a smaller number first.
+        send: Handoff to push; None: none.
+        receive: Handoff to load; None: none.
+        adapter: Name of the LoRA adapter; empty: none.
     """
 
     request_id: str
@@ -107,6 +114,8 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
+    """Log probability of one candidate token."""
+
     token_id: int
     logprob: float
     rank: int
@@ -115,21 +124,26 @@ class Logprob:
 
 @dataclass(slots=True)
 class EngineOutput:
-    """What one step gave one request.
+    """Output of one step for one request.
 
     Attributes:
-        token_ids: new tokens, known ones left out.
-        text: text that became final in this step; may lag behind the tokens.
-        logprobs: one tuple per token of token_ids, the chosen token first, when asked for.
-        finish: None while the request goes on.
-        stop: the stop string that matched, or the decimal id of the stop token.
-        prompt_logprobs: with the output that finishes or cuts the prompt, when asked for.
-        queue_s: with the first output: from submit until the engine first ran it.
-        run_s: with the first output: from then until now.
-        handoff_wait_s: with the first output: how much of queue_s passed waiting for the commit.
-        num_cached_tokens: with the first output: prompt tokens from this engine's prefix cache.
-        num_handoff_tokens: with the first output: prompt tokens loaded from the handoff.
-        error: with Finish.ERROR: why.
+        request_id: ID of the request.
+        token_ids: New tokens, without known ones.
+        text: Text that became final in this step; it may lag behind the tokens.
+        logprobs: For each token of token_ids the candidates, the chosen token first; empty unless
+            requested.
+        finish: Why the request ended; None while it continues.
+        stop: The stop string that matched, or the decimal ID of the stop token.
+        prompt_logprobs: Sent with the output that finishes or cuts the request; empty unless
+            requested.
+        queue_s: Only in the first output: seconds from submit until the engine first ran the
+            request.
+        run_s: Only in the first output: seconds from the first run until this output.
+        handoff_wait_s: Only in the first output: part of queue_s that passed waiting for the
+            commit.
+        num_cached_tokens: Only in the first output: prompt tokens from this engine's prefix cache.
+        num_handoff_tokens: Only in the first output: prompt tokens loaded from the handoff.
+        error: The reason, with Finish.ERROR.
     """
 
     request_id: str
@@ -149,11 +163,14 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """What one step cost, for the latency model.
+    """Cost of one step, for the latency model.
 
     Attributes:
-        num_kv_tokens: that the decoded requests attend to, in sum.
-        prefill_token_squares: end^2 - done^2 in sum over the chunks (LatencyModel.step_s).
+        num_prefill_tokens: Prompt tokens that the step computed.
+        num_decodes: Requests for which the step computed one output token.
+        num_kv_tokens: Sum of the tokens that these requests attend to.
+        duration_s: Duration of the step in seconds.
+        prefill_token_squares: Sum of end^2 - done^2 over the prefill chunks (LatencyModel.step_s).
     """
 
     num_prefill_tokens: int
@@ -165,15 +182,16 @@ class StepSample:
 
 @dataclass(frozen=True, slots=True)
 class CacheChange:
-    """What changed in an engine's prefix cache, by block hash (runtime/block_hashes.py).
+    """Change of an engine's prefix cache, by block hash (runtime/block_hashes.py).
 
-    Engines that hash otherwise hash again what they report. `cleared` came first, then what was
-    removed, then what was stored; a block is stored after the one before it and removed before it.
+    An engine with other hashes computes these hashes for its report. The order of events is:
+    `cleared`, then `removed`, then `stored`. A block is stored after the block before it and
+    removed before that block.
 
     Attributes:
-        stored: may be named by requests from now on; each holds one full block of tokens.
-        removed: no longer there.
-        cleared: nothing that was reported before is there.
+        stored: Blocks that requests may find from now on; each holds one full block of tokens.
+        removed: Blocks that the cache no longer holds.
+        cleared: True if the cache holds no block that was reported before.
     """
 
     stored: Sequence[int] = ()
@@ -183,11 +201,11 @@ class CacheChange:
 
 @dataclass(slots=True)
 class EngineStep:
-    """Everything one engine step produced.
+    """Everything that one engine step produced.
 
     Attributes:
-        outputs: may be empty.
-        cache: what changed since the last step; None for nothing, and from engines that do not say.
+        outputs: Outputs of the step's requests; may be empty.
+        cache: Change of the prefix cache since the last step; None for no change.
     """
 
     outputs: list[EngineOutput] = field(default_factory=list)
@@ -199,8 +217,14 @@ class EngineLoad:
     """A snapshot for load reports.
 
     Attributes:
-        num_steps: counts steps; standing still while requests run means a wedge.
-        samples: steps since the last snapshot, at most a few hundred.
+        num_steps: Number of steps since the start. It does not grow while a stuck engine has
+            requests.
+        num_running: Requests that hold KV blocks.
+        num_waiting: Requests that wait for a place or for their handoff.
+        kv_tokens_used: KV tokens in use.
+        kv_tokens_total: Size of the KV cache in tokens.
+        prefill_tokens_waiting: Prompt tokens that are still to be computed.
+        samples: Costs of the steps since the last snapshot, at most a few hundred.
     """
 
     num_steps: int
@@ -214,14 +238,21 @@ class EngineLoad:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine is, known once it has started.
+    """Description of a started engine.
 
     Attributes:
-        layout: of its KV cache; what handoffs to and from it look like.
-        max_num_batched_tokens: tokens of one step at most: the prefill chunk.
-        supports_forced_tokens: whether known tokens can be replayed in exact sampling state.
-        keeps_prefixes: whether computed blocks stay for equal prefixes.
-        weights_s, kv_s: of its start: until the model was loaded, and allocating its cache.
+        engine: Kind of engine, for example "vllm".
+        version: Version of the engine.
+        device: Device type, for example "cuda".
+        model: The model and its limits.
+        layout: Layout of the KV cache, which handoffs use.
+        kv_tokens: Size of the KV cache in tokens.
+        max_num_seqs: Most requests of one step.
+        max_num_batched_tokens: Most tokens of one step, which is the size of a prefill chunk.
+        supports_forced_tokens: Whether known tokens can be replayed with the exact sampling state.
+        keeps_prefixes: Whether computed blocks stay cached for prompts with the same prefix.
+        weights_s: Seconds from the start until the model was loaded.
+        kv_s: Seconds that allocating the KV cache took.
     """
 
     engine: str
@@ -240,7 +271,7 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What one rank computed: JSON in Chrome's trace event format."""
+    """Profile of one rank: JSON in Chrome's trace event format."""
 
     rank: int
     path: Path
@@ -249,13 +280,13 @@ class Trace:
 class Engine(Protocol):
     """One engine process group. All calls come from one event loop.
 
-    Ids passed to `submit` stay live until an output with `finish` or `abort`; after
-    `abort` returns nothing more is reported for them. An engine never touches the network: a
-    handoff's bytes go through the staging of the worker's transfer service.
+    A submitted request ID stays live until an output with `finish` or until `abort`. After `abort`
+    returns, the engine reports nothing more for it. An engine never uses the network: the bytes of
+    a handoff pass through the staging of the worker's transfer service.
     """
 
     async def start(self) -> EngineInfo:
-        """Loads the model. Raises EngineDead when it cannot."""
+        """Loads the model. Raises EngineDead if it fails."""
         ...
 
     async def submit(self, request: EngineRequest) -> None:
@@ -263,29 +294,29 @@ class Engine(Protocol):
         ...
 
     async def abort(self, request_ids: Sequence[str]) -> None:
-        """Forgets requests and frees what they hold; unknown ids are ignored."""
+        """Aborts requests and frees their resources; ignores unknown IDs."""
         ...
 
     async def next_step(self) -> EngineStep:
-        """Waits for the next step's outputs. One caller at a time. Raises EngineDead."""
+        """Waits for the next step's outputs. Only one caller at a time. Raises EngineDead."""
         ...
 
     def load(self) -> EngineLoad:
-        """What the engine is doing now."""
+        """Returns a snapshot of the engine's load."""
         ...
 
     async def start_profile(self) -> None:
-        """Records what every rank computes from now on. Raises NoProfiler, EngineDead."""
+        """Starts recording a profile in every rank. Raises NoProfiler, EngineDead."""
         ...
 
     async def stop_profile(self) -> Sequence[Trace]:
-        """Ends the recording; steps may wait while it is written. Raises EngineDead.
+        """Stops the recording; steps may wait while the profile is written. Raises EngineDead.
 
         Returns:
-            A trace per rank, the caller's to remove; none when nothing was recorded.
+            One trace per rank, which the caller must remove; empty if nothing was recorded.
         """
         ...
 
     async def stop(self) -> None:
-        """Ends the engine's processes; idempotent."""
+        """Ends the engine's processes. Idempotent."""
         ...

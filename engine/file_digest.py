@@ -1,4 +1,4 @@
-"""What tells large files apart without reading them whole."""
+"""Digest that tells large files apart without reading them completely."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _READ_BYTES = 2**20
 
 
 def file_digest(paths: Iterable[Path]) -> str:
-    """Of each file its name, its size, and its first and last mebibyte: 16 hexadecimal digits.
+    """Returns 16 hexadecimal digits over each file's name, size, and first and last mebibyte.
 
     Hashing all of a large model would take longer than loading it.
     """

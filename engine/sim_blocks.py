@@ -1,8 +1,8 @@
-"""The paged KV cache of a simulated engine: who holds which block, and what is cached in it.
+"""The paged KV cache of the simulated engine: holders and cached content of each block.
 
-A full block keeps its hash when nobody holds it any more, and with it what it computed, until its
-room is needed: the longest unused first, and of one request's the last first, so that what is left
-is always a prefix.
+A full block keeps its hash and content after the last request has freed it, until the room is
+needed. The block that was unused for longest is evicted first; among the blocks of one request the
+last block goes first, so that the rest is always a prefix.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from baton.engine.base import CacheChange
 
 
 class BlockPool:
-    """Blocks, each free or held by requests; cached ones by several.
+    """Allocates KV blocks. A block is free or held; several requests may hold a cached block.
 
     Args:
-        num_blocks: in all.
-        block_size_tokens: tokens per block.
+        num_blocks: Total number of blocks.
+        block_size_tokens: Tokens per block.
     """
 
     def __init__(self, num_blocks: int, block_size_tokens: int) -> None:
         self.num_blocks, self._block_size = num_blocks, block_size_tokens
-        # The next to be used first.
+        # Free blocks; the first is allocated next.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._held: dict[str, list[int]] = {}
         self._num_holders = [0] * num_blocks
         self._cached: dict[int, int] = {}
         self._hashes: dict[int, int] = {}
-        # Since the last `take_change`: whether each of these hashes is there now.
+        # Hashes that changed since the last `take_change`, with whether each is cached now.
         self._changed: dict[int, bool] = {}
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that requests hold."""
+        """Number of blocks that requests hold."""
         return self.num_blocks - len(self._free)
 
     @property
@@ -42,15 +42,17 @@ class BlockPool:
         return self.num_used_blocks * self._block_size
 
     def start(self, request_id: str, num_tokens: int, hashes: Sequence[int] = ()) -> int | None:
-        """Makes a request that holds nothing hold enough blocks for `num_tokens`.
+        """Allocates blocks for `num_tokens` to a request that holds none.
 
         Args:
-            request_id: of the request.
-            num_tokens: room for so many, what the cache brings included.
-            hashes: of the blocks that it would take from the cache, from its first on.
+            request_id: ID of the request.
+            num_tokens: Tokens to make room for, including those from the cache.
+            hashes: Hashes of the blocks that the request can take from the cache, from its first
+                block on.
 
         Returns:
-            How many of them it took; None, and nothing done, without room.
+            Number of blocks taken from the cache. None if there is no room; nothing has changed
+                then.
         """
         assert request_id not in self._held
         cached = list[int]()
@@ -68,7 +70,11 @@ class BlockPool:
         return len(cached)
 
     def grow(self, request_id: str, num_tokens: int) -> bool:
-        """Makes a request hold enough blocks for `num_tokens`; False, and nothing, without room."""
+        """Grows a request's blocks to hold `num_tokens`.
+
+        Returns:
+            False if there is no room; nothing has changed then.
+        """
         held = self._held.get(request_id, [])
         missing = -(-num_tokens // self._block_size) - len(held)
         if missing > len(self._free):
@@ -79,9 +85,9 @@ class BlockPool:
         return True
 
     def cache(self, request_id: str, first_block: int, hashes: Sequence[int]) -> None:
-        """Names blocks that a request has computed in full, from its `first_block` on.
+        """Caches full blocks of a request, from its `first_block` on.
 
-        Of equal blocks the first keeps the name.
+        If several blocks have the same hash, the first one stays cached.
         """
         for block, block_hash in zip(self._held[request_id][first_block:], hashes, strict=False):
             if block_hash not in self._cached and block not in self._hashes:
@@ -89,16 +95,17 @@ class BlockPool:
                 self._change(block_hash, present=True)
 
     def free(self, request_id: str) -> None:
-        """Takes back all a request holds, if anything."""
+        """Frees all blocks of a request."""
         for block in reversed(self._held.pop(request_id, ())):
             self._num_holders[block] -= 1
             if not self._num_holders[block]:
                 self._free[block] = None
-                # Of no use to anybody: used before anything cached.
+                # A block without a hash cannot be found again, so it is reused before cached
+                # blocks.
                 self._free.move_to_end(block, last=block in self._hashes)
 
     def take_change(self) -> CacheChange | None:
-        """What changed in the cache since this was last asked; None for nothing."""
+        """Returns the cache's changes since the last call; None for no change."""
         if not self._changed:
             return None
         changed, self._changed = self._changed, {}
@@ -108,7 +115,7 @@ class BlockPool:
         )
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError when a block is lost, counted wrong, or cached under a wrong name."""
+        """Raises RuntimeError if a block is leaked, counted wrong, or cached under a wrong hash."""
         holders = Counter(block for held in self._held.values() for block in held)
         if sorted([*self._free, *holders]) != list(range(self.num_blocks)):
             raise RuntimeError("KV blocks were lost or given out while they were held")
@@ -129,6 +136,6 @@ class BlockPool:
         return block
 
     def _change(self, block_hash: int, *, present: bool) -> None:
-        # The latest change is the last: blocks are named in the order in which they came and went.
+        # The latest change comes last, so that the order of the report is the order of the changes.
         self._changed.pop(block_hash, None)
         self._changed[block_hash] = present

@@ -1,4 +1,4 @@
-"""The handoff as a simulated engine sees it: real bytes through the real transfer service."""
+"""Handoffs of the simulated engine: real bytes through the real transfer service."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from baton.kvtransfer.control import FIRST_EPOCH, EnginePort, checksum, filled_f
 from baton.kvtransfer.layout import KvLayout
 from baton.v1 import kv_transfer_pb2
 
-# States remembered of handoffs that no request here has asked about yet.
+# Most handoff states that are remembered before their requests come.
 _MAX_STATES = 4096
 _SETTLED = (
     kv_transfer_pb2.HANDOFF_STATE_COMMITTED,
@@ -20,22 +20,22 @@ _SETTLED = (
 
 
 class PortClosed(Exception):
-    """The transfer service has ended, and this engine with it."""
+    """The transfer service has ended, so the engine ends too."""
 
 
-class WrongBaton(Exception):
-    """Committed staging holds the KV cache of another prompt. Must never happen."""
+class WrongHandoff(Exception):
+    """Committed staging holds the KV cache of another prompt. This must never happen."""
 
 
 class HandoffPort:
-    """One engine's sends and receives.
+    """Sends and receives the handoffs of one simulated engine.
 
     Args:
-        socket_path: of the transfer service.
-        layout: of this engine's KV cache; tensor-parallel size 1.
+        socket_path: Control socket of the transfer service.
+        layout: Layout of the engine's KV cache, with tensor-parallel size 1.
 
     Raises:
-        ServiceGone: nobody answers there.
+        ServiceGone: The transfer service does not answer.
     """
 
     def __init__(self, socket_path: str, layout: KvLayout) -> None:
@@ -44,7 +44,7 @@ class HandoffPort:
         self._states: dict[bytes, kv_transfer_pb2.HandoffState.ValueType] = {}
 
     def poll(self) -> None:
-        """Takes in changes of handoffs' states. Raises PortClosed."""
+        """Reads changes of handoffs' states. Raises PortClosed."""
         for state in self._port.poll():
             self._states.pop(state.handoff_id, None)
             self._states[state.handoff_id] = state.state
@@ -57,25 +57,26 @@ class HandoffPort:
         return HandoffSend(self._port, self.layout, send, prompt, adapter)
 
     def is_settled(self, handoff_id: bytes) -> bool:
-        """Whether waiting is over: committed, or never to be."""
+        """Returns whether a handoff is committed or will never be."""
         return self._states.get(handoff_id) in _SETTLED
 
     def load(self, receive: ReceiveHandoff, tokens: Sequence[int], adapter: str) -> int:
-        """Loads a committed handoff, once, and gives its staging back in any case.
+        """Loads a committed handoff once; its staging is released in any case.
 
         Args:
-            receive: what is expected.
-            tokens: of the prompt, and the known ones after it.
-            adapter: with which they are computed; empty for none.
+            receive: The expected handoff.
+            tokens: Tokens of the prompt, then known tokens.
+            adapter: LoRA adapter of the request; empty: none.
 
         Returns:
-            How many of these tokens are there with it; 0 when it is not there, or damaged.
+            Number of tokens loaded; 0 if the handoff is missing or damaged.
 
         Raises:
-            WrongBaton: intact, but of another prompt or adapter.
+            WrongHandoff: The handoff is intact, but belongs to another prompt or adapter.
         """
         state = self._states.pop(receive.handoff_id, None)
-        # Too late, unless it has ended already.
+        # This reason applies when the handoff came too late; a handoff that has ended keeps its
+        # own.
         not_loaded = kv_transfer_pb2.REFUSAL_REASON_EXPIRED
         try:
             if state != kv_transfer_pb2.HANDOFF_STATE_COMMITTED:
@@ -87,8 +88,8 @@ class HandoffPort:
             num_tokens = receive.num_tokens - receive.skip_tokens
             num_blocks = self.layout.num_blocks(num_tokens)
             if (claim.num_blocks, claim.num_tokens) != (num_blocks, num_tokens):
-                raise WrongBaton(
-                    f"wrong baton: holds {claim.num_tokens} tokens in {claim.num_blocks} blocks; "
+                raise WrongHandoff(
+                    f"wrong handoff: holds {claim.num_tokens} tokens in {claim.num_blocks} blocks; "
                     f"the request expects {num_tokens} in {num_blocks}"
                 )
             layers = self._copy(claim.offset, num_blocks, claim.frames)
@@ -102,7 +103,7 @@ class HandoffPort:
             self._port.release(receive.handoff_id, all_ranks=True, not_loaded=not_loaded)
 
     def release(self, handoff_id: bytes) -> None:
-        """Releases a handoff of which nothing will be loaded."""
+        """Releases a handoff that will not be loaded."""
         self._states.pop(handoff_id, None)
         cancelled = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
         self._port.release(handoff_id, all_ranks=True, not_loaded=cancelled)
@@ -113,7 +114,7 @@ class HandoffPort:
     def _copy(
         self, offset: int, num_blocks: int, frames: Sequence[kv_transfer_pb2.LocalFrame]
     ) -> bytes | None:
-        """Staging as it is now; None when a frame's bytes are not those that were received."""
+        """Returns a copy of staging; None if a frame's bytes differ from those received."""
         data = bytes(self._port.memory[offset : offset + self.layout.shard_bytes(num_blocks)])
         view = memoryview(data)
         for frame in frames:
@@ -135,8 +136,8 @@ class HandoffPort:
                 begin = layout.offset(0, layer, block, num_blocks)
                 expected = digests.kv_bytes(layer, skip_blocks + block, layout.block_bytes)
                 if data[begin : begin + layout.block_bytes] != expected:
-                    raise WrongBaton(
-                        f"wrong baton: layer {layer}, block {block} of handoff "
+                    raise WrongHandoff(
+                        f"wrong handoff: layer {layer}, block {block} of handoff "
                         f"{receive.handoff_id.hex()} is not this prompt's"
                     )
 

@@ -1,4 +1,4 @@
-"""What a simulated step makes of a request that has caught up: a token, its text, and its end."""
+"""Samples the simulated engine's output: the next token, its text, and the end of the request."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class Sampler:
         )
 
     def prompt_logprobs(self, live: LiveRequest) -> Sequence[Sequence[Logprob]]:
-        """Of each prompt token, where the request wants them; a continued request gets none."""
+        """Returns the prompt's log probabilities if requested; none for a continued request."""
         prompt = live.request.prompt_token_ids
         rest = self._logprobs(prompt[1:], live.request.sampling, "prompt_logprobs")
         wanted = live.request.sampling.HasField("prompt_logprobs")
         return [(), *rest] if wanted and not live.request.known_token_ids else ()
 
     def _end(self, live: LiveRequest, token: int) -> tuple[Finish | None, str]:
-        """Adds a token's text, and says why the request ends with it, if it does.
+        """Adds a token's text and checks whether it ends the request.
 
         Returns:
-            Why, or None; and the stop string or stop token id, empty without.
+            The finish reason or None, and the stop string or stop token ID, which may be empty.
         """
         sampling, count = live.request.sampling, live.num_output_tokens
         finish: Finish | None = None
@@ -74,7 +74,7 @@ class Sampler:
         return finish, stop
 
     def _ends_by_itself(self, live: LiveRequest) -> bool:
-        """Whether the answer has reached its own length, as a model's answer ends with EOS."""
+        """Returns whether the answer has its own length, as a model's answer ends with EOS."""
         sampling, count = live.request.sampling, live.num_output_tokens
         if not self._mean_output_tokens or sampling.ignore_eos or count < sampling.min_tokens:
             return False
@@ -83,12 +83,12 @@ class Sampler:
     def _logprobs(
         self, token_ids: Iterable[int], sampling: common_pb2.SamplingParams, field: str
     ) -> Sequence[Sequence[Logprob]]:
-        """Made-up values: the chosen token has half of the probability, the next half of that.
+        """Returns made-up values: the chosen token has probability 1/2, the next 1/4, and so on.
 
         Args:
-            token_ids: the chosen tokens.
-            sampling: of the request.
-            field: the field of it that says how many likeliest tokens are wanted.
+            token_ids: The chosen tokens.
+            sampling: Sampling parameters of the request.
+            field: Name of the parameter that holds the number of requested candidates.
         """
         if not sampling.HasField(field):  # type: ignore[arg-type]
             return ()
@@ -101,6 +101,6 @@ class Sampler:
                 Logprob(one, _HALF * rank, rank, vocabulary.tokenizer.decode([one]))
                 for rank, one in enumerate(likeliest, start=1)
             ]
-            # The chosen token, then the likeliest, of which it is the first.
+            # The chosen token comes first, then the likeliest tokens, which begin with it.
             found.append(tuple(entries[:1] + entries[:count]))
         return found

@@ -1,8 +1,8 @@
-"""Which requests a simulated engine computes in its next step, and what of them.
+"""The simulated engine's scheduler: which requests the next step computes, and how many tokens.
 
-Continuous batching with chunked prefill in vLLM's form: every request has tokens and a number of
-them computed; a step computes what is missing, bounded by tokens and by requests. Without free
-blocks the least urgent request is preempted and computed again later.
+It does continuous batching with chunked prefill, like vLLM: a step computes the missing tokens of
+its requests, limited in tokens and in requests. Without free blocks the request with the lowest
+priority is preempted and computed again later.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from baton.runtime.block_hashes import block_hashes, root_of
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A request that the engine holds.
+    """A request that the simulated engine holds.
 
     Attributes:
-        order: (priority, arrival): smaller runs first and is preempted last.
-        max_output_tokens: known ones included.
-        tokens: prompt, known and generated.
-        hashes: of the full blocks of `tokens`, as far as they were needed.
-        num_computed: of tokens, whose KV the engine holds.
-        num_computed_here: of num_computed, those neither a handoff nor the prefix cache brought.
-        num_cached_tokens: of the prompt, that the prefix cache brought when it last started.
-        num_named_blocks: whose hashes the prefix cache was told.
-        run: counts preemptions; what a step computed for an earlier run is void.
-        receive_deadline: monotonic; None once the handoff is loaded, lost or there was none.
+        order: (priority, arrival number); a smaller value runs first and is preempted last.
+        max_output_tokens: Most output tokens, including known ones.
+        tokens: Prompt, known and generated tokens.
+        hashes: Hashes of the first full blocks of `tokens`, as far as they were needed.
+        num_computed: Tokens whose KV the engine holds.
+        num_computed_here: The part of num_computed that came neither from a handoff nor from the
+            cache.
+        num_cached_tokens: Prompt tokens that the prefix cache gave at the last start.
+        num_cached_blocks: Blocks that were put into the prefix cache.
+        run: Number of preemptions; work of an earlier run is void.
+        receive_deadline: Deadline of the handoff, by time.monotonic. None without a handoff, and
+            once the handoff is loaded or failed.
     """
 
     request: EngineRequest
@@ -55,7 +57,7 @@ class LiveRequest:
     handoff_wait_s: float | None = None
     num_handoff_tokens: int = 0
     num_cached_tokens: int = 0
-    num_named_blocks: int = 0
+    num_cached_blocks: int = 0
     reported: bool = False
 
     @property
@@ -71,7 +73,7 @@ class LiveRequest:
         return len(self.tokens) - self.num_computed
 
     def block_hashes(self, num_tokens: int, block_size_tokens: int) -> array[int]:
-        """Hashes of the full blocks of the first `num_tokens`."""
+        """Returns the hashes of the full blocks of the first `num_tokens` tokens."""
         num_blocks = num_tokens // block_size_tokens
         if len(self.hashes) < num_blocks:
             begin = len(self.hashes) * block_size_tokens
@@ -83,7 +85,7 @@ class LiveRequest:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one step computes for one request."""
+    """One request's share of a step."""
 
     request: LiveRequest
     run: int
@@ -92,19 +94,19 @@ class Work:
 
     @property
     def valid(self) -> bool:
-        """Whether the work still counts: its request was neither aborted nor preempted since."""
+        """Whether the request was neither aborted nor preempted since the step was scheduled."""
         return self.request.live and self.request.run == self.run
 
 
 @dataclass(slots=True)
 class Scheduler:
-    """Owns the order of requests and their blocks.
+    """Owns the order of the requests, and their blocks.
 
     Attributes:
-        caching_block_tokens: the block size, with prefix caching; 0 without.
-        is_ready: whether a waiting request may start; one that waits for its handoff may not, and
-            holds nobody up.
-        on_start: called when a request gets its blocks, before what is missing of it is counted.
+        caching_block_tokens: Block size of the prefix cache in tokens; 0 without prefix caching.
+        is_ready: Returns whether a waiting request may start. A request that waits for its handoff
+            may not, and does not delay the requests behind it.
+        on_start: Called when a request has got its blocks, before its missing tokens are counted.
     """
 
     blocks: BlockPool
@@ -128,7 +130,7 @@ class Scheduler:
         heapq.heappush(self._waiting, (request.order, request))
 
     def remove(self, request: LiveRequest) -> None:
-        """Forgets a request and frees its blocks."""
+        """Removes a request and frees its blocks."""
         request.live = False
         if request in self.running:
             self.running.remove(request)
@@ -138,15 +140,15 @@ class Scheduler:
         self.blocks.free(request.id)
 
     def preempt(self, request: LiveRequest) -> None:
-        """Takes a running request's blocks; it starts over when there is room again."""
+        """Takes a running request's blocks; it starts over when there is room."""
         self.running.remove(request)
         self.blocks.free(request.id)
         request.run += 1
-        request.num_computed = request.num_computed_here = request.num_named_blocks = 0
+        request.num_computed = request.num_computed_here = request.num_cached_blocks = 0
         self.add(request)
 
     def schedule(self) -> list[Work]:
-        """The next step; empty when nothing can run now."""
+        """Returns the next step's work; empty if nothing can run now."""
         budget, work = self.max_num_batched_tokens, list[Work]()
         preempted = False
         for request in sorted(self.running, key=lambda running: running.order):
@@ -167,7 +169,7 @@ class Scheduler:
         return work if preempted else work + self._admit(budget)
 
     def _admit(self, budget: int) -> list[Work]:
-        """Starts waiting requests in order, until one that is ready finds no room."""
+        """Starts waiting requests in order, until a ready request finds no room."""
         work, put_back = list[Work](), list[tuple[tuple[int, int], LiveRequest]]()
         while self._waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             entry = heapq.heappop(self._waiting)
@@ -191,30 +193,30 @@ class Scheduler:
         return work
 
     def _take_blocks(self, request: LiveRequest) -> bool:
-        """Gives a request its blocks, what the prefix cache has of them included."""
+        """Allocates a request's blocks, including those in the prefix cache."""
         size, hashes = self.caching_block_tokens, array("Q")
-        # As in vLLM: what asks for the prompt's logprobs computes the whole prompt.
+        # As in vLLM, a request for prompt logprobs computes its whole prompt.
         reads = request.request.known_token_ids or not request.request.sampling.HasField(
             "prompt_logprobs"
         )
         if size and reads:
-            # The last token is always computed here: its logits are what the next one comes from.
+            # The last token is always computed, because the next token is sampled from its logits.
             hashes = request.block_hashes(len(request.tokens) - 1, size)
         cached = self.blocks.start(request.id, len(request.tokens), hashes)
         if cached is None:
             return False
         request.num_computed = cached * size
-        request.num_named_blocks = cached
+        request.num_cached_blocks = cached
         num_prompt_tokens = len(request.request.prompt_token_ids)
         request.num_cached_tokens = min(request.num_computed, num_prompt_tokens)
         return True
 
-    def name_blocks(self, request: LiveRequest) -> None:
-        """Puts the blocks that a request has computed in full into the prefix cache."""
+    def cache_blocks(self, request: LiveRequest) -> None:
+        """Puts a request's full computed blocks into the prefix cache."""
         size = self.caching_block_tokens
-        if size and request.num_computed // size > request.num_named_blocks:
+        if size and request.num_computed // size > request.num_cached_blocks:
             hashes = request.block_hashes(request.num_computed, size)
-            first, request.num_named_blocks = request.num_named_blocks, len(hashes)
+            first, request.num_cached_blocks = request.num_cached_blocks, len(hashes)
             self.blocks.cache(request.id, first, hashes[first:])
 
     @staticmethod

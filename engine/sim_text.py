@@ -1,8 +1,8 @@
-"""Text of an output as its tokens come, with vLLM's rules for stop strings.
+"""Detokenizes the simulated engine's output, with vLLM's rules for stop strings.
 
-The rules are those of vllm/v1/engine/detokenizer.py: characters split across tokens wait for their
-last token, and as many characters as the longest stop string less one are held back until the
-output is finished, unless stop strings are to be part of the text.
+The rules are those of vllm/v1/engine/detokenizer.py. A character that is split across tokens waits
+for its last token. Until the output ends, the last characters are held back, one fewer than the
+longest stop string has, unless stop strings are included in the text.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from tokenizers.decoders import DecodeStream
 from baton.engine.sim_tokens import Vocabulary
 from baton.v1 import common_pb2
 
-# Of the prompt, whose end decides how the first tokens read.
+# Number of prompt tokens at its end that decide how the first output tokens read.
 _NUM_CONTEXT_TOKENS = 16
 
 
 class OutputText:
-    """One request's text.
+    """The text of one request's output.
 
     Args:
-        vocabulary: whose tokenizer decodes.
-        prompt: token ids the output follows; their end decides how its first token reads.
-        sampling: stop strings, and whether special tokens are left out.
+        vocabulary: The vocabulary with the tokenizer.
+        prompt: Token IDs before the output; the last ones decide how the first output token reads.
+        sampling: Stop strings, and whether special tokens are skipped.
     """
 
     __slots__ = (
@@ -48,7 +48,7 @@ class OutputText:
         )
         context = list(prompt[-_NUM_CONTEXT_TOKENS:])
         if self._tokenizer.decode(context).endswith("\N{REPLACEMENT CHARACTER}"):
-            # A stream that begins inside a character would give the prompt out with its end.
+            # A decode stream that starts inside a character would return prompt text with its end.
             context = []
         self._stream: Any = DecodeStream(ids=context, skip_special_tokens=self._skip_special)
         self._stop = tuple(sampling.stop)
@@ -59,17 +59,17 @@ class OutputText:
         self._text, self._reported = "", 0
 
     def replay(self, token_ids: Sequence[int], num_reported_chars: int) -> None:
-        """Takes in tokens that exist already, and how much of their text went out with them."""
+        """Adds tokens that exist already, and the number of their characters that were sent."""
         for token_id in token_ids:
             self._text += self._decode(token_id)
         self._reported = num_reported_chars
 
     def add(self, token_id: int, *, may_stop: bool) -> str:
-        """Takes in a token; returns the stop string it completed, or "".
+        """Adds a token; returns the stop string that it completed, or "".
 
         Args:
-            token_id: the next one.
-            may_stop: whether stop strings count yet (min_tokens).
+            token_id: The next token.
+            may_stop: Whether stop strings count yet (min_tokens).
         """
         before = len(self._text)
         self._text += self._decode(token_id)
@@ -88,7 +88,7 @@ class OutputText:
         return stop
 
     def take(self, *, finished: bool) -> str:
-        """The text that became final since the last call."""
+        """Returns the text that became final since the last call."""
         end = len(self._text) - (0 if finished else self._held_back)
         if end <= self._reported:
             return ""

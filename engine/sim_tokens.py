@@ -1,8 +1,8 @@
-"""What a simulated model says, and what its KV cache holds.
+"""The simulated model's output tokens and KV bytes.
 
-Token i of an output is a hash over the prompt and all tokens before it, so that one lost, repeated
-or foreign token changes every token after it. KV bytes are derived from the digest of the prompt up
-to the end of their block, so that bytes of another prompt, block or layer show.
+Token i of an output is a hash over the prompt and all tokens before it, so a lost, repeated or
+foreign token changes every later token. KV bytes come from the digest of the prompt up to the end
+of their block, so bytes of another prompt, block or layer are detected.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from baton.runtime.block_hashes import root_of
 
 # Seed of the hash that chooses answer lengths, so that lengths do not follow from first tokens.
 _LENGTH_SEED = 1
-# Enough for any test to tell outputs apart; scanning a large vocabulary would cost start-up time.
+# This many tokens suffice for tests to tell outputs apart; scanning a large vocabulary would make
+# the start slow.
 _MAX_PRINTABLE = 4096
 
 
 class Vocabulary:
-    """A tokenizer, and the token ids a simulated model picks from.
+    """A tokenizer, and the token IDs that a simulated model picks from.
 
     Attributes:
-        tokenizer: a tokenizers.Tokenizer.
-        printable: ids that stand for printable ASCII text by themselves; never special tokens.
+        tokenizer: A tokenizers.Tokenizer.
+        printable: IDs of tokens that are printable ASCII text; never special tokens.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -41,10 +42,10 @@ class Vocabulary:
 
     @classmethod
     def load(cls, model: str) -> Vocabulary:
-        """Reads tokenizer.json of a local model directory.
+        """Reads the tokenizer.json of a local model directory.
 
         Raises:
-            ValueError: no such file, or no tokenizer in it.
+            ValueError: The file is missing or holds no tokenizer.
         """
         path = Path(model) / "tokenizer.json"
         if not path.is_file():
@@ -57,10 +58,10 @@ class Vocabulary:
 
 
 class TokenChain:
-    """Picks the next token of one output: xxh3_64 over the one before, as a chain.
+    """Picks the next token of one output as a chain of xxh3_64 hashes.
 
-    The chain starts with the hash of the prompt's ids (little-endian, 4 bytes each), seeded by the
-    adapter, and advances by hashing its 8 bytes and the next token's 4.
+    The chain starts with the hash of the prompt's IDs (little-endian, 4 bytes each), seeded by the
+    adapter. It advances by hashing its 8 bytes and the 4 bytes of the next token.
     """
 
     __slots__ = ("_hash", "_printable", "_prompt_hash")
@@ -71,12 +72,12 @@ class TokenChain:
         self._hash = self._prompt_hash
 
     def advance(self, token_ids: Iterable[int]) -> None:
-        """Takes in tokens of the output, whoever picked them."""
+        """Adds tokens of the output, from this engine or another one."""
         for token_id in token_ids:
             self._hash = xxhash.xxh3_64_intdigest(struct.pack("<QI", self._hash, token_id))
 
     def next(self) -> int:
-        """The token after those taken in; the same until `advance`."""
+        """Returns the token after those added; the same until `advance`."""
         return self._printable[self._hash % len(self._printable)]
 
     def answer_length(self, mean_tokens: int) -> int:
@@ -98,7 +99,7 @@ class TokenChain:
 def expected_tokens(
     vocabulary: Vocabulary, prompt: Sequence[int], num_tokens: int, adapter: str = ""
 ) -> list[int]:
-    """What every simulated engine answers to a prompt, however the work was split."""
+    """Returns the tokens that every simulated engine answers, however the work was split."""
     chain, tokens = TokenChain(vocabulary, prompt, adapter), list[int]()
     for _ in range(num_tokens):
         tokens.append(chain.next())
@@ -107,7 +108,7 @@ def expected_tokens(
 
 
 class KvDigests:
-    """The digest of a prompt up to the end of each of its blocks, made as far as asked for."""
+    """Digests of a prompt up to the end of each block, computed as far as needed."""
 
     __slots__ = ("_block_size", "_digests", "_hash", "_tokens")
 
@@ -120,7 +121,7 @@ class KvDigests:
         self._digests: list[bytes] = []
 
     def kv_bytes(self, layer: int, block: int, block_bytes: int) -> bytes:
-        """What one block of one layer holds."""
+        """Returns the content of one block of one layer."""
         while len(self._digests) <= block:
             first = len(self._digests) * self._block_size
             self._hash.update(token_bytes(self._tokens[first : first + self._block_size]))
@@ -130,7 +131,7 @@ class KvDigests:
 
 
 def token_bytes(token_ids: Sequence[int]) -> bytes:
-    """Ids as little-endian 4-byte words."""
+    """Returns token IDs as little-endian 4-byte words."""
     words = array("I", token_ids)
     assert words.itemsize == 4
     return words.tobytes()

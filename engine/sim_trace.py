@@ -1,4 +1,4 @@
-"""What the simulated engine's steps were, as torch's profiler writes it: Chrome's trace events."""
+"""Profile of the simulated engine's steps as Chrome trace events, like torch's profiler."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 import os
 from pathlib import Path
 
-# Beyond it the first steps stay.
+# Most steps of a profile; further steps are left out.
 _MAX_STEPS = 200_000
 
 
 class StepTrace:
-    """Steps as they were taken: there is nothing below a step that computes."""
+    """Records steps. A simulated step has no parts that could be recorded."""
 
     def __init__(self) -> None:
         self._events: list[dict[str, object]] = []

@@ -1,11 +1,10 @@
 """The simulated engine: real scheduling, real handoffs and real protocols, without a model.
 
-Time passes as the latency model says, tokens are a hash chain over all tokens before them
-(`expected_tokens`), and KV bytes carry the prompt's digest, so that anything lost, repeated or
-foreign shows. An answer ends at a length that follows from its prompt (`mean_output_tokens`).
-The only sampling parameters that the engine reads are those that end an output: max_tokens,
-min_tokens, ignore_eos, stop, stop_token_ids. The engine needs neither torch nor a model's weights,
-only the model's tokenizer.json.
+Steps take the time that the latency model predicts. Tokens are a hash chain over all tokens before
+them (`expected_tokens`), and KV bytes carry the prompt's digest, so lost, repeated or foreign data
+is detected. An answer ends at a length that follows from its prompt (`mean_output_tokens`). The
+engine reads only the sampling parameters that end an output: max_tokens, min_tokens, ignore_eos,
+stop, stop_token_ids. It needs neither torch nor a model's weights, only the model's tokenizer.json.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from baton.engine.base import (
     Trace,
 )
 from baton.engine.sim_blocks import BlockPool
-from baton.engine.sim_handoff import HandoffPort, WrongBaton
+from baton.engine.sim_handoff import HandoffPort, WrongHandoff
 from baton.engine.sim_sampling import Sampler
 from baton.engine.sim_scheduler import LiveRequest, Scheduler, Work
 from baton.engine.sim_text import OutputText
@@ -49,21 +48,22 @@ __all__ = ["SimulatedEngine", "expected_tokens"]
 
 _VERSION = "1"
 _MAX_SAMPLES = 256
-# Steps computed and not fetched: as an engine process runs one step ahead of whoever reads it.
+# Most computed steps that the worker has not fetched, because an engine process runs one step ahead
+# of its reader.
 _MAX_STEPS_AHEAD = 2
-# As an idle vLLM steps that only has requests which wait.
+# Step interval while all requests wait for handoffs, like that of an idle vLLM.
 _POLL_S = 1e-3
 
 
 class SimulatedEngine:
-    """An `Engine` (engine/base.py) that computes nothing: steps last as long as the model says.
+    """An `Engine` (engine/base.py) without a model; steps last as long as the latency model says.
 
     Args:
-        model: local directory or hub id with a tokenizer.json.
-        served_name: what requests call it.
-        settings: sizes and timing.
-        transfer_socket: the transfer service's local socket; "" runs without handoffs.
-        adapters: names of LoRA adapters; each makes other tokens and other KV bytes of a prompt.
+        model: Local directory or hub ID with a tokenizer.json.
+        served_name: Name of the model in requests.
+        settings: Sizes and timing.
+        transfer_socket: Control socket of the transfer service; empty: no handoffs.
+        adapters: Names of LoRA adapters. With an adapter a prompt gets other tokens and KV bytes.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class SimulatedEngine:
         self._num_steps = 0
         self._samples: deque[StepSample] = deque(maxlen=_MAX_SAMPLES)
         self._trace: StepTrace | None = None
-        self._early: list[EngineOutput] = []
+        self._pending_outputs: list[EngineOutput] = []
         self._steps: deque[EngineStep] = deque()
         self._has_work, self._has_steps, self._has_room = (asyncio.Event() for _ in range(3))
         self._has_room.set()
@@ -186,7 +186,9 @@ class SimulatedEngine:
                 self._forget(live)
         for step in self._steps:
             step.outputs = [output for output in step.outputs if output.request_id not in gone]
-        self._early = [output for output in self._early if output.request_id not in gone]
+        self._pending_outputs = [
+            output for output in self._pending_outputs if output.request_id not in gone
+        ]
         self._has_work.set()
 
     async def next_step(self) -> EngineStep:
@@ -219,11 +221,11 @@ class SimulatedEngine:
         self._trace = StepTrace()
 
     async def stop_profile(self) -> Sequence[Trace]:
-        """Ends the recording: one trace, as of one rank, of the steps."""
+        """Ends the recording; returns one trace, for rank 0."""
         trace, self._trace = self._trace, None
         if trace is None:
             return ()
-        # Beside the socket, in the worker's own directory.
+        # The file goes into the worker's own directory, beside the socket.
         directory = Path(self._transfer_socket).parent if self._transfer_socket else None
         descriptor, name = tempfile.mkstemp(".trace.json", dir=directory)
         os.close(descriptor)
@@ -243,10 +245,10 @@ class SimulatedEngine:
             self._port = None
 
     def preempt(self, request_id: str) -> bool:
-        """Preempts a running request, as a lack of blocks would; for tests.
+        """Preempts a running request as if blocks had run short; for tests.
 
         Returns:
-            Whether it was running.
+            Whether the request was running.
         """
         live = self._requests.get(request_id)
         if live is None or live not in self._scheduler.running:
@@ -255,16 +257,18 @@ class SimulatedEngine:
         return True
 
     def check_integrity(self) -> None:
-        """Raises RuntimeError when blocks are lost, or held although no request lives."""
+        """Raises RuntimeError if blocks are leaked, or held while there are no requests."""
         self._blocks.check_integrity()
         if not self._requests and self._blocks.num_used_blocks:
-            raise RuntimeError(f"{self._blocks.num_used_blocks} KV blocks are held by nobody")
+            raise RuntimeError(
+                f"{self._blocks.num_used_blocks} KV blocks are held without a request"
+            )
 
     def _validated(self, request: EngineRequest, vocabulary: Vocabulary) -> int:
-        """Checks a request, and returns how many output tokens it may have.
+        """Checks a request; returns the most output tokens that it may have.
 
         Raises:
-            RequestRejected: the engine does not take it.
+            RequestRejected: The engine does not accept the request.
         """
         num_prompt, limit = len(request.prompt_token_ids), self._settings.max_model_len
         if request.request_id in self._requests:
@@ -291,7 +295,7 @@ class SimulatedEngine:
         self._has_steps.set()
 
     def _forget(self, live: LiveRequest) -> None:
-        """Ends a request: its blocks and its handoff are free from here on."""
+        """Ends a request, and frees its blocks and its handoff."""
         del self._requests[live.id]
         self._scheduler.remove(live)
         if live.receive_deadline is not None and live.request.receive and self._port is not None:
@@ -309,7 +313,7 @@ class SimulatedEngine:
                 work = self._scheduler.schedule()
                 if work:
                     await self._compute(work)
-                elif self._early:
+                elif self._pending_outputs:
                     self._publish([])
                 else:
                     await self._wait_for_work()
@@ -319,7 +323,7 @@ class SimulatedEngine:
             self._die(f"the simulated engine failed: {type(error).__name__}: {error}")
 
     async def _wait_for_work(self) -> None:
-        """Waits until something is submitted or aborted; while handoffs are awaited, a moment."""
+        """Waits for a submit or an abort; only shortly while requests wait for handoffs."""
         awaits_handoff = any(
             request.receive_deadline is not None for request in self._scheduler.waiting
         )
@@ -366,7 +370,7 @@ class SimulatedEngine:
     async def _pass_layers(
         self, work: Sequence[Work], started_at: float, duration_s: float
     ) -> None:
-        """Lets the step's time pass; each layer's finished blocks leave as it is computed."""
+        """Lets the step's time pass; stages each layer's finished blocks when it is computed."""
         # A request that is preempted during the step finishes the step's layers, as in vLLM.
         sending = [
             (item.request, item.request.send, item.request.num_computed + item.num_tokens)
@@ -384,13 +388,13 @@ class SimulatedEngine:
                     send.write(layer, num_computed_tokens)
 
     def _advance(self, item: Work) -> EngineOutput | None:
-        """Counts what a step computed for a request; samples once it has caught up."""
+        """Counts a request's computed tokens; samples a token once the prompt is computed."""
         live = item.request
         if not item.valid:
             return None
         live.num_computed += item.num_tokens
         live.num_computed_here += item.num_tokens
-        self._scheduler.name_blocks(live)
+        self._scheduler.cache_blocks(live)
         return self._sample(live) if live.num_missing == 0 else None
 
     def _sample(self, live: LiveRequest) -> EngineOutput:
@@ -406,7 +410,7 @@ class SimulatedEngine:
 
     @staticmethod
     def _describe_start(live: LiveRequest, output: EngineOutput) -> None:
-        """Adds to a request's first output how it began."""
+        """Adds the timings of a request's start to its first output."""
         now = monotonic()
         first_run_at = live.first_run_at if live.first_run_at is not None else now
         output.queue_s = first_run_at - live.submitted_at
@@ -416,16 +420,16 @@ class SimulatedEngine:
         output.num_handoff_tokens = live.num_handoff_tokens
 
     def _publish(self, outputs: list[EngineOutput]) -> None:
-        outputs, self._early = [*self._early, *outputs], []
+        outputs, self._pending_outputs = [*self._pending_outputs, *outputs], []
         self._steps.append(EngineStep(outputs, self._blocks.take_change()))
         if len(self._steps) >= _MAX_STEPS_AHEAD:
             self._has_room.clear()
         self._has_steps.set()
 
-    # ---- The receiving side of handoffs.
+    # ---- Receiving handoffs.
 
     def _is_ready(self, live: LiveRequest) -> bool:
-        """Whether a request need not wait for its handoff, or not any longer."""
+        """Returns whether a request has no handoff to wait for (any longer)."""
         receive = live.request.receive
         if live.receive_deadline is None or receive is None or self._port is None:
             return True
@@ -437,7 +441,7 @@ class SimulatedEngine:
         return True
 
     def _on_start(self, live: LiveRequest) -> None:
-        """Loads the handoff of a request that is about to run, once; without it all is computed."""
+        """Loads the handoff of a request that is about to run, once."""
         receive = live.request.receive
         if live.receive_deadline is None or receive is None or self._port is None:
             return
@@ -448,10 +452,10 @@ class SimulatedEngine:
             return
         try:
             loaded = self._port.load(receive, live.tokens, live.request.adapter)
-        except WrongBaton as error:
+        except WrongHandoff as error:
             self._give_up(live, EngineOutput(live.id, finish=Finish.ERROR, error=str(error)))
             return
-        # The last token is always computed here: its logits are what the next one comes from.
+        # The last token is always computed, because the next token is sampled from its logits.
         live.num_computed = max(live.num_computed, min(loaded, len(live.tokens) - 1))
         live.num_handoff_tokens = max(0, loaded - live.num_cached_tokens)
 
@@ -459,7 +463,7 @@ class SimulatedEngine:
         """Ends a request that was about to run; the scheduler frees its blocks."""
         live.live = False
         del self._requests[live.id]
-        self._early.append(output)
+        self._pending_outputs.append(output)
 
 
 async def _sleep_until(at: float) -> None:

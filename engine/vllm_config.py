@@ -1,4 +1,4 @@
-"""From Baton's settings to vLLM's configuration, and what of it handing over depends on."""
+"""Builds vLLM's configuration from Baton's settings, and the layout that handoffs depend on."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _CACHE_SIZE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
 _CPU_CACHE_BYTES = 2**30
 RECORDING = f"{Recording.__module__}.{Recording.__qualname__}"
-# What Baton sets itself; passing them through would break it.
+# Arguments that Baton sets itself. Users must not set them.
 _OWN_ARGS = (
     "model",
     "tokenizer",
@@ -49,13 +49,13 @@ _OWN_ARGS = (
 
 
 class RefusingEngineArgs(AsyncEngineArgs):  # type: ignore[misc]
-    """Refuses a model as soon as vLLM has read its configuration.
+    """Refuses unsupported models as soon as vLLM has read the model's configuration.
 
-    What vLLM does next may fail over the very thing that is refused, in other words.
+    vLLM's next steps may fail for the same reason with a less helpful message.
     """
 
     def create_model_config(self) -> Any:
-        """Raises EngineDead."""
+        """Raises EngineDead if Baton cannot serve the model."""
         model = super().create_model_config()
         refuse_model(model)
         return model
@@ -68,17 +68,18 @@ def checked_args(
     adapters: Mapping[str, str],
     traces: Path,
 ) -> dict[str, Any]:
-    """What RefusingEngineArgs is made of: what was passed through, and what Baton sets itself.
+    """Returns the arguments of RefusingEngineArgs: the user's, and those that Baton sets.
 
     Args:
-        model: directory or hub id.
-        served_name: what requests call it.
-        engine_args: passed through.
-        adapters: directories of LoRA adapters, by the names that requests use.
-        traces: directory that profiles are written to.
+        model: Local directory or hub ID.
+        served_name: Name of the model in requests.
+        engine_args: The user's engine arguments, by vLLM's names.
+        adapters: Directory or hub ID of each LoRA adapter, by name.
+        traces: Directory of profiles.
 
     Raises:
-        EngineDead: an argument vLLM does not know, that is Baton's to set, or that Baton refuses.
+        EngineDead: vLLM does not know an argument, Baton sets it itself, or Baton refuses its
+            value.
     """
     known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
     for name in engine_args:
@@ -91,13 +92,13 @@ def checked_args(
     args: dict[str, Any] = {
         "model": model,
         "served_model_name": served_name,
-        # Both roles, so that a worker can flip.
+        # Both roles, so that a worker can change its role.
         "kv_transfer_config": {
             "kv_connector": "BatonConnector",
             "kv_connector_module_path": "baton.kvtransfer.connector.vllm_connector",
             "kv_role": "kv_both",
-            # A load that fails ends the request inside vLLM, and `_retry` runs it again without
-            # the handoff: vLLM's own recompute would leave seeded generators one draw ahead.
+            # After a failed load vLLM ends the request, and `_retry` runs it again without the
+            # handoff. vLLM's own recompute would leave a seeded generator one draw ahead.
             "kv_load_failure_policy": "fail",
         },
         "scheduling_policy": "priority",
@@ -108,26 +109,27 @@ def checked_args(
         "profiler_config": _profiler_config(engine_args.get("profiler_config") or {}, traces),
     }
     if args.get("enable_prefix_caching") is not False:
-        # Collected, and taken by the connector; vLLM need not publish them.
+        # The connector takes the collected events; vLLM need not publish them.
         events = {"enable_kv_cache_events": True, "publisher": "null"}
         args.setdefault("kv_events_config", events)
     if current_platform.is_cpu() and args.keys().isdisjoint(_CACHE_SIZE_ARGS):
-        # vLLM would take most of the machine's memory, and so would the next worker on it.
+        # By default vLLM takes most of the machine's memory, and the next worker on it would fail.
         args["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
     return args
 
 
 def _profiler_config(given: dict[str, Any], traces: Path) -> ProfilerConfig:
-    """Ready to record, which costs nothing until somebody asks for a profile.
+    """Configures the profiler, which costs nothing until a profile is requested.
 
     Args:
-        given: what else to record, under vLLM's names (`torch_profiler_with_stack` and so on).
-        traces: directory of what is written.
+        given: The user's profiler settings, by vLLM's names (`torch_profiler_with_stack` and
+            others).
+        traces: Directory of the profiles.
 
     Raises:
-        EngineDead: vLLM does not know such a setting, or it is Baton's.
+        EngineDead: vLLM does not know a setting, or Baton sets it itself.
     """
-    # Compressing happens elsewhere: ranks compute nothing while they write.
+    # The worker compresses traces: ranks compute nothing while they write.
     own = {
         "profiler": "torch",
         "torch_profiler_dir": str(traces),
@@ -137,7 +139,7 @@ def _profiler_config(given: dict[str, Any], traces: Path) -> ProfilerConfig:
     }
     for name in own.keys() & given.keys():
         raise EngineDead(f"engine_args.profiler_config.{name}: is set by Baton")
-    # Stacks of Python make a trace several times as large, and its steps as slow.
+    # Python stacks make a trace several times as large, and its steps as slow.
     settings = {"torch_profiler_with_stack": False, **given, **own}
     try:
         return ProfilerConfig(**settings)
@@ -147,12 +149,12 @@ def _profiler_config(given: dict[str, Any], traces: Path) -> ProfilerConfig:
 
 
 def keep_sockets_in(directory: Path) -> None:
-    """Has vLLM put its Unix sockets and temporary files there: they are removed with the directory.
+    """Makes vLLM put its Unix sockets and temporary files into a directory that Baton removes.
 
-    vLLM makes two sockets for each engine in the temporary directory, and a file by which ranks
-    find each other (`get_file_store_init_method`), and leaves them when it is killed. It reads
-    where from the environment only; of a process that it forks Python has read it before. Where the
-    sockets' paths would be too long, nothing changes.
+    vLLM creates two sockets per engine in the temporary directory, and a file through which ranks
+    find each other (`get_file_store_init_method`), and leaves them there when it is killed. vLLM
+    reads the directory only from the environment; Python has cached it in processes that vLLM
+    forks. If the sockets' paths would be too long, this function changes nothing.
     """
     if not worker_directory.fits(directory):
         return
@@ -161,21 +163,20 @@ def keep_sockets_in(directory: Path) -> None:
     kept = Path(default_cache_dir()).resolve()
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
     os.environ["TMPDIR"] = tempfile.tempdir = str(directory)
-    # So does what torch keeps in the temporary directory whatever that variable says: C++ headers,
-    # compiled in ten seconds and more.
+    # The same holds for torch's compiled C++ headers, which take ten seconds or more to compile.
     kept.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         Path(default_cache_dir()).symlink_to(kept, target_is_directory=True)
 
 
 def bind_threads(config: Any) -> list[int]:
-    """On CPUs: gives every rank its share of the cores this process may use, unless told otherwise.
+    """Binds each rank on a CPU to its share of this process's cores, unless the user has set it.
 
-    vLLM's own choice keeps two cores free for itself, which small machines do not have. It reads
-    this setting from the environment only.
+    vLLM's own choice keeps two cores free, which small machines do not have. vLLM reads this
+    setting only from the environment.
 
     Returns:
-        The cores that ranks compute on; empty where there is a GPU.
+        The cores on which ranks compute; empty on a GPU.
     """
     if config.device_config.device_type != "cpu":
         return []
@@ -203,16 +204,17 @@ def bind_threads(config: Any) -> list[int]:
 def layout_of(
     config: Any, served_name: str, adapters: Sequence[common_pb2.LoraAdapter] = ()
 ) -> KvLayout:
-    """The layout every rank's cache must have; the connector checks it against the tensors.
+    """Returns the layout that every rank's cache must have; the connector checks the tensors.
 
-    Its revision is that of the weights, those of the adapters too: who has others takes no handoff.
+    Its revision covers the weights of the model and of the adapters: workers with other weights
+    refuse the handoff.
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     refuse_cache(cache, model)
     backends = _attention_backends(config)
     _fix_block_size(config, backends)
     heads, head_size = model.get_num_kv_heads(parallel), model.get_head_size()
-    # Keys and values side by side, or (MLA) the one latent that both are computed from.
+    # Keys and values side by side or, with MLA, one latent from which both are computed.
     content = head_size if model.use_mla else 2 * head_size
     itemsize = kv_cache_dtype_str_to_dtype(cache.cache_dtype, model).itemsize
     tp_size = parallel.tensor_parallel_size
@@ -234,12 +236,12 @@ def layout_of(
 def _cache_dtype(cache: Any, model: Any) -> str:
     if cache.cache_dtype == "auto":
         return str(model.dtype).removeprefix("torch.")
-    # vLLM's short name for the same.
+    # vLLM's short name for the same type.
     return "fp8_e4m3" if cache.cache_dtype == "fp8" else str(cache.cache_dtype)
 
 
 def _attention_backends(config: Any) -> list[Any]:
-    """Those that the model's layers will choose; layers with a window may have one of their own."""
+    """Returns the backends that the layers will choose; windowed layers may have their own."""
     model = config.model_config
     if model.use_mla:
         num_heads = model.get_num_attention_heads(config.parallel_config)
@@ -261,10 +263,10 @@ def _attention_backends(config: Any) -> list[Any]:
 
 
 def _fix_block_size(config: Any, backends: Sequence[Any]) -> None:
-    """Makes the ranks keep blocks of the size that is announced.
+    """Makes the ranks use the block size of the fingerprint.
 
-    vLLM's ranks choose it when they have loaded the model, by what its attention takes (FlashMLA:
-    64 tokens), unless somebody else has. On CPUs it is chosen with the configuration.
+    Unless it is set, ranks choose the block size after they have loaded the model, by their
+    attention kernel (FlashMLA: 64 tokens). On CPUs vLLM chooses it with the configuration.
     """
     cache = config.cache_config
     if cache.user_specified_block_size or current_platform.is_cpu():
@@ -276,9 +278,9 @@ def _fix_block_size(config: Any, backends: Sequence[Any]) -> None:
 
 
 def _content(config: Any, backends: Sequence[Any]) -> str:
-    """Names how the attention kernels lay a token's keys and values out.
+    """Returns a name for how the attention kernels arrange a token's keys and values.
 
-    Two backends may keep blocks of one size whose bytes mean something else; so do the CPU's own
+    Two backends may have blocks of one size whose bytes differ in meaning; so do the CPU's own
     kernels for different instruction sets.
     """
     model, cache = config.model_config, config.cache_config
@@ -299,7 +301,7 @@ def _of_adapters(adapters: Sequence[common_pb2.LoraAdapter]) -> str:
 
 
 def _revision(model: Any) -> str:
-    """Changes with the weights: the hub revision, or a digest over the local weight files."""
+    """Returns the hub revision, or a digest over the local weight files."""
     directory = Path(model.model)
     if not directory.is_dir():
         return str(model.revision or "main")

@@ -1,8 +1,8 @@
-"""vLLM behind the Engine protocol.
+"""vLLM as an Engine.
 
-Uses EngineCoreClient and OutputProcessor in place of AsyncLLM, which has no way to hand out one
-engine step as one list. vLLM's engine core and its ranks are processes of their own; the KV
-connector and the forced-tokens processor run inside them.
+This module uses EngineCoreClient and OutputProcessor instead of AsyncLLM, which cannot return one
+engine step as one list. vLLM's engine core and its ranks are separate processes; the KV connector
+and the forced-tokens processor run inside them.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from baton.kvtransfer.connector.scheduler_half import CUT_OFF, PREFIX_GONE
 from baton.kvtransfer.connector.step_work import STEP_WORK
 from baton.runtime import affinity
 
-# Steps whose cost waits for the next load report.
+# Most step costs that are kept for the next load report.
 _MAX_SAMPLES = 256
 _STOP_TIMEOUT_S = 10.0
 _KILL_INTERVAL_S = 0.1
-# What vLLM raises of a request that it does not take.
+# Exceptions that vLLM raises for a request that it does not accept.
 _WRONG_REQUEST = (VLLMClientError, ValueError, TypeError)
 
 
@@ -66,11 +66,11 @@ class VllmEngine:
     """One vLLM engine process group.
 
     Args:
-        model: local directory or hub id.
-        served_name: what requests call the model.
-        engine_args: vLLM's own engine arguments, by vLLM's names (AsyncEngineArgs).
-        transfer_socket: control socket of this worker's transfer service.
-        adapters: LoRA adapters by the names that requests give; a directory or hub id of each.
+        model: Local directory or hub ID.
+        served_name: Name of the model in requests.
+        engine_args: vLLM's engine arguments, by vLLM's names (AsyncEngineArgs).
+        transfer_socket: Control socket of this worker's transfer service.
+        adapters: Directory or hub ID of each LoRA adapter, by name.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class VllmEngine:
 
     async def start(self) -> EngineInfo:
         try:
-            # Loading takes long; the loop must stay free for signals.
+            # Loading takes long, and the event loop must stay free for signals.
             self._starting = asyncio.get_running_loop().run_in_executor(None, self._start)
             info = await asyncio.shield(self._starting)
             for name, lora in self._lora_requests.items():
@@ -132,7 +132,7 @@ class VllmEngine:
             config, Executor.get_class(config), log_stats=True, renderer=renderer
         )
         self._profiler = VllmProfiler(self._core, self._traces, extended=setup.has_recording)
-        # After the ranks have inherited theirs: what handles tokens must not take a rank's core.
+        # The ranks have inherited their cores by now; token handling must not use a rank's core.
         affinity.avoid_cores(setup.rank_cpus)
         self._kv_tokens = setup.kv_tokens
         return setup.info(self._served_name, self._model, begun_at)
@@ -171,7 +171,7 @@ class VllmEngine:
         return engine_core_requests(self._input, live.request, live.internal_id, lora)
 
     def _lora_request(self, adapter: str) -> LoRARequest | None:
-        """Raises ValueError: there is no such adapter."""
+        """Raises ValueError if no adapter has this name."""
         if not adapter:
             return None
         found = self._lora_requests.get(adapter)
@@ -181,7 +181,7 @@ class VllmEngine:
         return found
 
     def _replay(self, live: LiveRequest, run: EngineCoreRequest) -> None:
-        """Brings the detokenizer to where the known tokens left it."""
+        """Feeds the known tokens to the detokenizer."""
         request = live.request
         if not request.known_token_ids or request.prefill_only:
             return
@@ -233,31 +233,31 @@ class VllmEngine:
     async def _take_reports(
         self, reports: Mapping[str, Any], timestamp: float, step: EngineStep
     ) -> None:
-        """Takes what the connector's scheduler half says of a step (SchedulerHalf.finish_step).
+        """Takes the report of the connector's scheduler half on a step (SchedulerHalf.finish_step).
 
         Args:
-            reports: by what they tell.
-            timestamp: of the step's end, by time.monotonic.
-            step: takes what goes on to the worker.
+            reports: The report's parts by their keys.
+            timestamp: End of the step, by time.monotonic.
+            step: Receives the parts that the worker needs.
         """
         if reports.get(CUT_OFF):
-            # The service may have been busy, and go on; what it was told half is lost.
+            # The service may still run, but it has lost part of this engine's messages.
             raise EngineDead("vLLM has lost its transfer service, and hands over nothing more")
         self._sample(reports.get(STEP_WORK), timestamp)
         if (change := reports.get(CACHE_CHANGE)) is not None:
             step.cache = CacheChange(**change)
         for internal_id in reports.get(PREFIX_GONE, ()):
-            # It waits until it is taken back, and may be told of again until then.
+            # The request waits in vLLM until it is aborted, and may be reported again until then.
             if (live := self._by_internal_id.get(internal_id)) is not None:
                 name = live.request.request_id
                 await self.abort([name])
                 step.outputs.append(EngineOutput(name, finish=Finish.PREFIX_GONE))
 
     async def _retry_failed_loads(self, outputs: list[EngineCoreOutput]) -> None:
-        """Runs requests again whose handoffs could not be loaded; takes their outputs out."""
+        """Runs requests with failed handoff loads again, and removes their outputs."""
         for output in [each for each in outputs if self._failed_to_load(each)]:
             outputs.remove(output)
-            # Aborted while another was begun again, it is nobody's.
+            # The request may have been aborted while this loop retried another one.
             if (live := self._by_internal_id.get(output.request_id)) is not None:
                 await self._retry(live)
 
@@ -282,9 +282,10 @@ class VllmEngine:
         )
 
     async def _retry(self, live: LiveRequest) -> None:
-        """Runs a request again from its prompt, as if there had been no handoffs.
+        """Runs a request again from its prompt, without handoffs.
 
-        What it was to push has been given up with its end, and the staging may be another's.
+        vLLM has ended the request and given its send up, so its staging may belong to another
+        handoff.
         """
         self._output.abort_requests([live.internal_id], internal=True)
         del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
@@ -301,27 +302,28 @@ class VllmEngine:
         for event in output.events or ():
             if event.type == EngineCoreEventType.SCHEDULED and live.scheduled_at is None:
                 live.scheduled_at = event.timestamp
-        # Comes with the first token, which may be a forced one that is not reported.
+        # vLLM sends the statistics with the first token, which may be a forced one that is not
+        # reported.
         live.prefill_stats = live.prefill_stats or output.prefill_stats
         if not live.request.prefill_only or output.finish_reason != FinishReason.LENGTH:
             return
         shown = self._output.request_states[output.request_id].max_tokens_param
         if shown > 1:
-            # The core was given one token to make; to its reader the request is not over, and text
-            # that may yet change is held back.
+            # The engine core was given max_tokens 1. To the reader the request continues, and text
+            # that may still change is held back.
             output.finish_reason, live.cut = None, True
 
     def _sample(self, work: Sequence[Any] | None, timestamp: float) -> None:
-        """Notes what a step cost, for the next load report.
+        """Records a step's cost for the next load report.
 
         Args:
-            work: what it computed (see STEP_WORK). None where its time says nothing of the model:
-                it loaded handoffs, or computed nothing.
-            timestamp: when it ended, by time.monotonic.
+            work: The step's work (see STEP_WORK). None if the step loaded handoffs or computed
+                nothing: its time says nothing about the model.
+            timestamp: End of the step, by time.monotonic.
         """
         if work is not None:
             scheduled_at, num_prefill_tokens, squares, num_decodes, num_kv_tokens = work
-            # It may have been scheduled while the one before it ran.
+            # The step may have been scheduled while the previous one ran.
             started_at = max(scheduled_at, self._last_step_at)
             self._samples.append(
                 StepSample(
@@ -366,25 +368,25 @@ class VllmEngine:
         if core is not None:
             with contextlib.suppress(Exception):
                 await asyncio.to_thread(core.shutdown, _STOP_TIMEOUT_S)
-        # Whatever vLLM left behind.
+        # Kill the processes that vLLM has left.
         engine = kill_vllm(children)
         await asyncio.to_thread(psutil.wait_procs, engine, _STOP_TIMEOUT_S)
         for segment in segments:
             segment.unlink(missing_ok=True)
 
     async def _end_start(self) -> set[Path]:
-        """Ends a start that was interrupted: this process cannot end before the thread it runs in.
+        """Ends a start that was interrupted: this process cannot exit before the start's thread.
 
-        The thread gives up once the processes that it has started are dead, and starts no more:
-        kills them and waits for it, for some seconds at most.
+        The thread gives up, and starts no more processes, when the processes that it has started
+        are dead. This method kills them and waits a few seconds for the thread.
 
         Returns:
-            Shared memory segments of the processes that were killed.
+            Shared memory segments of the killed processes.
         """
         segments: set[Path] = set()
         if self._starting is None:
             return segments
-        # Nobody else asks why it failed.
+        # Retrieve the exception, because no other code awaits this future.
         self._starting.add_done_callback(lambda starting: starting.exception())
         until = time.monotonic() + _STOP_TIMEOUT_S
         while not self._starting.done() and time.monotonic() < until:

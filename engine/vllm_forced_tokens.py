@@ -1,8 +1,8 @@
-"""The logits processors that replay known tokens through vLLM's samplers, one per model runner.
+"""Logits processors that replay known tokens through vLLM's samplers, one per model runner.
 
-A request continued elsewhere must be in the state an undisturbed run would be in: its seeded
-generator has drawn once per token, its penalties and its grammar have seen every token. So the
-prompt alone is submitted, and each known token is the only one possible at its position.
+A continued request must be in the state of an undisturbed run: its seeded generator has drawn once
+per token, and its penalties and grammar have seen every token. So Baton submits the prompt alone
+and makes each known token the only possible one at its position.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from vllm.v1.worker.gpu.sample.logits_processor import interface as v2
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Key of SamplingParams.extra_args: the output tokens that exist already, from the first.
+# Key of SamplingParams.extra_args: the known output tokens, from the first.
 EXTRA_ARG = "baton_forced_tokens"
 
 
 class _RewindableGenerator(torch.Generator):
-    """A CPU generator that can take back what the present step drew.
+    """A CPU generator that can undo the current step's draws.
 
-    vLLM does that to every seeded request whose prompt it computed only in part, by moving the
-    generator's offset (v1/worker/gpu_model_runner.py, "Rewind the generator state"). CPU generators
-    have none: without this, a seeded prompt of two chunks ends the engine. It takes the place of
-    torch.Generator in ranks on CPUs, and nowhere else; vLLM has no seam for it.
+    vLLM rewinds the generator of a seeded request whose prompt was computed only in part, by moving
+    the generator's offset (v1/worker/gpu_model_runner.py, "Rewind the generator state"). CPU
+    generators have no offset: without this class, a seeded prompt of two chunks ends the engine. It
+    replaces torch.Generator only in ranks on CPUs; vLLM has no hook for it.
     """
 
     live: ClassVar[weakref.WeakSet[_RewindableGenerator]] = weakref.WeakSet()
@@ -49,9 +49,9 @@ class _RewindableGenerator(torch.Generator):
 
 
 def use_forced_tokens(config: VllmConfig) -> None:
-    """Has the engine replay known tokens, in the form that its model runner takes.
+    """Configures the engine to replay known tokens, in the form that its model runner needs.
 
-    Speculation drafts past them, and is not replayed.
+    Speculative decoding drafts past known tokens, so it gets no replay.
     """
     if config.speculative_config is None:
         form = ForcedTokensV2 if config.use_v2_model_runner else ForcedTokens
@@ -76,10 +76,10 @@ def _force(logits: torch.Tensor, row: int, token: int) -> None:
 
 
 class ForcedTokens(LogitsProcessor):
-    """Makes the first len(known) tokens of a request the known ones.
+    """Makes the first len(known) output tokens of a request the known ones.
 
-    vLLM shares each request's list of output tokens by reference (BatchUpdate), so its length is
-    the position of the token that the next step samples.
+    vLLM shares each request's list of output tokens by reference (BatchUpdate), so the list's
+    length is the position of the next sampled token.
     """
 
     @classmethod
@@ -90,7 +90,8 @@ class ForcedTokens(LogitsProcessor):
         self._rewinds = device.type == "cpu"
         if self._rewinds:
             torch.Generator = _RewindableGenerator
-        # Batch index -> (known tokens, the request's output tokens so far, vLLM's own list).
+        # Batch index -> (known tokens, the request's output tokens so far, which is vLLM's own
+        # list).
         self._requests: dict[int, tuple[list[int], list[int]]] = {}
 
     def is_argmax_invariant(self) -> bool:
@@ -128,11 +129,11 @@ class ForcedTokens(LogitsProcessor):
 
 
 class ForcedTokensV2(v2.LogitsProcessor):
-    """The same for vLLM's second model runner, its default on GPUs.
+    """ForcedTokens for vLLM's second model runner, the default on GPUs.
 
-    That one names requests by slots, and says of each step how many tokens come before the one that
-    it samples. Its generators are functions of seed and position, its penalties and grammars read
-    the tokens: whatever is replayed leaves them as an undisturbed run would.
+    This runner addresses requests by slots, and tells for each step how many tokens precede the
+    sampled one. Its generators are functions of seed and position, and its penalties and grammars
+    read the tokens, so a replay leaves them as an undisturbed run would.
     """
 
     @classmethod
@@ -140,7 +141,7 @@ class ForcedTokensV2(v2.LogitsProcessor):
         _validate(sampling_params)
 
     def __init__(self, vllm_config: VllmConfig, req_states: v2.LogitsProcRequestState) -> None:
-        # On the host: nothing here waits for the GPU.
+        # The tensors are on the host, so this class never waits for the GPU.
         self._prompt_len = req_states.prompt_len.np
         # Known tokens by slot.
         self._forced: dict[int, list[int]] = {}
@@ -153,11 +154,12 @@ class ForcedTokensV2(v2.LogitsProcessor):
 
     def apply(self, logits: torch.Tensor, ctx: v2.LogitsContext) -> torch.Tensor:
         if self._forced:
-            # Without speculation the n-th row is the n-th request's, and its length exact.
+            # Without speculation row n belongs to request n, and its length is exact.
             for row, slot in enumerate(ctx.idx_mapping_np.tolist()):
                 forced = self._forced.get(slot, ())
                 at = int(ctx.seq_lens_upper_bound_np[row] - self._prompt_len[slot])
-                # Less than 0: a chunk in the middle of a prompt, whose sample is thrown away.
+                # A negative position means a chunk in the middle of a prompt, whose sample is
+                # discarded.
                 if 0 <= at < len(forced):
                     _force(logits, row, forced[at])
         return logits

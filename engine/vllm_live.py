@@ -1,4 +1,4 @@
-"""A request inside vLLM: what its reader has of it, and what a step adds."""
+"""State of a request inside vLLM: which output its reader has, and what a step adds."""
 
 from __future__ import annotations
 
@@ -18,11 +18,17 @@ class LiveRequest:
     """A request inside vLLM.
 
     Attributes:
-        internal_id: what vLLM calls it; never used twice, unlike the request's own id.
-        num_dropped: forced tokens that vLLM will still report, known to everyone already.
-        num_swallowed: characters of text that vLLM will still report, known likewise.
-        pending_text: text that became final with the known tokens but was not sent with them.
-        cut: the prompt is computed, the first token is out, and the request would go on.
+        request: The request as submitted.
+        internal_id: vLLM's ID of the request; never reused, unlike the request's own ID.
+        submitted_at: Submission, by time.monotonic.
+        num_dropped: Forced tokens that vLLM will still report and the reader already has.
+        num_swallowed: Characters of text that vLLM will still report and the reader already has.
+        pending_text: Text that became final with the known tokens but was not sent with them.
+        scheduled_at: When vLLM first ran the request, by vLLM's clock.
+        prefill_stats: vLLM's statistics of the prompt.
+        reported: True once an output was returned.
+        cut: True if the first token is out and another worker continues the request.
+        retried: True if the request was run again after a failed load.
     """
 
     request: EngineRequest
@@ -38,17 +44,17 @@ class LiveRequest:
     retried: bool = False
 
     def swallow(self, text: str) -> str:
-        """What of a text its reader does not have."""
+        """Returns the part of a text that the reader does not have."""
         swallowed = min(self.num_swallowed, len(text))
         self.num_swallowed -= swallowed
         return text[swallowed:]
 
     def output(self, made: RequestOutput, timestamp: float) -> EngineOutput | None:
-        """What its reader is told of a step; None for nothing.
+        """Returns the reader's output of a step; None if there is none.
 
         Args:
-            made: by vLLM's output processor.
-            timestamp: of the step's end, by time.monotonic.
+            made: Output of vLLM's output processor.
+            timestamp: End of the step, by time.monotonic.
         """
         completion = made.outputs[0]
         token_ids = list(completion.token_ids)

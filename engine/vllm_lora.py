@@ -1,4 +1,4 @@
-"""LoRA adapters of a vLLM engine: its settings for them, and what tells their weights apart."""
+"""LoRA adapters of a vLLM engine: its settings, and the revision of the adapters' weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from baton.engine.base import EngineDead
 from baton.engine.file_digest import file_digest
 
 _CONFIG = "adapter_config.json"
-# Of one batch, unless told otherwise: each takes memory beside the weights.
+# Default for the most adapters in one batch; each takes memory beside the weights.
 _MAX_IN_BATCH = 8
 
 
 def lora_requests(adapters: Mapping[str, str]) -> dict[str, LoRARequest]:
-    """What requests of each adapter carry, by its name."""
+    """Returns vLLM's LoRARequest of each adapter, by name."""
     return {
         name: LoRARequest(lora_name=name, lora_int_id=number, lora_path=adapters[name])
         for number, name in enumerate(sorted(adapters), start=1)
@@ -28,9 +28,10 @@ def lora_requests(adapters: Mapping[str, str]) -> dict[str, LoRARequest]:
 
 
 def lora_args(adapters: Mapping[str, str], engine_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Engine arguments of vLLM for these adapters, as far as none are given; empty for none.
+    """Returns vLLM's engine arguments for these adapters that the user has not set; empty for none.
 
-    All stay loaded. Raises EngineDead: what is given does not allow that, or an adapter is missing.
+    All adapters stay loaded. Raises EngineDead if the user's arguments do not allow that, or if an
+    adapter is missing.
     """
     if not adapters:
         return {}
@@ -58,10 +59,10 @@ def lora_args(adapters: Mapping[str, str], engine_args: Mapping[str, Any]) -> di
 
 
 def _with_a_free_slot(num_adapters: int, max_loras: int | None) -> int:
-    """How many slots vLLM needs for so many adapters on a CPU: the last one has to stay empty.
+    """Returns the number of slots that vLLM needs on a CPU: the last slot must stay empty.
 
-    Its kernels there (vllm/lora/ops/torch_ops) take slot -1 for requests without an adapter, which
-    is the last one: in a batch with others they would be computed with its adapter.
+    vLLM's CPU kernels (vllm/lora/ops/torch_ops) use slot -1 for requests without an adapter, which
+    is the last slot: in a mixed batch such requests would be computed with that slot's adapter.
     """
     if max_loras is not None and max_loras <= num_adapters:
         raise EngineDead(
@@ -73,7 +74,7 @@ def _with_a_free_slot(num_adapters: int, max_loras: int | None) -> int:
 
 
 def revision_of(path: str) -> str:
-    """Changes with the adapter's weights; of a hub id it is the id."""
+    """Returns a digest of the adapter's weights; for a hub ID, the ID."""
     directory = Path(path)
     if not directory.is_dir():
         return path
@@ -81,7 +82,7 @@ def revision_of(path: str) -> str:
 
 
 def _rank(name: str, path: str) -> int:
-    """Of an adapter in a local directory; 0 of one that vLLM is to fetch."""
+    """Returns the rank of a local adapter; 0 for an adapter that vLLM will download."""
     directory = Path(path)
     if not directory.is_dir():
         if directory.is_absolute() or path.startswith("."):

@@ -1,4 +1,4 @@
-"""The processes that vLLM starts, and what they leave when they are killed."""
+"""Finds and kills vLLM's processes, and finds the shared memory that killed processes leave."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 import psutil
 
-# As vLLM's CPU communicator names them.
+# Pattern of the names that vLLM's CPU communicator gives.
 _RANK_SEGMENTS = "/dev/shm/vllm_dist_*"
 
 
 def rank_segments(processes: Sequence[psutil.Process]) -> set[Path]:
-    """Shared memory through which CPU ranks add up: they unlink it unless they are killed."""
+    """Returns the shared memory of CPU ranks, which ranks unlink unless they are killed."""
     found: set[Path] = set()
     for process in processes:
         with contextlib.suppress(psutil.Error, OSError):
@@ -22,7 +22,7 @@ def rank_segments(processes: Sequence[psutil.Process]) -> set[Path]:
 
 
 def kill_vllm(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Those of the processes that are vLLM's, told to end at once."""
+    """Kills those of the processes that belong to vLLM."""
     engine = [process for process in processes if _is_vllm(process)]
     for process in engine:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -33,7 +33,8 @@ def kill_vllm(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
 def _is_vllm(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         line = " ".join(process.cmdline())
-        # Python's resource tracker ends with the last of them, after it has freed what they leaked.
+        # Python's resource tracker is spared: it ends after the last of them, and frees their
+        # leaks.
         tracker = "resource_tracker" in line
         return not tracker and ("VLLM" in line or "multiprocessing" in line)
     return False

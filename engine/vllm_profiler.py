@@ -1,4 +1,4 @@
-"""Recording what vLLM's ranks do, by torch's profiler, which vLLM runs in each of them."""
+"""Profiles vLLM's ranks with torch's profiler, which vLLM runs in each rank."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from baton.engine.base import EngineDead, NoProfiler, Trace
 
-# As vLLM names traces.
+# Pattern of the names that vLLM gives to traces.
 _TRACE_RANK = re.compile(r"(?:^|_)rank(\d+)\.\d+\.pt\.trace\.json$")
 
 
 class VllmProfiler:
-    """Starts and stops the profilers of all ranks, and finds what they have written.
+    """Starts and stops the profilers of all ranks, and collects their traces.
 
     Args:
         core: vLLM's engine core client.
-        traces: directory that ranks write into.
-        extended: whether vLLM's workers have Baton's extension (vllm_config.RECORDING). Another
-            extension may take its place; vLLM's own method, used then, also writes a table.
+        traces: Directory that ranks write into.
+        extended: Whether vLLM's workers have Baton's extension (vllm_config.RECORDING). The user
+            may have set another extension; then vLLM's own method is used, which also writes a
+            table.
     """
 
     def __init__(self, core: Any, traces: Path, *, extended: bool) -> None:
@@ -30,13 +31,13 @@ class VllmProfiler:
         self._method = "baton_record" if extended else "profile"
 
     async def start(self) -> None:
-        """Begins to record.
+        """Starts recording.
 
         Raises:
             EngineDead: vLLM has died.
-            NoProfiler: vLLM cannot profile here.
+            NoProfiler: vLLM cannot profile on this machine.
         """
-        # What ranks left when another one could not write.
+        # Remove traces of an earlier recording in which another rank failed.
         for left in self._traces.glob("*"):
             left.unlink()
         try:
@@ -47,11 +48,11 @@ class VllmProfiler:
             raise NoProfiler(f"vLLM cannot profile: {' '.join(str(error).split())}") from error
 
     async def stop(self) -> Sequence[Trace]:
-        """Ends the recording, and returns one trace per rank, by rank.
+        """Ends the recording; returns one trace per rank, in order of ranks.
 
         Raises:
             EngineDead: vLLM has died.
-            Exception: what went wrong in a rank.
+            Exception: A rank failed.
         """
         await self._record(False)
         found = [(_TRACE_RANK.search(path.name), path) for path in self._traces.glob("*")]

@@ -1,9 +1,9 @@
-"""What vLLM serves and Baton cannot hand over, refused by name before any weights are loaded.
+"""Refuses models that vLLM serves and Baton cannot hand over, by name, before weights are loaded.
 
-Baton hands over one paged cache that keeps every token, of keys and values or of latents (MLA),
-rank by rank, on one host. Where layers with a window or chunks lie among ones of full attention,
-vLLM keeps every token of them all beside a connector: its hybrid cache manager is off. It does not
-refuse the rest.
+Baton hands over one paged cache that keeps every token, with keys and values or with latents (MLA),
+rank by rank, on one host. For models that mix windowed layers with full attention, vLLM keeps every
+token of all layers, because its hybrid cache manager is off with this connector. vLLM itself does
+not refuse the other models.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import Any
 from baton.engine.base import EngineDead
 
 _EVERY_TOKEN = "each rank must hold every token of what it hands over"
-# Engine arguments that must be left at 1, and why.
+# Engine arguments that must be 1, with the reason.
 _ONE_ONLY = {
     "pipeline_parallel_size": "each rank must hold every layer of what it hands over",
     "prefill_context_parallel_size": _EVERY_TOKEN,
     "decode_context_parallel_size": _EVERY_TOKEN,
     "nnodes": "every rank must be on its worker's host",
 }
-# Drafts that keep no KV cache beside the model's own.
+# Speculative methods whose draft has no KV cache of its own.
 _CACHELESS_DRAFTS = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
-# Of a token's keys and values in a layer.
+# Model settings that determine the bytes of a token's keys and values in one layer.
 _SIZES = frozenset({"head_size", "total_num_kv_heads"})
-# In which a token's keys and values are of one size, whoever wrote them.
+# Quantized cache types that have the same size for every token.
 _QUANTIZED = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 def refuse_settings(engine_args: Mapping[str, Any]) -> None:
-    """Refuses what spreads the cache over more than Baton hands over, or schedules otherwise.
+    """Refuses settings that spread the cache over hosts or ranks, or that change the scheduling.
 
     Raises:
-        EngineDead: naming the argument, its value, and what to do.
+        EngineDead: Names the argument, its value, and what to do.
     """
     for name, why in _ONE_ONLY.items():
         if (size := engine_args.get(name, 1)) != 1:
@@ -49,14 +49,14 @@ def refuse_settings(engine_args: Mapping[str, Any]) -> None:
 
 
 def refuse_cache(cache: Any, model: Any) -> None:
-    """Refuses types of a cache that need more than its blocks, or differ from layer to layer.
+    """Refuses cache types that need more than the cache's blocks, or differ between layers.
 
     Args:
         cache: vLLM's CacheConfig.
         model: vLLM's ModelConfig.
 
     Raises:
-        EngineDead: naming the argument, its value, and what is allowed.
+        EngineDead: Names the argument, its value, and the allowed values.
     """
     own = str(model.dtype).removeprefix("torch.")
     if cache.cache_dtype not in (allowed := ("auto", own, *_QUANTIZED)):
@@ -78,7 +78,7 @@ def refuse_model(model: Any) -> None:
         model: vLLM's ModelConfig.
 
     Raises:
-        EngineDead: naming the model, its architecture, what its state is, and what to do.
+        EngineDead: Names the model, its architecture, its kind of state, and what to do.
     """
     state, remedy = _foreign_state(model), "serve it with plain vLLM"
     if state is None and (state := _windowed_state(model)) is not None:
@@ -91,14 +91,14 @@ def refuse_model(model: Any) -> None:
 
 
 def _foreign_state(model: Any) -> str | None:
-    """In words, continuing "model: ..."; None when the model has no other state."""
+    """Returns the kind of unsupported state, as the end of "model: ..."; None if there is none."""
     if model.runner_type != "generate":
         return f"generates no tokens (its runner is {model.runner_type!r}) and keeps no KV cache"
     if model.is_encoder_decoder:
         return "is an encoder-decoder model: it keeps its encoder's output beside the KV cache"
     if model.is_attention_free:
         return "has no attention: its state is recurrent, and there is no KV cache"
-    # Of layers that vLLM runs by way of Transformers it does not say so itself.
+    # vLLM does not report this for layers that it runs through Transformers.
     is_linear = "linear_attention" in _layer_types(model)
     if model.is_hybrid or model.has_inner_state or is_linear:
         return "is a hybrid model: it mixes attention with layers whose state is recurrent"
@@ -116,24 +116,24 @@ def _foreign_state(model: Any) -> str | None:
 
 
 def _windowed_state(model: Any) -> str | None:
-    """Likewise, of windows in every layer."""
+    """Returns the description of windows in every layer; None for other models."""
     if (window := model.get_sliding_window()) is None or _has_full_attention(model):
         return None
     return f"uses sliding-window attention: blocks more than {window} tokens back go"
 
 
 def _has_full_attention(model: Any) -> bool:
-    """In some layers."""
+    """Returns whether some layers have full attention."""
     return "full_attention" in _layer_types(model)
 
 
 def _layer_types(model: Any) -> Sequence[str]:
-    """Layer by layer; empty where its configuration does not say."""
+    """Returns the type of each layer; empty if the configuration does not name them."""
     return getattr(model.hf_text_config, "layer_types", None) or ()
 
 
 def refuse_speculation(config: Any) -> None:
-    """Raises EngineDead: speculative decoding whose draft has a cache of its own.
+    """Raises EngineDead for speculative decoding whose draft has its own KV cache.
 
     Args:
         config: vLLM's SpeculativeConfig, or None.

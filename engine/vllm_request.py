@@ -1,4 +1,4 @@
-"""One request in vLLM's terms, and its results in ours."""
+"""Converts one request to vLLM's terms, and vLLM's log probabilities to Baton's."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ def engine_core_requests(
     internal_id: str,
     lora: LoRARequest | None,
 ) -> tuple[EngineCoreRequest, EngineCoreRequest]:
-    """The request as its reader sees it, and as the engine core runs it.
+    """Returns the request for the output processor, and the request for the engine core.
 
-    They differ in what is known already: the reader's limits and text count from the prompt,
-    whatever the core is given to begin with.
+    They differ in the known tokens: the output processor counts limits and text from the prompt,
+    while the engine core may start with prompt + known tokens.
 
     Args:
-        inputs: checks what vLLM takes.
-        request: not submitted.
-        internal_id: what vLLM is to call it.
-        lora: of its adapter; None for the model itself.
+        inputs: vLLM's input processor, which checks the request.
+        request: The request.
+        internal_id: vLLM's ID for the request.
+        lora: The request's adapter; None for the model itself.
 
     Raises:
-        ValueError, RequestRejected, and what else vLLM raises of a request that it does not take.
+        ValueError: vLLM does not accept the request; it may raise other exceptions too.
+        RequestRejected: Baton does not accept the request.
     """
     shown: EngineCoreRequest = inputs.process_inputs(
         internal_id,
@@ -56,7 +57,8 @@ def engine_core_requests(
     if request.prefill_only:
         params.max_tokens, params.min_tokens = 1, min(params.min_tokens, 1)
     elif num_known:
-        # They came with the first token; asking for them had turned prefix caching off.
+        # The prefill worker has returned prompt logprobs; requesting them would turn prefix caching
+        # off.
         sampling.prompt_logprobs = params.prompt_logprobs = None
         params.skip_reading_prefix_cache = False
         if num_known >= params.max_tokens:
@@ -73,7 +75,7 @@ def engine_core_requests(
 
 
 def _sampling_params(request: EngineRequest) -> SamplingParams:
-    """The client's parameters as vLLM's, over the whole output."""
+    """Converts the client's parameters to vLLM's, counted over the whole output."""
     source = request.sampling
     present = {
         name: getattr(source, name)

@@ -1,4 +1,4 @@
-"""How one vLLM engine is configured, and what it tells of itself once it has started."""
+"""Configuration of one vLLM engine, and its description once it has started."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from baton.v1 import common_pb2
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VllmSetup:
-    """One engine's configuration.
+    """Configuration of one engine.
 
     Attributes:
-        config: vLLM's own, with Baton's connector and logits processor in it.
-        layout: of the KV cache.
-        adapters: LoRA adapters that it loads.
-        rank_cpus: the CPU cores that ranks are bound to; empty where they are not.
-        transfer_socket: control socket of the worker's transfer service.
+        config: vLLM's configuration, with Baton's connector and logits processor.
+        layout: Layout of the KV cache.
+        adapters: LoRA adapters that the engine loads.
+        rank_cpus: CPU cores that ranks are bound to; empty if they are not bound.
+        transfer_socket: Control socket of the worker's transfer service.
     """
 
     config: VllmConfig
@@ -60,20 +60,20 @@ class VllmSetup:
         """Configures vLLM; takes seconds.
 
         Args:
-            model: local directory or hub id.
-            served_name: what requests call the model.
-            engine_args: vLLM's own engine arguments, by vLLM's names.
-            adapters: directory or hub id of each LoRA adapter, by the name that requests give.
-            transfer_socket: control socket of the worker's transfer service.
-            traces: directory that profiled ranks write into.
+            model: Local directory or hub ID.
+            served_name: Name of the model in requests.
+            engine_args: vLLM's engine arguments, by vLLM's names.
+            adapters: Directory or hub ID of each LoRA adapter, by name.
+            transfer_socket: Control socket of the worker's transfer service.
+            traces: Directory that profiled ranks write into.
 
         Raises:
-            EngineDead: Baton does not serve this.
-            Exception: what vLLM raises of arguments that make no sense.
+            EngineDead: Baton does not serve this model or these settings.
+            Exception: vLLM refuses the arguments.
         """
         keep_sockets_in(Path(transfer_socket).parent)
         args = RefusingEngineArgs(**checked_args(model, served_name, engine_args, adapters, traces))
-        # As vLLM's own server does: this process has threads.
+        # vLLM's own server does the same, because this process has threads.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         config = args.create_engine_config()
         refuse_speculation(config.speculative_config)
@@ -88,31 +88,31 @@ class VllmSetup:
             "socket": transfer_socket,
             "layout": dataclasses.asdict(layout),
             "rank_cpus": rank_cpus,
-            # An engine core outlives a killed worker otherwise, and ranks a killed engine core:
-            # told to end, it may load for minutes, or wait for ever for a rank that is dead.
+            # Without it an engine core outlives a killed worker, and ranks outlive a killed engine
+            # core: they may go on loading for minutes, or wait forever for a dead rank.
             "leash": EndsWithParent(),
         }
         return cls(config, layout, described, rank_cpus, transfer_socket)
 
     @property
     def kv_tokens(self) -> int:
-        """Tokens that the KV cache holds; known once the engine has started."""
-        # One block is vLLM's placeholder: no request gets it.
+        """Number of tokens that the KV cache holds; known once the engine has started."""
+        # vLLM keeps one block as a placeholder that no request gets.
         num_blocks = max(0, (self.config.cache_config.num_gpu_blocks or 0) - 1)
         return num_blocks * int(self.config.cache_config.block_size)
 
     @property
     def has_recording(self) -> bool:
-        """Whether vLLM's workers have Baton's extension, and not another that takes its place."""
+        """Whether vLLM's workers have Baton's extension and not one set by the user."""
         return bool(self.config.parallel_config.worker_extension_cls == RECORDING)
 
     def info(self, served_name: str, tokenizer: str, begun_at: float) -> EngineInfo:
-        """What the started engine is.
+        """Returns the description of the started engine.
 
         Args:
-            served_name: what requests call the model.
-            tokenizer: local directory or hub id of it.
-            begun_at: when the start began, by time.monotonic.
+            served_name: Name of the model in requests.
+            tokenizer: Local directory or hub ID of the tokenizer.
+            begun_at: When the start began, by time.monotonic.
         """
         config = self.config
         ended_at = engine_stages.ended_at(self.transfer_socket)

@@ -1,28 +1,28 @@
-"""Requests before the first: what is slow once must not be slow for a client."""
+"""Warm-up requests, so that one-time costs do not delay the first client."""
 
 from __future__ import annotations
 
 from baton.engine.base import Engine, EngineDead, EngineInfo, EngineRequest, Finish, RequestRejected
 from baton.v1 import common_pb2
 
-# Of its prompt: enough for the kernels of a real one, and soon computed without a GPU.
+# Prompt tokens: enough to compile the kernels of a real prompt, and quick to compute on a CPU.
 _MAX_TOKENS = 512
-# Its tokens follow each other as no prompt's do: it is in nobody's way in the prefix cache.
+# Real prompts never have these tokens in this order, so their cached blocks match no prompt.
 _STRIDE = 7919
 _NAME = "warm-up"
 
 
 async def warm_up(engine: Engine, info: EngineInfo) -> None:
-    """Runs a prompt and, where they fit, two output tokens through a started engine.
+    """Runs a prompt, and two output tokens if they fit, with the model and each adapter.
 
-    The same again with each adapter. Nobody else may use the engine meanwhile.
+    The engine must have no other requests meanwhile.
 
     Raises:
-        EngineDead: it cannot.
+        EngineDead: The engine has failed.
     """
     for adapter in ("", *(one.name for one in info.model.adapters)):
         await _run(engine, _request(info, adapter), f"warm-up of {adapter}" if adapter else _NAME)
-    # What these steps took is no measure of others.
+    # Drop the samples: warm-up steps would distort the latency model.
     engine.load()
 
 
@@ -30,8 +30,8 @@ def _request(info: EngineInfo, adapter: str) -> EngineRequest:
     model = info.model
     room = min(model.max_model_len, info.kv_tokens)
     num_outputs = min(2, room - 1)
-    # Of a small cache half: an engine may keep room free beside a prompt, for drafts say, and what
-    # does not fit waits for ever.
+    # Use at most half of a small cache: an engine may keep room free beside a prompt, for example
+    # for drafts, and a prompt that does not fit waits forever.
     fits = max(1, (room - num_outputs) // 2)
     num_prompt = min(_MAX_TOKENS, info.max_num_batched_tokens, fits)
     return EngineRequest(

@@ -1,4 +1,4 @@
-"""Copies between a rank's paged KV cache and staging: what every kind of device has to do."""
+"""Copies between a rank's paged KV cache and staging: the interface for every kind of device."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from baton.kvtransfer.connector.notifier import Copy
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Blocks that lie side by side in staging.
+    """Blocks that are adjacent in staging.
 
     Attributes:
-        begin: index of the first in the block ids that were prepared.
-        offset: of its bytes in the segment.
+        begin: Index of the first block among the prepared block IDs.
+        num_blocks: Number of blocks.
+        offset: Where the blocks begin in the segment.
     """
 
     begin: int
@@ -25,11 +26,11 @@ class Run:
 
 
 class BlockCopies(ABC):
-    """Copies of one rank. One thread uses it; only what a gather returns may go to another.
+    """Copies of one rank. Only the rank's thread uses it; the result of a gather may go to another.
 
     Attributes:
-        finishes_at_once: a copy has ended when the call returns.
-        max_blocks: of one gather.
+        finishes_at_once: Whether a copy has ended when the call returns.
+        max_blocks: Most blocks of one gather.
     """
 
     finishes_at_once: bool
@@ -37,21 +38,21 @@ class BlockCopies(ABC):
 
     @abstractmethod
     def prepare(self, block_ids: Sequence[int]) -> Any:
-        """Block ids of one step, as the other calls take them: the same for all layers."""
+        """Converts a step's block IDs to the form of the other calls; the same for all layers."""
 
     @abstractmethod
     def gather(self, layer: int, blocks: Any, runs: Sequence[Run]) -> Copy:
-        """From the cache to staging: runs that follow each other in `blocks`.
+        """Copies runs that follow each other in `blocks` from the cache to staging.
 
-        What the stream of the caller has written before is what is copied.
+        It copies what the caller's stream has written before.
         """
 
     @abstractmethod
     def scatter(self, layer: int, blocks: Any, run: Run) -> Copy:
-        """From staging to the cache. The copy has ended when staging has been read.
+        """Copies a run from staging to the cache. The copy has ended when staging has been read.
 
-        What the stream of the caller does before is over when the blocks change; for what it does
-        afterwards it must `join` first.
+        The blocks change after the earlier work of the caller's stream. The caller must `join`
+        before later work that depends on the blocks.
         """
 
     @abstractmethod
@@ -60,11 +61,11 @@ class BlockCopies(ABC):
 
     @abstractmethod
     def join(self) -> None:
-        """What the caller's stream does from now on comes after every gather's and scatter's touch.
+        """Orders the caller's later work after all gathers and scatters of the paged cache.
 
-        Of the paged cache, that is: bytes may still be on their way to staging.
+        Bytes may still be on their way to staging.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Waits for all copies, and lets go of staging; idempotent."""
+        """Waits for all copies, and unmaps staging. Idempotent."""

@@ -1,8 +1,8 @@
-"""vLLM's prefix cache by Baton's block hashes.
+"""Translates vLLM's prefix cache to Baton's block hashes.
 
-vLLM tells what it caches by hashes of its own, which depend on its settings and are made of more
-than tokens. Its events carry the tokens too, so that blocks can be named again as the coordinator
-names those of a prompt.
+vLLM reports cached blocks by its own hashes, which depend on its settings and on more than tokens.
+Its events also carry the tokens, so this module can name the blocks as the coordinator names the
+blocks of a prompt.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from baton.runtime.block_hashes import block_hashes, root_of
 
-# Of SchedulerStats.kv_connector_stats: what `CachedBlocks.take` returns.
+# Key in SchedulerStats.kv_connector_stats; the value is the result of `CachedBlocks.take`.
 CACHE_CHANGE = "baton_cache"
 
 # vLLM's hash of a block (ExternalBlockHash).
@@ -22,18 +22,23 @@ Name: TypeAlias = int | bytes
 
 @dataclass(slots=True)
 class _Block:
-    """`num_copies`: vLLM may cache equal blocks twice, and tells of each."""
+    """A cached block.
+
+    Attributes:
+        hash: Baton's hash.
+        num_copies: Number of equal blocks; vLLM may cache a block twice, and reports each copy.
+    """
 
     hash: int
     num_copies: int = 1
 
 
 class CachedBlocks:
-    """Follows vLLM's cache events (vllm/distributed/kv_events.py), in their order.
+    """Follows vLLM's cache events (vllm/distributed/kv_events.py) in their order.
 
-    Left out are blocks that hold more than tokens, computed with or without an adapter (of images,
-    salted prompts), and all that follow them: no hash of a prompt's tokens may find them. Memory is
-    bounded by the cache: what it holds, and what of that was not taken yet.
+    Blocks that depend on more than tokens and the adapter (images, salted prompts) are left out,
+    with all blocks behind them, because the hash of a prompt's tokens must not find them. Memory is
+    bounded by the size of the cache.
     """
 
     def __init__(self, block_size_tokens: int) -> None:
@@ -51,14 +56,14 @@ class CachedBlocks:
         extra_keys: Sequence[Sequence[object] | None] | None,
         adapter: str = "",
     ) -> None:
-        """Takes in a BlockStored event.
+        """Takes a BlockStored event.
 
         Args:
-            parent: the block before the first of these; None for a prompt's first block.
-            names: of blocks that follow each other.
-            token_ids: of all of them.
-            extra_keys: of each block, what it holds beside tokens; None for nothing.
-            adapter: name of that with which they were computed; the first of extra_keys too.
+            parent: vLLM's hash of the block before the first one; None for a prompt's first block.
+            names: vLLM's hashes of consecutive blocks.
+            token_ids: Tokens of all these blocks.
+            extra_keys: For each block, the keys that it depends on beside tokens; None: none.
+            adapter: Name of the adapter, which is also the first of the extra keys.
         """
         before = self._blocks.get(parent) if parent is not None else _Block(root_of(adapter))
         if before is None:
@@ -80,7 +85,7 @@ class CachedBlocks:
                 self._stored[block_hash] = None
 
     def removed(self, names: Sequence[Name]) -> None:
-        """Takes in a BlockRemoved event."""
+        """Takes a BlockRemoved event."""
         for name in names:
             if (block := self._blocks.get(name)) is None:
                 continue
@@ -94,12 +99,12 @@ class CachedBlocks:
                 self._removed[block.hash] = None
 
     def cleared(self) -> None:
-        """Takes in an AllBlocksCleared event."""
+        """Takes an AllBlocksCleared event."""
         self._blocks, self._stored, self._removed = {}, {}, {}
         self._cleared = True
 
     def take(self) -> dict[str, Any] | None:
-        """What has changed since the last time: the fields of engine/base.py's CacheChange."""
+        """Returns the changes since the last call as fields of CacheChange (engine/base.py)."""
         if not (self._stored or self._removed or self._cleared):
             return None
         change = {

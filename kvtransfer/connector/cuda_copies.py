@@ -1,13 +1,13 @@
-"""Copies of a cache that is in a GPU's memory.
+"""Copies of a cache in GPU memory.
 
-Three streams beside the model's move the bytes, by events alone:
+Three streams beside the model's stream move the bytes, ordered by events:
 
     kernels   gathers blocks into scratch and scatters scratch into blocks
-    out       scratch to staging
-    in        staging to scratch
+    out       copies scratch to staging
+    in        copies staging to scratch
 
-The host waits for none of them while it launches a model; the model's stream waits for `kernels`
-only (`join`), never for a bus.
+The host waits for none of them while it launches a model. The model's stream waits only for
+`kernels` (`join`), never for the bus.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.engine_port import split_blocks
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES
 
-# Of each ring of scratch. It bounds what a GPU has gathered and not yet copied out, so that a bus
-# slower than the model holds up the model, not the memory; and how long after its gathers a step's
-# bytes can be under way: 64 MiB, 40 ms over the slowest bus in use.
+# Slots of each scratch ring. They bound the bytes that are gathered and not yet copied out, so a
+# slow bus delays the model and does not fill the memory. They also bound how long a step's bytes
+# are under way: 64 MiB take 40 ms on the slowest bus in use.
 _NUM_SLOTS = 32
 _SLOT_TIMEOUT_S = 5.0
 
@@ -39,14 +39,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Slot:
-    """Scratch of one gather, or of one piece of a scatter.
+    """Scratch memory of one gather, or of one piece of a scatter.
 
     Attributes:
-        words: on the GPU.
-        used: when they may be written again; None before the first use.
-        host: as much pinned memory, where staging itself is not pinned.
-        left: what is in `host` has been copied on: by a thread that waits for a gather, or (`read`)
-            by the GPU.
+        words: Scratch on the GPU.
+        used: Event after which `words` may be written again; None before the first use.
+        host: Pinned memory of the same size, if staging itself is not pinned.
+        left: Set when a gather's bytes in `host` have been copied to staging.
+        read: Event after which the GPU has read a scatter's bytes from `host`.
     """
 
     words: torch.Tensor
@@ -60,18 +60,18 @@ class _Slot:
 
 
 class _Arriving:
-    """A copy that ends with an event."""
+    """A copy that ends with a CUDA event."""
 
     def __init__(self, copied: Any) -> None:
         self._copied = copied
 
     def wait(self) -> None:
-        # The event blocks instead of spinning, and torch lets go of the interpreter lock.
+        # The event blocks instead of spinning, and torch releases the interpreter lock.
         self._copied.synchronize()
 
 
 class _Bouncing:
-    """A copy that ends in pinned memory, with the rest of the way left to the waiting thread."""
+    """A copy to pinned memory; the waiting thread then copies it to staging."""
 
     def __init__(
         self, copied: Any, slot: _Slot, targets: list[tuple[torch.Tensor, torch.Tensor]]
@@ -81,7 +81,7 @@ class _Bouncing:
     def wait(self) -> None:
         try:
             self._copied.synchronize()
-            # vLLM makes its tensors in inference mode, which is a thread's own.
+            # vLLM creates its tensors in inference mode, which is set per thread.
             with torch.inference_mode():
                 for target, source in self._targets:
                     target.copy_(source)
@@ -90,16 +90,18 @@ class _Bouncing:
 
 
 class CudaCopies(BlockCopies):
-    """Copies by the bus.
+    """Copies over the bus between a GPU and staging.
 
-    Staging is pinned as it is (cudaHostRegister), so that the bus reads and writes it without
-    another copy. Where that is refused, pinned buffers of the size of the scratch lie between, and
-    a gather waits on the host for one to be free.
+    Staging is pinned (cudaHostRegister), so that the bus reads and writes it directly. If pinning
+    fails, pinned buffers of the scratch's size are used in between, and a gather waits on the host
+    for a free one.
 
     Args:
-        slot_bytes: of the largest single copy; a block that is larger is one copy.
-        num_slots: for each direction.
-        pin: whether to try to pin staging.
+        cache: The rank's cache.
+        staging: The segment, as bytes.
+        slot_bytes: Size of the largest copy; a larger block is copied at once.
+        num_slots: Number of scratch slots for each direction.
+        pin: Whether to try to pin staging.
     """
 
     finishes_at_once = False
@@ -122,18 +124,19 @@ class CudaCopies(BlockCopies):
         self._touched: Any = None
         self._closed = False
         self._pinned = pin and _pin(staging, self._device)
-        # Neither ring is ever given back to torch while a stream uses it: `close` waits for all.
+        # Torch must not free either ring while a stream uses it: `close` waits for all streams.
         self._outgoing = itertools.cycle([self._slot() for _ in range(num_slots)])
         self._incoming = itertools.cycle([self._slot() for _ in range(num_slots)])
 
     @property
     def pinned(self) -> bool:
-        """Whether staging itself is."""
+        """Whether staging itself is pinned."""
         return bool(self._pinned)
 
     def prepare(self, block_ids: Sequence[int]) -> torch.Tensor:
-        # From pinned memory, or the host would wait for the copy. torch keeps that memory until the
-        # stream has read it, and the result until `kernels`, its one user, has passed it.
+        # Pinned memory, because the host would wait for a copy from other memory. Torch keeps it
+        # until the stream has read it, and keeps the result until `kernels`, its only user, has
+        # passed it.
         ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=True)
         with torch.cuda.stream(self._kernels):
             return ids.to(self._device, non_blocking=True)
@@ -222,7 +225,7 @@ class CudaCopies(BlockCopies):
         if self._closed:
             return
         self._closed = True
-        # A GPU that has failed says so again here; what it was to copy is lost either way.
+        # A failed GPU reports its error again here; its copies are lost in any case.
         with contextlib.suppress(RuntimeError):
             for stream in (self._kernels, self._out, self._in):
                 stream.synchronize()
@@ -239,7 +242,7 @@ class CudaCopies(BlockCopies):
 
 
 def _pin(staging: torch.Tensor, device: torch.device) -> bool:
-    """Makes memory that is mapped already readable and writable for the bus."""
+    """Pins memory that is already mapped readable and writable."""
     with torch.cuda.device(device):
         error = torch.cuda.cudart().cudaHostRegister(staging.data_ptr(), staging.numel(), 0)
         if error.value == 0:
@@ -248,7 +251,8 @@ def _pin(staging: torch.Tensor, device: torch.device) -> bool:
             "staging cannot be pinned (%s): KV blocks take one more copy on the host",
             torch.cuda.cudart().cudaGetErrorString(error),
         )
-        # CUDA reports a failed call again to whoever launches the next kernel: that is us.
+        # CUDA reports a failed call again at the next kernel launch of this process, so clear it
+        # here.
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=device)
         return False

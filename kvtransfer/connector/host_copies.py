@@ -1,4 +1,4 @@
-"""Copies of a cache that is in the host's memory."""
+"""Copies of a cache in host memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DONE = _Done()
 
 
 def neighbours(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Neighbouring blocks, each run one plain copy: (index in block_ids, first id, length)."""
+    """Yields each run of adjacent blocks: (index in block_ids, first block ID, length)."""
     begin = 0
     for index in range(1, len(block_ids) + 1):
         if index == len(block_ids) or block_ids[index] != block_ids[index - 1] + 1:
@@ -33,10 +33,10 @@ def neighbours(block_ids: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 
 class HostCopies(BlockCopies):
-    """Plain copies.
+    """Plain memory copies.
 
-    Blocks that are whole in memory are copied by address: in a fragmented cache each block is a
-    copy of its own, and slicing two tensors for it takes as long as the copy.
+    Blocks that are contiguous in memory are copied by address: in a fragmented cache each block is
+    a separate copy, and slicing two tensors takes as long as the copy.
     """
 
     finishes_at_once = True
@@ -92,7 +92,7 @@ class HostCopies(BlockCopies):
     def _addressed(
         self, layer: int, blocks: Sequence[int], run: Run
     ) -> Iterator[tuple[int, int, int]]:
-        """Each plain copy of a run: addresses in staging and in the cache, and bytes."""
+        """Yields each copy of a run: address in staging, address in the cache, bytes."""
         block_bytes = self._cache.block_bytes
         if not 0 <= run.offset <= self._size - run.num_blocks * block_bytes:
             raise ValueError(
@@ -108,10 +108,11 @@ def _neighbours(blocks: Sequence[int], run: Run) -> Iterator[tuple[int, int, int
 
 
 def _prefault(storage: torch.UntypedStorage) -> None:
-    """Makes a cache's pages be there before the first handoff is loaded into them.
+    """Maps a cache's pages before the first handoff is loaded into them.
 
-    torch leaves that to the first write of each, which then costs five times the copy. Large pages
-    where the system gives them; kernels that know neither (before Linux 5.14) change nothing.
+    Torch leaves this to the first write of each page, which costs five times the copy. The function
+    uses large pages if the system provides them. Kernels before Linux 5.14 do not support either
+    advice, and ignore it.
     """
     begin = storage.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
     size = storage.data_ptr() + storage.nbytes() - begin

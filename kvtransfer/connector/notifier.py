@@ -1,8 +1,8 @@
-"""Tells the transfer service what a rank has filled, once the bytes are there.
+"""Notifies the transfer service of the blocks that a rank has filled, once the bytes are there.
 
-Where a copy ends with the call that makes it (on the CPU) the rank tells it itself. Where it only
-begins there (on a GPU) a thread waits for it, so that the rank goes on launching its model. Both
-speak in the order in which they were told: a rank's last frame is the last that the service hears.
+On a CPU a copy ends with its call, and the rank notifies the service itself. On a GPU a thread
+waits for the copy, so that the rank can continue to launch its model. Both keep the order of the
+calls: a rank's last frame is the last one that the service gets.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Protocol
 from baton.kvtransfer.engine_port import FIRST_EPOCH, EnginePort, filled_frame
 from baton.v1 import kv_transfer_pb2
 
-# Each notification wakes the service on another core; fewer bytes are not worth it, unless nothing
-# follows them.
+# Bytes per notification: each one wakes the service on another core. The last one of a step may be
+# smaller.
 NOTIFY_BYTES = 2**19
-# What a GPU has yet to copy: more than the largest step makes (its requests times its layers).
+# Most copies that wait for the GPU: more than the largest step makes (requests times layers).
 _MAX_QUEUED = 2**16
 _PUT_TIMEOUT_S = 1.0
 _CLOSE_TIMEOUT_S = 5.0
@@ -31,13 +31,13 @@ logger = logging.getLogger(__name__)
 
 
 class Copy(Protocol):
-    """Bytes on their way."""
+    """A copy that may still be under way."""
 
     def wait(self) -> None:
-        """Returns when the bytes are there. Called once, by any thread.
+        """Returns when the bytes are there. Any thread may call it, once.
 
         Raises:
-            RuntimeError: they will never be.
+            RuntimeError: The copy has failed.
         """
 
 
@@ -46,9 +46,13 @@ class Filled:
     """A frame's blocks in staging.
 
     Attributes:
-        offset: of its bytes in the segment.
-        num_bytes: of them.
-        last: whether nothing more follows from this rank.
+        handoff_id: ID of the handoff, 16 bytes.
+        layer: Index of the layer.
+        first_block: Index of the first block within the handoff.
+        num_blocks: Number of blocks.
+        offset: Where the bytes begin in the segment.
+        num_bytes: Number of bytes.
+        last: Whether this is the rank's last frame of the handoff.
     """
 
     handoff_id: bytes
@@ -61,10 +65,13 @@ class Filled:
 
 
 class Notifier:
-    """Waits where it is called. One thread uses it, and its port with it.
+    """Notifies the service from the caller's thread, and waits for copies there.
+
+    One thread uses the notifier and its port.
 
     Args:
-        shard: whose staging is filled.
+        port: The thread's connection to the transfer service.
+        shard: Shard that this rank sends.
     """
 
     def __init__(self, port: EnginePort, shard: int) -> None:
@@ -74,11 +81,11 @@ class Notifier:
 
     @property
     def alive(self) -> bool:
-        """False: nobody hears of what is filled from now on."""
+        """False once the service no longer gets notifications."""
         return self._port.alive
 
     def filled(self, copy: Copy, filled: Sequence[Filled]) -> None:
-        """These frames are in staging when the copy has ended. `flush` after the last of a step."""
+        """Waits for the copy and queues its frames; call `flush` after a step's last frames."""
         try:
             copy.wait()
         except RuntimeError as error:
@@ -107,17 +114,17 @@ class Notifier:
                 self.flush()
 
     def flush(self) -> None:
-        """Tells what was not told yet."""
+        """Sends the queued frames."""
         if self._frames:
             self._port.send_frames(self._frames)
         self._frames, self._num_bytes = [], 0
 
     def ended(self, handoff_id: bytes) -> None:
-        """This rank writes nothing more of a handoff that it did not complete.
+        """Tells the service that this rank writes no more of an incomplete handoff.
 
-        Everything it wrote before has arrived, so the service may give the staging to another
-        handoff. The abort goes first: an incomplete send that is not over would take the rank's
-        last frame for a commit.
+        All its earlier frames have been sent, so the service may give the staging to another
+        handoff. The abort is sent first: without it the service would take the rank's last frame
+        for a commit.
         """
         self.flush()
         self._port.abort_send(handoff_id)
@@ -127,15 +134,15 @@ class Notifier:
         self._port.send_frames([last])
 
     def close(self) -> None:
-        """Nothing is left to wait for."""
+        """Does nothing: no copy is waited for."""
 
 
 class NotifierThread:
-    """The same, without waiting: one thread does, in the order of the calls.
+    """Runs a notifier in a thread, in the order of the calls.
 
-    It owns the notifier and its port from here to `close`. Callers wait only while the queue is
-    full, and never longer than put_timeout_s: after that it counts as dead, nothing is taken any
-    more, and the handoffs under way expire at the service.
+    The thread owns the notifier and its port until `close`. A caller waits only while the queue is
+    full, for at most put_timeout_s. After that the thread counts as dead: it takes no more calls,
+    and the handoffs under way expire at the service.
     """
 
     def __init__(
@@ -166,10 +173,10 @@ class NotifierThread:
         self._put(partial(self._notifier.ended, handoff_id))
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
-        """Waits for what was put, tells it, and closes the port; idempotent.
+        """Waits for queued notifications to be sent, then closes the port. Idempotent.
 
-        What does not arrive in time keeps its thread and its port: the memory under a copy that may
-        still run must stay mapped.
+        If that takes too long, the thread and its port stay: memory under a copy that may still run
+        must stay mapped.
         """
         deadline = time.monotonic() + timeout_s
         self._taking = False

@@ -1,11 +1,11 @@
-"""A rank's paged KV cache as blocks of words.
+"""Views a rank's paged KV cache as blocks of words.
 
-Staging holds a block as [heads, tokens, content], contiguous, whatever the strides of the cache: a
-copy follows the cache's logical axes, so that the order of a block's axes in staging
-(`KvLayout.axes`) does not depend on how the engine lays out its memory. vLLM 0.32 gives every
-backend's cache as [blocks, heads, tokens, content] per layer and hides its layout in the strides
-(vllm/v1/kv_cache_layout.py): [L, B, H, N, C] on the CPU, [L, B, N, H, C] with FlashAttention,
-blocks before layers where a layer's blocks are packed with those of the others.
+Staging holds a block as contiguous [heads, tokens, content], whatever the strides of the cache are.
+A copy follows the cache's logical axes, so the order of a block's axes in staging (`KvLayout.axes`)
+does not depend on the engine's memory layout. vLLM 0.32 shows every backend's cache as [blocks,
+heads, tokens, content] per layer and hides its layout in the strides (vllm/v1/kv_cache_layout.py):
+[L, B, H, N, C] on the CPU, [L, B, N, H, C] with FlashAttention, and blocks before layers where the
+blocks of several layers are packed together.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def block_view(name: str, cache: torch.Tensor, layout: KvLayout) -> torch.Tensor:
-    """A layer's cache as [blocks, heads, parts of a block, tokens of a part, content].
+    """Returns a layer's cache as [blocks, heads, parts of a block, tokens of a part, content].
 
-    A kernel that takes smaller blocks than the scheduler hands out has each cut into parts, one
-    after the other on the first axis; otherwise a block is one part.
+    A kernel that takes smaller blocks than the scheduler's has each block cut into parts, one after
+    the other on the first axis. Otherwise a block is one part.
 
     Raises:
-        ValueError: it is not [blocks, heads, tokens, content] as the layout says.
+        ValueError: The cache is not [blocks, heads, tokens, content] as the layout says.
     """
     heads, block_size, expected = layout.num_kv_heads, layout.block_size_tokens, layout.block_bytes
     parts = block_size // cache.shape[2] if cache.ndim == 4 and cache.shape[2] else 0
@@ -48,22 +48,24 @@ def block_view(name: str, cache: torch.Tensor, layout: KvLayout) -> torch.Tensor
 
 
 class PagedCache:
-    """One rank's cache as blocks of words: what is copied has no other meaning here.
+    """One rank's cache as blocks of words.
 
     Attributes:
-        layers: per layer a view [blocks, ...] of the engine's memory.
-        indices: of the layers, by the engine's names.
-        word: what a block is moved in: the widest integer that divides and aligns all of it.
+        device: Device of the cache.
+        block_bytes: Bytes of one block of one layer.
+        layers: For each layer a view [blocks, ...] of the engine's memory.
+        indices: Index of each layer, by the engine's name.
+        word: The widest integer type that divides and aligns every part of a block.
 
     Raises:
-        ValueError: not as many layers as announced, one that is laid out differently, or layers on
-            several devices.
+        ValueError: The number or the layout of the layers differs from the fingerprint, or the
+            layers are on several devices.
     """
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor], layout: KvLayout) -> None:
         if len(kv_caches) != layout.num_layers:
             raise ValueError(
-                f"the cache has {len(kv_caches)} layers; announced {layout.num_layers}"
+                f"the cache has {len(kv_caches)} layers; the fingerprint has {layout.num_layers}"
             )
         devices = {cache.device for cache in kv_caches.values()}
         if len(devices) != 1:
@@ -77,7 +79,7 @@ class PagedCache:
         self.word = next(word for word in _WORDS if all(_is_made_of(view, word) for view in views))
         self.layers = [view.view(self.word) for view in views]
         if all(layer[0].is_contiguous() for layer in self.layers):
-            # [blocks, words]: the faster to copy.
+            # Two-dimensional tensors are faster to copy.
             self.layers = [layer.flatten(1) for layer in self.layers]
 
     def clear(self, block_ids: torch.Tensor) -> None:
@@ -87,19 +89,20 @@ class PagedCache:
 
     @property
     def block_words(self) -> int:
+        """Number of words of one block of one layer."""
         return self.block_bytes // int(self.word.itemsize)
 
     def rows(self, words: torch.Tensor) -> torch.Tensor:
-        """Contiguous words of whole blocks, shaped as the layers are."""
+        """Returns contiguous words of whole blocks in the shape of the layers."""
         return words.view(-1, *self.layers[0].shape[1:])
 
     def words(self, staging: torch.Tensor) -> torch.Tensor:
-        """Bytes as words; a remainder at the end is left out."""
+        """Returns bytes as words, without a remainder at the end."""
         size = int(self.word.itemsize)
         return staging[: staging.numel() // size * size].view(self.word)
 
     def word_range(self, offset: int, num_blocks: int) -> slice:
-        """Where blocks at an offset of staging are, in words."""
+        """Returns the range of words of blocks that begin at an offset of staging."""
         start = offset // int(self.word.itemsize)
         return slice(start, start + num_blocks * self.block_words)
 

@@ -1,4 +1,4 @@
-"""Which blocks of a prompt each step pushes to the decode worker; beside vLLM's scheduler."""
+"""Decides which blocks of a prompt each step pushes; runs beside vLLM's scheduler."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ class _Send:
     """A request whose blocks are pushed.
 
     Attributes:
-        handoff_id: of its handoff.
-        offset: of the handoff's bytes in the segment.
-        num_tokens: how many tokens the prompt has.
-        skip_blocks: how many blocks at its beginning the handoff leaves out.
-        next_block: the block of the prompt that is pushed next.
+        handoff_id: ID of the handoff, 16 bytes.
+        offset: Where the handoff's bytes begin in the segment.
+        num_tokens: Number of prompt tokens that the handoff covers.
+        skip_blocks: Number of blocks at the beginning that the handoff leaves out.
+        next_block: Index in the prompt of the next block to push. It never goes back: pushed blocks
+            stay right when the request is preempted.
     """
 
     handoff_id: bytes
@@ -34,11 +35,11 @@ class _Send:
 
 
 class Sends:
-    """The requests that hand over their KV cache, and how far each has been pushed.
+    """The requests that hand over their KV cache; the scheduler's half owns this object.
 
     Args:
-        port: the scheduler's, to the transfer service.
-        layout: of the cache.
+        port: The scheduler's connection to the transfer service.
+        layout: Layout of the KV cache.
     """
 
     def __init__(self, port: EnginePort, layout: KvLayout) -> None:
@@ -51,11 +52,11 @@ class Sends:
         return len(self._sends)
 
     def add(self, request_id: str, params: Mapping[str, Any]) -> None:
-        """A request is to be handed over.
+        """Adds a request with a send.
 
         Args:
-            request_id: the engine's.
-            params: `baton_send` of its kv_transfer_params.
+            request_id: The engine's request ID.
+            params: `baton_send` of the request's kv_transfer_params.
         """
         skip_blocks = params["skip_tokens"] // self._layout.block_size_tokens
         self._sends[request_id] = _Send(
@@ -67,18 +68,18 @@ class Sends:
         )
 
     def finished(self, request_id: str) -> None:
-        """A request is over: its handoff is given up unless all of it was pushed."""
+        """Takes the end of a request; gives its handoff up unless all blocks were pushed."""
         send = self._sends.pop(request_id, None)
         if send is not None and send.next_block < self._layout.num_blocks(send.num_tokens):
             self._give_up(send)
 
     def pushes(self, output: SchedulerOutput, unverified: Set[int]) -> Iterator[Push]:
-        """The blocks that a step finishes, one push for each request.
+        """Yields the blocks that a step finishes, one push per request.
 
         Args:
-            output: the step.
-            unverified: blocks whose content may turn out wrong once steps have ended. A request
-                that has one is not handed over: the decode worker would take it for right.
+            output: The step.
+            unverified: Blocks whose content may turn out wrong. A request with such a block gives
+                its handoff up, because the decode worker could not detect the fault.
         """
         cached = output.scheduled_cached_reqs
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -88,7 +89,8 @@ class Sends:
                 continue
             num_blocks = self._layout.num_blocks(send.num_tokens)
             num_tokens = computed[request_id] + num_scheduled
-            # Blocks from the prefix cache never pass through the model: they go with the first.
+            # Blocks from the prefix cache never pass through the model; the first push includes
+            # them.
             num_ready = (
                 num_blocks
                 if num_tokens >= send.num_tokens
@@ -111,7 +113,7 @@ class Sends:
             )
 
     def take_given_up(self) -> list[bytes]:
-        """Handoffs that get no more pushes and were not complete, for the step that is made."""
+        """Returns incomplete handoffs that get no more pushes, for the step that is being made."""
         given_up, self._given_up = self._given_up, []
         return given_up
 

@@ -1,7 +1,7 @@
-"""What a vLLM step computes, counted where it is scheduled.
+"""Counts what each vLLM step computes, where the step is scheduled.
 
-vLLM tells its client of a prompt only with its first token, and nothing of the chunks before. The
-connector beside the scheduler sees each step whole.
+vLLM reports a prompt to its client only with the first token, not the chunks before it. The
+connector beside the scheduler sees every step.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import Any
 
 from baton.runtime.latency import PrefillChunk
 
-# Of SchedulerStats.kv_connector_stats: [scheduled_at (monotonic), num_prefill_tokens,
-# prefill_token_squares, num_decodes, num_kv_tokens], as in engine/base.py's StepSample.
+# Key in SchedulerStats.kv_connector_stats; the value is [scheduled_at (time.monotonic),
+# num_prefill_tokens, prefill_token_squares, num_decodes, num_kv_tokens], as in StepSample of
+# engine/base.py.
 STEP_WORK = "baton_step"
 
 
@@ -20,12 +21,12 @@ class StepCounter:
     """Counts steps in the order in which they are scheduled."""
 
     def __init__(self) -> None:
-        # Of requests whose prompt takes several steps: tokens that were there before the first.
+        # Tokens that were cached before a prompt's first step, for prompts of several steps.
         self._num_cached: dict[str, int] = {}
         self._num_computed: dict[str, int] = {}
 
     def count(self, output: Any) -> list[float] | None:
-        """The work of one step, vLLM's SchedulerOutput; None for one that computes nothing."""
+        """Returns a step's work from vLLM's SchedulerOutput; None if it computes nothing."""
         if not output.num_scheduled_tokens:
             return None
         cached = output.scheduled_cached_reqs
@@ -57,10 +58,10 @@ class StepCounter:
         ]
 
     def num_computed(self, request_id: str) -> int:
-        """Of a request's tokens, with the steps counted; drafts that may be refused too."""
+        """Returns a request's computed tokens, including drafts that may be rejected."""
         return self._num_computed.get(request_id, 0)
 
     def forget(self, request_id: str) -> None:
-        """A request has ended."""
+        """Forgets a request that has ended."""
         self._num_cached.pop(request_id, None)
         self._num_computed.pop(request_id, None)

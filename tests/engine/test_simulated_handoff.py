@@ -281,13 +281,13 @@ async def test_a_handoff_that_comes_too_late_has_failed_on_both_sides(pair: Pair
     await pair.nothing_left()
 
 
-async def test_a_wrong_baton_is_an_error_and_never_tokens(pair: Pair) -> None:
+async def test_a_wrong_handoff_is_an_error_and_gives_no_tokens(pair: Pair) -> None:
     prompt, other = [1] * 40, [2] * 40
     send = await pair.open(prompt)
     await pair.sender.finish(prefill(prompt, send))
     tokens, _, last = await pair.receiver.finish(decode(other, [], send.handoff_id))
     assert (tokens, last.finish) == ([], Finish.ERROR)
-    assert "wrong baton" in last.error
+    assert "wrong handoff" in last.error
     ended = await ended_badly(pair.receiver, send.handoff_id)
     assert ended.reason == kv_transfer_pb2.REFUSAL_REASON_INCOMPLETE
     await pair.nothing_left()

@@ -163,7 +163,7 @@ def test_content_with_gaps_other_layers_and_other_devices_are_refused():
     with pytest.raises(ValueError, match="strides"):
         PagedCache({str(index): gaps for index in range(LAYERS)}, layout)
     plain = make_cache("LBHNC", torch.float32)
-    with pytest.raises(ValueError, match="has 2 layers; announced 3"):
+    with pytest.raises(ValueError, match="has 2 layers; the fingerprint has 3"):
         PagedCache(dict(list(plain.items())[:2]), layout)
     on_meta = {name: layer.to("meta") for name, layer in plain.items()}
     with pytest.raises(ValueError, match="is on cpu, meta; Baton needs it on one"):
