@@ -2,7 +2,7 @@
 
 import os
 
-# gRPC reads it when it is imported, so before anything else. Its fork handlers are for programs
-# that go on after a fork; ours only start others. Around a fork they stop gRPC's threads, and under
-# load that fails: the child aborts before it becomes another program, or this process stalls.
+# gRPC reads this variable at import time. gRPC's fork handlers serve programs that keep running
+# Python after a fork; Baton's children execute another program at once. The handlers stop gRPC's
+# threads around a fork, which fails under load: the child aborts before exec, or this one hangs.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"

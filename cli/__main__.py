@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """Runs the command; Ctrl-C ends it also while it is being imported."""
+    """Runs the command; Ctrl-C during the imports also ends with exit code 130."""
     try:
         from baton.cli.main import main as run
     except KeyboardInterrupt:

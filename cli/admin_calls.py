@@ -1,4 +1,4 @@
-"""Asking a coordinator, or the first of several that answers."""
+"""Calls of the Admin service at the first coordinator that answers, and their printed results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ T = TypeVar("T")
 
 
 def call_admin(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) -> T:
-    """Puts a question to the first address where a coordinator is.
+    """Runs a call against the first coordinator that can be reached.
 
-    The next one is another cell, or a successor: what changes something goes there only where it
-    has certainly not been done here.
+    The next address may be another cell or a successor of the coordinator. A call that changes
+    something is repeated there only when it certainly had no effect at the address before.
+
+    Args:
+        address: Value of --address: addresses separated by commas; None for the default.
+        question: Makes the call with the client that it gets.
 
     Raises:
-        RemoteError: none is there, or it refuses.
+        RemoteError: No coordinator can be reached, or the coordinator refuses the call.
     """
     from baton.cli import interrupts
     from baton.client import errors
@@ -42,13 +46,13 @@ def call_admin(address: str | None, question: Callable[[AdminClient], Awaitable[
 
 
 def print_progress(message: str, *, as_json: bool) -> None:
-    """Prints what a coordinator answered, ahead of what it comes to; JSON is only of that."""
+    """Prints the coordinator's first answer before a wait; JSON output has only the result."""
     if not as_json:
         print(message, flush=True)
 
 
 def print_answer(message: str, *, as_json: bool) -> None:
-    """Prints what a coordinator answered in words."""
+    """Prints the coordinator's answer, a sentence, as text or as JSON."""
     from baton.cli.output import print_json
 
     if as_json:

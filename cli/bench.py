@@ -1,4 +1,4 @@
-"""`baton bench`: made-up load on a live cluster; `baton bench compare`: two results."""
+"""`baton bench`: generated load on a live cell; `baton bench compare`: compare two results."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from baton.load.generator import Generator, Outcome
 
 app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]})
-# When nothing says how long.
+# Duration of the load when neither --duration nor --requests is set.
 _DURATION_S = 60.0
-_LENGTHS = "N, LOW-HIGH or MEAN~CV (log-normal)."
+_LENGTHS = "Length in tokens: N, LOW-HIGH (uniform) or MEAN~CV (log-normal)."
 
 
 @app.callback(invoke_without_command=True)
@@ -25,15 +25,25 @@ def bench(
     context: typer.Context,
     address: options.Address = None,
     rate: Annotated[
-        float | None, typer.Option("--rate", help="Requests/s, whatever still runs (open loop).")
+        float | None,
+        typer.Option(
+            "--rate", help="Open loop: send this many requests/s, however many still run."
+        ),
     ] = None,
     burstiness: Annotated[
-        float, typer.Option("--burstiness", help="Of --rate: 1 is Poisson, less comes in bursts.")
+        float,
+        typer.Option(
+            "--burstiness",
+            help="Burstiness of --rate: 1 is a Poisson process, less than 1 sends in bursts.",
+        ),
     ] = 1.0,
     concurrency: Annotated[
         int | None,
         typer.Option(
-            "--concurrency", min=1, max=100_000, help="Or so many at a time (closed loop)."
+            "--concurrency",
+            min=1,
+            max=100_000,
+            help="Closed loop: keep this many requests running at a time.",
         ),
     ] = None,
     prompt_tokens: Annotated[str, typer.Option("--prompt-tokens", help=_LENGTHS)] = "512",
@@ -52,12 +62,12 @@ def bench(
     out: load_run.Out = None,
     as_json: options.Json = False,
 ) -> None:
-    """Load a live cluster and print latencies, throughput and goodput.
+    """Put load on a live cell and print latencies, throughput and goodput.
 
-    Latencies run from the moment at which a request was to be sent. Ctrl-C prints what was measured
-    so far.
+    A latency begins at the time at which the request was scheduled to be sent. Ctrl-C ends the run
+    and prints the figures so far.
 
-    Exit codes: 0 done, 1 no request ended well, 2 wrong usage, 3 unavailable, 130 interrupted.
+    Exit codes: 0 done, 1 no request succeeded, 2 wrong usage, 3 unavailable, 130 interrupted.
     """
     if context.invoked_subcommand is not None:
         return
@@ -68,7 +78,7 @@ def bench(
     from baton.load.plan import LaneRule, arrival_times, generated
 
     if (rate is None) == (concurrency is None):
-        raise typer.BadParameter("give one of --rate and --concurrency", param_hint="--rate")
+        raise typer.BadParameter("set exactly one of --rate and --concurrency", param_hint="--rate")
     if duration is None and requests is None:
         duration = _DURATION_S
     try:
@@ -121,14 +131,16 @@ def bench(
     )
 
 
-_Result = typer.Argument(help="Written by --out, or by simulate's --json.", show_default=False)
+_Result = typer.Argument(
+    help="Result file, written by --out or by the option --json of simulate.", show_default=False
+)
 
 
 @app.command()
 def compare(
     a: Annotated[Path, _Result], b: Annotated[Path, _Result], as_json: options.Json = False
 ) -> None:
-    """Show two results of bench, replay or simulate side by side, with B over A."""
+    """Show two results of bench, replay or simulate side by side, with the ratio B/A."""
     from baton.cli.output import print_json, print_table
     from baton.load import compare as comparison
 

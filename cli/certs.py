@@ -10,20 +10,33 @@ from baton.cli import options
 
 
 def certs(
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="Made where it is not there.")],
+    directory: Annotated[
+        str,
+        typer.Argument(
+            metavar="DIR", help="Directory for the files; it is created if it does not exist."
+        ),
+    ],
     host: Annotated[
         list[str] | None,
-        typer.Option("--host", help="A name or address that servers are dialled by; repeatable."),
+        typer.Option(
+            "--host", help="Name or address under which clients connect to the servers; repeatable."
+        ),
     ] = None,
     days: Annotated[
-        int, typer.Option("--days", min=1, max=options.MOST_DAYS, help="Until they expire.")
+        int,
+        typer.Option(
+            "--days",
+            min=1,
+            max=options.MOST_DAYS,
+            help="Number of days until the certificates expire.",
+        ),
     ] = 30,
 ) -> None:
-    """Make a CA, a server's, a client's and an operator's certificate for development.
+    """Make a CA and certificates of a server, a client and an operator, for development.
 
-    A CA that is in DIR already, with its key, signs again, so that this renews the others; nothing
-    else is written over. For production, use your own CA: the key of this one lies beside the
-    certificates.
+    If DIR already has a CA with its key, that CA signs new certificates, so running the command
+    again renews them. The CA itself is never overwritten. For production, use your own CA: here
+    the CA's key lies beside the certificates.
     """
     import importlib.util
 
@@ -36,7 +49,7 @@ def certs(
     try:
         files = dev_certs.make(directory, hosts=host or [], days=days)
     except OSError as error:
-        # A disk that is full has no file's name.
+        # The error of a full disk names no file.
         file = error.filename or directory
         raise ConfigError(f"{file}: cannot be written: {error.strerror}") from None
     for file in files:

@@ -1,4 +1,4 @@
-"""The cells that several tables show, and which columns of a table there is room for."""
+"""Table cells that several commands share, and the choice of columns that fit a terminal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ POOL_COLUMNS = (
 
 
 def pool_cells(pool: admin_pb2.PoolInfo) -> tuple[str, ...]:
-    """One for each of POOL_COLUMNS. "-": nothing sizes the pool; a size set by hand is marked."""
+    """One cell for each of POOL_COLUMNS.
+
+    WANTED is "-" for a pool that no autoscaler sizes, and is marked if an operator set the size.
+    """
     wanted = f"{pool.desired} by hand" if pool.HasField("size_by_hand") else str(pool.desired)
     return (
         role_name(pool.role),
@@ -36,28 +39,28 @@ def pool_cells(pool: admin_pb2.PoolInfo) -> tuple[str, ...]:
 
 
 def state_name(worker: admin_pb2.WorkerInfo | admin_pb2.WorkerStatus) -> str:
-    """As the worker has it, unless it is silent: what it last said of itself is no longer so."""
+    """The worker's state, or "silent": the last reported state of a silent worker is outdated."""
     if worker.unresponsive:
         return "silent"
     return enum_name(cluster_pb2.WorkerState.DESCRIPTOR, worker.state)
 
 
 def share(used: int, total: int) -> str:
-    """In percent; "-" of nothing."""
+    """The share in percent; "-" if the total is 0."""
     return f"{100 * used / total:.0f} %" if total else "-"
 
 
 def shown(
     names: Sequence[str], widths: Sequence[int], spare: Sequence[str], room: int, gap: int
 ) -> list[int]:
-    """The columns to show, by their indices: a column that is left out is better than one cut.
+    """Indices of the columns to show; columns are left out rather than cut off.
 
     Args:
-        names: of all columns.
-        widths: that they need.
-        spare: names of those that are left out where there is no room, in this order.
-        room: characters of a line.
-        gap: characters between two columns.
+        names: Names of all columns.
+        widths: Width that each column needs, in characters.
+        spare: Names of the columns to leave out first when the line is too short, in this order.
+        room: Characters of a line.
+        gap: Characters between two columns.
     """
     left = list(range(len(names)))
     for name in spare:

@@ -9,16 +9,16 @@ import typer
 from baton.cli import options
 
 app = typer.Typer(
-    help="The configuration: check a file, show what is in force, say what keys mean.",
+    help="Check a configuration file, show the effective configuration, and list all keys.",
     no_args_is_help=True,
 )
 
 
 @app.command()
 def check(
-    file: Annotated[str, typer.Argument(metavar="FILE", help="YAML; - is standard input.")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="YAML file; - reads standard input.")],
 ) -> None:
-    """Say whether a file is right; an unknown key names the nearest known one."""
+    """Check a configuration file; the error for an unknown key suggests the nearest known key."""
     from baton.runtime import exposure
     from baton.runtime.addresses import split_address
     from baton.runtime.config import load
@@ -31,7 +31,7 @@ def check(
         ("kv_transfer.listen", config.kv_transfer.listen),
         ("http.listen", config.http.listen),
     ):
-        # Only those of the transfer service and the gateway may be empty.
+        # Only the transfer service's and the gateway's addresses may be empty.
         if address or key not in ("kv_transfer.listen", "http.listen"):
             split_address(address, f"{file}: {key}")
     exposure.check_all(config)
@@ -41,11 +41,11 @@ def check(
 @app.command()
 def keys(
     part: Annotated[
-        str, typer.Argument(metavar="PART", help="Only keys that have this in their names.")
+        str, typer.Argument(metavar="PART", help="List only the keys whose names contain PART.")
     ] = "",
     as_json: options.Json = False,
 ) -> None:
-    """List the keys, their defaults, and what they mean."""
+    """List all configuration keys with their defaults and meanings."""
     import json
 
     from baton.cli.output import print_json, print_table
@@ -65,7 +65,7 @@ def keys(
 
 @app.command()
 def show(config: options.ConfigFile = None) -> None:
-    """Print the effective configuration, defaults filled in, as YAML, and without secrets."""
+    """Print the effective configuration as YAML, with all defaults and without secrets."""
     from baton.runtime.config import load, shown
 
     print(shown(load(config)), end="")

@@ -1,4 +1,4 @@
-"""How the command reaches a coordinator: the options before the subcommand, and their variables."""
+"""Options before the subcommand that say how to connect to a coordinator (TLS, API key)."""
 
 from __future__ import annotations
 
@@ -20,17 +20,26 @@ TlsCa = Annotated[
         "--tls-ca",
         envvar="BATON_TLS_CA",
         metavar="FILE",
-        help="PEM: who signs the coordinator's certificate; turns TLS on.",
+        help="PEM file of the CA that signs the coordinator's certificate; turns TLS on.",
     ),
 ]
 TlsCert = Annotated[
     str,
     typer.Option(
-        "--tls-cert", envvar="BATON_TLS_CERT", metavar="FILE", help="PEM: this client's own."
+        "--tls-cert",
+        envvar="BATON_TLS_CERT",
+        metavar="FILE",
+        help="PEM file of this client's certificate.",
     ),
 ]
 TlsKey = Annotated[
-    str, typer.Option("--tls-key", envvar="BATON_TLS_KEY", metavar="FILE", help="PEM: its key.")
+    str,
+    typer.Option(
+        "--tls-key",
+        envvar="BATON_TLS_KEY",
+        metavar="FILE",
+        help="PEM file of the private key for --tls-cert.",
+    ),
 ]
 TlsServerName = Annotated[
     str,
@@ -38,7 +47,7 @@ TlsServerName = Annotated[
         "--tls-server-name",
         envvar="BATON_TLS_SERVER_NAME",
         metavar="NAME",
-        help="What the coordinator's certificate names, where that is not its host.",
+        help="Name in the coordinator's certificate, if it differs from the host in --address.",
     ),
 ]
 ApiKeyFile = Annotated[
@@ -47,16 +56,16 @@ ApiKeyFile = Annotated[
         "--api-key-file",
         envvar="BATON_API_KEY_FILE",
         metavar="FILE",
-        help="Holds an API key or a JWT; BATON_API_KEY holds one itself.",
+        help="File with an API key or a JWT; the variable BATON_API_KEY holds the key itself.",
     ),
 ]
-# No option: arguments of processes can be read by others.
+# Hidden, so that keys are not passed as arguments: other users can read a process's arguments.
 ApiKeyVariable = Annotated[str, typer.Option("--api-key", envvar="BATON_API_KEY", hidden=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class Connection:
-    """The values of those options."""
+    """Values of the connection options."""
 
     ca_file: str = ""
     cert_file: str = ""
@@ -66,22 +75,22 @@ class Connection:
     api_key: str = ""
 
     def admin(self, address: str) -> AdminClient:
-        """Of the coordinator there; raises ConfigError as `tls` and `key` do."""
+        """Client of the coordinator's Admin service; raises ConfigError as `tls` and `key` do."""
         from baton.client import AdminClient
 
         return AdminClient(address, tls=self.tls(), api_key=self.key())
 
     def tls(self) -> Tls | None:
-        """None: without.
+        """TLS settings; None without TLS.
 
         Raises:
-            ConfigError: options are missing.
+            ConfigError: Only some of the options that belong together are set.
         """
         from baton.client import Tls
         from baton.runtime.config_error import ConfigError
 
         if bool(self.cert_file) != bool(self.key_file):
-            raise ConfigError("--tls-cert and --tls-key go together")
+            raise ConfigError("--tls-cert and --tls-key must be set together")
         if not self.ca_file:
             if self.cert_file or self.server_name:
                 raise ConfigError("--tls-cert and --tls-server-name need --tls-ca")
@@ -90,11 +99,11 @@ class Connection:
         return Tls(self.ca_file, self.cert_file, self.key_file, self.server_name, names)
 
     def key(self) -> str:
-        """The API key or JWT; empty: none.
+        """The API key or JWT; empty without one.
 
         Raises:
-            ConfigError: the file cannot be read, or it or the variable holds something else; two
-                are given.
+            ConfigError: The file cannot be read, the file or variable does not hold a key or JWT,
+                or both are set.
         """
         from baton.runtime.config_error import ConfigError
         from baton.runtime.secret_format import SECRETS, is_secret
@@ -121,7 +130,7 @@ _current: ContextVar[Connection | None] = ContextVar("connection", default=None)
 
 @contextmanager
 def used(connection: Connection) -> Iterator[None]:
-    """`current` gives it until this ends: one process may run several commands."""
+    """Makes `current` return this connection inside the `with` block; tests run many commands."""
     before = _current.set(connection)
     try:
         yield
@@ -130,5 +139,5 @@ def used(connection: Connection) -> Iterator[None]:
 
 
 def current() -> Connection:
-    """Of the command that runs."""
+    """Connection options of the running command."""
     return _current.get() or Connection()

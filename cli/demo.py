@@ -1,7 +1,7 @@
-"""`make demo`: a question answered by a whole cluster on vLLM, and where its time went.
+"""`make demo`: a whole cell on vLLM answers a question, and the demo prints where the time went.
 
-Starts `baton up` as a person would, asks it once through the Python client, stops it with Ctrl-C's
-signal and checks that no process is left.
+The demo starts `baton up` in a process, sends one request through the Python client, stops the
+process with SIGINT and checks that no process is left.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from baton.runtime.errors import BatonError, RemoteError
 START_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 60.0
-# Of processes after the one that started them.
+# Longest time that child processes may outlive `baton up`.
 EXIT_TIMEOUT_S = 5.0
 # Small enough for any laptop; eager, because compiling takes longer than the demo.
 ENGINE_ARGS = (
@@ -46,7 +46,7 @@ class DemoFailed(BatonError):
 
 
 async def demo(arguments: list[str]) -> None:
-    """Raises BatonError when anything is not as it should be."""
+    """Runs the demo; raises BatonError if a step fails."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         try:
             async with _cluster(arguments, log) as address:
@@ -60,7 +60,7 @@ async def demo(arguments: list[str]) -> None:
 
 @asynccontextmanager
 async def _cluster(arguments: list[str], log: IO[str]) -> AsyncIterator[str]:
-    """A running `baton up`; yields its address and stops all of it."""
+    """Runs `baton up`; yields its address, and stops it with all its processes."""
     command = [sys.executable, "-m", "baton.cli", "up", "--listen", "127.0.0.1:0", "--no-http"]
     command += [part for argument in ENGINE_ARGS for part in ("--engine-arg", argument)]
     print("starting a coordinator, one prefill and one decode worker", flush=True)
@@ -69,7 +69,7 @@ async def _cluster(arguments: list[str], log: IO[str]) -> AsyncIterator[str]:
         *arguments,
         stdout=asyncio.subprocess.PIPE,
         stderr=log,
-        # Ctrl-C reaches this process alone, which then stops the others in order.
+        # Ctrl-C reaches only this process, which then stops the others in order.
         process_group=0,
     )
     try:
@@ -90,7 +90,7 @@ async def _ready_address(up: Process) -> str:
                 if words[:1] == ["ready"]:
                     print(line.decode().strip(), flush=True)
                     return next(word for word in words if word.startswith("grpc="))[len("grpc=") :]
-            raise DemoFailed(f"baton up ended with exit code {await up.wait()} before it served")
+            raise DemoFailed(f"baton up ended with exit code {await up.wait()} before it was ready")
     except TimeoutError:
         raise DemoFailed(f"baton up was not ready within {START_TIMEOUT_S:g} s") from None
 
@@ -114,23 +114,23 @@ async def _ask(address: str) -> None:
             elif isinstance(event, Finished):
                 finished = event
     if finished is None or finished.reason == "cancelled":
-        raise make(code_pb2.DATA_LOSS, f"wanted a whole answer, the stream ended with {finished}")
+        raise make(
+            code_pb2.DATA_LOSS, f"the answer is incomplete: the stream ended with {finished}"
+        )
     print("\n")
     if model == demo_model.GLOSSARY:
-        print(
-            "This model is a toy: it knows a glossary of serving latency by heart, nothing else.\n"
-        )
+        print("This model is a toy: it knows only a glossary of serving latency.\n")
     print_timeline(finished.budget)
     stages = {stage.stage: stage.worker_id for stage in finished.budget.stages}
     prefill, decode = stages.get("prefill"), stages.get("decode")
     if prefill is None or decode is None or prefill == decode:
         raise DemoFailed(f"prefill and decode were not on two workers: {stages}")
     num_tokens = finished.usage.completion_tokens
-    print(f"token 1 of {num_tokens} came from {prefill}, the others one by one from {decode}")
+    print(f"token 1 of {num_tokens} came from {prefill}, the other tokens from {decode}")
 
 
 async def _stop(up: Process) -> str | None:
-    """Ends it as Ctrl-C would; says what did not go as it should."""
+    """Ends `baton up` with SIGINT; returns a description of the problem, if any."""
     try:
         started = psutil.Process(up.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -148,7 +148,7 @@ async def _stop(up: Process) -> str | None:
     _, left = await asyncio.to_thread(psutil.wait_procs, started, EXIT_TIMEOUT_S)
     for process in left:
         process.kill()
-        problem = f"left running: {', '.join(str(process.pid) for process in left)}"
+        problem = f"processes left running: {', '.join(str(process.pid) for process in left)}"
     return problem
 
 

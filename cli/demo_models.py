@@ -1,4 +1,4 @@
-"""The demo models, made or found before anything starts."""
+"""Creates or finds the built-in demo models before any process starts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from baton.runtime.config_error import ConfigError
 
 
 def with_demo_model(config: BatonConfig) -> BatonConfig:
-    """The configuration with a demo model as a directory; any other model stays as it is.
+    """Replaces the name of a demo model by its directory; any other model stays unchanged.
 
     Raises:
-        ConfigError: the model cannot be made, or is not where it should be.
+        ConfigError: The demo model cannot be created, or its files are missing.
     """
     found = demo_model.ensure(config.model, weights=False)
     if found == config.model:
         return config
     directory = Path(found)
     if config.engine != "simulated" and not (directory / "model.safetensors").exists():
-        print(f"baton: making the {config.model} model in {directory}", file=sys.stderr)
+        print(f"baton: creating the {config.model} model in {directory}", file=sys.stderr)
         _make_weights(config.model)
     return config.model_copy(
         update={"model": str(directory), "served_model_name": config.model_name}
@@ -30,7 +30,7 @@ def with_demo_model(config: BatonConfig) -> BatonConfig:
 
 
 def _make_weights(name: str) -> None:
-    # In a process of its own: the coordinator should not carry torch for the rest of its life.
+    # A child process creates the weights, so that the coordinator does not keep torch in memory.
     code = (
         "import sys\n"
         "from baton.runtime import demo_model\n"
@@ -42,5 +42,7 @@ def _make_weights(name: str) -> None:
     )
     made = subprocess.run([sys.executable, "-c", code, name], capture_output=True, text=True)
     if made.returncode != 0:
-        lines = made.stderr.strip().splitlines() or ["no reason given"]
+        lines = made.stderr.strip().splitlines() or [
+            "the process that creates the demo model failed without a message"
+        ]
         raise ConfigError(lines[-1])

@@ -1,4 +1,4 @@
-"""`baton doctor`: what is slow now, which stage, the evidence, and what to change first."""
+"""`baton doctor`: finds what is slow now, in which stage, with evidence and a first remedy."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from baton.cli import options
 
 
 def doctor(address: options.Address = None, as_json: options.Json = False) -> None:
-    """Say what is slow now, which stage, and what to change first.
+    """Diagnose a slow cell: show the slow stage, the evidence, and what to change first.
 
-    Exit code 0: healthy; 1: there are findings.
+    Exit codes: 0 healthy, 1 there are findings.
     """
     from baton.cli.admin_calls import call_admin
     from baton.cli.output import print_json

@@ -1,4 +1,4 @@
-"""What went wrong, as a line and an exit code."""
+"""Turns an error into one line of text and an exit code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def exit_code(error: Exception) -> int | None:
 
 
 def message(error: Exception) -> str:
-    """The error in words, with when to come back if it says so."""
+    """The error's text, with the time after which to retry if the error has one."""
     if isinstance(error, RemoteError) and error.retry_after_s is not None:
         return f"{error} (try again in {error.retry_after_s:.1f} s)"
     if isinstance(error, OSError) and error.filename is not None:

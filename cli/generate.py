@@ -1,4 +1,4 @@
-"""`baton generate`: one request, streamed."""
+"""`baton generate`: sends one request and streams its output."""
 
 from __future__ import annotations
 
@@ -21,52 +21,77 @@ class LaneChoice(StrEnum):
 
 def generate(
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="Text; - reads standard input.")
+        str | None,
+        typer.Argument(metavar="PROMPT", help="Text of the prompt; - reads standard input."),
     ] = None,
     address: options.Address = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Send it as a user's chat turn.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Send the prompt as the user's message of a chat.")
+    ] = False,
     tokens: Annotated[
         str | None,
-        typer.Option("--tokens", metavar="1,2,3", help="Token ids in place of PROMPT."),
+        typer.Option("--tokens", metavar="1,2,3", help="Token IDs instead of PROMPT."),
     ] = None,
-    model: Annotated[str, typer.Option("--model", help="Empty: what is served.")] = "",
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model", help="Name of the model; empty: the model that the coordinator serves."
+        ),
+    ] = "",
     lane: Annotated[
-        LaneChoice, typer.Option("--lane", help="Interactive goes first, batch can wait.")
+        LaneChoice,
+        typer.Option("--lane", help="Lane of the request: interactive goes first, batch can wait."),
     ] = LaneChoice.INTERACTIVE,
     tenant: Annotated[
-        str, typer.Option("--tenant", help="Who to account to; empty: the default.")
+        str, typer.Option("--tenant", help="Tenant of the request; empty: the default tenant.")
     ] = "",
     max_tokens: Annotated[
-        int | None, typer.Option("--max-tokens", help="Left out: what the context has room for.")
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            help="Largest number of output tokens; left out: as many as the context allows.",
+        ),
     ] = None,
-    temperature: Annotated[float | None, typer.Option("--temperature", help="0 is greedy.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", help="Sampling temperature; 0 is greedy.")
+    ] = None,
     seed: Annotated[
-        int | None, typer.Option("--seed", help="Of the sampling: the same one, the same output.")
+        int | None,
+        typer.Option("--seed", help="Seed of the sampling; the same seed gives the same output."),
     ] = None,
     stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="End before this text; repeatable.")
+        list[str] | None,
+        typer.Option("--stop", help="End the output before this text; repeatable."),
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Go on until --max-tokens.")
+        bool,
+        typer.Option(
+            "--ignore-eos", help="Generate --max-tokens tokens even if the model ends earlier."
+        ),
     ] = False,
     timeout: Annotated[
         float | None,
         typer.Option(
-            "--timeout", metavar="SECONDS", help="Of the whole request; then exit code 1."
+            "--timeout",
+            metavar="SECONDS",
+            help="Fail with exit code 1 if the whole request takes longer than this.",
         ),
     ] = None,
     request_id: Annotated[
         str,
-        typer.Option("--request-id", help="For `baton explain`; left out: the coordinator's own."),
+        typer.Option(
+            "--request-id",
+            help="Request ID for `baton explain`; left out: the coordinator makes one.",
+        ),
     ] = "",
     as_json: Annotated[
-        bool, typer.Option("--json", help="One JSON object per event and line.")
+        bool, typer.Option("--json", help="Print one JSON object per event, one per line.")
     ] = False,
     timeline: Annotated[
-        bool, typer.Option("--timeline", help="Print where the time went, by stage.")
+        bool, typer.Option("--timeline", help="Print how long each stage of the request took.")
     ] = False,
 ) -> None:
-    """Generate text and print it as it comes.
+    """Send a prompt and print the output as it is generated.
 
     Exit codes: 0 done, 1 failed, 2 wrong usage or request, 3 unavailable, 130 interrupted.
     """
@@ -79,7 +104,7 @@ def generate(
         "timeout_s": timeout,
         "request_id": request_id,
     }
-    # Left out when not given: the engine's own defaults hold.
+    # Options that are not given are not sent, so that the engine's defaults apply.
     if max_tokens is not None:
         wanted["max_tokens"] = max_tokens
     if temperature is not None:
@@ -103,10 +128,10 @@ def generate(
 
 def _prompt(text: str | None, tokens: str | None, chat: bool) -> Prompt:
     if (text is None) == (tokens is None):
-        raise typer.BadParameter("give either PROMPT or --tokens", param_hint="PROMPT")
+        raise typer.BadParameter("set exactly one of PROMPT and --tokens", param_hint="PROMPT")
     if tokens is not None:
         if chat:
-            raise typer.BadParameter("a chat turn is text", param_hint="--tokens")
+            raise typer.BadParameter("--chat needs text, not token IDs", param_hint="--tokens")
         try:
             return [int(token) for token in tokens.split(",") if token.strip()]
         except ValueError:
@@ -121,7 +146,7 @@ def _prompt(text: str | None, tokens: str | None, chat: bool) -> Prompt:
         except UnicodeDecodeError as error:
             raise typer.BadParameter(
                 f"standard input must be {error.encoding} text; it has a byte "
-                f"{error.object[error.start]:#04x} that is none",
+                f"{error.object[error.start]:#04x} that is not valid",
                 param_hint="PROMPT",
             ) from None
     assert text is not None
@@ -149,7 +174,7 @@ async def _stream(
                     sys.stdout.flush()
                     ends_line = event.text.endswith("\n")
                 elif isinstance(event, Finished) and timeline:
-                    # The text's last line, then an empty one.
+                    # End the last line of the text, then print an empty line.
                     print("\n" if not ends_line else "")
                     ends_line = True
                     print_timeline(event.budget)
@@ -160,7 +185,10 @@ async def _stream(
                 print(flush=True)
             if stream.num_resumes:
                 times = "once" if stream.num_resumes == 1 else f"{stream.num_resumes} times"
-                print(f"baton: lost the coordinator and resumed {times}", file=sys.stderr)
+                print(
+                    f"baton: the connection to the coordinator failed; the stream resumed {times}",
+                    file=sys.stderr,
+                )
 
 
 def _print_event(event: Event) -> None:

@@ -1,4 +1,4 @@
-"""Running a command's coroutine."""
+"""Runs a command's coroutine and turns Ctrl-C into exit code 130."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 def run(
     main: Coroutine[Any, Any, T], runner: Callable[[Coroutine[Any, Any, T]], T] = asyncio.run
 ) -> T:
-    """Runs it to its end; Ctrl-C cancels it and is exit code 130."""
+    """Runs a coroutine to its end; Ctrl-C cancels it and exits with code 130."""
     try:
         return runner(main)
     except KeyboardInterrupt:

@@ -16,34 +16,58 @@ if TYPE_CHECKING:
     from baton.runtime import api_keys
 
 app = typer.Typer(
-    help="API keys: add one, list them, remove one.", no_args_is_help=True, rich_markup_mode=None
+    help="Add, list and remove API keys.", no_args_is_help=True, rich_markup_mode=None
 )
 
-KeysFile = Annotated[str, typer.Argument(metavar="FILE", help="security.api_keys_file.")]
+KeysFile = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE", help="File named by the configuration key security.api_keys_file."
+    ),
+]
 
 
 @app.command()
 def add(
     file: KeysFile,
-    name: Annotated[str, typer.Option("--name", help="What logs and metrics call it.")],
+    name: Annotated[str, typer.Option("--name", help="Name of the key in logs and metrics.")],
     tenant: Annotated[
-        str, typer.Option("--tenant", help="Whom requests are accounted to; empty: no requests.")
+        str,
+        typer.Option(
+            "--tenant",
+            help="Tenant of requests with this key; empty: the key cannot send requests.",
+        ),
     ] = "",
     lane: Annotated[
-        list[LaneChoice] | None, typer.Option("--lane", help="Repeatable; left out: both.")
+        list[LaneChoice] | None,
+        typer.Option("--lane", help="Lane that the key may use; repeatable; left out: both lanes."),
     ] = None,
-    max_prompt_tokens: Annotated[int | None, typer.Option("--max-prompt-tokens", min=1)] = None,
-    max_output_tokens: Annotated[int | None, typer.Option("--max-output-tokens", min=1)] = None,
-    max_concurrent: Annotated[int | None, typer.Option("--max-concurrent", min=1)] = None,
-    admin: Annotated[bool, typer.Option("--admin", help="May call the Admin service.")] = False,
+    max_prompt_tokens: Annotated[
+        int | None,
+        typer.Option("--max-prompt-tokens", min=1, help="Largest prompt that the key may send."),
+    ] = None,
+    max_output_tokens: Annotated[
+        int | None,
+        typer.Option("--max-output-tokens", min=1, help="Largest max_tokens of a request."),
+    ] = None,
+    max_concurrent: Annotated[
+        int | None,
+        typer.Option("--max-concurrent", min=1, help="Most requests that may run at a time."),
+    ] = None,
+    admin: Annotated[
+        bool, typer.Option("--admin", help="Allow calls of the Admin service.")
+    ] = False,
     days: Annotated[
         int | None,
         typer.Option(
-            "--days", min=1, max=options.MOST_DAYS, help="Until it expires; left out: never."
+            "--days",
+            min=1,
+            max=options.MOST_DAYS,
+            help="Number of days until the key expires; left out: never.",
         ),
     ] = None,
 ) -> None:
-    """Make a key, add its hash to FILE and print the key, this once."""
+    """Make a key, add its hash to FILE, and print the key; it cannot be printed again."""
     from datetime import UTC, datetime, timedelta
 
     from baton.runtime import api_keys
@@ -68,14 +92,14 @@ def add(
     with _locked(file):
         known = list(_read(file).values()) if Path(file).exists() else []
         if any(one.name == name for one in known):
-            raise ConfigError(f"--name: {name!r} is in {file} already")
+            raise ConfigError(f"--name: {file} already has a key {name!r}")
         _write(file, [*known, entry])
     typer.echo(key)
 
 
 @app.command("list")
 def show(file: KeysFile) -> None:
-    """List the keys, without anything that is secret."""
+    """List the keys without their secrets."""
     from baton.cli.output import print_table
 
     print_table(
@@ -96,8 +120,13 @@ def show(file: KeysFile) -> None:
 
 
 @app.command()
-def remove(file: KeysFile, name: Annotated[str, typer.Option("--name")]) -> None:
-    """Remove a key: a coordinator that reads FILE refuses it within a second."""
+def remove(
+    file: KeysFile,
+    name: Annotated[
+        str, typer.Option("--name", help="Name of the key, as printed by `baton keys list`.")
+    ],
+) -> None:
+    """Remove a key; coordinators that read FILE refuse the key within a second."""
     from baton.runtime.config_error import ConfigError
 
     with _locked(file):

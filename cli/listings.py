@@ -1,4 +1,4 @@
-"""`baton pools`, `baton workers`, `baton requests`: the state of a cell."""
+"""`baton pools`, `baton workers` and `baton requests`: tables of the state of a cell."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def pools(
     as_json: options.Json = False,
     watch: options.Watch = False,
 ) -> None:
-    """Show the two pools and the lanes; with --watch and --json one line per change."""
+    """Show the two pools and the lanes; --watch --json prints one line per change."""
     from baton.cli.output import plain, print_json, print_json_line
 
     if watch and as_json:
@@ -67,7 +67,7 @@ def workers(
     as_json: options.Json = False,
     watch: options.Watch = False,
 ) -> None:
-    """List the workers, and how each has reached others with KV caches."""
+    """List the workers, and the transports of their KV cache handoffs to each other."""
     from baton.cli.output import plain, print_json, print_json_line
 
     if watch and as_json:
@@ -125,12 +125,12 @@ def _show_workers(found: Sequence[WorkerInfo]) -> None:
             print(f"{worker.worker_id} {worker.unresponsive}")
     print()
     print_table(
-        ("WORKER", "HANDS OVER TO", "BY", "WHY NOT BETTER"),
+        ("WORKER", "HANDS OVER TO", "TRANSPORT", "WHY NOT FASTER"),
         [
             (worker.worker_id, peer.worker_id, peer.transport, peer.reason or "-")
             for worker in found
             for peer in worker.peers
-            if peer.worker_id  # Otherwise it is gone.
+            if peer.worker_id  # Empty if that worker is no longer attached.
         ],
         "no handoffs yet",
     )
@@ -139,14 +139,18 @@ def _show_workers(found: Sequence[WorkerInfo]) -> None:
 def requests(
     address: options.Address = None,
     as_json: options.Json = False,
-    ended: Annotated[
-        bool, typer.Option("--all", help="Also those that ended recently, with their budgets.")
-    ] = False,
+    ended: Annotated[bool, typer.Option("--all", help="List recently ended requests too.")] = False,
     limit: Annotated[
-        int, typer.Option("--limit", min=0, max=options.MOST, help="0 for no limit.")
+        int,
+        typer.Option(
+            "--limit",
+            min=0,
+            max=options.MOST,
+            help="Largest number of requests to list; 0 lists all.",
+        ),
     ] = 0,
 ) -> None:
-    """List the requests that run."""
+    """List the running requests."""
     from baton.cli.output import plain, print_json, print_table
     from baton.runtime.enum_names import enum_name, lane_name
     from baton.v1 import admin_pb2
@@ -188,13 +192,13 @@ def requests(
 
 
 def _host(labels: Mapping[str, str]) -> str:
-    """Its name, and Ray's node there as Ray's own tables begin with it."""
+    """Host name of a worker, with the first 8 digits of its Ray node ID, if it has one."""
     host, node = labels.get("host", "-"), labels.get("ray_node", "")
     return f"{host}/{node[:8]}" if node else host
 
 
 def _speed(latency: LatencyInfo) -> str:
-    """A prompt of 1,000 tokens and a decode step of one request with as many, where measured."""
+    """Measured times of a 1,000-token prompt and of a decode step with 1,000 KV tokens, in ms."""
     if not latency.num_samples:
         return "-"
     prefill_ms = (

@@ -1,4 +1,4 @@
-"""What `baton bench` and `baton replay` share: options, the run, what is printed of it."""
+"""Options, run and printed results that `baton bench` and `baton replay` share."""
 
 from __future__ import annotations
 
@@ -21,47 +21,82 @@ if TYPE_CHECKING:
 Drive = Callable[["Generator", asyncio.Event], Coroutine[Any, Any, "Outcome"]]
 
 BatchShare = Annotated[
-    float, typer.Option("--batch-share", help="Of the requests, by chance, to the batch lane.")
+    float,
+    typer.Option(
+        "--batch-share",
+        help="Share of the requests, from 0 to 1, that go to the batch lane, chosen at random.",
+    ),
 ]
 BatchPromptTokens = Annotated[
     int | None,
-    typer.Option("--batch-prompt-tokens", min=1, help="Prompts this long go there too."),
+    typer.Option(
+        "--batch-prompt-tokens",
+        min=1,
+        help="Prompts of at least this many tokens also go to the batch lane.",
+    ),
 ]
-Tenant = Annotated[str, typer.Option("--tenant", help="Who to account to; empty: the default.")]
-Requests = Annotated[int | None, typer.Option("--requests", min=1, help="At most so many.")]
+Tenant = Annotated[
+    str, typer.Option("--tenant", help="Tenant of the requests; empty: the default tenant.")
+]
+Requests = Annotated[
+    int | None, typer.Option("--requests", min=1, help="Send at most this many requests.")
+]
 Duration = Annotated[
     float | None,
-    typer.Option("--duration", metavar="SECONDS", min=0.001, help="Send no longer than this."),
+    typer.Option(
+        "--duration", metavar="SECONDS", min=0.001, help="Stop sending requests after this time."
+    ),
 ]
 WarmUp = Annotated[
     float,
-    typer.Option("--warm-up", metavar="SECONDS", min=0.0, help="At first, sent and not counted."),
+    typer.Option(
+        "--warm-up",
+        metavar="SECONDS",
+        min=0.0,
+        help="Leave the requests of this first period out of the figures.",
+    ),
 ]
 Timeout = Annotated[
-    float, typer.Option("--timeout", metavar="SECONDS", help="Of one request; then it failed.")
+    float,
+    typer.Option(
+        "--timeout", metavar="SECONDS", help="Fail a request that takes longer than this."
+    ),
 ]
 MaxInFlight = Annotated[
     int,
-    typer.Option("--max-in-flight", min=1, help="What is due beyond them is not sent, and failed."),
+    typer.Option(
+        "--max-in-flight",
+        min=1,
+        help="Most requests that run at a time; requests beyond are not sent and count as failed.",
+    ),
 ]
 TtftMs = Annotated[
-    float | None, typer.Option("--ttft-ms", help="Goodput: longest time to first token.")
+    float | None,
+    typer.Option(
+        "--ttft-ms", help="Goodput counts requests with at most this time to first token, in ms."
+    ),
 ]
 ItlMs = Annotated[
-    float | None, typer.Option("--itl-ms", help="Goodput: longest mean gap between tokens.")
+    float | None,
+    typer.Option(
+        "--itl-ms", help="Goodput counts requests with at most this mean gap between tokens, in ms."
+    ),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Of times, lengths and lanes.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of the random times, lengths and lanes.")]
 Out = Annotated[
-    Path | None, typer.Option("--out", metavar="FILE", help="All figures, as JSON.", dir_okay=False)
+    Path | None,
+    typer.Option(
+        "--out", metavar="FILE", help="Write all figures to this file, as JSON.", dir_okay=False
+    ),
 ]
 
 _READY_TIMEOUT_S = 10.0
-# Back to the beginning of the line, and nothing on it.
+# Terminal codes: carriage return, then clear the line.
 _CLEAR = "\r\x1b[K"
 
 
 def slo(ttft_ms: float | None, itl_ms: float | None) -> Slo:
-    """Raises typer.BadParameter when a target is not more than 0."""
+    """Builds the latency goal; raises typer.BadParameter if a target is not more than 0."""
     from baton.load.measured import Slo
 
     for name, value in (("--ttft-ms", ttft_ms), ("--itl-ms", itl_ms)):
@@ -73,7 +108,7 @@ def slo(ttft_ms: float | None, itl_ms: float | None) -> Slo:
 def cut(
     plan: Iterator[Planned], num_requests: int | None, duration_s: float | None
 ) -> Iterator[Planned]:
-    """The plan's beginning: so many requests, those due within the duration."""
+    """The first `num_requests` of a plan that are due within the duration."""
     import itertools
 
     if duration_s is not None:
@@ -96,10 +131,10 @@ def run_load(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    """Runs a load, prints what came of it, and exits with the command's code.
+    """Runs a load, prints the result, and exits with the command's code.
 
-    Ctrl-C ends the run: what was measured so far is printed, and the code is 130. A second one ends
-    the process at once.
+    Ctrl-C ends the run: the figures so far are printed and the exit code is 130. A second Ctrl-C
+    ends the process at once.
     """
     import uvloop
 
@@ -127,7 +162,7 @@ def run_load(
     if result.interrupted:
         raise typer.Exit(130)
     if not result.total.num_ended:
-        typer.echo("baton: no request ended well", err=True)
+        typer.echo("baton: no request succeeded", err=True)
         raise typer.Exit(1)
 
 
@@ -152,15 +187,15 @@ async def _run(
     async with BatonClient(
         addresses, max_requests=max_requests, tls=to.tls(), api_key=to.key()
     ) as client:
-        # Whether it is there is known at once; whether it serves may take a moment.
+        # The first call fails at once without a coordinator; workers may still need time to serve.
         await client.model()
         await client.wait_ready(_READY_TIMEOUT_S)
         model = await client.model()
-        # Until here there is nothing to print, and Ctrl-C is the end.
+        # Before this point there are no figures to print, and Ctrl-C ends the command.
         stop = lifecycle.stop_requested()
         generator = Generator(
             client,
-            # New prompts each time: no cache holds them from a run before.
+            # A random seed makes new prompts, so that no prefix cache holds them already.
             Prompts(model.vocab_size, secrets.randbits(64)),
             goal,
             timeout_s=timeout_s,
@@ -177,7 +212,7 @@ async def _run(
 
 
 async def _tell(generator: Generator) -> None:
-    """One line on the terminal, written over every second."""
+    """Shows the progress on one terminal line, updated every second."""
     while True:
         await asyncio.sleep(1.0)
         sys.stderr.write(_CLEAR + generator.progress)
@@ -201,7 +236,7 @@ def _print(result: Result, out: Path | None, as_json: bool) -> None:
     if result.warning:
         typer.echo(f"baton: {result.warning}", err=True)
     if out is not None:
-        # Last: a disk that is full takes nothing else away.
+        # The file is written last, so that a full disk does not lose the printed figures.
         out.write_text(
             json.dumps(result.as_json(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
         )

@@ -1,7 +1,7 @@
 """The `baton` command.
 
 Exit codes: 0 done; 1 failed; 2 wrong usage, configuration or request; 3 unavailable (no coordinator
-there, or none that can serve); 130 interrupted.
+answers, or no worker serves); 130 interrupted.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def root(
 ) -> None:
     source = context.get_parameter_source("api_key_file")
     if source is not None and source.name == "COMMANDLINE":
-        # An option goes before a variable.
+        # The option --api-key-file takes precedence over the variable BATON_API_KEY.
         api_key = ""
     options = connection.Connection(
         tls_ca, tls_cert, tls_key, tls_server_name, api_key_file, api_key
@@ -108,13 +108,13 @@ def root(
 
 
 def main() -> None:
-    """Runs the command of sys.argv and exits; errors of the user's are one line, never a trace."""
+    """Runs the command in sys.argv and exits; expected errors print one line and no traceback."""
     quick_exit.skip_final_gc()
-    # gRPC's own log lines would stand beside the one clear line; what they say arrives as errors.
+    # gRPC's own log lines repeat errors that the command already reports in one line.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     _open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # What a terminal's encoding lacks is shown as ?, and ends nothing.
+        # Characters that the terminal's encoding lacks are printed as ? and raise no error.
         sys.stdout.reconfigure(errors="replace")
     try:
         app()
@@ -122,7 +122,7 @@ def main() -> None:
         sys.exit(130)
     except Exception as error:
         if isinstance(error, OSError) and error.errno in (errno.EPIPE, errno.ENOSPC):
-            # A pipe's reader left, or a disk is full. Nothing more can be written, at exit neither.
+            # The pipe's reader has gone or the disk is full: avoid a second error at exit.
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -140,9 +140,9 @@ def main() -> None:
 
 
 def _open_standard_streams() -> None:
-    """Those closed by whoever started this: what is printed goes nowhere, as it would from a shell.
+    """Opens /dev/null for standard streams that the parent process has closed.
 
-    Left closed, a socket would get the descriptor of one: libuv aborts when it is to close that.
+    Otherwise a socket would get descriptor 0, 1 or 2, and libuv aborts when it closes such a one.
     """
     for descriptor, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
         if stream is None:

@@ -1,4 +1,4 @@
-"""Options that several commands share, and the configuration they give."""
+"""Options that several commands share, and the configuration built from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from baton.runtime.config import BatonConfig
 
 
-# What the contract's numbers hold, and days that a date can be away: a century.
+# Largest uint32 of the protobuf messages; most days until an expiry date: a century.
 MOST, MOST_DAYS = 2**32 - 1, 36_525
 
 
@@ -35,50 +35,64 @@ class LogLevel(StrEnum):
 
 
 ConfigFile = Annotated[
-    str | None, typer.Option("--config", metavar="FILE", help="YAML; - is standard input.")
+    str | None,
+    typer.Option(
+        "--config", metavar="FILE", help="Configuration file in YAML; - reads standard input."
+    ),
 ]
 Model = Annotated[
     str | None,
     typer.Option(
         "--model",
-        help='Local directory, hub id, or "glossary": a toy that ships with Baton (the default).',
+        help="Local directory or Hugging Face model ID. The default is glossary, a toy model that "
+        "ships with Baton.",
     ),
 ]
 ServedModelName = Annotated[
-    str | None, typer.Option("--served-model-name", help="What requests call the model.")
+    str | None, typer.Option("--served-model-name", help="Name by which requests call the model.")
 ]
-Engine = Annotated[EngineName | None, typer.Option("--engine", help="Default: vllm.")]
+Engine = Annotated[
+    EngineName | None, typer.Option("--engine", help="Engine of the workers; default: vllm.")
+]
 EngineArgs = Annotated[
     list[str] | None,
     typer.Option(
         "--engine-arg",
         metavar="KEY=VALUE",
-        help="The engine's own argument, value in YAML; repeatable.",
+        help="Argument of the engine, with its value in YAML; repeatable.",
     ),
 ]
 ToolCallParser = Annotated[
     str | None,
-    typer.Option("--tool-call-parser", help="vLLM's, by its name there: takes tools over HTTP."),
+    typer.Option(
+        "--tool-call-parser",
+        help="Name of vLLM's parser that finds tool calls in outputs; allows tools over HTTP.",
+    ),
 ]
 ReasoningParser = Annotated[
     str | None,
-    typer.Option("--reasoning-parser", help="vLLM's, by its name there."),
+    typer.Option(
+        "--reasoning-parser", help="Name of vLLM's parser that separates reasoning from the answer."
+    ),
 ]
-Level = Annotated[LogLevel | None, typer.Option("--log-level", help="Default: info.")]
+Level = Annotated[
+    LogLevel | None,
+    typer.Option("--log-level", help="Lowest level of the log lines; default: info."),
+]
 Address = Annotated[
     str | None,
     typer.Option(
         "--address",
         envvar="BATON_ADDRESS",
         metavar="HOST:PORT,...",
-        help="The coordinator's, or several; left out: where one listens by default.",
+        help="Address of the coordinator, or several addresses; default: 127.0.0.1:7070.",
     ),
 ]
 Watch = Annotated[
     bool,
-    typer.Option("--watch", help="Again whenever something changes, until Ctrl-C."),
+    typer.Option("--watch", help="Print again after every change, until Ctrl-C."),
 ]
-Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def load_config(
@@ -99,10 +113,10 @@ def load_config(
     launcher: LauncherName | None = None,
     revision: str | None = None,
 ) -> BatonConfig:
-    """The file's configuration with the command line's options over it.
+    """Reads the configuration file; options of the command line override its values.
 
     Raises:
-        ConfigError: the file or an option is wrong.
+        ConfigError: The file or an option is invalid.
     """
     from baton.runtime.config import load
 
@@ -128,7 +142,7 @@ def load_config(
 
 
 def parse_engine_args(arguments: list[str]) -> dict[str, Any]:
-    """KEY=VALUE pairs; a key may be spelled with hyphens, as on vLLM's own command line."""
+    """Parses KEY=VALUE pairs; keys may have hyphens, as on vLLM's own command line."""
     import yaml
 
     values = {}
@@ -147,14 +161,14 @@ def parse_engine_args(arguments: list[str]) -> dict[str, Any]:
 
 
 def resolve_addresses(addresses: str | None, option: str = "--address") -> list[str]:
-    """The coordinators' addresses; at least one.
+    """Splits a list of coordinator addresses; returns at least one address.
 
     Args:
-        addresses: separated by commas; None or empty: where one listens by default.
-        option: that they came by, for errors.
+        addresses: Addresses separated by commas; None or empty: the default listen address.
+        option: Name of the option or key, for error messages.
 
     Raises:
-        ConfigError: one of them is not host:port.
+        ConfigError: An address is not host:port.
     """
     from baton.runtime.addresses import split_address
 
@@ -169,17 +183,17 @@ def resolve_addresses(addresses: str | None, option: str = "--address") -> list[
 
 
 def file_name(path: Path) -> str:
-    """The last part of a path as text: names are bytes, and most are UTF-8 whatever the locale."""
+    """The last part of a path, decoded as UTF-8 whatever the locale."""
     return os.fsencode(path.name).decode(errors="replace")
 
 
 def check_writable(path: Path | None, option: str, *, replaced: bool = False) -> None:
-    """Before the work that the file is for: raises typer.BadParameter where it cannot be written.
+    """Raises typer.BadParameter if the file cannot be written; called before the long work.
 
     Args:
-        path: of the file, which need not be there; None: none is wanted.
-        option: that it came by.
-        replaced: what is there is replaced once the new one is whole, and not written into.
+        path: Path of the file, which need not exist; None if no file is wanted.
+        option: Name of the option, for the error message.
+        replaced: Whether the command replaces an existing file with a complete new one.
     """
     if path is None:
         return
@@ -187,7 +201,7 @@ def check_writable(path: Path | None, option: str, *, replaced: bool = False) ->
     if path.is_dir():
         problem = "is a directory"
     elif replaced and path.exists() and not path.is_file():
-        # Such as /dev/null, which would be a device no more.
+        # For example /dev/null, which must stay a device.
         problem = "is not a regular file"
     elif not path.parent.is_dir():
         problem = f"cannot be written: there is no directory {path.parent}"

@@ -1,4 +1,4 @@
-"""Tables for people, JSON for programs."""
+"""Prints tables for people and JSON for programs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from google.protobuf.message import Message
 from baton.cli import columns as columns_module
 from baton.runtime.enum_names import enum_name
 
-# Of a table's last column, which may be wrapped; and between two columns.
+# Smallest width of the last column, which may wrap, and the gap between columns, in characters.
 _LEAST_WRAPPED, _GAP = 24, 3
 
 
@@ -24,28 +24,28 @@ def print_json(value: Any) -> None:
 
 
 def print_json_line(value: Any) -> None:
-    """One line, at once: for those who follow."""
+    """Prints a value on one line and flushes, for readers that follow the output."""
     print(json.dumps(value, ensure_ascii=not _takes_all()), flush=True)
 
 
 def _takes_all() -> bool:
-    """Whether standard output has all characters: what it lacks is escaped in JSON."""
+    """Whether standard output can encode all characters; JSON escapes them otherwise."""
     return codecs.lookup(sys.stdout.encoding).name.startswith("utf")
 
 
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], empty: str, spare: Sequence[str] = ()
 ) -> None:
-    """A rich table on a terminal, plain aligned columns elsewhere.
+    """Prints a rich table on a terminal, and plain aligned columns elsewhere.
 
-    Where a terminal is too narrow the last column is wrapped and those of `spare` are left out, and
-    said to be. No other is cut: names are there to be used.
+    On a narrow terminal the last column wraps and columns of `spare` are left out; a line below
+    the table names them. No other column is cut, so that IDs can be copied.
 
     Args:
-        columns: one that begins with ">" is aligned right.
-        rows: a cell for each column.
-        empty: printed when there are no rows.
-        spare: columns that are left out first where there is no room, in this order.
+        columns: Column titles; a title that begins with ">" is aligned right.
+        rows: Rows with one cell per column.
+        empty: Text that is printed when there are no rows.
+        spare: Columns to leave out first on a narrow terminal, in this order.
     """
     if not rows:
         print(empty)
@@ -70,10 +70,10 @@ def print_table(
         for row in rows:
             table.add_row(*(Text(row[index]) for index in kept))
         wide = sum(needed[index] for index in kept) + _GAP * (len(kept) - 1) + 2
-        # Still too wide: the terminal breaks the lines, and nothing is lost.
+        # If the table is still too wide, the terminal wraps the lines.
         Console(highlight=False, width=max(wide, console.width)).print(table)
         if left_out := [name for index, name in enumerate(names) if index not in kept]:
-            print(f"no room here for {', '.join(left_out)}: --json has all")
+            print(f"columns left out: {', '.join(left_out)} (--json prints all)")
         return
     for row in (names, *rows):
         cells = (
@@ -84,11 +84,11 @@ def print_table(
 
 
 def plain(message: Message) -> dict[str, Any]:
-    """A message as values for JSON, every field present.
+    """Converts a protobuf message to values for JSON, with every field present.
 
-    Enums are their names in lower case without the type's prefix, durations seconds (the key gains
-    `_s`), timestamps ISO 8601, fixed64 (random ids) 16 hexadecimal digits, absent messages and
-    optional fields null.
+    Enums become their names in lower case without the type's prefix. Durations become seconds, and
+    their key gets the suffix `_s`. Timestamps become ISO 8601 text, and fixed64 values (random IDs)
+    16 hexadecimal digits. Absent messages and optional fields become null.
     """
     fields = cast("Sequence[FieldDescriptor]", message.DESCRIPTOR.fields)
     return dict(_plain_field(message, field) for field in fields)

@@ -1,4 +1,4 @@
-"""`baton scale`, `targets`, `autoscale`, `drain`, `flip`, `why`: the sizes of the pools."""
+"""`baton scale`, `targets`, `autoscale`, `drain`, `flip` and `why`: commands for pool sizes."""
 
 from __future__ import annotations
 
@@ -33,32 +33,41 @@ class Switch(StrEnum):
     OFF = "off"
 
 
-Pool = Annotated[PoolName, typer.Argument(metavar="POOL", help="prefill or decode")]
-Worker = Annotated[str, typer.Argument(metavar="WORKER", help="As `baton workers` calls it.")]
+Pool = Annotated[PoolName, typer.Argument(metavar="POOL", help="Pool: prefill or decode.")]
+Worker = Annotated[
+    str, typer.Argument(metavar="WORKER", help="Worker ID, as printed by `baton workers`.")
+]
 Wait = Annotated[
     float,
-    typer.Option("--wait", min=0, metavar="SECONDS", help="Until it is done; exit code 1 if late."),
+    typer.Option(
+        "--wait",
+        min=0,
+        metavar="SECONDS",
+        help="Wait up to this long for completion; exit code 1 on timeout.",
+    ),
 ]
 
 
 def scale(
     pool: Pool,
-    workers: Annotated[int, typer.Argument(metavar="N", min=0, max=options.MOST, help="Workers.")],
+    workers: Annotated[
+        int, typer.Argument(metavar="N", min=0, max=options.MOST, help="Number of workers.")
+    ],
     wait: Wait = 0.0,
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Set a pool's size; it holds, whatever the load, until `baton autoscale on`."""
+    """Set the size of a pool; autoscaling leaves the pool alone until `baton autoscale on`."""
     from baton.cli.output import plain, print_json
 
     async def question(admin: AdminClient) -> admin_pb2.ScalePoolResponse:
         answer = await admin.scale_pool(_role(pool), workers)
         if wait:
             print_progress(answer.message, as_json=as_json)
-            what = f"{pool.value} does not have {workers} workers"
+            what = f"the {pool.value} pool does not have {workers} workers"
             event = await wait_until(admin, lambda one: _has_size(one, pool, workers), wait, what)
             answer.pool.CopyFrom(_pool(event, pool))
-            answer.message = f"{pool.value} has {workers} workers"
+            answer.message = f"the {pool.value} pool has {workers} workers"
         return answer
 
     answer = call_admin(address, question)
@@ -69,27 +78,36 @@ def scale(
 
 def targets(
     lane: Annotated[
-        LaneName, typer.Option("--lane", help="Whose targets change.")
+        LaneName, typer.Option("--lane", help="Lane whose targets are changed.")
     ] = LaneName.INTERACTIVE,
     ttft_ms: Annotated[
         int | None,
         typer.Option(
-            "--ttft-ms", min=0, max=options.MOST, help="Time to first token; 0: no promise."
+            "--ttft-ms",
+            min=0,
+            max=options.MOST,
+            help="Target for the time to first token, in ms; 0 removes the target.",
         ),
     ] = None,
     itl_ms: Annotated[
         int | None,
         typer.Option(
-            "--itl-ms", min=0, max=options.MOST, help="Inter-token latency; 0: no promise."
+            "--itl-ms",
+            min=0,
+            max=options.MOST,
+            help="Target for the inter-token latency, in ms; 0 removes the target.",
         ),
     ] = None,
     percentile: Annotated[
-        float | None, typer.Option("--percentile", help="That they hold for, such as 95.")
+        float | None,
+        typer.Option(
+            "--percentile", help="Percentage of requests that should meet the targets, such as 95."
+        ),
     ] = None,
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show what the pools are sized for, or change it; what is not named stays."""
+    """Show the latency targets for which the pools are sized, or change the given ones."""
     from baton.cli.output import plain, print_json, print_table
     from baton.runtime.enum_names import lane_name
     from baton.v1 import admin_pb2, common_pb2
@@ -121,11 +139,11 @@ def targets(
 
 
 def autoscale(
-    switch: Annotated[Switch, typer.Argument(metavar="on|off")],
+    switch: Annotated[Switch, typer.Argument(metavar="on|off", help="Whether autoscaling runs.")],
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Let the pools size themselves, or keep the sizes they have; on takes sizes by hand back."""
+    """Turn autoscaling on or off; on also discards sizes that `baton scale` has set."""
     from baton.cli.output import print_json
 
     enabled = call_admin(address, lambda admin: admin.set_autoscale(enabled=switch is Switch.ON))
@@ -139,14 +157,17 @@ def drain(
     timeout: Annotated[
         float | None,
         typer.Option(
-            "--timeout", min=0.001, metavar="SECONDS", help="Then what runs goes on elsewhere."
+            "--timeout",
+            min=0.001,
+            metavar="SECONDS",
+            help="Move requests that still run after this time to other workers.",
         ),
     ] = None,
     wait: Wait = 0.0,
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Have a worker take nothing new, finish what it has, and leave."""
+    """Drain a worker: it takes no new requests, finishes the running ones, and exits."""
 
     async def question(admin: AdminClient) -> str:
         message = await admin.drain_worker(worker, timeout)
@@ -162,12 +183,12 @@ def drain(
 
 def flip(
     worker: Worker,
-    role: Annotated[PoolName, typer.Argument(metavar="POOL", help="prefill or decode")],
+    role: Annotated[PoolName, typer.Argument(metavar="POOL", help="Pool: prefill or decode.")],
     wait: Wait = 0.0,
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Have a worker change to the other pool, without loading its model again."""
+    """Move a worker to the other pool without loading its model again."""
 
     async def question(admin: AdminClient) -> str:
         message = await admin.flip_worker(worker, _role(role))
@@ -183,27 +204,33 @@ def flip(
 
 def why(
     pool: Annotated[
-        PoolName | None, typer.Argument(metavar="POOL", help="prefill or decode; both without.")
+        PoolName | None,
+        typer.Argument(metavar="POOL", help="Pool: prefill or decode; both if left out."),
     ] = None,
     limit: Annotated[
-        int, typer.Option("--limit", min=0, max=options.MOST, help="Of each pool; 0: all.")
+        int,
+        typer.Option(
+            "--limit", min=0, max=options.MOST, help="Number of decisions per pool; 0 shows all."
+        ),
     ] = 5,
     address: options.Address = None,
     as_json: options.Json = False,
     watch: Annotated[
         bool,
-        typer.Option("--watch", help="The latest, then each when it is made, until Ctrl-C."),
+        typer.Option(
+            "--watch", help="Print the latest decisions, then each new one, until Ctrl-C."
+        ),
     ] = False,
 ) -> None:
-    """Say why the pools have the sizes they have: the last decisions with their numbers.
+    """Explain the sizes of the pools: the last autoscaling decisions and their inputs.
 
-    With --watch the oldest first; with --json too, one line each.
+    With --watch the oldest decision comes first; with --json as well, each decision is one line.
     """
     from baton.cli.output import plain, print_json, print_json_line
     from baton.v1 import common_pb2
 
     role = common_pb2.ROLE_UNSPECIFIED if pool is None else _role(pool)
-    # Of a coordinator that decides nothing this says so, also to those who would follow it.
+    # A coordinator that does not size pools refuses this call; --watch needs the same error.
     found = call_admin(address, lambda admin: admin.list_decisions(role, limit=limit))
     if watch:
 
@@ -220,7 +247,7 @@ def why(
     if as_json:
         return print_json([plain(one) for one in found])
     if not found:
-        return print("nothing has been decided yet")
+        return print("no decisions yet")
     for one in found:
         _show_decision(one)
     return None

@@ -1,4 +1,4 @@
-"""`baton up`, `baton coordinator`, `baton worker`: the processes themselves."""
+"""`baton up`, `baton coordinator` and `baton worker`: commands that run Baton's processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,11 @@ class RoleName(StrEnum):
 
 Listen = Annotated[
     str | None,
-    typer.Option("--listen", metavar="HOST:PORT", help="gRPC; port 0 picks a free one."),
+    typer.Option(
+        "--listen",
+        metavar="HOST:PORT",
+        help="gRPC address of the coordinator; port 0 picks a free port.",
+    ),
 ]
 
 
@@ -37,13 +41,16 @@ def up(
     engine: options.Engine = None,
     listen: Listen = None,
     prefill: Annotated[
-        int | None, typer.Option("--prefill", min=0, help="Prefill workers.")
+        int | None, typer.Option("--prefill", min=0, help="Number of prefill workers.")
     ] = None,
-    decode: Annotated[int | None, typer.Option("--decode", min=0, help="Decode workers.")] = None,
+    decode: Annotated[
+        int | None, typer.Option("--decode", min=0, help="Number of decode workers.")
+    ] = None,
     autoscale: Annotated[
         bool | None,
         typer.Option(
-            "--autoscale/--no-autoscale", help="Whether the pools size themselves by their load."
+            "--autoscale/--no-autoscale",
+            help="Let the coordinator change the pool sizes with the load.",
         ),
     ] = None,
     engine_arg: options.EngineArgs = None,
@@ -52,19 +59,23 @@ def up(
     http_port: Annotated[
         int | None,
         typer.Option(
-            "--http-port", min=0, max=65535, help="Of the HTTP gateway; 0 picks a free one."
+            "--http-port", min=0, max=65535, help="Port of the HTTP gateway; 0 picks a free port."
         ),
     ] = None,
-    no_http: Annotated[bool, typer.Option("--no-http", help="Without the gateway.")] = False,
+    no_http: Annotated[
+        bool, typer.Option("--no-http", help="Run without the HTTP gateway.")
+    ] = False,
     launcher: Annotated[
         options.LauncherName | None,
-        typer.Option("--launcher", help="Workers on this host (default), or through Ray."),
+        typer.Option(
+            "--launcher", help="Start the workers on this host (local, the default) or through Ray."
+        ),
     ] = None,
     log_level: options.Level = None,
 ) -> None:
     """Run a coordinator, its workers and the HTTP gateway in the foreground; Ctrl-C drains.
 
-    Prints `ready grpc=HOST:PORT http=URL` on standard output once it serves.
+    The command prints `ready grpc=HOST:PORT http=URL` on standard output once the cell serves.
     """
     from baton.cli.demo_models import with_demo_model
     from baton.runtime import lifecycle, logs
@@ -99,7 +110,7 @@ def coordinator(
     listen: Listen = None,
     log_level: options.Level = None,
 ) -> None:
-    """Run a coordinator alone; workers are started elsewhere and dial in."""
+    """Run a coordinator alone; start its workers elsewhere with `baton worker`."""
     from baton.cli.demo_models import with_demo_model
     from baton.coordinator.server import server
     from baton.runtime import lifecycle, logs
@@ -122,12 +133,15 @@ def coordinator(
 
 
 def worker(
-    role: Annotated[RoleName, typer.Option("--role", help="What it does at first.")],
+    role: Annotated[RoleName, typer.Option("--role", help="Pool that the worker joins at first.")],
     coordinator: Annotated[
-        str, typer.Option("--coordinator", metavar="HOST:PORT", help="Where it attaches.")
+        str, typer.Option("--coordinator", metavar="HOST:PORT", help="Address of the coordinator.")
     ],
     worker_id: Annotated[
-        str, typer.Option("--worker-id", help="Unique in the cluster; empty: made up.")
+        str,
+        typer.Option(
+            "--worker-id", help="ID of the worker, unique in the cell; empty: the worker makes one."
+        ),
     ] = "",
     config: options.ConfigFile = None,
     model: options.Model = None,
@@ -137,12 +151,17 @@ def worker(
     revision: Annotated[
         str | None,
         typer.Option(
-            "--revision", metavar="NAME", help="Of model and engine arguments; see baton rollout."
+            "--revision",
+            metavar="NAME",
+            help="Revision (model and engine arguments) of the worker; see `baton rollout`.",
         ),
     ] = None,
     log_level: options.Level = None,
     directory: Annotated[
-        str, typer.Option("--directory", hidden=True, help="Of its sockets; empty: its own.")
+        str,
+        typer.Option(
+            "--directory", hidden=True, help="Directory of the worker's sockets; empty: a new one."
+        ),
     ] = "",
 ) -> None:
     """Run one worker; SIGTERM drains it."""
@@ -168,14 +187,14 @@ def worker(
             log_level=log_level,
         )
     )
-    # By name, at the last moment: the command line installs and runs where workers do not.
+    # Imported by name and late: the command line also runs where a worker's libraries are missing.
     worker_main = importlib.import_module("baton.worker.main")
     number = common_pb2.ROLE_PREFILL if role is RoleName.PREFILL else common_pb2.ROLE_DECODE
     raise typer.Exit(worker_main.main(effective, number, coordinator, worker_id, directory))
 
 
 async def _up(config: BatonConfig) -> int:
-    """The coordinator in this process, workers and the gateway in others."""
+    """Runs the coordinator in this process, and workers and gateway in child processes."""
     from baton.cli import gateway
     from baton.coordinator.server import server
     from baton.runtime import exposure
@@ -184,7 +203,7 @@ async def _up(config: BatonConfig) -> int:
     stop, end = stop_requested(_hurry), asyncio.Event()
     listener, url = None, ""
     if config.http.listen:
-        # What is wrong with it shows before the workers load for minutes.
+        # Errors of the gateway's settings appear before the workers load their model for minutes.
         gateway.require()
         exposure.check_http(config.http.listen, config.security)
         listener, url = gateway.bind(config.http.listen)
@@ -208,7 +227,7 @@ async def _up(config: BatonConfig) -> int:
     try:
         await asyncio.wait({*waiting, address}, return_when=asyncio.FIRST_COMPLETED)
         if listener is not None and address.done():
-            # Beside the workers: it may take its time too, or find something wrong.
+            # The gateway starts while the workers load, because it may be slow or fail too.
             process = gateway.GatewayProcess(config, address.result(), listener)
             starting.add(asyncio.create_task(process.start(), name="start of the gateway"))
         while starting and not (serving.done() or stop.is_set()):
@@ -223,8 +242,8 @@ async def _up(config: BatonConfig) -> int:
             print(f"ready grpc={address.result()}{served}", flush=True)
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        # 1. Nothing more comes over HTTP, what runs ends. 2. The coordinator drains and its
-        # workers leave.
+        # 1. The gateway stops accepting requests and finishes the running ones.
+        # 2. The coordinator drains and its workers exit.
         for one in starting:
             one.cancel()
         await asyncio.gather(*starting, return_exceptions=True)
@@ -239,16 +258,17 @@ async def _up(config: BatonConfig) -> int:
 
 
 def _hurry() -> None:
-    """Has workers and gateway end at once too, and not when they have drained.
+    """Makes workers and gateway end at once instead of draining.
 
-    This is their first SIGTERM, this process's end (launchers/end_with_parent.py) their second one.
+    This sends their first SIGTERM; the end of this process sends the second one
+    (launchers/end_with_parent.py).
     """
     import psutil
 
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             child.terminate()
-    # Signals of one kind that nobody has looked at yet count once.
+    # Two pending signals of the same kind are delivered as one, so leave a gap between them.
     time.sleep(_BETWEEN_SIGNALS_S)
 
 

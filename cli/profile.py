@@ -1,4 +1,4 @@
-"""`baton profile`: what a live worker's engine computes, as traces for a viewer."""
+"""`baton profile`: records what a live worker's engine computes, as trace files."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def profile(
             min=LEAST_PROFILE_S,
             max=MOST_PROFILE_S,
             metavar="SECONDS",
-            help="For how long to record.",
+            help="Duration of the recording.",
         ),
     ] = DEFAULT_PROFILE_S,
     out: Annotated[
@@ -39,15 +39,16 @@ def profile(
         typer.Option(
             "--out",
             metavar="FILE",
-            help="Of several ranks each has its number in it. Default: WORKER-TIME.trace.json.gz.",
+            help="Trace file; with several ranks each file name gets the rank's number. "
+            "Default: WORKER-TIME.trace.json.gz.",
         ),
     ] = None,
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Record what a live worker computes: a trace per rank, for ui.perfetto.dev or chrome://tracing.
+    """Record a trace per rank of a live worker, for ui.perfetto.dev or chrome://tracing.
 
-    The worker serves on, a little slower while it records and not at all while it writes.
+    The worker keeps serving, a little slower. It pauses while it writes the trace.
     """
     from baton.cli.output import print_json
 
@@ -79,7 +80,7 @@ def profile(
 
 
 class _Traces:
-    """Files that have their names once all of them are whole."""
+    """Trace files; they get their final names only when all of them are complete."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -95,7 +96,7 @@ class _Traces:
             part.unlink(missing_ok=True)
 
     def begin(self, trace: cluster_pb2.TraceFile) -> Path:
-        """The next trace; what it will be called."""
+        """Begins the next trace; returns its final path."""
         self._close()
         into = self._path if trace.num_files == 1 else _of_rank(self._path, trace.rank)
         part = into.with_name(f".{into.name}.part")
@@ -108,13 +109,13 @@ class _Traces:
             self._file.write(data)
 
     def finish(self) -> None:
-        """Raises Internal when one is not whole."""
+        """Renames the complete files; raises Internal if a file is incomplete."""
         from baton.runtime.errors import Internal
 
         self._close()
         for part, into, num_bytes in self._parts:
             if (size := part.stat().st_size) != num_bytes:
-                raise Internal(f"{into}: {size} of {num_bytes} bytes came")
+                raise Internal(f"{into}: received only {size} of {num_bytes} bytes")
         for part, into, _ in self._parts:
             part.replace(into)
 
@@ -125,6 +126,6 @@ class _Traces:
 
 
 def _of_rank(path: Path, rank: int) -> Path:
-    """A trace of several: trace.json.gz becomes trace.rank1.json.gz."""
+    """Path of one rank's trace: trace.json.gz becomes trace.rank1.json.gz."""
     suffix = next((one for one in _SUFFIXES if path.name.endswith(one)), "")
     return path.with_name(f"{path.name.removesuffix(suffix)}.rank{rank}{suffix}")

@@ -1,4 +1,4 @@
-"""`baton replay`: a trace against a live cluster."""
+"""`baton replay`: sends the requests of a trace to a live cell."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ def replay(
         Path,
         typer.Argument(
             metavar="TRACE",
-            help="Azure CSV, Mooncake JSONL, or JSON of start_time, prompt_len, output_len.",
+            help="Trace file: Azure CSV, Mooncake JSONL, or JSON with start_time, prompt_len and "
+            "output_len.",
         ),
     ],
     address: options.Address = None,
-    speed: Annotated[float, typer.Option("--speed", help="So many times as fast.")] = 1.0,
+    speed: Annotated[
+        float, typer.Option("--speed", help="Replay the trace this many times as fast.")
+    ] = 1.0,
     batch_share: load_run.BatchShare = 0.0,
     batch_prompt_tokens: load_run.BatchPromptTokens = None,
     tenant: load_run.Tenant = "",
@@ -38,12 +41,13 @@ def replay(
     out: load_run.Out = None,
     as_json: options.Json = False,
 ) -> None:
-    """Send a trace's requests to a live cluster, when they came, and print what became of them.
+    """Send the requests of a trace to a live cell at the trace's times, and print the figures.
 
-    Prompts are made up: of the trace's lengths, and equal where Mooncake's hash ids are. Latencies
-    run from the moment at which a request was to be sent. Ctrl-C prints what was measured so far.
+    Prompts are generated with the lengths of the trace; requests with equal hash IDs (Mooncake)
+    share their prompt prefixes. A latency begins at the time at which the request was scheduled to
+    be sent. Ctrl-C ends the run and prints the figures so far.
 
-    Exit codes: 0 done, 1 no request ended well, 2 wrong usage, 3 unavailable, 130 interrupted.
+    Exit codes: 0 done, 1 no request succeeded, 2 wrong usage, 3 unavailable, 130 interrupted.
     """
     from baton.load import traces
     from baton.load.plan import LaneRule, replayed

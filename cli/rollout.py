@@ -1,4 +1,4 @@
-"""`baton rollout`: another model or other engine arguments, on a share of the traffic first."""
+"""`baton rollout`: tries another model or other engine arguments on a share of the traffic."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Drain = Annotated[
         "--drain-timeout",
         min=0.001,
         metavar="SECONDS",
-        help="What requests of the revision that leaves may take; then they fail.",
+        help="Time that running requests of the removed revision may take; then they fail.",
     ),
 ]
 
@@ -40,48 +40,68 @@ def _share(text: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 <= share <= 1:
-        raise typer.BadParameter(f"{text!r} is no share: 0% to 100%, or 0 to 1")
+        raise typer.BadParameter(f"{text!r} is not a share; must be 0% to 100%, or 0 to 1")
     return share
 
 
 Share = Annotated[
-    float, typer.Option("--share", parser=_share, metavar="SHARE", help="Of new sessions: 5%.")
+    float,
+    typer.Option(
+        "--share",
+        parser=_share,
+        metavar="SHARE",
+        help="Share of new sessions for the canary, such as 5%.",
+    ),
 ]
 
 
 @app.command()
 def start(
     revision: Annotated[
-        str, typer.Option("--revision", metavar="NAME", help="A new name for what is tried.")
+        str, typer.Option("--revision", metavar="NAME", help="New name for the canary revision.")
     ],
     share: Share,
     model: Annotated[
-        str, typer.Option("--model", help="Directory or hub id; left out: the stable one's.")
+        str,
+        typer.Option(
+            "--model",
+            help="Directory or Hugging Face model ID; left out: the model of the stable revision.",
+        ),
     ] = "",
     engine_arg: options.EngineArgs = None,
     prefill: Annotated[
         int | None,
         typer.Option(
-            "--prefill", min=0, max=options.MOST, help="Prefill workers to start; default 1."
+            "--prefill",
+            min=0,
+            max=options.MOST,
+            help="Number of prefill workers to start; default: 1.",
         ),
     ] = None,
     decode: Annotated[
         int | None,
         typer.Option(
-            "--decode", min=0, max=options.MOST, help="Decode workers to start; default 1."
+            "--decode",
+            min=0,
+            max=options.MOST,
+            help="Number of decode workers to start; default: 1.",
         ),
     ] = None,
     abort_if_worse: Annotated[
         bool,
         typer.Option(
-            "--abort-if-worse", help="By itself, once errors, TTFT or ITL are surely worse."
+            "--abort-if-worse",
+            help="Abort the rollout if errors, TTFT or ITL are significantly worse.",
         ),
     ] = False,
     wait: Wait = 0.0,
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Start workers of another revision, or take those attached, and send them a share."""
+    """Start workers of another revision and send them a share of the new sessions.
+
+    Workers of the revision that are already attached are used too.
+    """
     engine_args = options.parse_engine_args(engine_arg or [])
 
     async def question(admin: AdminClient) -> str:
@@ -109,12 +129,17 @@ def start(
 @app.command()
 def share(
     share: Annotated[
-        float, typer.Argument(parser=_share, metavar="SHARE", help="Of new sessions: 25%.")
+        float,
+        typer.Argument(
+            parser=_share,
+            metavar="SHARE",
+            help="Share of new sessions for the canary, such as 25%.",
+        ),
     ],
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Change the canary's share; a session that was in it stays in a larger one."""
+    """Change the canary's share; when it grows, sessions on the canary stay there."""
     print_answer(call_admin(address, lambda admin: admin.set_rollout_share(share)), as_json=as_json)
 
 
@@ -124,7 +149,7 @@ def status(
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show both revisions side by side, and whether the new one is worse."""
+    """Show both revisions side by side, and whether the canary is worse."""
     from baton.cli.output import plain, print_json, print_json_line
 
     if watch and as_json:
@@ -142,7 +167,7 @@ def promote(
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Make the canary the stable revision: raise its workers, then drain the others."""
+    """Make the canary the stable revision: add canary workers, then drain the others."""
 
     async def question(admin: AdminClient) -> str:
         canary = (await _told_by(admin)).canary.name if wait else ""
@@ -163,54 +188,62 @@ def abort(
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Send nothing more to the canary, and drain its workers."""
+    """End the rollout: send no new requests to the canary, and drain its workers."""
     print_answer(
         call_admin(address, lambda admin: admin.abort_rollout(drain_timeout)), as_json=as_json
     )
 
 
 async def _told_by(admin: AdminClient) -> admin_pb2.RolloutStatus:
-    """What a coordinator tells by itself of its rollout now; see `_told`."""
+    """Current state of the rollout from the coordinator's event stream; see `_told`."""
     async with contextlib.aclosing(admin.watch()) as events:
         return _told(await anext(events))
 
 
 def _told(event: admin_pb2.WatchEvent) -> admin_pb2.RolloutStatus:
-    """Raises FailedPrecondition: the coordinator is older, and tells nothing of rollouts."""
+    """State of the rollout in an event.
+
+    Raises:
+        FailedPrecondition: The coordinator is too old to send the state of rollouts.
+    """
     from baton.runtime.errors import FailedPrecondition
 
     if not event.HasField("rollout"):
         raise FailedPrecondition(
-            "this coordinator is older than this command and does not tell of rollouts by itself: "
-            "leave out --wait and --watch, and look again with `baton rollout status`"
+            "this coordinator is older than this command and does not tell of rollouts: leave out "
+            "--wait and --watch, and use `baton rollout status`"
         )
     return event.rollout
 
 
 def _is_tried(found: admin_pb2.RolloutStatus, revision: str) -> bool:
-    """Whether it serves. Raises Aborted: the rollout has ended before."""
+    """Whether the canary serves; raises Aborted if the rollout has ended."""
     from baton.runtime.errors import Aborted
     from baton.v1 import admin_pb2
 
-    # Between two looks it may have ended, and another have begun.
+    # Between two events the rollout may have ended and another one may have begun.
     if _is_over(found, revision) and found.stable_revision != revision:
-        raise Aborted(f"revision {revision!r} is not tried any more: {found.last or 'no rollout'}")
+        raise Aborted(f"the rollout of {revision!r} has ended: {found.last or 'no rollout'}")
     return found.phase != admin_pb2.ROLLOUT_PHASE_WAITING
 
 
 def _is_over(found: admin_pb2.RolloutStatus, revision: str) -> bool:
-    """Whether the revision is not tried."""
+    """Whether the rollout of this revision has ended."""
     return not found.phase or found.canary.name != revision
 
 
 def _is_promoted(found: admin_pb2.RolloutStatus, canary: str) -> bool:
-    """Raises Aborted: the rollout has ended otherwise."""
+    """Whether the canary is the stable revision now.
+
+    Raises:
+        Aborted: The rollout has ended without a promotion.
+    """
     from baton.runtime.errors import Aborted
 
     if not _is_over(found, canary):
         return False
     if found.stable_revision != canary:
-        raise Aborted(f"revision {canary!r} is not the stable one: {found.last or 'no rollout'}")
+        raise Aborted(f"the rollout of {canary!r} was not promoted: {found.last or 'no rollout'}")
     return True
 
 
@@ -223,30 +256,30 @@ def _show(found: admin_pb2.RolloutStatus) -> None:
         phase = _phase(found)
         print(
             f"rollout of {found.canary.name}: {phase}, {100 * found.share:.3g} % of new sessions"
-            + (", aborts by itself if it is worse" if found.abort_if_worse else "")
+            + (", aborts automatically if the canary is worse" if found.abort_if_worse else "")
             if phase
             else f"no rollout runs: {found.last}; the stable revision is {found.stable_revision}"
         )
         for line in _changes(found.canary):
             print(f"  {line}")
     if found.problem:
-        print(f"workers do not start: {found.problem}")
+        print(f"workers cannot be started: {found.problem}")
     print()
     compared = [found.stable, *([found.canary] if found.HasField("canary") else [])]
     sides = [(_is(one.name, found), one) for one in compared]
-    sides += [("gets nothing new", one) for one in found.others]
+    sides += [("no new requests", one) for one in found.others]
     print_table(
         (
             "REVISION",
-            "IS",
+            "STATUS",
             "PREFILL",
             "DECODE",
             ">RUNNING",
-            ">CAME",
+            ">ADMITTED",
             ">ENDED",
             ">FAILED",
             ">RECOVERED",
-            ">GAVE UP",
+            ">MOVED",
         ),
         [
             (
@@ -263,7 +296,7 @@ def _show(found: admin_pb2.RolloutStatus) -> None:
             for what, one in sides
         ],
         "no revisions",
-        ("CAME", "RECOVERED", "ENDED", "RUNNING"),
+        ("ADMITTED", "RECOVERED", "ENDED", "RUNNING"),
     )
     rows = [row for _, one in sides for row in _latencies(one)]
     if rows:
@@ -290,20 +323,20 @@ def _show(found: admin_pb2.RolloutStatus) -> None:
 
 
 def _is(name: str, found: admin_pb2.RolloutStatus) -> str:
-    """What a revision that is or was compared is now."""
+    """Status of one of the two compared revisions."""
     if name == found.stable_revision:
         return "stable"
-    return "canary" if found.phase else "gets nothing new"
+    return "canary" if found.phase else "no new requests"
 
 
 def _phase(found: admin_pb2.RolloutStatus) -> str:
-    """In words; empty while none runs."""
+    """Phase of the rollout in words; empty if no rollout runs."""
     from baton.v1 import admin_pb2
 
     return {
-        admin_pb2.ROLLOUT_PHASE_WAITING: "waits for its workers, and gets nothing",
-        admin_pb2.ROLLOUT_PHASE_RUNNING: "runs",
-        admin_pb2.ROLLOUT_PHASE_PROMOTING: "is being promoted: waits for its workers",
+        admin_pb2.ROLLOUT_PHASE_WAITING: "waiting for its workers, no traffic yet",
+        admin_pb2.ROLLOUT_PHASE_RUNNING: "running",
+        admin_pb2.ROLLOUT_PHASE_PROMOTING: "being promoted, waiting for its workers",
     }.get(found.phase, "")
 
 
@@ -315,9 +348,9 @@ def _changes(revision: admin_pb2.RevisionStatus) -> Iterator[str]:
 
 
 def _workers(pool: admin_pb2.RevisionPool) -> str:
-    found = [f"{pool.num_serving} serve"]
-    found += [f"{pool.num_starting} start"] if pool.num_starting else []
-    found += [f"{pool.num_draining} leave"] if pool.num_draining else []
+    found = [f"{pool.num_serving} serving"]
+    found += [f"{pool.num_starting} starting"] if pool.num_starting else []
+    found += [f"{pool.num_draining} draining"] if pool.num_draining else []
     return ", ".join(found)
 
 

@@ -1,4 +1,4 @@
-"""`baton simulate`: a trace on simulated workers, with the production coordinator."""
+"""`baton simulate`: runs a trace on simulated workers with the production coordinator."""
 
 from __future__ import annotations
 
@@ -24,32 +24,42 @@ def simulate(
         Path,
         typer.Argument(
             metavar="TRACE",
-            help="Azure CSV, Mooncake JSONL, or JSON of start_time, prompt_len, output_len.",
+            help="Trace file: Azure CSV, Mooncake JSONL, or JSON with start_time, prompt_len and "
+            "output_len.",
         ),
     ],
     config: options.ConfigFile = None,
     policy: Annotated[
-        PolicyName, typer.Option("--policy", help="What sizes the pools.")
+        PolicyName, typer.Option("--policy", help="Policy that sizes the pools.")
     ] = PolicyName.BATON,
     prefill: Annotated[
-        int | None, typer.Option("--prefill", min=0, help="Prefill workers at the beginning.")
+        int | None, typer.Option("--prefill", min=0, help="Number of prefill workers at the start.")
     ] = None,
     decode: Annotated[
-        int | None, typer.Option("--decode", min=0, help="Decode workers at the beginning.")
+        int | None, typer.Option("--decode", min=0, help="Number of decode workers at the start.")
     ] = None,
-    factor: Annotated[float, typer.Option("--factor", help="Of the trace's load.")] = 1.0,
+    factor: Annotated[
+        float, typer.Option("--factor", help="Factor on the request rate of the trace.")
+    ] = 1.0,
     json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="All figures and events.")
+        Path | None,
+        typer.Option(
+            "--json", metavar="FILE", help="Write all figures and events to this file, as JSON."
+        ),
     ] = None,
     picture: Annotated[
         Path | None,
-        typer.Option("--picture", metavar="FILE", help="SVG of sizes, load, TTFT and ITL."),
+        typer.Option(
+            "--picture",
+            metavar="FILE",
+            help="Write an SVG chart of pool sizes, load, TTFT and ITL to this file.",
+        ),
     ] = None,
 ) -> None:
     """Run a trace against simulated workers, under a virtual clock.
 
-    The coordinator and the autoscaler are the real ones; workers take what the configuration's
-    `simulated` section says.
+    The coordinator and the autoscaler are the production code. The `simulated` section of the
+    configuration sets the speed of the workers.
     """
     import json
 

@@ -1,4 +1,4 @@
-"""A request's latency budget as a waterfall."""
+"""Prints a request's latency budget as a waterfall."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from baton.cli.output import print_table
 from baton.client.events import LatencyBudget, StageTime
 
 _BAR_CHARS = 32
-# In order of start. The marked ones have a line even when they took no time at all.
+# Stages in order of their start. True: print the stage even if it took no time.
 _STAGES = {
     "tokenize": False,
     "queue": True,
@@ -19,7 +19,7 @@ _STAGES = {
 
 
 def print_timeline(budget: LatencyBudget) -> None:
-    """One line per stage: where it lay, how long it took, its share of the whole."""
+    """Prints one line per stage: its start, its duration and its share of the total time."""
     total_ms = budget.total_ms
     print_table(
         ("STAGE", ">START", ">TIME", ">SHARE", "", "WORKER"),
@@ -43,7 +43,7 @@ def print_timeline(budget: LatencyBudget) -> None:
 
 
 def bar(start_ms: float, duration_ms: float, total_ms: float) -> str:
-    """A stage's place in the whole, always the same width; what took no time is a thin line."""
+    """Bar of fixed width that shows a stage's place in the total; a thin line for no time."""
     if total_ms <= 0:
         return ""
     first = min(round(_BAR_CHARS * start_ms / total_ms), _BAR_CHARS - 1)
@@ -52,7 +52,7 @@ def bar(start_ms: float, duration_ms: float, total_ms: float) -> str:
 
 
 def _with_empty_stages(stages: tuple[StageTime, ...]) -> list[StageTime]:
-    """The stages, and those that every reader looks for where they would have been."""
+    """Adds the missing stages that are always printed, with a duration of 0."""
     order, shown = list(_STAGES), list(stages)
     for name in order:
         if not _STAGES[name] or any(stage.stage == name for stage in shown):

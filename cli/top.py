@@ -1,4 +1,4 @@
-"""`baton top`: the cell, live in the terminal."""
+"""`baton top`: shows the state of a cell, live in the terminal."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _WIDTH, _HEIGHT = 80, 24
 def top(
     address: options.Address = None,
     interval_s: Annotated[
-        float, typer.Option("--interval", min=0.2, max=60, help="Seconds between two looks.")
+        float, typer.Option("--interval", min=0.2, max=60, help="Seconds between two updates.")
     ] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Draw once and leave.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print the state once and exit.")] = False,
 ) -> None:
-    """Watch pools, lanes, latencies against their targets, workers and scale events; q quits.
+    """Watch pools, lanes, latencies and their targets, workers and scale events; q quits.
 
-    Where standard output is no terminal, or one that can only add lines, it draws once.
+    If standard output is not a terminal, or cannot move its cursor, the state is printed once.
     """
     addresses = options.resolve_addresses(address)
     if once or not sys.stdout.isatty() or not sys.stdin.isatty():
@@ -41,7 +41,7 @@ def top(
 
 
 async def _once(addresses: list[str]) -> None:
-    """Raises RemoteError when no coordinator answers."""
+    """Prints the state once; raises RemoteError if no coordinator answers."""
     from rich.console import Console
 
     from baton.cli.top_view import draw
@@ -112,15 +112,15 @@ async def _live(addresses: list[str], interval_s: float) -> None:
             finally:
                 looking.cancel()
                 await asyncio.gather(looking, return_exceptions=True)
-                # Some terminals keep what an alternate screen showed when it was resized.
+                # Some terminals keep the text of the alternate screen after a resize.
                 live.update("", refresh=True)
 
 
 class _Seen:
-    """The latest view, and why there is no newer one.
+    """The latest view, and the error of the last update.
 
     Attributes:
-        at: when it was seen, by the loop's clock.
+        at: Time of the view on the event loop's clock, in seconds.
     """
 
     def __init__(self) -> None:
@@ -146,13 +146,13 @@ async def _look(watcher: Watcher, seen: _Seen, interval_s: float, wake: asyncio.
 def _keys(
     loop: asyncio.AbstractEventLoop, ends: asyncio.Event, wake: asyncio.Event
 ) -> Iterator[None]:
-    """Reads keys one by one; the terminal is left as it was."""
+    """Reads keys without waiting for Enter; restores the terminal at the end."""
     stdin = sys.stdin.fileno()
     before = termios.tcgetattr(stdin)
 
     def pressed() -> None:
         keys = os.read(stdin, 64)
-        # The end of input is the end of the terminal.
+        # An empty read means that the terminal was closed.
         if not keys or b"q" in keys or b"Q" in keys:
             loop.remove_reader(stdin)
             ends.set()

@@ -1,4 +1,4 @@
-"""The tables of `baton top`, as wide as there is room."""
+"""The tables of `baton top`, fitted to the width of the terminal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pools(status: admin_pb2.GetStatusResponse, width: int) -> RenderableType:
 def lanes(status: admin_pb2.GetStatusResponse, width: int) -> RenderableType:
     if not status.lanes:
         return Text("no lanes", style=DIM)
-    # A coordinator that is younger than the window has counted for as long as it lives.
+    # A coordinator that is younger than the window has counted only since its start.
     window_s = min(one.ToNanoseconds() / 1e9 for one in (status.window, status.uptime)) or 1.0
     rows = list[Sequence[str | Text]]()
     for lane in status.lanes:
@@ -77,7 +77,7 @@ def lanes(status: admin_pb2.GetStatusResponse, width: int) -> RenderableType:
             ">P95",
             ">P99",
             ">TARGET",
-            ">KEPT",
+            ">ATTAINED",
         ),
         rows,
         width,
@@ -123,13 +123,13 @@ def _table(
     width: int,
     spare: Sequence[str],
 ) -> Table:
-    """A table with as many columns as there is room for.
+    """A table with as many columns as fit.
 
     Args:
-        columns: those that begin with ">" are aligned right.
-        rows: a cell for each column.
-        width: of the terminal, or of the table's part of it.
-        spare: columns that are left out where it is too narrow, in this order.
+        columns: Column titles; a title that begins with ">" is aligned right.
+        rows: Rows with one cell per column.
+        width: Width of the terminal, or of the table's part of it, in characters.
+        spare: Columns to leave out first on a narrow terminal, in this order.
     """
     names = [column.removeprefix(">") for column in columns]
     cells = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
@@ -168,6 +168,6 @@ def _attained(
 def _kept(attained: float | None, percentile: float) -> Text:
     if attained is None:
         return Text("-", style=DIM)
-    # 100 % is all of them.
+    # 100 % is shown only if every request met the target.
     told = "100 %" if attained == 1 else f"{min(99.9, 100 * attained):.1f} %"
     return Text(told, style=GOOD if attained >= percentile / 100 else BAD)

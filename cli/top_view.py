@@ -1,4 +1,4 @@
-"""What `baton top` draws: one cell at one moment, on so many columns and rows."""
+"""Draws the screen of `baton top`: one cell at one moment, for a given terminal size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.cli.top_tables import BAD, DIM, GOOD, HEAD
 from baton.client.watcher import View
 from baton.runtime.enum_names import role_name
 
-# From so many columns on there is room for workers and decisions side by side.
+# Terminals with at least this many columns show workers and decisions side by side.
 _WIDE = 120
 _MIN_WORKERS, _MAX_DECISIONS = 3, 3
 
@@ -21,15 +21,15 @@ _MIN_WORKERS, _MAX_DECISIONS = 3, 3
 def draw(
     view: View | None, *, addresses: str, problem: str, age_s: float, width: int, height: int
 ) -> RenderableType:
-    """A whole screen, no line wider than `width`, no more than `height` of them.
+    """Draws a whole screen with at most `height` lines of at most `width` characters.
 
     Args:
-        view: the latest; None while there was none.
-        addresses: that were asked.
-        problem: why there is no newer one; empty when there is.
-        age_s: of the view.
-        width: columns.
-        height: rows; 0 for as many as it takes.
+        view: The latest view; None before the first one.
+        addresses: Coordinator addresses that were tried.
+        problem: Error of the last update; empty if it succeeded.
+        age_s: Age of the view in seconds.
+        width: Columns of the terminal.
+        height: Rows of the terminal; 0 for as many rows as needed.
     """
     if view is None:
         return _without_view(addresses, problem, width, height)
@@ -42,7 +42,7 @@ def draw(
     ]
     num_lanes = max(1, len(view.status.lanes))
     num_top = 2 + 1 + 1 + max(1, len(view.status.pools)) + 1 + 1 + 2 * num_lanes
-    # An empty line before what follows, and the footer.
+    # Two lines are taken by the empty line before the lower part and by the footer.
     room = max(_MIN_WORKERS, height - num_top - 2)
     if not height:
         room = len(view.status.workers) + _MAX_DECISIONS + 3
@@ -75,7 +75,7 @@ def _without_view(addresses: str, problem: str, width: int, height: int) -> Rend
     lines = [_line([("baton", HEAD), (f"  {addresses}", "")], width)]
     if problem:
         lines.append(_line([("disconnected  ", BAD), (problem, "")], width))
-        lines += [Text(""), _line([("trying again; q quits", DIM)], width)]
+        lines += [Text(""), _line([("retrying; press q to quit", DIM)], width)]
     else:
         lines.append(_line([("connecting ...", DIM)], width))
     return Group(*lines, *[Text("")] * max(0, height - len(lines)))
@@ -97,10 +97,10 @@ def _header(view: View, width: int) -> Text:
 
 def _health(view: View, problem: str, age_s: float, width: int) -> Text:
     if problem:
-        text = f"  {problem}; below is how it was {_span(age_s)} ago"
+        text = f"  {problem}; the state below is from {_span(age_s)} ago"
         return _line([("disconnected", BAD), (text, "")], width)
     if not view.findings and not view.status.workers:
-        return _line([("nothing is served", BAD)], width)
+        return _line([("no workers serve", BAD)], width)
     if not view.findings:
         return _line([("healthy", GOOD)], width)
     more = f" (+{len(view.findings) - 1})" if len(view.findings) > 1 else ""
@@ -111,7 +111,7 @@ def _health(view: View, problem: str, age_s: float, width: int) -> Text:
 def _decisions(view: View, room: int, width: int) -> RenderableType:
     title = Text("LAST SCALE EVENTS", style=DIM)
     if view.decisions is None:
-        return Group(title, Text("nothing scales these pools", style=DIM))
+        return Group(title, Text("these pools are not autoscaled", style=DIM))
     if not view.decisions:
         return Group(title, Text("none yet", style=DIM))
     now_s = view.status.at.ToNanoseconds() / 1e9
@@ -133,7 +133,7 @@ def _line(parts: Sequence[tuple[str, str]], width: int) -> Text:
 
 
 def _rows(num: int, room: int) -> int:
-    """Lines of a list with its title."""
+    """Number of lines of a list with its title."""
     return 1 + min(max(1, num), room) if num else 1
 
 

@@ -1,4 +1,4 @@
-"""Following a cell: what a coordinator tells by itself, as it changes."""
+"""Follows the events that a coordinator streams when the state of its cell changes."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _STDOUT = 1
 
 
 def follow_changes(address: str | None, as_lines: bool, show: Callable[[WatchEvent], None]) -> None:
-    """Shows what a coordinator tells, again and again, until it is interrupted.
+    """Shows every event of a coordinator until the command is interrupted.
 
     Args:
-        address: of the coordinator.
-        as_lines: what is shown goes on from event to event, and is not drawn anew.
-        show: shows an event.
+        address: Address of the coordinator; see `call_admin`.
+        as_lines: Whether each event adds lines; otherwise it replaces the screen of a terminal.
+        show: Prints an event.
     """
     import sys
 
@@ -48,12 +48,12 @@ def follow_changes(address: str | None, as_lines: bool, show: Callable[[WatchEve
 
 @contextlib.asynccontextmanager
 async def _reader() -> AsyncIterator[None]:
-    """Raises BrokenPipeError when nobody reads what is printed any more.
+    """Raises BrokenPipeError when the reader of standard output has closed the pipe.
 
-    Who waits for a change does not write, and would not notice.
+    A command that waits for a change does not write, so it would not notice the closed pipe.
     """
     is_pipe = stat.S_ISFIFO(os.fstat(_STDOUT).st_mode)
-    # One that is open for reading too always has a reader, and tells of what it holds.
+    # A pipe that this process can also read always has a reader, and reports unread data instead.
     if not is_pipe or fcntl.fcntl(_STDOUT, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY:
         yield
         return
@@ -65,7 +65,7 @@ async def _reader() -> AsyncIterator[None]:
 
     try:
         async with asyncio.timeout(None) as left:
-            # Of a pipe's end for writing this tells of errors alone.
+            # For the writing end of a pipe the event loop reports only errors.
             loop.add_reader(_STDOUT, on_left)
             try:
                 yield
@@ -74,23 +74,23 @@ async def _reader() -> AsyncIterator[None]:
     except TimeoutError:
         if not left.expired():
             raise
-        raise BrokenPipeError(errno.EPIPE, "nobody reads any more") from None
+        raise BrokenPipeError(errno.EPIPE, "the reader of standard output has gone") from None
 
 
 async def wait_until(
     admin: AdminClient, done: Callable[[WatchEvent], bool], wait_s: float, what: str
 ) -> WatchEvent:
-    """Follows until something is so, and returns what it was told of then.
+    """Waits for an event that fulfils a condition, and returns that event.
 
     Args:
-        admin: of the coordinator.
-        done: whether it is.
-        wait_s: how long at most.
-        what: is not so, in words.
+        admin: Client of the coordinator.
+        done: The condition.
+        wait_s: Longest wait in seconds.
+        what: Sentence for errors that says what has not happened.
 
     Raises:
-        DeadlineExceeded: it takes too long.
-        RemoteError: the coordinator is lost.
+        DeadlineExceeded: The condition was not fulfilled within `wait_s`.
+        RemoteError: The connection to the coordinator failed.
     """
     from google.rpc import code_pb2
 
@@ -102,11 +102,11 @@ async def wait_until(
             async for event in events:
                 if done(event):
                     return event
-            message = f"the coordinator at {admin.address} tells nothing more"
+            message = f"the coordinator at {admin.address} ended the event stream"
             raise errors.make(code_pb2.UNAVAILABLE, message)
     except TimeoutError:
-        message = f"{what} after {wait_s:g} s; it was asked for, and goes on"
+        message = f"{what} after {wait_s:g} s; the coordinator continues the change"
         raise DeadlineExceeded(message) from None
     except errors.UnavailableError as error:
-        message = f"{error}; {what} yet, but it was asked for"
+        message = f"{error}; {what} yet, but the coordinator was told to do it"
         raise errors.make(error.code, message, error.details()) from None

@@ -334,7 +334,7 @@ def flip(**options):
 @pytest.mark.parametrize(
     ("command", "told", "then"),
     [
-        (scale, [["decode-1"], ["decode-0", "decode-1"]], "decode has 2 workers"),
+        (scale, [["decode-1"], ["decode-0", "decode-1"]], "the decode pool has 2 workers"),
         (drain, [["decode-0"], []], "decode-0 has left"),
         (flip, [[], ["decode-0"]], "decode-0 serves decode"),
     ],
@@ -353,7 +353,9 @@ def test_who_waits_is_told_what_came_of_it(serve, capsys, command, told, then):
 
 
 def test_a_watch_that_ends_is_not_what_was_waited_for(serve):
-    with pytest.raises(errors.UnavailableError, match="tells nothing more; decode-0 has not left"):
+    with pytest.raises(
+        errors.UnavailableError, match="ended the event stream; decode-0 has not left"
+    ):
         drain(wait=10.0, address=serve(Sizing()), as_json=False)
 
 
@@ -435,7 +437,7 @@ def test_a_start_is_waited_for(serve, capsys, then):
 
 
 def test_a_start_that_is_aborted_meanwhile_is_not_waited_for(serve):
-    with pytest.raises(Aborted, match="'r2' is not tried any more: an operator asked for it"):
+    with pytest.raises(Aborted, match="the rollout of 'r2' has ended: an operator asked for it"):
         start(serve(Rolling(WAITING, state(last="an operator asked for it"))))
 
 
@@ -450,7 +452,7 @@ NEXT = admin_pb2.RolloutStatus(
 @pytest.mark.parametrize("command", [start, lambda address: promote(address)])
 def test_a_wait_ends_when_another_rollout_has_replaced_the_first(serve, command):
     first = WAITING if command is start else RUNNING
-    with pytest.raises(Aborted, match=r"'r2' is not .*: an operator asked for it"):
+    with pytest.raises(Aborted, match=r"the rollout of 'r2' .*: an operator asked for it"):
         command(serve(Rolling(first, NEXT)))
 
 
@@ -496,7 +498,7 @@ async def test_a_pipe_that_is_open_for_reading_too_has_a_reader(tmp_path, monkey
 
 def test_a_coordinator_that_ends_while_a_promotion_is_waited_for(serve):
     service = Ending(RUNNING)
-    match = "it has ended; the canary is not the stable revision yet, but it was asked for"
+    match = "the canary is not the stable revision yet, but the coordinator was told to do it"
     with pytest.raises(errors.UnavailableError, match=match):
         promote(f"{serve(service)},{serve(other := Rolling(RUNNING))}")
     assert (service.num_promotions, other.num_promotions) == (1, 0)
@@ -511,7 +513,7 @@ def test_a_promotion_that_nobody_tells_of_is_not_begun(serve):
 
 
 def test_a_rollout_that_is_aborted_meanwhile_is_not_promoted(serve):
-    with pytest.raises(Aborted, match="'r2' is not the stable one: it was worse"):
+    with pytest.raises(Aborted, match="the rollout of 'r2' was not promoted: it was worse"):
         promote(serve(Rolling(RUNNING, PROMOTING, state(last="it was worse"))))
 
 

@@ -80,7 +80,7 @@ def test_a_request_without_stalls_or_targets(answers, capsys):
     assert "no gap between tokens was over the target of 50 ms" in capsys.readouterr().out
     info.ClearField("itl_target")
     explain.explain("r0")
-    assert "no target between tokens" in capsys.readouterr().out
+    assert "no target for the gap between tokens" in capsys.readouterr().out
 
 
 def test_the_doctor_s_words_and_exit_codes(answers, stutters, capsys):

@@ -78,7 +78,7 @@ def test_a_narrow_terminal_cuts_no_name(monkeypatch, capsys, width):
     assert "97 %" in shown
     assert "…" not in shown
     assert ("vllm 0.32.0" in shown) is (width >= 80)
-    assert ("ENGINE: --json has all" in shown) is (width < 80)
+    assert ("ENGINE (--json prints all)" in shown) is (width < 80)
     if width >= 60:
         assert max(map(len, shown.splitlines())) <= width
 

@@ -98,7 +98,7 @@ def test_where_it_is_narrow_columns_are_left_out_and_none_is_cut(many, width):
     text = "\n".join(line for line in lines(many, width, 30)[2:] if "…" in line)
     assert text.count("…") <= 2, text  # Of the footer's neighbours: scale events, many workers.
     found = "\n".join(lines(many, width, 30))
-    for word in ("SERVING", "TTFT", "P95", "KEPT", "STATE", "p0"):
+    for word in ("SERVING", "TTFT", "P95", "ATTAINED", "STATE", "p0"):
         assert word in found
     assert re.search(r"TTFT .*\d ms .*\d %", found)
 
@@ -137,7 +137,7 @@ def test_scale_events_say_when_and_why(many):
     line = next(one for one in lines(shown, 80, 24) if "→" in one)
     assert re.match(r" *3[01] s ago  prefill 2 → 3  12\.3 s of prompts", line)
     assert line.endswith("…")
-    assert any("nothing scales" in one for one in lines(many, 80, 24))
+    assert any("not autoscaled" in one for one in lines(many, 80, 24))
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)

@@ -1,4 +1,4 @@
-"""The gateway's process beside `baton up`, where a shell stands for the gateway."""
+"""`baton up` restarts its gateway process; a shell stands in for the gateway."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.cli import gateway
 from baton.runtime.config import parse
 
 
-async def test_a_gateway_that_cannot_be_started_is_tried_again(monkeypatch, caplog):
+async def test_a_failed_gateway_start_is_retried(monkeypatch, caplog):
     monkeypatch.setattr(gateway, "_FIRST_PAUSE_S", 0.0)
     start, serves_again = asyncio.create_subprocess_exec, asyncio.Event()
     programs = ["echo ready and gone", None, "echo ready again; exec sleep 60"]
@@ -35,6 +35,6 @@ async def test_a_gateway_that_cannot_be_started_is_tried_again(monkeypatch, capl
     assert listener.fileno() == -1
     told = [record.message for record in caplog.records]
     assert told == [
-        "the gateway ended with code 0; starting another",
-        "the gateway cannot be started: [Errno 11] no more processes",
+        "the gateway process ended with code 0; starting it again",
+        "the gateway process cannot be started: [Errno 11] no more processes",
     ]

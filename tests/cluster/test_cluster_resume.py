@@ -64,7 +64,7 @@ async def test_streams_resume_at_a_restarted_coordinator(new_cluster, how):
         assert [part.offset for part in parts] == starts[:-1]
         assert num_resumes == 1
     assert typed.returncode == 0, err
-    assert err == "baton: lost the coordinator and resumed once\n"
+    assert err == "baton: the connection to the coordinator failed; the stream resumed once\n"
     # The line with the first token was already read above.
     events = [json.loads(line) for line in out.splitlines()]
     tokens = [token for event in events[:-1] for token in event["token_ids"]]
