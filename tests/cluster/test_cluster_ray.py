@@ -125,7 +125,11 @@ def children() -> list[psutil.Process]:
 def workers_of(process: psutil.Process | None = None) -> list[psutil.Process]:
     """Returns the worker processes among the descendants of a process."""
     found = (process or psutil.Process()).children(recursive=True)
-    return [one for one in found if "--worker-id" in cmdline(one) and "tether" not in cmdline(one)]
+    return [
+        one
+        for one in found
+        if "--worker-id" in cmdline(one) and "end_with_parent" not in cmdline(one)
+    ]
 
 
 def cmdline(process: psutil.Process) -> list[str]:
