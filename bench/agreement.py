@@ -1,9 +1,9 @@
-"""Whether the simulator agrees with a live cluster: vLLM on this machine's CPU, and its replay.
+"""Compares the simulator with a live cluster on vLLM on this machine's CPU.
 
 `make bench`, or `python -m baton.bench.agreement --help`. One prefill and one decode worker get a
-Poisson load. What their steps cost is then taken from the coordinator, as `baton workers --json`
-shows it, and the same requests at the same times go through the simulator with workers that cost as
-much. Nothing else is fitted.
+Poisson load. The benchmark then reads the measured step times from the coordinator (as shown by
+`baton workers --json`) and simulates the same requests at the same times with these step times.
+Nothing else is fitted.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ from baton.simulator.run import simulate
 from baton.v1 import admin_pb2, common_pb2
 
 MODEL = "demo-88m"
-# What steps cost does not matter here, how soon the workers are there does: they run eagerly.
+# Eager mode starts the workers sooner; the speed of their steps does not matter here.
 ENGINE_ARGS = systems.engine_args(
     MODEL, max_num_seqs=64, enable_prefix_caching=False, enforce_eager=True
 )
-# Of both clusters: every prompt is computed by the prefill worker.
+# In both clusters the prefill worker computes every prompt.
 SETTINGS = {"decode": {"local_prefill": False}}
-# Of the demo tokenizer, whatever the model has room for.
+# Vocabulary size of the demo tokenizer; the model's embedding table is larger.
 VOCAB_SIZE = 430
 READY_TIMEOUT_S, REQUEST_TIMEOUT_S = 300.0, 120.0
-MOST_APART = 0.15
+MAX_DEVIATION = 0.15
 NAMES = {"ttft_ms": "TTFT", "itl_ms": "ITL", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
 
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """A run, and the worker that computed its prompts, as the coordinator describes it."""
+    """The result of the live run, and the coordinator's description of the prefill worker."""
 
     result: Result
     worker: admin_pb2.WorkerInfo
 
 
 def plan(rate: float, seconds: float, seed: int) -> list[Planned]:
-    """Poisson arrivals of short and long prompts, short and long outputs."""
+    """Returns Poisson arrivals with mixed prompt and output lengths."""
     chance = random.Random(f"times {seed}")
     times = itertools.takewhile(lambda at: at < seconds, arrival_times(rate, 1.0, chance))
     lengths = Lengths.parse("64-900", "prompts"), Lengths.parse("16-96", "outputs")
@@ -93,7 +93,7 @@ async def live(arguments: argparse.Namespace, requests: list[Planned]) -> Live:
 
 
 def replay(worker: admin_pb2.WorkerInfo, requests: list[Planned]) -> Figures:
-    """The same requests in the simulator, on workers that cost what was measured."""
+    """Simulates the same requests with workers that have the measured step times."""
     latency = worker.latency
     config = parse(
         {
@@ -124,8 +124,8 @@ def replay(worker: admin_pb2.WorkerInfo, requests: list[Planned]) -> Figures:
 def goals(seen: Result, found: Figures) -> Iterator[Goal]:
     for name in ("ttft_ms", "itl_ms"):
         real, simulated = (getattr(one, name)[50] for one in (seen.total, found))
-        what = f"{NAMES[name]} p50: simulated / live, distance from 1"
-        yield Goal(what, abs(stats.ratio(simulated, real) - 1), MOST_APART)
+        what = f"{NAMES[name]} p50: deviation of simulated / live from 1"
+        yield Goal(what, abs(stats.ratio(simulated, real) - 1), MAX_DEVIATION)
 
 
 def show(seen: Live, found: Figures) -> None:
@@ -158,8 +158,8 @@ def show(seen: Live, found: Figures) -> None:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rate", type=float, default=1.5, help="requests/s")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of the run")
-    parser.add_argument("--warm-up-s", type=float, default=20.0, help="before it, not counted")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of the run")
+    parser.add_argument("--warm-up-s", type=float, default=20.0, help="load before the run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=Path("bench/results/agreement.json"))
     arguments = parser.parse_args()

@@ -1,24 +1,26 @@
-"""Baton's autoscaler against other ways to size the pools, on real traces, simulated.
+"""Compares Baton's autoscaler with other scaling policies, on real traces, in the simulator.
 
 `make bench`, or `python -m baton.bench.autoscale --help`. The production coordinator core serves
-the Azure conversation trace and half an hour of Mooncake's on simulated workers: Llama2-70B on
-eight H100s each, as Splitwise measured it. Every policy begins with the sizes of static at peak. A
-request attains its targets with a TTFT within 500 ms (Mooncake: 2,000 ms) and a mean gap between
-its tokens within 50 ms. GPUs are paid for from the order to start a worker until it has gone.
+the Azure conversation trace and half an hour of Mooncake's trace on simulated workers. A worker is
+Llama2-70B on eight H100s, as measured by Splitwise. Every policy begins with the pool sizes of
+"static at peak". A request attains its targets if its TTFT is within 500 ms (Mooncake: 2,000 ms)
+and its mean gap between tokens is within 50 ms. GPUs are paid for from the start order of a worker
+to the end of the worker.
 
-What each minute needs is found by trying: the fewest workers with which 95 % of its requests, of
-those that plenty of workers would serve in time, have their first token in time, and 95 % their
-gaps. "Static at peak" is the smallest pair of pools with which that is so of every minute;
-"hindsight" has in each minute what that minute needs, and knew it a cold start before. Nothing that
-holds each minute can have fewer GPU-hours than the needs themselves. Azure's and Mooncake's loads
-hardly vary; "tides" is Azure's, repeated and thinned so that the load rises from a fifth of itself
-and ebbs back to it in 20 minutes.
+A search finds the needs of each minute: the fewest workers with which 95 % of its requests have
+their first token in time and 95 % keep the gap target. Requests that are late even with many
+workers are left out. "Static at peak" is the smallest pair of pools that is enough for every
+minute. "Hindsight" has exactly the needs of each minute and orders workers one cold start earlier.
+No policy that meets the targets in each minute can use fewer GPU-hours than the needs. The loads
+of Azure and Mooncake hardly vary. "tides" is Azure's trace, repeated and thinned so that the load
+rises from a fifth to the full load and falls back within 20 minutes.
 
-Azure's cells run with three seeds unless told, the others, which take longer, with one. Seeds move
-the copies of requests that scale a trace up, choose those that are left of one scaled down, and
-move workers' reports. The needs are the first seed's.
-"Baton" has its targets at p95; the others of its rows have them at another percentile, which an
-operator chooses (`scaling.targets`): what is attained is counted alike for all.
+Azure runs with three seeds by default, the other traces with one because they take longer. The seed
+moves the copies of requests in a trace that is scaled up, chooses the requests of a trace that is
+scaled down, and moves the workers' load reports. The needs are those of the first seed.
+"Baton" has its targets at the 95th percentile. The other rows of Baton have another percentile,
+which an operator sets in `scaling.targets`. The share of attained requests is computed in the same
+way for all policies.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from baton.bench.autoscale_runs import Results, Runs, Where, cells, needs_of, tell
+from baton.bench.autoscale_runs import Results, Runs, Where, cells, log, needs_of
 from baton.bench.autoscale_scenes import (
     BATON,
     BATON_AT,
@@ -47,7 +49,7 @@ from baton.coordinator.state.pools import Pool
 from baton.load import stats
 from baton.load.stats import Goal
 
-# Of a trace, with --quick.
+# Length of a trace with --quick.
 QUICK_S = 240.0
 
 
@@ -64,7 +66,7 @@ def run(arguments: argparse.Namespace) -> tuple[Results, dict[str, Any]]:
             ]
             began = time.monotonic()
             needs = needs_of(wheres[0], pool)
-            tell(f"{trace}: {time.monotonic() - began:.0f} s for what each minute needs")
+            log(f"{trace}: {time.monotonic() - began:.0f} s for the needs of each minute")
             show_needs(trace, needs)
             details[f"{trace}, needs"] = {
                 role.value: [one[role] for one in needs.by_span] for role in Pool
@@ -74,11 +76,11 @@ def run(arguments: argparse.Namespace) -> tuple[Results, dict[str, Any]]:
             details.update(more)
             for (_, cold_start_s), by_name in found.items():
                 show(trace, cold_start_s, by_name)
-            tell(f"{trace}: {time.monotonic() - began:.0f} s in all")
+            log(f"{trace}: {time.monotonic() - began:.0f} s in all")
     return results, details
 
 
-# ---- What is shown.
+# ---- Tables.
 
 
 def show_needs(trace: str, needs: Needs) -> None:
@@ -88,7 +90,7 @@ def show_needs(trace: str, needs: Needs) -> None:
     ]
     share = needs.gpu_hours / needs.peak_gpu_hours
     title = (
-        f"{trace}: workers that each minute needs, {needs.gpu_hours:.1f} GPU-hours, "
+        f"{trace}: workers needed in each minute, {needs.gpu_hours:.1f} GPU-hours, "
         f"{share:.1%} of the {needs.peak_gpu_hours:.1f} at peak"
     )
     stats.print_table(title, ["pool", "by minute", "at peak"], rows)
@@ -136,22 +138,22 @@ def show(trace: str, cold_start_s: float, found: Mapping[str, Runs]) -> None:
 
 
 def frontier(found: Mapping[str, Runs]) -> Iterator[str]:
-    """For each baseline, what Baton has for no more GPU-hours than it."""
+    """Yields a line per baseline: the best setting of Baton with at most its GPU-hours."""
     for name in (HPA, PLANNER):
         if name not in found:
             continue
         other = found[name]
-        said = f"{name}: {other.attained:.1%} for {other.gpu_hours:.1f} GPU-hours; "
+        line = f"{name}: {other.attained:.1%} for {other.gpu_hours:.1f} GPU-hours; "
         affordable = [
             (runs.attained, own)
             for own, runs in found.items()
             if own in BATON_AT and runs.gpu_hours <= other.gpu_hours
         ]
         if not affordable:
-            yield said + "no setting of Baton has as few"
+            yield line + "every setting of Baton uses more"
             continue
         attained, own = max(affordable)
-        yield said + f"{own} {attained:.1%} for {found[own].gpu_hours:.1f}"
+        yield line + f"{own} {attained:.1%} for {found[own].gpu_hours:.1f}"
 
 
 def goals(results: Results) -> Iterator[Goal]:
@@ -178,12 +180,12 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--traces", nargs="+", default=list(TRACES))
     parser.add_argument("--cold-starts", nargs="+", type=float, default=[60.0, 180.0])
-    parser.add_argument("--policies", nargs="+", help="all unless told")
+    parser.add_argument("--policies", nargs="+", help="policies to run (default: all)")
     parser.add_argument(
-        "--seeds", type=int, help="three of Azure's and one of the others unless told"
+        "--seeds", type=int, help="seeds per trace (default: 3 for azure, 1 for the others)"
     )
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--factor", type=float, default=1.0, help="of the load, on top")
+    parser.add_argument("--factor", type=float, default=1.0, help="additional scale of the load")
     parser.add_argument(
         "--quick", action="store_true", help="four minutes of Azure's trace, one cold start"
     )
@@ -210,7 +212,7 @@ def _check(
     parser: argparse.ArgumentParser, option: str, given: Iterable[str], known: Iterable[str]
 ) -> None:
     if unknown := set(given) - set(known):
-        parser.error(f"{option}: {', '.join(sorted(unknown))}; must be of {', '.join(known)}")
+        parser.error(f"{option}: {', '.join(sorted(unknown))}; must be among {', '.join(known)}")
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""How large pools have to be, by trying: each pool alone, on the workers that are simulated.
+"""Searches for the smallest pools that meet the targets, one pool at a time, in the simulator.
 
-A window of time is held when so many of its requests have their first token in time, and so many
-their gaps, as the targets' percentile says; those that would be late on any number of workers are
-left out. The sizes of "static at peak" and of hindsight are both found so.
+The targets have a percentile, for example 95. A window of time meets them if this share of its
+requests have their first token in time and this share keep the gap target. Requests that are late
+with any number of workers are left out. The sizes of the policies "static at peak" and "hindsight"
+come from this search.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from baton.simulator.record import Record
 
 Sizes = Mapping[Pool, int]
 Trial = Callable[[Sequence[Arrival], Sizes], Record]
-"""Runs arrivals on pools that keep these sizes."""
+"""Simulates arrivals with fixed pool sizes."""
 
 
 class Within(NamedTuple):
-    """Of the requests of a window. Attributes: ttft, tpot: how many were within the targets."""
+    """Number of requests of a window that were within the TTFT and the TPOT target."""
 
     ttft: int
     tpot: int
 
     def of(self, pool: Pool) -> int:
-        """What this pool has to answer for."""
+        """Returns the count that depends on this pool: TTFT for prefill, TPOT for decode."""
         return self.ttft if pool is Pool.PREFILL else self.tpot
 
 
 def within(
     record: Record, targets: Targets, window_s: float, begins_s: float = 0.0
 ) -> list[Within]:
-    """By window of arrivals, from `begins_s` on."""
+    """Returns the counts of each window of arrival times, from `begins_s` on."""
     counts: list[list[int]] = []
     most_ttft_s = math.inf if targets.ttft_s is None else targets.ttft_s
     most_itl_s = math.inf if targets.itl_s is None else targets.itl_s
@@ -55,14 +56,14 @@ def within(
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """Finds sizes.
+    """Searches for the smallest pool sizes.
 
     Attributes:
-        trial: makes the runs.
-        targets: that are to be held.
-        plenty: more workers than either pool can use.
-        window_s: of which each is to be held.
-        warm_up_s: of the trace before a window, that is run with it.
+        trial: Runs one simulation.
+        targets: Latency targets.
+        plenty: More workers than either pool can use.
+        window_s: Length of a window; every window must meet the targets.
+        warm_up_s: Part of the trace before a window that is simulated with the window.
     """
 
     trial: Trial
@@ -72,19 +73,19 @@ class Search:
     warm_up_s: float = 30.0
 
     def best(self, arrivals: Sequence[Arrival]) -> list[Within]:
-        """What plenty of workers would serve in time, by window."""
+        """Returns the counts of each window with `plenty` workers in both pools."""
         return self._run(arrivals, dict.fromkeys(Pool, self.plenty))
 
     def of_window(
         self, arrivals: Sequence[Arrival], index: int, best: Within, guess: Sizes
     ) -> dict[Pool, int]:
-        """The fewest workers of one window, run by itself.
+        """Returns the smallest pool sizes for one window, simulated by itself.
 
         Args:
-            arrivals: all, in order of time.
-            index: of the window.
-            best: of the same window.
-            guess: sizes that are tried first.
+            arrivals: The whole trace, in order of time.
+            index: Index of the window.
+            best: Counts of this window with `plenty` workers.
+            guess: Sizes that are tried first.
         """
         begins_s = index * self.window_s
         from_s = max(0.0, begins_s - self.warm_up_s)
@@ -105,35 +106,37 @@ class Search:
         guess: Sizes,
         begins_s: float = 0.0,
     ) -> int:
-        """The fewest workers of one pool, with plenty of the other, that hold every window.
+        """Returns the smallest size of one pool with which every window meets the targets.
+
+        The other pool has `plenty` workers.
 
         Args:
-            arrivals: in order of time.
-            pool: that is meant.
-            best: as `best` says, of the same windows.
-            guess: that is tried first.
-            begins_s: of the first window.
+            arrivals: Requests in order of time.
+            pool: Pool that is sized.
+            best: Counts of the same windows with `plenty` workers, from `best`.
+            guess: Sizes that are tried first.
+            begins_s: Start of the first window.
         """
 
-        def held(number: int) -> bool:
+        def is_enough(number: int) -> bool:
             if number >= self.plenty:
                 return True
             sizes = {**dict.fromkeys(Pool, self.plenty), pool: number}
             found = self._run(arrivals, sizes, begins_s)
             share = self.targets.percentile / 100
-            # A request at the very end of a window may round into the next.
+            # Rounding may put a request at the very end of a window into the next window.
             return all(
                 one.of(pool) >= share * most.of(pool)
                 for one, most in zip(found, best, strict=False)
             )
 
         number = min(max(1, guess[pool]), self.plenty)
-        if held(number):
-            while number > 1 and held(number - 1):
+        if is_enough(number):
+            while number > 1 and is_enough(number - 1):
                 number -= 1
             return number
         number += 1
-        while not held(number):
+        while not is_enough(number):
             number += 1
         return number
 

@@ -1,4 +1,4 @@
-"""The runs of baton.bench.autoscale: in whichever process is free, put together by seed."""
+"""Runs the simulations of baton.bench.autoscale in a pool of processes, grouped by seed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from baton.coordinator.state.pools import Pool
 from baton.load import stats
 from baton.simulator.report import Figures, as_json, figures
 
-# ---- What other processes do; each reads a trace once.
+# ---- Jobs of the worker processes. Each process reads a trace only once.
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Attributes: as of scenes.Scene."""
+    """The arguments of `autoscale_scenes.scene`."""
 
     trace: str
     seed: int
@@ -30,7 +30,7 @@ class Where:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One run. Attributes: policy: its name in POLICIES."""
+    """One run; `policy` is a name in POLICIES."""
 
     where: Where
     cold_start_s: float
@@ -69,7 +69,7 @@ def ran(needs: Needs, cell: Cell) -> tuple[Figures, dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """One policy in one setting, by seed."""
+    """Figures of one policy in one setting, by seed."""
 
     by_seed: list[Figures]
 
@@ -88,7 +88,7 @@ class Runs:
         return self.median(lambda one: one.gpu_hours)
 
     def beats(self, other: Runs) -> bool:
-        """On both axes, by the medians."""
+        """Whether more requests attained the targets with fewer GPU-hours, by the medians."""
         return self.attained > other.attained and self.gpu_hours < other.gpu_hours
 
 
@@ -113,17 +113,19 @@ def cells(
     needs: Needs,
     pool: Executor,
 ) -> tuple[Results, dict[str, Any]]:
-    """Every policy with every cold start, by seed; static has none, and runs once per seed.
+    """Runs every policy with every cold start and seed.
+
+    The static policy starts no workers, so it runs only once per seed.
 
     Args:
-        wheres: one trace by its seeds.
-        cold_starts: in seconds.
-        names: of policies.
-        needs: of the trace.
-        pool: of processes.
+        wheres: One trace, with each seed.
+        cold_starts: Cold starts in seconds.
+        names: Names of policies.
+        needs: Needed pool sizes of the trace.
+        pool: Pool of processes.
 
     Returns:
-        The figures, and all that is known of each run by its name.
+        The figures, and the full JSON of each run by the name of the run.
     """
     jobs = [
         Cell(where, cold_start_s, name)
@@ -138,7 +140,7 @@ def cells(
         done[cell] = found
         name = f"{cell.where.trace}, {cell.cold_start_s:g} s, {cell.policy}, seed {cell.where.seed}"
         details[name] = detail
-        tell(f"{name}: {found.attained:.2%} for {found.gpu_hours:.2f} GPU-hours")
+        log(f"{name}: {found.attained:.2%} for {found.gpu_hours:.2f} GPU-hours")
     results = {
         (wheres[0].trace, cold_start_s): {
             name: Runs(
@@ -154,5 +156,5 @@ def cells(
     return results, details
 
 
-def tell(what: str) -> None:
-    print(what, file=sys.stderr, flush=True)
+def log(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

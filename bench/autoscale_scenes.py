@@ -1,4 +1,4 @@
-"""Traces, workers that serve them, and ways to size these: the scenes of baton.bench.autoscale."""
+"""The traces, worker models and policies of baton.bench.autoscale."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from baton.simulator.record import Record
 
 DATA = Path("tests/data")
 GPUS = 8
-# 640 GB less 140 GB of weights, nine tenths of it, by 327,680 bytes per token (80 layers, 8 heads
-# of 128, two bytes, keys and values).
+# 90 % of the 500 GB that 140 GB of weights leave of 640 GB, divided by 327,680 bytes per token
+# (80 layers, 8 KV heads of size 128, two bytes, keys and values).
 KV_TOKENS = 1_370_000
-# 80 layers of 8,192, 70 billion parameters.
+# Layers * hidden size / parameters: 80 layers, hidden size 8,192, 70 billion parameters.
 ATTENTION_SHARE = 80 * 8192 / 70e9
 BLOCK_TOKENS = 512
 SPAN_S = 60.0
-# Workers of a pool that are more than it can use.
+# Number of workers that is more than a pool can use.
 PLENTY = 12
 ITL_S = 0.05
 STATIC, HPA, PLANNER, HINDSIGHT = "static at peak", "HPA", "planner", "hindsight"
-# Baton's targets hold at the 95th percentile unless an operator says otherwise.
+# Percentile of Baton's targets; 95 is the default of `scaling.targets`.
 BATON_AT = {"Baton": 95.0, "Baton, p99": 99.0, "Baton, p80": 80.0}
 BATON = "Baton"
 POLICIES = (STATIC, *BATON_AT, HPA, PLANNER, HINDSIGHT)
@@ -45,15 +45,16 @@ POLICIES = (STATIC, *BATON_AT, HPA, PLANNER, HINDSIGHT)
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """One trace, scaled.
+    """A trace and how it is scaled.
 
     Attributes:
-        factor: of its load.
-        hit_share: of its prompt tokens, found in caches.
-        tide_s: it is repeated until then, with one tide that rises from a fifth and ebbs back to
-            it; 0: as it is.
-        warm_up_s: of it, that a minute needs before it to be as it is within the whole.
-        num_seeds: that it is run with unless told.
+        factor: Factor by which the load is scaled.
+        hit_share: Share of the prompt tokens that come from prefix caches.
+        tide_s: The trace is repeated for this many seconds, and its load rises from a fifth to
+            the full load and falls back once; 0: the trace is used as it is.
+        warm_up_s: Part of the trace that must be simulated before a minute, so that the minute
+            behaves as within the whole trace.
+        num_seeds: Default number of seeds.
     """
 
     name: str
@@ -66,7 +67,7 @@ class Trace:
     num_seeds: int = 1
 
     def arrivals(self, seed: int, factor: float, at_most_s: float) -> list[Arrival]:
-        """Args: seed: which of the requests are taken, and where their copies come."""
+        """Reads the trace; `seed` chooses the requests that are kept and moves their copies."""
         found = traces.read(self.path)
         if self.tide_s:
             found = traces.tidal(traces.repeated(found, self.tide_s), self.tide_s, 0.2, seed)
@@ -103,11 +104,11 @@ def scaling(ttft_s: float, cold_start_s: float, percentile: float = 95.0) -> Sca
 
 
 def core_config(latency: LatencyModel, *, local_prefill: bool) -> CoreConfig:
-    """A cell's, as it is unless told, but that it refuses nobody.
+    """Returns the default configuration of a cell, except that no request is refused.
 
     Args:
-        latency: of its workers.
-        local_prefill: whether decode workers compute prompts where that is sooner.
+        latency: Step times of the workers.
+        local_prefill: Whether decode workers compute prompts if that is faster.
     """
     free = {"max_queued": 10**6, "max_queue_s": 600}
     values = {
@@ -121,12 +122,12 @@ def core_config(latency: LatencyModel, *, local_prefill: bool) -> CoreConfig:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """In workers.
+    """Numbers of workers that a trace needs.
 
     Attributes:
-        by_span: what each span of SPAN_S needs.
-        peak: what all of them need.
-        lasts_s: the whole.
+        by_span: Needs of each span of SPAN_S.
+        peak: Pool sizes that are enough for every span.
+        lasts_s: Length of the trace.
     """
 
     by_span: list[dict[Pool, int]]
@@ -135,7 +136,7 @@ class Needs:
 
     @property
     def gpu_hours(self) -> float:
-        """Of the needs alone: without a start, a drain or a worker too many."""
+        """GPU-hours of exactly the needed workers, without starts and drains."""
         spans = [SPAN_S] * (len(self.by_span) - 1)
         spans.append(self.lasts_s - sum(spans))
         workers = (sum(one.values()) for one in self.by_span)
@@ -148,10 +149,10 @@ class Needs:
 
 @dataclass(frozen=True)
 class Scene:
-    """One trace, by one seed, and the workers that serve it.
+    """One trace with one seed, and the workers that serve the trace.
 
     Attributes:
-        at_most_s: of the trace.
+        at_most_s: Only this many seconds of the trace are used.
     """
 
     name: str
@@ -209,7 +210,8 @@ class Scene:
         config = scaling(self.trace.ttft_s, 1.0)
 
         def trial(arrivals: Sequence[Arrival], sizes: Sizes) -> Record:
-            # Beside plenty of decode workers that compute prompts no prefill worker is needed.
+            # Without local prefill, because many decode workers would compute all prompts and
+            # no prefill worker would be needed.
             cell = self.cell(Static(config), 1.0, local_prefill=False)
             return cell.run(arrivals, dict(sizes), arrivals[-1].at_s + 1)
 
@@ -218,7 +220,7 @@ class Scene:
 
     @cached_property
     def predicted(self) -> list[dict[Pool, int]]:
-        """What each span needs by queueing theory, from which the search begins."""
+        """Needs of each span by queueing theory, from which the search begins."""
         return baselines.needed_sizes(
             self.arrivals,
             scaling(self.trace.ttft_s, 1.0),
@@ -229,7 +231,7 @@ class Scene:
         )
 
     def policy(self, name: str, cold_start_s: float, needs: Needs) -> Policy:
-        """By its name in POLICIES; `needs` may be another seed's."""
+        """Returns the policy with this name in POLICIES; `needs` may be those of another seed."""
         config = scaling(self.trace.ttft_s, cold_start_s, BATON_AT.get(name, 95.0))
         if name in BATON_AT:
             return Baton(config)
@@ -242,11 +244,11 @@ class Scene:
         assert name == HPA
         held = sum(one.num_prompt_tokens + one.num_output_tokens for one in self.arrivals)
         batch = queueing.most_requests(self.latency, ITL_S, held / len(self.arrivals))
-        # One prompt waiting for each that is computed; four fifths of the largest batch.
+        # Target depths: one waiting prompt per running prompt; 80 % of the largest batch.
         return baselines.Hpa(config, 2.0, 0.8 * batch)
 
 
 @lru_cache(maxsize=2)
 def scene(name: str, seed: int, factor: float, at_most_s: float) -> Scene:
-    """Kept by each process, so that its trace is read once."""
+    """Returns a scene; the cache ensures that each process reads a trace only once."""
     return Scene(name, seed, factor, at_most_s)

@@ -1,11 +1,12 @@
-"""What gRPC itself costs a coordinator: a process that passes on what it reads, unread.
+"""A process that forwards messages without parsing them: the cost of gRPC alone in a coordinator.
 
-`python -m baton.bench.bare_relay HOST:PORT`. It has a coordinator's streams, and reads and writes
-them as it does: a task reads each and another writes it, and what comes while a message is being
-written leaves as one. What the client submits goes to a prefill worker; what that answers goes to
-the client, and to the decode worker, which begins with it; what this answers goes to the client.
-So there are as many messages as with a coordinator, of about the same length, and nothing is
-parsed, checked, counted or decided. The workers are in relay_worker.py.
+`python -m baton.bench.bare_relay HOST:PORT`. The relay has the same streams as a coordinator and
+uses them in the same way: one task reads each stream, another task writes it, and messages that
+arrive during a write are sent together as one. The relay forwards submissions of the client to a
+prefill worker. It forwards the prefill worker's answers to the client and to the decode worker,
+which then starts, and the decode worker's answers to the client. The number and the length of the
+messages are about the same as with a coordinator, but the relay parses, checks, counts and decides
+nothing. The workers are in relay_worker.py.
 """
 
 from __future__ import annotations
@@ -22,16 +23,17 @@ from baton.runtime import lifecycle, rpc
 
 SERVICE, PREFILL, DECODE = "baton.bench.Relay", "Prefill", "Decode"
 _INFERENCE, _SESSION = "baton.v1.Inference", "Session"
-# Where goes what comes from each. Who is not there is not told: one token needs no decode worker.
+# Receivers of the messages of each stream. A receiver that is not connected is skipped: requests
+# with one output token need no decode worker.
 _ROUTES = {_SESSION: (PREFILL,), PREFILL: (_SESSION, DECODE), DECODE: (_SESSION,)}
 
 
 class _Outbox:
-    """What waits to be written to one stream.
+    """Messages that wait to be written to one stream.
 
     Args:
-        tag: of the repeated field that each becomes an entry of; empty: they are joined as they
-            are, which merges messages that have nothing but repeated fields.
+        tag: Each message becomes an entry of the repeated field with this tag. Empty: messages are
+            concatenated, which merges messages that have only repeated fields.
     """
 
     def __init__(self, tag: bytes) -> None:
@@ -61,7 +63,7 @@ class Relay:
         self._outboxes: dict[str, _Outbox] = {}
 
     async def serve(self, name: str, request_iterator: object, context: Any) -> None:
-        """One of the streams, until its other end closes it."""
+        """Serves one of the streams until the other end closes it."""
         del request_iterator
         outbox = self._outboxes[name] = _Outbox(BATCH_TAG if name == PREFILL else b"")
         await context.send_initial_metadata(())
@@ -79,7 +81,7 @@ class Relay:
 
 
 async def serve(listen: str) -> int:
-    """Until it is killed."""
+    """Serves until the process is killed."""
     relay, server = Relay(), rpc.server()
     for service, names in ((_INFERENCE, (_SESSION,)), (SERVICE, (PREFILL, DECODE))):
         handlers: dict[str, Any] = {

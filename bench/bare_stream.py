@@ -1,6 +1,6 @@
-"""What gRPC itself copies of what it receives: a server that only counts its messages' bytes.
+"""A server that only counts received bytes: how often gRPC itself copies each byte.
 
-The transfer service can copy no less than this, and one copy from the message to staging.
+The transfer service needs at least these copies and one more, from the message to staging.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TIMEOUT_S = 60.0
 
 
 async def received_copies(counter: CopyCounter, message_bytes: int) -> float:
-    """Copies per byte in a receiving process, for messages of one size."""
+    """Returns copies per byte in a receiving process, for messages of this size."""
     server = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",

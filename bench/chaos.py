@@ -1,13 +1,13 @@
-"""Streams whose workers and coordinator are killed and stopped: right tokens, pauses, no leaks.
+"""Kills and stops workers and the coordinator under load; checks tokens, pauses and leaks.
 
-`python -m baton.bench.chaos --help`. Four prefill and four decode workers on the simulated engine,
-each a process with a transfer service of its own, serve 200 streams at a time. Every 3 s a worker
-that serves is killed (-9), and another started in its place, or stopped (SIGSTOP) and continued
-some seconds later. Then the same with the coordinator killed and restarted twice as well. A pool
-always keeps a worker that is left alone: without one, a pause would tell of process starts only.
+`python -m baton.bench.chaos --help`. Four prefill and four decode workers on the simulated engine
+serve 200 streams at a time. Each worker is a process with its own transfer service. Every 3 s a
+serving worker is either killed (SIGKILL) and replaced, or stopped (SIGSTOP) and continued some
+seconds later. A second run also kills and restarts the coordinator twice. Each pool always keeps
+one undisturbed worker, because otherwise a pause would only measure the start of a process.
 
-Every stream is compared token by token with what an undisturbed run gives. Ends with exit code 1
-when a stream failed or differs, or when anything is left behind.
+Every stream is compared token by token with the output of an undisturbed run. The exit code is 1 if
+a stream failed or differs, or if anything is left behind.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from baton.runtime import demo_model
 from baton.runtime.errors import RemoteError
 
 SUPERVISE_S = 0.1
-# A stream that takes longer hangs.
+# A stream that takes longer counts as hung.
 STREAM_TIMEOUT_S = 180.0
 SETTLE_TIMEOUT_S = 30.0
 FENCED = "fenced by the coordinator"
@@ -46,19 +46,19 @@ FENCED = "fenced by the coordinator"
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is run, and what is done to it; times in seconds.
+    """The load and the disturbances of one run.
 
     Attributes:
-        num_streams: at a time; another begins when one ends.
-        duration_s: of the disturbances; streams that run then are read to their end.
-        every_s: a worker is killed or stopped so often.
-        stop_s: how long one is stopped: from, to.
-        num_restarts: of the coordinator, evenly spread.
-        prompt_tokens, output_tokens: from, to.
-        step_ms: of a decode step: ten processes and more share the machine, which is to be busy,
-            not saturated.
-        coordinator: keys of its section that are not the defaults.
-        seed: of victims, streams and times.
+        num_streams: Streams at a time; a new stream begins when one ends.
+        duration_s: Duration of the disturbances; streams in flight then are read to their end.
+        every_s: Seconds between two disturbances of workers.
+        stop_s: Shortest and longest time in seconds for which a worker is stopped.
+        num_restarts: Restarts of the coordinator, evenly spread.
+        prompt_tokens, output_tokens: Smallest and largest number of tokens.
+        step_ms: Duration of a decode step. More than ten processes share the machine, which should
+            be busy but not saturated.
+        coordinator: Non-default keys of the section `coordinator`.
+        seed: Seed of victims, streams and times.
     """
 
     num_prefill: int = 4
@@ -86,7 +86,7 @@ class Plan:
                 "step_per_request_ms": 0.1,
                 "prefill_base_ms": 10,
                 "prefill_per_token_ms": 0.1,
-                # Room for all streams on one worker: how they share a full one is not the question.
+                # One worker can hold all streams; this benchmark does not test a full KV cache.
                 "max_num_seqs": 2 * self.num_streams,
                 "kv_tokens": 2**19,
                 # Every stream ends at its own max_tokens.
@@ -100,20 +100,20 @@ class Chaos:
     """One run of a plan.
 
     Attributes:
-        streams: in the order of their begin.
-        disturbances: in the order of time.
-        left: what is held or left behind at the end, in words.
-        odd_ends: of workers that ended although nobody killed them and they were not fenced.
-        counters: of all coordinators together.
-        num_replaced: workers that were started in the place of another, by "new id", "same id".
-        busy: share of the machine's cores while it was disturbed, whoever used them.
-        own_busy: share that these processes used, from the first's start to the last's end;
-            transfer services of killed workers are not in it.
+        streams: Streams in the order of their start.
+        disturbances: Disturbances in the order of time.
+        left: Resources that are still held or left behind at the end, in words.
+        odd_ends: Workers that ended although they were neither killed nor fenced.
+        counters: Sum of the counters of all coordinator processes.
+        num_replaced: Replaced workers, by "new id" and "same id".
+        busy: Share of the machine's CPU time that all processes used during the disturbances.
+        own_busy: Share of the CPU time that this benchmark's processes used, from the start of the
+            first to the end of the last; transfer services of killed workers are not counted.
     """
 
     def __init__(self, plan: Plan, cell: Cell, vocabulary: Vocabulary) -> None:
         self._plan, self._cell, self._vocabulary = plan, cell, vocabulary
-        # One per purpose: how many streams begin does not change who is killed.
+        # Separate random generators, so that the number of streams does not change the victims.
         self._victims, self._prompts = random.Random(plan.seed), random.Random(plan.seed + 1)
         self._over = False
         self._begun_at = 0.0
@@ -126,7 +126,7 @@ class Chaos:
         self.busy = self.own_busy = 0.0
 
     async def run(self) -> None:
-        """From the workers' start until everything is free, or should be."""
+        """Runs the plan, from the start of the workers until all resources should be free."""
         plan, cell = self._plan, self._cell
         for pool, count in zip(POOLS, (plan.num_prefill, plan.num_decode), strict=True):
             for _ in range(count):
@@ -154,7 +154,7 @@ class Chaos:
     # ---- Streams
 
     async def _read(self, client: BatonClient, number: int) -> None:
-        """One stream after another; the first ones begin one by one before anything happens."""
+        """Reads one stream after another; the first streams start before the disturbances."""
         source, plan = self._prompts, self._plan
         await self._until(number / plan.num_streams * plan.every_s * 2 / 3)
         while not self._over:
@@ -199,15 +199,15 @@ class Chaos:
                 victim.kill()
             else:
                 victim.stop()
-                group.create_task(self._go_on(victim, disturbance, stop_s))
+                group.create_task(self._resume(victim, disturbance, stop_s))
 
-    async def _go_on(self, victim: Member, disturbance: Disturbance, stop_s: float) -> None:
+    async def _resume(self, victim: Member, disturbance: Disturbance, stop_s: float) -> None:
         await asyncio.sleep(stop_s)
-        victim.go_on()
+        victim.resume()
         disturbance.lasted_s = stop_s
 
     async def _possible_victims(self) -> list[Member]:
-        """Those that serve, of pools in which another does, as soon as there are any."""
+        """Waits for pools with more than one serving worker and returns the workers of these."""
         while True:
             serving = await self._cell.serving()
             found = [one for pool in serving.values() if len(pool) > 1 for one in pool]
@@ -218,7 +218,7 @@ class Chaos:
     async def _restart_coordinators(self) -> None:
         plan = self._plan
         for number in range(plan.num_restarts):
-            # Between two of the others.
+            # Halfway between two disturbances of workers.
             share = (number + 1) / (plan.num_restarts + 1)
             await self._until((round(share * plan.duration_s / plan.every_s) + 0.5) * plan.every_s)
             disturbance = Disturbance(Kind.COORDINATOR_KILLED, "", time.monotonic())
@@ -229,7 +229,7 @@ class Chaos:
             disturbance.lasted_s = time.monotonic() - disturbance.at
 
     async def _supervise(self) -> None:
-        """Starts a worker in the place of each that has ended: under its name, or a new one."""
+        """Replaces each worker that has ended, with the same worker ID or a new one at random."""
         while True:
             for member in [one for one in self._cell.members.values() if not one.lives]:
                 fenced = FENCED in self._cell.last_line(member.worker_id)
@@ -251,7 +251,7 @@ async def run(plan: Plan, directory: Path, model: str) -> Chaos:
         try:
             await chaos.run()
         except BaseException:
-            print(cell.last_words(), file=sys.stderr)
+            print(cell.last_log_lines(), file=sys.stderr)
             raise
     cores_s = (time.monotonic() - begun_at) * len(os.sched_getaffinity(0))
     chaos.own_busy = (_used_s() - used_s) / cores_s
@@ -260,7 +260,7 @@ async def run(plan: Plan, directory: Path, model: str) -> Chaos:
 
 
 def _used_s() -> float:
-    """CPU time of this process and of those below it that have ended."""
+    """Returns the CPU time of this process and of its ended child processes."""
     found = [
         resource.getrusage(whose) for whose in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
     ]
@@ -269,7 +269,7 @@ def _used_s() -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--streams", type=int, default=200, help="at a time")
+    parser.add_argument("--streams", type=int, default=200, help="streams at a time")
     parser.add_argument("--duration-s", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="60 streams, 30 s")
@@ -278,7 +278,7 @@ def main() -> int:
     interrupts.on_sigterm()
     num_streams = 60 if arguments.quick else arguments.streams
     duration_s = 30.0 if arguments.quick else arguments.duration_s
-    # gRPC's own account of connections to dead processes.
+    # gRPC would log every broken connection to a dead process.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     model = demo_model.ensure("demo", weights=False)
     results: dict[str, Any] = {}

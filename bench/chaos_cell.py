@@ -1,6 +1,6 @@
-"""A coordinator and workers on the simulated engine, each a process of its own that may die.
+"""A cell of real processes that may be killed: a coordinator and workers on the simulated engine.
 
-What the processes leave behind in their directory and in shared memory is looked for at the end.
+At the end the cell checks that the processes left nothing in their directory and in shared memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SCRAPE_TIMEOUT_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")
 SEGMENTS = "baton-kv-*"
 POOLS = ("prefill", "decode")
-# Of the coordinator: what it did about workers that died or stood still.
+# Counters of the coordinator for workers that died or did not respond.
 COUNTERS = (
     "baton_recoveries",
     "baton_workers_lost",
@@ -50,8 +50,8 @@ class Member:
     """One worker process.
 
     Attributes:
-        stopped: by SIGSTOP, at the moment.
-        killed: by SIGKILL, also while that is about to happen.
+        stopped: Whether the process is currently stopped by SIGSTOP.
+        killed: Whether the process was, or is about to be, killed by SIGKILL.
     """
 
     pool: str
@@ -66,19 +66,19 @@ class Member:
         return self.popen.poll() is None
 
     def kill(self) -> None:
-        """-9; its transfer service ends by itself."""
+        """Kills the process with SIGKILL; the worker's transfer service then ends by itself."""
         self.killed = True
         self.popen.kill()
 
     def stop(self) -> None:
-        """SIGSTOP, its transfer service included."""
+        """Stops the process and its transfer service with SIGSTOP."""
         self.stopped = True
         main = psutil.Process(self.popen.pid)
         self._family = [main, *main.children(recursive=True)]
         for process in self._family:
             process.suspend()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         self.stopped = False
         for process in self._family:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -86,16 +86,16 @@ class Member:
 
 
 class Cell(AsyncClosing):
-    """The processes of one cell, for `async with`.
+    """The processes of one cell; an asynchronous context manager.
 
     Args:
-        directory: for their configuration, logs and temporary files; empty.
-        config: of all of them; where the coordinator listens is filled in.
+        directory: Empty directory for configuration, logs and temporary files.
+        config: Configuration of all processes; the coordinator's addresses are filled in.
 
     Attributes:
-        address: of the coordinator, also after a restart.
-        members: workers that were started and not seen dead, by id.
-        counted: COUNTERS of the coordinators that are gone.
+        address: Address of the coordinator; a restarted coordinator has the same address.
+        members: Workers that were started and were not found dead, by worker ID.
+        counted: Sums of COUNTERS of the coordinators that were killed.
     """
 
     def __init__(self, directory: Path, config: dict[str, Any]) -> None:
@@ -130,14 +130,14 @@ class Cell(AsyncClosing):
         self._coordinator = self._start("coordinator", "coordinator")
 
     async def kill_coordinator(self) -> None:
-        """-9; what it counted until then is kept."""
+        """Kills the coordinator with SIGKILL; its counters are saved before."""
         self.counted += await self.counters()
         assert self._coordinator is not None
         self._coordinator.kill()
         await asyncio.to_thread(self._coordinator.wait)
 
     async def listening(self) -> None:
-        """Until a coordinator answers."""
+        """Waits until a coordinator answers."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while True:
             try:
@@ -150,7 +150,7 @@ class Cell(AsyncClosing):
             await asyncio.sleep(POLL_S)
 
     async def counters(self) -> Counter[str]:
-        """COUNTERS of the coordinator that runs."""
+        """Returns COUNTERS of the running coordinator."""
         text = await asyncio.to_thread(_fetch, f"http://{self._metrics}/metrics")
         found: Counter[str] = Counter()
         for family in text_string_to_metric_families(text):
@@ -163,7 +163,7 @@ class Cell(AsyncClosing):
     # ---- Workers
 
     def start_worker(self, pool: str, worker_id: str = "") -> Member:
-        """Starts one; without an id it gets one that nobody had."""
+        """Starts a worker; an empty `worker_id` means a new, unused ID."""
         if not worker_id:
             self._num_started[pool] += 1
             worker_id = f"{pool}-{self._num_started[pool]}"
@@ -176,7 +176,10 @@ class Cell(AsyncClosing):
         return member
 
     async def serving(self) -> dict[str, list[Member]]:
-        """Members that were heard lately, by pool; nobody while no coordinator answers."""
+        """Returns the serving members by pool; empty while no coordinator answers.
+
+        A member counts as serving if the coordinator heard from it within the last second.
+        """
         found: dict[str, list[Member]] = {pool: [] for pool in POOLS}
         try:
             async with AdminClient(self.address, timeout_s=SCRAPE_TIMEOUT_S) as admin:
@@ -198,19 +201,20 @@ class Cell(AsyncClosing):
         return found
 
     async def all_serve(self) -> None:
-        """Until every member serves."""
+        """Waits until every member serves."""
         deadline = time.monotonic() + START_TIMEOUT_S
         while sum(map(len, (await self.serving()).values())) < len(self.members):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"not all of {sorted(self.members)} serve; {self.last_words()}")
+                members, lines = sorted(self.members), self.last_log_lines()
+                raise TimeoutError(f"some of {members} do not serve; last log lines: {lines}")
             await asyncio.sleep(POLL_S)
         async with BatonClient(self.address) as client:
             await client.wait_ready(START_TIMEOUT_S)
 
-    # ---- What must be free at the end
+    # ---- Resources that must be free at the end
 
     async def held(self) -> list[str]:
-        """What the coordinator and the workers hold, in words; and workers that nobody runs."""
+        """Lists resources that coordinator and workers hold, and workers without a process."""
         async with AdminClient(self.address) as admin:
             held = [f"request {one.request_id}" for one in await admin.list_requests()]
             workers = await admin.list_workers()
@@ -229,31 +233,34 @@ class Cell(AsyncClosing):
         return held
 
     async def settled(self, within_s: float) -> list[str]:
-        """What is still held after so long; seen thrice in a row when it is nothing."""
+        """Returns the resources still held after `within_s` seconds.
+
+        Returns early with an empty list when nothing was held in three checks in a row.
+        """
         deadline, num_free = time.monotonic() + within_s, 0
         while True:
             held = await self.held()
             num_free = 0 if held else num_free + 1
             if num_free == 3 or time.monotonic() > deadline:
                 return held
-            # The workers' reports come twice a second.
+            # Workers send load reports twice a second.
             await asyncio.sleep(0.6)
 
     def remains(self) -> list[str]:
-        """Processes, directories and segments that outlived the cell; call it after its end."""
+        """Lists processes, files and segments that outlived the cell; call this after its end."""
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while (left := self._remains()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return left
 
     def last_line(self, name: str) -> str:
-        """Of a process's log."""
+        """Returns the last line of a process's log."""
         log = self._directory / f"{name}.log"
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
-    def last_words(self) -> str:
-        """The last line of each log that has any."""
+    def last_log_lines(self) -> str:
+        """Returns the last line of each log that is not empty."""
         names = sorted(log.stem for log in self._directory.glob("*.log"))
         return "\n".join(f"{name}: {line}" for name in names if (line := self.last_line(name)))
 
@@ -262,7 +269,7 @@ class Cell(AsyncClosing):
     def _remains(self) -> list[str]:
         left = [f"process group {group}" for group in self._groups if _group_lives(group)]
         left += [str(path) for path in self._temporary.iterdir()]
-        # Others' cells may run beside this one: what nobody maps any more is nobody's.
+        # Another cell may run at the same time. A segment without a mapping belongs to no process.
         segments = set(SHARED_MEMORY.glob(SEGMENTS)) - self._segments
         return left + sorted(str(path) for path in segments if not _mapped(path))
 
@@ -279,10 +286,10 @@ class Cell(AsyncClosing):
         return popen
 
     def _end(self) -> None:
-        """Workers first, while somebody listens to what they say last."""
+        """Ends the workers before the coordinator, which still reads their last messages."""
         for member in self.members.values():
             if member.stopped:
-                member.go_on()
+                member.resume()
         self._terminate([member.popen for member in self.members.values()])
         if self._coordinator is not None:
             self._terminate([self._coordinator])
@@ -316,7 +323,7 @@ def _group_lives(group: int) -> bool:
 
 
 def _mapped(path: Path) -> bool:
-    """Whether any process maps the file."""
+    """Returns whether any process maps the file."""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):
             if str(path) in maps.read_text(encoding="utf-8"):

@@ -1,4 +1,4 @@
-"""What became of the streams of bench/chaos.py: pauses by what caused them, faults, leaks."""
+"""The report of bench/chaos.py: pauses of streams by cause, faults, leaks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from baton.load.stats import Goal
 if TYPE_CHECKING:
     from baton.bench.chaos import Chaos
 
-# Shorter ones are no pauses.
+# Gaps of at least this many seconds count as pauses.
 PAUSE_S = 0.5
 LONGEST_PAUSE_S = 3.0
-# What a kill does shows for a while: until it is noticed, and its streams flow elsewhere.
+# A disturbance may cause pauses for this long after its end: until the coordinator notices a kill
+# and other workers continue the streams.
 AFTERMATH_S = 4.0
 PERCENTS = (50.0, 90.0, 99.0)
 _NUM_WORST = 40
 
 
 class Kind(StrEnum):
-    """What is done to a process."""
+    """Kinds of disturbances."""
 
     WORKER_KILLED = "worker killed"
     WORKER_STOPPED = "worker stopped"
@@ -33,12 +34,12 @@ class Kind(StrEnum):
 
 @dataclass(slots=True)
 class Disturbance:
-    """Of one process.
+    """A kill or stop of one process.
 
     Attributes:
-        pool: of the worker.
-        at: monotonic, in seconds, as are all times here.
-        lasted_s: until a stopped one went on, or another coordinator listened.
+        pool: Pool of the worker; empty for the coordinator.
+        at: Time on the monotonic clock, as all times in this module.
+        lasted_s: Seconds until a stopped worker was continued, or a new coordinator answered.
     """
 
     kind: Kind
@@ -49,7 +50,7 @@ class Disturbance:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """Between two events of a stream; the first begins when it was submitted."""
+    """The time between two events of a stream; the first gap begins at the submission."""
 
     begin: float
     end: float
@@ -61,11 +62,11 @@ class Gap:
 
 @dataclass(slots=True)
 class Stream:
-    """One request and what came of it.
+    """One request and its answer.
 
     Attributes:
-        times: of its events with tokens.
-        right: it ended with exactly the tokens and the text of an undisturbed run.
+        times: Times of the events with tokens.
+        right: Whether the tokens and the text are those of an undisturbed run.
     """
 
     prompt: list[int]
@@ -89,7 +90,7 @@ class Stream:
 
 
 def cause_of(gap: Gap, disturbances: Sequence[Disturbance]) -> Disturbance | None:
-    """The disturbance that began nearest to the gap's begin, of those that it may be due to."""
+    """Returns the possible cause that began nearest to the start of the gap, or None."""
     possible = [
         one
         for one in disturbances
@@ -101,7 +102,7 @@ def cause_of(gap: Gap, disturbances: Sequence[Disturbance]) -> Disturbance | Non
 def pauses_by_kind(
     streams: Sequence[Stream], disturbances: Sequence[Disturbance]
 ) -> dict[str, list[float]]:
-    """The longest pause in each stream that had one of that kind, in seconds; "": of none."""
+    """Returns the longest pause per stream in seconds, by cause; "" means no known cause."""
     found: dict[str, list[float]] = {kind: [] for kind in ("", *Kind)}
     for stream in streams:
         longest: dict[str, float] = {}
@@ -116,7 +117,7 @@ def pauses_by_kind(
 
 
 def figures(chaos: Chaos) -> dict[str, Any]:
-    """Everything that is reported, for JSON."""
+    """Returns everything that is reported, for JSON."""
     streams = chaos.streams
     wrong = [one for one in streams if not one.right]
     by_kind = pauses_by_kind(streams, chaos.disturbances)
@@ -161,7 +162,7 @@ def figures(chaos: Chaos) -> dict[str, Any]:
 
 
 def _worst(streams: Sequence[Stream]) -> list[dict[str, float]]:
-    """The longest gaps of all, and how many tokens their streams had before them."""
+    """Returns the longest gaps of all streams, with the number of earlier events."""
     every = [(gap, index) for one in streams for index, gap in enumerate(one.gaps())]
     every.sort(key=lambda found: found[0].length_s, reverse=True)
     return [
@@ -173,7 +174,7 @@ def _worst(streams: Sequence[Stream]) -> list[dict[str, float]]:
 def show(name: str, results: dict[str, Any]) -> None:
     rows = [
         [
-            kind or "nothing of these",
+            kind or "no disturbance",
             str(each["num_disturbances"] or ""),
             str(each["num_streams"]),
             *_shown(each),

@@ -1,9 +1,10 @@
-"""What the coordinator itself costs: per token, per request and per decision.
+"""Measures the CPU time and latency of the coordinator per token, per request and per decision.
 
-`python -m baton.bench.coordinator_cost --help`. A real coordinator process has a core to itself;
-workers with prepared answers (cost_worker.py) and the client share the others, so that it is the
-coordinator that is measured. "Direct" is the same worker serving the same client by itself. "Bare
-relay" is what gRPC alone costs: a process that passes on as many messages, unread (bare_relay.py).
+`python -m baton.bench.coordinator_cost --help`. A real coordinator process has a core to itself.
+Workers with prepared answers (cost_worker.py) and the client share the other cores, so that the
+coordinator is the bottleneck. "Direct" is the same worker serving the same client without a
+coordinator. "Bare relay" is the cost of gRPC alone: a process that forwards the same number of
+messages without parsing them (bare_relay.py).
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from baton.bench.cost_client import Client, Loop, SessionClient, StreamsClient, 
 from baton.bench.cost_meter import Figures, Meter
 from baton.bench.cost_report import (
     DIRECT,
+    GOAL_REQUESTS,
     KINDS,
     NUM_QUEUED,
     NUM_WORKERS,
     ONE_TOKEN,
     PATHS,
-    REACH_REQUESTS,
     RELAY_ONE_TOKEN,
     SESSION,
     SINGLE,
@@ -51,18 +52,18 @@ CLIENTS: dict[str, type[SessionClient | StreamsClient]] = {
 MAX_REQUESTS = 4096
 READY_TIMEOUT_S = 60.0
 SETTLE_S = 0.5
-# A run during which other processes took more of a core than this is repeated, so often at most.
+# A run is repeated if other processes used more than this share of a core; largest number of runs.
 MAX_OTHERS, MAX_TRIES = 0.1, 3
 NUM_DECISIONS = 400
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all runs have in common.
+    """Settings that all runs share.
 
     Attributes:
-        cores: of the coordinator; everything else has the others.
-        step_ms: from one token of a stream to the next, when paced.
+        cores: Cores of the coordinator; all other processes run on the other cores.
+        step_ms: Time between two tokens of a stream in paced runs.
     """
 
     cores: set[int]
@@ -99,11 +100,11 @@ class Bench:
             yield replace(process, address=address)
 
     async def measure(self, case: Case, server: systems.Process) -> Figures:
-        """One run; again while others disturb it.
+        """Measures one case; repeats the run if other processes disturb it.
 
         Args:
-            case: what is measured.
-            server: coordinator or relay.
+            case: The load and the kind of run.
+            server: Coordinator or relay.
         """
         tries = list[Figures]()
         while len(tries) < MAX_TRIES:
@@ -157,7 +158,7 @@ class Bench:
 
 @contextlib.contextmanager
 def pinned(cores: set[int]) -> Iterator[None]:
-    """What is started meanwhile runs there."""
+    """Processes that are started inside the block run on these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -167,17 +168,17 @@ def pinned(cores: set[int]) -> Iterator[None]:
 
 
 async def ready(process: systems.Process) -> None:
-    """Until it has said so."""
+    """Waits until the process has logged "ready"."""
     deadline = time.monotonic() + READY_TIMEOUT_S
     while "ready" not in process.log.read_text(encoding="utf-8", errors="replace"):
         if process.popen.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError("it did not start")
+            raise RuntimeError(f"{' '.join(map(str, process.popen.args))}: did not start")
         await asyncio.sleep(0.05)
 
 
 async def run(arguments: argparse.Namespace) -> Results:
     *rest, last = sorted(os.sched_getaffinity(0))
-    # gRPC's threads are not there yet: they will run where this one does.
+    # gRPC has not started its threads yet; they inherit the affinity of this thread.
     os.sched_setaffinity(0, set(rest) or {last})
     bench = Bench(
         {last},
@@ -220,21 +221,23 @@ def progress(line: str) -> None:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, nargs="+", default=[64, 256, 1024], help="at once")
+    parser.add_argument(
+        "--requests", type=int, nargs="+", default=[64, 256, 1024], help="concurrency"
+    )
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=PATHS)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=128, help="at least 2")
-    parser.add_argument("--itl-ms", type=float, default=20.0, help="of paced runs")
+    parser.add_argument("--itl-ms", type=float, default=20.0, help="ITL of paced runs")
     parser.add_argument("--decode-workers", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each run")
-    parser.add_argument("--repeats", type=int, default=3, help="medians are shown")
+    parser.add_argument("--seconds", type=float, default=5.0, help="duration of each run")
+    parser.add_argument("--repeats", type=int, default=3, help="runs per case; prints medians")
     parser.add_argument("--no-scheduling", dest="scheduling", action="store_false")
-    parser.add_argument("--quick", action="store_true", help="256 at once, two seconds, once")
+    parser.add_argument("--quick", action="store_true", help="concurrency 256, one run of 2 s")
     parser.add_argument("--json", type=Path, default=Path("bench/results/coordinator_cost.json"))
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.requests, arguments.seconds, arguments.repeats = [REACH_REQUESTS], 2.0, 1
+        arguments.requests, arguments.seconds, arguments.repeats = [GOAL_REQUESTS], 2.0, 1
     if not all(1 <= one <= MAX_REQUESTS for one in arguments.requests):
         parser.error(f"--requests: must be from 1 to {MAX_REQUESTS}")
     if arguments.output_tokens < 2:

@@ -1,7 +1,7 @@
-"""How many bytes a process copies in user space: counted by a library preloaded into it.
+"""Counts the bytes that a process copies in user space, with a preloaded library.
 
-Not counted: what the kernel copies (sockets), copies of less than 1 KiB, and loops that copy
-without calling memcpy or memmove.
+Not counted: copies by the kernel (sockets), copies of less than 1 KiB, and loops that copy without
+calling memcpy or memmove.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ COMPILE_TIMEOUT_S = 60.0
 
 
 class CopyCounter:
-    """The library, and the counts of processes that were started with its environment."""
+    """Reads the counts of processes that were started with `environment`."""
 
     def __init__(self, directory: Path) -> None:
-        """Takes over a directory with the compiled library; use `compiled`."""
+        """Uses a directory with the compiled library; call `compiled` instead."""
         self._directory = directory
         self.environment = {
             "LD_PRELOAD": str(directory / "count_copies.so"),
@@ -31,14 +31,14 @@ class CopyCounter:
         }
 
     def copied_bytes(self, pid: int) -> int:
-        """By a running process, since its start."""
+        """Returns how many bytes a running process has copied since its start."""
         (count,) = struct.unpack("=Q", (self._directory / str(pid)).read_bytes())
         return int(count)
 
 
 @contextlib.contextmanager
 def compiled() -> Iterator[CopyCounter | None]:
-    """Compiles the library for as long as it is used; None where there is no C compiler."""
+    """Compiles the library into a temporary directory; yields None if there is no C compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
         yield None
@@ -53,7 +53,7 @@ def compiled() -> Iterator[CopyCounter | None]:
 
 @contextlib.contextmanager
 def in_environment(variables: dict[str, str]) -> Iterator[None]:
-    """For the processes that are started inside."""
+    """Sets environment variables for the processes that are started inside the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ |= variables
     try:

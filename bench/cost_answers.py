@@ -1,4 +1,4 @@
-"""What a scripted worker answers: encoded beforehand, but for whose answer it is."""
+"""Answers of a scripted worker, encoded beforehand except for the ID of the request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODEL = "bench"
 VOCAB_SIZE = 128_256
 # Field number and wire type of the repeated field of StepOutputs, and of SessionEvents.
 OUTPUTS_TAG, EVENTS_TAG = b"\x12", b"\x0a"
-# The same of SessionRequest.batch.
+# Field number and wire type of SessionRequest.batch.
 BATCH_TAG = b"\x1a"
 
 
@@ -22,23 +22,24 @@ class Answers:
     """The same tokens for every request, as entries of a batch message.
 
     Args:
-        tag: of the batch's repeated field.
-        tokens: per token, what the entries say beside whose they are.
+        tag: Tag of the batch's repeated field.
+        tokens: For each token, the fields of its entries without the ID of the request.
     """
 
     def __init__(self, tag: bytes, tokens: Sequence[Sequence[Message]]) -> None:
         self._tag = tag
         self._tails = [[one.SerializeToString() for one in token] for token in tokens]
 
-    def of(self, whose: Message, first: int, last: int) -> list[bytes]:
-        """Entries of tokens `first` to `last` - 1.
+    def of(self, request: Message, first: int, last: int) -> list[bytes]:
+        """Returns the encoded entries of tokens `first` to `last` - 1.
 
         Args:
-            whose: an entry with only that: encoded messages one after the other are merged.
-            first: index of a token.
-            last: index after it.
+            request: An entry with only the ID of the request. Concatenated encodings of protobuf
+                messages are merged by the parser.
+            first: Index of the first token.
+            last: Index after the last token.
         """
-        head = whose.SerializeToString()
+        head = request.SerializeToString()
         return [
             b"".join([prefix(self._tag, len(head) + len(tail)) + head + tail for tail in tails])
             for tails in self._tails[first:last]
@@ -46,7 +47,7 @@ class Answers:
 
 
 class Token(NamedTuple):
-    """One token of a request and nothing else, as StepTokens has it."""
+    """One token of a request, with the fields of StepTokens."""
 
     offset: int
     token_id: int
@@ -63,7 +64,7 @@ def plain_tokens(num_tokens: int) -> list[Token]:
 
 @functools.lru_cache
 def prefix(tag: bytes, num_bytes: int) -> bytes:
-    """Of a field of so many bytes: its tag, and its length as a varint."""
+    """Returns the prefix of a field with `num_bytes` bytes: its tag, and its length as a varint."""
     length = bytearray(tag)
     while num_bytes > 0x7F:
         length.append(num_bytes & 0x7F | 0x80)
@@ -73,7 +74,7 @@ def prefix(tag: bytes, num_bytes: int) -> bytes:
 
 
 def worker_outputs(role: common_pb2.Role.ValueType, num_tokens: int) -> Answers:
-    """Entries of StepOutputs. A prefill worker's part is over with the first token."""
+    """Returns entries of StepOutputs; a prefill worker ends its part with the first token."""
     tokens = []
     for offset in range(num_tokens):
         output = cluster_pb2.RequestOutput(delta=_delta(offset))
@@ -88,7 +89,7 @@ def worker_outputs(role: common_pb2.Role.ValueType, num_tokens: int) -> Answers:
 
 
 def session_events(num_tokens: int) -> Answers:
-    """Entries of SessionEvents: what a coordinator would make of it."""
+    """Returns entries of SessionEvents, as a coordinator would send them."""
     tokens = [[inference_pb2.SessionEvent(delta=_delta(offset))] for offset in range(num_tokens)]
     tokens[0].insert(0, inference_pb2.SessionEvent(accepted=inference_pb2.Accepted(model=MODEL)))
     tokens[-1].append(inference_pb2.SessionEvent(finished=_finished(num_tokens)))
@@ -96,7 +97,7 @@ def session_events(num_tokens: int) -> Answers:
 
 
 def generate_events(num_tokens: int) -> list[bytes]:
-    """A whole stream of Generate."""
+    """Returns all events of one Generate call."""
     events = [inference_pb2.GenerateEvent(delta=_delta(offset)) for offset in range(num_tokens)]
     events.append(inference_pb2.GenerateEvent(finished=_finished(num_tokens)))
     return [event.SerializeToString() for event in events]

@@ -1,4 +1,4 @@
-"""Clients that cost little: requests by the hundred, over one session or as single streams."""
+"""Clients with little CPU cost for hundreds of requests, over one session or single streams."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from baton.runtime.closing import AsyncClosing
 from baton.runtime.dial import PLAIN, Dial
 from baton.v1 import common_pb2, inference_pb2
 
-# Submissions in one message.
+# Largest number of submissions in one message.
 MAX_BATCH = 64
-# Single streams that share a connection.
+# Number of single streams that share a connection.
 STREAMS_PER_CONNECTION = 32
 
 
 @dataclass(slots=True)
 class Seen:
-    """What clients saw since it was made, in seconds.
+    """Measurements of a client, in seconds.
 
     Attributes:
-        num_requests, num_tokens: that ended, and that came.
+        num_requests: Requests that have ended.
+        num_tokens: Tokens that have arrived.
     """
 
     num_requests: int = 0
@@ -37,8 +38,8 @@ class Seen:
 
 
 @dataclass(slots=True)
-class Asked:
-    """One request that has not ended."""
+class PendingRequest:
+    """A request that has not ended."""
 
     sent_at: float
     done: asyncio.Future[None]
@@ -47,14 +48,14 @@ class Asked:
 
 
 def traceparent(slot: int) -> str:
-    """Of a request whose caller wants its spans (W3C trace context)."""
+    """Returns the W3C traceparent header of a sampled request."""
     return f"00-{slot + 1:032x}-{slot + 1:016x}-01"
 
 
 def generate_request(
     slot: int, num_prompt_tokens: int, num_tokens: int, *, traced: bool = False
 ) -> inference_pb2.GenerateRequest:
-    """The coordinator makes up its id."""
+    """Returns a request without an ID; the coordinator assigns one."""
     prompt = [(slot * 31 + index * 17) % 50_000 for index in range(num_prompt_tokens)]
     return inference_pb2.GenerateRequest(
         tokens=inference_pb2.TokenIds(ids=prompt),
@@ -63,41 +64,41 @@ def generate_request(
     )
 
 
-class _Tally:
-    """Checks that every request gets all of its tokens, in order."""
+class _CheckingClient:
+    """Base of the gRPC clients: checks that every request gets all of its tokens, in order."""
 
     def __init__(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
         self.seen = Seen()
 
-    def token(self, asked: Asked, delta: common_pb2.TokenDelta, now: float) -> None:
-        if delta.offset != asked.num_tokens:
-            raise RuntimeError(f"tokens from {delta.offset} after {asked.num_tokens}")
-        if asked.num_tokens:
-            self.seen.gaps_s.append(now - asked.last_at)
+    def token(self, pending: PendingRequest, delta: common_pb2.TokenDelta, now: float) -> None:
+        if delta.offset != pending.num_tokens:
+            raise RuntimeError(f"offset {delta.offset} after {pending.num_tokens} tokens")
+        if pending.num_tokens:
+            self.seen.gaps_s.append(now - pending.last_at)
         else:
-            self.seen.ttfts_s.append(now - asked.sent_at)
-        asked.last_at = now
+            self.seen.ttfts_s.append(now - pending.sent_at)
+        pending.last_at = now
         count = len(delta.token_ids)
-        asked.num_tokens += count
+        pending.num_tokens += count
         self.seen.num_tokens += count
 
-    def end(self, asked: Asked) -> None:
-        if asked.num_tokens != self._num_tokens:
-            raise RuntimeError(f"{asked.num_tokens} tokens of {self._num_tokens}")
+    def end(self, pending: PendingRequest) -> None:
+        if pending.num_tokens != self._num_tokens:
+            raise RuntimeError(f"{pending.num_tokens} of {self._num_tokens} tokens")
         self.seen.num_requests += 1
 
 
-class SessionClient(_Tally):
-    """Everything over one Session.
+class SessionClient(_CheckingClient):
+    """Sends all requests over one Session call.
 
     Args:
         address: host:port.
-        num_slots: requests at once, at most.
-        num_prompt_tokens: of each request.
-        num_tokens: of each answer.
-        dial: TLS, or not.
-        traced: whether its requests are.
+        num_slots: Largest number of requests at a time.
+        num_prompt_tokens: Prompt tokens of each request.
+        num_tokens: Output tokens of each request.
+        dial: TLS settings.
+        traced: Whether the requests carry a traceparent.
     """
 
     def __init__(
@@ -125,17 +126,17 @@ class SessionClient(_Tally):
             ).SerializeToString()
             for slot in range(num_slots)
         ]
-        self._asked: dict[int, Asked] = {}
+        self._pending: dict[int, PendingRequest] = {}
         self._to_send: deque[int] = deque()
         self._posted = asyncio.Event()
         self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._write())]
 
-    async def ask(self, slot: int) -> None:
-        asked = Asked(time.perf_counter(), asyncio.get_running_loop().create_future())
-        self._asked[slot] = asked
+    async def request(self, slot: int) -> None:
+        pending = PendingRequest(time.perf_counter(), asyncio.get_running_loop().create_future())
+        self._pending[slot] = pending
         self._to_send.append(slot)
         self._posted.set()
-        await asked.done
+        await pending.done
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -144,7 +145,7 @@ class SessionClient(_Tally):
         await self._channel.close()
 
     async def _write(self) -> None:
-        """As the client library does it: what waits goes as one message."""
+        """Sends waiting submissions as one message, as the client library does."""
         while True:
             await self._posted.wait()
             self._posted.clear()
@@ -165,22 +166,22 @@ class SessionClient(_Tally):
                     self._event(event, now)
             raise ConnectionError(await self._call.details())
         except Exception as error:
-            for asked in self._asked.values():
-                asked.done.set_exception(error)
+            for pending in self._pending.values():
+                pending.done.set_exception(error)
 
     def _event(self, event: inference_pb2.SessionEvent, now: float) -> None:
         if event.HasField("delta"):
-            self.token(self._asked[event.stream], event.delta, now)
+            self.token(self._pending[event.stream], event.delta, now)
         elif event.HasField("finished"):
-            asked = self._asked.pop(event.stream)
-            self.end(asked)
-            asked.done.set_result(None)
+            pending = self._pending.pop(event.stream)
+            self.end(pending)
+            pending.done.set_result(None)
         elif event.HasField("failed"):
             raise RuntimeError(event.failed.message)
 
 
-class StreamsClient(_Tally):
-    """One Generate per request, over some connections; arguments as SessionClient's."""
+class StreamsClient(_CheckingClient):
+    """Sends one Generate call per request; the arguments are those of SessionClient."""
 
     def __init__(
         self, address: str, num_slots: int, num_prompt_tokens: int, num_tokens: int
@@ -201,13 +202,13 @@ class StreamsClient(_Tally):
             for slot in range(num_slots)
         ]
 
-    async def ask(self, slot: int) -> None:
-        asked = Asked(time.perf_counter(), asyncio.get_running_loop().create_future())
+    async def request(self, slot: int) -> None:
+        pending = PendingRequest(time.perf_counter(), asyncio.get_running_loop().create_future())
         call = self._calls[slot % len(self._calls)](self._requests[slot], wait_for_ready=True)
         while (event := await call.read()) is not grpc.aio.EOF:
             if event.HasField("delta"):
-                self.token(asked, event.delta, time.perf_counter())
-        self.end(asked)
+                self.token(pending, event.delta, time.perf_counter())
+        self.end(pending)
 
     async def close(self) -> None:
         for channel in self._channels:
@@ -215,36 +216,39 @@ class StreamsClient(_Tally):
 
 
 class Client(Protocol):
-    """Asks for a slot at a time, and keeps count of what it sees."""
+    """Sends requests and records the answers in `seen`. A slot has one request at a time."""
 
     seen: Seen
 
-    async def ask(self, slot: int) -> None:
-        """One request, until it has ended."""
+    async def request(self, slot: int) -> None:
+        """Sends one request and waits until the request has ended."""
         ...
 
     async def close(self) -> None: ...
 
 
 async def wave(client: Client, num_slots: int) -> None:
-    """All slots at once, until all have ended."""
-    await asyncio.gather(*map(client.ask, range(num_slots)))
+    """Sends one request per slot at the same time and waits until all have ended."""
+    await asyncio.gather(*map(client.request, range(num_slots)))
 
 
 class Loop(AsyncClosing):
-    """Every slot's next request follows its last; their first ones are spread over some time."""
+    """Closed loop: each slot sends its next request when its last one has ended.
+
+    The first requests of the slots are spread over `spread_s` seconds.
+    """
 
     def __init__(self, client: Client, num_slots: int, spread_s: float) -> None:
         self._client = client
         self._tasks = [
-            asyncio.create_task(self._ask(slot, spread_s * slot / num_slots))
+            asyncio.create_task(self._repeat(slot, spread_s * slot / num_slots))
             for slot in range(num_slots)
         ]
 
-    async def _ask(self, slot: int, delay_s: float) -> None:
+    async def _repeat(self, slot: int, delay_s: float) -> None:
         await asyncio.sleep(delay_s)
         while True:
-            await self._client.ask(slot)
+            await self._client.request(slot)
 
     async def aclose(self) -> None:
         for task in self._tasks:
@@ -252,7 +256,7 @@ class Loop(AsyncClosing):
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def run(self, seconds: float) -> None:
-        """Lets it run for so long; raises what a request raised."""
+        """Lets the loop run for this many seconds; raises the error of a failed request."""
         done, _ = await asyncio.wait(
             self._tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION
         )

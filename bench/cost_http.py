@@ -1,4 +1,4 @@
-"""The client of gateway_cost.py that speaks HTTP."""
+"""The HTTP client of gateway_cost.py."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _TOKEN, _END = b" tok", b"0\r\n\r\n"
 
 
 class HttpClient:
-    """Completions over kept connections, one per slot; checks that every token comes.
+    """Requests completions over one kept-alive connection per slot; checks the token count.
 
     Args:
-        url: of the gateway.
-        num_prompt_tokens: of each request.
-        num_tokens: of each answer.
-        tls: None: without.
-        traced: whether its requests are.
+        url: URL of the gateway.
+        num_prompt_tokens: Prompt tokens of each request.
+        num_tokens: Output tokens of each request.
+        tls: None: no TLS.
+        traced: Whether the requests carry a traceparent.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class HttpClient:
         self._num_prompt_tokens, self._num_tokens = num_prompt_tokens, num_tokens
         self._connections: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
 
-    async def ask(self, slot: int) -> None:
+    async def request(self, slot: int) -> None:
         if slot not in self._connections:
             self._connections[slot] = await asyncio.open_connection(
                 self._address.hostname, self._address.port, ssl=self._tls
@@ -51,7 +51,7 @@ class HttpClient:
             data = await reader.read(2**16)
             if not data:
                 raise ConnectionError(f"closed after {num_tokens} tokens: {tail!r}")
-            # A token's text may come in two parts, and so may the end.
+            # A read may split the text of a token or the end marker, so the tail is kept.
             found = (tail + data).count(_TOKEN) - tail.count(_TOKEN)
             tail = (tail + data)[-8:]
             if not found:
@@ -61,7 +61,7 @@ class HttpClient:
             num_tokens, last_at = num_tokens + found, now
             self.seen.num_tokens += found
         if num_tokens != self._num_tokens:
-            raise RuntimeError(f"{num_tokens} tokens of {self._num_tokens}")
+            raise RuntimeError(f"{num_tokens} of {self._num_tokens} tokens")
         self.seen.num_requests += 1
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a process used and what clients saw, over some time."""
+"""Measures the resources of a process and the latencies of its clients over some time."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from baton.load import stats
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One run, or the medians of some.
+    """Figures of one run, or medians of several runs.
 
     Attributes:
-        cores: that the coordinator took; 0 without one, as are its other figures.
-        others: cores taken by processes that are no part of this.
+        cpu_ms_per_1000_tokens, cpu_ms_per_request, cores, resident_mb: Resources of the
+            coordinator's process; 0 if there is no coordinator.
+        others: Cores used by processes outside this benchmark.
     """
 
     tokens_per_s: float
@@ -35,12 +36,12 @@ class Figures:
 
 
 class Meter:
-    """Runs from when it is made.
+    """Measures from its creation until `stop`.
 
     Args:
-        client: its `seen` begins anew.
-        coordinator: its process id; None without one.
-        worker: process id.
+        client: The client; its `seen` is reset.
+        coordinator: Process ID of the coordinator; None without a coordinator.
+        worker: Process ID of the worker.
     """
 
     def __init__(self, client: Client, coordinator: int | None, worker: int) -> None:
@@ -74,7 +75,7 @@ class Meter:
         )
 
     def _used_s(self) -> tuple[float, float, float]:
-        """Processor seconds of the coordinator, of worker and client, and of everything."""
+        """Returns CPU seconds of the coordinator, of worker and client, and of all processes."""
         coordinator_s = _cpu_s(self._coordinator) if self._coordinator is not None else 0.0
         times = psutil.cpu_times()
         return coordinator_s, sum(map(_cpu_s, self._rest)), sum(times) - times.idle - times.iowait

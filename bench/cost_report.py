@@ -1,4 +1,4 @@
-"""What coordinator_cost.py measures, and what it shows of it."""
+"""Cases, goals and tables of coordinator_cost.py."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from baton.load.stats import Goal
 
 PATHS = SESSION, SINGLE = "one session", "single streams"
 PACED, FLAT, ONE_TOKEN, DIRECT = "paced", "flat out", "one token", "direct"
-# Over sessions only.
+# The relay cases run over sessions only.
 RELAY = "relay"
 RELAY_PACED, RELAY_FLAT, RELAY_ONE_TOKEN = (f"{RELAY} {kind}" for kind in (PACED, FLAT, ONE_TOKEN))
 KINDS = (PACED, FLAT, ONE_TOKEN, DIRECT, RELAY_PACED, RELAY_FLAT, RELAY_ONE_TOKEN)
-# What sessions are held to.
+# Goals for sessions, at a concurrency of GOAL_REQUESTS.
 MAX_CPU_MS_PER_1000_TOKENS, MAX_US_PER_TOKEN, MAX_CPU_MS_PER_REQUEST = 8.0, 1e6 / 150_000, 0.5
-MAX_ADDED_TTFT_MS, MAX_RESIDENT_MB, REACH_REQUESTS = 1.5, 150.0, 256
-# Workers and waiting requests; one decision of the largest is held to a limit, and to growing
-# no faster than the logarithm does: so many times, where the queue is so many times longer.
+MAX_ADDED_TTFT_MS, MAX_RESIDENT_MB, GOAL_REQUESTS = 1.5, 150.0, 256
+# Numbers of workers and of waiting requests for which one decision is measured. Goals: a limit for
+# the largest combination, and a duration that grows at most with the logarithm of the queue length.
 NUM_WORKERS, NUM_QUEUED, MAX_DECISION_US = (100, 1000), (1000, 10_000, 100_000), 200.0
 
 COLUMNS = {
@@ -39,16 +39,17 @@ COLUMNS = {
     "others": ("others", ".2f"),
 }
 NOTES = """\
-CPU, cores and MB are the coordinator's process, all threads; "others" are cores that processes took
-which are no part of this. TTFT and ITL in ms, as the client sees them: what the coordinator adds is
-the difference to "direct". Paced: each request's next follows its last. Flat out: waves, each
-decoded when all of its requests are there; TTFT and ITL say nothing there. A bare relay passes on
-as many messages of about the same length, and does nothing else: what it costs is gRPC's own."""
+CPU, cores and MB are those of the coordinator's process with all threads; "others" are cores used
+by processes outside this benchmark. TTFT and ITL are in ms, as the client sees them; the
+coordinator adds the difference to "direct". Paced: a new request follows when one has ended. Flat
+out: waves of requests; decoding of a wave starts when all its requests have arrived, so TTFT and
+ITL mean nothing there. A bare relay only forwards the same number of messages of about the same
+length, so its cost is the cost of gRPC."""
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is asked, over which kind of stream; `num_requests` at once."""
+    """One load: kind of stream, kind of run, and number of requests at a time."""
 
     path: str
     kind: str
@@ -56,7 +57,7 @@ class Case:
 
     @property
     def is_relayed(self) -> bool:
-        """Whether a bare relay is in the coordinator's place."""
+        """Whether a bare relay replaces the coordinator."""
         return self.kind.startswith(RELAY)
 
     @property
@@ -66,16 +67,16 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """All that a run has seen."""
+    """All measurements of the benchmark."""
 
     figures: dict[Case, Figures]
     scheduling: list[Scheduling]
 
 
 def goals(results: Results) -> Iterator[Goal]:
-    at = f"{SESSION}, {REACH_REQUESTS} at once: "
+    at = f"{SESSION}, {GOAL_REQUESTS} at once: "
     paced, one_token, direct = (
-        results.figures.get(Case(SESSION, kind, REACH_REQUESTS))
+        results.figures.get(Case(SESSION, kind, GOAL_REQUESTS))
         for kind in (PACED, ONE_TOKEN, DIRECT)
     )
     if paced is not None:
@@ -108,7 +109,7 @@ def goals(results: Results) -> Iterator[Goal]:
 
 
 def beside_relay(figures: Mapping[Case, Figures]) -> Iterator[list[str]]:
-    """What sessions cost through the coordinator and through a bare relay."""
+    """Yields table rows that compare sessions through the coordinator and through a bare relay."""
 
     def found(kind: str, num_requests: int, name: str) -> float:
         one = figures.get(Case(SESSION, kind, num_requests))
@@ -148,12 +149,12 @@ def show(results: Results) -> None:
     rows = list(beside_relay(results.figures))
     if rows:
         header = ["at once", "", "coordinator", "bare relay", "ratio"]
-        stats.print_table("What is the library's own", header, rows)
+        stats.print_table("Share of gRPC itself", header, rows)
     rows = [
         [one.name, *(f"{us:.0f}" for us in (one.decision_us, one.p50_us, one.p99_us, one.end_us))]
         for one in results.scheduling
     ]
-    header = ["", "decision", "event p50", "event p99", "event p50, nobody waits"]
+    header = ["", "decision", "event p50", "event p99", "event p50, empty queue"]
     if rows:
         stats.print_table("One decision, us", header, rows)
     stats.print_goals(list(goals(results)))

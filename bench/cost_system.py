@@ -1,4 +1,4 @@
-"""A coordinator, a gateway and prepared workers: what they use, and what their clients see."""
+"""Starts a coordinator, a gateway and a scripted worker; measures CPU, memory and latencies."""
 
 from __future__ import annotations
 
@@ -29,10 +29,12 @@ from baton.runtime.tls import TlsFiles
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked.
+    """The load of one run.
 
     Attributes:
-        step_ms: from one token of a stream to the next.
+        num_requests: Requests at a time.
+        num_prompt_tokens, num_tokens: Prompt and output tokens of each request.
+        step_ms: Time between two tokens of a stream.
     """
 
     num_requests: int
@@ -43,7 +45,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Processes that serve, with TLS (`ca_file`) or without."""
+    """The serving processes; an empty `ca_file` means no TLS."""
 
     coordinator: systems.Process
     gateway: systems.Process
@@ -53,11 +55,11 @@ class System:
 
     @property
     def pids(self) -> tuple[int, int, int]:
-        """Of the gateway, the coordinator and the worker."""
+        """Process IDs of the gateway, the coordinator and the worker."""
         return self.gateway.popen.pid, self.coordinator.popen.pid, self.worker.popen.pid
 
     def client(self, load: Load, *, http: bool, traced: bool) -> Client:
-        """One that asks over HTTP or gRPC, and wants spans of what it asks or not."""
+        """Returns a client for HTTP or gRPC; `traced` requests carry a traceparent."""
         if http:
             context = ssl.create_default_context(cafile=self.ca_file) if self.ca_file else None
             return HttpClient(
@@ -76,10 +78,11 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One run, or the medians of some; times in ms, CPU per 1,000 tokens.
+    """Figures of one run, or medians of several runs.
 
     Attributes:
-        others: cores taken by processes that are no part of this.
+        gateway_cpu_ms, coordinator_cpu_ms: CPU milliseconds per 1,000 tokens.
+        others: Cores used by processes outside this benchmark.
     """
 
     tokens_per_s: float
@@ -94,12 +97,12 @@ class Figures:
 
 
 class Meter:
-    """Processor seconds and what the client saw, from when it is made.
+    """Measures CPU time and latencies from its creation until `stop`.
 
     Args:
-        client: its `seen` begins anew.
-        system: that it asks.
-        idle: other processes of this, which do next to nothing meanwhile.
+        client: The client; its `seen` is reset.
+        system: The processes that serve the client.
+        idle: IDs of other processes of this benchmark, which are almost idle.
     """
 
     def __init__(self, client: Client, system: System, idle: Sequence[int]) -> None:
@@ -130,7 +133,7 @@ class Meter:
         )
 
     def _used_s(self) -> list[float]:
-        """Of everything, then of each process."""
+        """Returns CPU seconds of all processes of the machine, then of each own process."""
         everything = psutil.cpu_times()
         found = [sum(everything) - everything.idle - everything.iowait]
         for process in self._processes:
@@ -141,19 +144,19 @@ class Meter:
 
 @contextlib.asynccontextmanager
 async def spans_sink() -> AsyncIterator[tuple[str, int]]:
-    """Somebody who takes spans: `tracing.otlp_endpoint`, and a process id."""
+    """Starts a receiver of spans; yields its URL for `tracing.otlp_endpoint` and its process ID."""
     with systems.module("baton.bench.otlp_sink", []) as sink:
-        yield f"http://{await _told(sink)}", sink.popen.pid
+        yield f"http://{await _ready_detail(sink)}", sink.popen.pid
 
 
 @contextlib.asynccontextmanager
 async def serving(load: Load, cores: set[int], sections: dict[str, Any]) -> AsyncIterator[System]:
-    """Coordinator, gateway and worker.
+    """Starts coordinator, gateway and worker.
 
     Args:
-        load: that comes.
-        cores: of the gateway.
-        sections: of their configuration: `security` and `tracing`.
+        load: The expected load.
+        cores: Cores of the gateway.
+        sections: Configuration sections `security` and `tracing`.
     """
     config = {
         "model": "demo",
@@ -183,12 +186,12 @@ async def serving(load: Load, cores: set[int], sections: dict[str, Any]) -> Asyn
         arguments += ["--listen", "127.0.0.1:0", "--config", file.name]
         with pinned(cores):
             gateway = stack.enter_context(systems.module("baton.cli.main", arguments))
-        url = (await _told(gateway)).removeprefix("http=")
+        url = (await _ready_detail(gateway)).removeprefix("http=")
         yield System(coordinator, gateway, worker, url, ca_file)
 
 
-async def _told(process: systems.Process) -> str:
-    """What stands behind "ready"."""
+async def _ready_detail(process: systems.Process) -> str:
+    """Waits until the process has logged "ready" and returns the word after it."""
     await ready(process)
     found = re.search(r"ready (\S+)", process.log.read_text(encoding="utf-8", errors="replace"))
     assert found is not None
@@ -196,7 +199,7 @@ async def _told(process: systems.Process) -> str:
 
 
 def certificates(directory: str) -> dict[str, str]:
-    """A `security` section with certificates made there."""
+    """Creates certificates in `directory` and returns a `security` section that names them."""
     dev_certs.make(directory)
     names = {"ca_file": "ca.pem", "cert_file": "server.pem", "key_file": "server.key"}
     return {key: str(Path(directory) / name) for key, name in names.items()}

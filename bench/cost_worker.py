@@ -1,8 +1,8 @@
-"""Workers that cost next to nothing: prepared answers over the real Cluster.Attach.
+"""Scripted workers with almost no CPU cost: prepared answers over the real Cluster.Attach.
 
 `python -m baton.bench.cost_worker --help`. One process plays a prefill worker, which answers at
-once, and decode workers. Without a coordinator it serves Inference itself, with the same answers at
-the same pace.
+once, and decode workers. With --listen the process serves Inference directly, without a
+coordinator, with the same answers at the same pace.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from baton.runtime.tls import TlsFiles
 from baton.v1 import cluster_pb2, common_pb2, inference_pb2, kv_transfer_pb2
 
 MAX_MODEL_LEN = 8192
-# Of StepTokens: whose they are, and what a Token has.
+# Fields of StepTokens: the handle of the request, then the fields of Token.
 _COLUMNS = ("handles", "offsets", "token_ids", "num_text_chars", "deltas")
 # Field number and wire type of WorkerMessage.step.
 _STEP_TAG = b"\x2a"
@@ -33,10 +33,10 @@ _STEP_TAG = b"\x2a"
 
 @dataclass(slots=True)
 class Gate:
-    """Flat out, a wave's decoding begins when all of its requests are there.
+    """Delays the decoding of a wave until all requests of the wave have arrived (flat out runs).
 
     Attributes:
-        num_wanted: 0: there is no gate.
+        num_wanted: Requests in a wave; 0: requests are not delayed.
     """
 
     num_wanted: int
@@ -44,7 +44,7 @@ class Gate:
     opened: asyncio.Event = field(default_factory=asyncio.Event)
 
     def enter(self) -> asyncio.Event:
-        """Set when the wave that this one belongs to may begin."""
+        """Adds a request; returns an event that is set when the wave of this request may begin."""
         opened = self.opened
         self.num_waiting += 1
         if self.num_waiting >= self.num_wanted:
@@ -54,11 +54,13 @@ class Gate:
 
 
 class Decoder:
-    """One decode engine: each step gives every request it holds a token.
+    """A scripted decode engine: each step makes one token for every request.
 
     Args:
-        step_s: from one step's start to the next; 0: as fast as they are taken.
-        send: takes a step's answers, by whose they are: encoded, or a plain token.
+        step_s: Time from the start of one step to the next; 0: as fast as `send` returns.
+        gate: Delays the first step of a wave.
+        send: Sends the answers of a step: pairs of a request's handle or stream number and an
+            encoded answer or a plain token.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Decoder:
         return len(self._live)
 
     def add(self, name: int, answers: Sequence[bytes | Token]) -> None:
-        """A request joins, and leaves with its last answer."""
+        """Adds a request; the request ends with its last answer."""
         self._live[name] = iter(answers)
         self._ends[self.num_steps + len(answers)].append(name)
         self._opened = self._gate.enter()
@@ -143,7 +145,7 @@ class Attachment:
         await self._write(head, cost_answers.prefix(_STEP_TAG, len(outputs)) + outputs)
 
     async def decoded(self, answers: list[tuple[int, bytes | Token]]) -> None:
-        """A step of a decoder."""
+        """Sends the answers of one decode step."""
         plain = [(name, *answer) for name, answer in answers if isinstance(answer, Token)]
         step = b"".join([answer for _, answer in answers if isinstance(answer, bytes)])
         if plain:
@@ -153,7 +155,7 @@ class Attachment:
         await self.step(step)
 
     async def report(self, decoder: Decoder | None = None) -> None:
-        """Tells of its load, for ever."""
+        """Sends load reports until the task is cancelled."""
         while True:
             load = cluster_pb2.LoadReport()
             if decoder is not None:
@@ -162,7 +164,7 @@ class Attachment:
             await asyncio.sleep(self._heartbeat_s)
 
     async def _write(self, head: cluster_pb2.WorkerMessage, rest: bytes = b"") -> None:
-        # One write at a time, as gRPC wants it.
+        # gRPC allows one write at a time per stream.
         async with self._writing:
             head.ack = self._received
             await self._call.write(head.SerializeToString() + rest)
@@ -194,12 +196,12 @@ def hello(worker_id: str, role: common_pb2.Role.ValueType) -> cluster_pb2.Hello:
     )
 
 
-def whose(spec: cluster_pb2.RequestSpec) -> cluster_pb2.RequestOutput:
+def output_of(spec: cluster_pb2.RequestSpec) -> cluster_pb2.RequestOutput:
     return cluster_pb2.RequestOutput(request_id=spec.request_id, attempt=spec.attempt)
 
 
-class Together:
-    """Answers leave at once, and those that wait for a write leave as one."""
+class WriteQueue:
+    """Writes answers at once; answers that arrive during a write are sent together as one."""
 
     def __init__(self, write: Callable[[bytes], Awaitable[None]]) -> None:
         self._write = write
@@ -220,21 +222,21 @@ class Together:
 
 
 async def prefill(worker: Attachment, answers: Answers) -> None:
-    """Answers first tokens at once."""
-    together = Together(worker.step)
+    """Serves a prefill worker: answers each request with its first token at once."""
+    queue = WriteQueue(worker.step)
     async with asyncio.TaskGroup() as group:
-        group.create_task(together.run())
+        group.create_task(queue.run())
         group.create_task(worker.report())
         async for message in worker.commands():
             if message.HasField("prefill"):
-                together.post(answers.of(whose(message.prefill.spec), 0, 1))
-        raise ConnectionError("the coordinator is gone")
+                queue.post(answers.of(output_of(message.prefill.spec), 0, 1))
+        raise ConnectionError("the coordinator closed the stream of the prefill worker")
 
 
 async def decode(
     worker: Attachment, decoder: Decoder, answers: Answers, plain: Sequence[Token]
 ) -> None:
-    """The first answer has timings and the last one an end; between them are plain tokens."""
+    """Serves a decode worker: the first answer has timings, the last the end of the request."""
     async with asyncio.TaskGroup() as group:
         group.create_task(decoder.run())
         group.create_task(worker.report(decoder))
@@ -242,14 +244,15 @@ async def decode(
             if message.HasField("decode"):
                 spec = message.decode.spec
                 num_known, num_all = len(spec.known_token_ids), spec.sampling.max_tokens
-                first, *_ = answers.of(whose(spec), num_known, num_known + 1)
-                last = answers.of(whose(spec), max(num_known + 1, num_all - 1), num_all)
+                output = output_of(spec)
+                first, *_ = answers.of(output, num_known, num_known + 1)
+                last = answers.of(output, max(num_known + 1, num_all - 1), num_all)
                 decoder.add(spec.handle, [first, *plain[num_known + 1 : num_all - 1], *last])
-        raise ConnectionError("the coordinator is gone")
+        raise ConnectionError("the coordinator closed the stream of a decode worker")
 
 
 async def attach(arguments: argparse.Namespace) -> int:
-    """Serves a coordinator until it is killed."""
+    """Serves a coordinator until the process is killed."""
     prefilled, decoded = (
         cost_answers.worker_outputs(role, arguments.tokens)
         for role in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
@@ -275,7 +278,7 @@ async def attach(arguments: argparse.Namespace) -> int:
 
 
 class DirectService:
-    """Inference without a coordinator: what is submitted goes straight to a decoder."""
+    """Serves Inference without a coordinator: submissions go directly to a decoder."""
 
     def __init__(self, num_tokens: int, step_s: float) -> None:
         self._num_tokens, self._step_s = num_tokens, step_s
@@ -317,7 +320,7 @@ class DirectService:
 
 
 async def serve(arguments: argparse.Namespace) -> int:
-    """Serves clients until it is killed."""
+    """Serves clients until the process is killed."""
     service = DirectService(arguments.tokens, arguments.step_ms / 1e3)
     handlers: dict[str, Any] = {
         "Session": grpc.stream_stream_rpc_method_handler(
@@ -343,13 +346,13 @@ async def serve(arguments: argparse.Namespace) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--coordinator", help="attach to it; host:port")
+    where.add_argument("--coordinator", help="attach to this coordinator; host:port")
     where.add_argument("--listen", help="serve clients without a coordinator; host:port")
-    parser.add_argument("--requests", type=int, default=0, help="in a wave, flat out")
-    parser.add_argument("--tokens", type=int, required=True, help="of each answer")
+    parser.add_argument("--requests", type=int, default=0, help="requests per wave, flat out")
+    parser.add_argument("--tokens", type=int, required=True, help="output tokens per request")
     parser.add_argument("--step-ms", type=float, required=True, help="0: flat out, in waves")
     parser.add_argument("--decode-workers", type=int, default=1)
-    parser.add_argument("--tls-ca", default="", help="who signs the coordinator's certificate")
+    parser.add_argument("--tls-ca", default="", help="CA file for the coordinator's certificate")
     arguments = parser.parse_args()
     lifecycle.run(attach(arguments) if arguments.coordinator else serve(arguments))
 

@@ -1,6 +1,6 @@
-// Preloaded into a process, counts the bytes that memcpy and memmove copy there in runs of at least
-// MIN_BYTES. The count is the first 8 bytes of the file COUNT_COPIES_DIR/PID, which is mapped, so
-// that others can read it while the process runs.
+// A library for LD_PRELOAD that counts the bytes of memcpy and memmove calls with at least MIN_BYTES.
+// The count is the first 8 bytes of the file COUNT_COPIES_DIR/PID. The file is mapped, so other
+// processes can read the count while the process runs.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -39,7 +39,8 @@ static void *copy(copy_function real, void *to, const void *from, size_t size) {
     __atomic_fetch_add(copied, size, __ATOMIC_RELAXED);
   if (real != NULL)
     return real(to, from, size);
-  // Before `begin`: the loader's own copies. Volatile, or the compiler would call memmove for it.
+  // The loader copies before `begin` has run. Without volatile, the compiler would replace these
+  // loops by a call of memmove.
   volatile char *t = to;
   const volatile char *f = from;
   if (t <= f)

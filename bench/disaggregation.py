@@ -1,8 +1,8 @@
-"""What disaggregation costs: Baton beside one plain vLLM and vLLM's NixlConnector.
+"""Measures the cost of disaggregation: Baton, one plain vLLM server, vLLM's NixlConnector.
 
-`make bench`, or `python -m baton.bench.disaggregation --help`. One core per engine. Baton and plain
-vLLM answer the same prompts in turn, in rounds, so that noise of the machine meets both; NIXL's
-progress threads spin, so its pair answers them by itself, after.
+`make bench`, or `python -m baton.bench.disaggregation --help`. Each engine has one core. Baton and
+plain vLLM answer the same prompts in alternating rounds, so that noise of the machine affects both.
+The NIXL pair runs alone afterwards, because NIXL's progress threads spin.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from baton.bench.disaggregation_report import (
     as_json,
     show,
 )
-from baton.bench.streams import Ask, Prompt, Timed
+from baton.bench.streams import Prompt, Send, Timed
 from baton.client.client import BatonClient
 from baton.load import stats
 from baton.runtime import demo_model
@@ -40,47 +40,47 @@ MODEL = "demo-88m"
 MAX_MODEL_LEN = demo_model.SHAPES[MODEL].max_model_len
 MAX_NUM_SEQS = 16
 ENGINE_ARGS = systems.engine_args(MODEL, MAX_NUM_SEQS)
-# Token ids of the demo tokenizer, special ones left out.
+# Token IDs of the demo tokenizer without special tokens.
 TOKEN_IDS = range(5, 430)
 READY_TIMEOUT_S = 300.0
-# Counted requests of one system before it is another's turn, and those before them, at least.
+# Counted requests of one system per round, and smallest number of uncounted requests before them.
 ROUND = 12
 WARM_UP_REQUESTS = 2
-# A vLLM rank spins for a second after its last step; the next system's turn begins after that.
+# A vLLM rank spins for a second after its last step; the next round begins after that.
 SPIN_S = 1.5
 
 
 def fresh_prompt(source: random.Random, length: int) -> Prompt:
-    """A random prompt of token ids: none comes twice, so that no prefix cache helps anyone."""
+    """Returns a random prompt; prompts do not repeat, so prefix caches have no effect."""
     return source.choices(TOKEN_IDS, k=length)
 
 
-async def fill(cell: Cell, asks: Mapping[str, Ask], repeats: int) -> None:
-    """Asks every system the same prompts, in rounds, and adds the answers to the cell.
+async def fill(cell: Cell, senders: Mapping[str, Send], repeats: int) -> None:
+    """Sends every system the same prompts in rounds and adds the answers to the cell.
 
-    The cell's concurrency is held while answers are counted: other prompts come before and after.
+    Uncounted prompts before and after the counted ones keep the concurrency constant.
     """
     started = time.monotonic()
     before, after = max(WARM_UP_REQUESTS, cell.concurrency), cell.concurrency - 1
     source = random.Random(cell.name)
     prompts = [fresh_prompt(source, cell.prompt_tokens) for _ in range(repeats)]
-    fillers = random.Random(f"around {cell.name} {sorted(asks)}")
+    fillers = random.Random(f"around {cell.name} {sorted(senders)}")
     for done in range(0, repeats, ROUND):
         counted = prompts[done : done + ROUND]
-        for name, ask in asks.items():
+        for name, send in senders.items():
             await asyncio.sleep(SPIN_S)
             around = [fresh_prompt(fillers, cell.prompt_tokens) for _ in range(before + after)]
             turn = [*around[:before], *counted, *around[before:]]
-            answers = await streams.closed_loop(ask, turn, cell.concurrency)
+            answers = await streams.closed_loop(send, turn, cell.concurrency)
             cell.timed.setdefault(name, []).extend(answers[before : before + len(counted)])
     spent_s = time.monotonic() - started
-    progress(f"{cell.name}: {', '.join(asks)}: {repeats} requests each in {spent_s:.0f} s")
+    progress(f"{cell.name}: {', '.join(senders)}: {repeats} requests each in {spent_s:.0f} s")
 
 
-async def ask_fresh(system: str, ask: Ask, length: int, index: int = 0) -> Fresh:
-    """The first requests of a system that nothing has warmed up, one at a time."""
+async def measure_fresh(system: str, send: Send, length: int, index: int = 0) -> Fresh:
+    """Sends the first requests to a system without any warm-up, one at a time."""
     source = random.Random(f"fresh {system} {index}")
-    first, *later = [await ask(fresh_prompt(source, length)) for _ in range(FRESH_REQUESTS)]
+    first, *later = [await send(fresh_prompt(source, length)) for _ in range(FRESH_REQUESTS)]
     progress(f"fresh {system}: {FRESH_REQUESTS} requests")
     return Fresh(system, first, later)
 
@@ -99,50 +99,50 @@ async def run(arguments: argparse.Namespace) -> Results:
     async with aiohttp.ClientSession(timeout=timeout) as http:
         with systems.plain_vllm(model, ENGINE_ARGS, pair_cores[0]) as plain:
 
-            async def ask_plain(prompt: Prompt) -> Timed:
+            async def send_plain(prompt: Prompt) -> Timed:
                 return await streams.through_vllm(http, plain.address, prompt, max_tokens)
 
-            results.fresh.append(await ask_fresh(PLAIN, ask_plain, results.fresh_tokens))
+            results.fresh.append(await measure_fresh(PLAIN, send_plain, results.fresh_tokens))
             for index in range(arguments.fresh_pairs):
-                async with baton(model, pair_cores, max_tokens) as (cluster, asked):
-                    fresh = await ask_fresh(BATON, asked, results.fresh_tokens, index)
+                async with baton(model, pair_cores, max_tokens) as (cluster, sender):
+                    fresh = await measure_fresh(BATON, sender, results.fresh_tokens, index)
                     results.fresh.append(fresh)
                     if index < arguments.fresh_pairs - 1:
                         continue
                     for cell in results.cells:
-                        asks: dict[str, Ask] = {PLAIN: ask_plain, BATON: asked}
-                        await fill(cell, asks, arguments.repeats)
+                        senders: dict[str, Send] = {PLAIN: send_plain, BATON: sender}
+                        await fill(cell, senders, arguments.repeats)
                     results.resident_mb = resident_mb(cluster, plain)
                     results.handoff_counters = await asyncio.to_thread(cluster.handoff_counters)
-                    results.num_asked = asked.num_asked
+                    results.num_sent = sender.num_sent
         if arguments.nixl:
             await add_nixl(results, http, model, pair_cores, max(1, arguments.repeats // 2))
     return results
 
 
-class AskBaton:
-    """Counts what it asks."""
+class CountingSender:
+    """Sends prompts to Baton and counts them."""
 
     def __init__(self, client: BatonClient, max_tokens: int) -> None:
         self._client, self._max_tokens = client, max_tokens
-        self.num_asked = 0
+        self.num_sent = 0
 
     async def __call__(self, prompt: Prompt) -> Timed:
-        self.num_asked += 1
+        self.num_sent += 1
         return await streams.through_baton(self._client, prompt, self._max_tokens)
 
 
 @contextlib.asynccontextmanager
 async def baton(
     model: str, cores: tuple[str, str], max_tokens: int
-) -> AsyncIterator[tuple[systems.Baton, AskBaton]]:
-    """A fresh coordinator with a fresh pair, ready and never asked."""
-    # Every prompt is handed over.
+) -> AsyncIterator[tuple[systems.Baton, CountingSender]]:
+    """Starts a coordinator and a worker pair that have served no request yet."""
+    # Without local prefill, every request has a handoff.
     settings = {"decode": {"local_prefill": False}}
     with systems.baton(model, ENGINE_ARGS, cores, settings) as cluster:
         async with BatonClient(cluster.coordinator.address) as client:
             await client.wait_ready(READY_TIMEOUT_S)
-            yield cluster, AskBaton(client, max_tokens)
+            yield cluster, CountingSender(client, max_tokens)
 
 
 async def add_nixl(
@@ -154,14 +154,14 @@ async def add_nixl(
 ) -> None:
     with systems.nixl_pair(model, ENGINE_ARGS, cores) as (prefill, decode):
 
-        async def ask(prompt: Prompt) -> Timed:
+        async def send(prompt: Prompt) -> Timed:
             return await streams.through_nixl(
                 http, prefill.address, decode.address, prompt, results.output_tokens
             )
 
-        results.fresh.append(await ask_fresh(NIXL, ask, results.fresh_tokens))
+        results.fresh.append(await measure_fresh(NIXL, send, results.fresh_tokens))
         for cell in results.cells:
-            await fill(cell, {NIXL: ask}, repeats)
+            await fill(cell, {NIXL: send}, repeats)
 
 
 def resident_mb(cluster: systems.Baton, plain: systems.Process) -> dict[str, dict[str, float]]:
@@ -185,12 +185,18 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 512, 2048])
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--output-tokens", type=int, default=32, help="of each request; at least 3")
+    parser.add_argument("--output-tokens", type=int, default=32, help="per request; at least 3")
     parser.add_argument(
-        "--repeats", type=int, default=24, help="per prompt length and concurrency; NIXL gets half"
+        "--repeats",
+        type=int,
+        default=24,
+        help="requests per prompt length and concurrency; NIXL gets half of them",
     )
     parser.add_argument(
-        "--fresh-pairs", type=int, default=3, help="of Baton; the last one answers the rest"
+        "--fresh-pairs",
+        type=int,
+        default=3,
+        help="pairs of Baton started for first requests; the last pair serves all others",
     )
     parser.add_argument("--no-nixl", dest="nixl", action="store_false")
     parser.add_argument("--json", type=Path, default=Path("bench/results/disaggregation.json"))

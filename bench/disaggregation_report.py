@@ -1,4 +1,4 @@
-"""What the systems of bench/disaggregation.py were measured at: the goals, and the tables."""
+"""Results, goals and tables of bench/disaggregation.py."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from baton.load import stats
 from baton.load.stats import Goal
 
 PLAIN, BATON, NIXL = "plain vLLM", "Baton", "vLLM NixlConnector"
-# What a fresh system is asked, one at a time, nothing warmed up.
+# Number of requests to a system that has just started, one at a time, without warm-up.
 FRESH_REQUESTS = 12
 
-# What Baton is held to: exposed handoff over prefill, the gap from first to second token over the
-# steady ITL by concurrency, and a fresh pair's first handoff over its steady one.
+# Goals for Baton: exposed handoff / prefill; gap from first to second token / steady ITL, by
+# concurrency; first handoff of a new pair / its steady handoff.
 MAX_EXPOSED_SHARE, EXPOSED_FROM_TOKENS = 0.02, 512
 MAX_GAP_RATIO = {1: 1.3, 4: 2.0}
 MAX_FIRST_RATIO = 2.0
@@ -36,17 +36,17 @@ COLUMNS = {
 }
 NOT_OVER_PLAIN = ("second_gap_ratio", "exposed_p50_ms", "exposed_p95_ms", "exposed_share")
 NOTES = """\
-ms, as the client sees them. "gap 1-2": from the first to the second token, its p50 over the median
-of the same system's later gaps ("own ITL"). "handoff": its exposed part; Baton's from the last
-layer computed until the commit is verified.
-With several in flight a new prompt follows each answer. TTFT then holds the wait behind other
-prompts, with Baton in the prefill worker's queue. Baton's gap begins when the prefill worker's
-token is out, so it holds none of that queue: it is the exposed handoff, what is left of the decode
-worker's running step, the load and a step. Its prefill holds the chunks of other prompts computed
-between its own. In plain vLLM gaps and ITL hold other requests' prefill.
-NIXL's first token is its decode server's: the handoff is in TTFT, not in the gap. Its handoff
-column runs from the prefill server's answer to that token, one decode step included; its prefill
-holds the wait in the queue."""
+Times are in ms, as the client sees them. "gap 1-2" is the time from the first to the second token;
+"gap / own ITL" divides its p50 by the median of the later gaps of the same system. "handoff" is the
+exposed part of the handoff; Baton's runs from the last computed layer to the verified commit.
+With several requests in flight a new prompt follows each answer. TTFT then includes the wait behind
+other prompts; in Baton this is the prefill worker's queue. Baton's gap 1-2 begins after that queue,
+with the prefill worker's token: it is the exposed handoff, the rest of the decode worker's running
+step, the load and one step. Baton's prefill time includes chunks of other prompts that are computed
+in between. In plain vLLM, gaps and ITL include the prefill of other requests.
+NIXL's first token comes from the decode server, so the handoff is part of TTFT, not of gap 1-2. Its
+handoff column runs from the prefill server's answer to that token, including one decode step; its
+prefill time includes the queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,8 @@ class Cell:
     """One prompt length at one concurrency.
 
     Attributes:
-        timed: counted answers by system, in the order of the prompts, which are the same for all.
+        timed: Counted answers by system, in the order of the prompts. All systems get the same
+            prompts.
     """
 
     prompt_tokens: int
@@ -66,19 +67,19 @@ class Cell:
         return f"{self.prompt_tokens} tokens in, {self.concurrency} in flight"
 
     def num_different(self, system: str) -> int:
-        """How many of a system's outputs are not plain vLLM's."""
+        """Returns how many outputs of a system differ from plain vLLM's."""
         pairs = zip(self.timed[PLAIN], self.timed[system], strict=False)
         return sum(plain.token_ids != one.token_ids for plain, one in pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    """The first requests ever of a system that has just started.
+    """The first requests of a system that has just started.
 
     Attributes:
-        system: its name.
-        first: the answer to the very first.
-        later: the answers to those after it.
+        system: Name of the system.
+        first: Answer to the first request.
+        later: Answers to the requests after the first.
     """
 
     system: str
@@ -88,29 +89,32 @@ class Fresh:
     def first_and_steady_ms(
         self, measure: Callable[[Timed], float | None]
     ) -> tuple[float, float] | None:
-        """What the first request took, and the later ones' median, ms; None where not measured."""
+        """Returns the first request's value and the median of the later ones, in ms.
+
+        Returns None if the system does not have this measure.
+        """
         first = measure(self.first)
         later = [value for one in self.later if (value := measure(one)) is not None]
         return None if first is None or not later else (first * 1e3, stats.median(later) * 1e3)
 
     def ratio(self, measure: Callable[[Timed], float | None]) -> float:
-        """What the first request took over the later ones' median; nan where not measured."""
+        """Returns the first request's value / the median of the later ones; nan if missing."""
         found = self.first_and_steady_ms(measure)
         return stats.ratio(*found) if found is not None else float("nan")
 
 
 @dataclass(slots=True)
 class Results:
-    """All that a run has seen.
+    """All measurements of the benchmark.
 
     Attributes:
-        output_tokens: of each request.
-        fresh_tokens: of each prompt to a fresh system.
-        cells: the answers by prompt length and concurrency.
-        fresh: the answers of fresh systems.
-        resident_mb: memory by process and its parts.
-        handoff_counters: what the coordinator that served the cells has counted.
-        num_asked: how many requests it was sent.
+        output_tokens: Output tokens of each request.
+        fresh_tokens: Prompt tokens of each request to a system that has just started.
+        cells: Answers by prompt length and concurrency.
+        fresh: Answers of systems that had just started.
+        resident_mb: Memory by process and by part of the process.
+        handoff_counters: Handoff counters of the coordinator that served the cells.
+        num_sent: Number of requests sent to this coordinator.
     """
 
     output_tokens: int
@@ -119,11 +123,11 @@ class Results:
     fresh: list[Fresh] = field(default_factory=list)
     resident_mb: dict[str, dict[str, float]] = field(default_factory=dict)
     handoff_counters: dict[str, float] = field(default_factory=dict)
-    num_asked: int = 0
+    num_sent: int = 0
 
 
 def summary(timed: list[Timed]) -> dict[str, float]:
-    """What `COLUMNS` names of one system in one cell; handoff columns only where there are any."""
+    """Returns the values of COLUMNS for one system in one cell; plain vLLM has no handoff."""
     ttfts, seconds = [one.ttft_s for one in timed], [one.second_gap_s for one in timed]
     gaps = [gap for one in timed for gap in one.steady_gaps_s]
     exposed = [
@@ -146,7 +150,7 @@ def summary(timed: list[Timed]) -> dict[str, float]:
 
 
 def goals(results: Results) -> Iterator[Goal]:
-    """What Baton is held to, and whether it kept it."""
+    """Yields the goals for Baton with their measured values."""
     for cell in results.cells:
         own = summary(cell.timed[BATON])
         if (limit := MAX_GAP_RATIO.get(cell.concurrency)) is not None:
@@ -181,8 +185,8 @@ def stage(name: str) -> Callable[[Timed], float | None]:
     return lambda timed: timed.stage_s(name) if timed.budget is not None else None
 
 
-# What Baton's stages say about a first request: warming an engine up shows in prefill and in the
-# gap beyond the handoff, as in plain vLLM's own first request.
+# Stages of a first request. The warm-up of an engine appears in the prefill and in the gap outside
+# the handoff, as in plain vLLM's first request.
 FRESH_ROWS: dict[str, Callable[[Timed], float | None]] = {
     "TTFT": ttft,
     "  prefill queue": stage("prefill_queue"),
@@ -190,7 +194,7 @@ FRESH_ROWS: dict[str, Callable[[Timed], float | None]] = {
     "gap first to second token": second_gap,
     "  exposed handoff": exposed,
     "  decode queue": stage("decode_queue"),
-    "network, of both": stage("network"),
+    "network, both workers": stage("network"),
 }
 
 
@@ -206,7 +210,7 @@ def show(results: Results) -> None:
         for kind, mb in kinds.items()
     ]
     stats.print_table("Resident memory without staging, MB", ["process", "part", "MB"], rows)
-    rows = [["requests sent", f"{results.num_asked}"]]
+    rows = [["requests sent", f"{results.num_sent}"]]
     rows += [[name, f"{value:,.0f}"] for name, value in results.handoff_counters.items()]
     stats.print_table("Handoffs of the last pair", ["counter of the coordinator", "seen"], rows)
     stats.print_goals(list(goals(results)))
@@ -254,7 +258,7 @@ def show_fresh(results: Results) -> None:
 
 
 def as_json(results: Results, model: str) -> dict[str, Any]:
-    """All that was seen."""
+    """Returns all measurements as JSON."""
     return {
         "model": model,
         "output_tokens": results.output_tokens,
@@ -280,7 +284,7 @@ def as_json(results: Results, model: str) -> dict[str, Any]:
             for one in results.fresh
         ],
         "resident_mb": results.resident_mb,
-        "requests sent": results.num_asked,
+        "requests sent": results.num_sent,
         "handoff_counters": results.handoff_counters,
         "reaches": [asdict(one) | {"reached": one.reached} for one in goals(results)],
     }

@@ -1,8 +1,8 @@
-"""What HTTP, TLS and tracing cost: each beside the same without it, in the same run.
+"""Measures the cost of HTTP, TLS and tracing, each compared with a run without it.
 
-`python -m baton.bench.gateway_cost --help`. The gateway has a core to itself; the coordinator,
-workers with prepared answers (cost_worker.py) and the client share the others. All arms take turns,
-and are asked for the same; spans go to a process that does nothing with them (otlp_sink.py).
+`python -m baton.bench.gateway_cost --help`. The gateway has a core to itself. The coordinator,
+workers with prepared answers (cost_worker.py) and the client share the other cores. All arms run in
+turn with the same load. Spans go to a process that discards them (otlp_sink.py).
 """
 
 from __future__ import annotations
@@ -33,13 +33,15 @@ MAX_GATEWAY_CPU_MS, MAX_ADDED_P50_MS, MAX_ADDED_P99_MS = 30.0, 2.0, 10.0
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """One way to ask.
+    """One way to send requests.
 
     Attributes:
-        system: which processes: PLAIN, TLS (between all of them) or TRACING (spans are sent).
-        http: through the gateway; else a gRPC session.
-        traced: every request's caller wants its spans; else, with TRACING, the coordinator keeps
-            those that failed, the slowest, and one in a hundred of the others.
+        system: Processes that serve: PLAIN, TLS (between all processes) or TRACING (spans are
+            exported).
+        http: Whether requests go through the gateway; otherwise through a gRPC session.
+        traced: Whether every request carries a sampled traceparent. Without it, TRACING uses tail
+            sampling: the coordinator keeps the spans of failed requests, of the slowest requests,
+            and of 1 % of the others.
     """
 
     name: str
@@ -54,7 +56,7 @@ GRPC_ALL = Arm("gRPC session, all traced", TRACING, traced=True)
 GRPC_TAIL = Arm("gRPC session, tail sampling", TRACING)
 HTTP_ALL = Arm("HTTP, SSE, all traced", TRACING, http=True, traced=True)
 ARMS = (GRPC, HTTP, GRPC_TLS, HTTP_TLS, GRPC_ALL, GRPC_TAIL, HTTP_ALL)
-# What is told of each: with and without.
+# Pairs of arms whose difference is an overhead: with and without the feature.
 OVERHEADS = (
     (HTTP, GRPC),
     (GRPC_TLS, GRPC),
@@ -75,17 +77,18 @@ COLUMNS = {
     "others": ("others", ".2f"),
 }
 NOTE = """\
-Gateway and coordinator: CPU ms per 1,000 tokens, all threads; "others" are cores that processes
-took which are no part of this. TTFT and ITL in ms, as the client sees them. Each request's next
-follows its last. Workers answer from memory and make no spans: theirs are not in here."""
+Gateway and coordinator: CPU ms per 1,000 tokens, all threads; "others" are cores used by processes
+outside this benchmark. TTFT and ITL are in ms, as the client sees them. A new request follows when
+one has ended. The workers answer from memory and send no spans."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """Of one thing: medians with it over medians without it, and what it adds to a first token.
+    """The overhead of one feature, from the medians with and without the feature.
 
     Attributes:
-        gateway_cpu, coordinator_cpu: ratios; None where an arm has no gateway.
+        gateway_cpu, coordinator_cpu: CPU time with / without; None if an arm has no gateway.
+        ttft_p50_ms, ttft_p99_ms, itl_p99_ms: Added latency.
     """
 
     what: str
@@ -120,7 +123,7 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all runs have in common; `cores` are the gateways'."""
+    """Settings that all runs share; `cores` are the cores of the gateways."""
 
     cores: set[int]
     load: Load
@@ -201,7 +204,7 @@ def show(found: Mapping[Arm, Figures], num_requests: int) -> None:
     print(NOTE)
     header = ["", "CPU of gateway", "CPU of coordinator", "TTFT p50", "TTFT p99", "ITL p99"]
     stats.print_table(
-        "Overheads: CPU as a ratio, latencies in ms more",
+        "Overheads: CPU as a ratio, added latencies in ms",
         header,
         [one.row() for one in overheads(found)],
     )
@@ -218,15 +221,15 @@ def as_json(found: Mapping[Arm, Figures]) -> dict[str, Any]:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=NUM_REQUESTS, help="at once")
+    parser.add_argument("--requests", type=int, default=NUM_REQUESTS, help="concurrency")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--itl-ms", type=float, default=20.0)
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each run")
-    parser.add_argument("--repeats", type=int, default=3, help="medians are shown")
-    parser.add_argument("--no-tls", dest="tls", action="store_false", help="leave TLS out")
-    parser.add_argument("--no-tracing", dest="tracing", action="store_false", help="leave it out")
-    parser.add_argument("--quick", action="store_true", help="two seconds, once")
+    parser.add_argument("--seconds", type=float, default=4.0, help="duration of each run")
+    parser.add_argument("--repeats", type=int, default=3, help="runs per arm; prints medians")
+    parser.add_argument("--no-tls", dest="tls", action="store_false", help="skip TLS")
+    parser.add_argument("--no-tracing", dest="tracing", action="store_false", help="skip tracing")
+    parser.add_argument("--quick", action="store_true", help="one run of 2 s per arm")
     parser.add_argument("--json", type=Path, default=Path("bench/results/gateway_cost.json"))
     arguments = parser.parse_args()
     if arguments.quick:
@@ -239,7 +242,7 @@ def main() -> None:
     interrupts.on_sigterm()
     started = time.monotonic()
     *rest, last = sorted(os.sched_getaffinity(0))
-    # gRPC's threads are not there yet: they will run where this one does.
+    # gRPC has not started its threads yet; they inherit the affinity of this thread.
     os.sched_setaffinity(0, set(rest) or {last})
     load = Load(
         arguments.requests, arguments.prompt_tokens, arguments.output_tokens, arguments.itl_ms

@@ -1,9 +1,9 @@
-"""What a GPU's gathers and scatters reach, beside what its bus and its memory can do.
+"""Measures gathers and scatters of KV blocks on a GPU, with the limits of its bus and memory.
 
     python -m baton.bench.gpu_copies
 
-Needs a CUDA GPU. Block shapes are one layer's of a Llama-8B and of one of eight ranks of a
-Llama-70B. Every line is the median of several runs in this process; a "step" is 32 layers of 4,096
+Needs a CUDA GPU. The block shapes are those of one layer of Llama-8B, and of one of eight ranks of
+Llama-70B. Every line is the median of several runs in this process. A "step" is 32 layers of 4,096
 tokens in blocks scattered over the cache.
 """
 
@@ -37,7 +37,7 @@ _MATRIX = 4096
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """The median; each run begins and ends with an idle GPU."""
+    """Returns the median duration of a call; each run begins and ends with an idle GPU."""
     call()
     times = []
     for _ in range(_RUNS):
@@ -86,7 +86,7 @@ def _layers(heads: int, order: tuple[int, ...]) -> dict[str, torch.Tensor]:
 
 
 class _Step:
-    """One step's copies, as the connector makes them."""
+    """The copies of one step, as the connector makes them."""
 
     def __init__(self, heads: int, order: tuple[int, ...], *, pin: bool) -> None:
         block_bytes = heads * _BLOCK_TOKENS * 2 * _HEAD_SIZE * 2
@@ -95,7 +95,7 @@ class _Step:
         )
         self.num_blocks = _TOKENS // _BLOCK_TOKENS
         self.num_bytes = self.layout.shard_bytes(self.num_blocks)
-        # Shared and mapped, as a segment is.
+        # A shared mapping, like a segment of the transfer service.
         self._staging = torch.frombuffer(mmap.mmap(-1, self.num_bytes), dtype=torch.uint8)
         self.copies = CudaCopies(
             PagedCache(_layers(heads, order), self.layout), self._staging, pin=pin
@@ -110,7 +110,7 @@ class _Step:
             for run in self._runs(layer):
                 copy = self.copies.gather(layer, blocks, [run])
                 if not self.copies.pinned:
-                    # Somebody must make room for the next; here nobody else does.
+                    # Unpinned copies go through a bounce buffer, which must be free for the next.
                     copy.wait()
                 elif wait:
                     under_way.append(copy)
@@ -133,7 +133,7 @@ class _Step:
 
 
 def _computing() -> Callable[[], None]:
-    """A layer's worth of matrix products."""
+    """Returns a function that computes matrix products for about as long as a layer."""
     left, right = (torch.randn(_MATRIX, _MATRIX, device="cuda").bfloat16() for _ in range(2))
     result = torch.empty_like(left)
 
@@ -145,7 +145,7 @@ def _computing() -> Callable[[], None]:
 
 
 def _launch_s(step: _Step) -> float:
-    """Of the host, per layer; nothing waits."""
+    """Returns the host's seconds per layer to launch the gathers, without waiting for them."""
     torch.cuda.synchronize()
     begin = time.perf_counter()
     step.gather(wait=False)

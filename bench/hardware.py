@@ -1,4 +1,4 @@
-"""Latency models of real hardware, from what others measured."""
+"""Latency models of real hardware, from published measurements."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from baton.v1 import cluster_pb2
 def splitwise(
     path: Path, model: str, hardware: str, tensor_parallel: int, attention_share: float
 ) -> LatencyModel:
-    """Fitted to Splitwise's measured prompt and token times.
+    """Returns a latency model fitted to Splitwise's measured prompt and token times.
 
-    A batch of prompts is one step, and every token of their outputs another. Prompts end at 8,192
-    tokens, which is too short to tell what attention costs: it is taken from its share of the
-    floating-point operations.
+    A batch of prompts is one step, and every token of their outputs is another step. The measured
+    prompts have at most 8,192 tokens, which is too short to fit the cost of attention. The cost of
+    attention is therefore derived from its share of the floating-point operations.
 
     Args:
-        path: of perf_model.csv.
-        model, hardware, tensor_parallel: whose rows are meant.
+        path: Path of perf_model.csv.
+        model, hardware, tensor_parallel: Select the rows.
         attention_share: layers * hidden size / parameters: operations of attention per token
-            and token of context, over those of the weights per token.
+            and token of context, divided by those of the weights per token.
 
     Raises:
         ValueError: the file has no such measurements.
@@ -64,7 +64,7 @@ def splitwise(
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Intercept and slope with the least squares of relative errors."""
+    """Returns intercept and slope of the line with the least squares of relative errors."""
     weights = [1 / (y * y) for _, y in points]
     total = math.fsum(weights)
     x_mean = math.fsum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total

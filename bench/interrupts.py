@@ -1,4 +1,4 @@
-"""How a benchmark is told to end."""
+"""Ends a benchmark on SIGTERM."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import signal
 
 
 def on_sigterm() -> None:
-    """SIGTERM ends this process as Ctrl-C does: what it has started is stopped."""
+    """Makes SIGTERM end this process like Ctrl-C, so that its child processes are stopped."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)

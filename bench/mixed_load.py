@@ -1,4 +1,4 @@
-"""Short and long prompts mixed, arriving at random whatever is still running: an open loop."""
+"""An open-loop load: short and long prompts mixed, with Poisson arrivals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeAlias
 from baton.bench.streams import Prompt, Timed
 from baton.load import stats
 
-# Token ids of the demo tokenizer, special ones left out.
+# Token IDs of the demo tokenizer without special tokens.
 TOKEN_IDS = range(5, 430)
 LONG_SHARE = 0.25
 PERCENTILES = (50, 90, 99)
@@ -20,7 +20,7 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a request must keep to count: time to first token, and the mean of its gaps."""
+    """Limits that a request must meet to count: TTFT, and the mean of its gaps."""
 
     ttft_s: float = 1.0
     itl_s: float = 0.05
@@ -40,7 +40,7 @@ SHORT, LONG = Kind("short", 64, 64), Kind("long", 1500, 8)
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request to be sent; `at_s` from the beginning of the run."""
+    """A planned request; `at_s` is its send time in seconds from the start of the run."""
 
     at_s: float
     kind: Kind
@@ -49,7 +49,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Attributes: timed: None: refused, or given up."""
+    """The answer to a request; `timed` is None if the request was refused or timed out."""
 
     arrival: Arrival
     timed: Timed | None
@@ -62,17 +62,18 @@ class Answer:
         return timed.ttft_s <= slo.ttft_s and sum(gaps) / len(gaps) <= slo.itl_s
 
 
-# Raises what a run cannot go on with; None: the request was refused, or given up after a long time.
-Ask: TypeAlias = Callable[[Arrival], Awaitable[Timed | None]]
+# Sends one request. Returns None if the request was refused or timed out; raises errors that make
+# the run invalid.
+Send: TypeAlias = Callable[[Arrival], Awaitable[Timed | None]]
 
 
 def arrivals(seed: str, rate: float, count: int) -> list[Arrival]:
-    """Poisson arrivals; of another rate the same requests, closer together.
+    """Returns Poisson arrivals. Another rate gives the same requests with scaled times.
 
     Args:
-        seed: of times, kinds and prompts.
-        rate: requests/s.
-        count: of requests.
+        seed: Seed of times, kinds and prompts.
+        rate: Requests/s.
+        count: Number of requests.
     """
     source, at, made = random.Random(seed), 0.0, []
     for _ in range(count):
@@ -83,13 +84,13 @@ def arrivals(seed: str, rate: float, count: int) -> list[Arrival]:
     return made
 
 
-async def open_loop(ask: Ask, load: Sequence[Arrival]) -> list[Answer]:
-    """Every request sent at its time; the answers in the order of the arrivals."""
+async def open_loop(send: Send, load: Sequence[Arrival]) -> list[Answer]:
+    """Sends every request at its time; returns the answers in the order of the arrivals."""
     began = time.perf_counter()
 
     async def answer(arrival: Arrival) -> Answer:
         await asyncio.sleep(began + arrival.at_s - time.perf_counter())
-        return Answer(arrival, await ask(arrival))
+        return Answer(arrival, await send(arrival))
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(answer(arrival)) for arrival in load]
@@ -97,12 +98,12 @@ async def open_loop(ask: Ask, load: Sequence[Arrival]) -> list[Answer]:
 
 
 def share_met(answers: Sequence[Answer], slo: Slo) -> float:
-    """Of all that arrived."""
+    """Returns the share of all arrivals that met the SLO."""
     return sum(one.met(slo) for one in answers) / len(answers)
 
 
 def summary(answers: Sequence[Answer], slo: Slo) -> dict[str, float]:
-    """Milliseconds, shares of all that arrived, and goodput in requests/s."""
+    """Returns latencies in ms, shares of all arrivals, and goodput in requests/s."""
     timed = [one.timed for one in answers if one.timed is not None]
     gaps = [gap for one in timed for gap in one.gaps_s]
     share = share_met(answers, slo)
@@ -130,7 +131,7 @@ def _ttfts(name: str, timed: Sequence[Timed]) -> dict[str, float]:
 
 
 def stages(answers: Sequence[Answer]) -> Iterator[tuple[str, str, list[float]]]:
-    """Where Baton's requests spent their time: kind, stage, and milliseconds of each request."""
+    """Yields the latency budget of Baton's requests: kind, stage, and ms of each request."""
     for kind in (SHORT, LONG):
         found: dict[str, list[float]] = {}
         for one in answers:

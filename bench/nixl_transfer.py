@@ -1,7 +1,6 @@
-"""NIXL between two processes on this machine: the same frames as ours, by its UCX backend.
+"""NIXL between two processes on this machine, with its UCX backend and Baton's frame sizes.
 
-The receiver reads the sender's memory, as vLLM's NixlConnector does. Nothing is checksummed on the
-way: NIXL has no checksums.
+The receiver reads the sender's memory, as in vLLM's NixlConnector. NIXL computes no checksums.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-# For every step of a process: importing NIXL, setting its memory up, moving what it was told to.
+# Time limit for each step of a process: importing NIXL, registering memory, one transfer.
 STEP_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 5.0
 WARM_UP_TRANSFERS = 2
-# Between looks at a transfer. vLLM looks once per engine step.
+# Interval for polling a transfer. vLLM polls once per engine step.
 _POLL_S = 0.0002
 
 
 def require(parser: argparse.ArgumentParser) -> None:
-    """Ends a program that is to use NIXL where there is none, before it has measured anything."""
+    """Exits with an error before any measurement if NIXL is not installed."""
     if importlib.util.find_spec("nixl") is None:
         parser.error("nixl is not installed: `make bench` installs it; --no-nixl goes without")
 
 
 @dataclass(frozen=True, slots=True)
 class NixlSpeed:
-    """What two agents did in `wall_s`; the processor times are of their whole processes."""
+    """The transfer between two agents in `wall_s`; CPU times are those of the whole processes."""
 
     num_bytes: int
     wall_s: float
@@ -45,23 +44,23 @@ class NixlSpeed:
 
 @dataclass(frozen=True, slots=True)
 class _Memory:
-    """Of an agent: what the other end needs to reach it."""
+    """An agent's metadata and memory address, which the other agent needs for reads."""
 
     metadata: bytes
     address: int
 
 
 def measure(handoff_bytes: int, frame_bytes: int, seconds: float, ucx: str = "all") -> NixlSpeed:
-    """Reads a handoff of so many bytes over and over, one after the other.
+    """Reads the same handoff repeatedly, one read at a time.
 
     Args:
-        handoff_bytes: a multiple of frame_bytes.
-        frame_bytes: of each descriptor.
-        seconds: at least.
-        ucx: which ways UCX may take, as in UCX_TLS: all of this host's, or "tcp" alone.
+        handoff_bytes: Size of the handoff, a multiple of `frame_bytes`.
+        frame_bytes: Size of each descriptor.
+        seconds: Smallest duration of the measurement.
+        ucx: Value of UCX_TLS: "all", or "tcp" alone.
 
     Raises:
-        RuntimeError: NIXL does not work here; what it said is on stderr.
+        RuntimeError: NIXL does not work on this machine; its messages are on stderr.
     """
     context = multiprocessing.get_context("spawn")
     ends: list[Connection] = []
@@ -104,8 +103,8 @@ def _answer(end: Connection) -> Any:
 
 
 def _agent(name: str, memory: mmap.mmap, ucx: str) -> tuple[Any, int]:
-    """An agent with its memory registered, and where that begins."""
-    # Both libraries read them when they are loaded.
+    """Returns an agent with registered memory, and the address of the memory."""
+    # NIXL and UCX read these variables when they are loaded.
     os.environ |= {"UCX_TLS": ucx, "NIXL_LOG_LEVEL": "WARN"}
     nixl: Any = importlib.import_module("nixl")
     agent = nixl.nixl_agent(name, nixl.nixl_agent_config(backends=["UCX"]))
@@ -165,6 +164,6 @@ def _transfer(agent: Any, handle: Any) -> None:
 
 
 def _content(num_bytes: int) -> bytes:
-    """No two frames alike."""
+    """Returns content in which no two frames are equal."""
     period = bytes(range(251)) * 4099
     return (period * (num_bytes // len(period) + 1))[:num_bytes]

@@ -1,6 +1,6 @@
-"""Takes spans as an OpenTelemetry collector would, and does nothing with them.
+"""Accepts spans like an OpenTelemetry collector and discards them.
 
-`python -m baton.bench.otlp_sink` serves until it is killed.
+`python -m baton.bench.otlp_sink` serves until the process is killed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SERVICE = "opentelemetry.proto.collector.trace.v1.TraceService"
 
 
 async def _export(request: bytes, context: Any) -> bytes:
-    # An answer without fields: everything was taken.
+    # An empty response means that all spans were accepted.
     return b""
 
 

@@ -1,13 +1,12 @@
-"""Floods and overload with real processes: who feels them, and what becomes of the throughput.
+"""Measures lane isolation and overload with real processes.
 
 `make bench`, or `python -m baton.bench.pressure --help`. Four prefill and four decode workers on
-the simulated engine, a coordinator, and a client with one session: processes of their own, over
-loopback. An engine step takes tens of milliseconds, so that the workers' time is what there is too
-little of, and not the machine's: how busy that was is shown beside each run.
+the simulated engine, a coordinator, and a client with one session run as separate processes over
+loopback. An engine step takes tens of milliseconds, so that the workers are the bottleneck and not
+the machine; the table shows how busy the machine was.
 
-Isolation: interactive requests at 30 % of what the workers can do, a batch flood of three times as
-much as they can, and both at once. Overload: interactive requests with a target for their first
-token, at what the workers can do and at twice that.
+Isolation: interactive requests at 30 % of the workers' capacity, a batch flood at 300 %, and both
+together. Overload: interactive requests with a TTFT target at 100 % and at 200 % of the capacity.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from baton.load.stats import Goal
 from baton.runtime import demo_model
 
 NUM_PAIRS = 4
-# Milliseconds of the simulated engine, and the coordinator's first guess of them.
+# Step times of the simulated engine in ms, and the coordinator's initial estimate.
 LATENCY = {
     "prefill_base_ms": 10.0,
     "prefill_per_token_ms": 0.8,
@@ -51,27 +50,29 @@ LATENCY = {
 CHUNK_TOKENS = 64
 PROMPT_TOKENS = (50, 450)
 OUTPUT_TOKENS: dict[LaneName, tuple[int, int]] = {"interactive": (25, 75), "batch": (10, 40)}
-# Requests/s of that many prompt tokens that the prefill workers can take.
+# Requests/s with PROMPT_TOKENS that the prefill workers can serve.
 CAPACITY = 16.0
 INTERACTIVE_SHARE, FLOOD, OVERLOAD = 0.3, 3.0, 2.0
-# Interactive outputs are to keep it: batch joins them as far as they do.
+# ITL target of the interactive lane; batch requests may only use what this target leaves.
 ITL_MS = 30
 SLO = Slo(ttft_s=1.2, itl_s=0.1)
 REFUSED_WITHIN_S = 0.05
 SETTLE_TIMEOUT_S = 60.0
 
 ALONE, FLOODED, BOTH = "interactive alone", "flood alone", "both"
-MOST_SLOWER, LEAST_TOKENS, LEAST_SPARE = 1.25, 0.95, 0.5
-LEAST_MET, LEAST_GOODPUT = 0.99, 0.95
+# Goals; `goals` says to which ratio each of them belongs.
+MAX_SLOWDOWN, MIN_TOKENS, MIN_BATCH_TOKENS = 1.25, 0.95, 0.5
+MIN_MET, MIN_GOODPUT = 0.99, 0.95
 
 
 @dataclass(slots=True)
 class Seen:
-    """One request and what came of it; monotonic seconds.
+    """One request and its answer; times are seconds of the monotonic clock.
 
     Attributes:
-        times: of its tokens.
-        refused_at: None: it was admitted.
+        at: Submission.
+        times: Arrival of each token.
+        refused_at: Refusal; None if the request was admitted.
     """
 
     lane: LaneName
@@ -98,10 +99,10 @@ class Seen:
 
 @dataclass(slots=True)
 class Run:
-    """One offered load. What is between `begin` and `end` counts.
+    """The run of one load. Only events between `begin` and `end` count.
 
     Attributes:
-        busy: share of the machine's cores, whoever used them.
+        busy: Share of the machine's CPU time that all processes used.
     """
 
     seen: list[Seen]
@@ -113,7 +114,7 @@ class Run:
         return [one for one in self.seen if one.lane == lane and self.begin <= one.at < self.end]
 
     def tokens_per_s(self, *lanes: LaneName) -> float:
-        """Prompt tokens computed and output tokens generated."""
+        """Returns prompt tokens computed plus output tokens generated, per second."""
         num_tokens = 0
         for one in self.seen:
             if one.lane in lanes:
@@ -123,7 +124,7 @@ class Run:
         return num_tokens / (self.end - self.begin)
 
     def figures(self) -> dict[str, float]:
-        """Milliseconds, tokens/s and requests/s, and shares."""
+        """Returns the figures of the run; the names end with the unit."""
         arrived = self.arrived()
         answered = [one for one in arrived if one.times]
         ttfts = [one.ttft_s * 1e3 for one in answered]
@@ -175,14 +176,16 @@ async def offer(
     *,
     slo: Slo | None = None,
 ) -> Run:
-    """Poisson arrivals for a while; what has not ended when they do is given some time, or ended.
+    """Sends Poisson arrivals for the configured time.
 
     Args:
-        name: of the load: the same arrivals and lengths as in another, and prompts of its own.
-        address: of the coordinator.
-        rates: requests/s by lane.
-        arguments: how long.
-        slo: that the requests name; without one those that wait at the end are cancelled.
+        name: Name of the load. Loads with other names have the same arrivals and lengths, but
+            other prompts.
+        address: Address of the coordinator.
+        rates: Requests/s by lane.
+        arguments: Durations and seed.
+        slo: SLO of the requests. With an SLO the run ends when all requests have ended. Without
+            one, requests that are still running at the end are cancelled.
     """
     now = time.monotonic()
     run = Run([], now + arguments.warm_up_s, now + arguments.warm_up_s + arguments.lasts_s)
@@ -228,7 +231,7 @@ async def read(stream: TokenStream, seen: Seen) -> None:
 
 
 async def runs(arguments: argparse.Namespace, directory: Path, model: str) -> dict[str, Run]:
-    """Every load, one after another, on the same processes."""
+    """Runs all loads one after another on the same processes."""
     found: dict[str, Run] = {}
     async with Cell(directory, config(model)) as cell:
         for pool in POOLS:
@@ -248,7 +251,7 @@ async def runs(arguments: argparse.Namespace, directory: Path, model: str) -> di
             found[name] = await offer(name, cell.address, rates, arguments, slo=slo)
             print(f"{name}: {len(found[name].seen)} requests", file=sys.stderr, flush=True)
             if held := await cell.settled(SETTLE_TIMEOUT_S):
-                raise RuntimeError(f"after {name} there is left: {', '.join(held)}")
+                raise RuntimeError(f"resources still held after {name}: {', '.join(held)}")
     return found
 
 
@@ -260,21 +263,21 @@ def goals(found: dict[str, Run]) -> Iterator[Goal]:
     alone, flooded, both = (found[name].figures() for name in (ALONE, FLOODED, BOTH))
     for name, what in (("ttft_p99_ms", "TTFT p99"), ("itl_p99_ms", "ITL p99")):
         ratio = stats.ratio(both[name], alone[name])
-        yield Goal(f"interactive {what} beside a flood / without", ratio, MOST_SLOWER, " x")
+        yield Goal(f"interactive {what} with a flood / without", ratio, MAX_SLOWDOWN, " x")
     tokens = both["interactive_tokens_per_s"] + both["batch_tokens_per_s"]
     base = flooded["batch_tokens_per_s"]
-    what = "tokens/s of both / of the flood alone"
-    yield Goal(what, stats.ratio(tokens, base), LEAST_TOKENS, " x", at_least=True)
-    what = "of these the flood's"
-    spare = stats.ratio(both["batch_tokens_per_s"], base)
-    yield Goal(what, spare, LEAST_SPARE, " x", at_least=True)
+    what = "tokens/s with both / flood alone"
+    yield Goal(what, stats.ratio(tokens, base), MIN_TOKENS, " x", at_least=True)
+    what = "batch tokens/s with both / flood alone"
+    batch = stats.ratio(both["batch_tokens_per_s"], base)
+    yield Goal(what, batch, MIN_BATCH_TOKENS, " x", at_least=True)
     full, over = (found[at_load(load)].figures() for load in (1.0, OVERLOAD))
-    what = "overload: admitted that met their SLO"
-    yield Goal(what, over["met_share"] * 100, LEAST_MET * 100, " %", at_least=True)
+    what = "overload: admitted requests that met their SLO"
+    yield Goal(what, over["met_share"] * 100, MIN_MET * 100, " %", at_least=True)
     yield Goal("overload: slowest refusal", over["refused_max_ms"], REFUSED_WITHIN_S * 1e3, " ms")
     what = "overload: goodput / at capacity"
     ratio = stats.ratio(over["goodput_per_s"], full["goodput_per_s"])
-    yield Goal(what, ratio, LEAST_GOODPUT, " x", at_least=True)
+    yield Goal(what, ratio, MIN_GOODPUT, " x", at_least=True)
 
 
 def show(found: dict[str, Run]) -> None:
@@ -285,9 +288,9 @@ def show(found: dict[str, Run]) -> None:
         "itl_p50_ms": "ITL p50",
         "itl_p99_ms": "ITL p99",
         "interactive_tokens_per_s": "tokens/s",
-        "batch_tokens_per_s": "batch's",
+        "batch_tokens_per_s": "batch tokens/s",
         "num_refused": "refused",
-        "refused_max_ms": "slowest",
+        "refused_max_ms": "slowest refusal",
         "goodput_per_s": "goodput/s",
     }
     rows: list[Sequence[str]] = []
@@ -308,8 +311,8 @@ def show(found: dict[str, Run]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="15 s of each load")
-    parser.add_argument("--lasts-s", type=float, default=40.0, help="of each load")
-    parser.add_argument("--warm-up-s", type=float, default=6.0, help="before that")
+    parser.add_argument("--lasts-s", type=float, default=40.0, help="duration of each load")
+    parser.add_argument("--warm-up-s", type=float, default=6.0, help="before each load")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=Path("bench/results/pressure.json"))
     arguments = parser.parse_args()

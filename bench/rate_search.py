@@ -1,24 +1,24 @@
-"""The highest rate of arrivals at which a system still does well enough."""
+"""Searches for the highest arrival rate at which a system still meets an SLO."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
 
-# From one rate to the next while every one tried was kept up with, or none was.
+# Factor from one tried rate to the next, until one rate was kept and one was too high.
 GROWTH = 1.5
-# The rate is known well enough when what lies above it is so many times what lies below, or less.
+# The search ends when the lowest rate that was too high is at most this times the highest kept one.
 RESOLUTION = 1.06
 
 
 @dataclass(slots=True)
 class RateSearch:
-    """Steps upwards until a rate is too high, then bisects the logarithm.
+    """Increases the rate until it is too high, then bisects on a logarithmic scale.
 
     Attributes:
-        kept_share: of the requests that must have met the SLO for a rate to count as kept.
-        first_rate: requests/s; where it begins.
-        tried: share of requests that met the SLO, by rate.
+        kept_share: A rate counts as kept if at least this share of the requests met the SLO.
+        first_rate: Rate in requests/s with which the search begins.
+        tried: Share of requests that met the SLO, by rate.
     """
 
     kept_share: float
@@ -29,12 +29,12 @@ class RateSearch:
 
     @property
     def low(self) -> float:
-        """The highest rate that was kept, below every one that was not; 0: none was."""
+        """Highest rate that was kept; 0 if no rate was kept."""
         return self._low
 
     @property
     def rate(self) -> float:
-        """Where the share is crossed, as far as it is known; 0: nowhere that was tried."""
+        """Estimate of the highest rate that can be kept; 0 if no tried rate was kept."""
         return self._low if math.isinf(self._high) else math.sqrt(self._low * self._high)
 
     @property
@@ -48,7 +48,7 @@ class RateSearch:
         return math.sqrt(self._low * self._high) or self._high / GROWTH
 
     def add(self, rate: float, share: float) -> None:
-        """Takes in what a run at `next_rate` gave."""
+        """Adds the result of a run at `next_rate`."""
         self.tried[rate] = share
         if share >= self.kept_share:
             self._low = rate

@@ -1,7 +1,7 @@
-"""Workers of a bare relay: the same answers at the same pace, in the client's words.
+"""Scripted workers for the bare relay: the answers of cost_worker.py, encoded for the client.
 
-`python -m baton.bench.relay_worker --help`. One process plays a prefill and a decode worker, as
-cost_worker.py does; a relay changes nothing on the way, so what they answer is what clients read.
+`python -m baton.bench.relay_worker --help`. One process plays a prefill and a decode worker, like
+cost_worker.py. The relay does not change messages, so the workers send session events.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import grpc
 from baton.bench import cost_answers
 from baton.bench.bare_relay import DECODE, PREFILL, SERVICE
 from baton.bench.cost_answers import Answers, Token
-from baton.bench.cost_worker import Decoder, Gate, Together
+from baton.bench.cost_worker import Decoder, Gate, WriteQueue
 from baton.runtime import lifecycle, rpc
 from baton.v1 import inference_pb2
 
 
 class Stream:
-    """To the relay."""
+    """One of the two streams from the workers to the relay."""
 
     def __init__(self, channel: grpc.aio.Channel, name: str, kind: Any) -> None:
         self._call: Any = channel.stream_stream(
@@ -30,43 +30,43 @@ class Stream:
         )(wait_for_ready=True)
 
     async def opened(self) -> None:
-        """Until the relay passes on what comes."""
+        """Waits until the relay has accepted the stream and forwards messages."""
         await self._call.wait_for_connection()
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         while (message := await self._call.read()) is not grpc.aio.EOF:
             yield message
-        raise ConnectionError("the relay is gone")
+        raise ConnectionError("the relay closed the stream")
 
     async def write(self, events: bytes) -> None:
         await self._call.write(events)
 
 
 async def prefill(stream: Stream, answers: Answers) -> None:
-    """Answers first tokens at once."""
-    together = Together(stream.write)
+    """Serves a prefill worker: answers each request with its first token at once."""
+    queue = WriteQueue(stream.write)
     async with asyncio.TaskGroup() as group:
-        group.create_task(together.run())
+        group.create_task(queue.run())
         async for message in stream:
             for entry in message.batch:
                 for one in entry.batch or (entry,):
                     event = inference_pb2.SessionEvent(stream=one.submit.stream)
-                    together.post(answers.of(event, 0, 1))
+                    queue.post(answers.of(event, 0, 1))
 
 
 async def decode(stream: Stream, decoder: Decoder, answers: Answers, num_tokens: int) -> None:
-    """Goes on after first tokens."""
+    """Serves a decode worker: continues each request after its first token."""
     async with asyncio.TaskGroup() as group:
         group.create_task(decoder.run())
         async for message in stream:
             for event in message.events:
                 if event.HasField("delta"):
-                    whose = inference_pb2.SessionEvent(stream=event.stream)
-                    decoder.add(event.stream, answers.of(whose, 1, num_tokens))
+                    request = inference_pb2.SessionEvent(stream=event.stream)
+                    decoder.add(event.stream, answers.of(request, 1, num_tokens))
 
 
 async def run(arguments: argparse.Namespace, ready: Callable[[], None]) -> int:
-    """Serves a relay until it is killed."""
+    """Serves a relay until the process is killed."""
     num_tokens, address = arguments.tokens, arguments.relay
     answers = cost_answers.session_events(num_tokens)
     async with (
@@ -94,8 +94,8 @@ async def run(arguments: argparse.Namespace, ready: Callable[[], None]) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--relay", required=True, help="host:port")
-    parser.add_argument("--requests", type=int, default=0, help="in a wave, flat out")
-    parser.add_argument("--tokens", type=int, required=True, help="of each answer")
+    parser.add_argument("--requests", type=int, default=0, help="requests per wave, flat out")
+    parser.add_argument("--tokens", type=int, required=True, help="output tokens per request")
     parser.add_argument("--step-ms", type=float, required=True, help="0: flat out, in waves")
     lifecycle.run(run(parser.parse_args(), lambda: print("ready", flush=True)))
 

@@ -1,8 +1,8 @@
-"""What one decision of the core costs, by how many workers and waiting requests there are.
+"""Measures the CPU time of one scheduling decision by number of workers and waiting requests.
 
-A request's last token makes room: the request ends, the one whose turn it is gets its workers, and
-its command is made. The same event with nobody waiting is what the end alone costs; the decision is
-the rest. Processor time of the core alone: no process, no message.
+The last token of a request frees a slot: the request ends, the next request is placed, and its
+command is made. The same event with an empty queue measures the end of the request alone; the
+difference is the cost of the decision. Only the core runs: no other processes and no messages.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from baton.v1 import cluster_pb2, common_pb2
 
 NUM_TENANTS = 100
 PROMPT_TOKENS, OUTPUT_TOKENS = 256, 128
-# Of a worker; all decode workers are full, and so the rest waits.
+# Largest number of requests per worker. All decode workers are full, so other requests wait.
 MAX_PREFILLS, MAX_DECODES = 2, 8
 WARM_UP = 50
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduling:
-    """One size; microseconds.
+    """Durations for one number of workers and waiting requests, in microseconds.
 
     Attributes:
-        p50_us, p99_us: of the whole event.
-        end_us: its median with nobody waiting.
+        p50_us, p99_us: Percentiles of the whole event.
+        end_us: Median of the event with an empty queue.
     """
 
     num_workers: int
@@ -56,7 +56,7 @@ class Scheduling:
 
 
 def measure(num_workers: int, num_queued: int, num_decisions: int) -> Scheduling:
-    """Half of the workers prefill, half decode."""
+    """Measures decisions; half of the workers prefill, the other half decodes."""
     ends_us = _durations_us(_Cell(num_workers, 0), num_decisions)
     waited_us = _durations_us(_Cell(num_workers, num_queued), num_decisions)
     return Scheduling(
@@ -69,7 +69,7 @@ def measure(num_workers: int, num_queued: int, num_decisions: int) -> Scheduling
 
 
 def _durations_us(cell: _Cell, num_decisions: int) -> list[float]:
-    # As in the coordinator: what is old is not looked at again.
+    # As in the coordinator, the garbage collector does not scan old objects again.
     gc.collect()
     gc.freeze()
     durations_us = [cell.decide() * 1e6 for _ in range(WARM_UP + num_decisions)]
@@ -78,7 +78,7 @@ def _durations_us(cell: _Cell, num_decisions: int) -> list[float]:
 
 
 class _Cell:
-    """A core with its queue, and workers that do what they are told when they are asked to."""
+    """A core with a queue of requests, and workers that answer only when the benchmark says so."""
 
     def __init__(self, num_workers: int, num_queued: int) -> None:
         num_requests = num_queued + num_workers // 2 * MAX_DECODES
@@ -108,7 +108,7 @@ class _Cell:
         return self._core.num_queued(common_pb2.LANE_INTERACTIVE)
 
     def decide(self) -> float:
-        """Seconds that one decision took; its prompt is answered afterwards."""
+        """Returns the CPU seconds of one event; the placed request's prefill is answered after."""
         worker, spec = self._decodes.popleft()
         finished = cluster_pb2.WorkerFinished(reason=common_pb2.FINISH_REASON_LENGTH)
         delta = common_pb2.TokenDelta(offset=len(spec.known_token_ids), token_ids=[7])
@@ -116,7 +116,7 @@ class _Cell:
         num_waiting, began_at = self.num_queued, time.thread_time()
         effects = self._core.handle(event, self._now)
         duration_s = time.thread_time() - began_at
-        assert self.num_queued == max(0, num_waiting - 1), "its place goes to the next"
+        assert self.num_queued == max(0, num_waiting - 1), "the next request was not placed"
         self._take(effects)
         self._answer_prefills()
         return duration_s

@@ -1,8 +1,8 @@
-"""How large a cell the simulator can take: 200 workers and 500,000 requests over an hour.
+"""Measures the simulator with a large cell: 200 workers and 500,000 requests in one hour.
 
-`python -m baton.bench.simulated_scale`. The Azure conversation trace, repeated and scaled up, on
-workers slow enough that this many are needed; the production core decides everything. Workers
-report every two seconds.
+`python -m baton.bench.simulated_scale`. The Azure conversation trace is repeated and scaled up, and
+the workers are slow enough to need this many. The production core makes all decisions. Workers send
+load reports every two seconds.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from baton.simulator.report import figures
 TRACE = Path("tests/data/azure/conv_first3000.csv")
 MODEL = LatencyModel(0.02, 0.0004, 0.0, 0.04, 0.0005, 5e-7)
 HEARTBEAT_S = 2.0
-MOST_MINUTES, MOST_GB = 10.0, 4.0
+MAX_MINUTES, MAX_GB = 10.0, 4.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=500_000)
-    parser.add_argument("--minutes", type=float, default=60.0, help="of simulated time")
+    parser.add_argument("--minutes", type=float, default=60.0, help="simulated time")
     parser.add_argument("--prefill", type=int, default=90, help="workers at the beginning")
     parser.add_argument("--decode", type=int, default=110, help="workers at the beginning")
     arguments = parser.parse_args()
@@ -44,7 +44,7 @@ def main() -> None:
     once = traces.repeated(traces.read(TRACE), lasts_s)
     arrivals = traces.scaled(once, arguments.requests / len(once))
     arrivals = [one for one in arrivals if one.at_s < lasts_s]
-    # They live as long as the process: the collector need not look at them again and again.
+    # The arrivals live as long as the process, so the garbage collector need not scan them again.
     gc.freeze()
     limits = PoolLimits(1, 200)
     config = ScalingConfig(
@@ -87,8 +87,8 @@ def main() -> None:
     stats.print_table("Simulated scale", ["what", "seen"], rows)
     stats.print_goals(
         [
-            Goal("time", minutes, MOST_MINUTES, " min"),
-            Goal("memory", gigabytes, MOST_GB, " GB"),
+            Goal("time", minutes, MAX_MINUTES, " min"),
+            Goal("memory", gigabytes, MAX_GB, " GB"),
         ]
     )
 

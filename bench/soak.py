@@ -1,10 +1,9 @@
-"""Handoffs by the thousand, with faults: right bytes, nothing left behind, no growth.
+"""Runs thousands of handoffs with faults and checks their bytes, leaks and memory growth.
 
-`python -m baton.bench.soak --help`. Four workers with real transfer services, each sending to and
-receiving from every other, do not all have the same transports in common: every transport moves
-bytes all the time. Two of the workers are killed now and then and replaced by new ones. A handoff's
-bytes follow from its id, so that every load is compared with what it must be. Ends with exit code 1
-when anything is wrong.
+`python -m baton.bench.soak --help`. Four workers with real transfer services send to and receive
+from each other. Different pairs have different transports in common, so that every transport is
+used all the time. Two of the workers are killed from time to time and replaced. The bytes of a
+handoff follow from its ID, so every load can be checked. The exit code is 1 if anything is wrong.
 """
 
 from __future__ import annotations
@@ -52,27 +51,27 @@ LIMITS = {
     "commit_ttl_s": 5.0,
     "claim_timeout_s": 5.0,
 }
-# Places whose workers are killed, in turn.
-MORTAL = (2, 3)
+# Indexes of the workers that are killed, in turn.
+KILLED_PLACES = (2, 3)
 CONCURRENCY = 64
-# Longer than any wait that a service allows itself: a handoff that takes longer hangs.
+# Longer than every timeout of a service, so a handoff that takes longer counts as hung.
 HANDOFF_TIMEOUT_S = 40.0
 SETTLE_TIMEOUT_S = 20.0
-# After so many handoffs the workers' memory is looked at.
+# The workers' memory is sampled once per this many handoffs.
 SAMPLE_EVERY = 1000
 
 
 class Soak:
-    """The workers, and what became of the handoffs.
+    """Runs the handoffs and records their outcomes.
 
     Attributes:
-        everyone: all workers that there were.
-        outcomes: how many handoffs ended how, by what went wrong with them.
-        committed_by: handoffs that arrived, by transport.
-        num_fallbacks: changes to a worse transport.
-        num_bytes_loaded: what engines have read.
-        undue: handoffs that ended as nothing that was done to them explains, in words.
-        left: what was left behind at the end, in words.
+        everyone: All workers, also those that were killed.
+        outcomes: Number of handoffs by injected fault and outcome.
+        committed_by: Number of committed handoffs by transport.
+        num_fallbacks: How often a sender changed to another transport.
+        num_bytes_loaded: Bytes that the receiving engines have read.
+        undue: Handoffs with an end that their injected fault does not explain, in words.
+        left: Resources that were left behind at the end, in words.
     """
 
     def __init__(self, directory: Path, num_handoffs: int, num_kills: int, seed: int) -> None:
@@ -91,12 +90,12 @@ class Soak:
         self.left: list[str] = []
 
     async def run(self) -> None:
-        """Everything, from the services' start to their end."""
+        """Runs the soak, from the start of the services to their end."""
         try:
             await asyncio.gather(*(self._start(place) for place in range(len(TRANSPORTS))))
             async with asyncio.TaskGroup() as group:
                 for _ in range(CONCURRENCY):
-                    group.create_task(self._hand_over_again_and_again())
+                    group.create_task(self._repeat_handoffs())
             await asyncio.gather(*self._replacing)
             await asyncio.gather(*(self._settle(each) for each in self._alive()))
         finally:
@@ -117,7 +116,7 @@ class Soak:
         self.everyone.append(incarnation)
 
     async def _replace(self, place: int) -> None:
-        """Kills a worker's service; a new worker takes its place."""
+        """Kills a worker's service and starts a new worker in its place."""
         killed = self._places[place]
         if killed is None:
             return
@@ -125,15 +124,16 @@ class Soak:
         os.kill(killed.worker.client.pid, signal.SIGKILL)
         await killed.worker.client.gone.wait()
         await self._start(place)
-        # Until then its engine still writes to its segment, and reads from it.
+        # The engine still uses the segment until its last handoff has ended.
         await killed.idle.wait()
         await killed.worker.close()
 
-    async def _hand_over_again_and_again(self) -> None:
+    async def _repeat_handoffs(self) -> None:
         while self._num_begun < self._num_handoffs:
             self._num_begun += 1
             if self._num_begun % self._kill_every == 0:
-                place = MORTAL[self._num_begun // self._kill_every % len(MORTAL)]
+                index = self._num_begun // self._kill_every % len(KILLED_PLACES)
+                place = KILLED_PLACES[index]
                 self._replacing.add(asyncio.create_task(self._replace(place)))
             if self._num_begun % SAMPLE_EVERY == 0:
                 self._sample()
@@ -176,25 +176,26 @@ class Soak:
                 if handoff.killed:
                     return Outcome.LOST
                 hung = isinstance(error, TimeoutError)
-                self.undue.append(f"{handoff}: {error or 'hung'}; {_said(sending, receiving)}")
+                states = _last_states(sending, receiving)
+                self.undue.append(f"{handoff}: {error or 'hung'}; {states}")
                 return Outcome.HUNG if hung else Outcome.UNDUE
             finally:
                 self.num_fallbacks += sending.send.num_fallbacks if sending.send else 0
-                # As a worker does when the request of a send that failed is over.
+                # A worker does the same when the request of a failed send has ended.
                 if sending.send is None or not _committed(sending.send):
                     sender.client.abort_send(handoff.handoff_id)
 
     async def _play(self, handoff: Handoff, sending: Watch, receiving: Watch) -> Outcome:
-        """Sends and receives a handoff, with what goes wrong with it.
+        """Sends and receives a handoff and injects its fault.
 
         Raises:
-            Undue: it ended as nothing that was done to it explains.
-            TransferRefused, ServiceGone: as the services say.
+            Undue: the handoff ended in a way that its fault does not explain.
+            TransferRefused, ServiceGone: raised by the services' clients.
         """
         fault, source = handoff.fault, handoff.source
         handoff_id, num_layers = handoff.handoff_id, LAYOUT.num_layers
         sender, receiver = handoff.sender.worker, handoff.receiver.worker
-        # Layers that are filled before the receiver drops the handoff; -1: it is not even open.
+        # Layers filled before the receiver drops the handoff; -1: dropped before the handoff opens.
         drop_at = source.randrange(-1, num_layers + 1) if fault is Fault.DROPPED else None
         if drop_at == -1:
             receiver.client.drop(handoff_id)
@@ -233,7 +234,7 @@ class Soak:
         return await self._take(handoff, receiving)
 
     async def _take(self, handoff: Handoff, receiving: Watch) -> Outcome:
-        """What the receiving engine does with a handoff that was committed."""
+        """Plays the receiving engine for a committed handoff."""
         port, handoff_id = handoff.receiver.worker.port, handoff.handoff_id
         if handoff.fault is Fault.UNWANTED:
             port.release(handoff_id, all_ranks=True)
@@ -260,7 +261,10 @@ class Soak:
             raise Undue(f"did not expire: {ended.detail}")
 
     async def _settle(self, incarnation: Incarnation) -> None:
-        """Waits until a service holds nothing; the linger of an aborted send has no event."""
+        """Waits until a service holds nothing.
+
+        This polls, because the end of an aborted send's linger time sends no event.
+        """
         deadline = time.monotonic() + SETTLE_TIMEOUT_S
         while True:
             held = await incarnation.worker.client.stats()
@@ -285,14 +289,14 @@ class Soak:
         self.left += [str(path) for path in self._directory.iterdir()]
 
 
-def _said(sending: Watch, receiving: Watch) -> str:
-    """What the services said last of a handoff, in one line."""
+def _last_states(sending: Watch, receiving: Watch) -> str:
+    """Returns the last states of a handoff at both services, in one line."""
     states = []
     if (sent := sending.send) is not None:
         states.append(f"sender: {pb.LocalSendState.State.Name(sent.state)} {sent.detail}")
     if (received := receiving.receive) is not None:
         states.append(f"receiver: {pb.HandoffState.Name(received.state)} {received.detail}")
-    return "; ".join(states) or "the services said nothing"
+    return "; ".join(states) or "no state was reported"
 
 
 def _committed(sent: pb.LocalSendState) -> bool:
@@ -302,13 +306,13 @@ def _committed(sent: pb.LocalSendState) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--handoffs", type=int, default=20_000)
-    parser.add_argument("--kills", type=int, default=8, help="workers that are killed")
+    parser.add_argument("--kills", type=int, default=8, help="number of workers to kill")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--growth-mib",
         type=float,
         default=8.0,
-        help="of a service's memory after the warm-up, judged from 12,000 handoffs on",
+        help="largest growth of a service's memory after the warm-up; needs 12,000 handoffs",
     )
     parser.add_argument("--quick", action="store_true", help="1,000 handoffs, two kills")
     parser.add_argument("--json", type=Path, default=Path("bench/results/soak.json"))
@@ -316,7 +320,7 @@ def main() -> int:
     interrupts.on_sigterm()
     num_handoffs = 1000 if arguments.quick else arguments.handoffs
     num_kills = 2 if arguments.quick else arguments.kills
-    # gRPC's own account of connections to killed services.
+    # gRPC would log every broken connection to a killed service.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bench-") as name:

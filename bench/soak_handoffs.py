@@ -1,4 +1,4 @@
-"""The handoffs of a soak, what goes wrong with them, and the workers that they run between."""
+"""The handoffs of bench/soak.py, their injected faults, and the workers."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ MIB = 2**20
 # 6 KiB per block of 4 tokens.
 LAYOUT = KvLayout("soak", "soak", "float32", 3, 2, 8, 4, 1024, "heads,tokens,content", tp_size=2)
 FRAME_BYTES = 128 * 1024
-# Of the workers' places: half of their pairs share memory, a third have only gRPC in common.
+# Transports of each worker. Half of the pairs have shm in common, a third have only gRPC.
 TRANSPORTS = (
     ["shm", "gloo", "grpc"],
     ["shm", "grpc"],
     ["gloo", "grpc"],
     ["shm", "grpc"],
 )
-# How long an engine waits for an answer of its service.
+# Timeout of an engine's calls to its service.
 ANSWER_TIMEOUT_S = 10.0
-# The first samples of a worker's memory do not count; as many after them are compared with its
-# last.
+# The first samples of a worker's memory are ignored. The same number of samples after them is
+# compared with the last ones.
 WARM_UP_SAMPLES = 4
 
 
 class Fault(Enum):
-    """What goes wrong with a handoff."""
+    """Fault that is injected into a handoff."""
 
     NONE = "none"
     ABORTED = "sender aborts"
@@ -44,18 +44,18 @@ class Fault(Enum):
 
 
 class Outcome(Enum):
-    """How a handoff ended."""
+    """Outcome of a handoff."""
 
     LOADED = "loaded, right"
     WRONG = "loaded, WRONG"
-    ENDED = "ended unloaded"
+    ENDED = "ended without load"
     NO_ROOM = "no room"
     LOST = "worker killed"
-    UNDUE = "failed UNDULY"
+    UNDUE = "failed WITHOUT CAUSE"
     HUNG = "HUNG"
 
 
-# Of handoffs, in per cent.
+# Weight of each fault in the random choice.
 SHARES = {
     Fault.NONE: 61,
     Fault.ABORTED: 9,
@@ -73,12 +73,12 @@ class Incarnation:
     """One worker from its start to its end.
 
     Attributes:
-        place: index of its transports.
-        killed: whether it was killed, or is about to be.
-        private_bytes: samples of its service's memory.
-        num_files: samples of its service's open files.
-        num_handoffs: handoffs from or to it that have not ended.
-        idle: set while there are none.
+        place: Index of the worker's transports in TRANSPORTS.
+        killed: Whether the worker was killed or is about to be killed.
+        private_bytes: Samples of the service's private memory.
+        num_files: Samples of the number of open files of the service.
+        num_handoffs: Running handoffs from or to this worker.
+        idle: Set while there are no such handoffs.
     """
 
     place: int
@@ -90,7 +90,7 @@ class Incarnation:
     idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def taking_part(self, change: int) -> None:
-        """A handoff from or to it begins (1) or has ended (-1)."""
+        """Counts a handoff from or to this worker that begins (1) or has ended (-1)."""
         self.num_handoffs += change
         if self.num_handoffs:
             self.idle.clear()
@@ -98,7 +98,7 @@ class Incarnation:
             self.idle.set()
 
     def growth_bytes(self) -> float | None:
-        """How much its memory has grown since the warm-up; None where it lived too short a time."""
+        """Returns the memory growth since the warm-up; None if there are too few samples."""
         steady = self.private_bytes[WARM_UP_SAMPLES:]
         if len(steady) < 2 * WARM_UP_SAMPLES:
             return None
@@ -106,18 +106,18 @@ class Incarnation:
 
 
 class Undue(Exception):
-    """A handoff ended as nothing that was done to it explains."""
+    """A handoff ended in a way that its injected fault does not explain."""
 
 
 @dataclass(slots=True)
 class Handoff:
-    """One handoff and what goes wrong with it; all random choices follow from its id.
+    """One handoff with its fault; all its random choices follow from its ID.
 
     Attributes:
-        source: what they are drawn from.
-        epoch: how often its prefill was begun.
-        offset: where its bytes lie in the sender's segment; -1 until it is open.
-        digest: checksum of all that the sending engine wrote last.
+        source: Random generator of this handoff.
+        epoch: Number of times that the prefill was started.
+        offset: Offset of the bytes in the sender's segment; -1 until the handoff is open.
+        digest: Checksum of the bytes that the sending engine wrote last.
     """
 
     handoff_id: bytes
@@ -132,7 +132,7 @@ class Handoff:
 
     @property
     def killed(self) -> bool:
-        """Whether one of its workers was."""
+        """Whether the sender or the receiver was killed."""
         return self.sender.killed or self.receiver.killed
 
     def __str__(self) -> str:
@@ -140,16 +140,16 @@ class Handoff:
         return f"{self.handoff_id.hex()}, {pair}, {self.fault.value}"
 
     def content(self) -> bytes:
-        """What the engine writes in this epoch."""
+        """Returns the bytes that the engine writes in this epoch."""
         seed = self.handoff_id + self.epoch.to_bytes(4, "little")
         return random.Random(seed).randbytes(LAYOUT.handoff_bytes(self.num_blocks))
 
     async def fill(self, num_layers: int = LAYOUT.num_layers, *, alter: bool = False) -> None:
-        """Writes layer after layer of every rank, and tells the service; others run in between.
+        """Writes layer after layer of every rank and notifies the service of each layer.
 
         Args:
-            num_layers: how many are written.
-            alter: one of the frames has a wrong checksum.
+            num_layers: Number of layers to write.
+            alter: Whether one of the frames gets a wrong checksum.
         """
         port, data = self.sender.worker.port, self.content()
         self.digest = checksum(data)
@@ -176,7 +176,7 @@ class Handoff:
             await asyncio.sleep(0)
 
     def load(self) -> bytes | None:
-        """Claims, copies and releases every rank's part; None when one cannot be claimed."""
+        """Claims, copies and releases every rank's part; returns None if a claim fails."""
         port, parts = self.receiver.worker.port, []
         for rank in range(LAYOUT.tp_size):
             claim = port.claim(self.handoff_id, rank, timeout_s=ANSWER_TIMEOUT_S)

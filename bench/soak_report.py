@@ -1,4 +1,4 @@
-"""What a soak is held to, its figures and its tables."""
+"""Goals, figures and tables of bench/soak.py."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 
 
 def goals_of(soak: Soak, growth_mib: float) -> list[Goal]:
-    """What a soak is held to, and whether it kept it.
+    """Returns the goals of a finished soak with their measured values.
 
     Args:
-        soak: run.
-        growth_mib: how much a service's memory may grow.
+        soak: A soak that has run.
+        growth_mib: How much a service's memory may grow, in MiB.
     """
     grown = [growth for each in soak.everyone if (growth := each.growth_bytes()) is not None]
     offered = {name for names in TRANSPORTS for name in names}
     goals = [
         Goal("wrong digests", soak.count(Outcome.WRONG), 0),
         Goal("handoffs that hung", soak.count(Outcome.HUNG), 0),
-        Goal("handoffs that failed unduly", soak.count(Outcome.UNDUE), 0),
+        Goal("handoffs that failed without a cause", soak.count(Outcome.UNDUE), 0),
         Goal("things left behind", len(soak.left), 0),
         Goal("transports that moved nothing", len(offered - set(soak.committed_by)), 0),
     ]
@@ -37,7 +37,7 @@ def goals_of(soak: Soak, growth_mib: float) -> list[Goal]:
 
 
 def figures(soak: Soak, wall_s: float, goals: Sequence[Goal]) -> dict[str, Any]:
-    """All that was seen, for JSON."""
+    """Returns all measurements for JSON."""
     return {
         "num_handoffs": soak.outcomes.total(),
         "wall_s": wall_s,
@@ -100,6 +100,6 @@ def show(results: dict[str, Any]) -> None:
             ]
         )
     header = ["worker", "killed", "first MiB", "most", "last", "growth", "open files"]
-    stats.print_table("Services' resident memory without what they map", header, rows)
+    stats.print_table("Private resident memory of the services", header, rows)
     for line in [*results["undue"][:10], *results["left"][:10]]:
         print(line)

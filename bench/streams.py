@@ -1,4 +1,4 @@
-"""Streamed requests against each kind of server, timed token by token, and their closed loop."""
+"""Sends streamed requests to each kind of server and records the time of each token."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ REQUEST_TIMEOUT_S = 300.0
 
 @dataclass(slots=True)
 class Timed:
-    """When a request's tokens came, in seconds from its submission.
+    """Tokens of a request and their times, in seconds from the submission.
 
     Attributes:
-        token_ids: what came.
-        times_s: of each token.
-        budget: Baton's own account of it.
-        prefilled_s: when NIXL's prefill server had answered.
+        token_ids: Received tokens.
+        times_s: Arrival of each token.
+        budget: Latency budget of the request; Baton only.
+        prefilled_s: Answer of the prefill server; NIXL only.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Timed:
 
     @property
     def second_gap_s(self) -> float:
-        """From the first to the second token: where a handoff shows."""
+        """Time from the first to the second token, which includes a handoff."""
         return self.gaps_s[0]
 
     @property
@@ -59,10 +59,10 @@ class Timed:
 
     @property
     def exposed_s(self) -> float | None:
-        """The part of the handoff that nothing hid; None where nothing was handed over.
+        """Handoff time that does not overlap with compute; None if there was no handoff.
 
-        Baton: its stage "handoff", from the last layer computed until the commit is verified.
-        NIXL: from the prefill server's answer to the first token, one decode step of it.
+        Baton: the stage "handoff", from the last computed layer to the verified commit.
+        NIXL: from the prefill server's answer to the first token, including one decode step.
         """
         if self.budget is not None:
             workers = {
@@ -73,11 +73,11 @@ class Timed:
 
     @property
     def prefill_s(self) -> float | None:
-        """What the exposed time is a share of; NIXL's holds its wait in the queue too."""
+        """Duration of the prefill; for NIXL, this includes the wait in the queue."""
         return self.stage_s("prefill") if self.budget is not None else self.prefilled_s
 
     def stage_s(self, stage: str) -> float:
-        """Of Baton's latency budget."""
+        """Returns the seconds of a stage of Baton's latency budget."""
         stages = self.budget.stages if self.budget is not None else ()
         return sum(one.duration_ms for one in stages if one.stage == stage) / 1e3
 
@@ -87,11 +87,11 @@ class Timed:
 
 
 Prompt: TypeAlias = list[int]
-Ask: TypeAlias = Callable[[Prompt], Awaitable[Timed]]
+Send: TypeAlias = Callable[[Prompt], Awaitable[Timed]]
 
 
-async def closed_loop(ask: Ask, prompts: Sequence[Prompt], concurrency: int) -> list[Timed]:
-    """Every prompt answered, `concurrency` in flight: the next goes out when one has ended.
+async def closed_loop(send: Send, prompts: Sequence[Prompt], concurrency: int) -> list[Timed]:
+    """Sends all prompts with `concurrency` in flight: a new one follows when one has ended.
 
     Returns:
         The answers in the order of the prompts.
@@ -100,7 +100,7 @@ async def closed_loop(ask: Ask, prompts: Sequence[Prompt], concurrency: int) -> 
 
     async def caller() -> None:
         for index, prompt in waiting:
-            answers[index] = await ask(prompt)
+            answers[index] = await send(prompt)
 
     async with asyncio.TaskGroup() as group:
         for _ in range(concurrency):
@@ -135,7 +135,7 @@ async def through_vllm(
     max_tokens: int,
     **extra: Any,
 ) -> Timed:
-    """vLLM's own OpenAI server, streaming."""
+    """Streams from vLLM's own OpenAI server."""
     timed, start = Timed(), time.perf_counter()
     body = _body(prompt, max_tokens) | {"stream": True} | extra
     async with http.post(f"{url}/v1/completions", json=body) as response:
@@ -156,9 +156,9 @@ async def through_nixl(
     prompt: Prompt,
     max_tokens: int,
 ) -> Timed:
-    """vLLM's NixlConnector with what its proxy does: prefill answers first, then decode streams.
+    """Sends a request to vLLM's NixlConnector pair in the way of vLLM's proxy.
 
-    The first token comes from the decode server, as with vLLM's proxies.
+    The prefill server answers first, then the decode server streams, including the first token.
     """
     start = time.perf_counter()
     body = _body(prompt, 1) | {"kv_transfer_params": {"do_remote_decode": True}}

@@ -1,4 +1,4 @@
-"""Starts and stops what the benchmarks compare: Baton, one plain vLLM, vLLM's NixlConnector."""
+"""Starts and stops the compared systems: Baton, plain vLLM, vLLM's NixlConnector."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from baton.runtime.affinity import VLLM_BIND_THREADS
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 60.0
 SCRAPE_TIMEOUT_S = 10.0
-# An engine that dies says why before it says what that broke.
+# Long enough to include the cause of an engine failure, which is logged before its consequences.
 LOG_TAIL_CHARS = 8000
-# Of CPUs that multiply bfloat16 in wide registers, by their flags in Linux; "bf16" is ARM's.
+# Linux flags of CPUs that multiply bfloat16 in wide registers; "bf16" is the flag of ARM CPUs.
 _BFLOAT16_FLAGS = {"avx512f", "bf16"}
 
 
@@ -39,7 +39,8 @@ class Process:
     """A started server.
 
     Attributes:
-        address: host:port or URL of what it serves.
+        address: host:port or URL of the server.
+        log: File with stdout and stderr of the process.
     """
 
     popen: subprocess.Popen[str]
@@ -47,9 +48,10 @@ class Process:
     log: Path
 
     def resident_bytes(self) -> dict[str, int]:
-        """Of it and of each process below it, by what they are; without memory they share.
+        """Returns resident memory of the process and its children by kind, without shared memory.
 
-        Staging is shared by three processes of a worker and is as large as configured.
+        Shared memory is left out because three processes of a worker share the staging segment,
+        which has a configured size.
         """
         main = psutil.Process(self.popen.pid)
         found: dict[str, int] = {}
@@ -60,9 +62,9 @@ class Process:
 
 
 def engine_args(model: str, max_num_seqs: int, **more: Any) -> dict[str, Any]:
-    """Of vLLM on a CPU, for a demo model.
+    """Returns vLLM's engine arguments for a demo model on a CPU.
 
-    Its weights are bfloat16, and float32 where that is several times as fast.
+    The weights are bfloat16, or float32 on CPUs where float32 is several times faster.
     """
     flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     return {
@@ -100,7 +102,7 @@ def plain_vllm(model: str, engine_args: dict[str, Any], cores: str) -> Iterator[
 def plain_pair(
     model: str, engine_args: dict[str, Any], cores: tuple[str, str]
 ) -> Iterator[tuple[Process, Process]]:
-    """Two vLLM OpenAI servers that know nothing of each other, each on its core."""
+    """Two independent vLLM OpenAI servers, each on its own core."""
     with contextlib.ExitStack() as stack:
         one, other = (
             stack.enter_context(_starting_vllm(model, engine_args, core)) for core in cores
@@ -144,10 +146,10 @@ def _starting_vllm(
 
 @dataclass(frozen=True, slots=True)
 class Baton:
-    """A coordinator and its workers, each a process of its own.
+    """The processes of a coordinator and its two workers.
 
     Attributes:
-        metrics_url: of the coordinator.
+        metrics_url: URL of the coordinator's metrics.
     """
 
     coordinator: Process
@@ -156,7 +158,7 @@ class Baton:
     metrics_url: str
 
     def handoff_counters(self) -> dict[str, float]:
-        """The coordinator's counters of handoffs since it started, by name and labels."""
+        """Returns the coordinator's handoff counters since its start, by name and labels."""
         with urllib.request.urlopen(self.metrics_url, timeout=SCRAPE_TIMEOUT_S) as response:
             families = list(text_string_to_metric_families(response.read().decode()))
         return {
@@ -178,10 +180,13 @@ def baton(
     cores: tuple[str, str],
     settings: Mapping[str, Any] | None = None,
 ) -> Iterator[Baton]:
-    """One coordinator, one prefill and one decode worker.
+    """Starts one coordinator, one prefill and one decode worker.
 
     Args:
-        settings: whole sections of the configuration, beside these.
+        model: Path of the model.
+        engine_args: Arguments of vLLM.
+        cores: Core of the prefill worker, core of the decode worker.
+        settings: Further configuration sections.
     """
     port, metrics = free_port(), f"127.0.0.1:{free_port()}"
     config = {
@@ -190,7 +195,7 @@ def baton(
         "engine_args": engine_args,
         "log_level": "warning",
         "coordinator": {"listen": f"127.0.0.1:{port}", "metrics_listen": metrics},
-        # As `baton up` does: off the core that prefills.
+        # As in `baton up`, the transfer services do not run on the core of the prefill worker.
         "kv_transfer": {"cpus": [int(cores[1])]},
         **(settings or {}),
     }
@@ -216,7 +221,7 @@ def baton(
 
 @contextlib.contextmanager
 def coordinator(config: dict[str, Any]) -> Iterator[Process]:
-    """A coordinator alone, on a free port: the caller brings workers and clients."""
+    """Starts only a coordinator, on a free port; the caller starts workers and clients."""
     address = f"127.0.0.1:{free_port()}"
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "baton.yaml"
@@ -229,7 +234,7 @@ def coordinator(config: dict[str, Any]) -> Iterator[Process]:
 
 @contextlib.contextmanager
 def module(name: str, arguments: list[str]) -> Iterator[Process]:
-    """A program of this package."""
+    """Runs a Python module as a process."""
     with _running([sys.executable, "-m", name, *arguments], {}) as (popen, log):
         yield Process(popen, "", log)
 

@@ -1,6 +1,6 @@
-"""Workers as their transfer services see them.
+"""Plays workers for real transfer services.
 
-The services are real; one object here plays a worker's main process and its engine's process.
+One `Worker` object plays both the worker's main process and the engine's process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Watch:
     """The latest states of one handoff at one worker.
 
     Attributes:
-        gone: the worker's service has ended.
+        gone: Whether the worker's service has ended.
     """
 
     send: pb.LocalSendState | None = None
@@ -36,7 +36,11 @@ class Watch:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def until(self, done: Callable[[Watch], bool]) -> None:
-        """Raises ServiceGone when the service ends first."""
+        """Waits until `done` is true.
+
+        Raises:
+            ServiceGone: the service ended before.
+        """
         while not done(self):
             if self.gone:
                 raise ServiceGone("the service has ended")
@@ -44,13 +48,13 @@ class Watch:
             await self.changed.wait()
 
     async def sent(self) -> pb.LocalSendState:
-        """How the send ended."""
+        """Waits for the end of the send and returns its last state."""
         await self.until(lambda watch: watch.send is not None)
         assert self.send is not None
         return self.send
 
     async def received(self, *states: pb.HandoffState.ValueType) -> pb.LocalHandoffState:
-        """The handoff in one of these states."""
+        """Waits until the received handoff is in one of these states."""
         await self.until(lambda watch: watch.receive is not None and watch.receive.state in states)
         assert self.receive is not None
         return self.receive
@@ -60,12 +64,12 @@ class Worker:
     """A transfer service and both of its clients.
 
     Attributes:
-        client: of the worker's main process.
-        port: of the engine's process, subscribed to nothing.
+        client: Client of the worker's main process.
+        port: Client of the engine's process; it has no subscriptions.
     """
 
     def __init__(self, client: TransferClient, port: EnginePort) -> None:
-        """Takes over both; use `start`."""
+        """Owns both clients; call `start` instead."""
         self.client, self.port = client, port
         self._process = psutil.Process(client.pid)
         self._watches: dict[bytes, Watch] = {}
@@ -76,7 +80,8 @@ class Worker:
         """Starts a service with its socket in `directory`, for engines with this cache.
 
         Raises:
-            ServiceGone, TransferRefused: it did not start, or does not take the layout.
+            ServiceGone: the service did not start.
+            TransferRefused: the service refused the layout.
         """
         socket_path = str(directory / f"{secrets.token_hex(4)}.sock")
         client = await TransferClient.start(config, socket_path, log_level="error")
@@ -92,22 +97,22 @@ class Worker:
         return SEGMENT_DIRECTORY / self.port.description.shm_name
 
     def cpu_s(self) -> float:
-        """Processor time of the service's process, all threads."""
+        """Returns the CPU time of the service's process with all threads."""
         times = self._process.cpu_times()
         return times.user + times.system
 
     def private_bytes(self) -> int:
-        """Resident memory of the service without what it maps: segments and program files."""
+        """Returns the service's resident memory without mapped segments and program files."""
         memory = self._process.memory_info()
         return int(memory.rss - memory.shared)
 
     def num_files(self) -> int:
-        """Open file descriptors of the service."""
+        """Returns the number of open file descriptors of the service."""
         return int(self._process.num_fds())
 
     @contextlib.contextmanager
     def watching(self, handoff_id: bytes) -> Iterator[Watch]:
-        """From before it is opened; states that change while nobody watches are not kept."""
+        """Records the states of a handoff inside the block; enter it before the handoff opens."""
         watch = self._watches[handoff_id] = Watch(gone=self.client.gone.is_set())
         try:
             yield watch
@@ -140,10 +145,10 @@ class Worker:
 async def pair(
     sending: KvTransferConfig, receiving: KvTransferConfig, directory: Path, layout: KvLayout
 ) -> AsyncIterator[tuple[Worker, Worker]]:
-    """A sender and a receiver."""
+    """Starts a sender and a receiver."""
     async with contextlib.AsyncExitStack() as stack:
         workers = []
-        # The sender ends first: a receiver that does would interrupt it.
+        # The sender ends first, because the end of the receiver would interrupt its sends.
         for config in (receiving, sending):
             workers.append(await Worker.start(config, directory, layout))
             stack.push_async_callback(workers[-1].close)
@@ -152,6 +157,6 @@ async def pair(
 
 
 def free_shared_bytes() -> int:
-    """Room for more segments."""
+    """Returns the free bytes for further segments."""
     stat = os.statvfs(SEGMENT_DIRECTORY)
     return stat.f_bavail * stat.f_frsize

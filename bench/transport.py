@@ -1,8 +1,8 @@
-"""What a transfer service moves at a set rate: every transport, beside NIXL and memcpy.
+"""Measures transfer services with every transport, compared with NIXL and memcpy.
 
-`python -m baton.bench.transport --help`. Real services with synthetic KV: one process plays both
-engines (see transport_driver.py). The receiver's service moves and verifies every byte; of some
-handoffs this process reads all of them again.
+`python -m baton.bench.transport --help`. Real services move synthetic KV caches; one process plays
+both engines (see transport_driver.py). The receiver's service verifies every byte, and this process
+reads all bytes of some handoffs again.
 """
 
 from __future__ import annotations
@@ -40,24 +40,28 @@ from baton.runtime.config import KvTransferConfig
 
 TRANSPORTS = ("shm", "gloo", "grpc")
 RATES_GB_S = (0.5, 1.0, 2.0, 4.0)
-# Under way in a paced engine: one in prefill, one opening, one committing.
+# Handoffs in flight in a paced engine: one in prefill, one opening, one committing.
 PACED_HANDOFFS = 3
-# Concurrent handoffs and connections, flat out.
+# Combinations of concurrent handoffs and connections for the runs at full speed.
 GRPC_STREAMS = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4))
 STAGING_BYTES = 1280 * 2**20
 MEMCPY_REPEATS = 5
-# Of which gRPC's own copies are counted: the last is what a frame travels in.
+# Message sizes for which gRPC's own copies are counted; the last one is the size of a frame.
 MESSAGE_BYTES = (2**14, 2**16, FRAME_TARGET_BYTES)
-# Of a core that does nothing else.
+# A core counts as fully used from this share of its time on.
 FULL = 0.9
 
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What all runs have in common.
+    """Settings that all runs share.
 
     Attributes:
-        memcpy_gb_s: taken before each pair of services starts, so that it meets the same machine.
+        directory: Directory of the services' sockets.
+        staging_bytes: Size of each staging segment.
+        seconds: Smallest duration of a run.
+        memcpy_gb_s: Speeds of memcpy, measured before each pair of services starts, so that the
+            state of the machine is similar.
     """
 
     directory: Path
@@ -73,7 +77,7 @@ class Bench:
         *,
         grpc_connections: int = 1,
     ) -> list[Run]:
-        """Runs of (rate, streams), one after the other, between the same two services."""
+        """Makes a run for each (rate, streams), one after the other, with the same services."""
         common = {
             "transports": [transport],
             "grpc_connections": grpc_connections,
@@ -87,7 +91,8 @@ class Bench:
         ) as workers:
             driver = Driver(*workers, shape, transport)
             try:
-                # Every page of both stagings is touched, every checksum known, every link made.
+                # Warm-up: touches every page of both segments, computes the checksums, and opens
+                # the connections.
                 await driver.run(None, STAGED_HANDOFFS, 0)
                 return [
                     await driver.run(rate_gb_s, streams, self.seconds)
@@ -99,7 +104,7 @@ class Bench:
     async def copies(
         self, transport: str, shape: Shape, counter: CopyCounter
     ) -> tuple[float, float]:
-        """Bytes copied per byte moved: by the sender's service, by the receiver's."""
+        """Returns copied bytes per moved byte for the sender's and the receiver's service."""
         config = KvTransferConfig(
             send_bytes=shape.handoff_bytes,
             receive_bytes=shape.handoff_bytes,
@@ -125,7 +130,7 @@ class Bench:
 
 
 def memcpy_gb_s(handoff_bytes: int, repeats: int) -> list[float]:
-    """Speeds of copying frames from one shared mapping to another, one thread."""
+    """Returns speeds of one thread that copies frames from one shared mapping to another."""
     source, target = mmap.mmap(-1, handoff_bytes), mmap.mmap(-1, handoff_bytes)
     speeds = []
     with memoryview(source) as reading, memoryview(target) as writing:
@@ -194,7 +199,7 @@ async def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def goals(results: dict[str, Any], shape: str) -> list[dict[str, Any]]:
-    """What is to be reached, what was seen, and whether that is enough."""
+    """Returns the goals with their measured values and whether they are reached."""
     speed = {run["transport"]: run["gb_s"] for run in results["flat"] if run["shape"] == shape}
     made: list[dict[str, Any]] = []
 
@@ -226,7 +231,7 @@ def goals(results: dict[str, Any], shape: str) -> list[dict[str, Any]]:
 
 
 def _cores(run: dict[str, Any]) -> tuple[float, float]:
-    """How many cores the busier service took, and all of the run's processes together."""
+    """Returns the cores used by the busier service, and by all processes of the run."""
     cpu_s = [run[f"{who}_cpu_s"] for who in ("sender", "receiver", "driver")]
     return max(cpu_s[:2]) / run["wall_s"], sum(cpu_s) / run["wall_s"]
 
@@ -267,7 +272,7 @@ def show(results: dict[str, Any]) -> None:
     stats.print_table("Every path (copies: user space, those of 1 KiB and more)", header, rows)
     if results["bare_copies"]:
         rows = [[f"{size:,}", f"{bare:.2f}"] for size, bare in results["bare_copies"].items()]
-        title = "What gRPC copies by itself before anybody has a message"
+        title = "Copies by gRPC itself before a handler gets the message"
         stats.print_table(title, ["bytes per message", "copies per byte"], rows)
     if results["streams"]:
         rows = [
@@ -284,7 +289,7 @@ def show(results: dict[str, Any]) -> None:
         for each in results["reaches"]
     ]
     if rows:
-        stats.print_table("Reaches", ["what", "seen", "reach", "reached"], rows)
+        stats.print_table("Goals", ["what", "seen", "goal", "reached"], rows)
 
 
 def main() -> int:
@@ -294,7 +299,7 @@ def main() -> int:
     parser.add_argument(
         "--rates", nargs="+", type=float, default=RATES_GB_S, help="GB/s at which KV is made"
     )
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each run, at least")
+    parser.add_argument("--seconds", type=float, default=3.0, help="smallest duration of a run")
     parser.add_argument("--no-nixl", dest="nixl", action="store_false")
     parser.add_argument("--quick", action="store_true", help="half a second per run")
     parser.add_argument("--json", type=Path, default=Path("bench/results/transport.json"))
@@ -304,7 +309,7 @@ def main() -> int:
         nixl_transfer.require(parser)
     if arguments.quick:
         arguments.seconds = 0.5
-    # What it says of connections that end is no failure.
+    # gRPC would log every closed connection, which is no error here.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     started = time.monotonic()
     results = asyncio.run(run_all(arguments))

@@ -1,8 +1,8 @@
-"""Both engines of a pair of transfer services, with synthetic KV.
+"""Plays both engines of a pair of transfer services, with synthetic KV caches.
 
-The sender's staging holds its content from the start, as if a GPU had written it there, so that
-filling a layer is only the notification of it, at the moment when a model of the set rate would
-have computed that layer.
+The sender's staging holds its content from the start, as if a GPU had written it. Filling a layer
+is therefore only the notification of the service, at the time at which a model with the configured
+rate would have computed the layer.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from baton.load import stats
 from baton.v1 import kv_transfer_pb2 as pb
 
 GB = 1e9
-# That fit into either staging.
+# Number of handoffs that fit into each staging segment.
 STAGED_HANDOFFS = 5
-# Every so many handoffs, and the first of a run, are read again whole.
+# The first handoff of a run and every eighth after it are read again completely.
 VERIFY_EVERY = 8
 HANDOFF_TIMEOUT_S = 60.0
-# An engine that is late by less catches up; by more, it has been held up and goes on from there.
+# A paced engine that is late by less than this catches up; otherwise its schedule is shifted.
 MAX_CATCH_UP_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A model's KV cache as one rank has it, and a prompt.
+    """The KV cache layout of a model on one rank, and a prompt length.
 
     Attributes:
-        num_tokens: per handoff.
+        num_tokens: Tokens per handoff.
     """
 
     name: str
@@ -58,14 +58,14 @@ class Shape:
         return self.num_blocks * self.layout.block_bytes
 
     def fitting(self, staging_bytes: int) -> Shape:
-        """With a prompt of which STAGED_HANDOFFS fit."""
+        """Returns this shape with a prompt short enough that STAGED_HANDOFFS fit into staging."""
         most = staging_bytes // STAGED_HANDOFFS // self.layout.handoff_bytes(1)
         num_tokens = min(self.num_tokens, most * self.layout.block_size_tokens)
         return Shape(self.name, self.layout, num_tokens)
 
 
 def _llama(name: str, num_layers: int, num_kv_heads: int, num_tokens: int) -> Shape:
-    """Blocks of 16 tokens, heads of 128, keys and values in bfloat16."""
+    """Returns a shape with blocks of 16 tokens, head size 128, and bfloat16 keys and values."""
     block_bytes = 2 * num_kv_heads * 128 * 16 * 2
     axes = "heads,tokens,content"
     layout = KvLayout(
@@ -86,11 +86,12 @@ SHAPES = {
 
 @dataclass(slots=True)
 class Run:
-    """What one run moved, from idle to idle.
+    """The figures of one run, which begins and ends with idle services.
 
     Attributes:
-        rate_gb_s: at which KV was made; None: all there from the start.
-        num_verified: handoffs whose every byte was read again.
+        rate_gb_s: Rate at which the KV cache was filled; None: filled at once.
+        streams: Handoffs in flight.
+        num_verified: Handoffs with all bytes read again.
     """
 
     transport: str
@@ -124,19 +125,21 @@ class Run:
 
 
 class Driver:
-    """Both engines of one pair.
+    """Plays both engines of one pair.
 
     Args:
-        transport: that every handoff must take.
+        sender, receiver: The workers.
+        shape: Layout and prompt length.
+        transport: Transport that every handoff must use.
     """
 
     def __init__(self, sender: Worker, receiver: Worker, shape: Shape, transport: str) -> None:
         self._sender, self._receiver = sender, receiver
         self._shape, self._transport = shape, transport
-        # The decode engine's thread: its port blocks.
+        # The decode engine needs a thread, because calls of its port block.
         self._loading = ThreadPoolExecutor(1)
         self._checksums: dict[tuple[int, int], int] = {}
-        # One prompt prefills at a time; when the one before is (or would have been) done.
+        # One prompt prefills at a time; `_free_at` is the scheduled end of the last prefill.
         self._prefilling = asyncio.Lock()
         self._free_at = 0.0
         write_content(sender.port.memory[: sender.client.send_bytes])
@@ -145,16 +148,16 @@ class Driver:
         self._loading.shutdown()
 
     async def run(self, rate_gb_s: float | None, streams: int, seconds: float) -> Run:
-        """Hands over for so long, then until everything that began has ended.
+        """Makes handoffs for `seconds`, then waits until all of them have ended.
 
         Args:
-            rate_gb_s: one engine prefills prompt after prompt at this rate, with `streams` of them
-                under way; None: `streams` handoffs at a time, all their layers filled at once.
-            streams: at most STAGED_HANDOFFS.
-            seconds: 0 is one handoff per stream.
+            rate_gb_s: One engine prefills prompt after prompt at this rate, with `streams` handoffs
+                in flight. None: all layers of a handoff are filled at once.
+            streams: Handoffs in flight, at most STAGED_HANDOFFS.
+            seconds: Duration; 0 means one handoff per stream.
 
         Raises:
-            TransferError: a handoff did not end as it must.
+            TransferError: a handoff failed, used another transport, or had wrong bytes.
         """
         run = Run(self._transport, self._shape.name, rate_gb_s, streams)
         started = self._free_at = time.monotonic()
@@ -210,7 +213,7 @@ class Driver:
         run.exposed_ms.append(sent.exposed_us / 1e3)
 
     async def _prefill(self, layers: Sequence[list[pb.LocalFrame]], layer_s: float) -> None:
-        """Fills layer after layer at the moments at which they would have been computed."""
+        """Fills layer after layer at the times at which a model would have computed them."""
         async with self._prefilling:
             now = time.monotonic()
             due = self._free_at if now - self._free_at < MAX_CATCH_UP_S else now
@@ -222,7 +225,7 @@ class Driver:
             self._free_at = due
 
     def _layers(self, handoff_id: bytes, offset: int) -> list[list[pb.LocalFrame]]:
-        """The notifications of a whole handoff whose staging begins at `offset`."""
+        """Returns the notifications of a whole handoff by layer; its staging begins at `offset`."""
         layout, num_blocks = self._shape.layout, self._shape.num_blocks
         layers = []
         for layer in range(layout.num_layers):
@@ -244,7 +247,7 @@ class Driver:
         return layers
 
     def _checksum(self, start: int, size: int) -> int:
-        """Of a run of the sender's staging, whose content never changes."""
+        """Returns the checksum of a part of the sender's staging; the content never changes."""
         known = self._checksums.get((start, size))
         if known is None:
             known = checksum(self._sender.port.memory[start : start + size])
@@ -252,7 +255,7 @@ class Driver:
         return known
 
     def _load(self, handoff_id: bytes, sent_from: int, verify: bool) -> None:
-        """What a decode engine does with a committed handoff, but for the copy into its cache."""
+        """Plays a decode engine for a committed handoff, without the copy into the KV cache."""
         port, layout = self._receiver.port, self._shape.layout
         claim = port.claim(handoff_id, 0, timeout_s=HANDOFF_TIMEOUT_S)
         if claim is None:
@@ -271,7 +274,7 @@ class Driver:
 
 
 def write_content(memory: memoryview) -> None:
-    """No two frames alike: the period is odd, and longer than a frame."""
+    """Fills memory so that no two frames are equal: the period is odd and longer than a frame."""
     period = random.Random(0).randbytes(FRAME_TARGET_BYTES + 4097)
     for start in range(0, len(memory), len(period)):
         part = memory[start : start + len(period)]

@@ -1,14 +1,16 @@
-"""Why disaggregate: one prefill and one decode worker against two plain vLLM servers.
+"""Compares one prefill and one decode worker with two plain vLLM servers: why disaggregate.
 
-`make bench`, or `python -m baton.bench.why --help`. Both systems have the same two cores and get
-the same requests at the same times, one after the other, in an order that changes with each pair.
-The plain servers are asked in turn (round robin); Baton has a coordinator with lanes, admission and
-conditional disaggregation. A request counts when its first token comes within 1 s and the mean of
-its gaps is at most 50 ms; one that is refused, or given up after five minutes, does not.
+`make bench`, or `python -m baton.bench.why --help`. Both systems use the same two cores and get the
+same requests at the same times. They run one after the other, in an order that alternates between
+pairs of runs. Requests go to the plain servers in turn (round robin); Baton has a coordinator with
+lanes, admission and conditional disaggregation. A request meets the SLO if its first token arrives
+within 1 s and its mean gap is at most 50 ms. Refused requests and requests that time out after five
+minutes do not meet the SLO.
 
-The highest rate that each system keeps up with is looked for too. At the rate that is asked for a
-fast machine has little to do, and nobody can keep more than all: there both are compared again
-where round robin keeps about as few as it does on a slow machine.
+The benchmark also searches for the highest rate that each system can keep. At the requested rate a
+fast machine is almost idle, and both systems meet the SLO for nearly all requests. On such a
+machine the systems are compared again at a rate at which round robin meets the SLO for about the
+same share of requests as on a slow machine.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from typing import Any
 import aiohttp
 
 from baton.bench import interrupts, mixed_load, streams, systems
-from baton.bench.mixed_load import LONG, Answer, Arrival, Ask, Slo
+from baton.bench.mixed_load import LONG, Answer, Arrival, Send, Slo
 from baton.bench.rate_search import GROWTH, RateSearch
 from baton.bench.streams import Timed
 from baton.client import errors
@@ -43,7 +45,7 @@ MODEL = "demo-88m"
 ENGINE_ARGS = systems.engine_args(MODEL, max_num_seqs=64, enable_prefix_caching=False)
 ROBIN, BATON = "round robin", "Baton"
 SLO = Slo()
-# The configuration of whoever has that SLO, for all requests.
+# The configuration of an operator with this SLO for all requests.
 SETTINGS = {
     "lanes": {
         "interactive": {"ttft_ms": round(SLO.ttft_s * 1e3), "itl_ms": round(SLO.itl_s * 1e3)},
@@ -52,16 +54,18 @@ SETTINGS = {
     "decode": {"local_prefill": True},
 }
 READY_TIMEOUT_S = 300.0
-# A vLLM rank spins for a second after its last step; the next system's turn begins after that.
+# A vLLM rank spins for a second after its last step; the next system's run begins after that.
 SPIN_S = 1.5
-# The share of requests that the highest rate keeps within the SLO.
+# A rate counts as kept if this share of the requests meets the SLO.
 KEPT_SHARE = 0.9
-# That of round robin at 2 requests/s on the machine for which the goals were set: 57 to 65 %.
+# Share of requests that met the SLO with round robin at 2 requests/s on the machine for which the
+# goals were set: 57 to 65 %.
 BUSY_SHARE = 0.61
 
 SHARES = ("met_share", "shed_share", "short_met_share", "long_met_share")
-LEAST_GOODPUT, LEAST_RATE = 1.4, 1.3
-MOST = {"itl_p99_ms": 0.4, "ttft_p50_ms": 1.1, "ttft_p90_ms": 1.1, "ttft_p99_ms": 1.1}
+# Goals: Baton / round robin.
+MIN_GOODPUT, MIN_RATE = 1.4, 1.3
+MAX_RATIOS = {"itl_p99_ms": 0.4, "ttft_p50_ms": 1.1, "ttft_p90_ms": 1.1, "ttft_p99_ms": 1.1}
 
 
 @dataclass(slots=True)
@@ -69,9 +73,9 @@ class Load:
     """Pairs of runs at one rate.
 
     Attributes:
-        name: what the rate is, in words.
-        rate: requests/s.
-        pairs: answers by system.
+        name: Description of the rate.
+        rate: Requests/s.
+        pairs: For each pair, the answers by system.
     """
 
     name: str
@@ -85,7 +89,7 @@ class Load:
         return medians(self.summaries(system))
 
     def ratios(self) -> dict[str, float]:
-        """Baton's over round robin's of the same pair, medians; but for shares."""
+        """Returns the medians of Baton / round robin within a pair; shares are left out."""
         pairs = zip(self.summaries(BATON), self.summaries(ROBIN), strict=True)
         return medians(
             [
@@ -97,11 +101,11 @@ class Load:
 
 @dataclass(slots=True)
 class Results:
-    """All that a run has seen.
+    """All measurements of the benchmark.
 
     Attributes:
-        loads: that which was asked for, then, if its rate was looked for, the busy one.
-        searches: by system, for the highest rate; empty when none was made.
+        loads: The requested load, then the busy load if there was a search for its rate.
+        searches: Searches for the highest rate, by system; empty without a search.
     """
 
     loads: list[Load] = field(default_factory=list)
@@ -114,41 +118,43 @@ def medians(rows: list[dict[str, float]]) -> dict[str, float]:
 
 async def run(arguments: argparse.Namespace) -> Results:
     results = Results()
-    async with both() as asks:
-        for name, ask in asks.items():
+    async with both() as senders:
+        for name, send in senders.items():
             load = mixed_load.arrivals("warm up", arguments.rate, arguments.warm_up)
-            await turn(name, ask, load, "warm-up")
+            await turn(name, send, load, "warm-up")
         if arguments.pairs:
-            results.loads.append(Load("as asked for", arguments.rate))
-            await measure(results.loads[-1], asks, arguments.pairs, arguments.requests)
+            results.loads.append(Load("as requested", arguments.rate))
+            await measure(results.loads[-1], senders, arguments.pairs, arguments.requests)
         if arguments.search:
             results.searches = {
-                name: RateSearch(KEPT_SHARE, arguments.rate * GROWTH) for name in asks
+                name: RateSearch(KEPT_SHARE, arguments.rate * GROWTH) for name in senders
             }
-            await search(results.searches, asks, arguments)
+            await search(results.searches, senders, arguments)
             if any(load.medians(ROBIN)["met_share"] <= BUSY_SHARE for load in results.loads):
-                return results  # What was asked for was busy enough.
-            # This machine's speed is not that of the next one: what is busy has to be found.
+                return results  # The requested load was busy enough.
+            # The rate of a busy load depends on the speed of the machine.
             busy = RateSearch(BUSY_SHARE, results.searches[ROBIN].rate or arguments.rate)
-            await search({ROBIN: busy}, asks, arguments)
+            await search({ROBIN: busy}, senders, arguments)
             if busy.rate:
-                name = f"where round robin keeps about {BUSY_SHARE * 100:.0f} %"
+                name = f"round robin meets the SLO for about {BUSY_SHARE * 100:.0f} %"
                 results.loads.append(Load(name, busy.rate))
-                await measure(results.loads[-1], asks, arguments.busy_pairs, arguments.requests)
+                await measure(results.loads[-1], senders, arguments.busy_pairs, arguments.requests)
     return results
 
 
-async def measure(load: Load, asks: Mapping[str, Ask], num_pairs: int, num_requests: int) -> None:
+async def measure(
+    load: Load, senders: Mapping[str, Send], num_pairs: int, num_requests: int
+) -> None:
     for index in range(num_pairs):
         what = f"{load.rate:.2f} requests/s, pair {index}"
         arrivals = mixed_load.arrivals(f"pair {index}", load.rate, num_requests)
-        order = list(asks) if index % 2 == 0 else list(asks)[::-1]
-        load.pairs.append({name: await turn(name, asks[name], arrivals, what) for name in order})
+        order = list(senders) if index % 2 == 0 else list(senders)[::-1]
+        load.pairs.append({name: await turn(name, senders[name], arrivals, what) for name in order})
 
 
 @contextlib.asynccontextmanager
-async def both() -> AsyncIterator[dict[str, Ask]]:
-    """Both systems started; whichever has no turn has nothing to do."""
+async def both() -> AsyncIterator[dict[str, Send]]:
+    """Starts both systems; only one of them gets requests at a time."""
     model = demo_model.ensure(MODEL)
     cores = sorted(os.sched_getaffinity(0))
     pair_cores = str(cores[0]), str(cores[1 % len(cores)])
@@ -164,14 +170,14 @@ async def both() -> AsyncIterator[dict[str, Ask]]:
             await client.wait_ready(READY_TIMEOUT_S)
             in_turn = itertools.cycle(server.address for server in servers)
 
-            async def ask_robin(arrival: Arrival) -> Timed | None:
+            async def send_round_robin(arrival: Arrival) -> Timed | None:
                 max_tokens, url = arrival.kind.output_tokens, next(in_turn)
-                # An overloaded server refuses nothing; nobody waits longer for it.
+                # An overloaded vLLM server refuses no request, so requests end by timeout.
                 with contextlib.suppress(TimeoutError):
                     return await streams.through_vllm(http, url, arrival.prompt, max_tokens)
                 return None
 
-            async def ask_baton(arrival: Arrival) -> Timed | None:
+            async def send_to_baton(arrival: Arrival) -> Timed | None:
                 kind = arrival.kind
                 lane: LaneName = "batch" if kind == LONG else "interactive"
                 try:
@@ -181,13 +187,13 @@ async def both() -> AsyncIterator[dict[str, Ask]]:
                 except (errors.ResourceExhaustedError, errors.DeadlineExceededError):
                     return None
 
-            yield {ROBIN: ask_robin, BATON: ask_baton}
+            yield {ROBIN: send_round_robin, BATON: send_to_baton}
 
 
-async def turn(name: str, ask: Ask, load: list[Arrival], what: str) -> list[Answer]:
+async def turn(name: str, send: Send, load: list[Arrival], what: str) -> list[Answer]:
     await asyncio.sleep(SPIN_S)
     began = time.monotonic()
-    answers = await mixed_load.open_loop(ask, load)
+    answers = await mixed_load.open_loop(send, load)
     spent_s, share = time.monotonic() - began, mixed_load.share_met(answers, SLO)
     line = f"{what}, {name}: {len(load)} requests in {spent_s:.0f} s, {share * 100:.0f} % within"
     print(line, file=sys.stderr, flush=True)
@@ -195,16 +201,16 @@ async def turn(name: str, ask: Ask, load: list[Arrival], what: str) -> list[Answ
 
 
 async def search(
-    searches: Mapping[str, RateSearch], asks: Mapping[str, Ask], arguments: argparse.Namespace
+    searches: Mapping[str, RateSearch], senders: Mapping[str, Send], arguments: argparse.Namespace
 ) -> None:
-    """All at once, step by step: what changes on the machine meets every system."""
+    """Alternates the steps of all searches, so that noise of the machine affects all systems."""
     for _ in range(arguments.search_steps):
         for name, one in searches.items():
             if one.is_done:
                 continue
             rate = one.next_rate
             load = mixed_load.arrivals("search", rate, round(rate * arguments.search_seconds))
-            answers = await turn(name, asks[name], load, f"{rate:.2f} requests/s")
+            answers = await turn(name, senders[name], load, f"{rate:.2f} requests/s")
             one.add(rate, mixed_load.share_met(answers, SLO))
 
 
@@ -212,13 +218,13 @@ def goals(results: Results) -> Iterator[Goal]:
     for load in results.loads:
         ratios, at = load.ratios(), f"{load.rate:.3g} requests/s, {load.name}: "
         what = at + "goodput / round robin's"
-        yield Goal(what, ratios["goodput_per_s"], LEAST_GOODPUT, " x", at_least=True)
-        for name, most in MOST.items():
+        yield Goal(what, ratios["goodput_per_s"], MIN_GOODPUT, " x", at_least=True)
+        for name, most in MAX_RATIOS.items():
             yield Goal(f"{at}{COLUMNS[name]} / round robin's", ratios[name], most, " x")
     if results.searches:
         what = f"highest rate with {KEPT_SHARE * 100:.0f} % within the SLO / round robin's"
         ratio = stats.ratio(results.searches[BATON].low, results.searches[ROBIN].low)
-        yield Goal(what, ratio, LEAST_RATE, " x", at_least=True)
+        yield Goal(what, ratio, MIN_RATE, " x", at_least=True)
 
 
 COLUMNS = {
@@ -272,7 +278,9 @@ def show_load(load: Load) -> None:
         [kind, stage, *(f"{stats.percentile(values, at):.1f}" for at in (50, 90, 99))]
         for kind, stage, values in mixed_load.stages(answers)
     ]
-    stats.print_table("Where Baton's time went, ms", ["kind", "stage", "p50", "p90", "p99"], rows)
+    stats.print_table(
+        "Latency budget of Baton's requests, ms", ["kind", "stage", "p50", "p90", "p99"], rows
+    )
 
 
 def shown(column: str, value: float) -> str:
@@ -307,18 +315,18 @@ def as_json(results: Results) -> dict[str, Any]:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one pair of 60 requests, no search")
-    parser.add_argument("--pairs", type=int, help="of runs; 5 unless told (1 with --quick)")
-    parser.add_argument("--busy-pairs", type=int, default=5, help="of runs at the busy rate")
-    parser.add_argument("--requests", type=int, help="of each run; 300 unless told (60)")
+    parser.add_argument("--pairs", type=int, help="pairs of runs (default: 5; 1 with --quick)")
+    parser.add_argument("--busy-pairs", type=int, default=5, help="pairs of runs at the busy rate")
+    parser.add_argument("--requests", type=int, help="per run (default: 300; 60 with --quick)")
     parser.add_argument("--rate", type=float, default=2.0, help="requests/s")
     parser.add_argument("--warm-up", type=int, default=24, help="requests before the first pair")
     parser.add_argument(
         "--search",
         action=argparse.BooleanOptionalAction,
-        help="for the highest rate within the SLO, and for a busy one; on unless --quick",
+        help="search for the highest rate within the SLO (default: on, off with --quick)",
     )
-    parser.add_argument("--search-seconds", type=float, default=45.0, help="at each rate")
-    parser.add_argument("--search-steps", type=int, default=6, help="at most")
+    parser.add_argument("--search-seconds", type=float, default=45.0, help="duration at each rate")
+    parser.add_argument("--search-steps", type=int, default=6, help="largest number of rates")
     parser.add_argument("--json", type=Path, default=Path("bench/results/why.json"))
     arguments = parser.parse_args()
     if arguments.pairs is None:

@@ -1,4 +1,4 @@
-"""The benchmark of autoscaling: what it makes of runs, and that it runs from end to end."""
+"""The autoscaling benchmark: summaries of runs, goals, options, and a short run end to end."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_setting_beats_another_on_both_axes_or_not_at_all():
     assert not one.beats(runs((0.91, 11.5)))
 
 
-def test_a_baseline_is_met_with_the_best_that_is_no_dearer():
+def test_a_baseline_is_compared_with_the_best_setting_of_the_same_cost():
     strict, loose = (one for one in BATON_AT if one != BATON)
     found = {
         strict: runs((0.99, 17.0)),
@@ -60,10 +60,10 @@ def test_a_baseline_is_met_with_the_best_that_is_no_dearer():
     }
     hpa, planner = autoscale.frontier(found)
     assert hpa.endswith("Baton 98.0% for 16.0")
-    assert planner.endswith("no setting of Baton has as few")
+    assert planner.endswith("every setting of Baton uses more")
 
 
-def test_a_table_says_of_how_many_seeds_it_is(capsys):
+def test_a_table_names_its_number_of_seeds(capsys):
     autoscale.show("azure", 60.0, {STATIC: runs((0.99, 20.0))})
     assert "azure, cold start 60 s: one seed" in capsys.readouterr().out
     autoscale.show("azure", 60.0, {STATIC: runs((0.99, 20.0), (0.98, 21.0))})
@@ -87,7 +87,7 @@ def test_reaches_are_told_by_setting():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--traces", "nile"], "--traces: nile; must be of azure"),
+        (["--traces", "nile"], "--traces: nile; must be among azure"),
         (["--policies", "none"], "--policies: none"),
         (["--seeds", "0"], "--seeds: is 0"),
         (["--factor", "nan"], "--factor: is nan"),
@@ -114,7 +114,7 @@ def test_it_runs_from_end_to_end(capsys):
         assert len(one.by_seed) == 2
         assert 0 < one.attained <= 1
         assert math.isfinite(one.gpu_hours)
-    # Seeds are other loads.
+    # Different seeds give different loads.
     assert len({one.num_requests for one in found[STATIC].by_seed}) == 2
     assert "medians of 2 seeds" in capsys.readouterr().out
     assert details["azure, needs"]["prefill"]

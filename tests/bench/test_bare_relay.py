@@ -1,4 +1,4 @@
-"""The benchmark's bare relay: a client is told through it what a coordinator would tell."""
+"""The benchmark's bare relay: a client gets the same answers as through a coordinator."""
 
 import argparse
 import asyncio
@@ -12,7 +12,7 @@ NUM_REQUESTS, NUM_TOKENS, TIMEOUT_S = 5, 4, 120.0
 
 @contextlib.asynccontextmanager
 async def relayed(num_tokens):
-    """The address of a relay with its workers."""
+    """Starts a relay with its workers and yields its address."""
     address, ready = f"127.0.0.1:{systems.free_port()}", asyncio.Event()
     arguments = argparse.Namespace(
         relay=address, requests=NUM_REQUESTS, tokens=num_tokens, step_ms=1.0
@@ -36,7 +36,7 @@ async def seen_through_relay(num_tokens):
         client = SessionClient(address, NUM_REQUESTS, 16, num_tokens)
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                # The second time several submissions go as one message.
+                # In the second wave several submissions are sent as one message.
                 await wave(client, NUM_REQUESTS)
                 await wave(client, NUM_REQUESTS)
         finally:
@@ -45,7 +45,7 @@ async def seen_through_relay(num_tokens):
 
 
 async def test_every_request_has_all_of_its_tokens():
-    """The client itself looks at their order."""
+    """The client itself checks the order of the tokens."""
     assert await seen_through_relay(NUM_TOKENS) == (
         2 * NUM_REQUESTS,
         2 * NUM_REQUESTS * NUM_TOKENS,

@@ -1,4 +1,4 @@
-"""The baseline that has to be installed apart."""
+"""The NIXL baseline, which must be installed separately."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from baton.bench import nixl_transfer
 
 
-def test_a_run_that_could_not_end_is_not_begun(monkeypatch, capsys):
+def test_a_missing_nixl_is_reported_before_the_run(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         nixl_transfer.require(argparse.ArgumentParser())

@@ -1,4 +1,4 @@
-"""Rates that a system keeps up with are found whatever the machine's speed."""
+"""The rate search finds the highest sustainable rate on slow and fast machines."""
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,7 @@ def test_the_highest_rate_is_found_from_below_and_from_above(limit: float, first
     assert search.low <= search.rate <= search.low * RESOLUTION
 
 
-def test_nothing_is_claimed_that_was_not_tried() -> None:
+def test_only_tried_rates_count_as_kept() -> None:
     search = RateSearch(0.9, 2.0)
     assert (search.low, search.rate, search.is_done) == (0.0, 0.0, False)
     search.add(search.next_rate, 0.1)

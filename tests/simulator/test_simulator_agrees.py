@@ -1,22 +1,24 @@
-"""The simulator against what was measured on real A100s: DistServe's own runs.
+"""The simulator agrees with DistServe's published measurements on real A100s.
 
 OPT-13B, one prefill worker of tensor-parallel size 2 and one decode worker of size 1, 300 ShareGPT
-requests at Poisson rates. Nothing here is fitted to these runs. What steps cost is the profile that
-was published beside them; how that engine works is from its source, github.com/LLMServe/DistServe:
+requests at Poisson rates. Nothing in this test is fitted to these runs. The step times come from
+the profile that was published with the measurements. The behaviour of the engine comes from its
+source, github.com/LLMServe/DistServe:
 
 - prompts are computed whole, first come first served, up to 8,192 tokens or 128 prompts a step
   (evaluation/2-benchmark-serving/2-start-api-server.py, distserve/context_stage_scheduler.py);
-- a step costs 2 ms and 0.0001 ms per token more than the profile, for Ray (`add_ray_overhead` of
-  simdistserve/base/worker.py), and so does every migration, which is a Ray call as well;
-- the decode loop stands still while a prompt's KV cache is fetched (`post_process` is awaited in
-  `_step` of distserve/single_stage_engine.py): 819,200 bytes per token (40 layers, 5,120 wide, two
+- Ray adds 2 ms and 0.0001 ms per token to each step of the profile (`add_ray_overhead` of
+  simdistserve/base/worker.py), and also to each migration, which is a Ray call;
+- the decode loop stalls while a prompt's KV cache is fetched (`post_process` is awaited in `_step`
+  of distserve/single_stage_engine.py): 819,200 bytes per token (40 layers, hidden size 5,120, two
   bytes, keys and values) at 300 GB/s, NVLink 3's speed in one direction;
-- of requests that outgrow the decode worker's 66,144 tokens (max_num_tokens.csv) the last is
+- when requests outgrow the decode worker's 66,144 tokens (max_num_tokens.csv), the last request is
   swapped out (distserve/decoding_stage_scheduler.py);
-- a request joins the others when there is room for it beside those that wait, which hold 5 % of the
-  cache while there is a queue (`_check_add_to_cur_batch` of the same file; the share is
+- a request joins the batch when the KV cache has room for the request and 5 % of the cache stay
+  free for waiting requests (`_check_add_to_cur_batch` of the same file; the share is
   `waiting_block_prop_threshold` of distserve/config.py);
-- it sends every request on at once, whatever room the decode worker has: so it announces no limit.
+- the dispatcher forwards every request at once and ignores the room of the decode worker, so the
+  simulated workers announce no limit.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ SLO_TTFT_MS, SLO_TPOT_MS = 200, 100
 def model() -> LatencyModel:
     profile = json.loads((DATA / "profiler-a100-80g.distserve.json").read_text())
     sizes = profile["facebook/opt-13b"]
-    # The KV cache holds fewer than the 95 requests from which steps cost otherwise.
+    # The profile has another formula for 95 requests and more, which do not fit into the KV cache.
     (base, token, square), (step, kv_token, request) = (
         sizes["2"]["prefill"],
         sizes["1"]["decoding_smallbs"],
@@ -77,13 +79,13 @@ def shape(kv_tokens: int, max_num_seqs: int, waiting_share: float = 0.0) -> Shap
         handoff_s=RAY_S,
         handoff_per_token_s=KV_BYTES_PER_TOKEN / NVLINK_BYTES_PER_S,
         handoff_stalls=True,
-        # Both engines and their front end are on one machine.
+        # Both engines and their front end run on one machine, so messages are fast.
         delay_s=0.0005,
     )
 
 
 def simulated(rows: list[dict[str, float]]) -> list[tuple[float, float]]:
-    """TTFT and TPOT in milliseconds, by request."""
+    """Returns TTFT and TPOT in milliseconds for each request."""
     free = {"max_queued": 10**6, "max_queue_s": 3600}
     config = CoreConfig.of(
         parse(
@@ -119,7 +121,7 @@ def met(found: list[tuple[float, float]]) -> float:
 
 
 @pytest.mark.parametrize("rate", [3, 6, 9])
-def test_the_simulator_agrees_with_what_was_measured(rate):
+def test_the_simulator_agrees_with_the_measured_latencies(rate):
     with (DATA / f"distserve-c21d11-300-{rate}.csv").open() as file:
         rows = [{key: float(value) for key, value in row.items()} for row in csv.DictReader(file)]
     measured = [(one["ttft_ms"], one["tpot_ms"]) for one in rows]
