@@ -115,7 +115,6 @@ class Handoff:
 
     Attributes:
         source: Random generator of this handoff.
-        epoch: Number of times that the prefill was started.
         offset: Offset of the bytes in the sender's segment; -1 until the handoff is open.
         digest: Checksum of the bytes that the sending engine wrote last.
     """
@@ -126,7 +125,6 @@ class Handoff:
     receiver: Incarnation
     num_blocks: int
     source: random.Random
-    epoch: int = FIRST_EPOCH
     offset: int = -1
     digest: int = 0
 
@@ -140,9 +138,8 @@ class Handoff:
         return f"{self.handoff_id.hex()}, {pair}, {self.fault.value}"
 
     def content(self) -> bytes:
-        """Returns the bytes that the engine writes in this epoch."""
-        seed = self.handoff_id + self.epoch.to_bytes(4, "little")
-        return random.Random(seed).randbytes(LAYOUT.handoff_bytes(self.num_blocks))
+        """Returns the bytes that the sending engine writes."""
+        return random.Random(self.handoff_id).randbytes(LAYOUT.handoff_bytes(self.num_blocks))
 
     async def fill(self, num_layers: int = LAYOUT.num_layers, *, alter: bool = False) -> None:
         """Writes layer after layer of every rank and notifies the service of each layer.
@@ -166,7 +163,7 @@ class Handoff:
                     last = layer == LAYOUT.num_layers - 1 and first + count == self.num_blocks
                     filled.append(
                         filled_frame(
-                            self.handoff_id, self.epoch, rank, layer, first, count,
+                            self.handoff_id, FIRST_EPOCH, rank, layer, first, count,
                             data[start:end], last=last,
                         )
                     )  # fmt: skip
