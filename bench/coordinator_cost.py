@@ -172,7 +172,7 @@ async def ready(process: systems.Process) -> None:
     deadline = time.monotonic() + READY_TIMEOUT_S
     while "ready" not in process.log.read_text(encoding="utf-8", errors="replace"):
         if process.popen.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"{' '.join(map(str, process.popen.args))}: did not start")
+            raise RuntimeError(f"{process.popen.args!r}: did not start")
         await asyncio.sleep(0.05)
 
 
