@@ -1,4 +1,4 @@
-"""What the coordinator's tests share: a core under a virtual clock."""
+"""Shared fixtures of the coordinator's tests: a core under a virtual clock, and real servers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from baton.runtime import rpc
 from baton.runtime.config import BatchLaneConfig, InteractiveLaneConfig, LanesConfig, parse
 from baton.v1 import admin_pb2_grpc, cluster_pb2, common_pb2, inference_pb2_grpc, kv_transfer_pb2
 
-# With import-mode=importlib a folder's helper modules are not importable by themselves.
+# With import-mode=importlib pytest does not put a test folder on sys.path; the tests import
+# helper modules of this folder by name.
 sys.path.append(str(Path(__file__).parent))
 
 from scripted_worker import attached
@@ -53,7 +54,7 @@ CONFIG = CoreConfig(
 
 
 def hello(name: str, pool: int, start: int = 1, **changes) -> cluster_pb2.Hello:
-    """What a worker of the demo model says; `changes` are fields of the Hello."""
+    """Builds the Hello of a worker of the demo model; `changes` override fields of the Hello."""
     message = cluster_pb2.Hello(
         worker_id=name,
         incarnation=start,
@@ -98,14 +99,21 @@ def hello(name: str, pool: int, start: int = 1, **changes) -> cluster_pb2.Hello:
 
 
 class SendDelta(NamedTuple):
-    """One stream's part of SendDeltas."""
+    """The decoded delta that one SendDeltas effect carries for one stream."""
 
     to: StreamKey
     delta: common_pb2.TokenDelta
 
 
 class World:
-    """A core, a clock, and everything the core asked for, sorted by whom it is for."""
+    """A core under a virtual clock that records every effect of the core.
+
+    Attributes:
+        now: Virtual time in seconds.
+        sent: Effects for each client stream; deltas are decoded into SendDelta.
+        commands: Commands sent to each worker, by worker ID.
+        membership: All other effects: welcomes, refusals, fences, starts and ends of workers.
+    """
 
     def __init__(self, **changes) -> None:
         self.now = 1000.0
@@ -141,7 +149,13 @@ class World:
         return self
 
     def submit(self, session: int = 1, num_prompt: int = 20, **changes) -> StreamKey:
-        """Submits; `sampling` fields go by name with `sampling=dict(...)`."""
+        """Submits a request and returns its stream.
+
+        Args:
+            session: Client session of the stream.
+            num_prompt: Length of the prompt in tokens.
+            changes: Fields of the Submission; `sampling` is a dict of SamplingParams fields.
+        """
         number = next(self._numbers)
         to = StreamKey(session, number)
         sampling = common_pb2.SamplingParams(**{"max_tokens": 8, **changes.pop("sampling", {})})
@@ -163,7 +177,13 @@ class World:
         )
 
     def plain(self, worker_id: str, *tokens: tuple[int, int, int], incarnation: int = 1) -> list:
-        """A step with (handle, offset, token id) of outputs that are one token each: text "é"."""
+        """Reports a step in the column format: one token per output, each with the text "é".
+
+        Args:
+            worker_id: Worker that reports the step.
+            tokens: One (handle, offset, token ID) per output.
+            incarnation: Incarnation of the worker.
+        """
         step = cluster_pb2.StepOutputs()
         for handle, offset, token_id in tokens:
             delta = common_pb2.TokenDelta(offset=offset, token_ids=[token_id], text="é")
@@ -175,7 +195,7 @@ class World:
         return self.handle(ev.WorkerStep((worker_id, incarnation), step))
 
     def after(self, seconds: float) -> None:
-        """Lets time pass, ticking whenever the core asked for it."""
+        """Advances the clock; the core gets a Tick at each of its deadlines."""
         end = self.now + seconds
         while (due := self.core.next_deadline()) is not None and due <= end:
             self.now = max(self.now, due)
@@ -183,11 +203,11 @@ class World:
         self.now = end
 
     def wait(self, seconds: float, *, silent: Collection[str] = ()) -> None:
-        """Lets seconds pass; after each the workers give signs of life.
+        """Advances the clock in steps of one second; workers send a sign of life after each step.
 
         Args:
-            seconds: a whole number of them.
-            silent: ids of workers that do not.
+            seconds: Duration; a whole number.
+            silent: IDs of workers that send no sign of life.
         """
         for _ in range(round(seconds)):
             self.after(1.0)
@@ -216,7 +236,18 @@ def output(
     attempt: int = 1,
     timings: dict | None = None,
 ) -> cluster_pb2.RequestOutput:
-    """One request's share of a step; `finish` is a FinishReason (0: the prefill part is over)."""
+    """Builds the output of one request in a step.
+
+    Args:
+        request: Request ID.
+        tokens: New output tokens.
+        offset: Position of the first new token in the output.
+        text: New text.
+        finish: FinishReason; 0 means that the prefill worker has done its part; None: no end.
+        stop: Stop string or token ID that ended the output.
+        attempt: Attempt number.
+        timings: Fields of StageTimings.
+    """
     message = cluster_pb2.RequestOutput(request_id=request, attempt=attempt)
     if tokens or text:
         message.delta.CopyFrom(common_pb2.TokenDelta(offset=offset, token_ids=tokens, text=text))
@@ -251,7 +282,7 @@ def two_pairs(new_world) -> World:
 
 @pytest.fixture
 def two_fleets(new_world, out):
-    """Makes a world of two fleets with a rollout of the second; share None: no rollout."""
+    """Factory of a world with two fleets and a rollout of the second; share=None: no rollout."""
 
     def make(share=1.0, **changes):
         return TwoFleets(new_world, out, share, **changes)
@@ -274,7 +305,7 @@ TEMPLATE = (
 
 
 def make_model(directory: Path) -> Path:
-    """A model directory as far as the coordinator reads it: 512 byte-level tokens at most."""
+    """Writes a model directory with the files that the coordinator reads: at most 512 tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -309,7 +340,7 @@ def fresh_model_dir(tmp_path) -> Path:
 
 @pytest.fixture
 def coordinator_config(model_dir):
-    """Builds a configuration; `lanes` is its section, the rest goes to its coordinator section."""
+    """Factory of a configuration from its `lanes` section and keys of its `coordinator` section."""
 
     def build(lanes=None, **coordinator):
         values = {"listen": "127.0.0.1:0", "heartbeat_s": 0.2, "worker_timeout_s": 5.0}
@@ -346,7 +377,7 @@ def admin(channel):
 
 @pytest.fixture
 def pair(coordinator, say_hello):
-    """Attaches one scripted worker to each pool of `coordinator`, while it is entered."""
+    """Context manager that attaches one scripted worker to each pool of `coordinator`."""
 
     def attach(**options):
         hellos = say_hello("p", PREFILL), say_hello("d", DECODE)

@@ -1,4 +1,7 @@
-"""Outputs of which every token is a hash of all that came before it: a wrong one shows."""
+"""Simulated outputs in which each token is a hash of all tokens before it.
+
+A token that is wrong, missing or repeated therefore changes every later token of the output.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,18 @@ import xxhash
 from baton.v1 import common_pb2
 
 NUM_TOKENS = 500
-# One in so many ends an output.
+# One of this many token IDs ends an output.
 _LAST = 64
 
 
 class HashedOutput:
-    """What comes after a prompt, and after tokens that are known already.
+    """Generates the output of a prompt, from its beginning or after known output tokens.
 
     Args:
-        prompt: token ids.
-        adapter, revision: whose weights compute it.
-        known: tokens of its output so far.
+        prompt: Prompt token IDs.
+        adapter: Adapter that the request uses; empty for the base model.
+        revision: Revision of the model's weights.
+        known: Output tokens that exist already.
     """
 
     def __init__(
@@ -43,22 +47,22 @@ class HashedOutput:
 
 
 def is_last(token: int) -> bool:
-    """Whether the output ends with it, as with an end-of-sequence token."""
+    """Whether this token ends the output, as an end-of-sequence token does."""
     return token % _LAST == 0
 
 
 def most_tokens(sampling: common_pb2.SamplingParams) -> float:
-    """Of an output that does not end by itself."""
+    """Returns the length at which the output is cut: `max_tokens`, or infinity if it is unset."""
     return sampling.max_tokens if sampling.HasField("max_tokens") else math.inf
 
 
 def text_of(token: int) -> str:
-    """One letter, so that text and tokens can be counted against each other."""
+    """Returns the text of a token: one letter, so that texts and tokens have equal lengths."""
     return chr(ord("a") + token % 26)
 
 
 def undisturbed(prompt: Sequence[int], adapter: str, revision: str, max_tokens: float) -> list[int]:
-    """The output of a request that one worker computes from beginning to end."""
+    """Returns the output of a request that one worker computes from beginning to end."""
     output, tokens = HashedOutput(prompt, adapter, revision), list[int]()
     while len(tokens) < max_tokens and not (tokens and is_last(tokens[-1])):
         tokens.append(output.next())

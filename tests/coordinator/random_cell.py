@@ -1,10 +1,10 @@
-"""A coordinator's core with workers and clients to whom anything may happen, from one seed.
+"""Simulation of a coordinator's core with workers and clients, driven at random from one seed.
 
-The core, its links and the workers' outboxes are the production ones; engines, processes and
-connections are simulated under a virtual clock (random_worker.py, random_network.py), and so are
-clients that know what they are to get (random_clients.py). What happens is chosen at random
-(random_events.py) under conditions that are drawn first (random_conditions.py). Whatever does not
-fit fails at once; `come_to_rest` says what must hold in the end.
+The core, the worker links and the workers' outboxes are the production code. Processes, engines
+and connections are simulated under a virtual clock (random_worker.py, random_network.py). The
+clients know which output each of them must get (random_clients.py). random_events.py chooses the
+events at random, under conditions that random_conditions.py draws first. A violated rule fails at
+once; `finish_and_check` asserts the rules for the end of a run.
 """
 
 from __future__ import annotations
@@ -31,26 +31,27 @@ from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.errors import BatonError
 from baton.v1 import cluster_pb2, common_pb2
 
-# Looking at everything costs more than an event.
+# check_integrity costs more than handling an event; it runs once per this many events.
 _EVENTS_BETWEEN_CHECKS = 9
-# A timer that goes off again and again without a second passing.
-_MOST_TICKS_AT_ONCE = 50
-_MOST_REMEMBERED = 400
+# More ticks than this at one moment mean a timer that never advances.
+_MAX_TICKS_AT_ONCE = 50
+_MAX_LOGGED_EVENTS = 400
 _PROMPTS = re.compile(r"(prompt_token_ids: \d+ ?)+|prompt(_token_ids)?=\[[^]]*\]")
-# Of workers whose starts have failed before.
+# Longest time until a worker serves, after earlier starts of its pool have failed.
 _LONGEST_START_S = 120.0
-# Of whatever no request is waited for with: outputs that no client comes back for, drains.
+# Time after the last request for outputs that no client resumes, and for drains, to end.
 _REST_S = 40.0
 
 
 class RandomCoordinator:
-    """One coordinator process: a core, and the shell around it as far as the core can tell.
+    """One coordinator process: a real core, and a simulated shell that carries out its effects.
 
     Attributes:
-        generation: never used twice.
-        is_up: whether it runs. frozen_until: it stands still until then, by the cell's clock.
-        links: of attached workers.
-        processes: ids of workers that it wants to run.
+        generation: Number of this coordinator process; unique in a cell.
+        is_up: Whether the process runs.
+        frozen_until: The process is stopped (SIGSTOP) until this time of the cell's clock.
+        links: Links of the attached workers.
+        processes: IDs of workers that the core has started and not ended.
     """
 
     def __init__(self, cell: RandomCell, generation: int) -> None:
@@ -63,24 +64,24 @@ class RandomCoordinator:
 
     @property
     def listens(self) -> bool:
-        """Whether what is said to it is heard at once."""
+        """Whether the process runs and handles events now."""
         return self.is_up and self.frozen_until <= self._cell.now
 
     def attach(self, said: cluster_pb2.Hello, *, returns: bool) -> BatonError | None:
-        """A worker says Hello; returns why it is not let in."""
+        """Handles a worker's Hello; returns the error if the core refuses the worker."""
         self._refusal: BatonError | None = None
         self.post(ev.WorkerAttached(said, returns))
         return self._refusal
 
     def post(self, event: ev.Event) -> None:
-        """Something happens, once this process no longer stands still, unless it is no more."""
+        """Handles an event after the end of any SIGSTOP; an ended process ignores the event."""
         if not self.is_up:
             return
         if not self.listens:
             self._cell.at(self.frozen_until, lambda: self.post(event))
             return
         if not isinstance(event, ev.WorkerLoad | ev.Tick):
-            self._cell.say("  ", event)
+            self._cell.log("  ", event)
         for effect in self.core.handle(event, self._cell.now):
             self._carry_out(effect)
         self._num_events += 1
@@ -90,7 +91,7 @@ class RandomCoordinator:
             self._cell.network.send_down(link)
 
     def check_deadlines(self) -> None:
-        """No request outlives its own."""
+        """Asserts that no running request is past its deadline."""
         now = self._cell.now
         for request in self.core.running():
             assert now <= request.deadline, (request.key, request.state, now - request.deadline)
@@ -121,22 +122,22 @@ class RandomCoordinator:
                 if error is not None:
                     cell.after(cell.conditions.delay_s, lambda: cell.fence(worker, error))
             case ev.StartWorker(worker_id, pool, revision):
-                cell.say("  starts", worker_id)
+                cell.log("  starts", worker_id)
                 cell.launch(self, worker_id, ROLE_OF[pool], revision.name)
             case ev.EndWorker(worker_id):
-                cell.say("  ends", worker_id)
+                cell.log("  ends", worker_id)
                 cell.end_launched(self, worker_id)
 
 
 class RandomCell:
-    """A coordinator, its workers and its clients; everything random comes from one seed.
+    """A coordinator, its workers and its clients; all randomness comes from one seed.
 
     Attributes:
-        now: seconds.
-        chance: all that is random.
-        conditions: of this run.
-        workers: processes that live, in the order in which they came.
-        num_losses: how often the coordinator may have lost one by what befell it.
+        now: Virtual time in seconds.
+        chance: The only random generator of the run.
+        conditions: Conditions of this run.
+        workers: Live worker processes in the order of their start.
+        num_losses: Number of injected faults after which the coordinator may have lost a worker.
     """
 
     def __init__(self, seed: int, *, faults: bool) -> None:
@@ -146,7 +147,7 @@ class RandomCell:
         self._generations, self._incarnations = itertools.count(1), itertools.count(1)
         self._num_ticks = 0
         self.conditions = draw(self.chance, faults=faults)
-        self._log: deque[tuple[float, tuple[object, ...]]] = deque(maxlen=_MOST_REMEMBERED)
+        self._events: deque[tuple[float, tuple[object, ...]]] = deque(maxlen=_MAX_LOGGED_EVENTS)
         self.workers: list[RandomWorker] = []
         self.num_losses, self._starts_fail = 0, faults
         breaks = faults and self.chance.random() < 0.3
@@ -159,14 +160,14 @@ class RandomCell:
             for name, role in (("p1", PREFILL), ("d1", DECODE), ("p2", PREFILL), ("d2", DECODE)):
                 self.spawn(name, role, "1")
 
-    def say(self, *words: object) -> None:
-        """Notes what happens, for whoever looks into a failure."""
-        self._log.append((self.now, words))
+    def log(self, *words: object) -> None:
+        """Records an event for the report of a failed run."""
+        self._events.append((self.now, words))
 
-    def story(self) -> str:
-        """What happened last."""
+    def recent_events(self) -> str:
+        """Returns the latest recorded events, one per line."""
         return "\n".join(
-            " ".join([f"{when:.3f}", *map(_in_short, words)]) for when, words in self._log
+            " ".join([f"{when:.3f}", *map(_in_short, words)]) for when, words in self._events
         )
 
     # ---- Time.
@@ -178,7 +179,7 @@ class RandomCell:
         self.at(self.now + seconds, action)
 
     def run(self, seconds: float) -> None:
-        """Lets time pass."""
+        """Advances the clock, and runs all actions and core deadlines that are due."""
         until = self.now + seconds
         while True:
             coordinator = self.coordinator
@@ -189,7 +190,7 @@ class RandomCell:
                 break
             if tick_at < when:
                 self._num_ticks = self._num_ticks + 1 if tick_at <= self.now else 0
-                assert self._num_ticks < _MOST_TICKS_AT_ONCE, "a timer goes off without end"
+                assert self._num_ticks < _MAX_TICKS_AT_ONCE, "a timer goes off without end"
                 self.now = max(self.now, tick_at)
                 coordinator.post(ev.Tick())
                 coordinator.check_deadlines()
@@ -202,19 +203,19 @@ class RandomCell:
     # ---- Processes.
 
     def spawn(self, worker_id: str, role: int, revision: str, launched_by: int = 0) -> RandomWorker:
-        """A worker process begins, and looks for the coordinator."""
+        """Starts a worker process, which then connects to the coordinator."""
         key = (worker_id, next(self._incarnations))
-        self.say("worker", key, revision, "begins")
+        self.log("worker", key, revision, "begins")
         worker = RandomWorker(self, key, role, revision, launched_by)
         self.workers.append(worker)
         self.network.connect(worker)
         return worker
 
     def exit(self, worker: RandomWorker, reason: str) -> None:
-        """A process ends; whoever started it hears of that."""
+        """Ends a worker process; the coordinator that started the process gets WorkerExited."""
         if worker.dead:
             return
-        self.say("worker", worker.key, reason)
+        self.log("worker", worker.key, reason)
         worker.dead = True
         self.workers.remove(worker)
         self.network.ended(worker)
@@ -225,13 +226,13 @@ class RandomCell:
             self.after(seconds, lambda: coordinator.post(exited))
 
     def fence(self, key: WorkerKey, error: BatonError) -> None:
-        """A worker reads that it is out."""
+        """Delivers the fence: the worker exits when it reads the error."""
         for worker in self.workers:
             if worker.key == key:
-                self._exit_later(worker, 0.0, f"was told: {error}")
+                self._exit_later(worker, 0.0, f"was fenced: {error}")
 
     def worker_at(self, address: str) -> RandomWorker | None:
-        """Who listens for handoffs there; nobody does who is dead or stands still."""
+        """Returns the running worker that accepts handoffs at this address, or None."""
         for worker in self.workers:
             if worker.address == address and worker.frozen_until <= self.now:
                 return worker
@@ -240,7 +241,7 @@ class RandomCell:
     def launch(
         self, coordinator: RandomCoordinator, worker_id: str, role: int, revision: str
     ) -> None:
-        """A process is to begin: it takes a while, waits for a GPU, or cannot be started."""
+        """Starts a process after a delay; some starts wait for a GPU, and some fail."""
         chance = self.chance
         coordinator.processes.add(worker_id)
         if self._starts_fail and chance.random() < 0.1:
@@ -261,7 +262,7 @@ class RandomCell:
         self.after(seconds, begin)
 
     def end_launched(self, coordinator: RandomCoordinator, worker_id: str) -> None:
-        """Nothing of a process is to be left."""
+        """Ends the process with this worker ID, and reports that it is gone."""
 
         def end() -> None:
             if not coordinator.is_up:
@@ -275,12 +276,12 @@ class RandomCell:
         self.after(self.chance.choice([0.01, 0.2, 2.0]), end)
 
     def lose_coordinator(self) -> None:
-        """It dies; after a while there is another one, to which everybody comes."""
-        self.say("the coordinator dies")
+        """Kills the coordinator and starts another one later; workers and clients reconnect."""
+        self.log("the coordinator dies")
         self.coordinator.is_up = False
         for worker in list(self.workers):
             if worker.is_launched:
-                # Whom it started ends with it, having noticed.
+                # A launched worker exits once it notices the death of its coordinator.
                 self._exit_later(worker, self.chance.uniform(0, 1.5), "is alone")
             self.network.lost_coordinator(worker)
         self.clients.lost_coordinator()
@@ -290,7 +291,7 @@ class RandomCell:
         worker.after(seconds, lambda: self.exit(worker, reason))
 
     def _begin_coordinator(self) -> None:
-        self.say("another coordinator")
+        self.log("another coordinator starts")
         self.coordinator = RandomCoordinator(self, next(self._generations))
         if self.conditions.launched:
             self._begin_launching()
@@ -301,11 +302,11 @@ class RandomCell:
 
     # ---- The end.
 
-    def come_to_rest(self) -> None:
-        """Nothing more happens to it: everything ends, nothing is left, and it serves."""
-        self.say("from here on nothing happens to the cell")
+    def finish_and_check(self) -> None:
+        """Stops all faults; asserts that all requests end, nothing is left and the cell serves."""
+        self.log("no more faults from here on")
         self.network.breaks, self._starts_fail = False, False
-        self.conditions = replace(self.conditions, gives_up=0.0)
+        self.conditions = replace(self.conditions, p_gives_up=0.0)
         if not self.coordinator.listens:
             self.run(15.0)
         coordinator, core = self.coordinator, self.coordinator.core
@@ -314,10 +315,10 @@ class RandomCell:
             for pool in Pool:
                 coordinator.post(ev.ScaleRequested(pool, 1))
         else:
-            # Whoever runs it sees to it that there is somebody.
+            # An operator adds one worker to each pool, so that the cell can serve.
             for name, role in (("last-p", PREFILL), ("last-d", DECODE)):
                 self.spawn(name, role, core.fleets.stable.name)
-        # Until whoever stands still goes on.
+        # Wait until all stopped processes and stuck engines continue.
         for worker in list(self.workers):
             self.run(max(0.0, worker.frozen_until - self.now, worker.wedged_until - self.now))
         until = self.now + max(self.conditions.config.max_request_s, _LONGEST_START_S)

@@ -1,7 +1,7 @@
-"""The clients of a random cell: what each was promised, what it gets, and when it comes back.
+"""The clients of a random cell, and the assertions on the streams that they receive.
 
-A client whose session is lost resumes with the tokens that it has, as baton.client does, and takes
-no for an answer only where there is a reason for it.
+A client whose session is lost resumes with its received tokens, as baton.client does. A request
+may fail only for a reason that the events of the run explain.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from random_cell import RandomCell
 
 _LANES = (common_pb2.LANE_INTERACTIVE, common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH)
-# Of a request whose revision has no workers any more: another one does not go on with it.
+# Error reason of a request whose revision has no workers; no other revision may continue it.
 _GONE = "REVISION_GONE"
-_NUM_SESSIONS, _MOST_REFUSALS = 3, 60
+_NUM_SESSIONS, _MAX_REFUSALS = 3, 60
 
 
 @dataclass(slots=True, eq=False)
@@ -36,11 +36,13 @@ class Client:
     """One request, as its client sees it.
 
     Attributes:
-        deadline: by the cell's clock.
-        session: that it is submitted over. to: its stream there; None while it has none.
-        resumes: it is about to go on over another session. has_resumed: it has tried.
-        ends_itself: it, or an operator, has cancelled it.
-        outcome: in a word, once it is over for its client.
+        deadline: Deadline by the cell's clock; None for the server's own limit.
+        session: Session that the request was submitted over.
+        to: Stream of the request in its session; None while it has none.
+        resumes: The client is resuming over another session and has not been accepted yet.
+        has_resumed: The client has tried to resume at least once.
+        ends_itself: The client or an operator has cancelled the request.
+        outcome: Short description of the end; empty while the client waits for output.
     """
 
     request_id: str
@@ -70,17 +72,17 @@ class Client:
         return bool(self.token_ids) and is_last(self.token_ids[-1])
 
     def expected(self) -> list[int]:
-        """Its whole output, had nothing happened."""
+        """Returns the whole output of the request in a run without faults."""
         max_tokens = most_tokens(self.sampling)
         return undisturbed(self.prompt, self.adapter, self.revision, max_tokens)
 
 
 class RandomClients:
-    """All clients, and what their streams may carry: whatever else comes fails the test.
+    """Runs all clients, and asserts on every effect that their streams receive.
 
     Attributes:
-        everyone: in the order in which they came.
-        outcomes: how many ended how.
+        everyone: All clients in the order of their first submission.
+        outcomes: Number of clients per outcome.
     """
 
     def __init__(self, cell: RandomCell) -> None:
@@ -93,10 +95,10 @@ class RandomClients:
         self._session_numbers = itertools.count(1)
         self._sessions = [next(self._session_numbers) for _ in range(_NUM_SESSIONS)]
 
-    # ---- What they do.
+    # ---- Actions of clients.
 
     def submit(self, *, plain: bool = False) -> Client:
-        """Another one comes; a plain one has no wishes that could be in its way."""
+        """Submits a new request; a plain one has no tenant limit, adapter, target or deadline."""
         chance, cell = self._cell.chance, self._cell
         length = chance.choice([5, 20, 33, 64, 200, 400])
         if chance.random() < 0.6:
@@ -108,7 +110,7 @@ class RandomClients:
         if max_tokens := chance.choice([1, 2, 8, 30, 80, 200, None]):
             sampling.max_tokens = max_tokens
         if chance.random() < 0.1:
-            # Its state has to be replayed, token by token, wherever it goes on.
+            # A seeded sampler has state: a worker that resumes must replay each known token.
             sampling.temperature, sampling.seed = 1.0, 7
         client = Client(
             request_id=f"r{next(self._numbers)}",
@@ -118,7 +120,7 @@ class RandomClients:
             sampling=sampling,
         )
         if not plain:
-            # Of others the server says that there are none.
+            # The server refuses requests for adapters that the model does not have.
             served = cell.coordinator.core.workers.model
             adapters = served.adapters if served is not None else ()
             client.adapter = chance.choice(("", *(one.name for one in adapters)))
@@ -132,7 +134,7 @@ class RandomClients:
         return client
 
     def cancel(self, how: Callable[[Client], None]) -> None:
-        """One that is on its way is ended, by itself or by somebody else, and then is no more."""
+        """Ends a running request by `how`, and asserts that the core no longer runs the request."""
         if client := self._any_running():
             client.ends_itself = True
             how(client)
@@ -140,7 +142,7 @@ class RandomClients:
             assert client.outcome or not core.running_request(client.request_id, client.tenant)
 
     def submit_twice(self) -> None:
-        """Somebody else uses the id of one that runs."""
+        """Submits another request with the ID of a running one; the core must refuse it."""
         client = self._any_running()
         if client is None:
             return
@@ -155,7 +157,7 @@ class RandomClients:
             self._cell.coordinator.post(ev.StreamCancelled(other.to))
 
     def lose_session(self) -> None:
-        """A connection breaks. The coordinator hears of it, or not yet; most clients come again."""
+        """Breaks a session. The coordinator may notice later; most clients resume."""
         cell, chance = self._cell, self._cell.chance
         session = chance.choice(self._sessions)
         self._sessions[self._sessions.index(session)] = next(self._session_numbers)
@@ -173,7 +175,7 @@ class RandomClients:
                     self._end(client, "abandoned")
 
     def lost_coordinator(self) -> None:
-        """All sessions are over; nobody gives up."""
+        """Ends all sessions; every client resumes."""
         self._sessions = [next(self._session_numbers) for _ in range(_NUM_SESSIONS)]
         for client in self.everyone:
             if not client.outcome:
@@ -185,12 +187,13 @@ class RandomClients:
 
     def _resume(self, client: Client) -> None:
         client.resumes, client.has_resumed, client.to = True, True, None
-        # A revision that leaves waits for those who come back at once.
+        # A retired revision keeps its requests only for clients that resume at once, so a late
+        # client is a fault.
         late = [2.0] if self._cell.conditions.faults else []
         self._later(client, self._cell.chance.choice([0.01, 0.1, 0.5, *late]))
 
     def _later(self, client: Client, seconds: float) -> None:
-        """Unless it has been sent, or is over, by then."""
+        """Submits again after a pause, unless the request was submitted or ended meanwhile."""
         client.to = None
 
         def send() -> None:
@@ -212,7 +215,7 @@ class RandomClients:
         client.to = StreamKey(client.session, next(self._streams))
         client.accepted = False
         self._by_stream[client.to] = client
-        cell.say(client.request_id, "is submitted", client.to, len(client.token_ids))
+        cell.log(client.request_id, "is submitted", client.to, len(client.token_ids))
         submission = Submission(
             to=client.to,
             request_id=client.request_id,
@@ -232,7 +235,7 @@ class RandomClients:
         )
         cell.coordinator.post(ev.Submitted(submission))
 
-    # ---- What they get.
+    # ---- Effects that clients receive.
 
     def take_accepted(self, to: StreamKey) -> None:
         client = self._by_stream[to]
@@ -242,7 +245,7 @@ class RandomClients:
             client.accepted, client.resumes, client.num_refusals = True, False, 0
 
     def take_delta(self, to: StreamKey, delta: common_pb2.TokenDelta) -> None:
-        """Every token in its place, and of the revision that the output began with."""
+        """Asserts the position, value and revision of every token."""
         assert to not in self._over, f"tokens after the end of {to}"
         client = self._by_stream[to]
         if client.to != to:
@@ -257,12 +260,12 @@ class RandomClients:
         assert client.text == "".join(map(text_of, client.token_ids)), (client, delta)
 
     def take_finished(self, finished: ev.SendFinished) -> None:
-        """With the whole output, or because somebody wanted it."""
-        client = self._last_of(finished.to)
+        """Asserts that the output is complete, or that the request was cancelled."""
+        client = self._end_stream(finished.to)
         if client is None:
             return
         if finished.reason == common_pb2.FINISH_REASON_CANCELLED:
-            assert client.ends_itself, f"cancelled by nobody: {client}"
+            assert client.ends_itself, f"ended as cancelled without a cancellation: {client}"
             self._end(client, "cancelled")
             return
         assert client.token_ids == client.expected(), client
@@ -272,35 +275,35 @@ class RandomClients:
         self._end(client, "finished")
 
     def take_failed(self, to: StreamKey, error: BatonError) -> None:
-        """For a reason, and not if it may come back."""
-        client = self._last_of(to)
+        """Resumes later if the error allows that; otherwise asserts that the error is justified."""
+        client = self._end_stream(to)
         if client is None:
             return
         if client.ends_itself:
             self._end(client, "cancelled")
             return
-        if client.resumes and (wait_s := self._comes_again_s(client, error)) is not None:
+        if client.resumes and (wait_s := self._retry_delay_s(client, error)) is not None:
             client.num_refusals += 1
             self._later(client, wait_s)
             return
         client.error = error
         code = code_pb2.Code.Name(error.code)
-        self._cell.say(client.request_id, "fails:", error)
+        self._cell.log(client.request_id, "fails:", error)
         if client not in self.everyone:
             client.outcome = "refused"
             return
         assert self._is_justified(client, error), (client, error)
         self._end(client, f"{code} {getattr(error, 'reason', '')}".strip())
 
-    def _last_of(self, to: StreamKey) -> Client | None:
-        """Whose stream that ends is; None if it has another one by now."""
+    def _end_stream(self, to: StreamKey) -> Client | None:
+        """Returns the client of an ended stream, or None if the client no longer uses it."""
         assert to not in self._over, f"a second end of {to}"
         self._over.add(to)
         client = self._by_stream[to]
         return client if client.to == to and not client.outcome else None
 
-    def _comes_again_s(self, client: Client, error: BatonError) -> float | None:
-        if getattr(error, "reason", "") == _GONE or client.num_refusals > _MOST_REFUSALS:
+    def _retry_delay_s(self, client: Client, error: BatonError) -> float | None:
+        if getattr(error, "reason", "") == _GONE or client.num_refusals > _MAX_REFUSALS:
             return None
         refusal = RemoteError(error.code, str(error), error.details())
         return resume_retry_delay_s(refusal, client.num_refusals, self._cell.chance.random())
@@ -311,23 +314,24 @@ class RandomClients:
         if code == code_pb2.DEADLINE_EXCEEDED:
             return client.deadline is not None or cell.conditions.faults
         if code == code_pb2.RESOURCE_EXHAUSTED:
-            # One that lost its workers waits no longer than for others, busy or not.
+            # A request that lost its worker fails after the recovery timeout if all are busy.
             return not client.accepted or cell.conditions.tight or cell.num_losses > 0
         if getattr(error, "reason", "") == _GONE:
             return cell.conditions.faults and bool(client.revision)
         if code == code_pb2.FAILED_PRECONDITION:
-            # Nobody can go on with it, also for its client that comes back.
+            # A seeded output cannot be resumed without forced tokens, also not for a client that
+            # reconnects.
             is_lost = cell.conditions.faults or client.has_resumed
             is_exact = client.sampling.HasField("seed")
             return is_lost and is_exact and not cell.conditions.forces_tokens
         if code == code_pb2.INVALID_ARGUMENT:
-            # The server would tell one that comes back without a token that there is none.
+            # A client that resumes without a token may reach a revision without its adapter.
             return bool(client.adapter) and (cell.conditions.faults or client.has_resumed)
         if not cell.conditions.faults:
-            # Where queues are short, it may have waited too long for a worker that starts.
+            # With short queue limits a request may time out while a worker starts.
             return code == code_pb2.UNAVAILABLE and cell.conditions.tight
         if code == code_pb2.INTERNAL:
-            return cell.conditions.fails > 0 or cell.num_losses > 1
+            return cell.conditions.p_refused > 0 or cell.num_losses > 1
         return code == code_pb2.UNAVAILABLE
 
     def _end(self, client: Client, outcome: str) -> None:

@@ -1,4 +1,4 @@
-"""What one run of a random cell is like: everything about it that stays as it is."""
+"""Conditions of one run of a random cell: all settings that stay constant during the run."""
 
 from __future__ import annotations
 
@@ -35,21 +35,27 @@ TENANTS = {
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Drawn once for a run; times in seconds, shares of 1.
+    """Settings drawn once for a run; all probabilities are between 0 and 1.
 
     Attributes:
-        faults: processes die, stand still and lose their connections; without, nothing may fail
-            that its client did not bring about.
-        launched: the coordinator starts its workers; otherwise they come by themselves.
-        tight: queues are short in places and in time, so that requests are shed.
-        step_s: of decoding. token_s: of computing one prompt token. handoff_s: least and most.
-        delay_s: of every message between coordinator and worker.
-        kv_tokens, keeps_prefixes, forces_tokens: of the workers.
-        most_handed_tokens: of a prompt that is handed over.
-        grace_s: without a coordinator, until workers end what they have.
-        fails: requests that an engine refuses. gives_up: steps at which it gives one up.
-        loses: handoffs that fail. forgets: handoffs whose skipped prefix is no longer there.
-        adapters: by revision.
+        faults: Processes die, stop (SIGSTOP) and lose connections. Without faults no request may
+            fail unless its client causes that.
+        launched: The coordinator starts its workers; otherwise workers start by themselves.
+        tight: Queue lengths and queue times are limited, so that requests are refused.
+        step_s: Duration of a decode step.
+        token_s: Time to compute one prompt token.
+        handoff_s: Shortest and longest duration of a handoff.
+        delay_s: Delay of every message between coordinator and worker.
+        kv_tokens: Size of a worker's KV cache in tokens.
+        keeps_prefixes: Whether workers have a prefix cache.
+        forces_tokens: Whether engines can replay known output tokens.
+        max_handoff_tokens: Longest prompt that a decode worker can receive, in tokens.
+        grace_s: Time without a coordinator after which workers fail their requests.
+        p_refused: Probability that an engine refuses a request.
+        p_gives_up: Probability per step that an engine gives up a request.
+        p_handoff_fails: Probability that a handoff fails.
+        p_prefix_gone: Probability that the skipped prefix of a handoff was evicted.
+        adapters: Names of the adapters of each revision.
     """
 
     faults: bool
@@ -62,18 +68,18 @@ class Conditions:
     kv_tokens: int
     keeps_prefixes: bool
     forces_tokens: bool
-    most_handed_tokens: int
+    max_handoff_tokens: int
     grace_s: float
-    fails: float
-    gives_up: float
-    loses: float
-    forgets: float
+    p_refused: float
+    p_gives_up: float
+    p_handoff_fails: float
+    p_prefix_gone: float
     adapters: dict[str, tuple[str, ...]]
     config: CoreConfig
 
 
 def draw(chance: random.Random, *, faults: bool) -> Conditions:
-    """Any conditions, with faults or without."""
+    """Draws the conditions of a run."""
     tight = chance.random() < 0.4
     adapters = chance.choice([(), ("fr", "de")])
     return Conditions(
@@ -87,12 +93,12 @@ def draw(chance: random.Random, *, faults: bool) -> Conditions:
         kv_tokens=chance.choice([400, 2000, 65536]),
         keeps_prefixes=chance.random() < 0.8,
         forces_tokens=chance.random() < 0.8,
-        most_handed_tokens=chance.choice([100, 10**6, 10**6]),
+        max_handoff_tokens=chance.choice([100, 10**6, 10**6]),
         grace_s=chance.choice([1.0, 30.0]),
-        fails=chance.choice([0.0, 0.0, 0.02]) if faults else 0.0,
-        gives_up=chance.choice([0.0, 0.0, 0.001]) if faults else 0.0,
-        loses=chance.choice([0.0, 0.0, 0.2]) if faults else 0.0,
-        forgets=chance.choice([0.0, 0.3]),
+        p_refused=chance.choice([0.0, 0.0, 0.02]) if faults else 0.0,
+        p_gives_up=chance.choice([0.0, 0.0, 0.001]) if faults else 0.0,
+        p_handoff_fails=chance.choice([0.0, 0.0, 0.2]) if faults else 0.0,
+        p_prefix_gone=chance.choice([0.0, 0.3]),
         adapters={
             "1": adapters,
             "v2": adapters[:1] if chance.random() < 0.5 else adapters,

@@ -1,4 +1,4 @@
-"""What happens to a random cell: its clients, its operator, and what befalls its processes."""
+"""Random events for a random cell: clients, operator commands and faults."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from baton.coordinator.state.scaling_config import Targets
 from baton.coordinator.state.workers import Worker
 from baton.runtime.errors import ResourceExhausted
 
-_MOST_WORKERS = 8
+_MAX_WORKERS = 8
 
 
 class RandomEvents:
-    """Lets one thing after another happen to a cell.
+    """Applies random events to a cell, one after the other.
 
-    An operator asks for nothing that would be refused. In a cell without faults nobody does what
-    may cost a request its answer, such as draining the last worker of a kind.
+    The operator sends only commands that the core accepts. In a cell without faults no event may
+    cost a request its answer; for example, the last worker of a pool is not drained.
     """
 
     def __init__(self, cell: RandomCell) -> None:
@@ -45,8 +45,8 @@ class RandomEvents:
             faulty = [self._cut] if self._chance.random() < 0.5 else []
         self._all = peaceful + faulty
 
-    def happen(self, seconds: float) -> None:
-        """For so long, one after the other, at any moment."""
+    def run(self, seconds: float) -> None:
+        """Applies events with random pauses for this many seconds."""
         cell, chance = self._cell, self._chance
         cell.run(3.0)
         until = cell.now + seconds
@@ -86,14 +86,14 @@ class RandomEvents:
         slow = ResourceExhausted("reads too slowly", reason="SLOW_READER", retry_after_s=1.0)
         self._cell.clients.cancel(lambda client: self._post(ev.StreamFailed(client.to, slow)))
 
-    # ---- An operator.
+    # ---- Operator commands.
 
     def _any_attached(self) -> Worker | None:
         attached = list(self._core.workers)
         return self._chance.choice(attached) if attached else None
 
     def _is_leaving(self, revision: str) -> bool:
-        """Whether its fleet gets no new requests and no new workers: it needs those it has."""
+        """Whether the fleet of this revision gets no new requests and so no new workers."""
         fleet = self._core.fleets.find(revision)
         return fleet is None or not self._core.rollouts.traffic.gets_new(fleet)
 
@@ -167,16 +167,16 @@ class RandomEvents:
         return self._chance.choice(workers) if workers else None
 
     def _begin_later(self, seconds: float, worker_id: str, role: int, revision: str) -> None:
-        """Somebody starts another one, unless there are enough."""
+        """Starts another worker after this many seconds, unless the cell has enough workers."""
 
         def begin() -> None:
-            if len(self._cell.workers) < _MOST_WORKERS:
+            if len(self._cell.workers) < _MAX_WORKERS:
                 self._cell.spawn(worker_id, role, revision)
 
         self._cell.after(seconds, begin)
 
     def _stop_worker(self) -> None:
-        """SIGTERM: it drains by itself."""
+        """SIGTERM: the worker drains by itself."""
         worker = self._any_worker()
         if worker is None or worker.state != SERVING:
             return
@@ -198,57 +198,62 @@ class RandomEvents:
             if not worker.is_launched:
                 role = worker.role if self._chance.random() < 0.7 else self._chance.choice([1, 2])
                 self._begin_later(
-                    self._chance.choice([0.05, 1.0, 8.0]), worker.id, role, self._near(worker)
+                    self._chance.choice([0.05, 1.0, 8.0]),
+                    worker.id,
+                    role,
+                    self._revision_like(worker),
                 )
 
     def _freeze(self) -> None:
-        """SIGSTOP, and SIGCONT."""
+        """SIGSTOP a worker; SIGCONT follows after a pause."""
         if worker := self._any_worker():
             self._cell.num_losses += 1
             seconds = self._chance.choice([0.5, 1.5, 4.0, 12.0, 30.0])
             worker.frozen_until = max(worker.frozen_until, self._cell.now + seconds)
-            self._cell.say("worker", worker.key, "stands still for", seconds)
+            self._cell.log("worker", worker.key, "is stopped for", seconds)
 
     def _wedge(self) -> None:
-        """Its engine makes no step, and its process goes on saying so."""
+        """Stops a worker's engine; the process continues to send heartbeats."""
         if worker := self._any_worker():
             self._cell.num_losses += 1
             seconds = self._chance.choice([1.0, 10.0, 30.0, 90.0])
             worker.wedged_until = max(worker.wedged_until, self._cell.now + seconds)
-            self._cell.say("worker", worker.key, "makes no step for", seconds)
+            self._cell.log("worker", worker.key, "makes no step for", seconds)
 
     def _stall(self) -> None:
-        """The coordinator stands still; whatever reaches it waits."""
+        """SIGSTOP the coordinator; messages to it wait."""
         if self._chance.random() < 0.4:
             seconds = self._chance.choice([0.5, 2.0, 12.0])
             self._cell.coordinator.frozen_until = self._cell.now + seconds
-            self._cell.say("the coordinator stands still for", seconds)
+            self._cell.log("the coordinator is stopped for", seconds)
 
     def _cut(self) -> None:
         if worker := self._any_worker():
             self._cell.network.cut(worker)
 
     def _replace(self) -> None:
-        """Another process comes under the id of one that lives."""
+        """Starts another process under the ID of a live worker."""
         worker = self._any_worker()
         if worker is not None and not worker.is_launched:
             self._cell.num_losses += 1
-            self._cell.spawn(worker.id, self._chance.choice([PREFILL, DECODE]), self._near(worker))
+            self._cell.spawn(
+                worker.id, self._chance.choice([PREFILL, DECODE]), self._revision_like(worker)
+            )
 
     def _declare_lost(self) -> None:
-        """It takes no commands any more."""
+        """Reports a live worker as lost, as the shell does when a worker reads too slowly."""
         worker = self._any_worker()
         if worker is not None and not self._launched:
             self._cell.num_losses += 1
             self._post(ev.WorkerLost(worker.id, "does not keep up", worker.key[1]))
             self._begin_later(1.0, worker.id, worker.role, worker.revision)
 
-    def _near(self, worker: RandomWorker) -> str:
-        """Mostly its revision."""
+    def _revision_like(self, worker: RandomWorker) -> str:
+        """Returns a revision, most often that of the worker."""
         return self._chance.choice([worker.revision, worker.revision, "1", "v2"])
 
     def _lose_coordinator(self) -> None:
-        """Not often; it may have time to say so."""
+        """Kills the coordinator in 70 % of the calls; before some of them it closes admission."""
         if self._chance.random() < 0.7:
             if self._chance.random() < 0.4:
                 self._post(ev.AdmissionClosed(True))

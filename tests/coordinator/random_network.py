@@ -1,8 +1,8 @@
-"""The streams between the workers of a random cell and its coordinator: all that Attach carries.
+"""Simulated Attach streams between the workers of a random cell and its coordinator.
 
-The numbering, the replay and the acknowledgements are the real ones' (server/link.py,
-worker/outbox.py); every message takes the same time, and a stream breaks as a connection does: each
-end finds out by itself.
+Numbering, replay and acknowledgement of messages are the production code (server/link.py,
+worker/outbox.py). Every message has the same delay. When a stream breaks, each end notices that by
+itself, at its own time.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from baton.v1 import cluster_pb2
 if TYPE_CHECKING:
     from random_cell import RandomCell, RandomCoordinator
 
-# Between two tries to reach a coordinator.
+# Shortest and longest pause between two attempts to reach a coordinator.
 _RETRY_S = (0.05, 0.3)
 
 
 class Stream:
-    """One call of Attach: what is on its way in either direction."""
+    """One Attach call with the messages in flight in each direction."""
 
     def __init__(self, worker: RandomWorker, coordinator: RandomCoordinator) -> None:
         self.worker, self.coordinator = worker, coordinator
@@ -35,17 +35,17 @@ class Stream:
 
     @property
     def link(self) -> WorkerLink | None:
-        """The coordinator's end; None once that has another stream, or nothing to do with it."""
+        """The coordinator's link if this stream is still its current one, else None."""
         link = self.coordinator.links.get(self.worker.key)
         is_open = link is not None and link.stream is self and not link.ended
         return link if is_open and self.coordinator.is_up else None
 
 
 class RandomNetwork:
-    """Carries messages, and loses streams with everything that is on its way over them.
+    """Delivers messages, and breaks streams together with their messages in flight.
 
     Attributes:
-        breaks: streams may also break while a worker is welcomed.
+        breaks: Streams may also break before the worker receives its Welcome.
     """
 
     def __init__(self, cell: RandomCell, delay_s: float, *, breaks: bool) -> None:
@@ -54,7 +54,7 @@ class RandomNetwork:
     # ---- A stream's beginning and end.
 
     def connect(self, worker: RandomWorker) -> None:
-        """Tries until somebody answers."""
+        """Sends a Hello, and repeats that until a coordinator answers."""
         coordinator = self._cell.coordinator
         if worker.stream is not None:
             return
@@ -67,7 +67,7 @@ class RandomNetwork:
         self._cell.after(self._delay_s, functools.partial(self._attach, stream, said))
 
     def cut(self, worker: RandomWorker) -> None:
-        """The connection breaks: both ends find out, in any order, and the worker comes again."""
+        """Breaks the connection; both ends notice in any order, and the worker reconnects."""
         stream, chance = worker.stream, self._cell.chance
         if isinstance(stream, Stream):
             worker.lost_stream()
@@ -75,13 +75,13 @@ class RandomNetwork:
             worker.after(chance.choice([0.01, 0.05, 0.5, 2.0]), lambda: self.connect(worker))
 
     def lost_coordinator(self, worker: RandomWorker) -> None:
-        """It is gone, and with it its end of the stream."""
+        """Ends the worker's stream after the death of the coordinator; the worker reconnects."""
         worker.pending = None
         worker.lost_stream()
         self._retry(worker)
 
     def ended(self, worker: RandomWorker) -> None:
-        """The process has ended: the coordinator sees the connection close."""
+        """The worker process has ended; the coordinator sees the connection close."""
         if isinstance(stream := worker.stream, Stream):
             worker.stream = None
             self._cell.after(2 * self._delay_s, lambda: self.detach(stream))
@@ -98,7 +98,7 @@ class RandomNetwork:
         worker.after(self._cell.chance.uniform(*_RETRY_S), lambda: self.connect(worker))
 
     def _attach(self, stream: Stream, said: cluster_pb2.Hello) -> None:
-        """A Hello arrives."""
+        """Delivers a Hello to the coordinator, and sends its answer."""
         worker, coordinator = stream.worker, stream.coordinator
         if worker.dead:
             return
@@ -126,12 +126,12 @@ class RandomNetwork:
     def _welcome(
         self, stream: Stream, ack: int, role: int, adopted: frozenset[tuple[str, int]]
     ) -> None:
-        """A worker hears that it is attached."""
+        """Delivers the Welcome to a worker."""
         worker = stream.worker
         if worker.pending is not stream:
             return
         if self.breaks and self._cell.chance.random() < 0.1:
-            # It never hears it.
+            # The Welcome is lost with its stream.
             self._cell.after(0.2, lambda: self.detach(stream))
             worker.after(0.1, lambda: self.connect(worker))
             return
@@ -139,33 +139,36 @@ class RandomNetwork:
         worker.welcomed(stream.coordinator.generation, ack, role, adopted)
         self.send_up(worker)
 
-    # ---- What a stream carries.
+    # ---- Messages of a stream.
 
     def send_down(self, link: WorkerLink) -> None:
-        """Everything that a coordinator has for a worker goes out."""
+        """Sends all pending messages of a coordinator to a worker."""
         if not isinstance(stream := link.stream, Stream):
             return
         while (message := link.next_to_send()) is not None:
             stream.down.append(message)
-            stream.worker.after(self._delay_s, functools.partial(self._down, stream))
+            stream.worker.after(self._delay_s, functools.partial(self._deliver_down, stream))
 
     def send_up(self, worker: RandomWorker) -> None:
-        """Everything that a worker has to say goes out."""
+        """Sends all pending messages of a worker."""
         if isinstance(stream := worker.stream, Stream) and not worker.dead:
             while (message := worker.outbox.next_batch()) is not None:
                 self._send_up(stream, message)
 
     def send_load(self, worker: RandomWorker, load: cluster_pb2.LoadReport) -> None:
-        """A load report is not kept for another stream."""
+        """Sends a load report; a worker without a stream drops it."""
         if isinstance(stream := worker.stream, Stream):
             self._send_up(stream, cluster_pb2.WorkerMessage(load=load))
 
     def _send_up(self, stream: Stream, message: cluster_pb2.WorkerMessage) -> None:
         stream.up.append(message.SerializeToString())
-        self._unless_frozen(stream.worker, functools.partial(self._up, stream))
+        self._deliver_unless_frozen(stream.worker, functools.partial(self._deliver_up, stream))
 
-    def _unless_frozen(self, worker: RandomWorker, action: Callable[[], None]) -> None:
-        """What a process has written arrives after its death, but not while it stands still."""
+    def _deliver_unless_frozen(self, worker: RandomWorker, action: Callable[[], None]) -> None:
+        """Runs the delivery of a message, after the end of a SIGSTOP of the worker that sent it.
+
+        Messages that a process has written arrive also after its death.
+        """
 
         def act() -> None:
             if worker.frozen_until > self._cell.now and not worker.dead:
@@ -175,7 +178,7 @@ class RandomNetwork:
 
         self._cell.after(self._delay_s, act)
 
-    def _down(self, stream: Stream) -> None:
+    def _deliver_down(self, stream: Stream) -> None:
         worker = stream.worker
         message = cluster_pb2.CoordinatorMessage.FromString(stream.down.popleft())
         if worker.stream is not stream:
@@ -187,15 +190,15 @@ class RandomNetwork:
             assert one.seq == worker.received + 1, (one.seq, worker.received)
             own = cluster_pb2.CoordinatorMessage()
             own.CopyFrom(one)
-            self._cell.say(worker.key, "is told", own)
+            self._cell.log(worker.key, "receives", own)
             worker.take(own)
             worker.received = one.seq
 
-    def _up(self, stream: Stream) -> None:
+    def _deliver_up(self, stream: Stream) -> None:
         if (link := stream.link) is None:
             return
         if not stream.coordinator.listens:
-            self._cell.at(stream.coordinator.frozen_until, lambda: self._up(stream))
+            self._cell.at(stream.coordinator.frozen_until, lambda: self._deliver_up(stream))
             return
         message = cluster_pb2.WorkerMessage.FromString(stream.up.popleft())
         for one in message.batch or (message,):

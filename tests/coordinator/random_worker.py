@@ -1,7 +1,7 @@
-"""A worker process of a random cell: it does what it is told, and its engine computes hashes.
+"""A simulated worker process of a random cell, whose engine computes hashed outputs.
 
-Its messages are kept and numbered by the real Outbox, and its attempts are real ones. What may go
-wrong in it does so at random, as often as the conditions of the run say.
+The outbox and the attempts are the production code. Failures of the engine and of handoffs happen
+at random, with the probabilities in the conditions of the run.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ DRAINING = cluster_pb2.WORKER_STATE_DRAINING
 STOPPED = cluster_pb2.WORKER_STATE_STOPPED
 COMMITTED = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
 FAILED = kv_transfer_pb2.HANDOFF_STATE_FAILED
-# Why a handoff fails.
+# Refusal reasons of failed handoffs.
 _REASONS = (1, 2, 3, kv_transfer_pb2.REFUSAL_REASON_CANCELLED)
 _HEARTBEAT_S = 0.5
 
 
 @dataclass(slots=True, eq=False)
 class Held:
-    """An attempt in this worker.
+    """An attempt that runs on this worker.
 
     Attributes:
-        runs: a decode has its prompt's KV cache, or computes it.
-        ready_at: it has computed its prompt then.
-        answered: an output of it went out.
-        gone: it has ended here.
+        runs: The decode has its prompt's KV cache, or computes the prompt itself.
+        ready_at: Time at which the decode has computed its prompt.
+        answered: The attempt has reported at least one output.
+        gone: The attempt has ended on this worker.
     """
 
     attempt: Attempt
@@ -73,14 +73,20 @@ class RandomWorker:
     """One incarnation of a worker.
 
     Attributes:
-        launched_by: generation of the coordinator that started it, and that it ends with; 0: none.
-        generation: of the coordinator that welcomed it last. received: of that one's commands.
-        stream: that it is attached over; None while it is not. pending: that it asked for last.
-        frozen_until: it stands still until then, by the cell's clock. wedged_until: its engine.
-        takes_columns: the coordinator knows its handles.
-        held: Attempts by request.
-        sends: handoffs on their way from here. receives: what became of those to here.
-        blocks: of its prefix cache.
+        launched_by: Generation of the coordinator that started the process and that the process
+            must not outlive; 0 if an operator started the process.
+        generation: Generation of the coordinator that welcomed the worker last.
+        received: Number of commands received from that coordinator.
+        stream: Stream over which the worker is attached; None while it is not attached.
+        pending: Stream that the worker requested last.
+        frozen_until: The process is stopped (SIGSTOP) until this time of the cell's clock.
+        wedged_until: The engine makes no step until this time.
+        takes_columns: The coordinator knows the handles of this worker's attempts, so that tokens
+            may be reported in the column format.
+        held: Running attempts by request ID.
+        sends: Outgoing handoffs that are not complete.
+        receives: Final state of incoming handoffs.
+        blocks: Hashes of the blocks in the prefix cache.
     """
 
     cell: RandomCell
@@ -107,11 +113,11 @@ class RandomWorker:
 
     def __post_init__(self) -> None:
         self._ended: deque[tuple[int, cluster_pb2.RunningRequest]] = deque(maxlen=256)
-        self._held_up: deque[Callable[[], None]] = deque()
+        self._delayed_actions: deque[Callable[[], None]] = deque()
         self._busy_until = self.cell.now
         self._lost_at = self.cell.now
-        self._steps = self._released = self._leaves = False
-        self._beat()
+        self._has_next_step = self._released = self._is_leaving = False
+        self._send_heartbeat()
 
     @property
     def id(self) -> str:
@@ -127,29 +133,29 @@ class RandomWorker:
 
     @property
     def address(self) -> str:
-        """Another incarnation listens elsewhere."""
+        """Address for handoffs, different for each incarnation."""
         return f"{self.id}.{self.key[1]}:1"
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """It does something then, or once it no longer stands still; never after its death."""
+        """Runs an action after a delay and after any SIGSTOP; a dead process runs nothing."""
 
         def act() -> None:
-            if self._held_up or self.frozen_until > self.cell.now:
-                self._held_up.append(action)
-                if len(self._held_up) == 1:
-                    self.cell.at(self.frozen_until, self._go_on)
+            if self._delayed_actions or self.frozen_until > self.cell.now:
+                self._delayed_actions.append(action)
+                if len(self._delayed_actions) == 1:
+                    self.cell.at(self.frozen_until, self._resume_actions)
             elif not self.dead:
                 action()
 
         self.cell.after(seconds, act)
 
-    def _go_on(self) -> None:
-        """What was to be done while it stood still is done now, in its order."""
+    def _resume_actions(self) -> None:
+        """Runs the actions that became due during the SIGSTOP, in their order."""
         if self.frozen_until > self.cell.now:
-            self.cell.at(self.frozen_until, self._go_on)
+            self.cell.at(self.frozen_until, self._resume_actions)
             return
-        while self._held_up:
-            action = self._held_up.popleft()
+        while self._delayed_actions:
+            action = self._delayed_actions.popleft()
             if not self.dead:
                 action()
 
@@ -165,7 +171,7 @@ class RandomWorker:
         conditions, capacity = self.cell.conditions, said.capacity
         capacity.keeps_prefixes = conditions.keeps_prefixes
         capacity.supports_forced_tokens = conditions.forces_tokens
-        num_blocks = conditions.most_handed_tokens // SHAPE.block_size_tokens
+        num_blocks = conditions.max_handoff_tokens // SHAPE.block_size_tokens
         capacity.max_receive_bytes = num_blocks * said.fingerprint.block_bytes
         if self.rollout is not None:
             said.rollout.CopyFrom(self.rollout)
@@ -176,18 +182,18 @@ class RandomWorker:
     def welcomed(
         self, generation: int, ack: int, role: int, adopted: frozenset[tuple[str, int]]
     ) -> None:
-        """By the coordinator it knows, or by another one."""
+        """Handles a Welcome, from the same coordinator as before or from another one."""
         if generation == self.generation:
             self.outbox.resume(ack)
         else:
             self.outbox.restart(adopted)
             if self.generation:
-                self._keep_only(adopted)
+                self._drop_all_but(adopted)
             self.generation, self.received = generation, 0
         self.role, self.takes_columns = role, True
 
     def lost_stream(self) -> None:
-        """What it says from now on may be for another coordinator, unless none comes in time."""
+        """Handles the loss of the stream; without a coordinator for `grace_s` all requests fail."""
         self.stream, self.takes_columns = None, False
         self._lost_at = lost_at = self.cell.now
         self.after(
@@ -202,7 +208,7 @@ class RandomWorker:
         self.sends.clear()
 
     def take(self, message: cluster_pb2.CoordinatorMessage) -> None:
-        """Carries out one command, unless it is leaving."""
+        """Carries out one command; a stopped worker ignores it."""
         if self.state == STOPPED:
             return
         kind = message.WhichOneof("message")
@@ -215,7 +221,7 @@ class RandomWorker:
             self._cancel(command)
         elif kind == "set_role":
             self.role = command.role
-            self._tell_state()
+            self._post_state()
         elif kind == "drain":
             self.drain(command.timeout.ToNanoseconds() / 1e9)
         elif kind == "release":
@@ -224,7 +230,7 @@ class RandomWorker:
         elif kind == "rollout":
             self.rollout = command
         else:
-            raise AssertionError(f"no worker is told this here: {message}")
+            raise AssertionError(f"a command that this simulation does not know: {message}")
 
     def _cancel(self, command: cluster_pb2.CancelCommand) -> None:
         held = self.held.get(command.request_id)
@@ -236,21 +242,21 @@ class RandomWorker:
         self._leave_if_idle()
 
     def post(self, **message: object) -> None:
-        """Says something that is kept until it is acknowledged."""
+        """Posts a message, which the outbox keeps until its acknowledgement."""
         self.outbox.post(cluster_pb2.WorkerMessage(**message))
         self.cell.network.send_up(self)
 
-    def _say(self, *outputs: cluster_pb2.RequestOutput) -> None:
+    def _post_outputs(self, *outputs: cluster_pb2.RequestOutput) -> None:
         self.post(step=cluster_pb2.StepOutputs(step=self.num_steps, outputs=outputs))
 
-    def _tell_state(self, reason: str = "", *, failed: bool = False) -> None:
+    def _post_state(self, reason: str = "", *, failed: bool = False) -> None:
         self.post(
             state_changed=cluster_pb2.WorkerStateChanged(
                 state=self.state, role=self.role, reason=reason, failed=failed
             )
         )
 
-    def _beat(self) -> None:
+    def _send_heartbeat(self) -> None:
         load = cluster_pb2.LoadReport(
             num_steps=self.num_steps,
             num_running=len(self.held),
@@ -262,15 +268,15 @@ class RandomWorker:
             ),
         )
         self.cell.network.send_load(self, load)
-        self.after(_HEARTBEAT_S * self.cell.chance.uniform(0.95, 1.05), self._beat)
+        self.after(_HEARTBEAT_S * self.cell.chance.uniform(0.95, 1.05), self._send_heartbeat)
 
-    # ---- Its requests.
+    # ---- Requests.
 
     def _start(self, attempt: Attempt) -> None:
         spec, chance, conditions = attempt.spec, self.cell.chance, self.cell.conditions
         if spec.adapter and spec.adapter not in self.adapters:
             unknown = RemoteError(code_pb2.INVALID_ARGUMENT, f"no adapter {spec.adapter}", [])
-            return self._say(attempt.failed(unknown))
+            return self._post_outputs(attempt.failed(unknown))
         older = self.held.get(spec.request_id)
         if older is not None:
             if older.spec.attempt >= spec.attempt:
@@ -282,7 +288,7 @@ class RandomWorker:
         held = self.held[spec.request_id] = Held(attempt, output)
         late = DeadlineExceeded("the request's deadline passed on the worker")
         self._after(spec.timeout.ToNanoseconds() / 1e9, held, lambda: self._fail(held, late))
-        if chance.random() < conditions.fails:
+        if chance.random() < conditions.p_refused:
             refusals: list[BatonError] = [
                 Internal("the engine failed this request"),
                 Unavailable("the engine gave this request up"),
@@ -302,11 +308,11 @@ class RandomWorker:
         return None
 
     def _after(self, seconds: float, held: Held, action: Callable[[], None]) -> None:
-        """Unless the attempt has ended by then."""
+        """Runs an action after a delay, unless the attempt has ended by then."""
         self.after(seconds, lambda: None if held.gone else action())
 
     def _fail(self, held: Held, error: BatonError) -> None:
-        self._say(held.attempt.failed(error))
+        self._post_outputs(held.attempt.failed(error))
         self._drop(held)
 
     def _drop(self, held: Held) -> None:
@@ -314,8 +320,8 @@ class RandomWorker:
         self.held.pop(held.spec.request_id, None)
         self._leave_if_idle()
 
-    def _keep_only(self, adopted: frozenset[tuple[str, int]]) -> None:
-        """Another coordinator knows nothing of the rest."""
+    def _drop_all_but(self, adopted: frozenset[tuple[str, int]]) -> None:
+        """Drops all attempts that the new coordinator did not adopt, and sends the whole cache."""
         for held in list(self.held.values()):
             if (held.spec.request_id, held.spec.attempt) not in adopted:
                 self._drop(held)
@@ -328,7 +334,7 @@ class RandomWorker:
     # ---- Prefill.
 
     def _prefill(self, held: Held) -> None:
-        """One prompt after the other."""
+        """Computes a prompt after all prompts before it; cached blocks are skipped."""
         hashes = self._hashes(held)
         num_cached = 0
         while num_cached < len(hashes) and hashes[num_cached] in self.blocks:
@@ -350,7 +356,7 @@ class RandomWorker:
             self.sends[plan.handoff_id] = held.attempt
             took_s = self.cell.chance.uniform(*self.cell.conditions.handoff_s)
             self.after(took_s, lambda: self._hand_over(plan))
-        self._say(held.attempt.report(output))
+        self._post_outputs(held.attempt.report(output))
         self._drop(held)
 
     def _hand_over(self, plan: cluster_pb2.HandoffPlan) -> None:
@@ -358,7 +364,7 @@ class RandomWorker:
         if attempt is None:
             return
         report, target = attempt.handoff_report(), self.cell.worker_at(plan.target)
-        is_lost = self.cell.chance.random() < self.cell.conditions.loses
+        is_lost = self.cell.chance.random() < self.cell.conditions.p_handoff_fails
         if is_lost or target is None or target.receives.get(plan.handoff_id) == FAILED:
             report.state, report.reason = FAILED, self.cell.chance.choice(_REASONS)
             self.post(handoff=report)
@@ -369,7 +375,7 @@ class RandomWorker:
         self._leave_if_idle()
 
     def _cache(self, held: Held) -> None:
-        """Its prompt is computed, or has come: its blocks may be of use to others."""
+        """Adds the prompt's blocks to the prefix cache, and reports the new ones."""
         new = [block for block in self._hashes(held) if block not in self.blocks]
         self.blocks.update(dict.fromkeys(new))
         if new:
@@ -382,7 +388,7 @@ class RandomWorker:
     # ---- Decode.
 
     def _receive(self, handoff_id: bytes, state: int) -> None:
-        """A handoff is there, or is known never to come."""
+        """Records that an incoming handoff was committed or has failed."""
         self.receives[handoff_id] = state
         for held in list(self.held.values()):
             plan = held.attempt.handoff
@@ -391,35 +397,35 @@ class RandomWorker:
 
     def _received(self, held: Held, state: int) -> None:
         if state == FAILED:
-            # By the engine, in one of its steps.
+            # The engine notices a failed handoff in its next step.
             self._after(self.cell.conditions.step_s, held, lambda: self._compute_prompt(held))
         elif held.runs:
             return
         elif (
             held.attempt.handoff.skip_tokens
-            and self.cell.chance.random() < self.cell.conditions.forgets
+            and self.cell.chance.random() < self.cell.conditions.p_prefix_gone
         ):
-            self._say(held.attempt.report(EngineOutput("", finish=Finish.PREFIX_GONE)))
+            self._post_outputs(held.attempt.report(EngineOutput("", finish=Finish.PREFIX_GONE)))
             self._drop(held)
         else:
             held.runs = True
-            self._go()
+            self._schedule_step()
 
     def _compute_prompt(self, held: Held) -> None:
-        """There was no handoff, or it did not come."""
+        """Computes the prompt on this decode worker, because there is no handoff or it failed."""
         if not held.runs:
             held.runs = True
             num_tokens = len(held.spec.prompt_token_ids)
             held.ready_at = self.cell.now + num_tokens * self.cell.conditions.token_s
-            self._go()
+            self._schedule_step()
 
-    def _go(self) -> None:
-        if not self._steps:
-            self._steps = True
+    def _schedule_step(self) -> None:
+        if not self._has_next_step:
+            self._has_next_step = True
             self.after(self.cell.conditions.step_s, self._step)
 
     def _step(self) -> None:
-        """Every running output grows by one token."""
+        """Runs one decode step: every running output grows by one token."""
         if self.wedged_until > self.cell.now:
             self.after(self.wedged_until - self.cell.now, self._step)
             return
@@ -428,7 +434,7 @@ class RandomWorker:
         for held in [one for one in self.held.values() if one.runs]:
             if held.ready_at > self.cell.now:
                 continue
-            if self.cell.chance.random() < self.cell.conditions.gives_up:
+            if self.cell.chance.random() < self.cell.conditions.p_gives_up:
                 step.outputs.append(held.attempt.failed(Unavailable("gave the request up")))
                 self._drop(held)
                 continue
@@ -444,12 +450,12 @@ class RandomWorker:
                 self._drop(held)
         if step.outputs or step.tokens.handles:
             self.post(step=step)
-        self._steps = any(held.runs for held in self.held.values())
-        if self._steps:
+        self._has_next_step = any(held.runs for held in self.held.values())
+        if self._has_next_step:
             self.after(self.cell.conditions.step_s, self._step)
 
     def _next(self, held: Held) -> EngineOutput:
-        """One token; the first also says how long it took."""
+        """Computes the next token; the first output of an attempt also carries its timings."""
         token, sampling = held.output.next(), held.spec.sampling
         output = EngineOutput("", token_ids=[token], text=text_of(token))
         if is_last(token) and not sampling.ignore_eos:
@@ -461,30 +467,32 @@ class RandomWorker:
             held.answered, output.queue_s, output.run_s = True, 0.001, 0.002
         return output
 
-    # ---- Its end.
+    # ---- Draining and exit.
 
     def drain(self, timeout_s: float) -> None:
-        """Takes nothing new, and leaves when it is idle, or then."""
+        """Starts to drain: the worker stops when it is idle and released, or after `timeout_s`."""
         if self.state == SERVING:
             self.state = DRAINING
-            self._tell_state("drain")
+            self._post_state("drain")
             self.after(timeout_s, self._leave)
             self._leave_if_idle()
 
     def _leave_if_idle(self) -> None:
-        is_told = self._released or self.stream is None
+        is_released = self._released or self.stream is None
         is_idle = not (self.held or self.sends)
-        if self.state == DRAINING and is_told and is_idle:
+        if self.state == DRAINING and is_released and is_idle:
             self._leave()
 
     def _leave(self) -> None:
-        if not self._leaves:
-            self._leaves, self.state = True, STOPPED
-            self._tell_state("stopped")
-            self._keep_only(frozenset())
+        if not self._is_leaving:
+            self._is_leaving, self.state = True, STOPPED
+            self._post_state("stopped")
+            self._drop_all_but(frozenset())
             self.after(0.05, lambda: self.cell.exit(self, "exited"))
 
 
-def _plan(command: cluster_pb2.PrefillCommand) -> cluster_pb2.HandoffPlan | None:
-    """Of any command that may have one."""
+def _plan(
+    command: cluster_pb2.PrefillCommand | cluster_pb2.DecodeCommand,
+) -> cluster_pb2.HandoffPlan | None:
+    """Returns the handoff plan of a PrefillCommand or DecodeCommand, if it has one."""
     return command.handoff if command.HasField("handoff") else None

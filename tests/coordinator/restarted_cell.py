@@ -1,4 +1,4 @@
-"""A virtual cell whose coordinator dies and whose workers stand still."""
+"""A virtual cell whose coordinator can be restarted and whose workers can be stopped."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from baton.simulator.hello import hello
 from baton.v1 import cluster_pb2
 from baton.worker import attach
 
-# Of a connection to a coordinator that listens.
+# Time to connect to a coordinator that listens.
 _CONNECT_S = 0.03
 
 
 class RestartedCell(VirtualCell):
-    """Workers go on without a coordinator, and report to the next one; one client has them all.
+    """A cell with coordinator restarts.
 
-    Both look for it as the real ones do.
+    Workers continue without a coordinator and attach to the next one. A single client owns all
+    streams and resumes them. Both reconnect with the backoff of the production code.
     """
 
     def __init__(self, config, **options) -> None:
@@ -32,27 +33,27 @@ class RestartedCell(VirtualCell):
         self._submitted = {}
 
     def stop(self, name: str) -> None:
-        """SIGSTOP: its connections stay, and nothing comes of them."""
+        """SIGSTOP a worker: its connections stay open, and it sends nothing."""
         for key, worker in self._workers.items():
             if key[0] == name:
                 worker.gone = True
 
     def restart(self, after_s: float) -> None:
-        """The coordinator is killed; another one listens so much later."""
+        """Kills the coordinator; another one listens after this many seconds."""
         self._is_up, died_at, up_at = False, self.now, self.now + after_s
         self.core = Core(self._config, self.random.randbytes)
-        self.at(up_at, self._listens)
+        self.at(up_at, self._start_listening)
         for worker in self._workers.values():
             at, pause_s = died_at, attach._BACKOFF_S[0]
             while at < up_at:
                 at += pause_s * self.random.uniform(0.5, 1.0)
                 pause_s = min(attach._BACKOFF_GROWTH * pause_s, attach._BACKOFF_S[1])
-            self.at(at + _CONNECT_S, lambda worker=worker: self._comes_back(worker))
+            self.at(at + _CONNECT_S, lambda worker=worker: self._reattach(worker))
         at, num_failures = died_at, 0
         while at < up_at:
             at += backoff_s(max(0, num_failures - 1), self.random.random())
             num_failures += 1
-        self.at(at + _CONNECT_S, self._resubmits)
+        self.at(at + _CONNECT_S, self._resubmit_all)
 
     def post(self, event) -> None:
         if self._is_up:
@@ -68,15 +69,15 @@ class RestartedCell(VirtualCell):
                 worker._drop(key)
         super().carry_out(effect)
 
-    def _listens(self) -> None:
+    def _start_listening(self) -> None:
         self._is_up = True
 
-    def _comes_back(self, worker) -> None:
+    def _reattach(self, worker) -> None:
         if worker.gone:
             return
-        says = hello(worker.key, worker.role, worker.shape, worker.shape.kv_tokens)
-        says.generation = 77
-        says.running.extend(
+        message = hello(worker.key, worker.role, worker.shape, worker.shape.kv_tokens)
+        message.generation = 77
+        message.running.extend(
             cluster_pb2.RunningRequest(
                 request_id=live.spec.request_id,
                 attempt=live.spec.attempt,
@@ -89,9 +90,9 @@ class RestartedCell(VirtualCell):
             )
             for live in worker.live.values()
         )
-        self.post(ev.WorkerAttached(says, returns=True))
+        self.post(ev.WorkerAttached(message, returns=True))
 
-    def _resubmits(self) -> None:
+    def _resubmit_all(self) -> None:
         self._session += 1
         streams, self._by_stream = self._by_stream, {}
         for to, outcome in streams.items():

@@ -1,4 +1,4 @@
-"""Any interleaving: every request ends once, and nothing is left assigned."""
+"""Random sequences of events: every request ends exactly once, and no worker keeps a request."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
             tenants = {"narrow": TenantConfig(max_concurrent=1), "heavy": TenantConfig(weight=2)}
             self.world = World(lanes=lanes, tenants=tenants, max_request_s=40.0)
             self.incarnations: dict[str, int] = {}
-            # Streams whose session was lost before their end.
+            # Streams whose session was lost before their end; they get no final effect.
             self.unheard: set = set()
-            # By stream.
+            # Request ID of each stream.
             self.request_ids: dict = {}
 
         @rule(
@@ -51,7 +51,7 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
         @precondition(lambda self: self.world.core.running())
         @rule(data=st.data(), session=st.integers(1, 3))
         def resume(self, data, session):
-            """Its client comes back over another session, or is refused over the same."""
+            """The client resumes its request; over the same session the core refuses that."""
             older = data.draw(st.sampled_from(self.world.core.running())).submission
             request = self.world.core.running_request(older.request_id, older.tenant)
             to = self.world.submit(
@@ -90,7 +90,7 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
 
         @rule(worker=st.sampled_from(["p1", "p2", "d1", "d2"]))
         def obey(self, worker):
-            """Does what it was told last of its role, or of leaving."""
+            """The worker reports that it carried out its last SetRoleCommand or DrainCommand."""
             key, change = (worker, self.incarnations.get(worker, 0)), None
             for command in self.world.commands[worker]:
                 if isinstance(command, cluster_pb2.SetRoleCommand):
@@ -149,7 +149,7 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
             self.world.after(seconds)
 
         @invariant()
-        def tokens_are_each_sent_once(self):
+        def each_token_is_sent_once(self):
             for to, effects in self.world.sent.items():
                 offset = None
                 for effect in effects:
@@ -185,7 +185,7 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
     return CoreMachine
 
 
-def test_every_request_ends_once(new_world, out):
+def test_every_request_ends_exactly_once_in_any_order_of_events(new_world, out):
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(

@@ -1,4 +1,4 @@
-"""A stream survives its workers: nothing is repeated, lost or fed by two."""
+"""Recovery of requests from lost workers: no token is lost, repeated or sent by two attempts."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def test_a_lost_worker_is_replaced(two_pairs, out, stage, leg):
     assert again.spec.attempt == 2
     assert lost not in (name, again.handoff.target.split(".")[0])
     assert again.handoff.handoff_id != prefill.handoff.handoff_id
-    # The twin, if it lives, forgets the older attempt before it hears of the newer one.
-    twin = decoder if leg == "prefill" else prefiller
-    cancel = next(c for c in two_pairs.commands[twin] if isinstance(c, cluster_pb2.CancelCommand))
+    # The other worker is told to cancel the older attempt before it gets the newer attempt.
+    other = decoder if leg == "prefill" else prefiller
+    cancel = next(c for c in two_pairs.commands[other] if isinstance(c, cluster_pb2.CancelCommand))
     assert (cancel.attempt, cancel.handoff_id) == (1, prefill.handoff.handoff_id)
     two_pairs.step(name, out("r1", [7], text="a", finish=0, attempt=2))
     name, decode = latest(decodes(two_pairs))
@@ -56,7 +56,7 @@ def test_a_lost_worker_is_replaced(two_pairs, out, stage, leg):
     assert stages == sorted(set(stages), key=stages.index)
 
 
-def test_time_without_a_worker_is_recovery(world, out):
+def test_time_without_a_worker_counts_as_the_recovery_stage(world, out):
     to = world.submit()
     world.after(1.0)
     world.step("p", out("r1", [7], finish=0))
@@ -86,7 +86,7 @@ def test_attempts_without_progress_are_bounded(world, out):
         failed.failed.code, failed.failed.message = 13, "no kernel"
         world.step("p", out("r1", [7], finish=0, attempt=attempt))
         if attempt < 4:
-            # Every attempt gets one token further.
+            # Each of the first three attempts produces one new token.
             world.step("d", out("r1", [10 + attempt], offset=attempt, attempt=attempt))
         world.step("d", failed)
     assert world.tokens(to) == [7, 11, 12, 13]
@@ -96,7 +96,7 @@ def test_attempts_without_progress_are_bounded(world, out):
     assert world.core.request("r1").attempt == 6
 
 
-def test_what_is_wrong_with_the_request_is_not_tried_again(world, out):
+def test_an_invalid_request_is_not_retried(world, out):
     to = world.submit()
     failed = out("r1")
     failed.failed.code, failed.failed.message = 3, "no such grammar"
@@ -105,7 +105,7 @@ def test_what_is_wrong_with_the_request_is_not_tried_again(world, out):
     assert len(prefills(world)) == 1
 
 
-def test_the_worker_that_gave_up_is_avoided(two_pairs, out):
+def test_a_retry_avoids_the_worker_that_failed_the_attempt(two_pairs, out):
     two_pairs.submit()
     ((first, _),) = prefills(two_pairs)
     failed = out("r1")
@@ -114,7 +114,7 @@ def test_the_worker_that_gave_up_is_avoided(two_pairs, out):
     assert latest(prefills(two_pairs))[0] != first
 
 
-def test_a_committed_handoff_outlives_its_sender(two_pairs, out):
+def test_a_committed_handoff_survives_the_loss_of_its_sender(two_pairs, out):
     to = two_pairs.submit()
     ((prefiller, prefill),) = prefills(two_pairs)
     two_pairs.step(prefiller, out("r1", [7], finish=0))
@@ -130,7 +130,7 @@ def test_a_committed_handoff_outlives_its_sender(two_pairs, out):
     assert two_pairs.kinds(to) == ["Accepted", "Delta"]
 
 
-def test_without_a_worker_it_fails_in_time_and_says_why(world, out):
+def test_a_request_without_a_replacement_worker_fails_after_max_recovery_s(world, out):
     to = world.submit()
     world.step("p", out("r1", [7], finish=0))
     world.handle(ev.WorkerLost("d", "was killed by SIGKILL"))
@@ -144,10 +144,10 @@ def test_without_a_worker_it_fails_in_time_and_says_why(world, out):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_whatever_dies_every_stream_is_whole(new_world, out, data):
-    """Workers answer, die, fall silent, wake and come back in any order.
+def test_every_stream_is_complete_after_random_worker_failures(new_world, out, data):
+    """Workers answer, crash, fall silent, wake up and restart in any order.
 
-    Token i of every output is i: a lost, repeated or foreign one shows.
+    Token i of every output has the ID i, so that a lost, repeated or foreign token is noticed.
     """
     world = new_world(max_lost_attempts=10_000, max_prefill_requests=8, max_decode_requests=8)
     incarnation = dict.fromkeys(("p", "p2", "d", "d2"), 0)
@@ -166,11 +166,11 @@ def test_whatever_dies_every_stream_is_whole(new_world, out, data):
     for name in incarnation:
         attach(name)
     streams = [world.submit(sampling={"max_tokens": 6}) for _ in range(4)]
-    # What each worker process has been told and not done, whether or not it is still wanted.
+    # Commands that each worker process has received and not yet carried out or cancelled.
     held: dict[tuple[str, int], list] = {}
     progress: dict[tuple, int] = {}
 
-    def hear():
+    def receive_commands():
         for name, sent in world.commands.items():
             for command in sent[seen[name] :]:
                 mine = held.setdefault((name, incarnation[name]), [])
@@ -214,7 +214,7 @@ def test_whatever_dies_every_stream_is_whole(new_world, out, data):
         )
 
     for _ in range(data.draw(st.integers(10, 60))):
-        hear()
+        receive_commands()
         name = data.draw(st.sampled_from(sorted(incarnation)))
         match data.draw(st.sampled_from(["work"] * 6 + ["kill", "stop", "wake", "time"])):
             case "work" if name in running:
@@ -234,7 +234,7 @@ def test_whatever_dies_every_stream_is_whole(new_world, out, data):
             replace(name)
     for _ in range(100):
         silent_but(world)
-        hear()
+        receive_commands()
         for name in incarnation:
             work(name, at_random=False)
         world.after(0.1)
@@ -258,7 +258,11 @@ def test_whatever_dies_every_stream_is_whole(new_world, out, data):
 def test_known_tokens_are_computed_and_handed_over_with_the_prompt(
     two_pairs, out, sampling, joined
 ):
-    """Unless they are to go through the sampler one by one, or would be taken for the prompt's."""
+    """The prefill worker computes known output tokens together with the prompt, with exceptions.
+
+    A sampler with state (a seed, penalties) must see each known token on its own, and prompt log
+    probabilities must not include output tokens.
+    """
     two_pairs.submit(sampling=sampling)
     ((prefiller, prefill),) = prefills(two_pairs)
     assert (len(prefill.spec.prompt_token_ids), prefill.handoff.num_tokens) == (20, 20)

@@ -1,4 +1,4 @@
-"""A request's life in the core, from submission to every kind of end."""
+"""The lifecycle of a request in the core, from submission to every kind of end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CANCELLED = common_pb2.FINISH_REASON_CANCELLED
 
 
 def begin(world, out, **changes):
-    """A request whose decode worker has its command; returns its stream key and id."""
+    """Brings a request to its DecodeCommand; returns its stream key and ID."""
     to = world.submit(**changes)
     request_id = world.sent[to][0].request_id
     world.step("p", out(request_id, [7], text="é", finish=0))
@@ -53,7 +53,7 @@ def test_prefill_then_handoff_then_decode(world, out):
     assert len(world.commands["p"]) == 1
 
 
-def test_stop_at_the_first_token_drops_the_handoff(world, out):
+def test_an_output_that_stops_at_its_first_token_cancels_the_handoff(world, out):
     to = world.submit()
     handoff_id = world.commands["p"][0].handoff.handoff_id
     world.step("p", out("r1", [7], finish=STOP))
@@ -63,7 +63,7 @@ def test_stop_at_the_first_token_drops_the_handoff(world, out):
     assert cancel.handoff_id == handoff_id
 
 
-def test_one_token_needs_no_decode_worker(new_world, out):
+def test_a_request_for_one_token_needs_no_decode_worker(new_world, out):
     world = new_world()
     world.attach("p", common_pb2.ROLE_PREFILL)
     to = world.submit(sampling={"max_tokens": 1})
@@ -73,11 +73,12 @@ def test_one_token_needs_no_decode_worker(new_world, out):
     assert world.last(to).reason == LENGTH
 
 
-def test_a_resumed_request_is_handed_its_prompt(world, out):
+def test_a_resumed_request_computes_its_prompt_and_hands_it_over(world, out):
     to = world.submit(known_token_ids=[5, 6], known_text_chars=3, sampling={"stop": ["x"]})
     (prefill,) = world.commands["p"]
     assert list(prefill.spec.known_token_ids) == []
-    # Whatever it samples is thrown away, and must not end the request.
+    # The coordinator discards the token that the prefill worker samples; the token must not end
+    # the request.
     assert prefill.spec.sampling.ignore_eos
     assert not prefill.spec.sampling.stop
     world.step("p", out("r1", [5], text="no", finish=0))
@@ -99,7 +100,7 @@ def test_resume_with_everything_received_ends_at_once(world):
 
 
 @pytest.mark.parametrize("end", ["max_send_bytes", "max_receive_bytes"])
-def test_handoff_larger_than_staging_runs_unsplit(new_world, end):
+def test_a_handoff_larger_than_staging_memory_runs_on_one_worker(new_world, end):
     world = new_world()
     for worker_id, role in (("p", common_pb2.ROLE_PREFILL), ("d", common_pb2.ROLE_DECODE)):
         capacity = cluster_pb2.Capacity(
@@ -125,7 +126,9 @@ def test_handoff_larger_than_staging_runs_unsplit(new_world, end):
         ({"structured_output": common_pb2.StructuredOutput(json_object=True)}, False),
     ],
 )
-def test_without_forced_tokens_exact_state_runs_unsplit(new_world, sampling, split):
+def test_requests_with_sampler_state_run_on_one_worker_without_forced_tokens(
+    new_world, sampling, split
+):
     world = new_world()
     capacity = cluster_pb2.Capacity(max_send_bytes=2**20, max_receive_bytes=2**20)
     world.attach("p", common_pb2.ROLE_PREFILL, capacity=capacity)
@@ -135,7 +138,7 @@ def test_without_forced_tokens_exact_state_runs_unsplit(new_world, sampling, spl
     assert (len(world.commands["d"]) == 1) is not split
 
 
-def test_overlap_is_dropped_and_a_gap_begins_again(world, out):
+def test_repeated_tokens_are_dropped_and_a_gap_starts_a_new_attempt(world, out):
     to, request_id = begin(world, out)
     world.step("d", out(request_id, [7, 8], offset=0, text="a"))
     world.step("d", out(request_id, [8], offset=1, text="a"))
@@ -157,11 +160,11 @@ def test_outputs_of_another_attempt_or_worker_are_dropped(world, out):
     assert world.kinds(to) == ["Accepted"]
 
 
-def test_plain_tokens_are_sent_as_they_came(world, out):
+def test_tokens_in_the_column_format_are_forwarded_unchanged(world, out):
     ends = [begin(world, out) for _ in range(2)]
     handles = [command.spec.handle for command in world.commands["d"]]
     assert len(set(handles)) == 2
-    # The first output of an attempt may be plain too.
+    # A worker may report the first token of an attempt in the column format too.
     for offset in (1, 2):
         world.plain("d", *((handle, offset, 10 * handle + offset) for handle in handles))
     for (to, request_id), handle in zip(ends, handles, strict=True):
@@ -173,8 +176,11 @@ def test_plain_tokens_are_sent_as_they_came(world, out):
         assert world.last(to).usage.completion_tokens == 4
 
 
-def test_where_outputs_flow_from_is_told_by_the_registrys_own_key(world, out):
-    """Whichever an event has: another one that is equal must not make every token dear."""
+def test_flows_from_is_the_key_object_of_the_worker_table(world, out):
+    """`flows_from` is the table's own key object, not an equal key from an event.
+
+    The core compares keys by identity for each token; an equal copy would take the slow path.
+    """
     to, request_id = begin(world, out)
     (command,) = world.commands["d"]
     world.plain("d", (command.spec.handle, 1, 8))
@@ -184,8 +190,8 @@ def test_where_outputs_flow_from_is_told_by_the_registrys_own_key(world, out):
 
 
 @pytest.mark.parametrize("lost_at", [None, 3, 16, 17, 40])
-def test_a_tenant_pays_for_each_output_token_once(world, out, monkeypatch, lost_at):
-    """Also where an attempt is lost meanwhile, and what is known comes again."""
+def test_a_tenant_is_charged_once_for_each_output_token(world, out, monkeypatch, lost_at):
+    """A lost attempt does not charge known tokens a second time when they are computed again."""
     paid, served = [], Lanes.served
 
     def pay(lanes, request, num_tokens):
@@ -213,8 +219,8 @@ def test_a_tenant_pays_for_each_output_token_once(world, out, monkeypatch, lost_
     assert world.last(to).usage.completion_tokens == sum(paid) == 60
 
 
-def test_an_output_that_is_longer_than_expected_has_room_all_the_same(world, out):
-    """Never less than it takes, nor more than it may."""
+def test_the_reservation_grows_with_an_output_longer_than_expected(world, out):
+    """The reserved KV tokens cover the output so far and never exceed its limit."""
     _, request_id = begin(world, out, sampling={"max_tokens": 400})
     request, load = world.core.request(request_id), world.core.placers.load
     worker = world.core.workers.by_id("d")
@@ -226,13 +232,13 @@ def test_an_output_that_is_longer_than_expected_has_room_all_the_same(world, out
             world.step("d", out(request_id, [offset], offset))
         rooms.add(load(worker).reserved_tokens)
         assert 20 + len(request.token_ids) <= load(worker).reserved_tokens
-    # 256 tokens were expected; 420 are 27 blocks of 16.
+    # The first reservation is for 256 expected output tokens; 420 tokens are 27 blocks of 16.
     assert (min(rooms), max(rooms)) == (288, 432)
     world.step("d", out(request_id, [399], 399, finish=STOP))
     assert (load(worker).reserved_tokens, load(worker).free_tokens) == (0, 65536)
 
 
-def test_plain_tokens_of_what_is_over_are_dropped(world, out):
+def test_column_format_tokens_of_ended_attempts_are_dropped(world, out):
     to, request_id = begin(world, out)
     handle = world.commands["d"][0].spec.handle
     world.attach("d2", common_pb2.ROLE_DECODE)
@@ -240,7 +246,7 @@ def test_plain_tokens_of_what_is_over_are_dropped(world, out):
     world.plain("d", (handle, 0, 7), (handle + 7, 1, 8))
     assert world.tokens(to) == [7]
     world.plain("d", (handle, 1, 8))
-    # A gap begins another attempt, of which the old handle says nothing.
+    # A gap in the offsets starts another attempt; the old handle is then unknown.
     world.plain("d", (handle, 3, 10))
     world.plain("d", (handle, 2, 9))
     assert world.tokens(to) == [7, 8]
@@ -301,7 +307,7 @@ def test_every_early_end_cancels_both_workers(new_world, out, stage, how):
         assert world.last(to).reason == CANCELLED
 
 
-def test_queue_names_the_empty_pool(new_world):
+def test_a_queued_request_fails_with_the_name_of_the_empty_pool(new_world):
     world = new_world()
     world.attach("p", common_pb2.ROLE_PREFILL)
     to = world.submit()
@@ -312,7 +318,7 @@ def test_queue_names_the_empty_pool(new_world):
     assert "no decode worker is attached" in str(world.last(to).error)
 
 
-def test_queue_is_served_when_workers_come(new_world):
+def test_queued_requests_start_when_workers_attach(new_world):
     world = new_world()
     world.submit()
     world.after(30.0)
@@ -320,7 +326,7 @@ def test_queue_is_served_when_workers_come(new_world):
     assert len(world.commands["p"]) == 1
 
 
-def test_bounds_shed_with_a_time_to_retry(new_world):
+def test_full_queues_refuse_requests_with_a_retry_time(new_world):
     lanes = LanesConfig(interactive=InteractiveLaneConfig(max_queued=2))
     world = new_world(lanes=lanes, max_running_requests=3)
     first, _second, third = (world.submit() for _ in range(3))
@@ -333,13 +339,13 @@ def test_bounds_shed_with_a_time_to_retry(new_world):
     assert world.last(last).error.reason == "TOO_MANY_REQUESTS"
 
 
-def test_request_id_in_use(world):
+def test_a_request_id_in_use_is_refused(world):
     world.submit(request_id="same")
     again = world.submit(request_id="same")
     assert isinstance(world.last(again).error, errors.AlreadyExists)
 
 
-def test_interactive_goes_first_then_order_of_arrival(new_world, out):
+def test_interactive_requests_go_first_then_requests_in_order_of_arrival(new_world, out):
     world = new_world(max_prefill_requests=1)
     for lane in (common_pb2.LANE_BATCH, common_pb2.LANE_BATCH, common_pb2.LANE_INTERACTIVE):
         world.submit(lane=lane)
@@ -349,7 +355,7 @@ def test_interactive_goes_first_then_order_of_arrival(new_world, out):
         world.step("p", out(request_id, [7], finish=STOP))
 
 
-def test_least_loaded_worker_of_each_pool(world, out):
+def test_requests_go_to_the_least_loaded_worker_of_each_pool(world, out):
     world.attach("p2", common_pb2.ROLE_PREFILL)
     world.attach("d2", common_pb2.ROLE_DECODE)
     for _ in range(4):
@@ -363,7 +369,7 @@ def test_least_loaded_worker_of_each_pool(world, out):
     assert sorted(targets.values()) == ["d.test:1", "d.test:1", "d2.test:1", "d2.test:1"]
 
 
-def test_prompt_longer_than_the_workers_context(world):
+def test_a_prompt_longer_than_the_model_length_is_refused(world):
     to = world.submit(num_prompt=1024)
     assert isinstance(world.last(to).error, errors.InvalidArgument)
 
@@ -377,7 +383,7 @@ def test_worker_failure_reaches_the_client_with_its_code(world):
     assert isinstance(world.commands["d"][-1], cluster_pb2.CancelCommand)
 
 
-def test_closing_admits_nothing_and_ends_what_remains(world):
+def test_closed_admission_refuses_requests_and_shutdown_fails_the_rest(world):
     running = world.submit()
     world.handle(ev.AdmissionClosed())
     refused = world.submit()

@@ -1,4 +1,4 @@
-"""Who may attach, who is lost, and what that does."""
+"""Workers attach, are refused, drain and get lost; handoff reports are counted."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def test_disconnected_worker_may_come_back(world, out):
 def test_cold_starts_are_counted_and_timed_by_stage(world):
     stages = {"process": 400, "weights": 30_000, "unheard_of": 5}
     world.attach("new", DECODE, startup_ms=stages)
-    # Nor one that only comes back, or served another coordinator before.
+    # A worker that reconnects, or that served another coordinator before, is no cold start.
     world.handle(ev.WorkerDetached(("new", 1)))
     world.attach("new", DECODE, startup_ms=stages)
     world.attach("old", DECODE, startup_ms=stages, generation=7)
     shown = generate_latest(registry(world.core, BatonConfig())).decode()
-    # The world has begun with one of each.
+    # The fixture attached one worker to each pool; both count as cold starts.
     assert 'baton_cold_starts_total{pool="prefill"} 1.0' in shown
     assert 'baton_cold_starts_total{pool="decode"} 2.0' in shown
     assert 'baton_cold_start_seconds_count{stage="weights"} 1.0' in shown
@@ -63,8 +63,7 @@ def test_nothing_is_dispatched_to_a_disconnected_or_draining_worker(world):
     assert not world.commands["p"]
     world.attach("p", PREFILL)
     assert len(world.commands["p"]) == 1
-    change = cluster_pb2.WorkerStateChanged(state=cluster_pb2.WORKER_STATE_DRAINING)
-    world.handle(ev.WorkerChanged(("p", 1), change))
+    world.handle(ev.WorkerChanged(("p", 1), draining()))
     world.submit()
     assert len(world.commands["p"]) == 1
 
@@ -93,10 +92,10 @@ def test_a_draining_worker_is_released_when_its_last_request_has_ended(world, ou
     assert [type(one).__name__ for one in world.commands["d"]].count("ReleaseCommand") == 1
 
 
-def test_an_idle_worker_is_released_once_it_says_itself_that_it_drains(world):
+def test_an_idle_worker_is_released_once_it_reports_that_it_drains(world):
     world.handle(ev.DrainRequested("d", 5.0, "scale down"))
     world.handle(ev.WorkerDetached(("d", 1)))
-    # Its Hello may be older than the command; nothing new goes there all the same.
+    # The Hello may be older than the DrainCommand; the worker must get no new request.
     world.attach("d", DECODE)
     world.submit()
     assert last_command(world, "d") == "DrainCommand"
@@ -115,7 +114,7 @@ def test_restarted_worker_replaces_its_older_incarnation(world):
     assert isinstance(refusal.error, errors.AlreadyExists)
 
 
-def test_stopped_worker_is_gone_at_once(world):
+def test_a_stopped_worker_is_removed_at_once(world):
     to = world.submit()
     change = cluster_pb2.WorkerStateChanged(
         state=cluster_pb2.WORKER_STATE_STOPPED, reason="engine died"
@@ -125,13 +124,13 @@ def test_stopped_worker_is_gone_at_once(world):
     assert [worker.id for worker in world.core.workers] == ["d"]
 
 
-def test_other_model_is_refused_with_both_values(world):
+def test_a_worker_of_another_model_is_refused_with_both_values(world):
     (refusal,) = world.attach("x", DECODE, model=common_pb2.ModelDescription(name="other"))
     assert isinstance(refusal.error, errors.FailedPrecondition)
     assert "model.name is 'other', here 'demo'" in str(refusal.error)
 
 
-def test_other_layout_is_refused_with_both_values(world):
+def test_a_worker_with_another_kv_layout_is_refused_with_both_values(world):
     fingerprint = kv_transfer_pb2.KvFingerprint()
     fingerprint.CopyFrom(world.core.workers.by_id("p").hello.fingerprint)
     fingerprint.block_size_tokens = 32
@@ -140,8 +139,8 @@ def test_other_layout_is_refused_with_both_values(world):
     assert "fingerprint.block_size_tokens is 32, here 16" in str(refusal.error)
 
 
-def test_ranks_that_hold_the_same_are_no_difference(world):
-    """Latents (MLA) are one shard, whatever the tensor-parallel size."""
+def test_workers_with_one_kv_shard_match_at_any_tensor_parallel_size(world):
+    """Tensor-parallel sizes may differ while the KV cache has one shard, as with MLA latents."""
     fingerprint = kv_transfer_pb2.KvFingerprint()
     fingerprint.CopyFrom(world.core.workers.by_id("p").hello.fingerprint)
     fingerprint.tp_size, fingerprint.num_shards = 8, 1
@@ -152,8 +151,8 @@ def test_ranks_that_hold_the_same_are_no_difference(world):
     assert "fingerprint.tp_size is 8, here 1" in str(refusal.error)
 
 
-def test_other_weights_of_an_adapter_are_refused(world):
-    """Its KV would be another's under the same name."""
+def test_a_worker_with_another_adapter_revision_is_refused(world):
+    """The KV caches of two adapter revisions would be confused under one adapter name."""
     model = common_pb2.ModelDescription()
     model.CopyFrom(world.core.workers.by_id("p").hello.model)
     model.adapters.add(name="poet", revision="r7")
@@ -162,7 +161,7 @@ def test_other_weights_of_an_adapter_are_refused(world):
     assert "model.adapters are poet (r7), here none" in str(refusal.error)
 
 
-def test_blocks_of_a_prompt_are_others_with_an_adapter(world):
+def test_block_hashes_of_a_prompt_differ_between_adapters(world):
     found = set[int]()
     for adapter in ("", "poet", "clerk"):
         to = world.submit(num_prompt=64, adapter=adapter)
@@ -171,7 +170,7 @@ def test_blocks_of_a_prompt_are_others_with_an_adapter(world):
     assert len(found) == 3 * 4
 
 
-def test_numbers_of_a_newer_contract_do_no_harm(world, out):
+def test_unknown_error_codes_and_refusal_reasons_are_handled(world, out):
     to = world.submit()
     failed = out("r1")
     failed.failed.code, failed.failed.message = 99, "new"
@@ -187,7 +186,7 @@ def test_numbers_of_a_newer_contract_do_no_harm(world, out):
     assert dict(world.core.stats.handoff_failures) == {"other": 1}
 
 
-def test_nothing_serves_once_admission_is_closed(world):
+def test_can_serve_is_false_once_admission_is_closed(world):
     assert world.core.can_serve
     world.handle(ev.AdmissionClosed())
     assert not world.core.can_serve
@@ -210,10 +209,10 @@ def test_messages_of_a_lost_incarnation_change_nothing(world, out):
     assert world.kinds(to) == ["Accepted"]
 
 
-def test_both_ends_reports_count_one_handoff(world):
+def test_reports_from_both_workers_count_as_one_handoff(world):
     world.submit()
     handoff_id = world.commands["p"][0].handoff.handoff_id
-    # The receiving end is first, and only the sending end knows how often it fell back.
+    # The receiving worker reports first; only the sending worker knows the number of fallbacks.
     for worker_id, num_fallbacks in (("d", 0), ("p", 2)):
         report = cluster_pb2.HandoffReport(
             request_id="r1",
@@ -228,7 +227,7 @@ def test_both_ends_reports_count_one_handoff(world):
     assert world.core.stats.num_handoff_fallbacks == 2
 
 
-def test_a_handoff_that_was_committed_and_could_not_be_loaded_counts_as_failed(world):
+def test_a_committed_handoff_that_could_not_be_loaded_counts_as_failed(world):
     for worker_id, state, reason in (
         ("p", kv_transfer_pb2.HANDOFF_STATE_COMMITTED, 0),
         ("d", kv_transfer_pb2.HANDOFF_STATE_FAILED, kv_transfer_pb2.REFUSAL_REASON_CHECKSUM),
@@ -241,7 +240,7 @@ def test_a_handoff_that_was_committed_and_could_not_be_loaded_counts_as_failed(w
     assert dict(world.core.stats.handoffs) == {"none": 1}
 
 
-def test_handoffs_are_counted_by_transport_whatever_a_worker_calls_it(world):
+def test_handoffs_are_counted_by_transport_and_unknown_names_as_other(world):
     for number, transport in enumerate(("shm", "shm", "grpc", "", "x" * 1000)):
         report = cluster_pb2.HandoffReport(
             handoff_id=bytes([number]),
@@ -257,17 +256,16 @@ def test_handoffs_are_counted_by_transport_whatever_a_worker_calls_it(world):
     assert dict(stats.handoff_exposed.buckets())["0.0005"] == 5
 
 
-def test_workers_are_let_go_in_the_order_in_which_they_said_that_they_drain(new_world):
-    """Not in that of a set of names, which another process would not repeat."""
+def test_workers_are_released_in_the_order_in_which_they_started_to_drain(new_world):
+    """The release order is deterministic: it must not be the iteration order of a set."""
     world = new_world(max_running_requests=99)
     names = [f"{kind}{number}" for number in range(4) for kind in "pd"]
     for name in names:
         world.attach(name, PREFILL if name[0] == "p" else DECODE)
     while not all(len(worker.ledger) for worker in world.core.workers):
         world.submit()
-    draining = cluster_pb2.WorkerStateChanged(state=cluster_pb2.WORKER_STATE_DRAINING)
     for name in names:
-        world.handle(ev.WorkerChanged((name, 1), draining))
+        world.handle(ev.WorkerChanged((name, 1), draining()))
     effects = world.handle(ev.SessionLost(1))
     assert names == [
         one.worker[0]

@@ -1,6 +1,6 @@
-"""Whatever happens to a cell, every stream ends once, with its own tokens or with a reason.
+"""Random events in a cell: every stream ends once, with its own tokens or a justified error.
 
-What a random cell holds at every moment is said in random_cell.py and random_clients.py.
+random_cell.py and random_clients.py contain the assertions.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ _SECONDS = 30.0
 def run(seed: int, *, faults: bool) -> RandomCell:
     cell = RandomCell(seed, faults=faults)
     try:
-        RandomEvents(cell).happen(_SECONDS)
-        cell.come_to_rest()
+        RandomEvents(cell).run(_SECONDS)
+        cell.finish_and_check()
     except Exception:
-        print(cell.story())
+        print(cell.recent_events())
         raise
     return cell
 
 
 @pytest.mark.seeds(15)
-def test_nothing_fails_where_nothing_breaks(seed):
+def test_no_request_fails_in_a_cell_without_faults(seed):
     cell = run(seed, faults=False)
     assert cell.clients.outcomes["finished"]
 
 
 @pytest.mark.seeds(15)
-def test_whatever_breaks_every_stream_ends_rightly(seed):
+def test_every_stream_ends_correctly_in_a_cell_with_faults(seed):
     run(seed, faults=True)
