@@ -1,4 +1,4 @@
-"""A restarted coordinator: workers and clients come back in any order, and are joined."""
+"""Adoption after a coordinator restart: workers and clients return in any order."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from baton.v1 import cluster_pb2, common_pb2
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 LENGTH = common_pb2.FINISH_REASON_LENGTH
 PROMPT = list(range(20))
-# What the undisturbed run gives: tokens, and a letter of text for each.
+# Output tokens of a run without faults, and one letter of text for each token.
 OUTPUT = [100 + index for index in range(8)]
 TEXT = "abcdefgh"
 
 
 def running(num_tokens=5, *, attempt=3, sampling=None, prompt=None, **fields):
-    """What a worker says of request r1; the coordinators before this one dispatched it thrice."""
+    """Builds a worker's report of request r1; earlier coordinators made three attempts of it."""
     sampling = common_pb2.SamplingParams(**{"max_tokens": 8, **(sampling or {})})
     values = {
         "request_id": "r1",
@@ -40,32 +40,38 @@ def running(num_tokens=5, *, attempt=3, sampling=None, prompt=None, **fields):
     return cluster_pb2.RunningRequest(**{**values, **fields})
 
 
-class Restarted:
-    """A coordinator that has just been restarted, with fresh workers "p" and "d2"."""
+class RestartedCoordinator:
+    """A coordinator that has just been restarted, and that no worker has attached to yet."""
 
     def __init__(self, world, hello) -> None:
         self.world, self.hello = world, hello
 
-    def comes_back(self, *running, name="d", incarnation=1):
-        """A worker that another coordinator had; returns what it goes on with."""
+    def reattach(self, *running, name="d", incarnation=1):
+        """Attaches a worker that served an earlier coordinator.
+
+        Returns:
+            (request ID, attempt) of each adopted request, with which the worker continues.
+        """
         hello = self.hello(name, DECODE, incarnation, generation=77)
         hello.running.extend(running)
         self.world.handle(ev.WorkerAttached(hello, returns=True))
         welcomes = [one for one in self.world.membership if isinstance(one, ev.WelcomeWorker)]
         return [(one.request_id, one.attempt) for one in welcomes[-1].adopted]
 
-    def resumes(self, num_tokens=3, **changes):
+    def resume(self, num_tokens=3, **changes):
+        """The client of r1 resumes with its first tokens; returns the stream."""
         known = {"known_token_ids": OUTPUT[:num_tokens], "known_text_chars": num_tokens}
         self.to = self.world.submit(request_id="r1", **{**known, **changes})
         return self.to
 
-    def goes_on(self, out, begin, end, *, attempt=3, finish=None, name="d"):
+    def report(self, out, begin, end, *, attempt=3, finish=None, name="d"):
+        """A worker reports the output tokens from `begin` to `end`."""
         text = TEXT[begin:end]
         self.world.step(
             name, out("r1", OUTPUT[begin:end], begin, text, finish=finish, attempt=attempt)
         )
 
-    def texts(self):
+    def received_text(self):
         return "".join(one.delta.text for one in self.world.sent[self.to] if hasattr(one, "delta"))
 
     def commands(self, kind, name=None):
@@ -75,25 +81,25 @@ class Restarted:
 
 @pytest.fixture
 def restarted(new_world, say_hello):
-    return Restarted(new_world(), say_hello)
+    return RestartedCoordinator(new_world(), say_hello)
 
 
 @pytest.mark.parametrize("first", ["worker", "client"])
-def test_a_client_gets_what_it_lacks_and_the_worker_goes_on(restarted, out, first):
+def test_a_client_gets_its_missing_tokens_and_the_worker_continues(restarted, out, first):
     if first == "worker":
-        assert restarted.comes_back(running()) == [("r1", 3)]
-        restarted.goes_on(out, 5, 6)
-        restarted.resumes()
+        assert restarted.reattach(running()) == [("r1", 3)]
+        restarted.report(out, 5, 6)
+        restarted.resume()
     else:
-        restarted.resumes()
-        assert restarted.comes_back(running()) == [("r1", 3)]
-        restarted.goes_on(out, 5, 6)
+        restarted.resume()
+        assert restarted.reattach(running()) == [("r1", 3)]
+        restarted.report(out, 5, 6)
     world, to = restarted.world, restarted.to
     assert world.tokens(to) == OUTPUT[3:6]
     assert world.core.request("r1").state is RequestState.DECODING
-    restarted.goes_on(out, 6, 8, finish=LENGTH)
+    restarted.report(out, 6, 8, finish=LENGTH)
     assert world.tokens(to) == OUTPUT[3:]
-    assert restarted.texts() == TEXT[3:]
+    assert restarted.received_text() == TEXT[3:]
     finished = world.last(to)
     assert (finished.reason, finished.usage.completion_tokens) == (LENGTH, 8)
     budget = finished.budget
@@ -102,28 +108,28 @@ def test_a_client_gets_what_it_lacks_and_the_worker_goes_on(restarted, out, firs
     assert world.core.stats.num_adopted == 1
 
 
-def test_nobody_gets_another_tenants_output_or_its_place(restarted):
-    restarted.comes_back(running(request_id="somebody/r1", tenant="somebody"))
-    own = restarted.resumes(num_tokens=0)
-    # It waits for a worker that can compute its prompt, as if nobody else had its id.
+def test_a_tenant_gets_no_output_of_another_tenant_with_the_same_request_id(restarted):
+    restarted.reattach(running(request_id="somebody/r1", tenant="somebody"))
+    own = restarted.resume(num_tokens=0)
+    # The request waits for a prefill worker, as if no other tenant used its ID.
     assert restarted.world.kinds(own) == ["Accepted"]
-    # Whose it is finds it as it was.
-    restarted.resumes(num_tokens=3, tenant="somebody")
+    # The tenant that owns the output still gets it.
+    restarted.resume(num_tokens=3, tenant="somebody")
     assert restarted.world.tokens(restarted.to) == OUTPUT[3:5]
     assert restarted.world.tokens(own) == []
     assert restarted.world.core.stats.num_adopted == 1
     assert not restarted.commands(cluster_pb2.CancelCommand, "d")
 
 
-def test_tenants_with_one_id_are_each_given_their_own_output(restarted, out):
+def test_two_tenants_with_the_same_request_id_each_get_their_own_output(restarted, out):
     others = [900, 901, 902, 903]
-    adopted = restarted.comes_back(
+    adopted = restarted.reattach(
         running(),
         running(4, request_id="somebody/r1", tenant="somebody", token_ids=others),
     )
     assert adopted == [("r1", 3), ("somebody/r1", 3)]
-    theirs = restarted.resumes(num_tokens=2, tenant="somebody", known_token_ids=others[:2])
-    own = restarted.resumes(num_tokens=3)
+    theirs = restarted.resume(num_tokens=2, tenant="somebody", known_token_ids=others[:2])
+    own = restarted.resume(num_tokens=3)
     world = restarted.world
     assert world.tokens(theirs) == others[2:]
     assert world.tokens(own) == OUTPUT[3:5]
@@ -133,19 +139,19 @@ def test_tenants_with_one_id_are_each_given_their_own_output(restarted, out):
     assert not restarted.commands(cluster_pb2.CancelCommand)
 
 
-def test_an_output_that_ended_meanwhile_is_handed_out(restarted, out):
+def test_an_output_that_ended_without_a_coordinator_is_delivered(restarted, out):
     finished = cluster_pb2.WorkerFinished(reason=LENGTH)
-    restarted.comes_back(running(8, finished=finished))
-    to = restarted.resumes()
+    restarted.reattach(running(8, finished=finished))
+    to = restarted.resume()
     assert restarted.world.tokens(to) == OUTPUT[3:]
     assert restarted.world.last(to).reason == LENGTH
     assert restarted.world.core.num_requests == 0
 
 
-def test_it_may_end_before_its_client_is_back(restarted, out):
-    restarted.comes_back(running())
-    restarted.goes_on(out, 5, 8, finish=LENGTH)
-    to = restarted.resumes(8)
+def test_an_adopted_output_may_end_before_its_client_returns(restarted, out):
+    restarted.reattach(running())
+    restarted.report(out, 5, 8, finish=LENGTH)
+    to = restarted.resume(8)
     assert restarted.world.tokens(to) == []
     assert restarted.world.last(to).reason == LENGTH
 
@@ -162,25 +168,27 @@ def test_it_may_end_before_its_client_is_back(restarted, out):
     ids=["another prompt", "an adapter", "other tokens", "fewer tokens", "text that is not kept"],
 )
 @pytest.mark.parametrize("first", ["worker", "client"])
-def test_what_is_not_the_clients_is_begun_again(restarted, out, other, first):
+def test_an_output_that_differs_from_the_clients_request_is_computed_again(
+    restarted, out, other, first
+):
     world = restarted.world
     if first == "worker":
-        restarted.comes_back(running(**other))
-        to = restarted.resumes()
+        restarted.reattach(running(**other))
+        to = restarted.resume()
         (cancel,) = restarted.commands(cluster_pb2.CancelCommand, "d")
         assert (cancel.request_id, cancel.attempt) == ("r1", 3)
     else:
-        to = restarted.resumes()
-        assert restarted.comes_back(running(**other)) == []
+        to = restarted.resume()
+        assert restarted.reattach(running(**other)) == []
     world.attach("p", PREFILL)
     world.after(1)
     (prefill,) = restarted.commands(cluster_pb2.PrefillCommand, "p")
-    # Whatever the worker still says of the older attempt is nobody's.
+    # Later outputs of the older attempt are dropped.
     assert prefill.spec.attempt == 4
-    restarted.goes_on(out, 5, 6)
+    restarted.report(out, 5, 6)
     assert world.tokens(to) == []
     world.step("p", out("r1", [100], finish=0, attempt=4))
-    restarted.goes_on(out, 3, 8, attempt=4, finish=LENGTH)
+    restarted.report(out, 3, 8, attempt=4, finish=LENGTH)
     assert world.tokens(to) == OUTPUT[3:]
 
 
@@ -189,20 +197,20 @@ def test_what_is_not_the_clients_is_begun_again(restarted, out, other, first):
     [{"role": PREFILL}, {"decoding": False}],
     ids=["a prompt", "no output yet"],
 )
-def test_only_what_decodes_goes_on(restarted, other):
-    assert restarted.comes_back(running(**other)) == []
+def test_only_decodes_with_output_are_adopted(restarted, other):
+    assert restarted.reattach(running(**other)) == []
 
 
 @pytest.mark.parametrize("sampling", [{"logprobs": 1}, {"prompt_logprobs": 1}])
-def test_log_probabilities_that_went_by_are_computed_again(restarted, sampling):
-    restarted.comes_back(running(sampling=sampling))
-    restarted.resumes(sampling=sampling)
+def test_outputs_with_log_probabilities_are_computed_again(restarted, sampling):
+    restarted.reattach(running(sampling=sampling))
+    restarted.resume(sampling=sampling)
     assert restarted.world.core.request("r1").state is RequestState.QUEUED
 
 
-def test_nobody_comes_back(restarted, out):
-    restarted.comes_back(running())
-    restarted.goes_on(out, 5, 6)
+def test_an_adopted_output_is_cancelled_if_its_client_does_not_return(restarted, out):
+    restarted.reattach(running())
+    restarted.report(out, 5, 6)
     restarted.world.after(11)
     (cancel,) = restarted.commands(cluster_pb2.CancelCommand, "d")
     assert (cancel.request_id, cancel.attempt) == ("r1", 3)
@@ -210,25 +218,27 @@ def test_nobody_comes_back(restarted, out):
 
 
 @pytest.mark.parametrize("end", ["expires", "finishes", "fails", "is lost"])
-def test_what_nobody_has_come_back_for_takes_its_room_until_it_ends(restarted, out, end):
+def test_an_adopted_output_without_a_client_keeps_its_reservation_until_it_ends(
+    restarted, out, end
+):
     world = restarted.world
-    restarted.comes_back(running(num_prompt_tokens=1000))
+    restarted.reattach(running(num_prompt_tokens=1000))
     entry = world.core.placers.load(world.core.workers.by_id("d"))
-    num_free = entry.free_tokens
-    assert num_free <= 65536 - 1005
+    free_before = entry.free_tokens
+    assert free_before <= 65536 - 1005
     assert entry.num_decodes == 1
-    # Whatever the worker says meanwhile that it has.
+    # Load reports of the worker do not change the reservation.
     world.handle(ev.WorkerLoad(("d", 1), cluster_pb2.LoadReport(kv_tokens_used=1005)))
-    assert entry.free_tokens == num_free
-    restarted.goes_on(out, 5, 7)
+    assert entry.free_tokens == free_before
+    restarted.report(out, 5, 7)
     assert entry.free_tokens <= 65536 - 1007
-    # It says the same again over another stream.
-    restarted.comes_back(running(7, num_prompt_tokens=1000))
+    # The worker reports the same attempt again over another stream.
+    restarted.reattach(running(7, num_prompt_tokens=1000))
     assert entry.num_decodes == 1
     if end == "expires":
         world.after(11)
     elif end == "finishes":
-        restarted.goes_on(out, 7, 8, finish=LENGTH)
+        restarted.report(out, 7, 8, finish=LENGTH)
     elif end == "fails":
         failed = cluster_pb2.RequestOutput(request_id="r1", attempt=3)
         failed.failed.message = "no"
@@ -241,22 +251,22 @@ def test_what_nobody_has_come_back_for_takes_its_room_until_it_ends(restarted, o
     assert (entry.free_tokens, entry.num_decodes) == (65536, 0)
 
 
-def test_who_comes_back_takes_its_room_over(restarted, out):
+def test_a_returning_client_takes_over_the_reservation(restarted, out):
     world = restarted.world
-    restarted.comes_back(running(num_prompt_tokens=20))
-    restarted.resumes()
+    restarted.reattach(running(num_prompt_tokens=20))
+    restarted.resume()
     entry = world.core.placers.load(world.core.workers.by_id("d"))
     assert entry.num_decodes == 1
-    restarted.goes_on(out, 5, 8, finish=LENGTH)
+    restarted.report(out, 5, 8, finish=LENGTH)
     assert (entry.free_tokens, entry.num_decodes) == (65536, 0)
 
 
 def begun_anew(restarted, out, state=RequestState.PREFILLING):
-    """Resumed before its worker is back, and begun anew by workers p and d2, up to this state."""
+    """Resumes r1 before its worker reattaches; workers p and d2 start it anew, up to `state`."""
     world = restarted.world
     world.attach("p", PREFILL)
-    restarted.comes_back(name="d2")
-    restarted.resumes()
+    restarted.reattach(name="d2")
+    restarted.resume()
     world.after(0.2)
     assert restarted.commands(cluster_pb2.PrefillCommand) == []
     world.after(0.1)
@@ -265,138 +275,141 @@ def begun_anew(restarted, out, state=RequestState.PREFILLING):
     if state is not RequestState.PREFILLING:
         world.step("p", out("r1", [100], finish=0))
     if state is RequestState.DECODING:
-        restarted.goes_on(out, 3, 4, attempt=1, name="d2")
+        restarted.report(out, 3, 4, attempt=1, name="d2")
     assert world.core.request("r1").state is state
 
 
 @pytest.mark.parametrize("state", [RequestState.PREFILLING, RequestState.HANDING_OFF])
-def test_a_worker_that_is_late_goes_on_while_nobody_else_decodes(restarted, out, state):
+def test_a_late_worker_continues_if_no_other_worker_decodes_yet(restarted, out, state):
     begun_anew(restarted, out, state)
     world, to = restarted.world, restarted.to
-    assert restarted.comes_back(running()) == [("r1", 3)]
+    assert restarted.reattach(running()) == [("r1", 3)]
     for name in ("p", "d2"):
         (cancel,) = restarted.commands(cluster_pb2.CancelCommand, name)
         assert cancel.attempt == 1
-    # What the others still say of it reaches nobody.
+    # Later outputs of the cancelled attempt are dropped.
     world.step("p", out("r1", [100], finish=0))
-    restarted.goes_on(out, 3, 8, attempt=1, name="d2", finish=LENGTH)
+    restarted.report(out, 3, 8, attempt=1, name="d2", finish=LENGTH)
     assert world.tokens(to) == OUTPUT[3:5]
-    restarted.goes_on(out, 5, 7)
-    # Nor is the next attempt's number one that was used.
+    restarted.report(out, 5, 7)
+    # The next attempt gets a number that was never used.
     world.handle(ev.WorkerLost("d", "was killed"))
     assert restarted.commands(cluster_pb2.PrefillCommand, "p")[-1].spec.attempt == 4
     world.step("p", out("r1", [100], finish=0, attempt=4))
-    restarted.goes_on(out, 7, 8, attempt=4, name="d2", finish=LENGTH)
+    restarted.report(out, 7, 8, attempt=4, name="d2", finish=LENGTH)
     assert world.tokens(to) == OUTPUT[3:]
-    assert restarted.texts() == TEXT[3:]
+    assert restarted.received_text() == TEXT[3:]
     budget = world.last(to).budget
     assert sum(one.duration_us for one in budget.stages) == budget.total_us
     assert world.core.stats.lanes[common_pb2.LANE_INTERACTIVE].num_running == 0
 
 
-def test_a_worker_is_too_late_once_another_decodes(restarted, out):
+def test_a_late_worker_is_not_adopted_once_another_worker_decodes(restarted, out):
     begun_anew(restarted, out, RequestState.DECODING)
-    assert restarted.comes_back(running()) == []
-    restarted.goes_on(out, 5, 8, finish=LENGTH)
-    restarted.goes_on(out, 4, 8, attempt=1, name="d2", finish=LENGTH)
+    assert restarted.reattach(running()) == []
+    restarted.report(out, 5, 8, finish=LENGTH)
+    restarted.report(out, 4, 8, attempt=1, name="d2", finish=LENGTH)
     assert restarted.world.tokens(restarted.to) == OUTPUT[3:]
-    assert restarted.texts() == TEXT[3:]
+    assert restarted.received_text() == TEXT[3:]
 
 
-def test_what_a_late_worker_has_is_not_taken_where_it_differs(restarted, out):
+def test_a_late_worker_with_other_tokens_is_not_adopted(restarted, out):
     begun_anew(restarted, out)
-    assert restarted.comes_back(running(token_ids=[7] * 5)) == []
+    assert restarted.reattach(running(token_ids=[7] * 5)) == []
     assert not restarted.commands(cluster_pb2.CancelCommand)
     restarted.world.step("p", out("r1", [100], finish=0))
-    restarted.goes_on(out, 3, 8, attempt=1, name="d2", finish=LENGTH)
+    restarted.report(out, 3, 8, attempt=1, name="d2", finish=LENGTH)
     assert restarted.world.tokens(restarted.to) == OUTPUT[3:]
 
 
-def test_a_new_worker_that_is_there_first_ends_nobodys_output(restarted, out):
-    """Of a revision that is rolled out: the coordinator hears of it from those that come back."""
+def test_a_request_of_a_canary_revision_waits_for_its_workers_to_reattach(restarted, out):
+    """A request of a canary revision waits for a worker of that revision.
+
+    The restarted coordinator learns of the revision only from workers that reattach.
+    """
     world = restarted.world
     world.attach("p", PREFILL)
     world.attach("d2", DECODE)
-    to = restarted.resumes(revision="r2")
+    to = restarted.resume(revision="r2")
     lost = world.submit(request_id="r9", known_token_ids=[1], revision="r2")
     assert world.kinds(to) == ["Accepted"]
     hello = restarted.hello("d", DECODE, generation=77, revision="r2")
     hello.running.append(running())
     world.handle(ev.WorkerAttached(hello, returns=True))
     assert world.tokens(to) == OUTPUT[3:5]
-    restarted.goes_on(out, 5, 8, finish=LENGTH)
+    restarted.report(out, 5, 8, finish=LENGTH)
     assert world.tokens(to) == OUTPUT[3:]
-    # The last of its workers is gone before another one is back: nobody is waited for any more.
+    # The last worker of the revision is lost, so the other request fails after a short wait.
     world.handle(ev.WorkerLost("d", "was killed"))
     assert world.kinds(lost) == ["Accepted"]
     world.after(2.5)
     assert world.last(lost).error.reason == "REVISION_GONE"
 
 
-def test_the_newer_of_two_attempts_goes_on(restarted, out):
-    assert restarted.comes_back(running(4, attempt=2)) == [("r1", 2)]
-    assert restarted.comes_back(running(5, attempt=3), name="d2") == [("r1", 3)]
+def test_the_newer_of_two_attempts_is_adopted(restarted, out):
+    assert restarted.reattach(running(4, attempt=2)) == [("r1", 2)]
+    assert restarted.reattach(running(5, attempt=3), name="d2") == [("r1", 3)]
     (cancel,) = restarted.commands(cluster_pb2.CancelCommand, "d")
     assert cancel.attempt == 2
-    assert restarted.comes_back(running(4, attempt=1), name="d3") == []
-    to = restarted.resumes()
-    restarted.goes_on(out, 4, 8, attempt=2)
-    restarted.goes_on(out, 5, 8, name="d2", finish=LENGTH)
+    assert restarted.reattach(running(4, attempt=1), name="d3") == []
+    to = restarted.resume()
+    restarted.report(out, 4, 8, attempt=2)
+    restarted.report(out, 5, 8, name="d2", finish=LENGTH)
     assert restarted.world.tokens(to) == OUTPUT[3:]
 
 
 def test_an_adopted_request_survives_its_worker(restarted, out):
     world = restarted.world
     world.attach("p", PREFILL)
-    restarted.comes_back(running())
-    to = restarted.resumes()
+    restarted.reattach(running())
+    to = restarted.resume()
     world.attach("d2", DECODE)
     world.handle(ev.WorkerLost("d", "was killed"))
     (prefill,) = restarted.commands(cluster_pb2.PrefillCommand, "p")
     assert prefill.spec.attempt == 4
     world.step("p", out("r1", [100], finish=0, attempt=4))
-    restarted.goes_on(out, 5, 8, attempt=4, name="d2", finish=LENGTH)
+    restarted.report(out, 5, 8, attempt=4, name="d2", finish=LENGTH)
     assert world.tokens(to) == OUTPUT[3:]
 
 
-def test_a_worker_lost_before_anybody_came_back(restarted):
+def test_an_output_whose_worker_is_lost_before_its_client_returns_is_computed_again(restarted):
     world = restarted.world
     world.attach("p", PREFILL)
     world.attach("d2", DECODE)
-    restarted.comes_back(running())
+    restarted.reattach(running())
     world.handle(ev.WorkerLost("d", "was killed"))
-    restarted.resumes()
+    restarted.resume()
     world.after(1)
     assert len(restarted.commands(cluster_pb2.PrefillCommand, "p")) == 1
 
 
-def test_a_welcome_that_was_lost_is_said_again(restarted, out):
-    """The worker went on meanwhile, and its new Hello says all that it said before."""
-    restarted.comes_back(running(4))
-    to = restarted.resumes()
+def test_a_lost_welcome_is_repeated(restarted, out):
+    """The worker continued meanwhile; its new Hello repeats its earlier report with more tokens."""
+    restarted.reattach(running(4))
+    to = restarted.resume()
     assert restarted.world.tokens(to) == OUTPUT[3:4]
-    assert restarted.comes_back(running(6)) == [("r1", 3)]
+    assert restarted.reattach(running(6)) == [("r1", 3)]
     assert restarted.world.tokens(to) == OUTPUT[3:6]
-    restarted.goes_on(out, 6, 8, finish=LENGTH)
+    restarted.report(out, 6, 8, finish=LENGTH)
     assert restarted.world.tokens(to) == OUTPUT[3:]
-    assert restarted.texts() == TEXT[3:]
+    assert restarted.received_text() == TEXT[3:]
 
 
-@pytest.mark.parametrize("is_newer_lost", [True, False])
-@pytest.mark.parametrize("comes_back_first", [True, False])
-def test_what_a_worker_is_to_end_for_another_is_over(
-    restarted, out, is_newer_lost, comes_back_first
+@pytest.mark.parametrize("newer_worker_lost", [True, False])
+@pytest.mark.parametrize("client_first", [True, False])
+def test_a_cancelled_attempt_is_not_adopted_after_its_reason_is_over(
+    restarted, out, newer_worker_lost, client_first
 ):
-    """It has heard no welcome: it says Hello with it again, and reads the cancel behind the next.
+    """The worker repeats a cancelled attempt in its next Hello, because it got no Welcome before.
 
-    Meanwhile whatever it was to end it for is gone: the newer attempt's worker, or everybody's
-    recovery_timeout.
+    The worker reads the CancelCommand after its next Welcome. Meanwhile the reason for the cancel
+    is over: the worker of the newer attempt was lost, or the time for clients to return expired.
     """
     world = restarted.world
-    restarted.comes_back(running(5, attempt=2))
+    restarted.reattach(running(5, attempt=2))
     world.handle(ev.WorkerDetached(("d", 1)))
-    if is_newer_lost:
-        restarted.comes_back(running(4, attempt=3), name="d2")
+    if newer_worker_lost:
+        restarted.reattach(running(4, attempt=3), name="d2")
         world.handle(ev.WorkerLost("d2", "was killed"))
     else:
         world.after(9.9)
@@ -405,55 +418,55 @@ def test_what_a_worker_is_to_end_for_another_is_over(
     (cancel,) = restarted.commands(cluster_pb2.CancelCommand, "d")
     assert (cancel.request_id, cancel.attempt) == ("r1", 2)
     world.attach("p", PREFILL)
-    if comes_back_first:
-        to = restarted.resumes()
-        assert restarted.comes_back(running(5, attempt=2)) == []
+    if client_first:
+        to = restarted.resume()
+        assert restarted.reattach(running(5, attempt=2)) == []
     else:
-        assert restarted.comes_back(running(5, attempt=2)) == []
-        to = restarted.resumes()
+        assert restarted.reattach(running(5, attempt=2)) == []
+        to = restarted.resume()
     world.attach("d3", DECODE)
     world.after(0.5)
-    # What the old attempt has said and is still on its way is nobody's.
-    restarted.goes_on(out, 5, 6, attempt=2)
+    # Outputs of the old attempt that were in flight are dropped.
+    restarted.report(out, 5, 6, attempt=2)
     prefill = restarted.commands(cluster_pb2.PrefillCommand, "p")[-1]
     assert prefill.spec.attempt == 3
     world.step("p", out("r1", [100], finish=0, attempt=3))
     decode = world.core.request("r1").decode[0]
-    restarted.goes_on(out, 3, 8, attempt=3, name=decode, finish=LENGTH)
+    restarted.report(out, 3, 8, attempt=3, name=decode, finish=LENGTH)
     assert world.tokens(to) == OUTPUT[3:]
 
 
-def test_what_was_ended_elsewhere_does_not_end_the_attempt_of_the_same_number(restarted, out):
-    """Each coordinator counts from one: the one before, and the one before that, sent it out."""
+def test_a_cancel_on_one_worker_does_not_end_the_same_attempt_number_on_another(restarted, out):
+    """Two earlier coordinators each made an attempt 3, because each counts attempts from 1."""
     world = restarted.world
-    restarted.comes_back(running(4))
-    assert restarted.comes_back(running(5), name="d2") == [("r1", 3)]
+    restarted.reattach(running(4))
+    assert restarted.reattach(running(5), name="d2") == [("r1", 3)]
     (cancel,) = restarted.commands(cluster_pb2.CancelCommand, "d")
     assert cancel.attempt == 3
-    # Neither has heard its welcome: they say all that again.
+    # Both workers missed their Welcome, and repeat their reports.
     world.handle(ev.WorkerDetached(("d2", 1)))
-    assert restarted.comes_back(running(5), name="d2") == [("r1", 3)]
-    assert restarted.comes_back(running(4)) == []
-    restarted.resumes()
-    restarted.goes_on(out, 5, 8, name="d2", finish=LENGTH)
+    assert restarted.reattach(running(5), name="d2") == [("r1", 3)]
+    assert restarted.reattach(running(4)) == []
+    restarted.resume()
+    restarted.report(out, 5, 8, name="d2", finish=LENGTH)
     assert world.tokens(restarted.to) == OUTPUT[3:]
 
 
-def test_what_a_worker_is_told_to_end_is_not_taken_back(restarted, out):
-    """Its connection broke before the welcome: it will read the cancel behind its next one."""
+def test_an_attempt_cancelled_before_the_welcome_is_not_adopted(restarted, out):
+    """The connection broke before the Welcome; the worker reads the cancel after its next one."""
     world = restarted.world
-    restarted.comes_back(running(5))
+    restarted.reattach(running(5))
     world.handle(ev.WorkerDetached(("d", 1)))
-    to = restarted.resumes()
+    to = restarted.resume()
     (cancel,) = restarted.commands(cluster_pb2.CancelCommand, "d")
     assert (cancel.request_id, cancel.attempt) == ("r1", 3)
-    assert restarted.comes_back(running(5)) == []
+    assert restarted.reattach(running(5)) == []
     world.attach("p", PREFILL)
     world.after(0.5)
     (prefill,) = restarted.commands(cluster_pb2.PrefillCommand, "p")
     assert prefill.spec.attempt == 4
     world.step("p", out("r1", [100], finish=0, attempt=4))
-    restarted.goes_on(out, 3, 8, attempt=4, finish=LENGTH)
+    restarted.report(out, 3, 8, attempt=4, finish=LENGTH)
     assert world.tokens(to) == OUTPUT[3:]
 
 
@@ -467,29 +480,29 @@ def test_what_a_worker_is_told_to_end_is_not_taken_back(restarted, out):
 def test_no_token_is_lost_or_repeated(
     new_world, say_hello, out, known, reported, sizes, client_after
 ):
-    """A worker that reports some tokens and makes others, a client that comes at any time."""
-    restarted, at = Restarted(new_world(), say_hello), reported
+    """The worker reports some tokens and computes the rest; the client returns at any time."""
+    restarted, at = RestartedCoordinator(new_world(), say_hello), reported
     world = restarted.world
     world.attach("p", PREFILL)
     finished = cluster_pb2.WorkerFinished(reason=LENGTH) if reported == 8 else None
-    moves = [lambda: restarted.comes_back(running(reported, finished=finished))]
+    moves = [lambda: restarted.reattach(running(reported, finished=finished))]
     for size in [*sizes, 8]:
         end = min(8, at + size)
         if end > at:
             finish = LENGTH if end == 8 else None
-            moves.append(partial(restarted.goes_on, out, at, end, finish=finish))
+            moves.append(partial(restarted.report, out, at, end, finish=finish))
             at = end
-    moves.insert(min(client_after, len(moves)), lambda: restarted.resumes(known))
+    moves.insert(min(client_after, len(moves)), lambda: restarted.resume(known))
     for move in moves:
         move()
     world.after(1)
-    # Where the worker had less than the client, the prompt is computed again.
+    # If the worker had fewer tokens than the client, the prompt is computed again.
     for prefill in restarted.commands(cluster_pb2.PrefillCommand, "p"):
         attempt = prefill.spec.attempt
         world.step("p", out("r1", [100], finish=0, attempt=attempt))
-        restarted.goes_on(out, known, 8, attempt=attempt, finish=LENGTH)
+        restarted.report(out, known, 8, attempt=attempt, finish=LENGTH)
     assert world.tokens(restarted.to) == OUTPUT[known:]
-    assert restarted.texts() == TEXT[known:]
+    assert restarted.received_text() == TEXT[known:]
     assert world.last(restarted.to).reason == LENGTH
     assert world.core.num_requests == 0
 
@@ -498,28 +511,28 @@ def test_no_token_is_lost_or_repeated(
 @given(
     st.lists(st.sampled_from(["time", "worker", "client", "prefill", "new", "old"]), max_size=24)
 )
-def test_whoever_is_first_no_token_is_lost_or_repeated(new_world, say_hello, out, moves):
-    """The old worker and those that begin anew, at any pace; each goes on until it is told off."""
-    restarted = Restarted(new_world(), say_hello)
-    world, old_at, is_back = restarted.world, 5, False
+def test_no_token_is_lost_or_repeated_between_old_and_new_workers(new_world, say_hello, out, moves):
+    """The old worker and new workers progress at any pace; each continues until it is cancelled."""
+    restarted = RestartedCoordinator(new_world(), say_hello)
+    world, old_at, is_attached = restarted.world, 5, False
     world.attach("p", PREFILL)
     world.attach("d2", DECODE)
 
     def told(kind, name):
         return [one for one in world.commands[name] if isinstance(one, kind)]
 
-    def come_back():
-        nonlocal is_back
-        if not is_back:
+    def reattach():
+        nonlocal is_attached
+        if not is_attached:
             finished = cluster_pb2.WorkerFinished(reason=LENGTH) if old_at == 8 else None
-            is_back = True
-            restarted.comes_back(running(old_at, finished=finished))
+            is_attached = True
+            restarted.reattach(running(old_at, finished=finished))
 
-    def go_on(name, at, attempt):
+    def report_next(name, at, attempt):
         end = min(8, at + 1)
         if end > at:
             finish = LENGTH if end == 8 else None
-            restarted.goes_on(out, at, end, attempt=attempt, name=name, finish=finish)
+            restarted.report(out, at, end, attempt=attempt, name=name, finish=finish)
         return end
 
     new_at = dict[tuple[str, int], int]()
@@ -533,17 +546,17 @@ def test_whoever_is_first_no_token_is_lost_or_repeated(new_world, say_hello, out
             for command in told(cluster_pb2.DecodeCommand, name):
                 attempt = command.spec.attempt
                 at = new_at.get((name, attempt), len(command.spec.known_token_ids))
-                new_at[name, attempt] = go_on(name, at, attempt)
+                new_at[name, attempt] = report_next(name, at, attempt)
 
     def old():
         nonlocal old_at
-        old_at = go_on("d", old_at, 3) if is_back else min(8, old_at + 1)
+        old_at = report_next("d", old_at, 3) if is_attached else min(8, old_at + 1)
 
     restarted.to = None
 
     def resume():
         if restarted.to is None:
-            restarted.resumes(3)
+            restarted.resume(3)
 
     def pass_time():
         world.after(0.2)
@@ -552,7 +565,7 @@ def test_whoever_is_first_no_token_is_lost_or_repeated(new_world, say_hello, out
 
     steps = {
         "time": pass_time,
-        "worker": come_back,
+        "worker": reattach,
         "client": resume,
         "prefill": prefill,
         "new": decode,
@@ -561,5 +574,5 @@ def test_whoever_is_first_no_token_is_lost_or_repeated(new_world, say_hello, out
     for move in [*moves, "client", "worker", "time", "time", *["prefill", "new", "old"] * 6]:
         steps[move]()
     assert world.tokens(restarted.to) == OUTPUT[3:]
-    assert restarted.texts() == TEXT[3:]
+    assert restarted.received_text() == TEXT[3:]
     assert world.core.num_requests == 0

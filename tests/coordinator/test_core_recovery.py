@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from two_pairs import crash, decodes, latest, prefills, silent_but
+from two_pairs import crash, decodes, hear_all_but, latest, prefills
 
 from baton.coordinator.state import events as ev
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
@@ -136,7 +136,7 @@ def test_a_request_without_a_replacement_worker_fails_after_max_recovery_s(world
     world.handle(ev.WorkerLost("d", "was killed by SIGKILL"))
     for _ in range(70):
         world.after(0.5)
-        silent_but(world)
+        hear_all_but(world)
     assert str(world.last(to).error) == (
         "no decode worker is attached: waited 30 s after worker d was killed by SIGKILL"
     )
@@ -228,12 +228,12 @@ def test_every_stream_is_complete_after_random_worker_failures(new_world, out, d
                 running.add(name)
             case "time":
                 world.after(1.1)
-                silent_but(world, *(set(incarnation) - running))
+                hear_all_but(world, *(set(incarnation) - running))
     for name in incarnation:
         if world.core.workers.by_id(name) is None:
             replace(name)
     for _ in range(100):
-        silent_but(world)
+        hear_all_but(world)
         receive_commands()
         for name in incarnation:
             work(name, at_random=False)

@@ -1,9 +1,13 @@
-"""A worker stands still and the coordinator dies: how long streams pause, by default settings.
+"""Double faults: a worker is stopped and the coordinator dies, with the default configuration.
 
-The cell of bench/chaos.py under the virtual clock. Stages of the longest pause, for a coordinator
-that dies just as the streams of the worker were about to go on elsewhere: the worker's silence is
-noticed, prompts are computed anew, another coordinator starts, client and workers find it, and the
-prompts are computed once more.
+This is the cell of bench/chaos.py under the virtual clock. The longest pause happens if the
+coordinator dies just before the streams of the stopped worker continue elsewhere:
+
+1. The coordinator notices the silence of the worker.
+2. Other workers compute the prompts again.
+3. The coordinator dies and another one starts.
+4. The client and the workers reconnect.
+5. The prompts are computed once more.
 """
 
 from __future__ import annotations
@@ -26,12 +30,12 @@ SHAPE = WorkerShape(
     max_num_batched_tokens=2048,
 )
 NUM_STREAMS = 200
-# From the end of a coordinator until the next one listens: seen of real ones.
+# Time from the death of a coordinator until the next one listens, measured on real processes.
 OUTAGE_S = 0.65
 
 
 def streaming_cell() -> RestartedCell:
-    """Every stream flows, and every worker has been heard for a while."""
+    """Returns a cell in which all streams decode and all workers have sent heartbeats for 10 s."""
     cell = RestartedCell(CoreConfig.of(parse({"model": "simulated"}, "test")))
     for index in range(4):
         cell.add_worker(f"p{index}", common_pb2.ROLE_PREFILL, SHAPE)
@@ -46,6 +50,7 @@ def streaming_cell() -> RestartedCell:
 
 
 def longest_pause_s(cell: RestartedCell) -> float:
+    """Returns the longest time without a new token over all streams, TTFT included."""
     return max(
         after - before
         for one in cell.outcomes
@@ -55,7 +60,7 @@ def longest_pause_s(cell: RestartedCell) -> float:
 
 @pytest.mark.parametrize("dies_after_s", [0.1, 0.95, 1.1, 1.3, 1.5, 1.8])
 @pytest.mark.parametrize("name", ["d1", "p1"])
-def test_streams_pause_for_less_than_three_seconds(name, dies_after_s):
+def test_streams_pause_for_less_than_3_s_in_a_double_fault(name, dies_after_s):
     cell = streaming_cell()
     cell.stop(name)
     cell.run(cell.now + dies_after_s)
@@ -68,7 +73,7 @@ def test_streams_pause_for_less_than_three_seconds(name, dies_after_s):
     cell.core.check_integrity()
 
 
-def test_without_a_lost_worker_nothing_is_computed_again():
+def test_a_coordinator_restart_alone_computes_nothing_again():
     cell = streaming_cell()
     cell.restart(OUTAGE_S)
     cell.run(cell.now + 30)

@@ -1,4 +1,4 @@
-"""A fleet exists while it has a worker, a request or a part in a rollout, and no longer."""
+"""A fleet exists while it has a worker or a request, or while a rollout uses it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens that a client resumes with, and that are already the whole output."""
+"""Resumed requests whose known tokens are already the whole output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EOS, MORE = 2, 3
 
 
 def decode(token_ids, skips) -> str:
-    """Letters; the special tokens below 10 have a text of their own."""
+    """Decodes token 10 as "a", 11 as "b" and so on; tokens below 10 are special, with text "#"."""
     special = "" if skips else "#"
     return "".join(special if one < 10 else chr(ord("a") + one - 10) for one in token_ids)
 
@@ -40,14 +40,14 @@ def stop_of(token_ids, **sampling):
         ([10, 11, 12], {"stop": ["c"]}, "c"),
         ([10, 11, 12], {"stop": ["x", "bc", "c"]}, "bc"),
         ([10, 11, 12], {"stop": ["bc"], "min_tokens": 3}, None),
-        # It went by while it did not count.
+        # The stop string ended before min_tokens, where it does not count.
         ([10, 11, 12], {"stop": ["ab"], "min_tokens": 2}, None),
         ([10, 11, 12], {"stop": ["abcd"]}, None),
         ([10, 5], {"stop": ["a#"], "skip_special_tokens": False}, "a#"),
         ([10, 5], {"stop": ["a#"]}, None),
     ],
 )
-def test_what_has_ended_an_output(token_ids, sampling, stop):
+def test_known_stop_returns_the_stop_reason_of_known_tokens(token_ids, sampling, stop):
     assert stop_of(token_ids, **sampling) == stop
 
 
@@ -56,7 +56,7 @@ def test_what_has_ended_an_output(token_ids, sampling, stop):
     stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
     min_tokens=st.integers(0, 5),
 )
-def test_stop_strings_are_found_where_the_worker_ends(token_ids, stops, min_tokens):
+def test_stop_strings_match_at_the_same_token_as_on_the_worker(token_ids, stops, min_tokens):
     sampling = {"stop": stops, "min_tokens": min_tokens}
     for count, _ in enumerate(token_ids, start=1):
         text = decode(token_ids[:count], True)
@@ -66,7 +66,7 @@ def test_stop_strings_are_found_where_the_worker_ends(token_ids, stops, min_toke
             break
 
 
-def test_such_a_request_ends_at_once(world):
+def test_a_resumed_request_whose_output_has_stopped_ends_at_once(world):
     to = world.submit(known_token_ids=[7, 8], known_text_chars=2, known_stop="x")
     finished = world.last(to)
     assert (finished.reason, finished.stop) == (common_pb2.FINISH_REASON_STOP, "x")

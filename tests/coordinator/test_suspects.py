@@ -1,9 +1,9 @@
-"""A request that kills workers is found out at the expense of no other."""
+"""Suspects: a request whose worker crashed runs alone, so that it kills no other request."""
 
 from __future__ import annotations
 
 import pytest
-from two_pairs import crash, latest, pairs, prefills, silent_but
+from two_pairs import crash, hear_all_but, latest, pairs, prefills
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import RequestState
@@ -15,7 +15,7 @@ PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
 
 
-def test_a_request_that_kills_workers_is_failed_after_two(two_pairs, out):
+def test_a_request_that_kills_two_workers_fails(two_pairs, out):
     innocent = two_pairs.submit(num_prompt=20)
     poison = two_pairs.submit(num_prompt=30)
     (first,) = {name for name, one in prefills(two_pairs) if one.spec.request_id == "r2"}
@@ -23,7 +23,7 @@ def test_a_request_that_kills_workers_is_failed_after_two(two_pairs, out):
     two_pairs.attach(first, PREFILL, incarnation=2)
     name, again = latest([one for one in prefills(two_pairs) if one[1].spec.request_id == "r2"])
     assert again.spec.attempt == 2
-    # Nothing else is sent to where it runs until it has answered.
+    # Its worker gets no other request until the suspect has produced output.
     for _ in range(2):
         two_pairs.submit()
     assert {n for n, one in prefills(two_pairs) if one.spec.request_id in ("r3", "r4")} == {
@@ -35,8 +35,8 @@ def test_a_request_that_kills_workers_is_failed_after_two(two_pairs, out):
     assert two_pairs.kinds(innocent) == ["Accepted"]
 
 
-def test_a_worker_that_was_to_leave_is_no_death_of_its_requests_doing(two_pairs):
-    """Another came under its id before anybody had heard of its end."""
+def test_the_replacement_of_a_draining_worker_is_no_crash(two_pairs):
+    """Another incarnation attaches under the worker's ID before its end was reported."""
     to = two_pairs.submit()
     ((first, _),) = prefills(two_pairs)
     crash(two_pairs, first, 1)
@@ -48,7 +48,7 @@ def test_a_worker_that_was_to_leave_is_no_death_of_its_requests_doing(two_pairs)
 
 
 @pytest.mark.parametrize("how", ["cancelled", "late"])
-def test_a_worker_that_had_a_suspect_by_itself_is_given_others_when_that_is_gone(two_pairs, how):
+def test_the_worker_of_a_suspect_gets_other_requests_once_the_suspect_has_ended(two_pairs, how):
     poison = two_pairs.submit(timeout_s=5.0)
     ((first, _),) = prefills(two_pairs)
     crash(two_pairs, first, 1)
@@ -60,15 +60,15 @@ def test_a_worker_that_had_a_suspect_by_itself_is_given_others_when_that_is_gone
     else:
         for _ in range(10):
             two_pairs.after(0.5)
-            silent_but(two_pairs)
-    silent_but(two_pairs)
+            hear_all_but(two_pairs)
+    hear_all_but(two_pairs)
     assert two_pairs.core.request("r2").prefill[0] == alone
     assert two_pairs.kinds(to) == ["Accepted"]
 
 
 @pytest.mark.parametrize("lane", [common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH])
-def test_a_suspect_gets_its_turn_however_many_wait_in_the_other_lane(new_world, out, lane):
-    """A worker that is always given more has never answered everything."""
+def test_a_suspect_is_dispatched_despite_a_long_queue_in_the_other_lane(new_world, out, lane):
+    """A suspect waits for an idle worker; a stream of other requests must not keep workers busy."""
     lanes = LanesConfig(
         interactive=InteractiveLaneConfig(max_queued=99),
         batch=BatchLaneConfig(max_queued=99, share=0.5),
@@ -107,7 +107,7 @@ def test_a_suspect_gets_its_turn_however_many_wait_in_the_other_lane(new_world, 
     assert world.core.num_queued(other) > 0
 
 
-def test_a_stream_that_was_answered_is_no_suspect(two_pairs, out):
+def test_a_request_with_new_tokens_in_each_attempt_is_no_suspect(two_pairs, out):
     to = two_pairs.submit()
     for attempt in range(1, 4):
         name, prefill = latest(prefills(two_pairs))

@@ -1,4 +1,7 @@
-"""Outputs that only their own worker can go on with: nobody takes them off it while it lives."""
+"""Outputs that cannot be resumed elsewhere: they stay on their worker while it lives.
+
+An output with sampler state (here a seed) needs forced tokens to continue on another worker.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ LANES = LanesConfig(interactive=InteractiveLaneConfig(itl_ms=1))
 
 @pytest.fixture
 def cell(new_world):
-    """Workers p, d and d2, whose engine takes no forced tokens."""
+    """A core with workers p, d and d2, whose engines do not support forced tokens."""
     world = new_world(lanes=LANES)
     capacity = cluster_pb2.Capacity(
         kv_tokens=65536, block_size_tokens=16, max_send_bytes=2**20, max_receive_bytes=2**20
@@ -32,7 +35,7 @@ def cell(new_world):
 
 @pytest.fixture
 def seeded(cell, out):
-    """A long batch output with a seed, which has begun."""
+    """A batch request with a seed, which is decoding."""
     return begin(cell, out)
 
 
@@ -43,61 +46,61 @@ def begin(cell, out):
     return request
 
 
-def goes_on(cell, out, request):
-    """To its end, where it began."""
+def finishes(cell, out, request):
+    """Finishes the output on its first worker; returns whether its client got the end."""
     assert request.state is RequestState.DECODING
     cell.step(request.decode[0], out(request.id, [2], offset=1, finish=LENGTH))
     return cell.kinds(request.submission.to)[-1] == "Finished"
 
 
-def test_a_worker_that_changes_its_role_ends_it_first(cell, out, seeded):
+def test_a_role_change_waits_until_the_output_ends(cell, out, seeded):
     worker_id = seeded.decode[0]
     cell.handle(ev.FlipRequested(worker_id, PREFILL))
     for _ in range(400):
         cell.after(1.0)
         for worker in cell.core.workers:
             cell.handle(ev.WorkerLoad(worker.key, cluster_pb2.LoadReport()))
-    assert goes_on(cell, out, seeded)
+    assert finishes(cell, out, seeded)
     assert isinstance(cell.commands[worker_id][-1], cluster_pb2.SetRoleCommand)
 
 
-def test_it_makes_no_room_for_interactive_work(cell, out, seeded):
+def test_the_output_is_not_preempted_for_interactive_requests(cell, out, seeded):
     cell.handle(ev.WorkerLost("d2" if seeded.decode[0] == "d" else "d", "was killed"))
     others = [begin(cell, out) for _ in range(2)]
     cell.submit()
     interactive = cell.core.request("r4")
     cell.step(interactive.prefill[0], out("r4", [1], finish=0))
     assert interactive.decode == seeded.decode
-    assert all(goes_on(cell, out, one) for one in [seeded, *others])
+    assert all(finishes(cell, out, one) for one in [seeded, *others])
 
 
-def test_a_silent_worker_may_still_go_on_with_it(cell, out, seeded):
+def test_the_output_stays_on_a_silent_worker(cell, out, seeded):
     cell.wait(5, silent=[seeded.decode[0]])
     assert cell.core.workers.get(seeded.decode).unresponsive
-    assert goes_on(cell, out, seeded)
+    assert finishes(cell, out, seeded)
 
 
-def comes_back(cell, request, known, num_chars, **fields):
-    """Its client, over another connection, with the tokens that it has."""
+def resume(cell, request, known, num_chars, **fields):
+    """The client resumes the request over another session with its known tokens."""
     again = {"request_id": request.id, "session": 2, "sampling": SEEDED, **fields}
     return cell.submit(known_token_ids=known, known_text_chars=num_chars, lane=BATCH, **again)
 
 
 @pytest.mark.parametrize("num_known", [1, 2, 4, 5])
-def test_its_client_that_comes_back_is_sent_what_it_lacks(cell, out, seeded, num_known):
-    """It failed, and its worker was told to end what nobody could begin anew."""
+def test_a_returning_client_gets_its_missing_tokens(cell, out, seeded, num_known):
+    """The stream moves to the new session; the worker is not told to cancel the output."""
     worker, first = seeded.decode, seeded.submission.to
     cell.plain(worker[0], (seeded.handle, 1, 2))
     cell.step(worker[0], out(seeded.id, [3, 4], offset=2, text="ab"))
     cell.plain(worker[0], (seeded.handle, 4, 5))
     num_chars = {1: 0, 2: 1, 4: 3, 5: 4}[num_known]
     num_commands = len(cell.commands[worker[0]])
-    to = comes_back(cell, seeded, [1, 2, 3, 4, 5][:num_known], num_chars)
+    to = resume(cell, seeded, [1, 2, 3, 4, 5][:num_known], num_chars)
     assert cell.kinds(to)[0] == "Accepted"
     assert cell.tokens(to) == [1, 2, 3, 4, 5][num_known:]
     assert "".join(one.delta.text for one in cell.sent[to][1:]) == "éabé"[num_chars:]
     assert "another connection" in str(cell.last(first).error)
-    # Nobody cancels it any more by the stream that it had, and its worker has heard nothing.
+    # The old stream can no longer cancel the request, and the worker gets no command.
     cell.handle(ev.SessionLost(first.session))
     cell.handle(ev.StreamCancelled(first))
     assert len(cell.commands[worker[0]]) == num_commands
@@ -118,15 +121,15 @@ def test_its_client_that_comes_back_is_sent_what_it_lacks(cell, out, seeded, num
     ],
     ids=lambda one: next(iter(one)),
 )
-def test_whoever_asks_for_another_output_does_not_get_it(cell, seeded, differs):
-    to = comes_back(cell, seeded, **{"known": [1], "num_chars": 0, **differs})
+def test_a_client_that_asks_for_another_output_is_refused(cell, seeded, differs):
+    to = resume(cell, seeded, **{"known": [1], "num_chars": 0, **differs})
     assert isinstance(cell.last(to).error, errors.FailedPrecondition)
 
 
-def test_it_may_be_taken_over_again_and_ends_in_time(cell, out, seeded):
-    again = comes_back(cell, seeded, [1], 0, timeout_s=60.0)
+def test_the_output_may_be_taken_over_twice_and_ends_at_the_deadline(cell, out, seeded):
+    again = resume(cell, seeded, [1], 0, timeout_s=60.0)
     cell.step(seeded.decode[0], out(seeded.id, [2], offset=1, text="a"))
-    last = comes_back(cell, seeded, [1], 0, session=3)
+    last = resume(cell, seeded, [1], 0, session=3)
     assert cell.tokens(again) == cell.tokens(last) == [2]
     cell.wait(61)
     assert isinstance(cell.last(last).error, errors.DeadlineExceeded)

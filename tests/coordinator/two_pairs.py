@@ -1,4 +1,4 @@
-"""Two workers in each pool, and what they were told."""
+"""Helpers for a world with two workers in each pool: commands, silence and crashes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def pairs(world):
 
 
 def commands(world, kind):
-    """Commands of a kind that workers were sent: (worker, command), in no order between workers."""
+    """Returns (worker ID, command) for all commands of this type, grouped by worker."""
     return [
         (name, command)
         for name, sent in world.commands.items()
@@ -36,19 +36,19 @@ def decodes(world):
 
 
 def latest(found):
-    """The command of the highest attempt."""
+    """Returns the (worker ID, command) with the highest attempt number."""
     return max(found, key=lambda one: one[1].spec.attempt)
 
 
-def silent_but(world, *names):
-    """Every worker is heard but these: a moment passes for them."""
+def hear_all_but(world, *names):
+    """Sends a sign of life of every worker except these."""
     for worker in world.core.workers:
         if worker.id not in names:
             world.handle(ev.WorkerHeard(worker.key))
 
 
 def crash(world, name, incarnation, *, failed=True):
-    """A worker stops by itself; `failed`: its engine died."""
+    """A worker reports that it has stopped; with `failed` because its engine died."""
     change = cluster_pb2.WorkerStateChanged(
         state=cluster_pb2.WORKER_STATE_STOPPED, reason="engine: died", failed=failed
     )
