@@ -62,10 +62,10 @@ def bench(
     out: load_run.Out = None,
     as_json: options.Json = False,
 ) -> None:
-    """Put load on a live cell and print latencies, throughput and goodput.
+    """Put load on a live cell and print the figures.
 
-    A latency begins at the time at which the request was scheduled to be sent. Ctrl-C ends the run
-    and prints the figures so far.
+    The figures are latencies, throughput and goodput. A latency begins at the time at which the
+    request was scheduled to be sent. Ctrl-C ends the run and prints the figures so far.
 
     Exit codes: 0 done, 1 no request succeeded, 2 wrong usage, 3 unavailable, 130 interrupted.
     """
@@ -140,7 +140,10 @@ _Result = typer.Argument(
 def compare(
     a: Annotated[Path, _Result], b: Annotated[Path, _Result], as_json: options.Json = False
 ) -> None:
-    """Show two results of bench, replay or simulate side by side, with the ratio B/A."""
+    """Show two results side by side, with their ratio.
+
+    The results come from bench, replay or simulate.
+    """
     from baton.cli.output import print_json, print_table
     from baton.load import compare as comparison
 

@@ -32,11 +32,12 @@ def certs(
         ),
     ] = 30,
 ) -> None:
-    """Make a CA and certificates of a server, a client and an operator, for development.
+    """Make a CA and certificates for development.
 
-    If DIR already has a CA with its key, that CA signs new certificates, so running the command
-    again renews them. The CA itself is never overwritten. For production, use your own CA: here
-    the CA's key lies beside the certificates.
+    The certificates are for servers, a client and an operator. If DIR already has a CA with its
+    key, that CA signs new certificates, so running the command again renews them. The CA itself is
+    never overwritten. For production, use your own CA: here the CA's key lies beside the
+    certificates.
     """
     import importlib.util
 

@@ -9,7 +9,7 @@ import typer
 from baton.cli import options
 
 app = typer.Typer(
-    help="Check a configuration file, show the effective configuration, and list all keys.",
+    help="Check and show the configuration, and list all keys.",
     no_args_is_help=True,
 )
 
@@ -18,7 +18,10 @@ app = typer.Typer(
 def check(
     file: Annotated[str, typer.Argument(metavar="FILE", help="YAML file; - reads standard input.")],
 ) -> None:
-    """Check a configuration file; the error for an unknown key suggests the nearest known key."""
+    """Check a configuration file.
+
+    The error for an unknown key suggests the nearest known key.
+    """
     from baton.runtime import exposure
     from baton.runtime.addresses import split_address
     from baton.runtime.config import load
@@ -45,7 +48,7 @@ def keys(
     ] = "",
     as_json: options.Json = False,
 ) -> None:
-    """List all configuration keys with their defaults and meanings."""
+    """List all keys with their defaults and meanings."""
     import json
 
     from baton.cli.output import print_json, print_table
@@ -65,7 +68,10 @@ def keys(
 
 @app.command()
 def show(config: options.ConfigFile = None) -> None:
-    """Print the effective configuration as YAML, with all defaults and without secrets."""
+    """Print the effective configuration as YAML.
+
+    The output contains all defaults and no secrets.
+    """
     from baton.runtime.config import load, shown
 
     print(shown(load(config)), end="")

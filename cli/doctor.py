@@ -10,7 +10,9 @@ from baton.cli import options
 
 
 def doctor(address: options.Address = None, as_json: options.Json = False) -> None:
-    """Diagnose a slow cell: show the slow stage, the evidence, and what to change first.
+    """Find out what is slow now, and what to change first.
+
+    Each finding names the slow stage and the evidence.
 
     Exit codes: 0 healthy, 1 there are findings.
     """

@@ -29,7 +29,10 @@ def cancel(
     tenant: Tenant = "",
     address: options.Address = None,
 ) -> None:
-    """Cancel a running request; its client keeps the tokens received so far and gets an error."""
+    """Cancel a running request.
+
+    Its client keeps the tokens received so far and gets an error.
+    """
     from baton.cli.admin_calls import call_admin
 
     call_admin(address, lambda admin: admin.cancel_request(request, tenant=tenant))
@@ -42,7 +45,10 @@ def explain(
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show how long each stage of a running or recent request took, and its longest token gaps."""
+    """Show where the time of a running or recent request went.
+
+    The command prints the duration of each stage and the longest gaps between tokens.
+    """
     from baton.cli.admin_calls import call_admin
     from baton.cli.output import print_json, print_table
     from baton.cli.timeline import print_timeline

@@ -56,11 +56,11 @@ def gateway(
     log_level: options.Level = None,
     fd: Annotated[int | None, typer.Option("--fd", hidden=True)] = None,
 ) -> None:
-    """Run the OpenAI-compatible HTTP gateway alone, in front of one cell or several cells.
+    """Run the OpenAI-compatible HTTP gateway alone.
 
-    A cell is a coordinator with its workers. With several cells, a request goes to a cell that
-    serves its model, and all requests of a session go to the same cell. While that cell cannot be
-    reached, another cell takes over.
+    The gateway serves one cell or several cells; a cell is a coordinator with its workers. With
+    several cells, a request goes to a cell that serves its model, and all requests of a session go
+    to the same cell. While that cell cannot be reached, another cell takes over.
 
     The gateway prints `ready http=URL` on standard output once it serves. SIGTERM drains it.
     """

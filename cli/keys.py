@@ -67,7 +67,10 @@ def add(
         ),
     ] = None,
 ) -> None:
-    """Make a key, add its hash to FILE, and print the key; it cannot be printed again."""
+    """Add a key to FILE and print it.
+
+    FILE holds only the hash of the key, so the key cannot be printed again.
+    """
     from datetime import UTC, datetime, timedelta
 
     from baton.runtime import api_keys
@@ -126,7 +129,10 @@ def remove(
         str, typer.Option("--name", help="Name of the key, as printed by `baton keys list`.")
     ],
 ) -> None:
-    """Remove a key; coordinators that read FILE refuse the key within a second."""
+    """Remove a key from FILE.
+
+    Coordinators that read FILE refuse the key within a second.
+    """
     from baton.runtime.config_error import ConfigError
 
     with _locked(file):

@@ -20,7 +20,10 @@ def pools(
     as_json: options.Json = False,
     watch: options.Watch = False,
 ) -> None:
-    """Show the two pools and the lanes; --watch --json prints one line per change."""
+    """Show the two pools and the lanes.
+
+    With --watch and --json each change is one line.
+    """
     from baton.cli.output import plain, print_json, print_json_line
 
     if watch and as_json:
@@ -67,7 +70,7 @@ def workers(
     as_json: options.Json = False,
     watch: options.Watch = False,
 ) -> None:
-    """List the workers, and the transports of their KV cache handoffs to each other."""
+    """List the workers, and the transports of their handoffs."""
     from baton.cli.output import plain, print_json, print_json_line
 
     if watch and as_json:

@@ -57,7 +57,10 @@ def scale(
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Set the size of a pool; autoscaling leaves the pool alone until `baton autoscale on`."""
+    """Set the size of a pool.
+
+    Autoscaling leaves the pool alone until `baton autoscale on`.
+    """
     from baton.cli.output import plain, print_json
 
     async def question(admin: AdminClient) -> admin_pb2.ScalePoolResponse:
@@ -107,7 +110,10 @@ def targets(
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show the latency targets for which the pools are sized, or change the given ones."""
+    """Show or change the latency targets of the lanes.
+
+    Autoscaling sizes the pools for these targets. Targets that are not given stay unchanged.
+    """
     from baton.cli.output import plain, print_json, print_table
     from baton.runtime.enum_names import lane_name
     from baton.v1 import admin_pb2, common_pb2
@@ -143,7 +149,10 @@ def autoscale(
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Turn autoscaling on or off; on also discards sizes that `baton scale` has set."""
+    """Turn autoscaling on or off.
+
+    Turning it on discards the sizes that `baton scale` has set.
+    """
     from baton.cli.output import print_json
 
     enabled = call_admin(address, lambda admin: admin.set_autoscale(enabled=switch is Switch.ON))
@@ -167,7 +176,10 @@ def drain(
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Drain a worker: it takes no new requests, finishes the running ones, and exits."""
+    """Drain a worker.
+
+    The worker takes no new requests, finishes the running ones, and exits.
+    """
 
     async def question(admin: AdminClient) -> str:
         message = await admin.drain_worker(worker, timeout)
@@ -188,7 +200,10 @@ def flip(
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Move a worker to the other pool without loading its model again."""
+    """Move a worker to the other pool.
+
+    The worker does not load its model again.
+    """
 
     async def question(admin: AdminClient) -> str:
         message = await admin.flip_worker(worker, _role(role))
@@ -222,7 +237,7 @@ def why(
         ),
     ] = False,
 ) -> None:
-    """Explain the sizes of the pools: the last autoscaling decisions and their inputs.
+    """Show the last autoscaling decisions and their reasons.
 
     With --watch the oldest decision comes first; with --json as well, each decision is one line.
     """

@@ -73,9 +73,10 @@ def up(
     ] = None,
     log_level: options.Level = None,
 ) -> None:
-    """Run a coordinator, its workers and the HTTP gateway in the foreground; Ctrl-C drains.
+    """Run a whole cell in the foreground; Ctrl-C drains it.
 
-    The command prints `ready grpc=HOST:PORT http=URL` on standard output once the cell serves.
+    The cell is a coordinator, its workers and the HTTP gateway. The command prints `ready
+    grpc=HOST:PORT http=URL` on standard output once the cell serves.
     """
     from baton.cli.demo_models import with_demo_model
     from baton.runtime import lifecycle, logs
@@ -110,7 +111,10 @@ def coordinator(
     listen: Listen = None,
     log_level: options.Level = None,
 ) -> None:
-    """Run a coordinator alone; start its workers elsewhere with `baton worker`."""
+    """Run a coordinator alone.
+
+    Its workers are started elsewhere with `baton worker`.
+    """
     from baton.cli.demo_models import with_demo_model
     from baton.coordinator.server import server
     from baton.runtime import lifecycle, logs

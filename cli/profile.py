@@ -46,9 +46,10 @@ def profile(
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Record a trace per rank of a live worker, for ui.perfetto.dev or chrome://tracing.
+    """Record a profile of a live worker.
 
-    The worker keeps serving, a little slower. It pauses while it writes the trace.
+    The command writes a trace per rank, for ui.perfetto.dev or chrome://tracing. The worker keeps
+    serving, a little slower. It pauses while it writes the trace.
     """
     from baton.cli.output import print_json
 

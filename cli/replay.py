@@ -41,11 +41,12 @@ def replay(
     out: load_run.Out = None,
     as_json: options.Json = False,
 ) -> None:
-    """Send the requests of a trace to a live cell at the trace's times, and print the figures.
+    """Send the requests of a trace to a live cell.
 
-    Prompts are generated with the lengths of the trace; requests with equal hash IDs (Mooncake)
-    share their prompt prefixes. A latency begins at the time at which the request was scheduled to
-    be sent. Ctrl-C ends the run and prints the figures so far.
+    The requests are sent at the times of the trace. Prompts are generated with the lengths of the
+    trace; requests with equal hash IDs (Mooncake) share their prompt prefixes. A latency begins at
+    the time at which the request was scheduled to be sent. Ctrl-C ends the run and prints the
+    figures so far.
 
     Exit codes: 0 done, 1 no request succeeded, 2 wrong usage, 3 unavailable, 130 interrupted.
     """

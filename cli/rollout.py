@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from baton.v1 import admin_pb2
 
 app = typer.Typer(
-    help="Try another model or other engine arguments on a share of the traffic: canary rollouts.",
+    help="Try a model or engine arguments on a share of the traffic.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -98,9 +98,10 @@ def start(
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Start workers of another revision and send them a share of the new sessions.
+    """Start a canary revision on a share of the new sessions.
 
-    Workers of the revision that are already attached are used too.
+    The command starts workers of the revision. Workers of the revision that are already attached
+    are used too.
     """
     engine_args = options.parse_engine_args(engine_arg or [])
 
@@ -139,7 +140,10 @@ def share(
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Change the canary's share; when it grows, sessions on the canary stay there."""
+    """Change the canary's share of the new sessions.
+
+    When the share grows, sessions on the canary stay there.
+    """
     print_answer(call_admin(address, lambda admin: admin.set_rollout_share(share)), as_json=as_json)
 
 
@@ -149,7 +153,7 @@ def status(
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Show both revisions side by side, and whether the canary is worse."""
+    """Show both revisions, and whether the canary is worse."""
     from baton.cli.output import plain, print_json, print_json_line
 
     if watch and as_json:
@@ -167,7 +171,10 @@ def promote(
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """Make the canary the stable revision: add canary workers, then drain the others."""
+    """Make the canary the stable revision.
+
+    The coordinator adds canary workers and then drains the other workers.
+    """
 
     async def question(admin: AdminClient) -> str:
         canary = (await _told_by(admin)).canary.name if wait else ""
@@ -188,7 +195,7 @@ def abort(
     address: options.Address = None,
     as_json: options.Json = False,
 ) -> None:
-    """End the rollout: send no new requests to the canary, and drain its workers."""
+    """End the rollout and drain the canary's workers."""
     print_answer(
         call_admin(address, lambda admin: admin.abort_rollout(drain_timeout)), as_json=as_json
     )

@@ -56,7 +56,7 @@ def simulate(
         ),
     ] = None,
 ) -> None:
-    """Run a trace against simulated workers, under a virtual clock.
+    """Run a trace on simulated workers, under a virtual clock.
 
     The coordinator and the autoscaler are the production code. The `simulated` section of the
     configuration sets the speed of the workers.

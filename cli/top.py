@@ -29,9 +29,10 @@ def top(
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print the state once and exit.")] = False,
 ) -> None:
-    """Watch pools, lanes, latencies and their targets, workers and scale events; q quits.
+    """Watch the state of a cell live; q quits.
 
-    If standard output is not a terminal, or cannot move its cursor, the state is printed once.
+    The screen shows pools, lanes, latencies with their targets, workers and scale events. If
+    standard output is not a terminal, or cannot move its cursor, the state is printed once.
     """
     addresses = options.resolve_addresses(address)
     if once or not sys.stdout.isatty() or not sys.stdin.isatty():

@@ -9,7 +9,8 @@ import pytest
 
 from baton.cli.main import main
 
-TIMEOUT_S = 60
+# Timeout in seconds that only bounds a command that hangs.
+TIMEOUT_S = 120
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Result:
 
 @pytest.fixture
 def baton(tmp_path):
-    """Runs the command as a person would, away from their home and environment."""
+    """Runs the command in a process with its own home directory and environment."""
 
     def run(*arguments: str, stdin: str | None = None, env: dict[str, str] | None = None) -> Result:
         base = {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
@@ -42,7 +43,7 @@ def baton(tmp_path):
 
 @pytest.fixture
 def baton_here(monkeypatch, tmp_path, capsys):
-    """The same in this process, for the many whose end is all that matters: each saves a start."""
+    """Runs the command in this process, which saves starting one; for tests of the final result."""
 
     def run(*arguments: str, stdin: str | None = None, env: dict[str, str] | None = None) -> Result:
         with monkeypatch.context() as patch:
@@ -63,7 +64,7 @@ def baton_here(monkeypatch, tmp_path, capsys):
 
 @pytest.fixture
 def taken_address():
-    """An address that somebody listens on."""
+    """An address on which a socket listens already."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -1,4 +1,4 @@
-"""Which of several coordinators a command speaks to, and what it takes for an answer."""
+"""Commands call the first coordinator that can be reached, and wait for the result of changes."""
 
 import asyncio
 import contextlib
@@ -21,9 +21,12 @@ from baton.runtime import rpc
 from baton.runtime.errors import Aborted, FailedPrecondition
 from baton.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 
+# Timeout in seconds that only bounds a test that hangs.
+HANG_S = 120.0
+
 
 class OneAnswer(admin_pb2_grpc.AdminServicer):
-    """A coordinator that answers once, and then is there no more."""
+    """A coordinator that answers a number of calls and then fails every call."""
 
     def __init__(self, answers: int) -> None:
         self.answers, self.asked = answers, 0
@@ -36,18 +39,18 @@ class OneAnswer(admin_pb2_grpc.AdminServicer):
 
 
 class Sized(admin_pb2_grpc.AdminServicer):
-    """A coordinator that notes what it is asked to change."""
+    """A coordinator that records the requested pool sizes."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
 
     async def ScalePool(self, request, context):
         self.sizes.append(request.workers)
-        return admin_pb2.ScalePoolResponse(message="so it is")
+        return admin_pb2.ScalePoolResponse(message="scaled")
 
 
 class Rolling(admin_pb2_grpc.AdminServicer):
-    """A coordinator that tells of its rollout by itself, these states; None: it is too old to."""
+    """A coordinator whose Watch sends these rollout states; None: it is too old to send them."""
 
     def __init__(self, *told: admin_pb2.RolloutStatus | None) -> None:
         self.told, self.num_promotions = told, 0
@@ -66,7 +69,7 @@ class Rolling(admin_pb2_grpc.AdminServicer):
 
 
 class Peers(admin_pb2_grpc.AdminServicer):
-    """A coordinator with one worker, which has handed over to another and to one that is gone."""
+    """A coordinator with one worker, whose peers are an attached worker and a detached one."""
 
     async def ListWorkers(self, request, context):
         peers = [
@@ -78,7 +81,7 @@ class Peers(admin_pb2_grpc.AdminServicer):
 
 
 class Sizing(admin_pb2_grpc.AdminServicer):
-    """A coordinator that does what it is asked to a moment later: decode-0 changes."""
+    """A coordinator that reports the decode workers of each step through Watch."""
 
     def __init__(self, *decode_workers: list[str]) -> None:
         self.decode_workers = decode_workers
@@ -106,7 +109,7 @@ class Sizing(admin_pb2_grpc.AdminServicer):
 
 
 class Deciding(admin_pb2_grpc.AdminServicer):
-    """A coordinator that sizes its pools, and ends when it has told all; or sizes none."""
+    """A coordinator that streams decisions and then ends the stream, or that sizes no pools."""
 
     def __init__(self, *told: list[admin_pb2.ScalingDecision]) -> None:
         self.told = told
@@ -123,7 +126,7 @@ class Deciding(admin_pb2_grpc.AdminServicer):
 
 
 class Ending(Rolling):
-    """One that ends when it has told all."""
+    """A coordinator that becomes unavailable after its last event."""
 
     async def Watch(self, request, context):
         for one in self.told:
@@ -133,7 +136,7 @@ class Ending(Rolling):
 
 @pytest.fixture
 def serve():
-    """Starts services on a loop of their own; `ask` has one too. Returns the address of each."""
+    """Starts services on an event loop in a thread, because `call_admin` runs its own loop."""
     loop = asyncio.new_event_loop()
     with running(loop), contextlib.ExitStack() as stack:
 
@@ -147,7 +150,7 @@ def serve():
 
 @pytest.fixture
 def coordinators(serve):
-    """Starts some that answer so many times each."""
+    """Starts coordinators that answer the given numbers of calls."""
 
     def start(*answers):
         services = [OneAnswer(number) for number in answers]
@@ -169,7 +172,7 @@ def running(loop):
 
 
 def run(loop, coroutine):
-    return asyncio.run_coroutine_threadsafe(coroutine, loop).result(10)
+    return asyncio.run_coroutine_threadsafe(coroutine, loop).result(HANG_S)
 
 
 async def serving(service):
@@ -184,7 +187,7 @@ async def serving(service):
     return f"127.0.0.1:{port}", stop
 
 
-def test_workers_leaves_out_whom_a_worker_handed_over_to_and_who_is_gone(serve, capsys):
+def test_workers_lists_no_peer_that_is_detached(serve, capsys):
     workers(serve(Peers()))
     shown = capsys.readouterr().out
     assert "decode-1" in shown
@@ -196,12 +199,12 @@ async def twice(admin):
     return (await admin.list_pools()).generation
 
 
-def test_the_next_one_is_asked_where_the_first_is_not_there(coordinators):
+def test_the_next_address_is_called_if_the_first_is_unavailable(coordinators):
     (away, _), (there, _) = coordinators(0, 5)
     assert call_admin(f"{away},{there}", twice) == 2
 
 
-def test_nobody_else_is_asked_once_one_has_answered(coordinators):
+def test_no_other_address_is_called_after_an_answer(coordinators):
     (first, _), (second, other) = coordinators(1, 5)
     with pytest.raises(errors.UnavailableError, match="it has ended"):
         call_admin(f"{first},{second}", twice)
@@ -210,7 +213,7 @@ def test_nobody_else_is_asked_once_one_has_answered(coordinators):
 
 @contextlib.contextmanager
 def hanging_up(call):
-    """Where the connection breaks as soon as a call has arrived."""
+    """Yields an address whose connections break as soon as the call has arrived."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=hang_up, args=(listener, call))
         thread.start()
@@ -220,7 +223,7 @@ def hanging_up(call):
 
 @pytest.fixture
 def nowhere():
-    """Where nobody listens."""
+    """Yields an address at which no process listens."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{bound.getsockname()[1]}"
@@ -230,7 +233,7 @@ async def scaled(admin):
     return (await admin.scale_pool(common_pb2.ROLE_DECODE, 3)).message
 
 
-def test_what_may_have_been_done_is_not_asked_of_another(serve):
+def test_a_change_that_may_have_happened_is_not_repeated(serve):
     other = Sized()
     with (
         hanging_up(b"ScalePool") as address,
@@ -242,20 +245,20 @@ def test_what_may_have_been_done_is_not_asked_of_another(serve):
     assert other.sizes == []
 
 
-def test_what_has_certainly_not_been_done_is_asked_of_another(serve, nowhere):
+def test_a_change_that_was_never_sent_goes_to_the_next_address(serve, nowhere):
     other = Sized()
-    assert call_admin(f"{nowhere},{serve(other)}", scaled) == "so it is"
+    assert call_admin(f"{nowhere},{serve(other)}", scaled) == "scaled"
     assert other.sizes == [3]
 
 
-def test_what_changes_nothing_is_asked_of_another_whenever_the_first_is_lost(coordinators):
+def test_a_read_goes_to_the_next_address_after_a_lost_connection(coordinators):
     ((there, _),) = coordinators(5)
     with hanging_up(b"ListPools") as address:
         assert call_admin(f"{address},{there}", twice) == 2
 
 
-async def test_a_call_that_was_sent_counts_as_sent_while_others_find_nobody():
-    """As of a coordinator that ends, and takes nothing new meanwhile."""
+async def test_a_sent_call_counts_as_sent_although_later_calls_cannot_connect():
+    """A coordinator that shuts down accepts no new calls while a call still runs."""
 
     class Slow(Sized):
         def __init__(self) -> None:
@@ -271,21 +274,24 @@ async def test_a_call_that_was_sent_counts_as_sent_while_others_find_nobody():
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
 
-    async def nobody_is_found(admin):
+    async def connections_are_refused(admin):
         while True:
             try:
                 await admin.list_pools()
             except errors.UnreachableError:
                 return
             except errors.RemoteError:
-                # Refused, by one that ends.
+                # The coordinator refuses the call because it shuts down.
                 await asyncio.sleep(0.01)
 
-    async with asyncio.timeout(20.0), AdminClient(f"127.0.0.1:{port}", timeout_s=3.0) as admin:
+    async with (
+        asyncio.timeout(HANG_S),
+        AdminClient(f"127.0.0.1:{port}", timeout_s=5.0) as admin,
+    ):
         asking = asyncio.create_task(scaled(admin))
         await slow.asked.wait()
         stopping = asyncio.create_task(server.stop(60.0))
-        await nobody_is_found(admin)
+        await connections_are_refused(admin)
         with pytest.raises(errors.RemoteError, match="change may have happened") as caught:
             await asking
         assert not isinstance(caught.value, errors.UnreachableError)
@@ -293,7 +299,7 @@ async def test_a_call_that_was_sent_counts_as_sent_while_others_find_nobody():
     await stopping
 
 
-async def test_what_is_no_coordinator_is_named():
+async def test_the_error_names_an_address_without_coordinator():
     server = rpc.server()
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -305,7 +311,7 @@ async def test_what_is_no_coordinator_is_named():
         await server.stop(None)
 
 
-async def test_a_port_of_http_is_told_from_a_coordinators():
+async def test_the_error_says_that_an_address_speaks_http():
     async def answer(reader, writer):
         await reader.readline()
         writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
@@ -339,24 +345,24 @@ def flip(**options):
         (flip, [[], ["decode-0"]], "decode-0 serves decode"),
     ],
 )
-def test_who_waits_is_told_what_came_of_it(serve, capsys, command, told, then):
+def test_wait_prints_the_result_of_a_change(serve, capsys, command, told, then):
     address = serve(Sizing(*told))
     command(wait=0.0, address=address, as_json=False)
     assert capsys.readouterr().out == "it begins\n"
-    command(wait=10.0, address=address, as_json=False)
+    command(wait=HANG_S, address=address, as_json=False)
     assert capsys.readouterr().out == f"it begins\n{then}\n"
-    command(wait=10.0, address=address, as_json=True)
+    command(wait=HANG_S, address=address, as_json=True)
     found = json.loads(capsys.readouterr().out)
     assert found["message"] == then
     if command is scale:
         assert found["pool"]["num_serving"] == 2
 
 
-def test_a_watch_that_ends_is_not_what_was_waited_for(serve):
+def test_a_wait_fails_when_the_event_stream_ends(serve):
     with pytest.raises(
         errors.UnavailableError, match="ended the event stream; decode-0 has not left"
     ):
-        drain(wait=10.0, address=serve(Sizing()), as_json=False)
+        drain(wait=HANG_S, address=serve(Sizing()), as_json=False)
 
 
 def decision(role, number, reason):
@@ -373,7 +379,7 @@ def decision(role, number, reason):
 
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
-# Of some moments nothing else is told.
+# The second event contains no decisions.
 DECIDED = (
     [decision(PREFILL, 1, "prompts"), decision(DECODE, 1, "outputs")],
     [],
@@ -399,19 +405,19 @@ def test_decisions_are_followed_as_they_are_made(serve, capsys):
     ]
 
 
-def test_a_coordinator_that_decides_nothing_is_not_followed(serve):
+def test_why_watch_fails_at_a_coordinator_that_sizes_no_pools(serve):
     with pytest.raises(errors.FailedPreconditionError, match="starts no workers"):
         pool_sizes.why(address=serve(Deciding()), watch=True)
 
 
-async def test_a_client_tells_a_call_that_was_never_sent(nowhere):
+async def test_a_refused_connection_is_an_unreachable_error(nowhere):
     async with AdminClient(nowhere) as admin:
         with pytest.raises(errors.UnreachableError, match="refused"):
             await admin.drain_worker("d1")
 
 
 def state(*, phase=admin_pb2.ROLLOUT_PHASE_UNSPECIFIED, stable="1", last=""):
-    """Of a rollout of r2."""
+    """State of a rollout of r2."""
     canary = admin_pb2.RevisionStatus(name="r2")
     return admin_pb2.RolloutStatus(phase=phase, stable_revision=stable, last=last, canary=canary)
 
@@ -424,11 +430,11 @@ WAITING = state(phase=admin_pb2.ROLLOUT_PHASE_WAITING)
 
 
 def start(address, *, as_json=False):
-    rollout.start("r2", 0.05, engine_arg=None, wait=10.0, address=address, as_json=as_json)
+    rollout.start("r2", 0.05, engine_arg=None, wait=HANG_S, address=address, as_json=as_json)
 
 
 @pytest.mark.parametrize("then", [RUNNING, PROMOTING, state(stable="r2")])
-def test_a_start_is_waited_for(serve, capsys, then):
+def test_start_waits_until_the_canary_serves(serve, capsys, then):
     address = serve(Rolling(WAITING, then))
     start(address)
     assert capsys.readouterr().out == "it is being tried\nrevision r2 serves\n"
@@ -436,7 +442,7 @@ def test_a_start_is_waited_for(serve, capsys, then):
     assert json.loads(capsys.readouterr().out) == {"message": "revision r2 serves"}
 
 
-def test_a_start_that_is_aborted_meanwhile_is_not_waited_for(serve):
+def test_start_stops_waiting_when_the_rollout_is_aborted(serve):
     with pytest.raises(Aborted, match="the rollout of 'r2' has ended: an operator asked for it"):
         start(serve(Rolling(WAITING, state(last="an operator asked for it"))))
 
@@ -457,16 +463,16 @@ def test_a_wait_ends_when_another_rollout_has_replaced_the_first(serve, command)
 
 
 def promote(address):
-    rollout.promote(drain_timeout=None, wait=10.0, address=address, as_json=False)
+    rollout.promote(drain_timeout=None, wait=HANG_S, address=address, as_json=False)
 
 
-def test_a_promotion_is_waited_for(serve, capsys):
+def test_promote_waits_until_the_canary_is_stable(serve, capsys):
     promote(serve(Rolling(RUNNING, PROMOTING, state(stable="r2"))))
     assert capsys.readouterr().out == "it is being promoted\nrevision r2 is the stable one\n"
 
 
-def test_watching_ends_with_its_reader(serve):
-    """Also while nothing changes."""
+def test_watch_ends_when_its_reader_closes_the_pipe(serve):
+    """The command notices this even if no event arrives."""
     command = ["pools", "--watch", "--json", "--address", serve(Rolling(None))]
     with subprocess.Popen(
         [sys.executable, "-m", "baton.cli", *command],
@@ -477,14 +483,14 @@ def test_watching_ends_with_its_reader(serve):
         try:
             assert json.loads(watching.stdout.readline())["pools"] == []
             watching.stdout.close()
-            assert watching.wait(30) == 1
+            assert watching.wait(HANG_S) == 1
             assert watching.stderr.read() == ""
         finally:
             watching.kill()
 
 
-async def test_a_pipe_that_is_open_for_reading_too_has_a_reader(tmp_path, monkeypatch):
-    """As in a shell's `exec 3<>fifo; baton pools --watch >&3`."""
+async def test_a_pipe_opened_for_reading_and_writing_has_a_reader(tmp_path, monkeypatch):
+    """A shell opens such a pipe with `exec 3<>fifo; baton pools --watch >&3`."""
     os.mkfifo(tmp_path / "fifo")
     fd = os.open(tmp_path / "fifo", os.O_RDWR)
     try:
@@ -496,7 +502,7 @@ async def test_a_pipe_that_is_open_for_reading_too_has_a_reader(tmp_path, monkey
         os.close(fd)
 
 
-def test_a_coordinator_that_ends_while_a_promotion_is_waited_for(serve):
+def test_promote_fails_when_the_coordinator_ends_during_the_wait(serve):
     service = Ending(RUNNING)
     match = "the canary is not the stable revision yet, but the coordinator was told to do it"
     with pytest.raises(errors.UnavailableError, match=match):
@@ -504,21 +510,21 @@ def test_a_coordinator_that_ends_while_a_promotion_is_waited_for(serve):
     assert (service.num_promotions, other.num_promotions) == (1, 0)
 
 
-def test_a_promotion_that_nobody_tells_of_is_not_begun(serve):
-    """A coordinator that is older than the command."""
+def test_promote_wait_is_refused_if_the_coordinator_sends_no_rollouts(serve):
+    """The coordinator is older than the command."""
     service = Rolling(None, None)
     with pytest.raises(FailedPrecondition, match="does not tell of rollouts"):
         promote(serve(service))
     assert service.num_promotions == 0
 
 
-def test_a_rollout_that_is_aborted_meanwhile_is_not_promoted(serve):
+def test_promote_stops_waiting_when_the_rollout_is_aborted(serve):
     with pytest.raises(Aborted, match="the rollout of 'r2' was not promoted: it was worse"):
         promote(serve(Rolling(RUNNING, PROMOTING, state(last="it was worse"))))
 
 
-def test_a_coordinator_that_goes_away_under_a_question_is_named():
-    """As in `baton pools --watch` when it is killed."""
+def test_the_error_names_a_coordinator_that_dies_during_a_call():
+    """This happens to `baton pools --watch` when the coordinator is killed."""
     with (
         hanging_up(b"ListPools") as address,
         pytest.raises(errors.UnavailableError, match=f"coordinator at {address}"),
@@ -526,8 +532,8 @@ def test_a_coordinator_that_goes_away_under_a_question_is_named():
         call_admin(address, twice)
 
 
-async def test_where_nobody_speaks_there_is_no_coordinator():
-    """As where packets are dropped."""
+async def test_an_address_that_accepts_but_never_answers_is_unreachable():
+    """This also happens where a firewall drops packets."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         async with AdminClient(address, timeout_s=0.3) as admin:
@@ -536,7 +542,7 @@ async def test_where_nobody_speaks_there_is_no_coordinator():
             assert not admin.may_have_acted
 
 
-async def test_a_coordinator_that_does_not_answer_is_named():
+async def test_the_error_names_a_coordinator_that_does_not_answer():
     class Silent(OneAnswer):
         async def ListPools(self, request, context):
             await asyncio.Event().wait()
@@ -553,7 +559,7 @@ async def test_a_coordinator_that_does_not_answer_is_named():
 
 
 def hang_up(listener, call):
-    """Speaks HTTP/2 until the question is there, and goes."""
+    """Speaks HTTP/2 until the call has arrived, then closes the connection."""
     connection, _ = listener.accept()
     with connection:
         connection.sendall(b"\0\0\0\4\0\0\0\0\0")  # SETTINGS, empty.

@@ -1,4 +1,4 @@
-"""The command line against a whole simulated cluster, as a person would use it."""
+"""The command line against a whole simulated cell, used as a person would use it."""
 
 import gzip
 import json
@@ -17,15 +17,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 40.0
+# Timeouts in seconds that only bound a test that hangs.
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 120.0
 UP = ("up", "--engine", "simulated", "--listen", "127.0.0.1:0", "--http-port", "0")
-# Not the 512 MB that a worker makes ready by default.
+# Small staging memory, because a worker reserves 512 MB by default.
 CONFIG = "kv_transfer: {send_bytes: 8388608, receive_bytes: 8388608}\n"
 
 
 class Process:
-    """A command in a session of its own, its output read line by line."""
+    """A command in its own process group, whose output is read line by line."""
 
     def __init__(self, *arguments, home, address="", stderr=None):
         env = {key: value for key, value in os.environ.items() if not key.startswith("BATON_")}
@@ -45,7 +46,7 @@ class Process:
         self._reader.start()
 
     def line(self, pattern, timeout_s=START_TIMEOUT_S):
-        """The next line of standard output that matches."""
+        """Returns the match of the next line of standard output that matches."""
         while (line := self._lines.get(timeout=timeout_s)) is not None:
             if found := re.search(pattern, line):
                 return found
@@ -56,12 +57,12 @@ class Process:
         return self._log.read()
 
     def stop(self, number=signal.SIGINT):
-        """Ends it and returns its exit code and the processes it left behind."""
+        """Ends the command; returns its exit code and the child processes that still run."""
         children = psutil.Process(self.popen.pid).children(recursive=True)
         self.popen.send_signal(number)
         try:
             code = self.popen.wait(STOP_TIMEOUT_S)
-            _, left = psutil.wait_procs(children, 20.0)
+            _, left = psutil.wait_procs(children, STOP_TIMEOUT_S)
         finally:
             self.close()
             for child in children:
@@ -91,9 +92,9 @@ def start_up(*arguments, home, config=CONFIG, **options):
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
-    """The address of a running `baton up`; afterwards nothing of it may be left."""
+    """The address of a running `baton up`; none of its processes may remain afterwards."""
     home = tmp_path_factory.mktemp("up")
-    # What a test stops stays attached, however long the commands take that look at it.
+    # The long timeout keeps a stopped worker attached while slow commands inspect it.
     up = start_up(home=home, config=f"{CONFIG}coordinator: {{worker_timeout_s: 600}}\n")
     try:
         yield up.line(r"^ready grpc=(127\.0\.0\.1:\d+) http=http://127\.0\.0\.1:\d+$").group(1)
@@ -104,20 +105,20 @@ def cluster(tmp_path_factory):
 
 @pytest.fixture
 def ask(baton_here, cluster):
-    """In this process: each saves a start."""
+    """Runs a command in this process, which saves starting one."""
     return lambda *arguments: baton_here(*arguments, env={"BATON_ADDRESS": cluster})
 
 
 @pytest.fixture
 def ask_apart(baton, cluster):
-    """In a process of its own, for commands that handle signals."""
+    """Runs a command in its own process, because it handles signals."""
     return lambda *arguments, **keywords: baton(
         *arguments, env={"BATON_ADDRESS": cluster}, **keywords
     )
 
 
 def test_generate_prints_text_and_a_last_newline(ask_apart):
-    result = ask_apart("generate", "hello", "--max-tokens", "8", "--timeout", "20")
+    result = ask_apart("generate", "hello", "--max-tokens", "8", "--timeout", "120")
     assert result.code == 0, result.err
     assert result.out.strip()
     assert result.out.endswith("\n")
@@ -178,13 +179,13 @@ def test_pools_workers_and_requests(ask):
     assert ended["seen"]["tenant"] == "acme"
 
 
-def test_sizes_that_cannot_be_and_targets(ask):
+def test_impossible_sizes_are_refused_and_targets_are_shown(ask):
     result = ask("scale", "decode", "99")
     assert result.code == 1
     assert "workers is 99; scaling.decode allows 1 to 16" in result.err
-    result = ask("flip", "nobody", "decode")
+    result = ask("flip", "unknown-id", "decode")
     assert result.code == 2
-    assert "no worker 'nobody'; attached: decode-0, prefill-0" in result.err
+    assert "no worker 'unknown-id'; attached: decode-0, prefill-0" in result.err
     result = ask("targets", "--ttft-ms", "400", "--percentile", "90")
     assert re.search(r"^interactive +400 ms +50 ms +90$", result.out, re.MULTILINE)
     assert "autoscaling is off: 1 wanted" in ask("why", "prefill").out
@@ -203,14 +204,14 @@ def test_watching_is_one_line_of_json_per_change_until_interrupted(cluster, ask,
         watching.close()
 
 
-def test_workers_shows_how_they_reach_each_other(ask):
+def test_workers_shows_the_transports_between_workers(ask):
     ask("generate", "hello", "--max-tokens", "2")
 
     def peers():
         workers = json.loads(ask("workers", "--json").out)
         return {worker["role"]: worker["peers"] for worker in workers}
 
-    # It is in the worker's next load report.
+    # The worker's next load report contains the peer.
     found = eventually(lambda: peers()["prefill"] and peers())
     assert found["decode"] == []
     (peer,) = found["prefill"]
@@ -219,7 +220,7 @@ def test_workers_shows_how_they_reach_each_other(ask):
     assert row.split() == ["prefill-0", "decode-0", "shm", "-"]
 
 
-def test_a_worker_that_stands_still_is_not_said_to_serve(ask):
+def test_a_stopped_worker_is_shown_as_silent(ask):
     pids = {one["worker_id"]: one["pid"] for one in json.loads(ask("workers", "--json").out)}
     os.kill(pids["decode-0"], signal.SIGSTOP)
     try:
@@ -232,13 +233,13 @@ def test_a_worker_that_stands_still_is_not_said_to_serve(ask):
     eventually(lambda: re.search(r"^decode-0 +decode +serving ", ask("workers").out, re.MULTILINE))
 
 
-def test_workers_shows_what_their_steps_cost(ask):
+def test_workers_shows_measured_step_times(ask):
     for _ in range(3):
         ask("generate", "hello", "--max-tokens", "8")
 
     def measured():
         prefill, decode = (one["latency"] for one in json.loads(ask("workers", "--json").out))
-        # They are of one kind.
+        # Both workers are of one kind, so they share the measurements.
         assert prefill == decode
         return prefill["num_samples"] and prefill
 
@@ -250,7 +251,7 @@ def test_workers_shows_what_their_steps_cost(ask):
 
 
 def mooncake(path, *requests):
-    """A trace of (milliseconds, prompt tokens, hash ids)."""
+    """Writes a Mooncake trace of (time in ms, prompt tokens, hash IDs)."""
     rows = (
         {"timestamp": at, "input_length": length, "output_length": 4, "hash_ids": ids}
         for at, length, ids in requests
@@ -260,7 +261,7 @@ def mooncake(path, *requests):
 
 
 def test_bench_and_replay_measure_and_their_results_compare(ask, ask_apart, tmp_path):
-    out, goals = str(tmp_path / "bench.json"), ("--ttft-ms", "20000", "--itl-ms", "20000")
+    out, goals = str(tmp_path / "bench.json"), ("--ttft-ms", "600000", "--itl-ms", "600000")
     load = ("--rate", "50", "--requests", "20", "--burstiness", "0.5", "--batch-share", "0.4")
     lengths = ("--prompt-tokens", "20-200", "--output-tokens", "8")
     result = ask_apart("bench", *load, *lengths, *goals, "--tenant", "load", "--out", out)
@@ -276,11 +277,16 @@ def test_bench_and_replay_measure_and_their_results_compare(ask, ask_apart, tmp_
 
     # Prompts with the same hash ids share their KV blocks, those without share none.
     alike = mooncake(tmp_path / "a", *((n * 1000, 600 + n, [0, n + 1]) for n in range(5)))
-    result = ask_apart("replay", alike, "--speed", "10", "--json")
-    assert result.code == 0, result.err
-    replayed = json.loads(result.out)
-    assert (replayed["kind"], replayed["num_ended"]) == ("replay", 5)
-    assert 0.5 < replayed["cached_share"] < 0.75
+
+    def cached_share():
+        result = ask_apart("replay", alike, "--speed", "10", "--json")
+        assert result.code == 0, result.err
+        replayed = json.loads(result.out)
+        assert (replayed["kind"], replayed["num_ended"]) == ("replay", 5)
+        return replayed["cached_share"]
+
+    # On a busy machine a request may come before the previous prompt is in the cache.
+    eventually(lambda: 0.5 < cached_share() < 0.75)
     different = mooncake(tmp_path / "d", *((n * 100, 600, [n, n + 9]) for n in range(3)))
     other = tmp_path / "replay.json"
     assert ask_apart("replay", different, "--out", str(other)).code == 0
@@ -293,7 +299,7 @@ def test_bench_and_replay_measure_and_their_results_compare(ask, ask_apart, tmp_
     assert rows["TTFT p50, ms"]["b_over_a"] > 0
 
 
-def test_a_full_disk_takes_nothing_that_is_printed_away(ask_apart):
+def test_a_full_disk_does_not_lose_the_printed_figures(ask_apart):
     load = ("--rate", "50", "--requests", "3", "--prompt-tokens", "20", "--output-tokens", "2")
     result = ask_apart("bench", *load, "--out", "/dev/full")
     assert (result.code, result.err) == (1, "baton: cannot write: No space left on device\n")
@@ -314,7 +320,7 @@ def test_ctrl_c_prints_what_bench_has_measured(ask, cluster, tmp_path):
 
 
 @pytest.mark.parametrize("command", [("bench", "--rate", "1"), ("replay", "TRACE")])
-def test_a_load_on_nobody_is_exit_3(baton, unused_address, tmp_path, command):
+def test_load_without_a_coordinator_is_exit_3(baton, unused_address, tmp_path, command):
     trace = mooncake(tmp_path / "trace", (0, 10, []))
     command = [trace if one == "TRACE" else one for one in command]
     result = baton(*command, "--address", unused_address)
@@ -327,9 +333,9 @@ def test_one_request_and_the_whole_cell_are_explained(ask):
     found = json.loads(ask("explain", "explained", "--json").out)
     assert sum(found["stages_ms"].values()) == pytest.approx(found["total_ms"], rel=0.02)
     assert "\ndecode " in ask("explain", "explained").out
-    missing = ask("explain", "nobody")
+    missing = ask("explain", "unknown-id")
     assert missing.code == 2
-    assert "nobody" in missing.err
+    assert "unknown-id" in missing.err
     told = json.loads(ask("doctor", "--json").out)
     assert ask("doctor").code == (0 if told["healthy"] else 1)
     drawn = ask("top", "--once").out
@@ -337,7 +343,7 @@ def test_one_request_and_the_whole_cell_are_explained(ask):
     assert "interactive" in drawn
 
 
-def test_a_terminal_that_only_adds_lines_gets_top_once(cluster):
+def test_top_draws_once_on_a_terminal_without_cursor_control(cluster):
     terminal, ours = pty.openpty()
     try:
         done = subprocess.run(
@@ -355,7 +361,7 @@ def test_a_terminal_that_only_adds_lines_gets_top_once(cluster):
         os.close(terminal)
 
 
-def test_a_profile_is_a_file_and_an_interrupted_one_is_none(ask, cluster, tmp_path):
+def test_a_profile_is_a_file_and_an_interrupted_profile_leaves_no_file(ask, cluster, tmp_path):
     out = tmp_path / "trace.json.gz"
     recording = Process(
         "profile", "decode-0", "--seconds", "60", "--out", str(out), home=tmp_path, address=cluster
@@ -367,7 +373,7 @@ def test_a_profile_is_a_file_and_an_interrupted_one_is_none(ask, cluster, tmp_pa
         assert recording.stop() == (130, [])
     finally:
         recording.close()
-    # Its worker is told, and is ready for the next one at once.
+    # The interrupt reaches the worker, which can record the next profile at once.
     result = ask("profile", "decode-0", "--seconds", "1", "--out", str(out), "--json")
     assert result.code == 0, result.err
     (found,) = json.loads(result.out)
@@ -375,7 +381,7 @@ def test_a_profile_is_a_file_and_an_interrupted_one_is_none(ask, cluster, tmp_pa
     assert found["bytes"] == out.stat().st_size
     assert json.loads(gzip.decompress(out.read_bytes()))["engine"] == "simulated"
     assert {path.name for path in tmp_path.iterdir()} == {"profile.log", out.name}
-    assert ask("profile", "nobody", "--out", str(out)).code == 2
+    assert ask("profile", "unknown-id", "--out", str(out)).code == 2
     assert ask("profile", "decode-0", "--seconds", "61").code == 2
     assert ask("profile", "decode-0", "--out", str(tmp_path)).code == 2
 
@@ -475,9 +481,11 @@ def test_metrics_are_found_and_a_killed_worker_leaves_nothing(tmp_path, short_pa
     up = start_up("--no-http", "--prefill", "0", home=tmp_path)
     try:
         up.line(r"^ready grpc=")
-        # A port that the system picked is not lost on people.
+        # The log shows the metrics port that the system picked.
         told = re.search(r" coordinator .*\bmetrics=(127\.0\.0\.1:\d+)", up.err())
-        with urllib.request.urlopen(f"http://{told.group(1)}/metrics", timeout=20) as answer:
+        with urllib.request.urlopen(
+            f"http://{told.group(1)}/metrics", timeout=STOP_TIMEOUT_S
+        ) as answer:
             assert b"gen_ai_server_time_to_first_token" in answer.read()
         (worker,) = psutil.Process(up.popen.pid).children()
         (service,) = worker.children()
@@ -486,17 +494,17 @@ def test_metrics_are_found_and_a_killed_worker_leaves_nothing(tmp_path, short_pa
         }
         (directory,) = short_path.glob("baton-*")
         worker.kill()
-        service.wait(20.0)
+        service.wait(STOP_TIMEOUT_S)
         assert not segment.exists()
-        # Another worker follows, with one of its own.
+        # The coordinator starts another worker, which has another directory.
         assert not directory.exists()
         assert up.stop() == (0, []), up.err()[-3000:]
     finally:
         up.close()
 
 
-def test_a_log_that_nobody_reads_any_more_ends_nothing(baton_here, tmp_path):
-    """As `baton up 2>&1 | tee log` when tee is gone."""
+def test_up_survives_a_closed_log_pipe(baton_here, tmp_path):
+    """This happens to `baton up 2>&1 | tee log` when tee has ended."""
     read_end, write_end = os.pipe()
     up = start_up("--no-http", home=tmp_path, stderr=write_end)
     os.close(write_end)
@@ -508,7 +516,7 @@ def test_a_log_that_nobody_reads_any_more_ends_nothing(baton_here, tmp_path):
             found = json.loads(baton_here("workers", "--json", "--address", address).out)
             return {one["worker_id"]: one["pid"] for one in found if one["role"] == "decode"}
 
-        # What they log from now on goes nowhere; what becomes of them is seen all the same.
+        # Log lines are lost from now on, but the coordinator still replaces dead workers.
         for name in ("decode-0", "decode-1"):
             os.kill(eventually(lambda name=name: workers().get(name)), signal.SIGKILL)
         assert eventually(lambda: list(workers())) == ["decode-2"]
@@ -517,7 +525,7 @@ def test_a_log_that_nobody_reads_any_more_ends_nothing(baton_here, tmp_path):
         up.close()
 
 
-def test_a_second_ctrl_c_ends_all_of_it_at_once(tmp_path):
+def test_a_second_ctrl_c_ends_all_processes_at_once(tmp_path):
     up = start_up(home=tmp_path)
     try:
         address = up.line(r"^ready grpc=(\S+)").group(1)
@@ -531,7 +539,7 @@ def test_a_second_ctrl_c_ends_all_of_it_at_once(tmp_path):
                 if "gateway" in child.cmdline()
             )
             up.popen.send_signal(signal.SIGINT)
-            # It drains: the gateway has nothing to wait for, the workers have.
+            # The cell drains: the gateway has no request and ends, the workers still have one.
             gateway.wait(STOP_TIMEOUT_S)
             assert up.stop() == (-signal.SIGINT, [])
         finally:

@@ -1,4 +1,4 @@
-"""`baton explain` and `baton doctor`, as people and programs read them."""
+"""`baton explain` and `baton doctor` as text and as JSON."""
 
 import json
 import sys
@@ -17,7 +17,7 @@ from live_status import LiveCell
 
 @pytest.fixture
 def answers(monkeypatch):
-    """Makes the coordinator's answer to the next question."""
+    """Sets the coordinator's answer to the next call."""
 
     def answer(value):
         monkeypatch.setattr(admin_calls, "call_admin", lambda address, question: value)

@@ -1,4 +1,4 @@
-"""What a person sees when something is wrong: one line, and an exit code that says which kind."""
+"""Errors print one line, and the exit code says which kind of error it is."""
 
 import contextlib
 import os
@@ -9,6 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+
+# Timeout in seconds that only bounds a test that hangs.
+HANG_S = 120.0
 
 
 def one_line(result):
@@ -44,18 +47,18 @@ sys.meta_path.insert(0, Interrupts())
 runpy.run_module("baton.cli", run_name="__main__")
 """
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
-def test_a_host_that_nobody_knows(baton):
+def test_an_unknown_host_is_exit_3(baton):
     result = baton("pools", "--address", "no-such-host.invalid:7070")
     assert result.code == 3
     assert "cannot reach the coordinator at no-such-host.invalid:7070: " in one_line(result)
 
 
 @pytest.mark.parametrize("address", ["here", "http://127.0.0.1:7070", "here:²"])
-def test_an_address_that_is_none(baton_here, address):
+def test_a_malformed_address_is_exit_2(baton_here, address):
     result = baton_here("pools", "--address", address)
     assert result.code == 2
     assert "must be host:port" in one_line(result)
@@ -81,7 +84,7 @@ def test_wrong_usage_is_exit_2(baton_here, arguments):
     assert "Usage:" in result.err
 
 
-def test_a_value_that_no_request_can_hold(baton_here, unused_address):
+def test_invalid_request_values_are_exit_2(baton_here, unused_address):
     result = baton_here("generate", "hi", "--max-tokens", "-5", "--address", unused_address)
     assert result.code == 2
     assert "sampling.max_tokens is -5; must be 0 to 4294967295" in one_line(result)
@@ -90,14 +93,14 @@ def test_a_value_that_no_request_can_hold(baton_here, unused_address):
     assert "timeout_s is 1e+300; must be a positive number of seconds" in one_line(result)
 
 
-def test_a_name_that_no_worker_has(baton_here):
+def test_an_invalid_worker_id_is_exit_2(baton_here):
     worker = ("worker", "--role", "prefill", "--coordinator", "127.0.0.1:1")
     result = baton_here(*worker, "--worker-id", "w\n1")
     assert result.code == 2
     assert r"--worker-id: is 'w\n1'; must be 1 to 128 characters of" in one_line(result)
 
 
-def test_a_prompt_that_is_no_text(baton, unused_address):
+def test_a_prompt_that_is_not_utf_8_is_exit_2(baton, unused_address):
     result = baton("generate", os.fsdecode(b"h\xffi"), "--address", unused_address)
     assert result.code == 2
     assert "must be valid UTF-8" in one_line(result)
@@ -116,7 +119,7 @@ def test_a_prompt_that_is_no_text(baton, unused_address):
         ("bench", "--concurrency", "99999999999"),
     ],
 )
-def test_a_number_that_nothing_can_hold(baton_here, unused_address, arguments):
+def test_a_number_beyond_uint32_is_exit_2(baton_here, unused_address, arguments):
     result = baton_here(*arguments, env={"BATON_ADDRESS": unused_address})
     assert result.code == 2
     assert "should be less than or equal to" in result.err
@@ -126,7 +129,7 @@ def test_a_number_that_nothing_can_hold(baton_here, unused_address, arguments):
     "arguments",
     [("drain", "w", "--timeout", "inf"), ("rollout", "abort", "--drain-timeout", "1e20")],
 )
-def test_a_time_that_nothing_can_hold(baton_here, unused_address, arguments):
+def test_a_timeout_beyond_the_limit_is_exit_2(baton_here, unused_address, arguments):
     result = baton_here(*arguments, "--address", unused_address)
     assert result.code == 2
     assert "timeout is " in one_line(result)
@@ -134,7 +137,7 @@ def test_a_time_that_nothing_can_hold(baton_here, unused_address, arguments):
 
 
 @pytest.mark.parametrize("option", ["--json", "--picture"])
-def test_where_nothing_can_be_written_is_said_before_the_work(baton, tmp_path, option):
+def test_an_unwritable_output_file_fails_before_the_work(baton, tmp_path, option):
     trace = tmp_path / "trace.json"
     trace.write_text('[{"start_time": 0, "prompt_len": 9, "output_len": 2}]')
     missing = baton("simulate", str(trace), option, str(tmp_path / "none" / "out"))
@@ -145,12 +148,12 @@ def test_where_nothing_can_be_written_is_said_before_the_work(baton, tmp_path, o
     assert "is a directory" in directory.err
 
 
-def test_standard_input_that_is_no_text(tmp_path):
+def test_standard_input_that_is_not_text_is_exit_2(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "baton.cli", "generate", "-"],
         input=b"caf\xe9",
         capture_output=True,
-        timeout=60,
+        timeout=HANG_S,
         env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
     )
     assert done.returncode == 2
@@ -167,7 +170,9 @@ def test_a_terminal_that_lacks_a_character(baton, tmp_path):
 def test_a_full_disk_is_one_line():
     command = [sys.executable, "-m", "baton.cli", "config", "show"]
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = subprocess.run(
+            command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANG_S
+        )
     assert done.returncode == 1
     assert done.stderr == "baton: cannot write: No space left on device\n"
 
@@ -180,7 +185,7 @@ def test_closed_standard_input():
         "os.close(0)\n"
         "os.execv(sys.executable, [sys.executable, '-m', 'baton.cli', 'generate', '-'])",
     ]
-    done = subprocess.run(closed, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(closed, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 2
     assert "standard input, which is closed" in done.stderr
 
@@ -193,7 +198,7 @@ def test_closed_standard_output():
         "os.close(1)\n"
         "os.execv(sys.executable, [sys.executable, '-m', 'baton.cli', 'config', 'keys'])",
     ]
-    done = subprocess.run(closed, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(closed, capture_output=True, text=True, timeout=HANG_S)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -210,7 +215,7 @@ def test_a_coordinator_serves_with_standard_input_closed():
     try:
         assert process.stdout.readline().startswith("ready ")
         process.terminate()
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=HANG_S)
         assert process.returncode == 0, err
     finally:
         process.kill()
@@ -236,7 +241,9 @@ def test_light_commands_do_not_import_grpc(baton, command):
         "heavy = {'grpc', 'torch', 'vllm', 'transformers', 'rich.console'} & set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -248,19 +255,17 @@ def test_a_worker_that_finds_no_coordinator_is_exit_3(baton, unused_address):
     assert f"\nbaton worker w: no coordinator at {unused_address} within " in f"\n{result.err}"
 
 
-def test_a_worker_that_is_to_leave_at_once_leaves_no_shared_memory(unused_address, tmp_path):
+def test_a_worker_terminated_during_its_start_leaves_no_shared_memory(unused_address, tmp_path):
     with starting_worker(unused_address, tmp_path) as (worker, segment):
         worker.terminate()
-        assert worker.wait(30) == 0
+        assert worker.wait(HANG_S) == 0
         assert not segment.exists()
 
 
-def test_a_worker_that_is_killed_while_its_service_starts_leaves_none_either(
-    unused_address, tmp_path
-):
+def test_a_worker_killed_during_its_start_leaves_no_shared_memory(unused_address, tmp_path):
     with starting_worker(unused_address, tmp_path) as (worker, segment):
         (service,) = psutil.Process(worker.pid).children()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + HANG_S
     while segment.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     left = segment.exists()
@@ -271,7 +276,7 @@ def test_a_worker_that_is_killed_while_its_service_starts_leaves_none_either(
 
 @contextlib.contextmanager
 def starting_worker(address, directory):
-    """A worker whose transfer service has its segment and does not serve yet; killed after."""
+    """A worker whose transfer service has its segment but does not serve yet; killed at the end."""
     arguments = ["worker", "--role", "decode", "--coordinator", address]
     worker = subprocess.Popen(
         [sys.executable, "-m", "baton.cli", *arguments, "--engine", "simulated"],
@@ -286,8 +291,8 @@ def starting_worker(address, directory):
 
 
 def shared_memory_below(pid):
-    """The transfer service's segment, as soon as there is one: the service does not serve yet."""
-    deadline = time.monotonic() + 30
+    """Returns the shared memory segment of the transfer service as soon as it exists."""
+    deadline = time.monotonic() + HANG_S
     while time.monotonic() < deadline:
         for child in psutil.Process(pid).children():
             with contextlib.suppress(psutil.Error, OSError):
@@ -300,7 +305,7 @@ def shared_memory_below(pid):
 
 
 def test_a_worker_that_dies_while_loading_is_exit_1_and_the_last_line(baton):
-    """An address of no interface here: the worker's transfer service cannot listen."""
+    """The transfer service cannot listen on an address that no interface of this host has."""
     config = "engine: simulated\nkv_transfer: {listen: '192.0.2.1:0'}\n"
     config += "security: {allow_insecure: true}\n"
     result = baton("up", "--listen", "127.0.0.1:0", "--no-http", "--config", "-", stdin=config)

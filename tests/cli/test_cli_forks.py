@@ -1,10 +1,10 @@
-"""Processes that start others."""
+"""A process with gRPC threads can start other processes."""
 
 import os
 import subprocess
 import sys
 
-# Starts another program, as a launcher does, while a gRPC server is there.
+# Starts another program while a gRPC server runs, as a launcher does.
 STARTS_ANOTHER = """
 import asyncio, baton.cli.main, grpc
 from baton.runtime import lifecycle
@@ -23,7 +23,7 @@ raise SystemExit(lifecycle.run(main()))
 
 
 def test_starting_a_process_does_not_stop_grpcs_threads():
-    """gRPC's fork handlers made children abort, and `baton up` stand still, under load."""
+    """gRPC's fork handlers made children abort, and `baton up` hang, under load."""
     told = {"GRPC_VERBOSITY": "debug", "GRPC_TRACE": "fork,event_engine"}
     done = subprocess.run(
         [sys.executable, "-c", STARTS_ANOTHER],

@@ -1,4 +1,4 @@
-"""What `baton bench`, `replay` and `simulate` do beside measuring: waiting, and writing files."""
+"""`baton bench`, `replay` and `simulate` wait for a cell to serve, and write files."""
 
 import asyncio
 import json
@@ -11,11 +11,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.runtime import rpc
 from baton.v1 import common_pb2, inference_pb2_grpc
 
-TIMEOUT_S = 60
+# Timeout in seconds that only bounds a test that hangs.
+TIMEOUT_S = 120
 
 
 class Starting(inference_pb2_grpc.InferenceServicer, health_pb2_grpc.HealthServicer):
-    """A coordinator whose workers have not come."""
+    """A coordinator without workers."""
 
     def __init__(self) -> None:
         self.awaited = asyncio.Event()
@@ -31,7 +32,7 @@ class Starting(inference_pb2_grpc.InferenceServicer, health_pb2_grpc.HealthServi
 
 @pytest.fixture
 async def starting():
-    """It, and its address."""
+    """The coordinator's service, and its address."""
     service, server = Starting(), rpc.server()
     inference_pb2_grpc.add_InferenceServicer_to_server(service, server)
     health_pb2_grpc.add_HealthServicer_to_server(service, server)

@@ -1,4 +1,4 @@
-"""How state and budgets are printed."""
+"""Messages, tables and latency budgets as text and as JSON."""
 
 import io
 import json
@@ -36,7 +36,7 @@ def test_messages_as_json():
     json.dumps(values)
     pools = output.plain(admin_pb2.ListPoolsResponse(pools=[admin_pb2.PoolInfo(num_serving=2)]))
     assert pools["pools"][0]["num_serving"] == 2
-    # Set by nobody is not set to zero.
+    # An unset size is null, which differs from a size of 0.
     assert pools["pools"][0]["size_by_hand"] is None
     by_hand = output.plain(admin_pb2.PoolInfo(size_by_hand=0))
     assert by_hand["size_by_hand"] == 0
@@ -112,3 +112,10 @@ def test_exit_codes():
     assert exit_codes.exit_code(make(14, "nobody")) == 3
     assert exit_codes.exit_code(make(13, "bug")) == 1
     assert exit_codes.exit_code(RuntimeError("bug")) is None
+
+
+@pytest.mark.parametrize("group", [(), ("bench",), ("rollout",), ("config",), ("keys",)])
+def test_help_describes_every_command_in_a_whole_sentence(baton_here, group):
+    listed = baton_here(*group, "--help").out.partition("Commands:\n")[2].splitlines()
+    assert listed
+    assert [line for line in listed if not line.endswith(".") or line.endswith("...")] == []

@@ -1,4 +1,4 @@
-"""What `baton top` draws: within the terminal, with its units, whatever there is to show."""
+"""The screen of `baton top` fits the terminal and shows numbers with their units."""
 
 import io
 import re
@@ -94,18 +94,18 @@ def test_numbers_are_whole_and_have_units(many):
 
 
 @pytest.mark.parametrize("width", [40, 50, 60])
-def test_where_it_is_narrow_columns_are_left_out_and_none_is_cut(many, width):
+def test_a_narrow_screen_leaves_out_columns_and_cuts_none(many, width):
     text = "\n".join(line for line in lines(many, width, 30)[2:] if "…" in line)
-    assert text.count("…") <= 2, text  # Of the footer's neighbours: scale events, many workers.
+    assert text.count("…") <= 2, text  # The list of scale events and the count of workers.
     found = "\n".join(lines(many, width, 30))
     for word in ("SERVING", "TTFT", "P95", "ATTAINED", "STATE", "p0"):
         assert word in found
     assert re.search(r"TTFT .*\d ms .*\d %", found)
 
 
-def test_pools_are_wanted_as_baton_pools_has_it(few, capsys):
+def test_wanted_sizes_are_the_same_as_in_baton_pools(few, capsys):
     status = admin_pb2.GetStatusResponse.FromString(few.status.SerializeToString())
-    # Of a size set by hand, empty by the autoscaler's will, and sized by nobody.
+    # One pool has a size set by hand, one is scaled to 0 by the autoscaler, one has no autoscaler.
     by_hand, empty, _ = (status.pools.add(role=common_pb2.ROLE_DECODE) for _ in range(3))
     by_hand.max_workers, by_hand.desired, by_hand.size_by_hand = 4, 2, 2
     empty.max_workers = 4

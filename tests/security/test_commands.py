@@ -191,7 +191,7 @@ def test_keys_are_listed_without_secrets_and_removed(tmp_path, monkeypatch):
     ).output.strip()
     assert api_keys.id_of(key)
     twice = runner.invoke(app, ["keys", "add", "k", "--name", "one", "--tenant", "a"])
-    assert "is in k already" in str(twice.exception)
+    assert "k already has a key" in str(twice.exception)
     nothing = runner.invoke(app, ["keys", "add", "k", "--name", "none"])
     assert nothing.exit_code == 2
     assert "a key needs --tenant" in nothing.output
@@ -255,7 +255,7 @@ def test_keys_do_not_replace_a_special_file(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tls-cert", "a"], "--tls-cert and --tls-key go together"),
+        (["--tls-cert", "a"], "--tls-cert and --tls-key must be set together"),
         (["--tls-cert", "a", "--tls-key", "b"], "need --tls-ca"),
         (["--tls-ca", "nowhere.pem"], "--tls-ca: nowhere.pem cannot be read"),
         (["--tls-ca", "."], "--tls-ca: . cannot be read: Is a directory"),
