@@ -83,9 +83,11 @@ def test_a_resumed_request_replaces_only_its_tenants_request(world, out):
         assert world.core.request("r1", tenant).submission.to == streams[tenant]
 
 
-def test_a_look_up_without_tenant_names_the_tenants_of_an_ambiguous_id(world):
+def test_a_lookup_without_tenant_names_the_tenants_of_an_ambiguous_id(world):
     begun(world)
-    with pytest.raises(InvalidArgument, match=r"tenant is ''.*r1.*a, b, default"):
+    with pytest.raises(
+        InvalidArgument, match="tenant is ''; tenants a, b, default each have a request r1"
+    ):
         world.core.request("r1")
     assert world.core.request("r1", "unknown") is None
     only = world.submit(request_id="mine", tenant="b")
