@@ -339,12 +339,6 @@ def test_full_queues_refuse_requests_with_a_retry_time(new_world):
     assert world.last(last).error.reason == "TOO_MANY_REQUESTS"
 
 
-def test_a_request_id_in_use_is_refused(world):
-    world.submit(request_id="same")
-    again = world.submit(request_id="same")
-    assert isinstance(world.last(again).error, errors.AlreadyExists)
-
-
 def test_interactive_requests_go_first_then_requests_in_order_of_arrival(new_world, out):
     world = new_world(max_prefill_requests=1)
     for lane in (common_pb2.LANE_BATCH, common_pb2.LANE_BATCH, common_pb2.LANE_INTERACTIVE):
@@ -385,7 +379,9 @@ def test_worker_failure_reaches_the_client_with_its_code(world):
 
 def test_closed_admission_refuses_requests_and_shutdown_fails_the_rest(world):
     running = world.submit()
+    assert world.core.can_serve
     world.handle(ev.AdmissionClosed())
+    assert not world.core.can_serve
     refused = world.submit()
     assert isinstance(world.last(refused).error, errors.Unavailable)
     world.handle(ev.ShutdownNow("the coordinator stopped"))

@@ -186,12 +186,6 @@ def test_unknown_error_codes_and_refusal_reasons_are_handled(world, out):
     assert dict(world.core.stats.handoff_failures) == {"other": 1}
 
 
-def test_can_serve_is_false_once_admission_is_closed(world):
-    assert world.core.can_serve
-    world.handle(ev.AdmissionClosed())
-    assert not world.core.can_serve
-
-
 def test_a_flip_moves_a_worker_to_the_other_pool(world):
     world.attach("p2", PREFILL)
     change = cluster_pb2.WorkerStateChanged(

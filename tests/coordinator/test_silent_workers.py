@@ -196,34 +196,7 @@ def test_late_heartbeats_of_other_workers_do_not_hide_a_silence(new_world, beat_
     assert two_pairs.now - begun_at < 0.3 + 2 * beat_s
 
 
-def test_an_engine_with_a_constant_step_count_is_stuck(two_pairs):
-    two_pairs.submit()
-    ((prefiller, _),) = prefills(two_pairs)
-
-    def report(num_steps, num_running=1):
-        load = cluster_pb2.LoadReport(num_steps=num_steps, num_running=num_running)
-        two_pairs.handle(ev.WorkerLoad((prefiller, 1), load))
-
-    def beats(count, num_steps):
-        for _ in range(count):
-            two_pairs.after(0.5)
-            hear_all_but(two_pairs, prefiller)
-            report(num_steps)
-
-    report(1)
-    beats(38, num_steps=1)
-    assert two_pairs.core.request("r1").attempt == 1
-    beats(3, num_steps=1)
-    assert two_pairs.core.request("r1").attempt == 2
-    assert not two_pairs.core.workers.by_id(prefiller).serving
-    beats(1, num_steps=2)
-    assert two_pairs.core.workers.by_id(prefiller).serving
-    beats(130, num_steps=2)
-    assert two_pairs.core.workers.by_id(prefiller) is None
-    assert "has made no step for 60" in str(two_pairs.membership[-1].error)
-
-
-def beats(world, name, seconds, num_steps, num_running=0):
+def report_steps(world, name, seconds, num_steps, num_running=0):
     """Sends heartbeats of a worker for `seconds`, with a constant step count of its engine."""
     for _ in range(2 * seconds):
         world.after(0.5)
@@ -232,32 +205,49 @@ def beats(world, name, seconds, num_steps, num_running=0):
         world.handle(ev.WorkerLoad((name, 1), load))
 
 
+def test_an_engine_with_a_constant_step_count_is_stuck(two_pairs):
+    two_pairs.submit()
+    ((prefiller, _),) = prefills(two_pairs)
+    load = cluster_pb2.LoadReport(num_steps=1, num_running=1)
+    two_pairs.handle(ev.WorkerLoad((prefiller, 1), load))
+    report_steps(two_pairs, prefiller, 19, num_steps=1, num_running=1)
+    assert two_pairs.core.request("r1").attempt == 1
+    report_steps(two_pairs, prefiller, 2, num_steps=1, num_running=1)
+    assert two_pairs.core.request("r1").attempt == 2
+    assert not two_pairs.core.workers.by_id(prefiller).serving
+    report_steps(two_pairs, prefiller, 1, num_steps=2, num_running=1)
+    assert two_pairs.core.workers.by_id(prefiller).serving
+    report_steps(two_pairs, prefiller, 65, num_steps=2, num_running=1)
+    assert two_pairs.core.workers.by_id(prefiller) is None
+    assert "has made no step for 60" in str(two_pairs.membership[-1].error)
+
+
 def test_an_engine_that_got_stuck_while_idle_is_found_by_an_unanswered_request(two_pairs):
     """Its load reports show no running request, because they date from its last step."""
     two_pairs.submit()
     ((prefiller, _),) = prefills(two_pairs)
-    beats(two_pairs, prefiller, 1, num_steps=7)
-    beats(two_pairs, prefiller, 19, num_steps=7)
+    report_steps(two_pairs, prefiller, 1, num_steps=7)
+    report_steps(two_pairs, prefiller, 19, num_steps=7)
     assert two_pairs.core.request("r1").attempt == 1
-    beats(two_pairs, prefiller, 2, num_steps=7)
+    report_steps(two_pairs, prefiller, 2, num_steps=7)
     assert two_pairs.core.request("r1").attempt == 2
     # The request was cancelled there; an idle engine gives no evidence that it works again.
-    beats(two_pairs, prefiller, 10, num_steps=7)
+    report_steps(two_pairs, prefiller, 10, num_steps=7)
     assert not two_pairs.core.workers.by_id(prefiller).serving
-    beats(two_pairs, prefiller, 1, num_steps=8)
+    report_steps(two_pairs, prefiller, 1, num_steps=8)
     assert two_pairs.core.workers.by_id(prefiller).serving
-    beats(two_pairs, prefiller, 120, num_steps=8)
+    report_steps(two_pairs, prefiller, 120, num_steps=8)
     assert two_pairs.core.workers.by_id(prefiller).serving
     two_pairs.submit()
-    beats(two_pairs, latest(prefills(two_pairs))[0], 1, num_steps=8)
+    report_steps(two_pairs, latest(prefills(two_pairs))[0], 1, num_steps=8)
 
 
 def test_a_stuck_engine_is_fenced_also_without_a_replacement_worker(world):
-    beats(world, "p", 5, num_steps=7)
+    report_steps(world, "p", 5, num_steps=7)
     world.submit()
-    beats(world, "p", 58, num_steps=7)
+    report_steps(world, "p", 58, num_steps=7)
     assert world.core.workers.by_id("p") is not None
-    beats(world, "p", 3, num_steps=7)
+    report_steps(world, "p", 3, num_steps=7)
     assert world.core.workers.by_id("p") is None
     assert "has made no step for 60" in str(world.membership[-1].error)
 
@@ -267,7 +257,7 @@ def test_an_engine_that_waits_for_a_kv_cache_is_not_stuck(two_pairs, out):
     ((prefiller, _),) = prefills(two_pairs)
     two_pairs.step(prefiller, out("r1", [7], finish=0))
     ((decoder, command),) = decodes(two_pairs)
-    beats(two_pairs, decoder, 40, num_steps=3)
+    report_steps(two_pairs, decoder, 40, num_steps=3)
     assert two_pairs.core.request("r1").attempt == 1
     committed = cluster_pb2.HandoffReport(
         request_id="r1",
@@ -275,7 +265,7 @@ def test_an_engine_that_waits_for_a_kv_cache_is_not_stuck(two_pairs, out):
         state=kv_transfer_pb2.HANDOFF_STATE_COMMITTED,
     )
     two_pairs.handle(ev.WorkerHandoff((prefiller, 1), committed))
-    beats(two_pairs, decoder, 22, num_steps=3)
+    report_steps(two_pairs, decoder, 22, num_steps=3)
     assert two_pairs.core.request("r1").attempt == 2
 
 
@@ -284,7 +274,7 @@ def test_the_stuck_limit_allows_for_the_longest_steps_of_the_latency_model(new_w
     two_pairs = pairs(new_world(latency=slow))
     two_pairs.submit()
     ((prefiller, _),) = prefills(two_pairs)
-    beats(two_pairs, prefiller, 45, num_steps=1, num_running=1)
+    report_steps(two_pairs, prefiller, 45, num_steps=1, num_running=1)
     assert two_pairs.core.request("r1").attempt == 1
-    beats(two_pairs, prefiller, 5, num_steps=1, num_running=1)
+    report_steps(two_pairs, prefiller, 5, num_steps=1, num_running=1)
     assert two_pairs.core.request("r1").attempt == 2

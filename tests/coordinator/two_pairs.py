@@ -28,10 +28,12 @@ def commands(world, kind):
 
 
 def prefills(world):
+    """Returns (worker ID, command) for all PrefillCommands."""
     return commands(world, cluster_pb2.PrefillCommand)
 
 
 def decodes(world):
+    """Returns (worker ID, command) for all DecodeCommands."""
     return commands(world, cluster_pb2.DecodeCommand)
 
 
