@@ -89,7 +89,7 @@ async def answers(engine: SimulatedEngine, *requests: EngineRequest) -> dict[str
     return found
 
 
-async def test_tokens_are_the_hash_chain_whatever_runs_beside(
+async def test_tokens_are_the_hash_chain_beside_any_other_requests(
     engine: SimulatedEngine, vocabulary: Vocabulary
 ) -> None:
     prompts = {f"r{index}": list(range(2, 3 + index * 7)) for index in range(30)}
@@ -319,7 +319,7 @@ async def test_start_without_a_tokenizer_says_so(tmp_path: Path) -> None:
         await SimulatedEngine(str(tmp_path), "m", INSTANT, "").start()
 
 
-async def test_a_stopped_engine_says_so_to_whoever_waits(model: str) -> None:
+async def test_a_stopped_engine_raises_in_next_step(model: str) -> None:
     engine = await started(model, INSTANT)
     waiting = asyncio.create_task(engine.next_step())
     await engine.stop()

@@ -1,4 +1,4 @@
-"""Two simulated engines and their real transfer services: the baton's whole way."""
+"""Handoffs between two simulated engines and their real transfer services."""
 
 import asyncio
 import contextlib
@@ -90,7 +90,8 @@ class Pair:
                     stats = await side.transfer.stats()
                     if stats.send_bytes_used == stats.receive_bytes_used == 0:
                         break
-                    # The service frees staging half a second after an abort, and tells nobody.
+                    # The service frees staging half a second after an abort, without a
+                    # notification.
                     await asyncio.sleep(0.02)
 
 
@@ -161,7 +162,7 @@ async def committed(side: Side, handoff_id: bytes) -> None:
 
 
 async def ended_badly(side: Side, handoff_id: bytes) -> HandoffEvent:
-    """What a side says of it, once that has a reason."""
+    """Waits for a side's report of a failed handoff; returns it."""
     async with asyncio.timeout(20):
         while True:
             for event in await side.transfer.next_events():
@@ -181,7 +182,7 @@ async def test_a_prompt_is_handed_over_and_goes_on(pair: Pair, length: int) -> N
     await pair.nothing_left()
 
 
-async def test_what_the_receiver_has_is_left_out(pair: Pair) -> None:
+async def test_tokens_cached_by_the_receiver_are_left_out(pair: Pair) -> None:
     prompt = [(7 * index) % 200 for index in range(100)]
     earlier = EngineRequest("e", prompt[:90], common_pb2.SamplingParams(max_tokens=1))
     await pair.receiver.finish(earlier)
@@ -198,7 +199,7 @@ async def test_what_the_receiver_has_is_left_out(pair: Pair) -> None:
     await pair.nothing_left()
 
 
-async def test_a_request_whose_prefix_is_gone_is_given_back_and_handed_over_again(
+async def test_a_request_without_its_prefix_is_returned_and_handed_over_again(
     pair: Pair,
 ) -> None:
     prompt = [(7 * index) % 200 for index in range(100)]
@@ -209,7 +210,7 @@ async def test_a_request_whose_prefix_is_gone_is_given_back_and_handed_over_agai
     tokens, _, last = await pair.receiver.finish(dataclasses.replace(request, receive=receive))
     assert (tokens, last.finish) == ([], Finish.PREFIX_GONE)
     await pair.nothing_left()
-    # The sender has the prompt still: only its end is computed again.
+    # The sender still has the prompt, so only its end is computed again.
     again = await pair.open(prompt)
     _, output, _ = await pair.sender.finish(prefill(prompt, again))
     assert output.num_cached_tokens == 96
@@ -249,7 +250,7 @@ async def test_a_preempted_prefill_hands_over_each_block_once(pair: Pair) -> Non
     await pair.nothing_left()
 
 
-async def test_without_a_commit_the_prompt_is_computed_and_nobody_waits(pair: Pair) -> None:
+async def test_without_a_commit_the_prompt_is_computed_and_others_run(pair: Pair) -> None:
     prompt = [index % 190 for index in range(100)]
     engine = pair.receiver.engine
     await engine.submit(decode(prompt, [], secrets.token_bytes(16), timeout_s=1.0))

@@ -1,4 +1,4 @@
-"""Prefix caching in the simulated engine: what is reused, evicted and reported."""
+"""Prefix caching in the simulated engine: reuse, eviction and reports."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -21,7 +21,7 @@ SETTINGS = SimulatedConfig(time_scale=0, max_model_len=256, kv_tokens=256, max_n
 
 
 class Watched:
-    """An engine, and its cache as its reports tell it."""
+    """An engine, and the content of its cache as its reports say."""
 
     def __init__(self, engine: SimulatedEngine, vocabulary: Vocabulary) -> None:
         self.engine, self.vocabulary = engine, vocabulary
@@ -84,11 +84,11 @@ async def test_outputs_are_part_of_the_next_turns_prefix(watched: Watched) -> No
     assert (await watched.run(turn, 1)).num_cached_tokens == 48
 
 
-async def test_the_longest_unused_goes_first_and_from_its_end(watched: Watched) -> None:
+async def test_the_longest_unused_prefix_is_evicted_first_from_its_end(watched: Watched) -> None:
     first, second = list(range(10, 106)), list(range(110, 206))
     await watched.run(first, 1)
     await watched.run(second, 1)
-    # 16 blocks in all; these need the last few of the first prompt's.
+    # The cache has 16 blocks; this prompt needs the last few of the first prompt's.
     await watched.run([3] * 100, 1)
     kept = [one for one in block_hashes(first, BLOCK) if one in watched.cached]
     assert 0 < len(kept) < 6

@@ -1,4 +1,4 @@
-"""The request that warms an engine up fits into whatever cache the engine has."""
+"""The warm-up request fits into a cache of any size."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from baton.engine.warm_up import warm_up
 
 
 class Engine:
-    """Takes one request, which never runs when it does not fit."""
+    """An engine that takes one request, and never runs a request that does not fit."""
 
     def __init__(self, room):
         self.room, self.request = room, None
@@ -29,7 +29,7 @@ class Engine:
 
 @pytest.mark.parametrize("kv_tokens", [16, 32, 48, 128, 1024, 2**20])
 @pytest.mark.parametrize("kept_free", [0, 1, 7])
-async def test_it_fits_also_where_some_is_kept_free(kv_tokens, kept_free):
+async def test_the_warm_up_fits_a_cache_that_keeps_room_free(kv_tokens, kept_free):
     model = SimpleNamespace(max_model_len=4096, vocab_size=100, adapters=())
     info = SimpleNamespace(model=model, kv_tokens=kv_tokens, max_num_batched_tokens=2048)
     engine = Engine(kv_tokens - kept_free)

@@ -1,4 +1,4 @@
-"""Copies between a GPU's paged cache and staging: right bytes, right order, nobody held up."""
+"""Copies between a GPU's paged cache and staging: correct bytes in order, without host waits."""
 
 import contextlib
 import mmap
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 256, 4, 16, 128
-# Physical orders of [layers, blocks, heads, tokens, content]; vLLM's names for them.
+# Physical orders of [layers, blocks, heads, tokens, content], by vLLM's names.
 ORDERS = {
     "LBHNC": (0, 1, 2, 3, 4),
     "LBNHC": (0, 1, 3, 2, 4),
@@ -32,7 +32,7 @@ ORDERS = {
     "BHLNC": (1, 2, 0, 3, 4),
 }
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.uint8]
-# Long enough for everything that is launched meanwhile, at any clock rate.
+# Cycles that keep the GPU busy while everything else is launched, at any clock rate.
 SPIN_CYCLES = 400_000_000
 BASE = 4096
 
@@ -44,7 +44,7 @@ def make_layout(dtype):
 
 
 def make_cache(order, dtype, parts=1, seed=0):
-    """Per layer [blocks * parts, heads, tokens / parts, content] of random bits on the GPU."""
+    """Returns random GPU caches, per layer [blocks * parts, heads, tokens / parts, content]."""
     shape = (LAYERS, BLOCKS * parts, HEADS, TOKENS // parts, CONTENT)
     physical = [shape[axis] for axis in ORDERS[order]]
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -57,7 +57,7 @@ def make_cache(order, dtype, parts=1, seed=0):
 
 
 def on_host(cache):
-    """The same cache, with the same strides, in the host's memory."""
+    """Returns the same cache with the same strides in host memory."""
     copies = {}
     for name, layer in cache.items():
         copies[name] = torch.empty_strided(layer.shape, layer.stride(), dtype=layer.dtype)
@@ -66,7 +66,7 @@ def on_host(cache):
 
 
 def fragmented(count, seed=1):
-    """Block ids with some neighbours and many gaps."""
+    """Returns block IDs with some neighbours and many gaps."""
     ids = list(range(BLOCKS))
     random.Random(seed).shuffle(ids)
     return sorted(ids[: count // 2]) + ids[count // 2 : count]
@@ -74,7 +74,7 @@ def fragmented(count, seed=1):
 
 @contextlib.contextmanager
 def no_host_waits():
-    """Whatever torch knows to wait for a GPU raises."""
+    """Makes torch raise when the host waits for the GPU."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -85,7 +85,7 @@ def no_host_waits():
 
 @pytest.fixture
 def staging():
-    """Shared memory, as the transfer service's segment is."""
+    """Shared memory like the transfer service's segment."""
     path = f"/dev/shm/baton-test-{os.getpid()}"
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -99,7 +99,7 @@ def staging():
 
 @pytest.fixture(params=[True, False], ids=["pinned", "bounced"])
 def make_copies(request, staging):
-    """Makes copies over staging, pinned or not; closes them."""
+    """Creates copies over staging, pinned or not, and closes them."""
     made = []
 
     def make(cache, **options):
@@ -125,7 +125,7 @@ def test_the_same_bytes_as_on_the_host(order, dtype, parts, make_copies, staging
     cache, size = make_cache(order, dtype, parts), layout.block_bytes
     expected_cache, expected_staging = on_host(cache), torch.zeros_like(staging)
     reference = HostCopies(PagedCache(expected_cache, layout), expected_staging)
-    # Rings that wrap around, and scatters of more blocks than a slot holds.
+    # The rings wrap around, and a scatter has more blocks than a slot holds.
     copies = make_copies(cache, num_slots=2, slot_bytes=61 * size + size // 2)
     assert copies.max_blocks == 61
     for layer in range(LAYERS):
@@ -167,7 +167,7 @@ def test_a_refused_registration_leaves_no_error_behind(staging):
     layout = make_layout(torch.bfloat16)
     cache = make_cache("LBNHC", torch.bfloat16)
     first = CudaCopies(PagedCache(cache, layout), staging)
-    # The same memory a second time is what CUDA refuses for sure.
+    # CUDA always refuses to register the same memory twice.
     second = CudaCopies(PagedCache(cache, layout), staging)
     assert (first.pinned, second.pinned) == (True, False)
     assert torch.ones(8, device="cuda").sum().item() == 8
@@ -177,14 +177,14 @@ def test_a_refused_registration_leaves_no_error_behind(staging):
 
 
 @pytest.mark.parametrize("stream", ["default", "own"])
-def test_nobody_waits_while_a_step_is_launched(staging, stream):
+def test_the_host_waits_for_nothing_while_it_launches_a_step(staging, stream):
     """Gathers and scatters are only queued: a model that computes meanwhile is not waited for."""
     layout, cache = make_layout(torch.bfloat16), make_cache("LBNHC", torch.bfloat16)
     copies = CudaCopies(PagedCache(cache, layout), staging, num_slots=2)
     block_ids = fragmented(200)
     own = torch.cuda.Stream() if stream == "own" else torch.cuda.default_stream()
     whole, half = Run(0, 200, BASE), Run(100, 100, BASE)
-    # Kernels are loaded, and pinned memory is made, when they are first used: that does wait.
+    # The first use loads kernels and allocates pinned memory, which makes the host wait.
     blocks = copies.prepare(block_ids)
     copies.gather(0, blocks, [half]).wait()
     copies.scatter(0, blocks, whole).wait()
@@ -192,7 +192,7 @@ def test_nobody_waits_while_a_step_is_launched(staging, stream):
         torch.cuda._sleep(SPIN_CYCLES)
         computing = torch.cuda.current_stream().record_event()
         blocks = copies.prepare(block_ids)
-        # More than the rings hold.
+        # This is more than the rings hold.
         under_way = [copies.scatter(layer, blocks, whole) for layer in range(LAYERS)]
         copies.join()
         under_way += [copies.gather(layer, blocks, [half]) for layer in range(LAYERS)]
@@ -205,7 +205,7 @@ def test_nobody_waits_while_a_step_is_launched(staging, stream):
     copies.close()
 
 
-def test_a_gather_comes_after_what_was_computed_and_before_what_follows(make_copies, staging):
+def test_a_gather_runs_between_its_step_and_the_next(make_copies, staging):
     """The next step overwrites the blocks at once; what was gathered is this step's."""
     cache = make_cache("LBNHC", torch.bfloat16)
     copies, block_ids = make_copies(cache, num_slots=4), fragmented(100)
@@ -228,7 +228,7 @@ def test_a_gather_comes_after_what_was_computed_and_before_what_follows(make_cop
             assert bool((got == 16 * step + layer).all()), (step, layer)
 
 
-def test_a_scatter_comes_between_what_was_computed_and_what_is_computed_next(make_copies, staging):
+def test_a_scatter_runs_between_the_steps_around_it(make_copies, staging):
     cache = make_cache("LBNHC", torch.bfloat16)
     size = make_layout(torch.bfloat16).block_bytes
     copies = make_copies(cache, num_slots=4, slot_bytes=7 * size)
@@ -256,7 +256,7 @@ def test_a_scatter_comes_between_what_was_computed_and_what_is_computed_next(mak
             assert bool((rows == 16 * step + layer).all()), (step, layer)
 
 
-def test_a_copy_is_waited_for_by_another_thread(make_copies, staging):
+def test_another_thread_can_wait_for_a_copy(make_copies, staging):
     """As the notifier does, while the rank launches on."""
     cache = make_cache("LBNHC", torch.bfloat16)
     copies, block_ids = make_copies(cache, num_slots=2), fragmented(64)
@@ -273,7 +273,7 @@ def test_a_copy_is_waited_for_by_another_thread(make_copies, staging):
         for step in range(32):
             layer, start = step % LAYERS, BASE + step % 16 * 64 * size
             if step >= 16:
-                # Whoever still reads this part of staging.
+                # Another reader of this part of staging.
                 threads[step - 16].join(30)
             cache[f"layer.{layer}"].fill_(step)
             copy = copies.gather(layer, copies.prepare(block_ids), [Run(0, 64, start)])

@@ -33,7 +33,7 @@ DEVICES = [
 
 
 class Worker:
-    """A service, and a rank beside it, whose cache it fills itself."""
+    """A transfer service and a rank beside it; the test fills the rank's cache."""
 
     def __init__(self, client, device, order, rank=0, layout=LAYOUT):
         self.client = client
@@ -136,7 +136,7 @@ async def opened(sender, receiver, num_blocks):
 
 
 def writes(values):
-    """Computes blocks of each layer: a number of their own for each."""
+    """Returns a model that writes a distinct number into blocks of each layer."""
 
     def compute(name, cache):
         layer = int(name.removeprefix("layer."))
@@ -146,7 +146,7 @@ def writes(values):
     return compute
 
 
-async def test_what_was_computed_in_steps_is_loaded_in_another_order(workers):
+async def test_blocks_computed_in_steps_are_loaded_in_another_order(workers):
     sender, receiver = workers
     num_blocks = 20
     shuffled = random.Random(3).sample(range(BLOCKS), 2 * num_blocks)
@@ -159,7 +159,7 @@ async def test_what_was_computed_in_steps_is_loaded_in_another_order(workers):
         values = {block_id: first + at for at, block_id in enumerate(ids)}
         pushes, free = [push], [each for each in range(BLOCKS) if each not in shuffled]
         if end == num_blocks:
-            # A second prompt of the same step.
+            # The second prompt of the same step.
             pushes.append(Push(other_id, other_offset, 0, 2, free[:2], True))
             values |= {free[0]: 50, free[1]: 51}
         sender.step(pushes, compute=writes(values))
@@ -176,7 +176,7 @@ async def test_what_was_computed_in_steps_is_loaded_in_another_order(workers):
     for layer, cache in enumerate(receiver.caches.values()):
         assert bool((cache[7] == 50 + 100 * layer).all())
         assert bool((cache[5] == 51 + 100 * layer).all())
-    # Loaded once and released.
+    # The handoff was loaded once and released.
     assert receiver.step(loads=[Load(other_id, 2 * TOKENS, 0, [7, 5])]) == {5, 7}
     await empty(sender)
     await empty(receiver)
@@ -184,7 +184,7 @@ async def test_what_was_computed_in_steps_is_loaded_in_another_order(workers):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("sending", "receiving"), [(2, 2), (1, 4), (4, 1)])
-async def test_what_several_ranks_hold_is_handed_over_once(tmp_path, device, sending, receiving):
+async def test_a_shard_of_several_ranks_is_handed_over_once(tmp_path, device, sending, receiving):
     sides = []
     for number, num_ranks in enumerate((sending, receiving)):
         layout = dataclasses.replace(LAYOUT, tp_size=num_ranks, num_replicas=num_ranks)
@@ -199,7 +199,7 @@ async def test_what_several_ranks_hold_is_handed_over_once(tmp_path, device, sen
         assert (await sender.client.stats()).send_bytes_used == 3 * LAYERS * BLOCK_BYTES
         push = Push(handoff_id, offset, 0, 3, [9, 4, 6], True)
         for one in reversed(sides[0]):
-            # Where the first of them does not send, others must not say that all is filled.
+            # A rank that does not send must not report that everything is filled.
             one.step([push], compute=writes({9: 0, 4: 1, 6: 2}))
         await committed(receiver, handoff_id)
         load = Load(handoff_id, 3 * TOKENS, 0, [1, 3, 2])
@@ -220,7 +220,7 @@ async def test_what_several_ranks_hold_is_handed_over_once(tmp_path, device, sen
 
 
 @pytest.mark.parametrize("told", [(), (LAYERS - 1,), (0, 2)], ids=["none", "last", "some"])
-async def test_layers_that_a_graph_computes_silently_are_handed_over_too(workers, told):
+async def test_layers_of_a_full_cuda_graph_are_handed_over(workers, told):
     sender, receiver = workers
     in_graph = {f"layer.{layer}" for layer in range(LAYERS) if layer not in told}
     handoff_id, offset = await opened(sender, receiver, 3)
@@ -239,7 +239,7 @@ async def test_layers_that_a_graph_computes_silently_are_handed_over_too(workers
     await empty(receiver)
 
 
-async def test_a_wrong_byte_is_found_by_the_step_that_loads_it(workers, monkeypatch):
+async def test_a_wrong_byte_is_found_in_the_step_that_loads_it(workers, monkeypatch):
     sender, receiver = workers
     handoff_id, offset = await opened(sender, receiver, 4)
     push = Push(handoff_id, offset, 0, 4, [4, 3, 2, 1], True)

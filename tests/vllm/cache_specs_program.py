@@ -1,4 +1,4 @@
-"""Which of vLLM's kinds of KV cache the connector takes for one that keeps every token."""
+"""Reports which of vLLM's cache specs the connector accepts as caches that keep every token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One reference run and one cluster on real vLLM, shared by every test of the session."""
+"""One reference run and one cluster on real vLLM, which all tests of the session share."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from baton.runtime import demo_model
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Before those of one mark are chosen: the cluster's ranks are to have the cores."""
+    """Marks tests that use the cluster, before marks are selected: its ranks need the cores."""
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents and "cluster" in getattr(item, "fixturenames", ()):
@@ -41,14 +41,14 @@ def model() -> str:
 
 @pytest.fixture(scope="session")
 def adapters(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Directories by name."""
+    """Directories of adapters by name."""
     root = tmp_path_factory.mktemp("adapters")
     return {name: make_adapter(root / name, model, seed) for seed, name in enumerate(NAMES)}
 
 
 @pytest.fixture(scope="session")
 def plain(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlainVllm]:
-    """Answers every case while the cluster starts."""
+    """A plain vLLM that answers every case while the cluster starts."""
     given = {
         "cases": cases.length_cases()
         + cases.concurrent_cases()
@@ -66,13 +66,13 @@ def plain(model: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plai
 
 @pytest.fixture(scope="session")
 def reference(plain: PlainVllm) -> list[cases.Case]:
-    """Every case with what one plain vLLM answers, one request at a time."""
+    """Every case with the answer of one plain vLLM, one request at a time."""
     return plain.result()
 
 
 @pytest.fixture(scope="session")
 def expected(reference: list[cases.Case]) -> dict[str, cases.Case]:
-    """The reference by name."""
+    """The reference by case name."""
     return {case["name"]: case for case in reference}
 
 
@@ -114,7 +114,7 @@ async def client(cluster: Cluster) -> AsyncIterator[BatonClient]:
 
 @pytest.fixture(scope="session")
 def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    """Two engines of two ranks each, of no cluster."""
+    """Two engines of two ranks each, without a cluster."""
     given = {"one_by_one": engine_cases.one_by_one(), "together": engine_cases.together()}
     model, directory = demo_model.ensure(engine_cases.MODEL), tmp_path_factory.mktemp("engines")
     with Program(

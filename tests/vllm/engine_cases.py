@@ -1,4 +1,4 @@
-"""What two engines of several ranks hand over."""
+"""Cases that two engines of several ranks hand over."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def one_by_one() -> list[cases.Case]:
     long = cases.prompt(2 * cases.CHUNK + 40, 52)
     return [
         *(cases.greedy(f"length-{n}", cases.prompt(n, 50), 12) for n in LENGTHS),
-        # Ends with its first token, so that only the prefill engine has its blocks.
+        # This request ends with its first token, so only the prefill engine has its blocks.
         cases.greedy("base", base, 1),
         cases.greedy("shared", base + cases.prompt(50, 53), 8),
         cases.greedy("again", base + cases.prompt(50, 53), 8),
@@ -27,7 +27,8 @@ def one_by_one() -> list[cases.Case]:
             }
             for rank in range(RANKS)
         ),
-        # Of some of these prompts the first blocks are still cached, of some none, of some all.
+        # The caches still hold the first blocks of some of these prompts, all of others, or
+        # nothing.
         *(
             cases.greedy(f"spoiled-{rank}-again", cases.prompt(230, 60 + rank), 8)
             for rank in (0, 1)

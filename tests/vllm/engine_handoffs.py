@@ -1,4 +1,4 @@
-"""Handoffs between two engines, run as two workers would run them."""
+"""Handoffs between two engines, run like two workers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ENGINE_ARGS = {
     "max_num_batched_tokens": cases.CHUNK,
     "max_model_len": cases.MAX_MODEL_LEN,
     "max_num_seqs": 8,
-    # 64 blocks: the cases overflow them several times.
+    # The cache has 64 blocks; the cases overflow it several times.
     "kv_cache_memory_bytes": 2**20,
 }
 STAGING = KvTransferConfig(send_bytes=16 * 2**20, receive_bytes=16 * 2**20)
@@ -35,13 +35,13 @@ TIMEOUT_S = 240.0
 
 
 class Side:
-    """One engine with its transfer service, and what they say, by request and by handoff."""
+    """One engine with its transfer service; sorts their reports by request and by handoff."""
 
     def __init__(self, engine: VllmEngine, info: EngineInfo, transfer: TransferClient) -> None:
         self.engine, self.info, self.transfer = engine, info, transfer
         self._outputs: dict[str, asyncio.Queue[EngineOutput]] = {}
         self._committed: dict[bytes, asyncio.Event] = {}
-        # What its steps said of its prefix cache.
+        # Blocks in the prefix cache, by the reports of the steps.
         self._cached: set[int] = set()
         self.num_evicted = 0
 
@@ -64,7 +64,7 @@ class Side:
                 self._outputs[output.request_id].put_nowait(output)
 
     def num_cached_tokens(self, token_ids: Sequence[int]) -> int:
-        """How many first tokens of a prompt it would take from its cache, by what it said."""
+        """Returns how many prompt tokens the reports say are cached, from the first."""
         block_size = self.info.layout.block_size_tokens
         # The last token is always computed.
         hashes = block_hashes(token_ids[:-1], block_size)
@@ -83,7 +83,7 @@ class Side:
         await self._commit(handoff_id).wait()
 
     async def finish(self, request: EngineRequest) -> tuple[list[int], EngineOutput]:
-        """Its tokens, and its first output."""
+        """Submits a request; returns its tokens and its first output."""
         outputs = self._outputs[request.request_id] = asyncio.Queue()
         await self.engine.submit(request)
         first = output = await outputs.get()
@@ -95,7 +95,7 @@ class Side:
         return tokens, first
 
     async def held(self) -> dict[str, int]:
-        """KV blocks and staging in use."""
+        """Returns the KV blocks and staging in use."""
         stats = await self.transfer.stats()
         return {
             "kv_tokens": self.engine.load().kv_tokens_used,
@@ -124,7 +124,7 @@ async def side(model: str, ranks: int, socket_path: str, **engine_args: Any) -> 
 
 
 async def hand_over(prefill: Side, decode: Side, case: cases.Case) -> dict[str, Any]:
-    """One request through both, as prefill/role.py and decode/role.py do it."""
+    """Runs one request through both engines, as prefill/role.py and decode/role.py do."""
     name, prompt = case["name"], case["prompt"]
     sampling = common_pb2.SamplingParams(**case["sampling"])
     if sampling.max_tokens == 1:
@@ -144,7 +144,7 @@ async def hand_over(prefill: Side, decode: Side, case: cases.Case) -> dict[str, 
         await decode.committed(handoff_id)
     if (rank := case.get("spoiled_rank")) is not None:
         spoil(decode, rank, num_blocks)
-    # Forced tokens are no part of what a request begins with.
+    # Forced tokens are not part of the prompt that the engine starts with.
     said_by_decode = decode.num_cached_tokens(
         prompt if needs_exact_state(sampling) else prompt + first
     )
@@ -163,7 +163,7 @@ async def hand_over(prefill: Side, decode: Side, case: cases.Case) -> dict[str, 
 
 
 def spoil(decode: Side, rank: int, num_blocks: int) -> None:
-    """Flips a bit of one rank's part of a committed handoff that is alone in the arena."""
+    """Flips a bit of one rank's part of a committed handoff; no other handoff is in the arena."""
     port = EnginePort(decode.transfer.socket_path)
     try:
         at = decode.info.layout.offset(rank, 1, num_blocks // 2, num_blocks)
@@ -173,7 +173,7 @@ def spoil(decode: Side, rank: int, num_blocks: int) -> None:
 
 
 async def left_behind(*sides: Side) -> list[dict[str, int]]:
-    """What is held once nothing runs; waits for what is freed a moment after its request."""
+    """Returns what is held when no request runs; waits for resources that are freed later."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(5):
             while any([any((await each.held()).values()) for each in sides]):
@@ -182,7 +182,7 @@ async def left_behind(*sides: Side) -> list[dict[str, int]]:
 
 
 async def handed_over(prefill: Side, decode: Side, given: dict[str, Any]) -> dict[str, Any]:
-    """What came of the cases."""
+    """Runs the cases and returns their results."""
     results = []
     async with asyncio.timeout(TIMEOUT_S):
         for case in given["one_by_one"]:

@@ -1,4 +1,4 @@
-"""A prefill and a decode engine of several ranks each, and all that tests have them do."""
+"""A prefill and a decode engine of several ranks each, with everything that tests run on them."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from engine_handoffs import TIMEOUT_S, handed_over, side
 
 
 def shared_segments() -> list[str]:
-    """What the engines' processes share by name."""
+    """Returns the shared memory that the engines' processes map by name."""
     children = psutil.Process().children(recursive=True)
     mapped = {entry.path for child in children for entry in child.memory_maps()}
     return sorted(path for path in mapped if path.startswith("/dev/shm/"))
 
 
 async def an_engine_loads() -> None:
-    """Until there is an engine core: what vLLM does before, it does for one engine at a time."""
+    """Waits for an engine core. vLLM configures only one engine at a time before that."""
     async with asyncio.timeout(TIMEOUT_S):
         while not any("spawn_main" in " ".join(command) for command in commands_of_children()):
             await asyncio.sleep(0.05)
@@ -30,7 +30,7 @@ async def an_engine_loads() -> None:
 
 def commands_of_children() -> Iterator[list[str]]:
     for child in psutil.Process().children():
-        # vLLM asks others about the machine, which end at once.
+        # vLLM also starts short-lived processes to inspect the machine.
         with contextlib.suppress(psutil.NoSuchProcess):
             yield child.cmdline()
 
@@ -53,5 +53,5 @@ async def run(model: str, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(model: str, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
-    """What came of the cases."""
+    """Returns the results of the cases."""
     return asyncio.run(run(model, ranks, given))

@@ -1,4 +1,4 @@
-"""Stops an engine before vLLM has begun its processes."""
+"""Stops an engine before vLLM has started its processes."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ async def num_begun() -> int:
 
 
 def main() -> int:
-    """How many it has vLLM begin after that."""
+    """Returns how many processes vLLM starts after the stop."""
     return asyncio.run(num_begun())

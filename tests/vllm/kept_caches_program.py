@@ -1,4 +1,4 @@
-"""What a worker's engine makes of the temporary directory."""
+"""Reports which temporary and cache directories a worker's engine uses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.engine.vllm_config import keep_sockets_in
 def main(directory: str) -> dict[str, str]:
     before = default_cache_dir()
     keep_sockets_in(Path(directory))
-    # Of another engine of the same process.
+    # The directory of another engine in the same process.
     keep_sockets_in(Path(directory))
     after = str(Path(default_cache_dir()).resolve())
     return {"before": before, "after": after, "temporary": tempfile.gettempdir()}

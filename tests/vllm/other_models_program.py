@@ -1,4 +1,4 @@
-"""Two engines of a model that is no Llama, small and random, and what one of them answers alone."""
+"""Two engines of a small random model that is not a Llama, and the answers of one alone."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ def _windowed() -> Any:
 
 
 def _narrow() -> Any:
-    """One whose cache is kept in eight bits."""
+    """Returns a model whose KV cache has eight bits."""
     return transformers.LlamaConfig(**_SIZES, num_key_value_heads=2, head_dim=32)
 
 
 def _latent() -> Any:
-    # vLLM's kernels for latents on CPUs know one size only.
+    # vLLM's CPU kernels for latents support only one size.
     return transformers.DeepseekV2Config(
         **_SIZES,
         num_key_value_heads=4,
@@ -74,8 +74,8 @@ def _latent() -> Any:
 
 ENGINE_ARGS = {
     "kv_cache_memory_bytes": 2**23,
-    # vLLM's own rotation on CPUs takes the part of a query that it rotates for all of it: latent
-    # attention without scaled positions is wrong in prompts of several tokens.
+    # On CPUs vLLM's rotation treats the rotated part of a query as all of it: without scaled
+    # positions, latent attention is wrong for prompts of several tokens.
     "compilation_config": {"custom_ops": ["-rotary_embedding"]},
 }
 CONFIGS = {"windowed": _windowed, "latent": _latent, "fp8": _narrow}
@@ -83,13 +83,13 @@ OWN_ARGS: dict[str, dict[str, Any]] = {"fp8": {"kv_cache_dtype": "fp8"}}
 
 
 def make(name: str, directory: Path) -> str:
-    """Its checkpoint, with the demo models' tokenizer."""
+    """Writes the model's checkpoint, with the demo models' tokenizer."""
     model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weights in model.parameters():
             if weights.ndim > 1:
-                # Wider than a trained model's start, so that tokens vary.
+                # The range is wider than a trained model's initial one, so that tokens vary.
                 wide = torch.randn(weights.shape, generator=generator)
                 weights.copy_(wide * 1.5 / weights.shape[-1] ** 0.5)
     model.save_pretrained(directory)
@@ -100,14 +100,14 @@ def make(name: str, directory: Path) -> str:
 
 
 async def answered_alone(one: Side, case: cases.Case) -> list[int]:
-    """By an engine that is handed nothing."""
+    """Returns the answers of an engine without handoffs."""
     sampling = common_pb2.SamplingParams(**case["sampling"])
     request = EngineRequest(f"{case['name']}-alone", case["prompt"], sampling)
     return (await one.finish(request))[0]
 
 
 def announced_block_size(model: str) -> int:
-    """Of an engine whose attention takes 64 tokens only, as FlashMLA on GPUs."""
+    """Returns the fingerprint's block size for attention with 64 tokens only, like FlashMLA."""
     config = vllm_config.RefusingEngineArgs(model=model).create_engine_config()
     config.cache_config.user_specified_block_size = False
     with (
@@ -116,7 +116,7 @@ def announced_block_size(model: str) -> int:
     ):
         platform.is_cpu.return_value = False
         layout = vllm_config.layout_of(config, "m")
-    # The ranks leave a size alone that was asked for.
+    # Ranks do not change a block size that is set.
     assert config.cache_config.user_specified_block_size
     assert config.cache_config.block_size == layout.block_size_tokens
     return layout.block_size_tokens
@@ -128,7 +128,7 @@ async def run(name: str, ranks: list[int], given: dict[str, Any]) -> dict[str, A
         model = make(name, directory / "model")
         sides = []
         for num_ranks, socket in zip(ranks, ("p.sock", "d.sock"), strict=True):
-            # What binds one engine's ranks is not for another's.
+            # The cores of one engine's ranks must not bind another engine's.
             os.environ.pop(affinity.VLLM_BIND_THREADS, None)
             engine_args = {**ENGINE_ARGS, **OWN_ARGS.get(name, {})}
             begun = side(model, num_ranks, str(directory / socket), **engine_args)

@@ -12,7 +12,7 @@ from baton.engine.vllm_engine import VllmEngine
 
 async def said(cases: dict[str, Any]) -> dict[str, str]:
     messages = {}
-    # vLLM's temporary files lie beside the socket: it inspects models by way of some.
+    # vLLM's temporary files lie beside the socket; vLLM inspects models through some of them.
     with tempfile.TemporaryDirectory() as own:
         for name, (directory, engine_args, adapters) in cases.items():
             engine = VllmEngine(directory, "m", engine_args, f"{own}/kv.sock", adapters)
@@ -25,5 +25,5 @@ async def said(cases: dict[str, Any]) -> dict[str, str]:
 
 
 def main(cases: dict[str, Any]) -> dict[str, str]:
-    """What each start says, by case: a model's directory, vLLM's arguments, and adapters."""
+    """Returns each start's error. A case has a model directory, vLLM's arguments and adapters."""
     return asyncio.run(said(cases))

@@ -1,7 +1,7 @@
-"""vLLM's own schedulers with Baton's settings and connector, short of blocks, beside no model.
+"""Runs vLLM's own schedulers with Baton's settings and connector, with few blocks and no model.
 
-Each scenario is told in the order in which an engine core calls its scheduler
-(EngineCore.step and step_with_batch_queue of vllm/v1/engine/core.py).
+Each scenario calls the scheduler in the order of an engine core (EngineCore.step and
+step_with_batch_queue of vllm/v1/engine/core.py).
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from baton.v1 import kv_transfer_pb2
 BLOCK, CHUNK = 16, 64
 LAYOUT = KvLayout("m", "r", "float32", 1, 1, 8, BLOCK, 1024, "heads,tokens,content")
 HANDOFF = bytes(16)
-# Smaller goes first, and is preempted last.
+# Priorities: a smaller one runs first and is preempted last.
 URGENT, SOON, LATE = 0, 1, 5
 
 
 class Port:
-    """To a transfer service that has one committed handoff."""
+    """A connection to a transfer service that has one committed handoff."""
 
     alive = True
 
@@ -59,12 +59,12 @@ class Port:
 
 
 class Engine:
-    """A scheduler, and as much of a model as says which tokens each slot's keys were made of.
+    """A scheduler, and a model that records from which tokens each KV slot was computed.
 
     Args:
-        num_blocks: that requests can have.
-        asynchronous: as on GPUs: a step is made while the one before it runs.
-        engine_args: of vLLM, beside Baton's.
+        num_blocks: Number of blocks that requests can have.
+        asynchronous: Whether a step is made while the previous one runs, as on GPUs.
+        engine_args: vLLM's engine arguments, beside Baton's.
     """
 
     def __init__(self, num_blocks: int, *, asynchronous: bool, **engine_args: Any) -> None:
@@ -72,7 +72,7 @@ class Engine:
         args = {"max_num_batched_tokens": CHUNK, "kv_cache_memory_bytes": 2**20, **args}
         checked = checked_args(demo_model.ensure("demo-2-layers"), "m", args, {}, Path("traces"))
         config = RefusingEngineArgs(**checked).create_engine_config()
-        # The CPU's platform switches it off.
+        # vLLM's CPU platform turns asynchronous scheduling off.
         config.scheduler_config.async_scheduling = asynchronous
         config.cache_config.num_gpu_blocks = num_blocks + 1
         config.kv_transfer_config.kv_connector_extra_config = {
@@ -86,7 +86,7 @@ class Engine:
             block_size=BLOCK,
             log_stats=True,
         )
-        # Prompt and output, as the ranks know them.
+        # Prompt and output of each request, as the ranks know them.
         self.tokens: dict[str, list[int]] = {}
         self.reported: dict[str, list[int]] = {}
         self.ended: dict[str, str] = {}
@@ -96,7 +96,7 @@ class Engine:
         self.pushed: list[tuple[int, int, bool]] = []
         self.is_pushed_right = True
         self.given_up: list[bytes] = []
-        # Requests that attended to what was not made of their own tokens.
+        # Requests that attended to slots that were not computed from their own tokens.
         self.misled: set[str] = set()
         self._keys: dict[tuple[int, int], tuple[int, ...]] = {}
         self._under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
@@ -122,7 +122,7 @@ class Engine:
         self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def schedule(self) -> dict[str, int]:
-        """Makes a step, which the ranks begin with: how many tokens each request computes in it."""
+        """Makes a step and begins it; returns the number of tokens of each request."""
         output = self.scheduler.schedule()
         self.preempted += output.preempted_req_ids
         num_scheduled = output.num_scheduled_tokens
@@ -165,7 +165,7 @@ class Engine:
         return list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
 
     def take_output(self, invalid_block_ids: Sequence[int] = ()) -> None:
-        """Of the oldest step under way, whose ranks say which blocks they could not load."""
+        """Ends the oldest step under way; the ranks report blocks that they could not load."""
         output, made = self._under_way.popleft()
         made.kv_connector_output = KVConnectorOutput(invalid_block_ids=set(invalid_block_ids))
         for outputs in self.scheduler.update_from_output(output, made).values():
@@ -175,13 +175,13 @@ class Engine:
                     self.ended[one.request_id] = str(one.finish_reason)
 
     def step(self) -> dict[str, int]:
-        """As an engine core does whose step begins when the one before has ended."""
+        """Makes a step and ends it."""
         num_scheduled = self.schedule()
         self.take_output()
         return num_scheduled
 
     def run(self) -> None:
-        """Until all have ended."""
+        """Steps until all requests have ended."""
         while self.scheduler.has_unfinished_requests():
             self.schedule()
             self.take_output()
@@ -189,7 +189,7 @@ class Engine:
             self.take_output()
 
     def num_named(self, tokens: Sequence[int]) -> int:
-        """Blocks of these tokens that a request finds in the prefix cache."""
+        """Returns how many blocks of these tokens the prefix cache holds."""
         hasher = get_request_block_hasher(BLOCK, sha256)
         prompt = [*tokens, 0]
         probe = Request("probe", prompt, SamplingParams(max_tokens=1), None, block_hasher=hasher)
@@ -197,10 +197,11 @@ class Engine:
 
 
 def failed_load(*, is_fenced: bool) -> dict[str, Any]:
-    """A load fails; meanwhile somebody wants the blocks of its request, which is the least urgent.
+    """A load fails while another request needs the blocks of the loading request.
 
     Args:
-        is_fenced: as it is; False: without what keeps a request whose step is under way.
+        is_fenced: Whether vLLM keeps a request whose step is under way, as it does with this
+            connector.
     """
     engine = Engine(5, asynchronous=True)
     engine.scheduler.defer_block_free &= is_fenced
@@ -228,14 +229,17 @@ def failed_load(*, is_fenced: bool) -> dict[str, Any]:
 
 
 def taken_back(engine: Engine) -> dict[str, Any]:
-    """What comes of all, of whom the last schedule took one back that it had given blocks to."""
+    """Returns the results after the last schedule preempted a request that had just got blocks."""
     preempted = list(engine.preempted)
     engine.run()
     return {"preempted": preempted, "misled": sorted(engine.misled), "ended": engine.ended}
 
 
 def prompt_beside_a_running_step() -> dict[str, Any]:
-    """Its second chunk has no room while the first runs; when it has, another one wants that."""
+    """A prompt's second chunk has no room while the first one runs.
+
+    When there is room, another request needs it.
+    """
     engine = Engine(10, asynchronous=True)
     engine.add("grows", range(15), URGENT, 6)
     engine.add("ends", range(100, 120), URGENT, 2)
@@ -251,7 +255,7 @@ def prompt_beside_a_running_step() -> dict[str, Any]:
 
 
 def prompt_in_chunks() -> dict[str, Any]:
-    """Of a bounded size, so that others run after it in one step."""
+    """The chunk size is limited, so that other requests run after the prompt in one step."""
     engine = Engine(8, asynchronous=False, long_prefill_token_threshold=2 * BLOCK)
     engine.add("runs", range(5), URGENT, 8)
     engine.add("prompt", range(1000, 1096), LATE, 2)
@@ -263,9 +267,9 @@ def prompt_in_chunks() -> dict[str, Any]:
 
 
 def output_beside_a_prompt() -> dict[str, Any]:
-    """It fills a block when a prompt wants more than there is, and is taken back with it in vain.
+    """An output fills a block when a prompt needs more blocks than there are, and is preempted.
 
-    What follows begins with that output.
+    The next request begins with that output.
     """
     engine = Engine(11, asynchronous=False)
     engine.add("grows", range(100, 115), URGENT, 4)
@@ -301,7 +305,7 @@ def preempted_send() -> dict[str, Any]:
 
 
 def main() -> dict[str, Any]:
-    """What came of each scenario."""
+    """Returns the results of all scenarios."""
     vllm_connector.EnginePort = Port  # type: ignore[misc,assignment]
     init_none_hash(sha256)
     return {

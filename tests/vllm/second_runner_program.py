@@ -1,4 +1,4 @@
-"""What vLLM's second model runner answers, behind Baton or plain; see interpreted/sitecustomize.py.
+"""Answers of vLLM's second model runner, with Baton or alone; see interpreted/sitecustomize.py.
 
 `python second_runner_program.py split|plain MODEL OUTPUT < cases.json`
 """
@@ -18,7 +18,7 @@ from engine_handoffs import handed_over, side
 
 
 async def split(model: str, given: dict[str, Any]) -> dict[str, Any]:
-    """By a prefill and a decode engine of one rank."""
+    """Runs the cases on a prefill and a decode engine of one rank each."""
     async with contextlib.AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
         sides = [

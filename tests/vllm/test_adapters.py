@@ -1,4 +1,4 @@
-"""LoRA adapters on real vLLM: handed over, and never mixed."""
+"""LoRA adapters on real vLLM: prompts are handed over, and adapters are never mixed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton.client.errors import NotFoundError
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(600)]
 
 
-# Answers while the cluster starts.
+# This plain vLLM answers while the cluster starts.
 @pytest.fixture(scope="session")
 def plain_tuned(
     model: str, adapters: dict[str, str], tmp_path_factory: pytest.TempPathFactory
@@ -27,7 +27,7 @@ def plain_tuned(
         yield program
 
 
-async def test_each_adapter_says_what_it_says_in_plain_vllm(
+async def test_each_adapter_answers_as_in_plain_vllm(
     plain_tuned: PlainVllm, client: BatonClient, cluster: Cluster
 ) -> None:
     answered = plain_tuned.result()
@@ -42,12 +42,12 @@ async def test_each_adapter_says_what_it_says_in_plain_vllm(
         return list(made.token_ids)
 
     before = cluster.handoff_tokens()
-    # One at a time, equal prompts of different adapters after each other; then at once, when all of
-    # them are in some cache.
+    # First one request at a time, with equal prompts of different adapters in sequence; then all at
+    # once, when the caches hold all prompts.
     wanted = [case["expected"]["token_ids"] for case in answered]
     assert [await tokens(case) for case in answered] == wanted
-    # Each had a handoff of its own: no prefix cache gave what another's had put there. The last
-    # one's report may come after its answer.
+    # Each request had its own handoff: no prefix cache mixed adapters. The report of the last
+    # handoff may come after its answer.
     wanted_tokens = before + sum(len(case["prompt"]) for case in answered)
     async with asyncio.timeout(10):
         while (after := cluster.handoff_tokens()) < wanted_tokens:

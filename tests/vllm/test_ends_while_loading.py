@@ -1,4 +1,4 @@
-"""An engine that is still loading its model goes with its worker."""
+"""An engine that is still loading its model ends with its worker."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOW = (signal.SIGKILL, signal.SIGTERM)
 def workers(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[dict[signal.Signals, psutil.Process]]:
-    """For each signal one, which never gets its weights: nobody writes to the file they are in."""
+    """One worker per signal. Its weights are in a pipe that no process writes to."""
     directory = tmp_path_factory.mktemp("loading")
     model, endless = demo_model.ensure("demo"), directory / "endless"
     shutil.copytree(model, endless, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -48,7 +48,7 @@ def workers(
 
 
 def engine_processes(worker: psutil.Process) -> dict[str, psutil.Process]:
-    """vLLM's, by what it calls them; each is called so before it begins to load."""
+    """Returns vLLM's processes by the names that vLLM gives them before it loads."""
     found = {}
     with contextlib.suppress(psutil.NoSuchProcess):
         for process in worker.children(recursive=True):

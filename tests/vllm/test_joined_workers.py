@@ -1,6 +1,6 @@
-"""Real vLLM workers that join a cluster: one flips, and then they stand still and die.
+"""Real vLLM workers that join a cluster: one changes its role, then workers stop and die.
 
-They die while a handoff is half on its way; the session's own workers are there to go on.
+They die in the middle of a handoff; the session's own workers continue the requests.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from baton.client.stream import TokenStream
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
-# The session's own, and the guest that flips.
+# The session's own worker, and the guest that changes its role.
 PREFILL_ID, DECODE_ID, FLIPPER = "prefill-0", "decode-0", "p2"
 KILLED = ("killed-greedy", "killed-seeded", "killed-grammar")
 LONG = (*KILLED, "outgrow-0", "outgrow-1", "outgrow-2")
@@ -54,7 +54,7 @@ async def guests(
         guests.relay = Relay(address, f"127.0.0.1:{address.removeprefix(f'{RELAY_HOST}:')}")
         yield guests
     finally:
-        # Other tests count on the cluster's own workers.
+        # Other tests need the cluster's own workers.
         await guests.close()
 
 
@@ -77,7 +77,7 @@ async def test_a_worker_flips_under_load_and_back(
     tokens = [case["expected"]["token_ids"] for case in long]
     before, processes = await cluster.worker(FLIPPER), family(guests.main(FLIPPER))
 
-    # 1. With prompts in it, which it finishes: then it decodes, and its tokens are right.
+    # 1. The worker has prompts, finishes them, and then decodes; its tokens are right.
     there = await session_at(client, cluster, FLIPPER, DECODE_ID)
     chunked = [expected[f"flip-chunked-{index}"] for index in range(2)]
     streams = [
@@ -85,7 +85,7 @@ async def test_a_worker_flips_under_load_and_back(
         for case in chunked
     ]
     for stream in streams:
-        # It is accepted, and its prompt is dispatched.
+        # The request is accepted, and its prompt is dispatched.
         await anext(stream)
     await flip(cluster, FLIPPER, DECODE)
     assert await rest(streams) == [case["expected"]["token_ids"] for case in chunked]
@@ -96,13 +96,13 @@ async def test_a_worker_flips_under_load_and_back(
         assert await placed(cluster, stream) == (PREFILL_ID, FLIPPER)
         assert await rest([stream]) == [expected[name]["expected"]["token_ids"]]
 
-    # 2. Back, with outputs in it: those that move elsewhere go on as if nothing had happened.
+    # 2. The worker changes back while it decodes; its outputs move and continue without a fault.
     streams = list(await asyncio.gather(*(begun(client, case, 3) for case in long)))
     assert FLIPPER in [(await placed(cluster, stream))[1] for stream in streams]
     await flip(cluster, FLIPPER, PREFILL)
     assert await rest(streams) == tokens
 
-    # 3. It computes prompts again. It is the same process, whose engine never ended.
+    # 3. The worker computes prompts again, in the same process and engine.
     there = await session_at(client, cluster, FLIPPER, DECODE_ID)
     stream = await begun(client, expected["flip-2"], 2, there)
     assert await placed(cluster, stream) == (FLIPPER, DECODE_ID)
@@ -120,7 +120,7 @@ async def test_a_prefill_worker_that_stands_still_with_its_first_token_out(
     to_d2: Relay,
     expected: dict[str, cases.Case],
 ) -> None:
-    """Its lease at the receiver ends, and its request goes on without it."""
+    """The lease of its handoff expires at the receiver, and the request continues without it."""
     case = expected["fault-0"]
     there = await session_at(client, cluster, "p2", "d2")
     stream = await held_up(client, to_d2, case, there)
@@ -140,7 +140,7 @@ async def test_a_prefill_worker_that_stands_still_in_mid_prefill(
     to_d2: Relay,
     expected: dict[str, cases.Case],
 ) -> None:
-    """It stops when the first frame of the first of four chunks arrives."""
+    """The worker stops when the first frame of the first of four chunks arrives."""
     case = expected[f"length-{3 * cases.CHUNK + 5}-1"]
     there = await session_at(client, cluster, "p2", "d2")
     processes = family(guests.main("p2"))
@@ -156,7 +156,7 @@ async def test_a_prefill_worker_that_stands_still_in_mid_prefill(
     await serves_on(client, cluster, guests, expected["fault-3"], expected["fault-4"])
 
 
-async def test_a_decode_worker_that_stands_still_is_not_waited_for(
+async def test_requests_leave_a_decode_worker_that_stands_still(
     client: BatonClient,
     cluster: Cluster,
     guests: Guests,
@@ -175,7 +175,7 @@ async def test_a_decode_worker_that_stands_still_is_not_waited_for(
     await serves_on(client, cluster, guests, expected["fault-6"], expected["fault-7"])
 
 
-async def test_a_prefill_worker_killed_in_mid_push_is_not_missed(
+async def test_a_request_survives_a_prefill_worker_killed_in_mid_push(
     client: BatonClient,
     cluster: Cluster,
     guests: Guests,
@@ -196,21 +196,21 @@ async def test_a_prefill_worker_killed_in_mid_push_is_not_missed(
     await serves_on(client, cluster, guests, expected["fault-9"], expected["fault-10"])
 
 
-async def test_all_that_a_killed_decode_worker_had_goes_on_elsewhere(
+async def test_all_requests_of_a_killed_decode_worker_continue_elsewhere(
     client: BatonClient,
     cluster: Cluster,
     guests: Guests,
     to_d2: Relay,
     expected: dict[str, cases.Case],
 ) -> None:
-    """Streams that flow, and one whose handoff it was receiving."""
+    """The worker has running streams and receives one handoff."""
     flowing, received = [expected[name] for name in KILLED], expected["fault-11"]
     with contextlib.ExitStack() as stopping:
         # The other decode worker does not respond: everything goes to this one.
         with stopped([cluster.worker_process("decode")]):
             await responds(cluster, DECODE_ID, False)
             streams = [await begun(client, case, 2) for case in flowing]
-            # None of its streams ends before it is killed.
+            # No stream of the worker ends before the worker is killed.
             stopping.enter_context(stopped([guests.rank("d2")]))
             streams.append(await held_up(client, to_d2, received))
         await responds(cluster, DECODE_ID, True)
@@ -221,7 +221,7 @@ async def test_all_that_a_killed_decode_worker_had_goes_on_elsewhere(
     tokens = await asyncio.gather(*(tokens_of(stream) for stream, _ in sent))
     assert tokens == [case["expected"]["token_ids"] for _, case in sent]
     for stream, _ in sent:
-        # One that had ended before would be listed with the worker that is gone.
+        # A stream that had ended before would be listed with the dead worker.
         assert (await placed(cluster, stream))[1] == DECODE_ID
     await released(guests.main("p3"), SOON_S)
     await guests.ended("d2")
@@ -237,7 +237,7 @@ async def test_a_rank_killed_in_mid_prefill_takes_only_its_worker(
     relay: Relay,
     expected: dict[str, cases.Case],
 ) -> None:
-    """Its request is prefilled again elsewhere, whether or not the first token was out by then."""
+    """The request is prefilled again elsewhere, with or without its first token."""
     case = expected[f"length-{3 * cases.CHUNK + 5}-2"]
     there = await session_at(client, cluster, "p3", DECODE_ID)
     remains = Remains(guests.main("p3"))

@@ -1,4 +1,4 @@
-"""What torch has compiled for one worker is there for the next."""
+"""Kernels that torch compiled for one worker are cached for the next worker."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_programs import Program
 pytestmark = pytest.mark.vllm
 
 
-def test_its_cache_is_not_in_the_directory_that_goes_with_the_worker(
+def test_compiled_kernels_are_outside_the_workers_directory(
     tmp_path: Path, short_path: Path
 ) -> None:
     with Program("kept_caches_program", str(short_path), directory=tmp_path) as program:

@@ -1,9 +1,9 @@
-"""A rank that is handed its prompts computes attention before any matrix product."""
+"""A rank that loads its prompts from handoffs computes attention before any matrix product."""
 
 import subprocess
 import sys
 
-# Linux's arch_prctl(2): which features of the CPU's state this process may use; AMX's is bit 18.
+# Request to arch_prctl(2): which CPU state components this process may use; AMX is bit 18.
 PROGRAM = """
 import ctypes
 

@@ -1,4 +1,4 @@
-"""After whatever ends or disturbs a request, nothing of it is left within two seconds."""
+"""Two seconds after any end or disturbance of a request, nothing of it is left."""
 
 from __future__ import annotations
 
@@ -26,17 +26,13 @@ from baton.v1 import admin_pb2, kv_transfer_pb2
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 
 LONG = 600
-COMMITTED = (
-    kv_transfer_pb2.HANDOFF_STATE_COMMITTED,
-    # Where it was claimed ahead.
-    kv_transfer_pb2.HANDOFF_STATE_CLAIMED,
-)
-# Keys and values of two heads of 64 in float32.
+COMMITTED = (kv_transfer_pb2.HANDOFF_STATE_COMMITTED,)
+# Keys and values of two heads of 64 values each, in float32.
 BYTES_PER_TOKEN_AND_LAYER = 2 * 2 * 64 * 4
 
 
 async def in_state(cluster: Cluster, state: int, *, request_id: str = "") -> None:
-    """Waits until one request is in a state, any request or this one."""
+    """Waits until a request is in a state: the named request, or any."""
     async with asyncio.timeout(20):
         while not any(
             request.state == state and request_id in ("", request.request_id)
@@ -58,18 +54,18 @@ def long_request(client: BatonClient, salt: int, **options: float) -> TokenStrea
     )
 
 
-async def test_what_vllm_writes_goes_with_the_directory_of_its_worker(cluster: Cluster) -> None:
+async def test_vllms_files_are_removed_with_the_workers_directory(cluster: Cluster) -> None:
     for role in ("prefill", "decode"):
         line = cluster.worker_process(role).cmdline()
         directory = line[line.index("--directory") + 1]
-        # By this file its ranks have found each other; it stays when they are killed.
+        # Ranks find each other through this file, and leave it when they are killed.
         assert glob.glob(f"{directory}/vllm_dist_*")
 
 
 async def test_cancelled_while_queued(client: BatonClient, cluster: Cluster) -> None:
     others = [long_request(client, salt) for salt in range(MAX_DECODES)]
     for stream in others:
-        # It is accepted: it runs, or waits for blocks that those before it have.
+        # The request is accepted: it runs, or waits for the blocks of earlier requests.
         await anext(stream)
     queued = long_request(client, 99)
     await anext(queued)
@@ -105,7 +101,7 @@ async def test_cancelled_in_the_middle_of_a_chunked_prefill(
 async def test_cancelled_while_handing_over(client: BatonClient, cluster: Cluster) -> None:
     with stopped([cluster.transfer_service("decode")]):
         stream = long_request(client, 101)
-        # The first token does not wait for the baton.
+        # The first token does not wait for the handoff.
         await first_token(stream)
         await in_state(cluster, admin_pb2.REQUEST_STATE_HANDING_OFF)
         await stream.aclose()
@@ -156,18 +152,20 @@ async def test_deadline(client: BatonClient, cluster: Cluster) -> None:
 async def test_preempted_decodes_give_the_right_tokens(
     client: BatonClient, cluster: Cluster, expected: dict[str, cases.Case]
 ) -> None:
-    """Eight requests outgrow the decode worker's 64 blocks: some wait with their baton committed,
-    some lose their blocks after they loaded it."""
+    """Eight requests outgrow the decode worker's 64 blocks.
+
+    Some wait with a committed handoff, and some lose their blocks after they have loaded it.
+    """
     chosen = [expected[f"outgrow-{index}"] for index in range(8)]
     together = await asyncio.gather(*(tokens_of(client, case) for case in chosen))
     assert together == [case["expected"]["token_ids"] for case in chosen]
     await cluster.assert_idle()
 
 
-async def test_baton_longer_than_the_local_hit(
+async def test_a_handoff_longer_than_the_local_hit(
     client: BatonClient, cluster: Cluster, expected: dict[str, cases.Case]
 ) -> None:
-    """The decode worker holds nothing of a prompt, then all of it, then a part of the next one."""
+    """The decode worker's cache holds nothing of a prompt, then all of it, then a part."""
     for name in ("hit-0", "hit-0", "hit-1", "hit-1"):
         case = expected[name]
         assert await tokens_of(client, case) == case["expected"]["token_ids"]
@@ -180,7 +178,7 @@ async def tokens_of(client: BatonClient, case: cases.Case) -> list[int]:
 
 
 def committed(port: EnginePort) -> None:
-    """Waits until the decode worker's transfer service has one whole handoff."""
+    """Waits until the decode worker's transfer service has a committed handoff."""
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         if any(s.state in COMMITTED for s in port.poll()):
@@ -190,23 +188,23 @@ def committed(port: EnginePort) -> None:
 
 
 def change_staging(port: EnginePort, block: int) -> None:
-    """Flips a bit of layer 1 of a handoff of 7 blocks that is alone in the receiving arena."""
+    """Flips a bit of layer 1 of a handoff of 7 blocks; no other handoff is in the arena."""
     block_bytes = cases.BLOCK_SIZE * BYTES_PER_TOKEN_AND_LAYER
     port.memory[SEND_BYTES + (7 + block) * block_bytes + 11] ^= 0x55
 
 
 async def expire(port: EnginePort) -> None:
-    """Waits until the handoff that was committed is given up."""
+    """Waits until the committed handoff has expired."""
     async with asyncio.timeout(20):
         while not any(state.state == kv_transfer_pb2.HANDOFF_STATE_FAILED for state in port.poll()):
             await asyncio.sleep(0.02)
 
 
 @contextlib.asynccontextmanager
-async def held_baton(
+async def held_handoff(
     client: BatonClient, cluster: Cluster, case: cases.Case
 ) -> AsyncIterator[tuple[TokenStream, list[int], EnginePort]]:
-    """A request whose first token is out and whose baton is committed, but not loaded yet."""
+    """Yields a request whose first token is out and whose handoff is committed but not loaded."""
     port = cluster.port("decode")
     try:
         port.subscribe()
@@ -232,22 +230,22 @@ async def test_staging_that_changed_is_not_loaded(
     cluster: Cluster,
     expected: dict[str, cases.Case],
 ) -> None:
-    """A committed baton goes bad before it is loaded, from its first block or in mid-prompt."""
+    """A committed handoff is altered before it is loaded, in its first or a middle block."""
     case = expected[name]
-    async with held_baton(client, cluster, case) as (stream, tokens, port):
+    async with held_handoff(client, cluster, case) as (stream, tokens, port):
         change_staging(port, lost_block)
     tokens += await rest_of(stream)
     assert tokens == case["expected"]["token_ids"]
-    # Nothing of it is in the prefix cache either.
+    # The prefix cache holds nothing of the handoff either.
     assert await tokens_of(client, case) == case["expected"]["token_ids"]
     await cluster.assert_idle()
 
 
-async def test_baton_that_expired_is_computed_again(
+async def test_a_handoff_that_expired_is_computed_again(
     client: BatonClient, cluster: Cluster, expected: dict[str, cases.Case]
 ) -> None:
     case = expected["lost-2"]
-    async with held_baton(client, cluster, case) as (stream, tokens, port):
+    async with held_handoff(client, cluster, case) as (stream, tokens, port):
         await expire(port)
     tokens += await rest_of(stream)
     assert tokens == case["expected"]["token_ids"]
@@ -255,12 +253,12 @@ async def test_baton_that_expired_is_computed_again(
     await cluster.assert_idle()
 
 
-async def test_cancel_while_the_baton_is_lost_leaves_no_bad_blocks(
+async def test_cancel_while_a_handoff_fails_leaves_no_bad_blocks(
     client: BatonClient, cluster: Cluster, expected: dict[str, cases.Case]
 ) -> None:
-    """vLLM would keep the blocks of a failed load in its prefix cache when the request is gone."""
+    """Without Baton, vLLM would keep the blocks of a failed load cached after a cancel."""
     case = expected["lost-3"]
-    async with held_baton(client, cluster, case) as (stream, _, port):
+    async with held_handoff(client, cluster, case) as (stream, _, port):
         change_staging(port, 1)
     await stream.aclose()
     assert await tokens_of(client, case) == case["expected"]["token_ids"]

@@ -1,6 +1,6 @@
-"""Models whose caches are laid out otherwise than a Llama's in float32: windows, latents, fp8.
+"""Models whose caches differ from a float32 Llama's: windows, latents, fp8.
 
-What an engine answers that is handed nothing is the reference.
+The reference is an engine of the same model without handoffs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm_programs import Program
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-# vLLM keeps fp8 caches on CPUs that have AVX-512.
+# vLLM supports fp8 caches only on CPUs with AVX-512.
 HAS_AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
 MODELS = [
     "windowed",
@@ -52,7 +52,7 @@ def all_cases() -> dict[str, list[cases.Case]]:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What came of the cases, by model."""
+    """Results of the cases, by model."""
     programs = {
         name: Program(
             "other_models_program",
@@ -88,20 +88,20 @@ def test_prompts_are_handed_over(made: dict[str, dict[str, Any]], model: str) ->
 def test_latents_that_all_ranks_hold_are_handed_over_once(
     made: dict[str, dict[str, Any]],
 ) -> None:
-    """One rank's go to two: each loads the same bytes."""
+    """One rank sends to two, and each of them loads the same bytes."""
     assert made["latent"]["num_shards"] == 1
-    # Of 16 tokens, which vLLM's kernels take on CPUs; 512 numbers and 64 that are rotated.
+    # A block has 16 tokens, as vLLM's CPU kernels need, of 512 values and 64 rotated values.
     assert made["latent"]["block_bytes"] == 16 * (512 + 64) * 4
 
 
 @pytest.mark.skipif(not HAS_AVX512, reason="no AVX-512 here")
 def test_a_cache_of_eight_bits_is_handed_over_as_it_is(made: dict[str, dict[str, Any]]) -> None:
-    # Two heads of 32 numbers, keys and values.
+    # Two heads of 32 values, keys and values.
     assert made["fp8"]["block_bytes"] == made["fp8"]["block_size"] * 2 * 32 * 2
 
 
 def test_the_block_size_that_attention_takes_is_announced(made: dict[str, dict[str, Any]]) -> None:
-    """vLLM's ranks would choose it after the layout was announced, and the handoff be refused."""
+    """Otherwise ranks would choose another size, and the handoff would be refused."""
     assert made["latent"]["announced_block_size"] == 64
 
 

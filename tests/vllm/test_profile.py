@@ -1,4 +1,4 @@
-"""A profile of a live vLLM worker: what its rank computed is there, and it serves on."""
+"""A profile of a live vLLM worker shows its rank's work, and the worker continues to serve."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ async def test_a_rank_is_recorded_while_it_serves(client: BatonClient, cluster: 
     trace = json.loads(gzip.decompress(bytes(data)))
     names = {event["name"] for event in trace["traceEvents"]}
     assert {"aten::linear", "aten::embedding"} & names
-    # vLLM's own marks: one per step, with what was in it.
+    # vLLM marks each step with its content.
     assert [name for name in names if name.startswith("execute_")]
-    # Nothing is recorded any more, and it can be done again.
+    # The recording has ended, and a new one can start.
     assert left_behind() == []
     async with AdminClient(cluster.address) as admin:
         again = [event.WhichOneof("event") async for event in admin.profile("decode-0", 1.0)]

@@ -1,6 +1,6 @@
-"""Models and settings whose state Baton cannot hand over are refused by name, without weights.
+"""Models and settings that Baton cannot hand over are refused by name, without weights.
 
-The models are nothing but a config.json; vLLM reads it, and looks at the class that it names.
+Each model is only a config.json. vLLM reads it, and inspects the class that it names.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from vllm_programs import Program, fork, run_baton
 
-# vLLM looks at a class of models for the first time in a process of its own, and remembers it.
+# vLLM inspects a model class for the first time in a separate process, and caches the result.
 pytestmark = [pytest.mark.vllm]
 
 DECODER = {
@@ -96,7 +96,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "chunked": {**LLAMA, "attention_chunk_size": 128},
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
-# Name of a case: the model, and vLLM's engine arguments.
+# Case name: the model, and vLLM's engine arguments.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in MODELS},
     "window switched off": ("mistral", {"disable_sliding_window": True}),
@@ -125,7 +125,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "profiler": ("llama", {"profiler_config": {"profiler": "cuda"}}),
     "profiler_config": ("llama", {"profiler_config": {"torch_profiler_shapes": True}}),
 }
-# The same of the adapters a and b, where {adapter} stands for the directory of one.
+# The same for adapters a and b; {adapter} stands for the directory of one.
 ADAPTER_CASES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "no directory": ({"a": "/nowhere/a"}, {}),
     "no adapter": ({"a": "{llama}"}, {}),
@@ -150,7 +150,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def said(directories: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """What the engine's start says, by case."""
+    """Errors of the engine's start, by case."""
     cases = {name: (directories[model], args, {}) for name, (model, args) in CASES.items()} | {
         name: (directories["llama"], args, adapters)
         for name, (adapters, args) in ADAPTER_CASES.items()
@@ -189,8 +189,8 @@ def test_a_sliding_window_has_another_way_out(said: dict[str, str]) -> None:
     assert "engine_args.disable_sliding_window" in said["mistral"]
 
 
-def test_a_way_out_is_named_where_it_is_one(said: dict[str, str]) -> None:
-    """Without their windows the layers differ in size all the same."""
+def test_turning_windows_off_is_advised_only_if_it_helps(said: dict[str, str]) -> None:
+    """The layers differ in size even without windows, so turning windows off is no advice."""
     assert said["gemma"].endswith(PLAIN)
 
 
@@ -218,7 +218,7 @@ def test_another_scheduler(said: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["scheduling_policy", "worker_extension_cls"])
-def test_what_baton_sets(said: dict[str, str], name: str) -> None:
+def test_arguments_that_baton_sets(said: dict[str, str], name: str) -> None:
     assert said[name] == f"engine_args.{name}: is set by Baton and cannot be passed through"
 
 
@@ -251,12 +251,12 @@ def test_profiles_are_torchs_and_say_what_is_wrong(said: dict[str, str]) -> None
 
 
 @pytest.mark.parametrize("name", ["llama", "window switched off", "ngram", "deepseek"])
-def test_the_others_get_as_far_as_their_missing_files(said: dict[str, str], name: str) -> None:
+def test_supported_models_fail_only_at_their_missing_files(said: dict[str, str], name: str) -> None:
     assert said[name].startswith("vLLM could not start: ")
     assert "tokenizer" in said[name]
 
 
-def test_what_a_person_sees(directories: dict[str, str], tmp_path: Path) -> None:
+def test_the_message_of_baton_up(directories: dict[str, str], tmp_path: Path) -> None:
     arguments = ["worker", "--role", "prefill", "--coordinator", "127.0.0.1:1"]
     log = tmp_path / "worker.log"
     process = fork(run_baton, *arguments, "--model", directories["mamba"], log=log)
@@ -284,14 +284,12 @@ def test_what_a_person_sees(directories: dict[str, str], tmp_path: Path) -> None
         ("max_loras", "engine_args.max_loras: is 2; must be at least 3 on a CPU"),
     ],
 )
-def test_settings_that_adapters_cannot_do_with(
-    said: dict[str, str], case: str, message: str
-) -> None:
+def test_settings_that_exclude_adapters(said: dict[str, str], case: str, message: str) -> None:
     assert said[case].startswith(message)
 
 
-def test_a_cache_of_anything_but_tokens_is_refused_by_what_it_is(tmp_path: Path) -> None:
-    """The connector's own look, whatever the model's configuration says."""
+def test_the_connector_refuses_caches_that_do_not_keep_every_token(tmp_path: Path) -> None:
+    """The connector checks the cache itself, whatever the model's configuration says."""
     with Program("cache_specs_program", directory=tmp_path) as program:
         kept = program.result()
     assert kept == {

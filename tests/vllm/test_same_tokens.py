@@ -100,7 +100,7 @@ async def test_each_prompt_token_is_loaded_once(client: BatonClient, cluster: Cl
 async def test_sampling_parameters(
     client: BatonClient, cluster: Cluster, reference: list[cases.Case]
 ) -> None:
-    # Every case that was not another test's.
+    # All sampling cases.
     chosen = select(reference, *(case["name"] for case in cases.sampling_cases()))
     assert not await differing(client, chosen)
     await cluster.assert_idle()
@@ -109,7 +109,7 @@ async def test_sampling_parameters(
 async def test_seeds_across_prefill_chunks(
     client: BatonClient, cluster: Cluster, reference: list[cases.Case]
 ) -> None:
-    """Alone, and beside prompts that share its steps, so that it is cut at other places."""
+    """The prompts run alone, and beside others, which moves the chunk boundaries."""
     chosen = select(reference, "chunked-seed-")
     assert not await differing(client, chosen)
     others = select(reference, "seed-1", "seed-2", "length-769", "length-513")
@@ -122,7 +122,7 @@ async def test_stop_strings_across_the_split(
     client: BatonClient, cluster: Cluster, reference: list[cases.Case]
 ) -> None:
     chosen = select(reference, "stop-")
-    # At 1: begins in the prefill worker's token, ends in the decode worker's first.
+    # A stop string at 1 begins in the prefill worker's token and ends in the decode worker's first.
     assert sum("-at-1-" in case["name"] for case in chosen) >= 8
     assert not await differing(client, chosen)
     await cluster.assert_idle()

@@ -1,6 +1,6 @@
-"""What vLLM's schedulers, short of blocks, make of failed loads and of requests they take back.
+"""vLLM's schedulers with few blocks: failed loads, preempted requests and preempted sends.
 
-Schedulers and connector are the real ones, as on GPUs too; there is no model beside them.
+Schedulers and connector are real, also in the form for GPUs; there is no model.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_a_load_that_failed_gives_no_token_though_another_wanted_its_blocks(
+def test_a_failed_load_gives_no_token_while_another_request_needs_its_blocks(
     made: dict[str, Any],
 ) -> None:
-    """In the step that is made while the load's runs: nobody is preempted whose step is under way.
+    """vLLM preempts no request whose step is under way.
 
-    Without that the token would go out, computed from what was not loaded.
+    Without that rule the step made meanwhile would give a token computed from blocks that were not
+    loaded.
     """
     case, unfenced = made["failed load"], made["failed load, unfenced"]
     assert case["loading"] == unfenced["loading"] == 1
@@ -40,7 +41,7 @@ def test_a_load_that_failed_gives_no_token_though_another_wanted_its_blocks(
     "scenario",
     ["prompt beside a running step", "prompt in chunks", "output beside a prompt"],
 )
-def test_blocks_that_were_taken_back_before_anybody_computed_them_are_not_found(
+def test_blocks_preempted_before_they_were_computed_are_not_cached(
     made: dict[str, Any], scenario: str
 ) -> None:
     case = made[scenario]

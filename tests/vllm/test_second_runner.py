@@ -1,7 +1,7 @@
-"""vLLM's second model runner, its default on GPUs: Triton interprets its kernels on the CPU here.
+"""vLLM's second model runner, the default on GPUs; Triton interprets its kernels on the CPU here.
 
-Its samplers are told of requests in another way (engine/vllm_forced_tokens.py), and its steps call
-the connector at other moments. The reference is plain vLLM on the same runner.
+It describes requests to samplers in another form (engine/vllm_forced_tokens.py), and calls the
+connector at other moments. The reference is plain vLLM on the same runner.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def one_by_one() -> list[cases.Case]:
         cases.greedy("long", long, 6),
         cases.greedy("shared", shared + cases.prompt(9, 86), 4),
         cases.greedy("shared-again", shared + cases.prompt(9, 87), 4),
-        # With the first token forced, in a prompt of several chunks too.
+        # The first token is forced, also in a prompt of several chunks.
         cases.greedy("seeded", long, 8, **SEEDED),
         cases.greedy("penalties", cases.prompt(40, 88), 8, **PENALTIES),
         cases.greedy("seeded-penalties", cases.prompt(40, 89), 8, **SEEDED, **PENALTIES),
@@ -45,7 +45,7 @@ def one_by_one() -> list[cases.Case]:
 
 
 def together() -> list[cases.Case]:
-    """Some with forced tokens, some without, in one batch."""
+    """Returns cases with and without forced tokens for one batch."""
     return [
         cases.greedy(
             f"together-{n}", cases.prompt(20 + 50 * n, 91), 6 + n, **(SEEDED if n % 2 else {})
@@ -58,11 +58,11 @@ def together() -> list[cases.Case]:
 def made(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[dict[str, Any], dict[str, list[int]]]:
-    """What two engines made of every case, and what plain vLLM answers, by the case's name."""
+    """Results of two engines and answers of plain vLLM, by case name."""
     model, directory = demo_model.ensure("demo-2-layers"), tmp_path_factory.mktemp("second")
     cases_in = directory / "cases"
     cases_in.write_text(json.dumps({"one_by_one": one_by_one(), "together": together()}))
-    # What may bind this process's engines is not for others.
+    # Settings that bind this process's engines must not bind others.
     environment = {k: v for k, v in os.environ.items() if k != affinity.VLLM_BIND_THREADS}
     paths = [str(HERE / "interpreted"), *filter(None, [environment.get("PYTHONPATH")])]
     environment |= {

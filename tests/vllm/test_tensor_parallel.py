@@ -1,8 +1,7 @@
 """Engines of two ranks each: rank i hands over to rank i, and tokens equal those of plain vLLM.
 
-The reference is one plain vLLM of a single rank. Its sums run over all heads at once and those of
-two ranks in halves, so logits differ in their last bits; no greedy or seeded choice here is so
-close that it matters.
+The reference is one plain vLLM with a single rank. It sums over all heads at once, two ranks sum
+over halves, so logits differ in their last bits; no greedy or seeded choice here depends on them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ Results = dict[str, dict[str, Any]]
 def made(
     engines: Program, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Any], list[cases.Case]]:
-    """What two engines of two ranks made of every case, and what plain vLLM answers."""
+    """Results of two engines of two ranks, and answers of plain vLLM."""
     model, given = demo_model.ensure(MODEL), {"cases": one_by_one() + together()}
     with PlainVllm(model, given, tmp_path_factory.mktemp("plain")) as plain:
         return engines.result(), plain.result()
@@ -37,7 +36,7 @@ def made(
 
 @pytest.fixture
 def results(made: tuple[dict[str, Any], list[cases.Case]]) -> Results:
-    """By the case's name."""
+    """Results by case name."""
     return {result["name"]: result for result in made[0]["results"]}
 
 
@@ -52,16 +51,16 @@ def test_each_rank_has_its_own_heads(made: tuple[dict[str, Any], list[cases.Case
     assert made[0]["num_kv_heads"] * RANKS == demo_model.SHAPES[MODEL].num_kv_heads
 
 
-def test_what_was_computed_once_is_loaded(results: Results) -> None:
+def test_every_computed_prompt_token_is_loaded(results: Results) -> None:
     for case in [*one_by_one(), *together()]:
         result, sampling = results[case["name"]], case["sampling"]
         if sampling["max_tokens"] == 1:
             continue
-        # Where known tokens are forced, the prompt's last token is computed again.
+        # With forced tokens the prompt's last token is computed again.
         forced = {"seed", "frequency_penalty"} & sampling.keys()
         loadable = len(case["prompt"]) - bool(forced)
         if "spoiled_rank" in case:
-            # One rank's part was bad: nothing of the handoff counts.
+            # One rank's part was altered, so nothing of the handoff was loaded.
             loadable = 0
         assert result["num_cached_by_decode"] + result["num_loaded"] == loadable, case["name"]
 
@@ -73,7 +72,7 @@ def test_blocks_from_a_prefix_cache_are_handed_over_too(results: Results) -> Non
     assert results["again"]["num_cached_by_decode"] >= SHARED
 
 
-def test_what_is_cached_is_what_the_engines_said(
+def test_cached_tokens_match_the_engines_reports(
     made: tuple[dict[str, Any], list[cases.Case]], results: Results
 ) -> None:
     alone = [
@@ -84,7 +83,7 @@ def test_what_is_cached_is_what_the_engines_said(
     for side in ("prefill", "decode"):
         said = {result["name"]: result[f"said_by_{side}"] for result in alone}
         assert said == {result["name"]: result[f"num_cached_by_{side}"] for result in alone}
-        # Nothing, what others pushed out in part, and all of it.
+        # The cache holds nothing, a part, or all of these prompts.
         whole = 17 * cases.BLOCK_SIZE
         assert said["spoiled-0"] == 0 < said["long-again"] < whole == said["long-at-once-again"]
     assert min(made[0]["num_evicted"]) > 0
@@ -93,7 +92,7 @@ def test_what_is_cached_is_what_the_engines_said(
 def test_nothing_is_left(made: tuple[dict[str, Any], list[cases.Case]]) -> None:
     assert made[0]["left"] == [{"kv_tokens": 0, "send_bytes": 0, "receive_bytes": 0}] * 2
     assert made[0]["segments"]
-    # Python's resource tracker frees some of them when the program has ended.
+    # Python's resource tracker frees some segments after the program has ended.
     deadline = time.monotonic() + GONE_TIMEOUT_S
     while left := [path for path in made[0]["segments"] if Path(path).exists()]:
         assert time.monotonic() < deadline, f"left in memory: {left}"

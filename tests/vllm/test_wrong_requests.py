@@ -1,4 +1,4 @@
-"""A request that vLLM refuses is the client's fault, and no other worker would take it."""
+"""A request that vLLM refuses is the client's fault; other workers would refuse it too."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from vllm_programs import Program
 pytestmark = pytest.mark.vllm
 
 
-def test_what_vllm_refuses_is_rejected_with_its_reason(tmp_path: Path) -> None:
-    """It was an internal error, tried on four workers in turn before it was told."""
+def test_a_request_that_vllm_refuses_is_rejected_with_the_reason(tmp_path: Path) -> None:
+    """The request must not be tried on other workers."""
     with Program("wrong_requests_program", directory=tmp_path) as program:
         said = program.result()
     assert "unclosed group" in said["regex"]

@@ -1,4 +1,4 @@
-"""LoRA adapters of random weights, which every worker of the session's cluster has loaded."""
+"""LoRA adapters with random weights, which every worker of the session's cluster loads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NAMES = ("clerk", "poet")
 
 
 def make_adapter(directory: Path, model: str, seed: int) -> str:
-    """A LoRA of random weights in peft's form, strong enough to change what is said."""
+    """Writes a random LoRA in peft's form, strong enough to change the tokens."""
     shape = json.loads((Path(model) / "config.json").read_text())
     hidden, head = shape["hidden_size"], shape["head_dim"]
     sizes = {

@@ -1,8 +1,8 @@
 """Requests whose outputs through the cluster must equal those of one plain vLLM.
 
-Each case is a plain dict, so that it reaches the reference process as JSON: `prompt` (token ids)
-and `sampling` (by vLLM's names; `json_schema`, `choice` and `structural_tag` for grammars); a LoRA
-`adapter`'s name.
+Each case is a plain dict, so that the reference process gets it as JSON: `prompt` (token IDs),
+`sampling` (by vLLM's names; `json_schema`, `choice` and `structural_tag` for grammars), and the
+name of a LoRA `adapter`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 BLOCK_SIZE = 32
 CHUNK = 256
 MAX_MODEL_LEN = 1024
-# Of the demo model, at least.
+# Token IDs that every demo model has.
 VOCAB_SIZE = 430
-# Beginning-of-sequence, end-of-sequence and the chat roles.
+# IDs of the special tokens: beginning and end of a sequence, and the chat roles.
 NUM_SPECIAL = 5
 
 NUM_FAULTS = 20
@@ -27,12 +27,12 @@ JSON_SCHEMA = (
     '"additionalProperties":false}'
 )
 
-# As a tool that must be called is asked for.
+# The form in which a required tool call is requested.
 STRUCTURAL_TAG = (
     '{"type":"structural_tag","format":{"type":"tag","begin":"<tool_call>","content":'
     '{"type":"json_schema","json_schema":' + JSON_SCHEMA + '},"end":"</tool_call>"}}'
 )
-# Some 150 tokens.
+# The prompt has about 150 tokens.
 LIST_SCHEMA = (
     '{"type":"array","items":{"type":"integer","minimum":0,"maximum":99},'
     '"minItems":60,"maxItems":60}'
@@ -42,7 +42,7 @@ Case = dict[str, Any]
 
 
 def prompt(length: int, seed: int) -> list[int]:
-    """Random token ids, the same for the same arguments."""
+    """Returns random token IDs, the same for the same arguments."""
     source = random.Random(f"{length}-{seed}")
     return [source.randrange(NUM_SPECIAL, VOCAB_SIZE) for _ in range(length)]
 
@@ -61,7 +61,7 @@ def length_cases() -> list[Case]:
 
 
 def concurrent_cases() -> list[Case]:
-    """Sent eight at once, of mixed lengths."""
+    """Prompts of mixed lengths, which are sent eight at a time."""
     return [
         greedy(f"concurrent-{index}", prompt(17 + 41 * index, 7), max_tokens=16 + index)
         for index in range(16)
@@ -69,7 +69,7 @@ def concurrent_cases() -> list[Case]:
 
 
 def prefix_cases() -> list[Case]:
-    """The same prompt twice, and prompts that share a prefix of whole and of broken blocks."""
+    """The same prompt twice, and prompts that share a prefix of whole and of partial blocks."""
     base = prompt(6 * BLOCK_SIZE, 11)
     shared = [
         base,
@@ -85,7 +85,7 @@ def prefix_cases() -> list[Case]:
 
 
 def sampling_cases() -> list[Case]:
-    """Parameters whose meaning must survive the split."""
+    """Sampling parameters whose meaning must not change across the split."""
     ids = [prompt(40 + 9 * index, 21) for index in range(6)]
     penalties = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
     cases = [
@@ -101,7 +101,7 @@ def sampling_cases() -> list[Case]:
         greedy("logit-bias", ids[5], logit_bias={"40": 4.0, "41": -3.0}),
         greedy("json", ids[0], json_schema=JSON_SCHEMA, max_tokens=48),
         greedy("structural-tag", ids[3], structural_tag=STRUCTURAL_TAG, max_tokens=48),
-        # Every character is split across tokens, the first one across prefill and decode.
+        # Every character is split across tokens; the first one is split across the two workers.
         greedy("multi-byte", ids[1], choice=["żółw", "été 🐢"], max_tokens=32),
         greedy("multi-byte-2", ids[2], choice=["日本語"], max_tokens=32),
     ]
@@ -129,7 +129,7 @@ def chunked_seed_cases() -> list[Case]:
 
 
 def flip_cases() -> list[Case]:
-    """Prompts of the test of flips alone: where one was computed before is where it goes again."""
+    """Prompts for the role change test only: prompts return to the worker that computed them."""
     return [
         *(greedy(f"flip-{index}", prompt(230, 3000 + index), 12) for index in range(3)),
         *(
@@ -140,7 +140,7 @@ def flip_cases() -> list[Case]:
 
 
 def fault_cases() -> list[Case]:
-    """Prompts of the tests that spoil, lose or delay their handoffs."""
+    """Prompts of the tests that alter, lose or delay handoffs."""
     spoiled = [
         greedy(f"fault-{index}", prompt(230, 2000 + index), 12) for index in range(NUM_FAULTS)
     ]
@@ -165,8 +165,10 @@ def fault_cases() -> list[Case]:
 
 
 def killed_cases() -> list[Case]:
-    """Long outputs, of tests that kill the worker in mid-stream: continued as prompt and known
-    tokens, and with the known tokens forced."""
+    """Long outputs for tests that kill the worker of a running stream.
+
+    Some continue as prompt and known tokens, others with forced tokens.
+    """
     seeded = {"temperature": 1.0, "seed": 8}
     penalties = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "repetition_penalty": 1.2}
     return [
@@ -177,12 +179,12 @@ def killed_cases() -> list[Case]:
 
 
 def stop_candidates() -> list[Case]:
-    """Greedy runs out of whose text the reference makes stop strings across tokens."""
+    """Greedy outputs from which the reference builds stop strings across tokens."""
     return [greedy(f"stop-{index}", prompt(30 + index, 31), max_tokens=20) for index in range(24)]
 
 
 def adapter_cases(names: Sequence[str]) -> list[Case]:
-    """Prompts around the boundaries, of the base model and of each adapter, by turns."""
+    """Prompts around the boundaries, for the base model and each adapter in turn."""
     lengths = (1, BLOCK_SIZE + 1, 6 * BLOCK_SIZE, CHUNK + 1)
     return [
         {**greedy(f"adapter-{n}-{name}", prompt(n, 3), 16), "adapter": name}

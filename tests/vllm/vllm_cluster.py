@@ -1,4 +1,4 @@
-"""A `baton up` on real vLLM as a child process, with handles on its parts."""
+"""A `baton up` on real vLLM as a child process, with access to its parts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CONFIG = {
     "engine": "vllm",
     "engine_args": ENGINE_ARGS,
     "coordinator": {"listen": "127.0.0.1:0", "heartbeat_s": 0.2, "handoff_timeout_s": 5},
-    # 64 blocks: a few long requests overflow it, and vLLM preempts.
+    # The cache has 64 blocks; a few long requests overflow it, and vLLM preempts.
     "decode": {
         "engine_args": {"kv_cache_memory_bytes": 8 * 2**20},
         "max_requests_per_worker": MAX_DECODES,
@@ -60,7 +60,7 @@ CONFIG = {
     "kv_transfer": {
         "send_bytes": SEND_BYTES,
         "receive_bytes": SEND_BYTES,
-        # What other workers dial is the relay, on the same port.
+        # Other workers dial the relay, which listens on the same port.
         "advertise_host": RELAY_HOST,
         "commit_ttl_s": 3,
     },
@@ -79,7 +79,7 @@ class Cluster:
     relay: Relay | None = None
 
     def worker_process(self, role: str) -> psutil.Process:
-        """The main process of a role's only worker."""
+        """Returns the main process of a role's only worker."""
         for process in psutil.Process(self.process.pid).children(recursive=True):
             line = process.cmdline()
             if "worker" in line and role in line:
@@ -93,7 +93,7 @@ class Cluster:
         raise AssertionError(f"no transfer service beside the {role} worker")
 
     def port(self, role: str) -> EnginePort:
-        """A connection of the test's own to the transfer service beside a worker."""
+        """Opens the test's own connection to the transfer service of a worker."""
         arguments = json.loads(self.transfer_service(role).cmdline()[-1])
         return EnginePort(arguments["socket_path"])
 
@@ -112,7 +112,7 @@ class Cluster:
         raise AssertionError("the decode worker serves no metrics")
 
     def engine_processes(self, role: str) -> list[psutil.Process]:
-        """vLLM's engine core and rank."""
+        """Returns vLLM's engine core and rank."""
         found = [
             process
             for process in self.worker_process(role).children(recursive=True)
@@ -140,13 +140,13 @@ class Cluster:
             return await admin.list_requests()
 
     async def assert_idle(self, *, dead: Collection[str] = ()) -> None:
-        """Within two seconds nothing is left of any request, anywhere but on dead workers."""
+        """Asserts that within two seconds no live worker holds anything of any request."""
         left = ["never looked"]
         try:
             async with asyncio.timeout(IDLE_TIMEOUT_S):
                 while left:
                     left = await self._leftovers(dead)
-                    # The next load report says more.
+                    # The values change with the next load report.
                     await asyncio.sleep(0.05 if left else 0)
         except TimeoutError:
             raise AssertionError(f"left behind: {'; '.join(left)}") from None
@@ -194,7 +194,7 @@ def start_cluster(config: dict[str, Any], directory: Path) -> Cluster:
 def start_worker(
     address: str, config: dict[str, Any], directory: Path, role: str, name: str, core: int
 ) -> BaseProcess:
-    """One more worker of a coordinator, on one core; its output goes to a file."""
+    """Starts another worker of a coordinator on one core; its output goes to a file."""
     path = directory / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config))
     arguments = ["worker", "--role", role, "--worker-id", name, "--coordinator", address]

@@ -1,4 +1,4 @@
-"""Workers that join the session's cluster for a module of tests."""
+"""Workers that join the session's cluster for the tests of one module."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from baton.client.stream import TokenStream
 
 LOOPBACK = "127.0.0.1"
 LEASE_S = 1.0
-# For what is noticed at once, or with the lease.
+# Timeout for events that are noticed at once, or when the lease expires.
 SOON_S = 10.0
-# For what ends when the coordinator gives a silent worker up.
+# Timeout for events that follow when the coordinator gives a silent worker up.
 LOST_S = 20.0
 _SESSIONS = itertools.count()
 
@@ -31,7 +31,7 @@ class Guests:
     """Workers that join the session's cluster for these tests, and are killed in them.
 
     Attributes:
-        relay: what the guest that decodes receives comes through it.
+        relay: Relay through which the decoding guest receives handoffs.
     """
 
     def __init__(self, cluster: Cluster, directory: Path) -> None:
@@ -40,7 +40,7 @@ class Guests:
         self.relay: Relay | None = None
 
     def start(self, role: str, name: str, core: int, *, dialled_at: str = LOOPBACK) -> None:
-        # What they send to each other goes as it does by default.
+        # Guests use the default transports between each other.
         transfer = {**CONFIG["kv_transfer"], "idle_timeout_s": LEASE_S}
         transfer["advertise_host"] = dialled_at
         config = {**self._cluster.config, "kv_transfer": transfer}
@@ -56,7 +56,7 @@ class Guests:
                 await asyncio.sleep(0.2)
 
     async def only_these_are_listed(self) -> None:
-        """Until the coordinator has no guest but those that live."""
+        """Waits until the coordinator lists only the guests that live."""
         async with asyncio.timeout(LOST_S):
             while self.dead() & {each.worker_id for each in await self._cluster.all_workers()}:
                 await asyncio.sleep(0.1)
@@ -65,7 +65,7 @@ class Guests:
         return psutil.Process(self._processes[name].pid)
 
     def rank(self, name: str) -> psutil.Process:
-        """The process that computes."""
+        """Returns the process that computes."""
         (rank,) = [each for each in family(self.main(name)) if "VLLM::Worker" in each.name()]
         return rank
 
@@ -91,21 +91,21 @@ class Guests:
 
 
 async def placed(cluster: Cluster, stream: TokenStream) -> tuple[str, str]:
-    """The prefill and the decode worker of a request."""
+    """Returns the prefill and the decode worker of a request."""
     async with AdminClient(cluster.address) as admin:
         found = await admin.get_request(stream.request_id)
     return found.prefill_worker_id, found.decode_worker_id
 
 
 async def session_at(client: BatonClient, cluster: Cluster, prefill: str, decode: str) -> str:
-    """The id of a session that these workers had last: idle ones get what belongs to it.
+    """Returns the ID of a session that these workers served last, so they get its next request.
 
-    Whose turn it is says less: each report changes what steps are predicted to take.
+    The order of turns is not reliable: each report changes the predicted step times.
     """
     async with asyncio.timeout(LOST_S):
         while True:
             session = f"session-{next(_SESSIONS)}"
-            # With one token alone, a request takes no turn of those that decode.
+            # A request for one token does not use a decode worker.
             for num_tokens, wanted in ((1, (prefill, "")), (2, (prefill, decode))):
                 probe = client.generate(
                     [5, 6, 7],
@@ -130,7 +130,7 @@ def let_pass(relay: Relay) -> None:
 async def held_up(
     client: BatonClient, relay: Relay, case: cases.Case, session_id: str = ""
 ) -> TokenStream:
-    """A request whose first token is out, and of whose handoff the relay keeps the rest."""
+    """Yields a request with its first token out; the relay holds the rest of its handoff."""
     hold = relay.spoil = Hold()
     stream = client.generate(
         case["prompt"], timeout_s=60, session_id=session_id, **case["sampling"]
@@ -143,7 +143,7 @@ async def held_up(
 
 
 async def responds(cluster: Cluster, worker_id: str, expected: bool) -> None:
-    """Waits until the coordinator finds that a worker does, or does not."""
+    """Waits until the coordinator reports that a worker responds, or does not."""
     async with asyncio.timeout(SOON_S):
         while True:
             silent_ms = (await cluster.worker(worker_id)).silent_for.ToMilliseconds()
@@ -161,7 +161,7 @@ async def tokens_of(stream: TokenStream) -> list[int]:
 async def serves_on(
     client: BatonClient, cluster: Cluster, guests: Guests, *next_cases: cases.Case
 ) -> None:
-    """The next requests get the right tokens, and nothing is left of any."""
+    """Asserts that the next requests get the right tokens, and that nothing is left of any."""
     for case in next_cases:
         made = await client.complete(case["prompt"], timeout_s=60, **case["sampling"])
         assert list(made.token_ids) == case["expected"]["token_ids"]
@@ -178,7 +178,7 @@ async def flip(cluster: Cluster, worker_id: str, role: int) -> None:
 async def begun(
     client: BatonClient, case: cases.Case, num_tokens: int, session_id: str = ""
 ) -> TokenStream:
-    """A request that has so many tokens."""
+    """Starts a request and waits until it has this many tokens."""
     stream = client.generate(
         case["prompt"], timeout_s=120, session_id=session_id, **case["sampling"]
     )

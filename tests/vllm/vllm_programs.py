@@ -1,7 +1,6 @@
-"""Processes of this folder's own that run vLLM beside the tests.
+"""Processes of this folder that run vLLM beside the tests.
 
-vLLM is imported once for all of them, by a server that forks each: its import takes longer than
-most of what they do.
+A fork server imports vLLM once for all of them, because the import takes longer than most programs.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ _context = multiprocessing.get_context("forkserver")
 
 
 def begin_imports() -> None:
-    """Returns at once; idempotent."""
-    # One thread, as a worker has: engines start beside it.
+    """Starts the imports and returns at once. Idempotent."""
+    # The server has one thread, like a worker when it starts an engine.
     with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
-        # What may bind this process's engines is not for others.
+        # Settings that bind this process's engines must not bind others.
         os.environ.pop(affinity.VLLM_BIND_THREADS, None)
         _context.set_forkserver_preload(list(IMPORTED))
         forkserver.ensure_running()
@@ -47,7 +46,7 @@ def fork(
     log: Path,
     environment: Mapping[str, str] | None = None,
 ) -> BaseProcess:
-    """A process that has vLLM imported, leads a group of its own, and writes to `log`."""
+    """Starts a process with vLLM imported, in its own process group; it writes to `log`."""
     begin_imports()
     given = (log, dict(environment or {}), target, arguments)
     process = _context.Process(target=_run, args=given, name=log.stem)
@@ -63,7 +62,7 @@ def _run(
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     os.environ.update(environment)
-    # What its engines leave is freed when it ends, not with the tests' process.
+    # Resources that its engines leave are freed when it ends, not with the tests' process.
     tracker = resource_tracker._resource_tracker
     os.close(tracker._fd)
     tracker._fd = tracker._pid = None
@@ -71,7 +70,7 @@ def _run(
 
 
 def run_baton(*arguments: str) -> None:
-    """The `baton` command."""
+    """Runs the `baton` command."""
     from baton.cli.main import main
 
     sys.argv = ["baton", *arguments]
@@ -79,12 +78,12 @@ def run_baton(*arguments: str) -> None:
 
 
 class Program(Closing):
-    """One at work, from its beginning on.
+    """A program that runs from its construction on.
 
     Args:
-        name: of its module, whose `main` it runs.
-        arguments: of that.
-        directory: for its files.
+        name: Name of its module, whose `main` it runs.
+        arguments: Arguments of `main`.
+        directory: Directory for its files.
     """
 
     def __init__(self, name: str, *arguments: Any, directory: Path) -> None:
@@ -93,14 +92,14 @@ class Program(Closing):
 
     def close(self) -> None:
         if self._process.is_alive():
-            # With its engines.
+            # Its engines end with it.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
         self._process.join()
 
     def result(self) -> Any:
-        """Waits for what its `main` returns."""
+        """Waits for the return value of `main`."""
         self._process.join(TIMEOUT_S)
         assert self._process.exitcode == 0, self._log.read_text()[-3000:]
         return json.loads(self._output.read_text())
@@ -114,15 +113,15 @@ class PlainVllm(Program):
     """One plain vLLM, which answers cases one at a time.
 
     Args:
-        model: a local directory.
-        given: see vllm_reference.py.
-        directory: for its files.
+        model: A local directory.
+        given: See vllm_reference.py.
+        directory: Directory for its files.
     """
 
     def __init__(self, model: str, given: dict[str, Any], directory: Path) -> None:
         super().__init__("vllm_reference", model, given, directory=directory)
 
     def result(self) -> list[cases.Case]:
-        """The cases with what it answers, once it has answered all."""
+        """Waits for all answers; returns the cases with them."""
         made: list[cases.Case] = super().result()
         return made

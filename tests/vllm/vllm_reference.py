@@ -14,7 +14,7 @@ ENGINE_ARGS = {
     "dtype": "float32",
     "enforce_eager": True,
     "block_size": cases.BLOCK_SIZE,
-    # No chunks: vLLM on a CPU dies of a seeded request that is prefilled in several.
+    # No chunks: vLLM on a CPU crashes on a seeded request that is prefilled in several chunks.
     "max_num_batched_tokens": cases.MAX_MODEL_LEN,
     "max_model_len": cases.MAX_MODEL_LEN,
     "max_num_seqs": 16,
@@ -63,7 +63,7 @@ def logprobs(positions: Any) -> list[list[tuple[int, float]]]:
 
 
 def stop_cases(llm: LLM, candidates: list[cases.Case]) -> list[cases.Case]:
-    """Stop strings that begin in one token and end in the next, out of what greedy really says."""
+    """Returns stop strings that begin in one token of a greedy output and end in the next."""
     tokenizer, found = llm.get_tokenizer(), []
     for case in candidates:
         ids = run(llm, case)["token_ids"]
@@ -81,12 +81,12 @@ def stop_cases(llm: LLM, candidates: list[cases.Case]) -> list[cases.Case]:
 
 
 def main(model: str, given: dict[str, Any]) -> list[cases.Case]:
-    """Cases with what it answers.
+    """Returns the cases with their answers.
 
     Args:
-        model: a local directory.
-        given: `cases`, of which some may name a LoRA adapter as their `adapter`; `adapters`,
-            directories by name; `stop_candidates`. All but the first may be left out.
+        model: A local directory.
+        given: `cases`, which may name a LoRA adapter as their `adapter`; optional: `adapters`,
+            directories by name, and `stop_candidates`.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for number, (name, path) in enumerate(given.get("adapters", {}).items(), start=1):

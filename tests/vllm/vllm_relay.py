@@ -1,4 +1,4 @@
-"""A man in the middle of the handoff: passes frames on to a transfer service, or spoils them."""
+"""A proxy in front of a transfer service that passes a handoff's frames on, or spoils them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PUSH = "/baton.v1.KvTransfer/Push"
 MAX_BYTES = 64 * 2**20
 HOLD_TIMEOUT_S = 60.0
 
-# What to send on in place of one message, each part as it is made; nothing for [].
+# Messages to send instead of one message, each when it is made; [] sends none.
 Spoil = Callable[[bytes], Iterable[bytes]]
 
 
@@ -25,10 +25,10 @@ def as_it_is(message: bytes) -> list[bytes]:
 
 
 class Hold:
-    """Passes a push's open and its first frames with blocks on, and then nothing until `let_go`.
+    """Passes a push's open and its first data frames on, then holds everything until `let_go`.
 
     Attributes:
-        reached: set once something is held back: the receiver was sent a part, not all.
+        reached: Set once something is held back: the receiver has got a part of the handoff.
     """
 
     def __init__(self, num_passed: int = 1) -> None:
@@ -49,15 +49,15 @@ class Hold:
             yield message[begin:end]
 
     def let_go(self) -> None:
-        """Everything passes from now on."""
+        """Passes everything on from now on."""
         self._let_go.set()
 
 
 class Once:
-    """Does something as soon as a push's first frame with blocks comes, and passes everything on.
+    """Calls a function at a push's first data frame, and passes everything on.
 
     Attributes:
-        done: set then.
+        done: Set after the call.
     """
 
     def __init__(self, action: Callable[[], None]) -> None:
@@ -73,7 +73,7 @@ class Once:
 
 
 def over_the_wire(message: bytes) -> bytes:
-    """An open that offers nothing but gRPC: every byte passes here."""
+    """Changes an open so that it offers only gRPC: then every byte passes the relay."""
     (frame, *_) = frames.decode(message)
     if frame.kind is not frames.FrameKind.OPEN:
         return message
@@ -87,13 +87,13 @@ class Relay:
     """Listens on `listen` and forwards every push stream to `target`, through `spoil`.
 
     Attributes:
-        only_grpc: blocks must pass here, where they can be spoiled, not through shared memory.
+        only_grpc: Whether blocks must pass the relay instead of shared memory.
     """
 
     def __init__(self, listen: str, target: str) -> None:
         self.spoil: Spoil = as_it_is
         self.only_grpc = False
-        # What spoils a stream is made anew for each, so that it can count.
+        # A new spoiler is made for each stream, so that it can count.
         self.num_spoiled = 0
         options = [("grpc.max_receive_message_length", MAX_BYTES)]
         self._channel = grpc.insecure_channel(target, options=options)
@@ -116,7 +116,7 @@ class Relay:
                     made = iter(spoil(message))
                     first = next(made, None)
                     is_whole = first == message
-                    # Counted before anybody can see what came of it.
+                    # Count before the effect is visible.
                     self.num_spoiled += not is_whole
                     if first is not None:
                         outgoing.put(first)

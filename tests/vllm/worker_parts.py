@@ -1,4 +1,4 @@
-"""A worker's processes as the machine shows them, whatever engine runs in them."""
+"""A worker's processes as the operating system shows them, for any engine."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from baton.v1 import kv_transfer_pb2
 
 SHARED_MEMORY = "/dev/shm/"
 SEGMENT = "baton-kv-"
-# How the kernel marks a mapped file that nobody can open any more.
+# The kernel marks a mapped file that is deleted with this suffix.
 DELETED = " (deleted)"
 GONE_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 20.0
 
 
 def family(main: psutil.Process) -> list[psutil.Process]:
-    """A worker's main process and all it has started."""
+    """Returns a worker's main process and all its children."""
     return [main, *main.children(recursive=True)]
 
 
@@ -36,18 +36,18 @@ def transfer_service(main: psutil.Process) -> psutil.Process:
 
 
 def control_socket(main: psutil.Process) -> str:
-    """Of a worker's transfer service."""
+    """Returns the control socket of a worker's transfer service."""
     return str(json.loads(transfer_service(main).cmdline()[-1])["socket_path"])
 
 
 def staging(main: psutil.Process) -> kv_transfer_pb2.LocalStatistics:
-    """What a worker's transfer service says, whatever its main process does."""
+    """Returns a transfer service's statistics, even while its main process is stopped."""
     asked = kv_transfer_pb2.LocalRequest(call_id=1, stats=kv_transfer_pb2.LocalStats())
     return _answer(main, asked).statistics
 
 
 def segment(main: psutil.Process) -> str:
-    """Of a worker's transfer service: a file's name."""
+    """Returns the file name of the segment of a worker's transfer service."""
     asked = kv_transfer_pb2.LocalRequest(call_id=1, describe=kv_transfer_pb2.LocalDescribe())
     return _answer(main, asked).configured.shm_name
 
@@ -67,7 +67,7 @@ def _answer(
 
 
 async def released(main: psutil.Process, within_s: float) -> None:
-    """Raises AssertionError unless a worker's staging is free, and no handoff lives, soon."""
+    """Raises AssertionError unless a worker's staging is soon free and no handoff is live."""
     deadline = time.monotonic() + within_s
     while _held(seen := staging(main)):
         assert time.monotonic() < deadline, f"{main} still holds {seen}"
@@ -76,7 +76,7 @@ async def released(main: psutil.Process, within_s: float) -> None:
 
 @contextlib.contextmanager
 def stopped(processes: Sequence[psutil.Process]) -> Iterator[None]:
-    """Stops processes as kill -STOP does, and lets those that still live go on after."""
+    """Stops processes like kill -STOP, and continues those that still live afterwards."""
     for process in processes:
         process.suspend()
     try:
@@ -88,7 +88,7 @@ def stopped(processes: Sequence[psutil.Process]) -> Iterator[None]:
 
 
 async def forgotten_by(main: psutil.Process, within_s: float) -> None:
-    """Raises AssertionError unless a worker soon maps no segment whose service has ended."""
+    """Raises AssertionError unless a worker soon unmaps segments of ended services."""
     deadline = time.monotonic() + within_s
     service = transfer_service(main)
     while left := [name for name in _mapped(service) if SEGMENT in name and DELETED in name]:
@@ -97,18 +97,18 @@ async def forgotten_by(main: psutil.Process, within_s: float) -> None:
 
 
 class Remains:
-    """A worker's processes, its segments in shared memory and its directory, as they are now."""
+    """A worker's processes, its segments in shared memory and its directory."""
 
     def __init__(self, main: psutil.Process) -> None:
         self._processes = family(main)
         self._files = {Path(control_socket(main)).parent, Path(SHARED_MEMORY + segment(main))}
         for process in self._processes:
-            # Other services' segments are theirs.
+            # Segments of other services are left out.
             mapped = (name for name in _mapped(process) if not name.startswith(SEGMENT))
             self._files.update(Path(SHARED_MEMORY + name) for name in mapped if DELETED not in name)
 
     async def gone(self) -> None:
-        """Raises AssertionError unless all of it is gone soon."""
+        """Raises AssertionError unless all of them are soon gone."""
         left: list[object] = ["never looked"]
         try:
             async with asyncio.timeout(GONE_TIMEOUT_S):
@@ -119,7 +119,7 @@ class Remains:
 
 
 def _mapped(process: psutil.Process) -> Iterator[str]:
-    """Names of the files in shared memory that a process maps."""
+    """Returns the names of the shared memory files that a process maps."""
     for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines():
         _, separator, name = line.partition(SHARED_MEMORY)
         if separator:

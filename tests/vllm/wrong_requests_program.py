@@ -1,4 +1,4 @@
-"""Submits what vLLM refuses."""
+"""Submits requests that vLLM refuses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.runtime import demo_model
 from baton.v1 import common_pb2
 
 ARGUMENTS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 256}
-# All of these a client can send, and none of them does the coordinator know for wrong.
+# A client can send all of these, and the coordinator does not detect that they are wrong.
 WRONG = {
     "regex": common_pb2.StructuredOutput(regex="("),
     "grammar": common_pb2.StructuredOutput(grammar="nope ::"),
@@ -24,7 +24,7 @@ async def said() -> dict[str, str]:
     messages = {}
     with (
         tempfile.TemporaryDirectory() as own,
-        # Nothing of this reaches the engine's processes: there are none.
+        # There are no engine processes.
         mock.patch.object(
             vllm_engine.EngineCoreClient, "make_async_mp_client", return_value=mock.AsyncMock()
         ),
@@ -42,5 +42,5 @@ async def said() -> dict[str, str]:
 
 
 def main() -> dict[str, str]:
-    """What the engine says of each."""
+    """Returns the engine's error for each request."""
     return asyncio.run(said())

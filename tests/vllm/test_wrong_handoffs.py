@@ -1,4 +1,4 @@
-"""Whatever happens to a handoff's frames on their way, the tokens are right."""
+"""Tokens stay right, whatever happens to a handoff's frames on their way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 def with_kind(
     kind: frames.FrameKind, change: Callable[[bytes, frames.Frame], list[bytes]]
 ) -> Spoil:
-    """Spoils the first frame of a kind, cut out of the message it came in."""
+    """Spoils the first frame of a kind within its message."""
     done = False
 
     def spoil(message: bytes) -> list[bytes]:
@@ -93,7 +93,7 @@ def beyond_the_end(raw: bytes, frame: frames.Frame) -> list[bytes]:
 
 
 def foreign_bytes(raw: bytes, frame: frames.Frame) -> list[bytes]:
-    """Well-formed, with a checksum that fits: only the commit can tell."""
+    """Replaces the bytes and their checksum; only the commit reveals it."""
     return [again(frame, payload=secrets.token_bytes(len(frame.payload)))]
 
 
@@ -176,7 +176,7 @@ async def test_reordered_frames_are_put_where_they_belong(
 async def test_late_frames_find_nothing_to_write_to(
     client: BatonClient, cluster: Cluster, relay: Relay, expected: dict[str, cases.Case]
 ) -> None:
-    """Frames of a handoff that is long over arrive in the stream of the next."""
+    """Frames of a handoff that has ended arrive in the stream of the next one."""
     kept: list[bytes] = []
 
     def keep(message: bytes) -> list[bytes]:
