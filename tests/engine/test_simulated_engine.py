@@ -76,7 +76,7 @@ async def answers(engine: SimulatedEngine, *requests: EngineRequest) -> dict[str
     for one in requests:
         await engine.submit(one)
     open_ids = set(found)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while open_ids:
             for output in (await engine.next_step()).outputs:
                 answer = found[output.request_id]
@@ -262,7 +262,7 @@ async def test_without_room_requests_are_preempted_and_still_right(
 async def test_abort_frees_blocks_and_silences_queued_outputs(engine: SimulatedEngine) -> None:
     await engine.submit(request("a", [3] * 40, max_tokens=400))
     await engine.submit(request("b", [4] * 40, max_tokens=400))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await engine.next_step()
         await engine.abort(["a", "nobody"])
         for _ in range(5):
@@ -281,7 +281,7 @@ async def test_a_preempted_prefill_starts_over(model: str, vocabulary: Vocabular
     engine = await started(model, settings)
     prompt = [7] * 200
     await engine.submit(request("a", prompt, max_tokens=1))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await engine.next_step()
         assert engine.preempt("a")
         tokens: list[int] = []

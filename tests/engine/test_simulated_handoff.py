@@ -43,14 +43,14 @@ class Side:
     transfer: TransferClient
 
     async def finish(self, request: EngineRequest) -> tuple[list[int], EngineOutput, EngineOutput]:
-        """Its tokens, first and last output."""
+        """Submits a request; returns its tokens, its first and its last output."""
         await self.engine.submit(request)
         return await self.outputs_of(request.request_id)
 
     async def outputs_of(self, name: str) -> tuple[list[int], EngineOutput, EngineOutput]:
         tokens: list[int] = []
         first: EngineOutput | None = None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 for output in (await self.engine.next_step()).outputs:
                     assert output.request_id == name
@@ -71,7 +71,7 @@ class Pair:
     async def open(
         self, prompt: list[int], target: TransferClient | None = None, skip_tokens: int = 0
     ) -> SendHandoff:
-        """To the receiver, or to somebody else."""
+        """Opens a send to the receiver or to another service."""
         handoff_id = secrets.token_bytes(16)
         num_tokens = len(prompt) - skip_tokens
         num_blocks = -(-num_tokens // SETTINGS.block_size_tokens)
@@ -82,7 +82,7 @@ class Pair:
         return SendHandoff(handoff_id, offset, len(prompt), skip_tokens)
 
     async def nothing_left(self) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             for side in (self.sender, self.receiver):
                 side.engine.check_integrity()
                 assert side.engine.load().kv_tokens_used == 0
@@ -152,7 +152,7 @@ def decode(
 
 
 async def committed(side: Side, handoff_id: bytes) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             for event in await side.transfer.next_events():
                 if event.handoff_id == handoff_id and event.state == (
@@ -163,7 +163,7 @@ async def committed(side: Side, handoff_id: bytes) -> None:
 
 async def ended_badly(side: Side, handoff_id: bytes) -> HandoffEvent:
     """Waits for a side's report of a failed handoff; returns it."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while True:
             for event in await side.transfer.next_events():
                 if event.handoff_id == handoff_id and event.reason:
@@ -240,7 +240,7 @@ async def test_a_preempted_prefill_hands_over_each_block_once(pair: Pair) -> Non
     prompt = [index % 200 for index in range(300)]
     send = await pair.open(prompt)
     await pair.sender.engine.submit(prefill(prompt, send))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await pair.sender.engine.next_step()
     assert pair.sender.engine.preempt("p")
     first, _, _ = await pair.sender.outputs_of("p")
@@ -258,7 +258,7 @@ async def test_without_a_commit_the_prompt_is_computed_and_others_run(pair: Pair
     await engine.submit(EngineRequest("other", [5, 6, 7], sampling))
     finished: dict[str, EngineOutput] = {}
     tokens: dict[str, list[int]] = {"d": [], "other": []}
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while len(finished) < 2:
             for output in (await engine.next_step()).outputs:
                 tokens[output.request_id] += output.token_ids
@@ -318,7 +318,7 @@ async def test_abort_leaves_nothing(pair: Pair, role: str) -> None:
     send = await pair.open(prompt)
     if role == "sender":
         await pair.sender.engine.submit(prefill(prompt, send))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             await pair.sender.engine.next_step()
         await pair.sender.engine.abort(["p"])
         pair.sender.transfer.abort_send(send.handoff_id)
@@ -334,7 +334,7 @@ async def test_abort_leaves_nothing(pair: Pair, role: str) -> None:
 
 async def test_the_engine_dies_with_its_transfer_service(pair: Pair) -> None:
     os.kill(pair.sender.transfer.pid, 9)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await pair.sender.transfer.gone.wait()
         await pair.sender.engine.submit(
             EngineRequest("x", [1, 2], common_pb2.SamplingParams(max_tokens=2))

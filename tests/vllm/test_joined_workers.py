@@ -17,8 +17,10 @@ from vllm_guests import (
     SOON_S,
     Guests,
     begun,
+    begun_at,
     flip,
     held_up,
+    held_up_at,
     let_pass,
     placed,
     responds,
@@ -91,9 +93,7 @@ async def test_a_worker_flips_under_load_and_back(
     assert await rest(streams) == [case["expected"]["token_ids"] for case in chunked]
     assert FLIPPER in [(await placed(cluster, stream))[0] for stream in streams]
     for name in ("flip-0", "flip-1"):
-        there = await session_at(client, cluster, PREFILL_ID, FLIPPER)
-        stream = await begun(client, expected[name], 2, there)
-        assert await placed(cluster, stream) == (PREFILL_ID, FLIPPER)
+        stream = await begun_at(client, cluster, expected[name], 2, (PREFILL_ID, FLIPPER))
         assert await rest([stream]) == [expected[name]["expected"]["token_ids"]]
 
     # 2. The worker changes back while it decodes; its outputs move and continue without a fault.
@@ -103,9 +103,7 @@ async def test_a_worker_flips_under_load_and_back(
     assert await rest(streams) == tokens
 
     # 3. The worker computes prompts again, in the same process and engine.
-    there = await session_at(client, cluster, FLIPPER, DECODE_ID)
-    stream = await begun(client, expected["flip-2"], 2, there)
-    assert await placed(cluster, stream) == (FLIPPER, DECODE_ID)
+    stream = await begun_at(client, cluster, expected["flip-2"], 2, (FLIPPER, DECODE_ID))
     assert await rest([stream]) == [expected["flip-2"]["expected"]["token_ids"]]
     after = await cluster.worker(FLIPPER)
     assert (after.incarnation, after.startup_ms) == (before.incarnation, before.startup_ms)
@@ -122,9 +120,7 @@ async def test_a_prefill_worker_that_stands_still_with_its_first_token_out(
 ) -> None:
     """The lease of its handoff expires at the receiver, and the request continues without it."""
     case = expected["fault-0"]
-    there = await session_at(client, cluster, "p2", "d2")
-    stream = await held_up(client, to_d2, case, there)
-    assert await placed(cluster, stream) == ("p2", "d2")
+    stream = await held_up_at(client, cluster, to_d2, case, ("p2", "d2"))
     assert staging(guests.main("d2")).num_receives == 1
     with stopped(family(guests.main("p2"))):
         await released(guests.main("d2"), SOON_S)
@@ -164,9 +160,7 @@ async def test_requests_leave_a_decode_worker_that_stands_still(
     expected: dict[str, cases.Case],
 ) -> None:
     case = expected["fault-5"]
-    there = await session_at(client, cluster, "p2", "d2")
-    stream = await held_up(client, to_d2, case, there)
-    assert await placed(cluster, stream) == ("p2", "d2")
+    stream = await held_up_at(client, cluster, to_d2, case, ("p2", "d2"))
     with stopped(family(guests.main("d2"))):
         assert await tokens_of(stream) == case["expected"]["token_ids"]
         assert (await placed(cluster, stream))[1] == DECODE_ID
@@ -183,9 +177,7 @@ async def test_a_request_survives_a_prefill_worker_killed_in_mid_push(
     expected: dict[str, cases.Case],
 ) -> None:
     case = expected["fault-8"]
-    there = await session_at(client, cluster, "p2", "d2")
-    stream = await held_up(client, to_d2, case, there)
-    assert await placed(cluster, stream) == ("p2", "d2")
+    stream = await held_up_at(client, cluster, to_d2, case, ("p2", "d2"))
     remains = Remains(guests.main("p2"))
     guests.main("p2").kill()
     await released(guests.main("d2"), SOON_S)

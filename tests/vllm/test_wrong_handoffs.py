@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable
 
@@ -193,4 +194,30 @@ async def test_late_frames_find_nothing_to_write_to(
     case = expected["fault-19"]
     tokens = await spoiled_tokens(client, relay, with_kind(DATA, late), case)
     assert tokens == case["expected"]["token_ids"]
+    await cluster.assert_idle()
+
+
+async def test_an_altered_reference_to_shared_memory_falls_back_to_the_next_transport(
+    client: BatonClient, cluster: Cluster, relay: Relay, expected: dict[str, cases.Case]
+) -> None:
+    """The receiver interrupts the epoch, and the sender sends everything again by gRPC."""
+    case, done = expected["fault-16"], False
+    before = cluster.handoff_tokens()
+    relay.only_grpc = False
+
+    def alter(message: bytes) -> list[bytes]:
+        nonlocal done
+        kinds = {frame.kind for frame in frames.decode(message)}
+        if done or frames.FrameKind.REFERENCE not in kinds:
+            return [message]
+        done = True
+        return [flip(message, len(message) - 1)]
+
+    tokens = await spoiled_tokens(client, relay, alter, case)
+    assert relay.num_spoiled == 1
+    assert tokens == case["expected"]["token_ids"]
+    # The handoff was loaded all the same.
+    async with asyncio.timeout(60):
+        while cluster.handoff_tokens() < before + len(case["prompt"]):
+            await asyncio.sleep(0.05)
     await cluster.assert_idle()

@@ -14,9 +14,9 @@ from typing import Any
 BLOCK_SIZE = 32
 CHUNK = 256
 MAX_MODEL_LEN = 1024
-# Token IDs that every demo model has.
+# The demo model has at least this many token IDs.
 VOCAB_SIZE = 430
-# IDs of the special tokens: beginning and end of a sequence, and the chat roles.
+# The first IDs are special tokens: beginning and end of a sequence, and the chat roles.
 NUM_SPECIAL = 5
 
 NUM_FAULTS = 20
@@ -32,7 +32,7 @@ STRUCTURAL_TAG = (
     '{"type":"structural_tag","format":{"type":"tag","begin":"<tool_call>","content":'
     '{"type":"json_schema","json_schema":' + JSON_SCHEMA + '},"end":"</tool_call>"}}'
 )
-# The prompt has about 150 tokens.
+# An answer to this schema has about 150 tokens.
 LIST_SCHEMA = (
     '{"type":"array","items":{"type":"integer","minimum":0,"maximum":99},'
     '"minItems":60,"maxItems":60}'

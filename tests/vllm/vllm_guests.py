@@ -21,9 +21,11 @@ from baton.client.stream import TokenStream
 LOOPBACK = "127.0.0.1"
 LEASE_S = 1.0
 # Timeout for events that are noticed at once, or when the lease expires.
-SOON_S = 10.0
+SOON_S = 60.0
 # Timeout for events that follow when the coordinator gives a silent worker up.
-LOST_S = 20.0
+LOST_S = 60.0
+# Timeout for a request to be placed on given workers.
+PLACED_S = 120.0
 _SESSIONS = itertools.count()
 
 
@@ -140,6 +142,47 @@ async def held_up(
             break
     assert await asyncio.to_thread(hold.reached.wait, SOON_S)
     return stream
+
+
+async def held_up_at(
+    client: BatonClient,
+    cluster: Cluster,
+    relay: Relay,
+    case: cases.Case,
+    workers: tuple[str, str],
+) -> TokenStream:
+    """Returns a request like `held_up`, on this prefill and this decode worker.
+
+    Routing follows predicted times, which change on a busy machine. A request that is placed
+    elsewhere is finished, and the next session tries again.
+    """
+    async with asyncio.timeout(PLACED_S):
+        while True:
+            session = await session_at(client, cluster, *workers)
+            hold = relay.spoil = Hold()
+            stream = await begun(client, case, 1, session)
+            if await placed(cluster, stream) == workers:
+                assert await asyncio.to_thread(hold.reached.wait, SOON_S)
+                return stream
+            let_pass(relay)
+            assert await tokens_of(stream) == case["expected"]["token_ids"]
+
+
+async def begun_at(
+    client: BatonClient,
+    cluster: Cluster,
+    case: cases.Case,
+    num_tokens: int,
+    workers: tuple[str, str],
+) -> TokenStream:
+    """Returns a request like `begun`, on this prefill and this decode worker."""
+    async with asyncio.timeout(PLACED_S):
+        while True:
+            session = await session_at(client, cluster, *workers)
+            stream = await begun(client, case, num_tokens, session)
+            if await placed(cluster, stream) == workers:
+                return stream
+            assert await tokens_of(stream) == case["expected"]["token_ids"]
 
 
 async def responds(cluster: Cluster, worker_id: str, expected: bool) -> None:

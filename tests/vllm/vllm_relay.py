@@ -88,12 +88,12 @@ class Relay:
 
     Attributes:
         only_grpc: Whether blocks must pass the relay instead of shared memory.
+        num_spoiled: Number of messages that were changed.
     """
 
     def __init__(self, listen: str, target: str) -> None:
         self.spoil: Spoil = as_it_is
         self.only_grpc = False
-        # A new spoiler is made for each stream, so that it can count.
         self.num_spoiled = 0
         options = [("grpc.max_receive_message_length", MAX_BYTES)]
         self._channel = grpc.insecure_channel(target, options=options)
