@@ -176,7 +176,9 @@ class World:
             ev.WorkerStep((worker_id, incarnation), cluster_pb2.StepOutputs(outputs=outputs))
         )
 
-    def plain(self, worker_id: str, *tokens: tuple[int, int, int], incarnation: int = 1) -> list:
+    def step_columns(
+        self, worker_id: str, *tokens: tuple[int, int, int], incarnation: int = 1
+    ) -> list:
         """Reports a step in the column format: one token per output, each with the text "é".
 
         Args:

@@ -67,10 +67,10 @@ class RandomCoordinator:
         """Whether the process runs and handles events now."""
         return self.is_up and self.frozen_until <= self._cell.now
 
-    def attach(self, said: cluster_pb2.Hello, *, returns: bool) -> BatonError | None:
+    def attach(self, hello: cluster_pb2.Hello, *, returns: bool) -> BatonError | None:
         """Handles a worker's Hello; returns the error if the core refuses the worker."""
         self._refusal: BatonError | None = None
-        self.post(ev.WorkerAttached(said, returns))
+        self.post(ev.WorkerAttached(hello, returns))
         return self._refusal
 
     def post(self, event: ev.Event) -> None:
@@ -134,23 +134,23 @@ class RandomCell:
 
     Attributes:
         now: Virtual time in seconds.
-        chance: The only random generator of the run.
+        rng: The only random generator of the run.
         conditions: Conditions of this run.
         workers: Live worker processes in the order of their start.
         num_losses: Number of injected faults after which the coordinator may have lost a worker.
     """
 
     def __init__(self, seed: int, *, faults: bool) -> None:
-        self.now, self.chance = 1000.0, random.Random(seed)
+        self.now, self.rng = 1000.0, random.Random(seed)
         self._agenda: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._generations, self._incarnations = itertools.count(1), itertools.count(1)
         self._num_ticks = 0
-        self.conditions = draw(self.chance, faults=faults)
+        self.conditions = draw(self.rng, faults=faults)
         self._events: deque[tuple[float, tuple[object, ...]]] = deque(maxlen=_MAX_LOGGED_EVENTS)
         self.workers: list[RandomWorker] = []
         self.num_losses, self._starts_fail = 0, faults
-        breaks = faults and self.chance.random() < 0.3
+        breaks = faults and self.rng.random() < 0.3
         self.network = RandomNetwork(self, self.conditions.delay_s, breaks=breaks)
         self.clients = RandomClients(self)
         self.coordinator = RandomCoordinator(self, next(self._generations))
@@ -222,7 +222,7 @@ class RandomCell:
         coordinator = self.coordinator
         if worker.launched_by == coordinator.generation:
             exited = ev.WorkerExited(worker.id, reason)
-            seconds = self.chance.choice([0.001, 0.05, 0.3])
+            seconds = self.rng.choice([0.001, 0.05, 0.3])
             self.after(seconds, lambda: coordinator.post(exited))
 
     def fence(self, key: WorkerKey, error: BatonError) -> None:
@@ -242,9 +242,9 @@ class RandomCell:
         self, coordinator: RandomCoordinator, worker_id: str, role: int, revision: str
     ) -> None:
         """Starts a process after a delay; some starts wait for a GPU, and some fail."""
-        chance = self.chance
+        rng = self.rng
         coordinator.processes.add(worker_id)
-        if self._starts_fail and chance.random() < 0.1:
+        if self._starts_fail and rng.random() < 0.1:
             failed = ev.WorkerExited(worker_id, "could not be started")
             self.after(0.5, lambda: coordinator.post(failed))
             return
@@ -253,8 +253,8 @@ class RandomCell:
             if coordinator.is_up and worker_id in coordinator.processes:
                 self.spawn(worker_id, role, revision, coordinator.generation)
 
-        seconds = chance.choice([0.5, 2.0, 5.0, 8.0])
-        if self._starts_fail and chance.random() < 0.1:
+        seconds = rng.choice([0.5, 2.0, 5.0, 8.0])
+        if self._starts_fail and rng.random() < 0.1:
             seconds = 30.0
             waits = ev.WorkerWaits(worker_id, "waits for a GPU")
             self.after(1.0, lambda: coordinator.post(waits))
@@ -273,7 +273,7 @@ class RandomCell:
                     self.exit(worker, "was ended")
             coordinator.post(ev.WorkerExited(worker_id, "was ended", gone=True))
 
-        self.after(self.chance.choice([0.01, 0.2, 2.0]), end)
+        self.after(self.rng.choice([0.01, 0.2, 2.0]), end)
 
     def lose_coordinator(self) -> None:
         """Kills the coordinator and starts another one later; workers and clients reconnect."""
@@ -282,10 +282,10 @@ class RandomCell:
         for worker in list(self.workers):
             if worker.is_launched:
                 # A launched worker exits once it notices the death of its coordinator.
-                self._exit_later(worker, self.chance.uniform(0, 1.5), "is alone")
+                self._exit_later(worker, self.rng.uniform(0, 1.5), "is alone")
             self.network.lost_coordinator(worker)
         self.clients.lost_coordinator()
-        self.after(self.chance.choice([0.2, 1.0, 3.0]), self._begin_coordinator)
+        self.after(self.rng.choice([0.2, 1.0, 3.0]), self._begin_coordinator)
 
     def _exit_later(self, worker: RandomWorker, seconds: float, reason: str) -> None:
         worker.after(seconds, lambda: self.exit(worker, reason))
@@ -297,7 +297,7 @@ class RandomCell:
             self._begin_launching()
 
     def _begin_launching(self) -> None:
-        sizes: Mapping[Pool, int] = {pool: self.chance.choice([1, 2]) for pool in Pool}
+        sizes: Mapping[Pool, int] = {pool: self.rng.choice([1, 2]) for pool in Pool}
         self.coordinator.post(ev.LauncherReady(sizes))
 
     # ---- The end.

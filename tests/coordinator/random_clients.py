@@ -90,7 +90,7 @@ class RandomClients:
         self.everyone: list[Client] = []
         self.outcomes: Counter[str] = Counter()
         self._by_stream: dict[StreamKey, Client] = {}
-        self._over: set[StreamKey] = set()
+        self._ended_streams: set[StreamKey] = set()
         self._numbers, self._streams = itertools.count(1), itertools.count(1)
         self._session_numbers = itertools.count(1)
         self._sessions = [next(self._session_numbers) for _ in range(_NUM_SESSIONS)]
@@ -99,23 +99,23 @@ class RandomClients:
 
     def submit(self, *, plain: bool = False) -> Client:
         """Submits a new request; a plain one has no tenant limit, adapter, target or deadline."""
-        chance, cell = self._cell.chance, self._cell
-        length = chance.choice([5, 20, 33, 64, 200, 400])
-        if chance.random() < 0.6:
-            family = chance.randrange(6)
+        rng, cell = self._cell.rng, self._cell
+        length = rng.choice([5, 20, 33, 64, 200, 400])
+        if rng.random() < 0.6:
+            family = rng.randrange(6)
             prompt = [family] * 4 + [family * 7] * (length - 4)
         else:
-            prompt = [chance.randrange(NUM_TOKENS) for _ in range(length)]
+            prompt = [rng.randrange(NUM_TOKENS) for _ in range(length)]
         sampling = common_pb2.SamplingParams()
-        if max_tokens := chance.choice([1, 2, 8, 30, 80, 200, None]):
+        if max_tokens := rng.choice([1, 2, 8, 30, 80, 200, None]):
             sampling.max_tokens = max_tokens
-        if chance.random() < 0.1:
+        if rng.random() < 0.1:
             # A seeded sampler has state: a worker that resumes must replay each known token.
             sampling.temperature, sampling.seed = 1.0, 7
         client = Client(
             request_id=f"r{next(self._numbers)}",
-            tenant="default" if plain else chance.choice(["default", "default", *TENANTS]),
-            lane=common_pb2.LANE_BATCH if plain else chance.choice(_LANES),
+            tenant="default" if plain else rng.choice(["default", "default", *TENANTS]),
+            lane=common_pb2.LANE_BATCH if plain else rng.choice(_LANES),
             prompt=prompt,
             sampling=sampling,
         )
@@ -123,12 +123,12 @@ class RandomClients:
             # The server refuses requests for adapters that the model does not have.
             served = cell.coordinator.core.workers.model
             adapters = served.adapters if served is not None else ()
-            client.adapter = chance.choice(("", *(one.name for one in adapters)))
-            client.conversation = chance.choice(["", "a", "b", "c", "d"])
+            client.adapter = rng.choice(("", *(one.name for one in adapters)))
+            client.conversation = rng.choice(["", "a", "b", "c", "d"])
             if cell.conditions.tight:
-                client.slo_ttft_s = chance.choice([None, None, 0.5])
-            if cell.conditions.faults and chance.random() < 0.1:
-                client.deadline = cell.now + chance.choice([3.0, 20.0])
+                client.slo_ttft_s = rng.choice([None, None, 0.5])
+            if cell.conditions.faults and rng.random() < 0.1:
+                client.deadline = cell.now + rng.choice([3.0, 20.0])
         self.everyone.append(client)
         self._send(client)
         return client
@@ -149,7 +149,7 @@ class RandomClients:
         core = self._cell.coordinator.core
         runs = core.running_request(client.request_id, client.tenant) is not None
         other = Client(client.request_id, client.tenant, client.lane, [1], client.sampling)
-        other.session, other.ends_itself = self._cell.chance.choice(self._sessions), not runs
+        other.session, other.ends_itself = self._cell.rng.choice(self._sessions), not runs
         self._send(other)
         if runs:
             assert isinstance(other.error, AlreadyExists), other
@@ -158,18 +158,18 @@ class RandomClients:
 
     def lose_session(self) -> None:
         """Breaks a session. The coordinator may notice later; most clients resume."""
-        cell, chance = self._cell, self._cell.chance
-        session = chance.choice(self._sessions)
+        cell, rng = self._cell, self._cell.rng
+        session = rng.choice(self._sessions)
         self._sessions[self._sessions.index(session)] = next(self._session_numbers)
         coordinator = cell.coordinator
-        heard_s = chance.choice([0.0, 0.0, 0.0, 0.3, 1.0, 4.0])
+        heard_s = rng.choice([0.0, 0.0, 0.0, 0.3, 1.0, 4.0])
         if heard_s:
             cell.after(heard_s, lambda: coordinator.post(ev.SessionLost(session)))
         else:
             coordinator.post(ev.SessionLost(session))
         for client in self.everyone:
             if not client.outcome and client.session == session:
-                if client.to is None or chance.random() < 0.8:
+                if client.to is None or rng.random() < 0.8:
                     self._resume(client)
                 else:
                     self._end(client, "abandoned")
@@ -183,14 +183,14 @@ class RandomClients:
 
     def _any_running(self) -> Client | None:
         running = [each for each in self.everyone if not each.outcome and each.to is not None]
-        return self._cell.chance.choice(running[-10:]) if running else None
+        return self._cell.rng.choice(running[-10:]) if running else None
 
     def _resume(self, client: Client) -> None:
         client.resumes, client.has_resumed, client.to = True, True, None
         # A retired revision keeps its requests only for clients that resume at once, so a late
         # client is a fault.
         late = [2.0] if self._cell.conditions.faults else []
-        self._later(client, self._cell.chance.choice([0.01, 0.1, 0.5, *late]))
+        self._later(client, self._cell.rng.choice([0.01, 0.1, 0.5, *late]))
 
     def _later(self, client: Client, seconds: float) -> None:
         """Submits again after a pause, unless the request was submitted or ended meanwhile."""
@@ -211,7 +211,7 @@ class RandomClients:
             self._later(client, 0.3)
             return
         if client.session not in self._sessions:
-            client.session = cell.chance.choice(self._sessions)
+            client.session = cell.rng.choice(self._sessions)
         client.to = StreamKey(client.session, next(self._streams))
         client.accepted = False
         self._by_stream[client.to] = client
@@ -239,14 +239,14 @@ class RandomClients:
 
     def take_accepted(self, to: StreamKey) -> None:
         client = self._by_stream[to]
-        assert to not in self._over
+        assert to not in self._ended_streams
         assert not client.accepted or client.to != to, client
         if client.to == to:
             client.accepted, client.resumes, client.num_refusals = True, False, 0
 
     def take_delta(self, to: StreamKey, delta: common_pb2.TokenDelta) -> None:
         """Asserts the position, value and revision of every token."""
-        assert to not in self._over, f"tokens after the end of {to}"
+        assert to not in self._ended_streams, f"tokens after the end of {to}"
         client = self._by_stream[to]
         if client.to != to:
             return
@@ -297,8 +297,8 @@ class RandomClients:
 
     def _end_stream(self, to: StreamKey) -> Client | None:
         """Returns the client of an ended stream, or None if the client no longer uses it."""
-        assert to not in self._over, f"a second end of {to}"
-        self._over.add(to)
+        assert to not in self._ended_streams, f"a second end of {to}"
+        self._ended_streams.add(to)
         client = self._by_stream[to]
         return client if client.to == to and not client.outcome else None
 
@@ -306,7 +306,7 @@ class RandomClients:
         if getattr(error, "reason", "") == _GONE or client.num_refusals > _MAX_REFUSALS:
             return None
         refusal = RemoteError(error.code, str(error), error.details())
-        return resume_retry_delay_s(refusal, client.num_refusals, self._cell.chance.random())
+        return resume_retry_delay_s(refusal, client.num_refusals, self._cell.rng.random())
 
     def _is_justified(self, client: Client, error: BatonError) -> bool:
         """Whether a request may fail so, given what has happened in this run."""

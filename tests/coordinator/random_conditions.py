@@ -78,52 +78,52 @@ class Conditions:
     config: CoreConfig
 
 
-def draw(chance: random.Random, *, faults: bool) -> Conditions:
+def draw(rng: random.Random, *, faults: bool) -> Conditions:
     """Draws the conditions of a run."""
-    tight = chance.random() < 0.4
-    adapters = chance.choice([(), ("fr", "de")])
+    tight = rng.random() < 0.4
+    adapters = rng.choice([(), ("fr", "de")])
     return Conditions(
         faults=faults,
-        launched=chance.random() < 0.5,
+        launched=rng.random() < 0.5,
         tight=tight,
-        step_s=chance.choice([0.01, 0.02, 0.05]),
-        token_s=chance.choice([0.0001, 0.001, 0.003]),
-        handoff_s=chance.choice([(0.001, 0.002), (0.01, 0.2), (0.5, 3.0)]),
-        delay_s=chance.choice([0.0005, 0.002, 0.02]),
-        kv_tokens=chance.choice([400, 2000, 65536]),
-        keeps_prefixes=chance.random() < 0.8,
-        forces_tokens=chance.random() < 0.8,
-        max_handoff_tokens=chance.choice([100, 10**6, 10**6]),
-        grace_s=chance.choice([1.0, 30.0]),
-        p_refused=chance.choice([0.0, 0.0, 0.02]) if faults else 0.0,
-        p_gives_up=chance.choice([0.0, 0.0, 0.001]) if faults else 0.0,
-        p_handoff_fails=chance.choice([0.0, 0.0, 0.2]) if faults else 0.0,
-        p_prefix_gone=chance.choice([0.0, 0.3]),
+        step_s=rng.choice([0.01, 0.02, 0.05]),
+        token_s=rng.choice([0.0001, 0.001, 0.003]),
+        handoff_s=rng.choice([(0.001, 0.002), (0.01, 0.2), (0.5, 3.0)]),
+        delay_s=rng.choice([0.0005, 0.002, 0.02]),
+        kv_tokens=rng.choice([400, 2000, 65536]),
+        keeps_prefixes=rng.random() < 0.8,
+        forces_tokens=rng.random() < 0.8,
+        max_handoff_tokens=rng.choice([100, 10**6, 10**6]),
+        grace_s=rng.choice([1.0, 30.0]),
+        p_refused=rng.choice([0.0, 0.0, 0.02]) if faults else 0.0,
+        p_gives_up=rng.choice([0.0, 0.0, 0.001]) if faults else 0.0,
+        p_handoff_fails=rng.choice([0.0, 0.0, 0.2]) if faults else 0.0,
+        p_prefix_gone=rng.choice([0.0, 0.3]),
         adapters={
             "1": adapters,
-            "v2": adapters[:1] if chance.random() < 0.5 else adapters,
-            "v3": () if chance.random() < 0.5 else adapters,
+            "v2": adapters[:1] if rng.random() < 0.5 else adapters,
+            "v3": () if rng.random() < 0.5 else adapters,
         },
-        config=_config(chance, faults=faults, tight=tight),
+        config=_config(rng, faults=faults, tight=tight),
     )
 
 
-def _config(chance: random.Random, *, faults: bool, tight: bool) -> CoreConfig:
+def _config(rng: random.Random, *, faults: bool, tight: bool) -> CoreConfig:
     scaling = ScalingConfig(
-        prefill=PoolLimits(chance.choice([0, 1, 1]), 3),
-        decode=PoolLimits(chance.choice([0, 1, 1]), 3),
-        cold_start_s=chance.choice([3.0, 10.0]),
+        prefill=PoolLimits(rng.choice([0, 1, 1]), 3),
+        decode=PoolLimits(rng.choice([0, 1, 1]), 3),
+        cold_start_s=rng.choice([3.0, 10.0]),
         start_timeout_s=20.0,
-        down_window_s=chance.choice([10.0, 30.0]),
-        interval_s=chance.choice([1.0, 5.0]),
-        flip=chance.random() < 0.8,
+        down_window_s=rng.choice([10.0, 30.0]),
+        interval_s=rng.choice([1.0, 5.0]),
+        flip=rng.random() < 0.8,
         flip_quiet_s=10.0,
-        idle_s=chance.choice([10.0, 60.0]),
-        max_gpus=chance.choice([None, None, 5]),
+        idle_s=rng.choice([10.0, 60.0]),
+        max_gpus=rng.choice([None, None, 5]),
         targets=(
             (
                 "interactive",
-                Targets(ttft_s=chance.choice([0.2, 2.0]), itl_s=chance.choice([0.03, 0.2])),
+                Targets(ttft_s=rng.choice([0.2, 2.0]), itl_s=rng.choice([0.03, 0.2])),
             ),
         ),
     )
@@ -132,26 +132,26 @@ def _config(chance: random.Random, *, faults: bool, tight: bool) -> CoreConfig:
         interactive=InteractiveLaneConfig(
             max_queued=max_queued,
             max_queue_s=20.0 if tight else 600.0,
-            ttft_ms=600 if tight and chance.random() < 0.5 else None,
-            itl_ms=chance.choice([1, 16, 100]),
+            ttft_ms=600 if tight and rng.random() < 0.5 else None,
+            itl_ms=rng.choice([1, 16, 100]),
         ),
         batch=BatchLaneConfig(
             max_queued=max_queued,
             max_queue_s=40.0 if tight else 1000.0,
-            max_running=chance.choice([2, 8]),
+            max_running=rng.choice([2, 8]),
         ),
-        long_prompt_tokens=chance.choice([0, 100]),
+        long_prompt_tokens=rng.choice([0, 100]),
     )
     return replace(
         CoreConfig.of(parse({"model": "simulated"}, "test")),
         scaling=ScalingSettings(
-            scaling, autoscale=chance.random() < 0.6, drain_s=chance.choice([5.0, 30.0, 200.0])
+            scaling, autoscale=rng.random() < 0.6, drain_s=rng.choice([5.0, 30.0, 200.0])
         ),
         max_running_requests=200,
-        max_request_s=chance.choice([60.0, 200.0]) if faults else 1000.0,
-        max_prefill_requests=chance.choice([1, 2, 4]),
-        max_decode_requests=chance.choice([1, 4, 8]),
-        local_prefill=chance.random() < 0.5,
+        max_request_s=rng.choice([60.0, 200.0]) if faults else 1000.0,
+        max_prefill_requests=rng.choice([1, 2, 4]),
+        max_decode_requests=rng.choice([1, 4, 8]),
+        local_prefill=rng.random() < 0.5,
         max_recovery_s=30.0,
         max_lost_attempts=4,
         handoff_timeout_s=5.0,

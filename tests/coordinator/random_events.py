@@ -28,7 +28,7 @@ class RandomEvents:
     """
 
     def __init__(self, cell: RandomCell) -> None:
-        self._cell, self._chance = cell, cell.chance
+        self._cell, self._rng = cell, cell.rng
         self._faults, self._launched = cell.conditions.faults, cell.conditions.launched
         clients = cell.clients
         peaceful: list[Callable[[], None]] = [
@@ -42,18 +42,18 @@ class RandomEvents:
             self._read_too_slowly, self._lose_coordinator, self._stall,
         ]  # fmt: skip
         if not self._faults:
-            faulty = [self._cut] if self._chance.random() < 0.5 else []
+            faulty = [self._cut] if self._rng.random() < 0.5 else []
         self._all = peaceful + faulty
 
     def run(self, seconds: float) -> None:
         """Applies events with random pauses for this many seconds."""
-        cell, chance = self._cell, self._chance
+        cell, rng = self._cell, self._rng
         cell.run(3.0)
         until = cell.now + seconds
         while cell.now < until:
-            cell.run(chance.choice([0.001, 0.01, 0.1, 0.1, 0.5, 2.0]))
+            cell.run(rng.choice([0.001, 0.01, 0.1, 0.1, 0.5, 2.0]))
             if cell.coordinator.listens:
-                chance.choice(self._all)()
+                rng.choice(self._all)()
 
     @property
     def _core(self) -> Core:
@@ -68,7 +68,7 @@ class RandomEvents:
         self._cell.clients.submit()
 
     def _submit_some(self) -> None:
-        for _ in range(self._chance.randrange(3, 12)):
+        for _ in range(self._rng.randrange(3, 12)):
             self._submit()
 
     def _cancel(self) -> None:
@@ -90,7 +90,7 @@ class RandomEvents:
 
     def _any_attached(self) -> Worker | None:
         attached = list(self._core.workers)
-        return self._chance.choice(attached) if attached else None
+        return self._rng.choice(attached) if attached else None
 
     def _is_leaving(self, revision: str) -> bool:
         """Whether the fleet of this revision gets no new requests and so no new workers."""
@@ -112,59 +112,57 @@ class RandomEvents:
             (is_last and not self._launched) or self._is_leaving(worker.fleet.name)
         ):
             return
-        timeout_s = self._chance.choice([0.2, 5.0, 60.0]) if self._faults else 300.0
+        timeout_s = self._rng.choice([0.2, 5.0, 60.0]) if self._faults else 300.0
         self._post(ev.DrainRequested(worker.id, timeout_s, "test"))
         if not self._launched:
             self._begin_later(5.0, f"{worker.id}x", worker.role, worker.fleet.name)
 
     def _scale(self) -> None:
-        pool = self._chance.choice(list(Pool))
-        size = self._chance.randrange(0 if self._faults else 1, 4)
+        pool = self._rng.choice(list(Pool))
+        size = self._rng.randrange(0 if self._faults else 1, 4)
         if self._core.scaler.scale_error(pool, size) is None:
             self._post(ev.ScaleRequested(pool, size))
 
     def _autoscale(self) -> None:
-        self._post(ev.AutoscaleRequested(self._chance.random() < 0.7))
+        self._post(ev.AutoscaleRequested(self._rng.random() < 0.7))
 
     def _set_targets(self) -> None:
         targets = Targets(
-            ttft_s=self._chance.choice([None, 0.1, 1.0]), itl_s=self._chance.choice([None, 0.02])
+            ttft_s=self._rng.choice([None, 0.1, 1.0]), itl_s=self._rng.choice([None, 0.02])
         )
         self._post(ev.TargetsRequested({"interactive": targets}))
 
     def _roll_out(self) -> None:
-        rollouts, chance = self._core.rollouts, self._chance
-        name = chance.choice([one for one in REVISIONS if one != rollouts.traffic.stable.name])
-        revision, share = Revision(name), chance.choice([0.0, 0.3, 1.0])
-        sizes = {pool: chance.choice([1, 2]) for pool in Pool if chance.random() < 0.5}
+        rollouts, rng = self._core.rollouts, self._rng
+        name = rng.choice([one for one in REVISIONS if one != rollouts.traffic.stable.name])
+        revision, share = Revision(name), rng.choice([0.0, 0.3, 1.0])
+        sizes = {pool: rng.choice([1, 2]) for pool in Pool if rng.random() < 0.5}
         if rollouts.start_error(revision, share, sizes) is not None:
             return
-        self._post(
-            ev.RolloutRequested(revision, share, sizes, self._faults and chance.random() < 0.3)
-        )
+        self._post(ev.RolloutRequested(revision, share, sizes, self._faults and rng.random() < 0.3))
         if not self._launched:
             for role in (PREFILL, DECODE):
-                self._begin_later(0.0, f"{name}-{role}-{chance.randrange(100)}", role, name)
+                self._begin_later(0.0, f"{name}-{role}-{rng.randrange(100)}", role, name)
 
     def _share(self) -> None:
         if self._core.rollouts.share_error(0.5) is None:
-            self._post(ev.ShareRequested(self._chance.choice([0.0, 0.5, 1.0])))
+            self._post(ev.ShareRequested(self._rng.choice([0.0, 0.5, 1.0])))
 
     def _promote(self) -> None:
         if self._core.rollouts.promote_error() is None:
-            drain_s = self._chance.choice([None, None, 1.0, 20.0]) if self._faults else None
+            drain_s = self._rng.choice([None, None, 1.0, 20.0]) if self._faults else None
             self._post(ev.PromotionRequested(drain_s))
 
     def _abort(self) -> None:
         if self._core.rollouts.abort_error() is None:
-            drain_s = self._chance.choice([None, 1.0]) if self._faults else None
+            drain_s = self._rng.choice([None, 1.0]) if self._faults else None
             self._post(ev.AbortRequested("test", drain_s))
 
     # ---- Workers.
 
     def _any_worker(self) -> RandomWorker | None:
         workers = self._cell.workers
-        return self._chance.choice(workers) if workers else None
+        return self._rng.choice(workers) if workers else None
 
     def _begin_later(self, seconds: float, worker_id: str, role: int, revision: str) -> None:
         """Starts another worker after this many seconds, unless the cell has enough workers."""
@@ -196,9 +194,9 @@ class RandomEvents:
             self._cell.num_losses += 1
             self._cell.exit(worker, "was killed")
             if not worker.is_launched:
-                role = worker.role if self._chance.random() < 0.7 else self._chance.choice([1, 2])
+                role = worker.role if self._rng.random() < 0.7 else self._rng.choice([1, 2])
                 self._begin_later(
-                    self._chance.choice([0.05, 1.0, 8.0]),
+                    self._rng.choice([0.05, 1.0, 8.0]),
                     worker.id,
                     role,
                     self._revision_like(worker),
@@ -208,7 +206,7 @@ class RandomEvents:
         """SIGSTOP a worker; SIGCONT follows after a pause."""
         if worker := self._any_worker():
             self._cell.num_losses += 1
-            seconds = self._chance.choice([0.5, 1.5, 4.0, 12.0, 30.0])
+            seconds = self._rng.choice([0.5, 1.5, 4.0, 12.0, 30.0])
             worker.frozen_until = max(worker.frozen_until, self._cell.now + seconds)
             self._cell.log("worker", worker.key, "is stopped for", seconds)
 
@@ -216,14 +214,14 @@ class RandomEvents:
         """Stops a worker's engine; the process continues to send heartbeats."""
         if worker := self._any_worker():
             self._cell.num_losses += 1
-            seconds = self._chance.choice([1.0, 10.0, 30.0, 90.0])
+            seconds = self._rng.choice([1.0, 10.0, 30.0, 90.0])
             worker.wedged_until = max(worker.wedged_until, self._cell.now + seconds)
             self._cell.log("worker", worker.key, "makes no step for", seconds)
 
     def _stall(self) -> None:
         """SIGSTOP the coordinator; messages to it wait."""
-        if self._chance.random() < 0.4:
-            seconds = self._chance.choice([0.5, 2.0, 12.0])
+        if self._rng.random() < 0.4:
+            seconds = self._rng.choice([0.5, 2.0, 12.0])
             self._cell.coordinator.frozen_until = self._cell.now + seconds
             self._cell.log("the coordinator is stopped for", seconds)
 
@@ -237,7 +235,7 @@ class RandomEvents:
         if worker is not None and not worker.is_launched:
             self._cell.num_losses += 1
             self._cell.spawn(
-                worker.id, self._chance.choice([PREFILL, DECODE]), self._revision_like(worker)
+                worker.id, self._rng.choice([PREFILL, DECODE]), self._revision_like(worker)
             )
 
     def _declare_lost(self) -> None:
@@ -250,11 +248,11 @@ class RandomEvents:
 
     def _revision_like(self, worker: RandomWorker) -> str:
         """Returns a revision, most often that of the worker."""
-        return self._chance.choice([worker.revision, worker.revision, "1", "v2"])
+        return self._rng.choice([worker.revision, worker.revision, "1", "v2"])
 
     def _lose_coordinator(self) -> None:
         """Kills the coordinator in 70 % of the calls; before some of them it closes admission."""
-        if self._chance.random() < 0.7:
-            if self._chance.random() < 0.4:
+        if self._rng.random() < 0.7:
+            if self._rng.random() < 0.4:
                 self._post(ev.AdmissionClosed(True))
             self._cell.lose_coordinator()

@@ -61,18 +61,18 @@ class RandomNetwork:
         if not coordinator.is_up:
             self._retry(worker)
             return
-        said = worker.hello()
+        hello = worker.hello()
         worker.outbox.mark_hello()
         stream = worker.pending = Stream(worker, coordinator)
-        self._cell.after(self._delay_s, functools.partial(self._attach, stream, said))
+        self._cell.after(self._delay_s, functools.partial(self._attach, stream, hello))
 
     def cut(self, worker: RandomWorker) -> None:
         """Breaks the connection; both ends notice in any order, and the worker reconnects."""
-        stream, chance = worker.stream, self._cell.chance
+        stream, rng = worker.stream, self._cell.rng
         if isinstance(stream, Stream):
             worker.lost_stream()
-            self._cell.after(chance.choice([0, 0.01, 0.5, 3.0]), lambda: self.detach(stream))
-            worker.after(chance.choice([0.01, 0.05, 0.5, 2.0]), lambda: self.connect(worker))
+            self._cell.after(rng.choice([0, 0.01, 0.5, 3.0]), lambda: self.detach(stream))
+            worker.after(rng.choice([0.01, 0.05, 0.5, 2.0]), lambda: self.connect(worker))
 
     def lost_coordinator(self, worker: RandomWorker) -> None:
         """Ends the worker's stream after the death of the coordinator; the worker reconnects."""
@@ -95,9 +95,9 @@ class RandomNetwork:
             stream.coordinator.post(ev.WorkerDetached(link.key))
 
     def _retry(self, worker: RandomWorker) -> None:
-        worker.after(self._cell.chance.uniform(*_RETRY_S), lambda: self.connect(worker))
+        worker.after(self._cell.rng.uniform(*_RETRY_S), lambda: self.connect(worker))
 
-    def _attach(self, stream: Stream, said: cluster_pb2.Hello) -> None:
+    def _attach(self, stream: Stream, hello: cluster_pb2.Hello) -> None:
         """Delivers a Hello to the coordinator, and sends its answer."""
         worker, coordinator = stream.worker, stream.coordinator
         if worker.dead:
@@ -106,13 +106,13 @@ class RandomNetwork:
             self._retry(worker)
             return
         if not coordinator.listens:
-            self._cell.at(coordinator.frozen_until, lambda: self._attach(stream, said))
+            self._cell.at(coordinator.frozen_until, lambda: self._attach(stream, hello))
             return
         link = coordinator.links.get(worker.key)
-        if link is not None and said.generation == coordinator.generation:
-            link.acknowledge(said.ack)
-        returns = said.generation not in (0, coordinator.generation)
-        refusal = coordinator.attach(said, returns=returns)
+        if link is not None and hello.generation == coordinator.generation:
+            link.acknowledge(hello.ack)
+        returns = hello.generation not in (0, coordinator.generation)
+        refusal = coordinator.attach(hello, returns=returns)
         if refusal is not None:
             worker.after(self._delay_s, lambda: self._cell.exit(worker, f"was refused: {refusal}"))
             return
@@ -130,7 +130,7 @@ class RandomNetwork:
         worker = stream.worker
         if worker.pending is not stream:
             return
-        if self.breaks and self._cell.chance.random() < 0.1:
+        if self.breaks and self._cell.rng.random() < 0.1:
             # The Welcome is lost with its stream.
             self._cell.after(0.2, lambda: self.detach(stream))
             worker.after(0.1, lambda: self.connect(worker))

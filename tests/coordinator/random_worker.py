@@ -162,22 +162,22 @@ class RandomWorker:
     # ---- The coordinator.
 
     def hello(self) -> cluster_pb2.Hello:
-        said = hello(self.key, self.role, SHAPE, self.cell.conditions.kv_tokens)
-        said.state, said.kv_address = self.state, self.address
-        said.generation, said.ack = self.generation, self.received
-        said.revision = said.model.revision = said.fingerprint.revision = self.revision
+        message = hello(self.key, self.role, SHAPE, self.cell.conditions.kv_tokens)
+        message.state, message.kv_address = self.state, self.address
+        message.generation, message.ack = self.generation, self.received
+        message.revision = message.model.revision = message.fingerprint.revision = self.revision
         for name in self.adapters:
-            said.model.adapters.add(name=name, revision="x")
-        conditions, capacity = self.cell.conditions, said.capacity
+            message.model.adapters.add(name=name, revision="x")
+        conditions, capacity = self.cell.conditions, message.capacity
         capacity.keeps_prefixes = conditions.keeps_prefixes
         capacity.supports_forced_tokens = conditions.forces_tokens
         num_blocks = conditions.max_handoff_tokens // SHAPE.block_size_tokens
-        capacity.max_receive_bytes = num_blocks * said.fingerprint.block_bytes
+        capacity.max_receive_bytes = num_blocks * message.fingerprint.block_bytes
         if self.rollout is not None:
-            said.rollout.CopyFrom(self.rollout)
-        said.running.extend(held.attempt.running() for held in self.held.values())
-        said.running.extend(one for seq, one in self._ended if self.outbox.is_kept(seq))
-        return said
+            message.rollout.CopyFrom(self.rollout)
+        message.running.extend(held.attempt.running() for held in self.held.values())
+        message.running.extend(one for seq, one in self._ended if self.outbox.is_kept(seq))
+        return message
 
     def welcomed(
         self, generation: int, ack: int, role: int, adopted: frozenset[tuple[str, int]]
@@ -268,12 +268,12 @@ class RandomWorker:
             ),
         )
         self.cell.network.send_load(self, load)
-        self.after(_HEARTBEAT_S * self.cell.chance.uniform(0.95, 1.05), self._send_heartbeat)
+        self.after(_HEARTBEAT_S * self.cell.rng.uniform(0.95, 1.05), self._send_heartbeat)
 
     # ---- Requests.
 
     def _start(self, attempt: Attempt) -> None:
-        spec, chance, conditions = attempt.spec, self.cell.chance, self.cell.conditions
+        spec, rng, conditions = attempt.spec, self.cell.rng, self.cell.conditions
         if spec.adapter and spec.adapter not in self.adapters:
             unknown = RemoteError(code_pb2.INVALID_ARGUMENT, f"no adapter {spec.adapter}", [])
             return self._post_outputs(attempt.failed(unknown))
@@ -288,13 +288,13 @@ class RandomWorker:
         held = self.held[spec.request_id] = Held(attempt, output)
         late = DeadlineExceeded("the request's deadline passed on the worker")
         self._after(spec.timeout.ToNanoseconds() / 1e9, held, lambda: self._fail(held, late))
-        if chance.random() < conditions.p_refused:
+        if rng.random() < conditions.p_refused:
             refusals: list[BatonError] = [
                 Internal("the engine failed this request"),
                 Unavailable("the engine gave this request up"),
                 ResourceExhausted("full", reason="WORKER_FULL", retry_after_s=1.0),
             ]
-            refusal = chance.choice(refusals)
+            refusal = rng.choice(refusals)
             self._after(0.003, held, lambda: self._fail(held, refusal))
         elif attempt.role == PREFILL:
             self._prefill(held)
@@ -354,7 +354,7 @@ class RandomWorker:
         plan = held.attempt.handoff
         if plan is not None:
             self.sends[plan.handoff_id] = held.attempt
-            took_s = self.cell.chance.uniform(*self.cell.conditions.handoff_s)
+            took_s = self.cell.rng.uniform(*self.cell.conditions.handoff_s)
             self.after(took_s, lambda: self._hand_over(plan))
         self._post_outputs(held.attempt.report(output))
         self._drop(held)
@@ -364,9 +364,9 @@ class RandomWorker:
         if attempt is None:
             return
         report, target = attempt.handoff_report(), self.cell.worker_at(plan.target)
-        is_lost = self.cell.chance.random() < self.cell.conditions.p_handoff_fails
+        is_lost = self.cell.rng.random() < self.cell.conditions.p_handoff_fails
         if is_lost or target is None or target.receives.get(plan.handoff_id) == FAILED:
-            report.state, report.reason = FAILED, self.cell.chance.choice(_REASONS)
+            report.state, report.reason = FAILED, self.cell.rng.choice(_REASONS)
             self.post(handoff=report)
         else:
             report.state = COMMITTED
@@ -403,7 +403,7 @@ class RandomWorker:
             return
         elif (
             held.attempt.handoff.skip_tokens
-            and self.cell.chance.random() < self.cell.conditions.p_prefix_gone
+            and self.cell.rng.random() < self.cell.conditions.p_prefix_gone
         ):
             self._post_outputs(held.attempt.report(EngineOutput("", finish=Finish.PREFIX_GONE)))
             self._drop(held)
@@ -434,7 +434,7 @@ class RandomWorker:
         for held in [one for one in self.held.values() if one.runs]:
             if held.ready_at > self.cell.now:
                 continue
-            if self.cell.chance.random() < self.cell.conditions.p_gives_up:
+            if self.cell.rng.random() < self.cell.conditions.p_gives_up:
                 step.outputs.append(held.attempt.failed(Unavailable("gave the request up")))
                 self._drop(held)
                 continue

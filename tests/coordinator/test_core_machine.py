@@ -122,7 +122,7 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
             offset = max(0, len(request.token_ids) + shift)
             if plain and finish is None:
                 tokens = [(request.handle, at, at) for at in range(offset, offset + count)]
-                self.world.plain(worker[0], *tokens, incarnation=worker[1])
+                self.world.step_columns(worker[0], *tokens, incarnation=worker[1])
                 return
             tokens = list(range(offset, offset + count))
             message = output(

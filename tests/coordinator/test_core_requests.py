@@ -166,7 +166,7 @@ def test_tokens_in_the_column_format_are_forwarded_unchanged(world, out):
     assert len(set(handles)) == 2
     # A worker may report the first token of an attempt in the column format too.
     for offset in (1, 2):
-        world.plain("d", *((handle, offset, 10 * handle + offset) for handle in handles))
+        world.step_columns("d", *((handle, offset, 10 * handle + offset) for handle in handles))
     for (to, request_id), handle in zip(ends, handles, strict=True):
         assert world.tokens(to) == [7, 10 * handle + 1, 10 * handle + 2]
         assert [one.delta.text for one in world.sent[to][1:]] == ["é"] * 3
@@ -183,9 +183,9 @@ def test_flows_from_is_the_key_object_of_the_worker_table(world, out):
     """
     to, request_id = begin(world, out)
     (command,) = world.commands["d"]
-    world.plain("d", (command.spec.handle, 1, 8))
+    world.step_columns("d", (command.spec.handle, 1, 8))
     assert world.core.request(request_id).flows_from is world.core.workers.by_id("d").key
-    world.plain("d", (command.spec.handle, 2, 9))
+    world.step_columns("d", (command.spec.handle, 2, 9))
     assert world.tokens(to) == [7, 8, 9]
 
 
@@ -206,9 +206,9 @@ def test_a_tenant_is_charged_once_for_each_output_token(world, out, monkeypatch,
         if offset == lost_at:
             world.handle(ev.WorkerLost(request.decode[0], "was killed"))
             world.step("p", out(request_id, [7], finish=0, attempt=2))
-            world.plain(request.decode[0], (request.handle, offset - 1, 0))
+            world.step_columns(request.decode[0], (request.handle, offset - 1, 0))
         if offset % 5:
-            world.plain(request.decode[0], (request.handle, offset, offset))
+            world.step_columns(request.decode[0], (request.handle, offset, offset))
         else:
             attempt = request.attempt_number
             world.step(request.decode[0], out(request_id, [offset], offset, attempt=attempt))
@@ -227,7 +227,7 @@ def test_the_reservation_grows_with_an_output_longer_than_expected(world, out):
     rooms = {load(worker).reserved_tokens}
     for offset in range(1, 399):
         if offset % 7:
-            world.plain("d", (request.handle, offset, offset))
+            world.step_columns("d", (request.handle, offset, offset))
         else:
             world.step("d", out(request_id, [offset], offset))
         rooms.add(load(worker).reserved_tokens)
@@ -242,23 +242,23 @@ def test_column_format_tokens_of_ended_attempts_are_dropped(world, out):
     to, request_id = begin(world, out)
     handle = world.commands["d"][0].spec.handle
     world.attach("d2", common_pb2.ROLE_DECODE)
-    world.plain("d2", (handle, 1, 8))
-    world.plain("d", (handle, 0, 7), (handle + 7, 1, 8))
+    world.step_columns("d2", (handle, 1, 8))
+    world.step_columns("d", (handle, 0, 7), (handle + 7, 1, 8))
     assert world.tokens(to) == [7]
-    world.plain("d", (handle, 1, 8))
+    world.step_columns("d", (handle, 1, 8))
     # A gap in the offsets starts another attempt; the old handle is then unknown.
-    world.plain("d", (handle, 3, 10))
-    world.plain("d", (handle, 2, 9))
+    world.step_columns("d", (handle, 3, 10))
+    world.step_columns("d", (handle, 2, 9))
     assert world.tokens(to) == [7, 8]
     again = world.commands["p"][-1].spec
     assert (again.attempt, again.handle > handle) == (2, True)
     world.step("p", out(request_id, [7], finish=0, attempt=2))
     key = world.core.request(request_id).decode
-    world.plain(key[0], (again.handle, 2, 9))
-    world.plain(key[0], (again.handle, 3, 10))
+    world.step_columns(key[0], (again.handle, 2, 9))
+    world.step_columns(key[0], (again.handle, 3, 10))
     assert world.tokens(to) == [7, 8, 9, 10]
     world.handle(ev.StreamCancelled(to))
-    assert world.plain(key[0], (again.handle, 4, 11)) == []
+    assert world.step_columns(key[0], (again.handle, 4, 11)) == []
 
 
 def test_text_without_tokens_is_sent(world, out):

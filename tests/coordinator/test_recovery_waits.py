@@ -14,7 +14,7 @@ from baton.runtime.config import InteractiveLaneConfig, LanesConfig
 from baton.v1 import cluster_pb2, common_pb2
 
 STOP = common_pb2.FINISH_REASON_STOP
-# Batch outputs make room for the first interactive one.
+# An ITL target of 1 ms: batch outputs are parked as soon as an interactive request decodes.
 LANES = LanesConfig(interactive=InteractiveLaneConfig(itl_ms=1))
 
 
@@ -168,7 +168,7 @@ def test_waiting_requests_do_not_each_iterate_over_all_workers(new_world, out, m
 
 
 def test_a_batch_request_that_lost_its_worker_waits_while_workers_are_busy(new_world, out):
-    """It waits like a parked request: until its own deadline, or until the pool has no worker."""
+    """The request waits like a parked one: until its deadline, or until the pool has no worker."""
     world = new_world(max_decode_requests=1, max_prefill_requests=1, max_request_s=600.0).pair()
     world.attach("d2", common_pb2.ROLE_DECODE)
 
@@ -187,7 +187,7 @@ def test_a_batch_request_that_lost_its_worker_waits_while_workers_are_busy(new_w
     world.step(of_person.decode[0], out(of_person.id, [9], 2, finish=STOP))
     assert of_job.state is RequestState.PREFILLING
     assert list(of_job.token_ids) == [7, 8]
-    # Without any decode worker it waits for max_recovery_s.
+    # Without any decode worker the request waits for max_recovery_s.
     world.handle(ev.WorkerLost(of_person.decode[0], "test"))
     world.wait(40)
     assert isinstance(world.last(job).error, errors.Unavailable)

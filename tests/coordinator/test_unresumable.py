@@ -16,7 +16,7 @@ from baton.v1 import cluster_pb2, common_pb2
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 LENGTH, BATCH = common_pb2.FINISH_REASON_LENGTH, common_pb2.LANE_BATCH
 SEEDED = {"temperature": 1.0, "seed": 7, "max_tokens": 900}
-# Batch outputs make room for the first interactive one.
+# An ITL target of 1 ms: batch outputs are parked as soon as an interactive request decodes.
 LANES = LanesConfig(interactive=InteractiveLaneConfig(itl_ms=1))
 
 
@@ -90,9 +90,9 @@ def resume(cell, request, known, num_chars, **fields):
 def test_a_returning_client_gets_its_missing_tokens(cell, out, seeded, num_known):
     """The stream moves to the new session; the worker is not told to cancel the output."""
     worker, first = seeded.decode, seeded.submission.to
-    cell.plain(worker[0], (seeded.handle, 1, 2))
+    cell.step_columns(worker[0], (seeded.handle, 1, 2))
     cell.step(worker[0], out(seeded.id, [3, 4], offset=2, text="ab"))
-    cell.plain(worker[0], (seeded.handle, 4, 5))
+    cell.step_columns(worker[0], (seeded.handle, 4, 5))
     num_chars = {1: 0, 2: 1, 4: 3, 5: 4}[num_known]
     num_commands = len(cell.commands[worker[0]])
     to = resume(cell, seeded, [1, 2, 3, 4, 5][:num_known], num_chars)
