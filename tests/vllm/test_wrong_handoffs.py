@@ -211,7 +211,7 @@ async def test_an_altered_reference_to_shared_memory_falls_back_to_the_next_tran
         if done or frames.FrameKind.REFERENCE not in kinds:
             return [message]
         done = True
-        return [flip(message, len(message) - 1)]
+        return [flip(message, 9)]
 
     tokens = await spoiled_tokens(client, relay, alter, case)
     assert relay.num_spoiled == 1
