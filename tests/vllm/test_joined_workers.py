@@ -72,7 +72,7 @@ async def rest(streams: list[TokenStream]) -> list[list[int]]:
     return [list(stream.token_ids) for stream in streams]
 
 
-async def test_a_worker_flips_under_load_and_back(
+async def test_a_worker_changes_its_role_under_load_and_back(
     client: BatonClient, cluster: Cluster, guests: Guests, expected: dict[str, cases.Case]
 ) -> None:
     long = [expected[name] for name in LONG]
@@ -111,7 +111,7 @@ async def test_a_worker_flips_under_load_and_back(
     await cluster.assert_idle()
 
 
-async def test_a_prefill_worker_that_stands_still_with_its_first_token_out(
+async def test_a_request_survives_the_stop_of_its_prefill_worker_after_the_first_token(
     client: BatonClient,
     cluster: Cluster,
     guests: Guests,
@@ -129,7 +129,7 @@ async def test_a_prefill_worker_that_stands_still_with_its_first_token_out(
     await serves_on(client, cluster, guests, expected["fault-1"], expected["fault-2"])
 
 
-async def test_a_prefill_worker_that_stands_still_in_mid_prefill(
+async def test_requests_leave_a_prefill_worker_that_is_stopped_during_a_prefill(
     client: BatonClient,
     cluster: Cluster,
     guests: Guests,
@@ -152,7 +152,7 @@ async def test_a_prefill_worker_that_stands_still_in_mid_prefill(
     await serves_on(client, cluster, guests, expected["fault-3"], expected["fault-4"])
 
 
-async def test_requests_leave_a_decode_worker_that_stands_still(
+async def test_requests_leave_a_decode_worker_that_is_stopped(
     client: BatonClient,
     cluster: Cluster,
     guests: Guests,

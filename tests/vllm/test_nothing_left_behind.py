@@ -62,7 +62,9 @@ async def test_vllms_files_are_removed_with_the_workers_directory(cluster: Clust
         assert glob.glob(f"{directory}/vllm_dist_*")
 
 
-async def test_cancelled_while_queued(client: BatonClient, cluster: Cluster) -> None:
+async def test_a_request_cancelled_while_queued_leaves_nothing(
+    client: BatonClient, cluster: Cluster
+) -> None:
     others = [long_request(client, salt) for salt in range(MAX_DECODES)]
     for stream in others:
         # The request is accepted: it runs, or waits for the blocks of earlier requests.
@@ -77,7 +79,9 @@ async def test_cancelled_while_queued(client: BatonClient, cluster: Cluster) -> 
     await cluster.assert_idle()
 
 
-async def test_cancelled_while_prefilling(client: BatonClient, cluster: Cluster) -> None:
+async def test_a_request_cancelled_while_prefilling_leaves_nothing(
+    client: BatonClient, cluster: Cluster
+) -> None:
     with stopped(cluster.engine_processes("prefill")):
         stream = long_request(client, 100)
         await in_state(cluster, admin_pb2.REQUEST_STATE_PREFILLING)
@@ -85,7 +89,7 @@ async def test_cancelled_while_prefilling(client: BatonClient, cluster: Cluster)
     await cluster.assert_idle()
 
 
-async def test_cancelled_in_the_middle_of_a_chunked_prefill(
+async def test_a_request_cancelled_between_prefill_chunks_leaves_nothing(
     client: BatonClient, cluster: Cluster
 ) -> None:
     for salt in range(8):
@@ -98,7 +102,9 @@ async def test_cancelled_in_the_middle_of_a_chunked_prefill(
     await cluster.assert_idle()
 
 
-async def test_cancelled_while_handing_over(client: BatonClient, cluster: Cluster) -> None:
+async def test_a_request_cancelled_during_its_handoff_leaves_nothing(
+    client: BatonClient, cluster: Cluster
+) -> None:
     with stopped([cluster.transfer_service("decode")]):
         stream = long_request(client, 101)
         # The first token does not wait for the handoff.
@@ -108,7 +114,9 @@ async def test_cancelled_while_handing_over(client: BatonClient, cluster: Cluste
     await cluster.assert_idle()
 
 
-async def test_cancelled_while_decoding(client: BatonClient, cluster: Cluster) -> None:
+async def test_a_request_cancelled_while_decoding_leaves_nothing(
+    client: BatonClient, cluster: Cluster
+) -> None:
     stream = long_request(client, 102)
     await first_token(stream)
     await in_state(cluster, admin_pb2.REQUEST_STATE_DECODING)
@@ -116,7 +124,9 @@ async def test_cancelled_while_decoding(client: BatonClient, cluster: Cluster) -
     await cluster.assert_idle()
 
 
-async def test_cancelled_at_any_moment(client: BatonClient, cluster: Cluster) -> None:
+async def test_a_request_cancelled_at_a_random_moment_leaves_nothing(
+    client: BatonClient, cluster: Cluster
+) -> None:
     async def one(salt: int) -> None:
         stream = long_request(client, 200 + salt)
         with contextlib.suppress(TimeoutError):
@@ -129,7 +139,7 @@ async def test_cancelled_at_any_moment(client: BatonClient, cluster: Cluster) ->
     await cluster.assert_idle()
 
 
-async def test_client_killed(cluster: Cluster) -> None:
+async def test_a_killed_client_leaves_nothing(cluster: Cluster) -> None:
     client = subprocess.Popen(
         [sys.executable, "-m", "baton.cli.main", "generate", "--address", cluster.address]
         + ["--max-tokens", str(LONG), "--json", "The prompt is read by"],
@@ -143,7 +153,9 @@ async def test_client_killed(cluster: Cluster) -> None:
     await cluster.assert_idle()
 
 
-async def test_deadline(client: BatonClient, cluster: Cluster) -> None:
+async def test_a_request_that_passes_its_deadline_leaves_nothing(
+    client: BatonClient, cluster: Cluster
+) -> None:
     with pytest.raises(errors.DeadlineExceededError):
         await long_request(client, 103, timeout_s=0.5).complete()
     await cluster.assert_idle()

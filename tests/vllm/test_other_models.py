@@ -95,16 +95,18 @@ def test_latents_that_all_ranks_hold_are_handed_over_once(
 
 
 @pytest.mark.skipif(not HAS_AVX512, reason="no AVX-512 here")
-def test_a_cache_of_eight_bits_is_handed_over_as_it_is(made: dict[str, dict[str, Any]]) -> None:
+def test_an_fp8_cache_is_handed_over_without_conversion(made: dict[str, dict[str, Any]]) -> None:
     # Two heads of 32 values, keys and values.
     assert made["fp8"]["block_bytes"] == made["fp8"]["block_size"] * 2 * 32 * 2
 
 
-def test_the_block_size_that_attention_takes_is_announced(made: dict[str, dict[str, Any]]) -> None:
+def test_the_fingerprint_has_the_block_size_of_the_attention_backend(
+    made: dict[str, dict[str, Any]],
+) -> None:
     """Otherwise ranks would choose another size, and the handoff would be refused."""
     assert made["latent"]["announced_block_size"] == 64
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_nothing_is_left(made: dict[str, dict[str, Any]], model: str) -> None:
+def test_no_kv_cache_or_staging_memory_is_left(made: dict[str, dict[str, Any]], model: str) -> None:
     assert made[model]["left"] == [{"kv_tokens": 0, "send_bytes": 0, "receive_bytes": 0}] * 2

@@ -185,7 +185,9 @@ def test_a_model_with_other_state_is_refused_by_name(
     assert "\n" not in message
 
 
-def test_a_sliding_window_has_another_way_out(said: dict[str, str]) -> None:
+def test_the_refusal_of_a_sliding_window_names_the_setting_that_turns_it_off(
+    said: dict[str, str],
+) -> None:
     assert "engine_args.disable_sliding_window" in said["mistral"]
 
 
@@ -194,7 +196,7 @@ def test_turning_windows_off_is_advised_only_if_it_helps(said: dict[str, str]) -
     assert said["gemma"].endswith(PLAIN)
 
 
-def test_a_model_that_is_asked_to_embed(said: dict[str, str]) -> None:
+def test_a_pooling_runner_is_refused(said: dict[str, str]) -> None:
     assert "(LlamaForCausalLM) generates no tokens (its runner is 'pooling')" in said["pooling"]
 
 
@@ -207,44 +209,48 @@ def test_a_model_that_is_asked_to_embed(said: dict[str, str]) -> None:
         "nnodes",
     ],
 )
-def test_settings_that_spread_the_cache(said: dict[str, str], name: str) -> None:
+def test_parallel_settings_that_split_the_cache_otherwise_are_refused(
+    said: dict[str, str], name: str
+) -> None:
     assert said[name].startswith(f"engine_args.{name}: is 2; Baton supports 1, because ")
 
 
-def test_another_scheduler(said: dict[str, str]) -> None:
+def test_another_scheduler_class_is_refused(said: dict[str, str]) -> None:
     assert said["scheduler_cls"].startswith(
         "engine_args.scheduler_cls: is 'vllm.v1.core.sched.scheduler.Scheduler'; Baton supports "
     )
 
 
 @pytest.mark.parametrize("name", ["scheduling_policy", "worker_extension_cls"])
-def test_arguments_that_baton_sets(said: dict[str, str], name: str) -> None:
+def test_arguments_that_baton_sets_itself_are_refused(said: dict[str, str], name: str) -> None:
     assert said[name] == f"engine_args.{name}: is set by Baton and cannot be passed through"
 
 
-def test_a_cache_whose_scales_lie_elsewhere(said: dict[str, str]) -> None:
+def test_a_cache_type_with_separate_scales_is_refused(said: dict[str, str]) -> None:
     assert said["kv_cache_dtype"] == (
         "engine_args.kv_cache_dtype: is 'int8_per_token_head'; Baton hands over caches of auto, "
         "bfloat16, fp8, fp8_e4m3, fp8_e5m2"
     )
 
 
-def test_a_cache_of_several_types(said: dict[str, str]) -> None:
+def test_a_cache_with_a_different_type_in_some_layers_is_refused(said: dict[str, str]) -> None:
     message = said["kv_cache_dtype_skip_layers"]
     assert message.startswith("engine_args.kv_cache_dtype_skip_layers: is ['0']; Baton hands over ")
 
 
-def test_an_indexer_with_a_cache_of_its_own(said: dict[str, str]) -> None:
+def test_sparse_attention_with_an_indexer_cache_is_refused(said: dict[str, str]) -> None:
     assert "(DeepseekV2ForCausalLM) uses sparse attention: its indexer" in said["sparse"]
 
 
-def test_drafts_with_a_cache_of_their_own(said: dict[str, str]) -> None:
+def test_a_draft_model_with_its_own_cache_is_refused(said: dict[str, str]) -> None:
     message = said["draft_model"]
     assert message.startswith("engine_args.speculative_config: method is 'draft_model'")
     assert "ngram" in message
 
 
-def test_profiles_are_torchs_and_say_what_is_wrong(said: dict[str, str]) -> None:
+def test_profiler_settings_that_baton_sets_or_vllm_rejects_are_refused(
+    said: dict[str, str],
+) -> None:
     assert said["profiler"] == "engine_args.profiler_config.profiler: is set by Baton"
     assert said["profiler_config"].startswith("engine_args.profiler_config: ")
     assert "torch_profiler_shapes" in said["profiler_config"]
@@ -256,7 +262,9 @@ def test_supported_models_fail_only_at_their_missing_files(said: dict[str, str],
     assert "tokenizer" in said[name]
 
 
-def test_the_message_of_baton_up(directories: dict[str, str], tmp_path: Path) -> None:
+def test_baton_worker_prints_the_refusal_and_exits_with_code_1(
+    directories: dict[str, str], tmp_path: Path
+) -> None:
     arguments = ["worker", "--role", "prefill", "--coordinator", "127.0.0.1:1"]
     log = tmp_path / "worker.log"
     process = fork(run_baton, *arguments, "--model", directories["mamba"], log=log)
@@ -284,7 +292,9 @@ def test_the_message_of_baton_up(directories: dict[str, str], tmp_path: Path) ->
         ("max_loras", "engine_args.max_loras: is 2; must be at least 3 on a CPU"),
     ],
 )
-def test_settings_that_exclude_adapters(said: dict[str, str], case: str, message: str) -> None:
+def test_settings_that_contradict_the_configured_adapters_are_refused(
+    said: dict[str, str], case: str, message: str
+) -> None:
     assert said[case].startswith(message)
 
 

@@ -52,14 +52,14 @@ async def differing(client: BatonClient, chosen: list[cases.Case]) -> list[str]:
     ]
 
 
-async def test_one_at_a_time(
+async def test_single_requests_give_the_tokens_of_plain_vllm(
     client: BatonClient, cluster: Cluster, reference: list[cases.Case]
 ) -> None:
     assert not await differing(client, select(reference, "length-"))
     await cluster.assert_idle()
 
 
-async def test_eight_at_once(
+async def test_eight_concurrent_requests_give_the_tokens_of_plain_vllm(
     client: BatonClient, cluster: Cluster, reference: list[cases.Case]
 ) -> None:
     chosen = select(reference, "concurrent-", "length-1", "length-3", "length-5")
@@ -74,7 +74,7 @@ async def test_eight_at_once(
     await cluster.assert_idle()
 
 
-async def test_prefix_caching(
+async def test_cached_prefixes_do_not_change_tokens(
     client: BatonClient, cluster: Cluster, reference: list[cases.Case]
 ) -> None:
     # The second round hits the caches of both workers, whole prompts and parts of them.
@@ -97,7 +97,7 @@ async def test_each_prompt_token_is_loaded_once(client: BatonClient, cluster: Cl
     await cluster.assert_idle()
 
 
-async def test_sampling_parameters(
+async def test_sampling_parameters_give_the_tokens_of_plain_vllm(
     client: BatonClient, cluster: Cluster, reference: list[cases.Case]
 ) -> None:
     # All sampling cases.
@@ -106,7 +106,7 @@ async def test_sampling_parameters(
     await cluster.assert_idle()
 
 
-async def test_seeds_across_prefill_chunks(
+async def test_seeded_requests_with_several_prefill_chunks_give_equal_tokens(
     client: BatonClient, cluster: Cluster, reference: list[cases.Case]
 ) -> None:
     """The prompts run alone, and beside others, which moves the chunk boundaries."""
@@ -118,7 +118,7 @@ async def test_seeds_across_prefill_chunks(
     await cluster.assert_idle()
 
 
-async def test_stop_strings_across_the_split(
+async def test_stop_strings_that_span_both_workers_end_the_output(
     client: BatonClient, cluster: Cluster, reference: list[cases.Case]
 ) -> None:
     chosen = select(reference, "stop-")

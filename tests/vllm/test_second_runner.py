@@ -110,5 +110,7 @@ def test_prompts_are_handed_over(made: tuple[dict[str, Any], dict[str, list[int]
         assert result["num_cached_by_decode"] + result["num_loaded"] == loadable, case["name"]
 
 
-def test_nothing_is_left(made: tuple[dict[str, Any], dict[str, list[int]]]) -> None:
+def test_no_kv_cache_or_staging_memory_is_left(
+    made: tuple[dict[str, Any], dict[str, list[int]]],
+) -> None:
     assert made[0]["left"] == [{"kv_tokens": 0, "send_bytes": 0, "receive_bytes": 0}] * 2
