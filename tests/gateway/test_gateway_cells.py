@@ -381,8 +381,8 @@ async def test_the_dashboard_shows_one_cell(start_gateway):
 @pytest.mark.parametrize(
     ("given", "configured", "error"),
     [
-        ([], [], "--coordinator: is not there; must be HOST:PORT, or in http.cells"),
-        (["a:1,b:2", "a:1,b:2"], [], "--coordinator: is 'a:1,b:2' twice"),
+        ([], [], "--coordinator: is missing; must be HOST:PORT, or set http.cells"),
+        (["a:1,b:2", "a:1,b:2"], [], "--coordinator: is 'a:1,b:2', as for another cell"),
         (["nowhere"], [], "--coordinator: is 'nowhere'; must be host:port"),
         ([], ["a:1", "b"], r"http.cells\[1\].coordinators: is 'b'; must be host:port"),
     ],
