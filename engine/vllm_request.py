@@ -15,7 +15,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from baton.engine.base import EngineRequest, Logprob, RequestRejected
 from baton.engine.vllm_forced_tokens import EXTRA_ARG
-from baton.runtime.sampling import needs_exact_state
+from baton.runtime.sampling import OPTIONAL_FIELDS, given, needs_exact_state
 from baton.v1 import common_pb2
 
 
@@ -77,23 +77,7 @@ def engine_core_requests(
 def _sampling_params(request: EngineRequest) -> SamplingParams:
     """Converts the client's parameters to vLLM's, counted over the whole output."""
     source = request.sampling
-    present = {
-        name: getattr(source, name)
-        for name in (
-            "temperature",
-            "top_p",
-            "top_k",
-            "min_p",
-            "seed",
-            "presence_penalty",
-            "frequency_penalty",
-            "repetition_penalty",
-            "skip_special_tokens",
-            "logprobs",
-            "prompt_logprobs",
-        )
-        if source.HasField(name)
-    }
+    present = {name: getattr(source, name) for name in OPTIONAL_FIELDS if given(source, name)}
     if source.HasField("structured_output"):
         present["structured_outputs"] = _structured_outputs(source.structured_output)
     return SamplingParams(

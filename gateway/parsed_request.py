@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from baton.client import Prompt, RequestOptions
-from baton.client.request import LaneName
+from baton.client.request import LaneName, SamplingOptions
 from baton.gateway.error_responses import invalid_value
 from baton.gateway.request_bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions
 
@@ -23,22 +23,12 @@ _HTTP_NAMES = {
     "request_id": "request_id",
     "session_id": "session_id",
 }
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "top_k",
-    "min_p",
-    "min_tokens",
-    "repetition_penalty",
-    "ignore_eos",
-    "stop",
-    "stop_token_ids",
-    "bad_words",
-    "allowed_token_ids",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
+# Body fields that become the client's options of the same name. The other two are converted: each
+# choice has its own seed, and JSON holds the token ids of logit_bias as text.
+_SAMPLING_FIELDS = tuple(
+    name
+    for name in GenerationBody.model_fields
+    if name in SamplingOptions.__annotations__ and name not in ("seed", "logit_bias")
 )
 
 
@@ -191,8 +181,6 @@ def _options(body: GenerationBody, headers: Mapping[str, str]) -> RequestOptions
     # As in vLLM: many clients always set max_tokens to the model's maximum length.
     found["cut_max_tokens"] = True
     for name, value in (
-        ("max_tokens", body.max_tokens),
-        ("prompt_logprobs", body.prompt_logprobs),
         ("model", body.model),
         ("session_id", body.session_id),
         ("session_id", body.prompt_cache_key),

@@ -16,6 +16,7 @@ from typing import Any
 from baton.runtime.config import CoordinatorConfig, LaneConfig
 from baton.runtime.errors import InvalidArgument, NotFound, shown
 from baton.runtime.names import REVISION_NAMES, TENANT_NAMES, is_revision, is_tenant
+from baton.runtime.sampling import OPTIONAL_FIELDS, Range, given
 from baton.v1 import common_pb2, inference_pb2
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
@@ -297,12 +298,9 @@ def _check_sampling(
                 sampling.min_tokens,
                 f"at most sampling.max_tokens, which is {sampling.max_tokens}",
             )
-    _check_number(sampling, "temperature", 0.0, 2.0)
-    _check_number(sampling, "top_p", 0.0, 1.0, open_low=True)
-    _check_number(sampling, "min_p", 0.0, 1.0)
-    _check_number(sampling, "presence_penalty", -2.0, 2.0)
-    _check_number(sampling, "frequency_penalty", -2.0, 2.0)
-    _check_number(sampling, "repetition_penalty", 0.0, 2.0, open_low=True)
+    for name, allowed in OPTIONAL_FIELDS.items():
+        if allowed is not None and given(sampling, name):
+            _check_number(f"sampling.{name}", getattr(sampling, name), allowed)
     if sampling.top_k < -1:
         raise InvalidArgument("sampling.top_k", sampling.top_k, "0 or -1 for all tokens, or more")
     _check_strings(
@@ -334,22 +332,12 @@ def _check_sampling(
         _check_structured(sampling.structured_output)
 
 
-def _check_number(
-    sampling: common_pb2.SamplingParams,
-    name: str,
-    low: float,
-    high: float,
-    *,
-    open_low: bool = False,
-) -> None:
-    if not sampling.HasField(name):  # type: ignore[arg-type]  # One of the optional fields.
-        return
-    value: float = getattr(sampling, name)
-    if not math.isfinite(value) or value > high or value < low or (open_low and value == low):
-        above = f"more than {low:g}" if open_low else f"at least {low:g}"
-        raise InvalidArgument(
-            f"sampling.{name}", value, f"must be finite, {above} and at most {high:g}"
-        )
+def _check_number(field: str, value: float, allowed: Range) -> None:
+    low, high = allowed.low, allowed.high
+    is_low = value < low or (allowed.excludes_low and value == low)
+    if not math.isfinite(value) or value > high or is_low:
+        above = f"more than {low:g}" if allowed.excludes_low else f"at least {low:g}"
+        raise InvalidArgument(field, value, f"must be finite, {above} and at most {high:g}")
 
 
 def _check_count(field: str, values: Sequence[object] | Iterable[object], limit: int) -> None:
