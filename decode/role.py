@@ -88,7 +88,7 @@ class DecodeRole:
 
     def on_output(self, attempt: Attempt, output: EngineOutput) -> None:
         """Releases the handoff once the engine has run the request or ended it."""
-        begun = output.queue_s is not None or output.finish is not None
+        begun = output.timings is not None or output.finish is not None
         if begun and attempt.handoff is not None and attempt.handoff.handoff_id in self._attempts:
             self.release(attempt)
 

@@ -114,8 +114,8 @@ class Attempt:
             message.delta.text = output.text
             message.delta.logprobs.extend(_logprobs(output.logprobs))
             self._record_output(output)
-        if output.queue_s is not None:
-            self._add_timings(message.timings, output)
+        if output.timings is not None:
+            message.timings.CopyFrom(self._timings(output.timings, output))
         if output.finish is Finish.ERROR:
             return self.failed(Internal(output.error or "the engine failed this request"))
         if output.finish is Finish.ABORTED:
@@ -143,7 +143,7 @@ class Attempt:
             or len(output.token_ids) != 1
             or output.logprobs
             or output.prompt_logprobs
-            or output.queue_s is not None
+            or output.timings is not None
             or output.finish is not None
         ):
             return False
@@ -185,15 +185,15 @@ class Attempt:
             epoch=self.handoff.epoch,
         )
 
-    def _add_timings(self, timings: cluster_pb2.StageTimings, output: EngineOutput) -> None:
-        before_submit_s = 0.0
+    def _timings(
+        self, timings: cluster_pb2.StageTimings, output: EngineOutput
+    ) -> cluster_pb2.StageTimings:
+        """Completes the engine's timings; the time before the submission counts as queueing."""
         if self.submitted_at is not None:
-            before_submit_s = self.submitted_at - self.arrived_at
-        timings.queue_us = round(((output.queue_s or 0) + before_submit_s) * 1e6)
-        timings.run_us = round((output.run_s or 0) * 1e6)
-        timings.handoff_wait_us = round((output.handoff_wait_s or 0) * 1e6)
+            timings.queue_us += round((self.submitted_at - self.arrived_at) * 1e6)
         timings.num_cached_tokens = output.num_cached_tokens
         timings.num_handoff_tokens = output.num_handoff_tokens
+        return timings
 
 
 def _logprobs(rows: Sequence[Sequence[Logprob]]) -> list[common_pb2.TokenLogprobs]:

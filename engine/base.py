@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from baton.kvtransfer.layout import KvLayout
-from baton.v1 import common_pb2
+from baton.v1 import cluster_pb2, common_pb2
 
 
 class EngineDead(Exception):
@@ -136,11 +136,8 @@ class EngineOutput:
         stop: The stop string that matched, or the decimal ID of the stop token.
         prompt_logprobs: Sent with the output that finishes or cuts the request; empty unless
             requested.
-        queue_s: Only in the first output: seconds from submit until the engine first ran the
-            request.
-        run_s: Only in the first output: seconds from the first run until this output.
-        handoff_wait_s: Only in the first output: part of queue_s that passed waiting for the
-            commit.
+        timings: Only in the first output: durations of the request's stages since its submission.
+            The engine leaves the numbers of tokens in this message unset.
         num_cached_tokens: Only in the first output: prompt tokens from this engine's prefix cache.
         num_handoff_tokens: Only in the first output: prompt tokens loaded from the handoff.
         error: The reason, with Finish.ERROR.
@@ -153,9 +150,7 @@ class EngineOutput:
     finish: Finish | None = None
     stop: str = ""
     prompt_logprobs: Sequence[Sequence[Logprob]] = ()
-    queue_s: float | None = None
-    run_s: float | None = None
-    handoff_wait_s: float | None = None
+    timings: cluster_pb2.StageTimings | None = None
     num_cached_tokens: int = 0
     num_handoff_tokens: int = 0
     error: str = ""

@@ -42,7 +42,7 @@ from baton.kvtransfer.control import ServiceGone
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.config import SimulatedConfig
 from baton.runtime.latency import LatencyModel, PrefillChunk
-from baton.v1 import common_pb2
+from baton.v1 import cluster_pb2, common_pb2
 
 __all__ = ["SimulatedEngine", "expected_tokens"]
 
@@ -413,9 +413,11 @@ class SimulatedEngine:
         """Adds the timings of a request's start to its first output."""
         now = monotonic()
         first_run_at = live.first_run_at if live.first_run_at is not None else now
-        output.queue_s = first_run_at - live.submitted_at
-        output.run_s = now - first_run_at
-        output.handoff_wait_s = live.handoff_wait_s or 0.0
+        output.timings = cluster_pb2.StageTimings(
+            queue_us=round((first_run_at - live.submitted_at) * 1e6),
+            run_us=round((now - first_run_at) * 1e6),
+            handoff_wait_us=round((live.handoff_wait_s or 0.0) * 1e6),
+        )
         output.num_cached_tokens = live.num_cached_tokens
         output.num_handoff_tokens = live.num_handoff_tokens
 

@@ -9,6 +9,7 @@ from vllm.v1.metrics.stats import PrefillStats
 
 from baton.engine.base import EngineOutput, EngineRequest, Finish
 from baton.engine.vllm_request import logprobs
+from baton.v1 import cluster_pb2
 
 _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED}
 
@@ -82,8 +83,10 @@ class LiveRequest:
         if not self.reported:
             self.reported = True
             scheduled_at = self.scheduled_at or self.submitted_at
-            output.queue_s = max(0.0, scheduled_at - self.submitted_at)
-            output.run_s = max(0.0, timestamp - scheduled_at)
+            output.timings = cluster_pb2.StageTimings(
+                queue_us=round(max(0.0, scheduled_at - self.submitted_at) * 1e6),
+                run_us=round(max(0.0, timestamp - scheduled_at) * 1e6),
+            )
             if (stats := self.prefill_stats) is not None:
                 output.num_cached_tokens = stats.num_local_cached_tokens
                 output.num_handoff_tokens = stats.num_external_cached_tokens

@@ -300,7 +300,7 @@ class Runner:
             # Cache changes are sent before the outputs that depend on them: stored blocks before
             # the prompt's first token, removed blocks before the request that misses them.
             if any(
-                output.queue_s is not None or output.finish is Finish.PREFIX_GONE
+                output.timings is not None or output.finish is Finish.PREFIX_GONE
                 for output in step.outputs
             ):
                 self._cache.flush()

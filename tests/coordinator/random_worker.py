@@ -464,7 +464,8 @@ class RandomWorker:
             output.finish = Finish.LENGTH
         if not held.answered:
             self._cache(held)
-            held.answered, output.queue_s, output.run_s = True, 0.001, 0.002
+            held.answered = True
+            output.timings = cluster_pb2.StageTimings(queue_us=1_000, run_us=2_000)
         return output
 
     # ---- Draining and exit.

@@ -123,7 +123,7 @@ async def test_prefill_only_reports_one_token_and_the_rest_continues_elsewhere(
     prompt = list(range(10, 60))
     first = (await answers(engine, request("a", prompt, max_tokens=9, prefill_only=True)))["a"]
     assert first.last.finish is Finish.CUT
-    assert first.last.queue_s is not None
+    assert first.last.timings is not None
     rest = (
         await answers(
             engine,
