@@ -80,8 +80,7 @@ class StageTime:
     """One stage of a request.
 
     Attributes:
-        stage: "tokenize", "queue", "prefill_queue", "prefill", "handoff", "decode_queue",
-            "decode", "recovery" or "network".
+        stage: Name of a Stage in common.proto, in lower case: "tokenize", "queue", "prefill", ...
         start_ms: Start of the stage, since the coordinator received the request.
         duration_ms: Duration of the stage.
         worker_id: Worker that spent the time; empty for the coordinator.

@@ -117,13 +117,8 @@ def _unusable(observation: Observation, now: float) -> str:
     age_s = now - observation.observed_at
     if not math.isfinite(age_s) or age_s > _STALE_S:
         return f"the workers were last heard of {age_s:.0f} s ago"
-    load = observation.decode
-    numbers: list[float | None] = [load.num_decodes, load.reserved_tokens, load.kv_tokens]
-    for _, lane in observation.lanes:
-        numbers += [lane.num_arrived, lane.work_s, lane.num_output_tokens, lane.num_kv_tokens]
-        numbers += [lane.queued_s, lane.num_waiting, *lane.works_s]
-    for number in numbers:
-        if number is None or not math.isfinite(number) or number < 0:
+    for number in observation.required:
+        if not math.isfinite(number) or number < 0:
             return f"a measurement is {number}"
     return ""
 

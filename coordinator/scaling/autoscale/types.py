@@ -74,6 +74,19 @@ class LaneLoad:
     num_first: int = 0
     num_late: int = 0
 
+    @property
+    def required(self) -> tuple[float, ...]:
+        """The numbers that a decision needs: finite, and at least 0."""
+        return (
+            self.num_arrived,
+            self.work_s,
+            self.num_output_tokens,
+            self.num_kv_tokens,
+            self.queued_s,
+            self.num_waiting,
+            *self.works_s,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeLoad:
@@ -97,6 +110,11 @@ class DecodeLoad:
     itl_s: float | None = None
     itl_predicted_s: float | None = None
 
+    @property
+    def required(self) -> tuple[float, ...]:
+        """The numbers that a decision needs: finite, and at least 0."""
+        return self.num_decodes, self.reserved_tokens, self.kv_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Observation:
@@ -114,6 +132,14 @@ class Observation:
     latency: LatencyModel
     lanes: tuple[tuple[str, LaneLoad], ...] = ()
     decode: DecodeLoad = field(default_factory=DecodeLoad)
+
+    @property
+    def required(self) -> tuple[float, ...]:
+        """The required numbers of the decode pool and of all lanes."""
+        return (
+            *self.decode.required,
+            *(number for _, lane in self.lanes for number in lane.required),
+        )
 
     def of(self, pool: Pool, phase: Phase) -> list[WorkerView]:
         return [one for one in self.workers if one.pool is pool and one.phase is phase]
