@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import glob
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import vllm_cases as cases
-from vllm_cluster import MAX_DECODES, SEND_BYTES, Cluster
+from vllm_cluster import DECODE, MAX_DECODES, SEND_BYTES, Cluster
 from worker_parts import stopped
 
 from baton.client import errors
 from baton.client.client import BatonClient
 from baton.client.events import Tokens
 from baton.client.stream import TokenStream
+from baton.kvtransfer import local_wire
 from baton.kvtransfer.control import EnginePort
 from baton.v1 import admin_pb2, kv_transfer_pb2
 
@@ -29,6 +32,7 @@ LONG = 600
 COMMITTED = (kv_transfer_pb2.HANDOFF_STATE_COMMITTED,)
 # Keys and values of two heads of 64 values each, in float32.
 BYTES_PER_TOKEN_AND_LAYER = 2 * 2 * 64 * 4
+NUM_LAYERS = 4
 
 
 async def in_state(cluster: Cluster, state: int, *, request_id: str = "") -> None:
@@ -274,4 +278,96 @@ async def test_cancel_while_a_handoff_fails_leaves_no_bad_blocks(
         change_staging(port, 1)
     await stream.aclose()
     assert await tokens_of(client, case) == case["expected"]["token_ids"]
+    await cluster.assert_idle()
+
+
+class LocalCaller:
+    """A connection to a worker's transfer service that waits for each reply."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.settimeout(20)
+        self._socket.connect(path)
+        self._unpacker = local_wire.Unpacker()
+
+    def call(self, request: kv_transfer_pb2.LocalRequest) -> kv_transfer_pb2.LocalReply:
+        request.call_id = 1
+        self._socket.sendall(local_wire.encode(request))
+        while not (replies := list(self._unpacker.feed(self._socket.recv(2**16)))):
+            pass
+        reply = kv_transfer_pb2.LocalReply.FromString(replies[0])
+        assert not reply.error, reply.error
+        return reply
+
+    def statistics(self) -> kv_transfer_pb2.LocalStatistics:
+        return self.call(
+            kv_transfer_pb2.LocalRequest(stats=kv_transfer_pb2.LocalStats())
+        ).statistics
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+@contextlib.contextmanager
+def full_staging(cluster: Cluster, role: str, target: str) -> Iterator[LocalCaller]:
+    """Yields while a handoff without frames fills the staging of its sender and its receiver.
+
+    Args:
+        cluster: The cluster.
+        role: Role of the worker that sends the handoff.
+        target: Address of the transfer service that receives the handoff.
+    """
+    num_blocks = SEND_BYTES // (cases.BLOCK_SIZE * BYTES_PER_TOKEN_AND_LAYER * NUM_LAYERS)
+    wanted = kv_transfer_pb2.LocalOpenSend(
+        handoff_id=secrets.token_bytes(16),
+        target=target,
+        num_blocks=num_blocks,
+        num_tokens=num_blocks * cases.BLOCK_SIZE,
+        wait_ms=5000,
+    )
+    caller = LocalCaller(cluster.socket_path(role))
+    try:
+        caller.call(kv_transfer_pb2.LocalRequest(open_send=wanted))
+        yield caller
+        abort = kv_transfer_pb2.LocalAbortSend(handoff_id=wanted.handoff_id)
+        caller.call(kv_transfer_pb2.LocalRequest(abort_send=abort))
+    finally:
+        caller.close()
+
+
+async def above_zero(caller: LocalCaller, name: str) -> None:
+    """Waits until a number in the statistics of a transfer service is above 0."""
+    async with asyncio.timeout(60):
+        while not getattr(caller.statistics(), name):
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("role", "used", "num_waiting"),
+    [
+        ("prefill", "send_bytes_used", "num_waiting_sends"),
+        ("decode", "receive_bytes_used", "num_waiting_receives"),
+    ],
+)
+async def test_a_handoff_waits_for_staging_at_either_end(
+    role: str,
+    used: str,
+    num_waiting: str,
+    client: BatonClient,
+    cluster: Cluster,
+    expected: dict[str, cases.Case],
+) -> None:
+    case, num_loaded = expected[f"staging-{role}"], cluster.handoff_tokens()
+    # With role "decode" the decode worker sends to itself, so the prefill worker has room.
+    target = (await cluster.workers())[DECODE].kv_address
+    with full_staging(cluster, role, target) as caller:
+        await above_zero(caller, used)
+        stream = client.generate(case["prompt"], timeout_s=60, **case["sampling"])
+        await above_zero(caller, num_waiting)
+    tokens = await rest_of(stream)
+    assert tokens == case["expected"]["token_ids"]
+    # The handoff was loaded all the same.
+    async with asyncio.timeout(60):
+        while cluster.handoff_tokens() < num_loaded + len(case["prompt"]):
+            await asyncio.sleep(0.05)
     await cluster.assert_idle()

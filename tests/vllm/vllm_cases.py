@@ -152,6 +152,10 @@ def fault_cases() -> list[Case]:
             greedy(f"lost-{index}", prompt(6 * BLOCK_SIZE + 5, 9000 + index), 12)
             for index in range(5)
         ),
+        *(
+            greedy(f"staging-{role}", prompt(6 * BLOCK_SIZE + 5, 9100 + index), 12)
+            for index, role in enumerate(("prefill", "decode"))
+        ),
         greedy("lost-seeded", [*lost, 17], 12, **seeded),
         *(
             greedy(f"outgrow-{index}", prompt(180 + index, 7000 + index), 160, ignore_eos=True)

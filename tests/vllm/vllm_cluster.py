@@ -95,8 +95,12 @@ class Cluster:
 
     def port(self, role: str) -> EnginePort:
         """Opens the test's own connection to the transfer service of a worker."""
+        return EnginePort(self.socket_path(role))
+
+    def socket_path(self, role: str) -> str:
+        """Returns the control socket of a worker's transfer service."""
         arguments = json.loads(self.transfer_service(role).cmdline()[-1])
-        return EnginePort(arguments["socket_path"])
+        return str(arguments["socket_path"])
 
     def handoff_tokens(self) -> int:
         """Returns the number of prompt tokens that the decode worker has loaded from handoffs."""
