@@ -1,4 +1,4 @@
-"""Batch prompts that are being computed, and which of them makes room for an interactive one."""
+"""Tracks batch prompts during their prefill and picks which to preempt for interactive work."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from baton.coordinator.state.workers import AttachedWorkers, Worker
 
 
 class BatchPrompts:
-    """The batch prompts that may be told to make room, each on its prefill worker.
+    """The batch prompts that may be preempted, each with the prefill worker that computes it.
 
     Args:
-        router: of these workers; it is only read.
+        router: Router of the same workers; this class only reads it.
         workers: Workers of one fleet.
     """
 
@@ -26,12 +26,15 @@ class BatchPrompts:
         self._num_at: Counter[WorkerKey] = Counter()
 
     def begins(self, batch: RequestKey, worker: WorkerKey) -> None:
-        """A batch prompt is computed by a worker from now on."""
+        """Records that a worker starts the prefill of a batch prompt."""
         self._worker_of[batch] = worker
         self._num_at[worker] += 1
 
     def over(self, request: RequestKey) -> None:
-        """A prompt is not computed any more. Idempotent; ignores interactive ones."""
+        """Records that the prefill of a prompt is over.
+
+        Idempotent; ignores interactive prompts.
+        """
         worker = self._worker_of.pop(request, None)
         if worker is not None:
             self._num_at[worker] -= 1
@@ -39,19 +42,20 @@ class BatchPrompts:
                 del self._num_at[worker]
 
     def that_yields(self, placement: Placement | None) -> RequestKey | None:
-        """The batch prompt that should make room for an interactive one; None where none should.
+        """The batch prompt to preempt for an interactive prompt; None if preemption does not help.
 
-        Only where the wait is longer than a step: an engine lets go of a prompt between steps. And
-        only where what was computed stays in a prefix cache: computing it once more would cost the
-        requests behind it more than is won.
+        Preemption helps only if the interactive prompt would wait for longer than one step, because
+        an engine can drop a prompt only between two steps. The worker must also have a prefix
+        cache that keeps the blocks computed so far: recomputing them would delay the queue by
+        more than the interactive prompt gains.
 
         Args:
-            placement: where the interactive one would go; None: no worker has room for it.
+            placement: Planned placement of the interactive request; None: no worker has room.
         """
         if not self._worker_of:
             return None
         if placement is None:
-            # Every worker has as much queued as it may.
+            # The queue of every prefill worker is full.
             soonest = self._router.idlest_prefill()
             wait_s = soonest.queued_s(self._router.now) if soonest is not None else math.inf
         elif placement.prefill is None:
@@ -69,9 +73,9 @@ class BatchPrompts:
         return found
 
     def give_way(self, entry: WorkerLoad, worker: Worker | None) -> bool:
-        """Whether all that a prefill worker has is a batch prompt that can make room.
+        """Whether the only prompt on a prefill worker is a batch prompt that can be preempted.
 
-        Were there others behind it, they would take the room.
+        If other prompts were queued behind the batch prompt, they would use the freed time.
         """
         return (
             worker is not None

@@ -1,4 +1,4 @@
-"""What the router chose, and why."""
+"""Results of routing decisions: the chosen workers and the predictions behind the choice."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from baton.coordinator.state.requests import WorkerKey
 
 
 class PrefillChoice(NamedTuple):
-    """Where a prompt is computed.
+    """The prefill worker chosen for a prompt.
 
     Attributes:
         worker: the prefill worker.
-        predicted_s: seconds until its first token: what is queued there, and its own work.
-        work_s: seconds of its own work, which `assign_prefill` counts.
-        num_work_tokens: tokens of the prompt that are computed there.
-        num_cached_tokens: tokens of the prompt that are expected in the worker's cache.
+        predicted_s: seconds until the first token: the worker's queue plus the prompt's own work.
+        work_s: seconds of the prompt's own work; `assign_prefill` adds them to the worker's load.
+        num_work_tokens: tokens of the prompt that the worker must compute.
+        num_cached_tokens: tokens of the prompt that the worker's prefix cache should hold.
     """
 
     worker: WorkerKey
@@ -26,14 +26,15 @@ class PrefillChoice(NamedTuple):
 
 
 class DecodeChoice(NamedTuple):
-    """Where a request is decoded.
+    """The decode worker chosen for a request.
 
     Attributes:
         worker: the decode worker.
-        predicted_s: seconds of a decode step there, with this request.
-        num_kv_tokens: KV room that the request needs, which `assign_decode` counts.
-        num_cached_tokens: tokens of the prompt that the worker holds: they need not be sent.
-        num_tokens: tokens of the prompt and of known output.
+        predicted_s: seconds per decode step on the worker once this request has joined.
+        num_kv_tokens: KV tokens that the request needs; `assign_decode` reserves them.
+        num_cached_tokens: tokens of the prompt in the worker's prefix cache; the handoff can skip
+            them.
+        num_tokens: tokens of the prompt and of the output generated so far.
     """
 
     worker: WorkerKey
@@ -44,18 +45,18 @@ class DecodeChoice(NamedTuple):
 
     @property
     def num_new_tokens(self) -> int:
-        """How many tokens the decode worker computes where nothing is handed over; at least 1."""
+        """Tokens that the decode worker computes if there is no handoff; at least 1."""
         return max(1, self.num_tokens - self.num_cached_tokens)
 
 
 class Placement(NamedTuple):
-    """Where a request runs.
+    """The workers that a request runs on.
 
     Attributes:
-        prefill: where the prompt is computed; None: the decode worker computes it.
-        decode: where the output is; None: nothing is left to decode after the first token.
-        skip_tokens: how many tokens the decode worker has, so that the handoff leaves them out;
-            whole blocks.
+        prefill: prefill worker for the prompt; None: the decode worker computes the prompt.
+        decode: decode worker for the output; None: the request ends with its first token.
+        skip_tokens: tokens that the handoff leaves out because the decode worker has them cached;
+            a multiple of the block size.
     """
 
     prefill: PrefillChoice | None
@@ -69,12 +70,12 @@ class Placement(NamedTuple):
 
 
 class RoomWanted(NamedTuple):
-    """What batch outputs on a decode worker should make room for.
+    """The room that preempted batch requests must free on a decode worker.
 
     Attributes:
         worker: the decode worker.
-        num_tokens: KV tokens that are to be free there beside those that are.
-        num_requests: how many outputs have to leave at least.
+        num_tokens: KV tokens to free in addition to those that are free already.
+        num_requests: minimum number of batch requests that must leave the worker.
     """
 
     worker: WorkerKey

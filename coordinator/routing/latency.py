@@ -1,4 +1,4 @@
-"""What steps cost on each kind of worker, as far as workers have reported it."""
+"""Fitted step latency of each kind of worker, learned from the steps that workers report."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from baton.runtime.latency import LatencyModel
 from baton.runtime.latency_fit import FitQuality, LatencyFit, shape_class
 from baton.v1 import cluster_pb2
 
-# Kinds that are remembered; workers are upgraded a few times in a coordinator's life.
+# Maximum number of worker kinds kept. An upgrade of the workers adds a kind, and a coordinator sees
+# only a few upgrades.
 _MAX_KINDS = 64
-# Steps that a kind's workers may contribute per round of reports: some 15 microseconds each. One
-# worker's are enough to follow it within seconds, and a thousand workers say no more than that.
+# Steps used per kind and round of load reports; fitting a step takes about 15 microseconds. This
+# many steps let the fit follow a change within seconds, with one worker or with a thousand.
 _STEPS_PER_ROUND = 64
-# Of each shape class, on each worker. The first step of a size compiles kernels, captures graphs,
-# grows pools and touches memory; a second and third may still tune. What comes later is steady. It
-# counts steps, not seconds, since an idle worker does not become warm.
+# Number of steps ignored as warm-up, per worker and shape class. The first step of a size compiles
+# kernels, captures graphs, grows memory pools and touches memory; the second and third may still
+# tune. Later steps have a steady latency. The limit counts steps instead of seconds because an
+# idle worker does not warm up.
 _COLD_STEPS = 3
 
 
 class WorkerKind(NamedTuple):
-    """Workers that cost the same; whichever role they have."""
+    """Properties that determine the step latency of a worker; the role is not among them."""
 
     engine: str
     engine_version: str
@@ -33,7 +35,7 @@ class WorkerKind(NamedTuple):
     model: str
     revision: str
     tp_size: int
-    # Other engine arguments may cost other times.
+    # A revision may change engine arguments and with them the latency.
     rollout: str
 
     @classmethod
@@ -51,10 +53,10 @@ class WorkerKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KindLatency:
-    """One kind's model and how good it is.
+    """Latency model of one worker kind, with the quality of the fit.
 
     Attributes:
-        num_cold: samples left out because their worker was new to steps of that size.
+        num_cold: samples ignored because the worker was still warming up for steps of that size.
     """
 
     model: LatencyModel
@@ -71,7 +73,7 @@ class _Measured:
 
 @dataclass(slots=True)
 class _Reporter:
-    """A worker that has reported: its steps by shape class, up to _COLD_STEPS."""
+    """A worker that has reported steps: how many per shape class, counted up to _COLD_STEPS."""
 
     kind: WorkerKind
     num_steps: dict[int, int] = field(default_factory=dict)
@@ -79,10 +81,10 @@ class _Reporter:
 
 
 class LatencyRegistry:
-    """One fit per kind; the kinds heard of last are kept.
+    """One latency fit per worker kind; keeps the `max_kinds` kinds that reported most recently.
 
     Args:
-        seed: the model of a kind that nobody has measured.
+        seed: Model used for a kind without any measurement.
     """
 
     def __init__(self, seed: LatencyModel, max_kinds: int = _MAX_KINDS) -> None:
@@ -94,19 +96,19 @@ class LatencyRegistry:
         return len(self._kinds)
 
     def model(self, kind: WorkerKind) -> LatencyModel:
-        """As of the latest reports; the seed of a kind that nobody has measured."""
+        """The model fitted to the latest reports; the seed for a kind without measurements."""
         measured = self._kinds.get(kind)
         return measured.fit.model if measured is not None else self._seed
 
     def describe(self, kind: WorkerKind) -> KindLatency:
-        """The model with its quality, for operators."""
+        """The model with its fit quality, for operators."""
         measured = self._kinds.get(kind)
         if measured is None:
             return KindLatency(self._seed, FitQuality(0, 0, None, None), 0)
         return KindLatency(measured.fit.model, measured.fit.quality, measured.num_cold)
 
     def observe(self, worker: Worker, steps: Sequence[cluster_pb2.StepSample]) -> None:
-        """Takes the steps of one load report; of many, evenly spaced ones."""
+        """Adds the steps of one load report to the fit; samples evenly if there are too many."""
         if not steps:
             return
         reporter = self._reporters.get(worker.key)
@@ -116,7 +118,7 @@ class LatencyRegistry:
         measured.workers.add(worker.key)
         share = max(1, _STEPS_PER_ROUND // len(measured.workers))
         stride = -(-len(steps) // share)
-        # From another one each time, in case the steps alternate.
+        # The first index changes with each report, in case two kinds of steps alternate.
         first = reporter.num_reports % stride
         reporter.num_reports += 1
         for step in steps[first::stride]:
@@ -129,7 +131,7 @@ class LatencyRegistry:
                 measured.fit.observe(step)
 
     def forget(self, key: WorkerKey) -> None:
-        """A worker has left; what was learned from it stays."""
+        """Removes a worker that has left; its measurements remain in the fit."""
         reporter = self._reporters.pop(key, None)
         if reporter is not None and (measured := self._kinds.get(reporter.kind)) is not None:
             measured.workers.discard(key)

@@ -1,4 +1,4 @@
-"""An index of workers by load: the least loaded, at a cost that hardly grows with their number."""
+"""An index of workers by load that returns the least loaded worker in O(log n)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class LeastLoaded(Generic[Key]):
-    """One load per key. Setting and asking cost O(log n).
+    """A heap with one load per key; `set` and `least` cost O(log n).
 
-    Of equal loads the one that changed longest ago comes first, so that idle workers take turns;
-    setting what it was is no change.
-    Replaced entries stay in the heap until they surface, and the heap is rebuilt when they
-    outnumber the live ones.
+    Among keys with equal loads the key whose load changed longest ago comes first, so that idle
+    workers take turns. Setting the same load again does not count as a change.
+    Replaced entries stay in the heap until they reach the top. The heap is rebuilt when it holds
+    more than twice as many replaced entries as live entries.
     """
 
     def __init__(self) -> None:
@@ -32,12 +32,12 @@ class LeastLoaded(Generic[Key]):
     def set(self, key: Key, load: float) -> None:
         entry = self._entries.get(key)
         if entry is not None and entry[0] == load:
-            return  # It keeps its turn.
+            return  # The key keeps its position among keys with equal loads.
         self._order += 1
         self._entries[key] = load, self._order
         item = (load, self._order, key)
         if self._heap and self._heap[0][2] == key:
-            # Its old entry would only be thrown away later.
+            # Replacing the outdated top entry saves a later heappop.
             heapq.heapreplace(self._heap, item)
         else:
             heapq.heappush(self._heap, item)
@@ -46,11 +46,11 @@ class LeastLoaded(Generic[Key]):
             heapq.heapify(self._heap)
 
     def remove(self, key: Key) -> None:
-        """Idempotent."""
+        """Removes a key; idempotent."""
         self._entries.pop(key, None)
 
     def least(self) -> Key | None:
-        """The key with the least load; None when there is none."""
+        """The key with the least load; None if the index is empty."""
         heap, entries = self._heap, self._entries
         while heap:
             load, order, key = heap[0]

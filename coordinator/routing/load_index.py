@@ -1,4 +1,4 @@
-"""All workers' loads, filed so that the least loaded of a pool are found without a scan."""
+"""Index of all workers' loads that finds the least loaded workers of a pool without a scan."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from baton.coordinator.state.requests import WorkerKey
 
 
 class LoadIndex:
-    """Load entries by worker. Whoever changes an entry calls `file` with it.
+    """Load entries by worker. After changing an entry, the caller must pass it to `file`.
 
     Args:
-        max_prefill_requests, max_decode_requests: a worker with so many assigned, or with as many
-            decodes as its engine has in its steps, is full, and found by no index but by_yielding.
+        max_prefill_requests: Limit of prompts assigned to one worker.
+        max_decode_requests: Limit of decodes assigned to one worker; the engine's own limit of
+            requests per step (max_seqs) applies too. A worker at its limit is full: no index except
+            by_yielding contains it.
 
     Attributes:
-        entries: to be read; `add` and `remove` change it.
-        open_prefill, open_decode: masks of the workers that take one more request.
-        num_prefill_workers: in the prefill pool, full ones included.
-        by_queue: of the prefill pool, by when their prefill work is done.
-        by_itl, by_room: of the decode pool, by seconds per step and by KV tokens left, negated.
-        by_itl_apart: as by_itl, of those whose outputs are all batch requests'.
-        by_yielding: of the decode pool, full ones included, those with decodes that can be told to
-            make room: by the KV tokens that would be left without these, negated.
+        entries: Load entries, read-only for callers; `add` and `remove` change them.
+        open_prefill, open_decode: bit masks of the workers that can take another request.
+        num_prefill_workers: number of workers in the prefill pool, including full workers.
+        by_queue: prefill workers ordered by the time when their prefill work is done.
+        by_itl: decode workers ordered by seconds per step.
+        by_room: decode workers ordered by free KV tokens, most first (stored negated).
+        by_itl_apart: like by_itl, but only workers without urgent decodes.
+        by_yielding: decode workers (including full workers) with decodes that can be preempted,
+            ordered by the KV tokens free after preempting all of these, most first.
     """
 
     def __init__(self, max_prefill_requests: int, max_decode_requests: int) -> None:
@@ -43,12 +46,12 @@ class LoadIndex:
         return self.entries.get(worker) if worker is not None else None
 
     def add(self, entry: WorkerLoad) -> None:
-        """A worker that is in no pool yet."""
+        """Adds a worker that is in no pool yet."""
         assert entry.key not in self.entries
         self.entries[entry.key] = entry
 
     def set_pool(self, worker: WorkerKey, pool: Pool | None) -> None:
-        """What a worker is given from now on; None for nothing."""
+        """Moves a worker to the pool that it gets work from; None: the worker gets no work."""
         self.num_prefill_workers -= self._pools.pop(worker, None) is Pool.PREFILL
         if pool is not None:
             self._pools[worker] = pool
@@ -56,7 +59,7 @@ class LoadIndex:
         self.file(self.entries[worker])
 
     def pool(self, worker: WorkerKey) -> Pool | None:
-        """What a worker is given now."""
+        """The pool that a worker gets work from; None: the worker gets no work."""
         return self._pools.get(worker)
 
     def remove(self, worker: WorkerKey) -> None:
@@ -64,16 +67,16 @@ class LoadIndex:
         del self.entries[worker]
 
     def fastest_on(self, host_id: str) -> WorkerKey | None:
-        """The decode worker on this host with the least seconds per step, if there is one."""
+        """The decode worker with the shortest step time on a host; None if the host has none."""
         on_host = self._by_host.get(host_id)
         return on_host.least() if on_host is not None else None
 
     def most_decodes(self, entry: WorkerLoad) -> int:
-        """How many requests a decode worker may have at a time, whatever KV room it has."""
+        """Maximum number of requests on a decode worker, regardless of its KV room."""
         return min(self._max_decodes, entry.traits.max_seqs)
 
     def file(self, entry: WorkerLoad) -> None:
-        """Puts a worker where its load belongs."""
+        """Updates all indexes after a change of a worker's load or pool."""
         worker, pool = entry.key, self._pools.get(entry.key)
         if pool is Pool.PREFILL and entry.num_prefills < self._max_prefills:
             self.open_prefill |= entry.bit

@@ -1,7 +1,7 @@
-"""Prompts that decode workers compute themselves: conditional disaggregation.
+"""Conditional disaggregation: decides when a decode worker computes a prompt itself.
 
-A decode worker does where it is much sooner than a prefill worker would be, and where the outputs
-that it decodes can bear the longer step.
+A decode worker computes a prompt if it finishes much sooner than a prefill worker would, and if
+the longer step does not slow down its running requests too much.
 """
 
 from __future__ import annotations
@@ -15,46 +15,46 @@ from baton.coordinator.routing.worker_load import Latency, WorkerLoad, WorkerTra
 from baton.coordinator.state.lanes import Lane
 from baton.v1 import common_pb2
 
-# A prompt is computed by the decode worker when that takes this share of the prefill worker's time
-# at most: what it saves must be worth what it costs the outputs there.
+# The decode worker computes a prompt only if it needs at most this share of the prefill worker's
+# time, because the prompt slows down the requests that the decode worker runs.
 _LOCAL_SHARE = 0.7
-# A target holds for nearly all gaps of an output. For a person who waits for a prompt this share of
-# them may be longer, up to so many times the target.
+# For an interactive prompt, this share of the gaps of a running request may exceed the ITL target.
 _LONG_GAPS_SHARE = 0.05
+# Longest allowed gap, as a multiple of the ITL target.
 _LONGEST_GAP = 2.0
 
 
 class LocalPrompts:
-    """Says when a decode worker should compute a prompt, and counts what that costs its outputs.
+    """Decides when a decode worker computes a prompt, and counts the long gaps this causes.
 
     Args:
         router: Router of one fleet's workers.
-        itl_target_s: target of gaps between an interactive output's tokens, in seconds.
+        itl_target_s: Target for the gap between tokens of an interactive request, in seconds.
     """
 
     def __init__(self, router: Router, itl_target_s: float) -> None:
         self._router, self._itl_target_s = router, itl_target_s
-        # How many workers there are by what prompts cost there and how large their blocks are.
+        # Number of workers by (latency model, block size).
         self._kinds: Counter[tuple[Latency, int]] = Counter()
 
     def attach(self, traits: WorkerTraits) -> None:
-        """A worker of any role has attached."""
+        """Adds a worker of any role."""
         self._kinds[traits.latency, traits.block_size_tokens] += 1
 
     def detach(self, traits: WorkerTraits) -> None:
-        """A worker is gone."""
+        """Removes a worker."""
         kind = traits.latency, traits.block_size_tokens
         self._kinds[kind] -= 1
         if not self._kinds[kind]:
             del self._kinds[kind]
 
     def may_pay(self, num_tokens: int, match: PrefixMatch, there_s: float) -> bool:
-        """Whether some decode worker might be sooner, whichever is chosen.
+        """Whether any decode worker could be sooner than the prefill worker; a cheap first check.
 
         Args:
-            num_tokens: how many tokens prompt and known output have.
-            match: which workers hold how much of the prompt.
-            there_s: how long a prefill worker would need, its queue included.
+            num_tokens: tokens of the prompt and of the output generated so far.
+            match: the prefix of the prompt that each worker holds.
+            there_s: seconds that a prefill worker needs, including its queue.
         """
         held = self._router.longest_decode(match)
         least_s = min(
@@ -64,13 +64,16 @@ class LocalPrompts:
         return least_s <= there_s * _LOCAL_SHARE
 
     def pays(self, choice: DecodeChoice, entry: WorkerLoad, there_s: float, lane: Lane) -> bool:
-        """Whether a decode worker should compute a prompt: it is sooner, and its outputs bear it.
+        """Whether a decode worker should compute a prompt itself.
+
+        It should if it is sooner than the prefill worker, and if its running requests tolerate the
+        longer step.
 
         Args:
             choice: the decode worker.
-            entry: what it has.
-            there_s: how long a prefill worker would need, its queue included.
-            lane: of the request.
+            entry: load of the decode worker.
+            there_s: seconds that a prefill worker needs, including its queue.
+            lane: lane of the request.
         """
         here_s = _outputs_step_s(entry) + entry.traits.latency.prefill_s(choice.num_new_tokens)
         return here_s <= there_s * _LOCAL_SHARE and self._bear(
@@ -78,13 +81,13 @@ class LocalPrompts:
         )
 
     def begins(self, choice: DecodeChoice) -> None:
-        """A decode worker begins with a prompt: counts the gap that this makes too long, if any."""
+        """Counts the long gaps that a decode worker's requests get from the prompt it starts."""
         entry = self._router.load(choice.worker)
         if entry is not None and self._is_felt(entry, _longest_step_s(entry, choice)):
             self._router.hold_up(choice, _LONG_GAPS_SHARE)
 
     def _bear(self, entry: WorkerLoad, step_s: float, lane: Lane) -> bool:
-        """Whether a worker's urgent outputs bear a prompt of a lane that makes a step so long."""
+        """Whether a worker's urgent requests tolerate a step of this length for this lane."""
         return not self._is_felt(entry, step_s) or (
             lane != common_pb2.LANE_BATCH
             and step_s <= self._itl_target_s * _LONGEST_GAP
@@ -92,16 +95,16 @@ class LocalPrompts:
         )
 
     def _is_felt(self, entry: WorkerLoad, step_s: float) -> bool:
-        """Whether a step so long is a gap over the target of an urgent output there."""
+        """Whether a step of this length exceeds the ITL target of an urgent request there."""
         return entry.num_urgent > 0 and step_s > self._itl_target_s
 
 
 def _outputs_step_s(entry: WorkerLoad) -> float:
-    """A step of what is decoded there now."""
+    """Predicted seconds of a decode step with the worker's present requests."""
     return entry.itl_with_s(0, 0) if entry.num_decodes else 0.0
 
 
 def _longest_step_s(entry: WorkerLoad, choice: DecodeChoice) -> float:
-    """Of the steps there that compute a prompt beside the outputs."""
+    """Predicted seconds of the longest step that computes the prompt next to running decodes."""
     num_tokens = min(choice.num_new_tokens, entry.traits.chunk_tokens)
     return _outputs_step_s(entry) + entry.traits.latency.prefill_s(num_tokens)

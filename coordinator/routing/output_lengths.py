@@ -1,4 +1,4 @@
-"""How many tokens a request will produce, guessed from what others of its lane produced."""
+"""Predicts the output length of a request from recent outputs of the same lane."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class OutputLengths:
     """A running quantile of output lengths, by lane.
 
     Args:
-        quantile: 0 to 1: the share of requests that should produce no more than expected.
-        window: outputs remembered per lane.
-        initial_tokens: expected until a lane has its first output.
+        quantile: Share of requests (0 to 1) whose output should not exceed the prediction.
+        window: Number of recent outputs kept per lane.
+        initial_tokens: Prediction for a lane without any finished output.
     """
 
     def __init__(self, quantile: float = 0.9, window: int = 512, initial_tokens: int = 256) -> None:
@@ -27,17 +27,17 @@ class OutputLengths:
         self._recent: dict[Hashable, RecentValues[int]] = {}
 
     def observe(self, lane: Hashable, num_tokens: int) -> None:
-        """Takes in the length of an output of this lane that ended by itself."""
+        """Records the length of a finished output of this lane."""
         recent = self._recent.get(lane)
         if recent is None:
             recent = self._recent[lane] = RecentValues(self._window)
         recent.add(num_tokens)
 
     def mean(self, lane: Hashable, max_tokens: int) -> float:
-        """Mean length of the lane's outputs; until there is one, at most `max_tokens`.
+        """Mean length of the lane's outputs; `initial_tokens` or `max_tokens` before the first.
 
-        What requests allow has shortened those outputs already. To cut the mean by it once more
-        expects too few in sum: the fewer, the closer requests keep to what they allow.
+        The mean is not limited to `max_tokens`: the recent outputs were already cut at the limits
+        of their requests, and a second cut would make the expected total too low.
         """
         recent = self._recent.get(lane)
         if recent is None:
@@ -45,13 +45,13 @@ class OutputLengths:
         return recent.total / len(recent)
 
     def expected(self, lane: Hashable, max_tokens: int, num_known_tokens: int = 0) -> int:
-        """Output tokens still to come; at least 1, at most what `max_tokens` leaves.
+        """Predicted number of further output tokens; at least 1 and within `max_tokens`.
 
         Args:
-            lane: of the request.
-            max_tokens: of the whole output.
-            num_known_tokens: that exist already: only longer outputs are looked at; where there
-                are none, as many are expected again.
+            lane: lane of the request.
+            max_tokens: limit of the whole output.
+            num_known_tokens: tokens generated so far. The prediction uses only recent outputs
+                longer than this; if there are none, it expects the output to double.
         """
         recent = self._recent.get(lane)
         ordered = recent.ordered if recent is not None else []
@@ -64,11 +64,12 @@ class OutputLengths:
 
 
 def max_output_tokens(submission: Submission, max_model_len: int) -> int:
-    """How many tokens the whole output can have: max_tokens, or what the context leaves.
+    """Limit of the whole output in tokens: max_tokens or the rest of the context, if smaller.
 
     Args:
         submission: the request.
-        max_model_len: 0 while it is not known; then max_tokens counts, 0 without.
+        max_model_len: context length of the model; 0 if unknown: then the limit is max_tokens
+            (0 if the request has none).
     """
     sampling = submission.sampling
     if not max_model_len:

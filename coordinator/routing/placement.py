@@ -1,8 +1,8 @@
-"""Which request may run now, and where: the router's choices under the lanes' rules.
+"""Decides whether a request may run now and on which workers, under the rules of its lane.
 
 A prompt goes to a prefill worker and its output to a decode worker, with a handoff between them.
-It runs unsplit, on the decode worker alone, where it cannot be handed over, and where its prompt is
-computed much sooner there without making others wait (conditional disaggregation).
+A request runs on the decode worker alone if a handoff is impossible, or if the decode worker
+computes the prompt much sooner without delaying others (conditional disaggregation).
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from baton.coordinator.state.workers import AttachedWorkers, Worker
 from baton.v1 import common_pb2
 
 _BATCH = common_pb2.LANE_BATCH
-# Prefill work on one worker, by lane, that lets no other prompt of the lane join. The second step
-# keeps an engine busy while its answer to the first is on its way; batch goes without, so that an
-# interactive prompt never finds more than one of its steps ahead of it.
+# Limit of prefill work queued on one worker, by lane, in steps. With two steps the engine stays
+# busy while its answer to the first step is on its way. The batch limit is one step, so that an
+# interactive prompt waits for at most one batch step.
 _AHEAD = {
     common_pb2.LANE_INTERACTIVE: Ahead(2.0, foresees=True),
     _BATCH: Ahead(1.0, foresees=False),
 }
-# Batch joins interactive outputs up to this share of their target, and is parked beyond all of it:
-# between the two nothing moves.
+# Batch requests join interactive requests while steps take at most this share of the ITL target.
+# They are parked when steps exceed the whole target; the gap between the two avoids flapping.
 _JOIN_SHARE = 0.9
 
 _Found = TypeVar("_Found")
 
 
 def _open_to(worker: Worker) -> Pool | None:
-    """The pool whose work a worker is given; None while it takes none."""
+    """The pool that a worker gets work from; None while the worker takes no work."""
     return POOL_OF.get(worker.role) if worker.serving and worker.ledger.exclusive is None else None
 
 
 class Placer:
-    """Places the requests of one fleet on its workers, and counts there what they take.
+    """Places the requests of one fleet on its workers, and tracks the load this causes.
 
     Args:
-        config: limits and targets.
+        config: Limits and targets.
         workers: The fleet's workers.
-        latency: what steps cost on each worker.
-        outputs: how long outputs are; shared by all fleets.
-        crowded: takes the decode workers that are given interactive work.
+        latency: Latency models by worker kind.
+        outputs: Prediction of output lengths; shared by all fleets.
+        crowded: The placer adds the decode workers that get interactive work.
 
     Attributes:
-        router: what each worker has; only read from outside.
-        batch_prompts: batch prompts that are being computed; only read from outside.
-        prompts: the block hashes of prompts.
-        predictions: what requests are predicted to take.
+        router: load of each worker; read-only for callers.
+        batch_prompts: batch prompts during their prefill; read-only for callers.
+        prompts: block hashes of prompts.
+        predictions: predicted prefill work and first-token times of requests.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Placer:
     # ---- Members.
 
     def attach(self, worker: Worker) -> None:
-        """A worker has attached, or is back: it is known, and gets work if it takes any."""
+        """Adds a worker that has attached or reattached, and gives it work if it takes any."""
         if self.router.load(worker.key) is None:
             traits = traits_of(worker.hello, self._latency)
             self.router.add_worker(worker.key, traits, None)
@@ -96,12 +96,12 @@ class Placer:
         self.refresh(worker)
 
     def refresh(self, worker: Worker) -> None:
-        """Looks again at whether a worker takes work, and which."""
+        """Updates the pool of a worker after its role or state has changed."""
         if self.router.load(worker.key) is not None:
             self.router.set_pool(worker.key, _open_to(worker))
 
     def detach(self, worker: Worker) -> None:
-        """A worker is gone, with all that was assigned to it."""
+        """Removes a worker and everything assigned to it."""
         entry = self.router.load(worker.key)
         if entry is not None:
             self._local_prompts.detach(entry.traits)
@@ -109,7 +109,7 @@ class Placer:
         self._crowded.pop(worker.key, None)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when sums, masks or owners differ from what they stand for."""
+        """Raises AssertionError if the router's state and the workers' pools are inconsistent."""
         self.router.check_integrity()
         for worker in self._workers:
             assert self.router.pool(worker.key) is _open_to(worker)
@@ -117,25 +117,25 @@ class Placer:
     # ---- Requests.
 
     def place(self, request: Request) -> Placement | None:
-        """Picks workers for the request whose turn it is; None when a worker it needs has no room.
+        """Picks workers for the request whose turn it is; None if a worker that it needs is full.
 
-        A worker that lost the request before gets it again only where there is no other. A
-        suspect (a request that workers may have died of) gets only workers that have answered
-        every request they have, so that it endangers none that was not answered yet.
+        A worker that lost the request before gets it again only if no other worker is available.
+        A suspect (a request that may have crashed workers) gets only workers without unanswered
+        requests, so that a crash loses no other request.
         """
         return self._among_wanted(request, self._place)
 
     def by_handoff(self, request: Request, source: Worker, within_s: float) -> Placement | None:
-        """Another decode worker for an output, and the one that it leaves to hand it over.
+        """Plans a handoff of a running request from its decode worker to another decode worker.
 
         Args:
             request: the request, which `source` decodes.
-            source: a worker that is given no more outputs.
-            within_s: how soon it is to go on there.
+            source: decode worker that gets no new requests.
+            within_s: maximum number of seconds until the request continues on the new worker.
 
         Returns:
-            None where it would be later, no worker has room, or `source` keeps nothing of what has
-            left it.
+            None if the move would take longer, if no worker has room, or if `source` does not keep
+            the KV blocks of requests that have left it.
         """
         if request.suspect or not source.hello.capacity.keeps_prefixes:
             return None
@@ -146,25 +146,25 @@ class Placer:
         return self._split(request, choice, decode) if decode is not None else None
 
     def has_room(self, request: Request) -> bool:
-        """Whether some decode worker has room for an output that leaves its own."""
+        """Whether any decode worker has room for a request that leaves its own worker."""
         return self._decode_anew(request, None) is not None
 
     def room_wanted(self, request: Request) -> RoomWanted | None:
-        """The decode worker where batch outputs should make room for a request that has no place.
+        """The decode worker on which batch requests should be preempted for a waiting request.
 
         Returns:
-            None where the request waits for something else, or is batch work itself.
+            None if the request waits for something else, or is a batch request itself.
         """
         if self.router.most_yielding() is None or self._lane_of(request) == _BATCH:
             return None
         return self._among_wanted(request, self._room_wanted)
 
     def room_at(self, request: Request) -> float:
-        """When a prefill worker will have room for a prompt that finds none now.
+        """Predicts when a prefill worker will have room for a prompt that cannot be placed now.
 
         Returns:
-            By the core's clock; infinite where that cannot be foreseen, or where it is not room
-            on a prefill worker that the request lacks.
+            Time by the core's clock; infinite if no prediction is possible, or if the request
+            waits for something other than a prefill worker.
         """
         idlest = self.router.idlest_prefill()
         if idlest is None:
@@ -172,7 +172,7 @@ class Placer:
         return idlest.room_at(_AHEAD[self._lane_of(request)], self.router.now)
 
     def is_crowded_out(self, request: Request) -> bool:
-        """Whether every prefill worker is too full for a batch prompt, and one takes another."""
+        """Whether no prefill worker takes a batch prompt, but one would take an interactive one."""
         match, now = self.prompts.match(request), self.router.now
         entries = self.router.prefill_candidates(match, request.submission.session_id)
         batch, interactive = _AHEAD[_BATCH], _AHEAD[common_pb2.LANE_INTERACTIVE]
@@ -181,12 +181,12 @@ class Placer:
         )
 
     def assign(self, request: Request, placement: Placement, *, yields: bool) -> None:
-        """Counts a request on the workers that it was placed on.
+        """Adds a request to the load of the workers that it was placed on.
 
         Args:
             request: the request.
-            placement: what `place` returned for it.
-            yields: whether it may be told to make room, should it be a batch request.
+            placement: placement that `place` returned for the request.
+            yields: whether the request may be preempted if it is a batch request.
         """
         session, urgent = request.submission.session_id, request.submission.lane != _BATCH
         if placement.prefill is not None:
@@ -194,7 +194,7 @@ class Placer:
                 request.key, placement.prefill, self.prompts.hashes_of(request), session
             )
             worker = placement.prefill.worker
-            # One that hands over its own output is nobody's to wait for.
+            # A decode worker that hands over its own request delays no prompt in the prefill pool.
             in_pool = self.router.pool(worker) is Pool.PREFILL
             if yields and in_pool and self._lane_of(request) == _BATCH:
                 self.batch_prompts.begins(request.key, worker)
@@ -212,13 +212,13 @@ class Placer:
                 self._crowded[placement.decode.worker] = None
 
     def adopt(self, request: Request, worker: WorkerKey) -> None:
-        """Counts a request on the decode worker that goes on with it from before a restart."""
+        """Adds a request to the load of the worker that kept decoding it during a restart."""
         submission = request.submission
         most = max_output_tokens(submission, self._workers.max_model_len)
         num_known = len(request.token_ids)
         num_more = self._outputs.expected(submission.lane, most, num_known)
         num_tokens = request.num_prompt_tokens + num_known + num_more
-        # Nobody chose it: only what it takes counts.
+        # The router did not choose this worker, so only the KV tokens of the choice matter.
         choice = DecodeChoice(
             worker,
             predicted_s=0.0,
@@ -233,17 +233,17 @@ class Placer:
         self.router.first_token(request.key, request.prefill, request.decode)
 
     def computed(self, request: Request) -> None:
-        """A request's prompt has been computed."""
+        """Records that a request's prompt has been computed."""
         self.batch_prompts.over(request.key)
         self.router.first_token(request.key, request.prefill, request.decode)
 
     def grows(self, request: Request, num_ahead: int) -> None:
-        """Counts the KV room of a request that has grown.
+        """Reserves more KV room for a request whose output has grown.
 
         Args:
             request: a request that decodes.
-            num_ahead: room is counted for so many tokens more than it has: it is looked at again
-                before it has them.
+            num_ahead: tokens to reserve beyond the present output; the caller calls again before
+                the output has used them.
         """
         num_output = len(request.token_ids) + num_ahead
         decode = request.decode
@@ -253,18 +253,18 @@ class Placer:
             self.router.grow(request.key, decode, request.num_prompt_tokens + num_output)
 
     def released(self, request: Request) -> None:
-        """A request leaves its workers: what it took there is free."""
+        """Removes a request from the load of its workers."""
         self.batch_prompts.over(request.key)
         self.router.release(request.key, request.prefill, request.decode)
 
     def ended(self, request: Request) -> None:
-        """Learns from an output that came to its natural end how long outputs are."""
+        """Records the length of a finished output for later predictions."""
         self._outputs.observe(request.submission.lane, len(request.token_ids))
 
     # ---- Yielding.
 
     def must_yield(self, worker: WorkerKey) -> bool:
-        """Whether batch outputs there make interactive ones slower than they may be."""
+        """Whether batch requests on a worker push interactive requests over their ITL target."""
         entry = self.router.load(worker)
         return (
             entry is not None
@@ -281,11 +281,11 @@ class Placer:
     def _among_wanted(
         self, request: Request, look: Callable[[Request], _Found | None]
     ) -> _Found | None:
-        """What is found while workers that the request should not have are given nothing."""
+        """Calls `look` while the workers that the request must avoid take no work."""
         if not request.avoid and not request.suspect:
             return look(request)
-        # Lists and not sets: their order decides between workers that are equally good, and must
-        # be the same in each run of a simulation.
+        # Lists instead of sets: their order decides between equally good workers, and must be the
+        # same in each run of a simulation.
         shunned = [key for key in request.avoid if self.router.load(key) is not None]
         closed = (
             [one.key for one in self._workers if one.ledger.unanswered] if request.suspect else []
@@ -299,7 +299,7 @@ class Placer:
 
     @contextlib.contextmanager
     def _closed(self, workers: Iterable[WorkerKey]) -> Iterator[None]:
-        """While it is entered these workers are given nothing."""
+        """Gives these workers no work inside the `with` block."""
         for key in workers:
             self.router.set_pool(key, None)
         try:
@@ -360,13 +360,13 @@ class Placer:
     def _choose_decode(
         self, request: Request, match: PrefixMatch, most: int, prefill: WorkerKey | None
     ) -> DecodeChoice | None:
-        """The decode worker for a request; None when none has room.
+        """The decode worker for a request; None if no worker has room.
 
         Args:
             request: the request.
-            match: of its prompt.
-            most: tokens that its whole output may have.
-            prefill: the worker that computes its prompt; None: the decode worker does.
+            match: prefix match of the request's prompt.
+            most: maximum number of tokens of the whole output.
+            prefill: the worker that computes the prompt; None: the decode worker computes it.
         """
         submission, num_known = request.submission, len(request.token_ids)
         max_itl_s = math.inf
@@ -387,9 +387,9 @@ class Placer:
     def _choose_local(
         self, request: Request, match: PrefixMatch, most: int, prefill: PrefillChoice | None
     ) -> DecodeChoice | None:
-        """The decode worker that is to compute the prompt itself; None where that is no better."""
+        """The decode worker that should compute the prompt itself; None if that is not better."""
         if not self.router.num_prefill_workers:
-            # Someone waits for the rest of an output: it goes on without a prefill worker.
+            # A client waits for the rest of an output, so a decode worker recomputes the prompt.
             return (
                 self._choose_decode(request, match, most, None) if len(request.token_ids) else None
             )
@@ -398,7 +398,7 @@ class Placer:
         there_s = prefill.predicted_s if prefill is not None else math.inf
         num_tokens = request.num_tokens
         if not self._local_prompts.may_pay(num_tokens, match, there_s):
-            # Nearly always so, and known without choosing a worker.
+            # This cheap check rejects nearly every request, without choosing a decode worker.
             return None
         choice = self._choose_decode(request, match, most, None)
         if choice is None:
@@ -414,16 +414,16 @@ class Placer:
     def _split(
         self, request: Request, prefill: PrefillChoice, decode: DecodeChoice
     ) -> Placement | None:
-        """Both workers, with a handoff between them; None where it does not fit into them."""
+        """Both workers with a handoff between them; None if the handoff exceeds their limits."""
         skip_tokens = self._skip_tokens(request, decode)
         if not self._can_hand_over(request, prefill.worker, decode.worker, skip_tokens):
             return None
         return Placement(prefill, decode, skip_tokens)
 
     def _skip_tokens(self, request: Request, decode: DecodeChoice) -> int:
-        """How many tokens the handoff leaves out: whole blocks that the decode worker has.
+        """Tokens that the handoff leaves out: whole blocks in the decode worker's cache.
 
-        It leaves never out all of them: the engine computes from the last one.
+        The handoff never leaves out the last token, because the engine continues from it.
         """
         if request.hands_over_all:
             return 0
@@ -436,7 +436,7 @@ class Placer:
     def _can_hand_over(
         self, request: Request, prefill: WorkerKey, decode: WorkerKey, skip_tokens: int
     ) -> bool:
-        """Whether the handoff fits into both workers, and the request can go on after it."""
+        """Whether both workers accept a handoff of this size and the receiver can continue."""
         sender, receiver = self._workers.get(prefill), self._workers.get(decode)
         assert sender is not None
         assert receiver is not None

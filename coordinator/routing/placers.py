@@ -1,4 +1,4 @@
-"""One placer per fleet, so that no request is ever given workers of two fleets.
+"""One placer per fleet, so that a request never gets workers of two fleets.
 
 A placer knows only its own fleet's workers. It looks up cached prefixes, a session's last worker,
 the least loaded worker and the other end of a handoff.
@@ -22,7 +22,7 @@ class Placers:
     """Owns one placer per fleet, from its first use until the core forgets the fleet.
 
     Attributes:
-        crowded: decode workers that were given interactive work since they were last looked at.
+        crowded: decode workers that got interactive work since the last check for crowding.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Placers:
         return len(self._placers)
 
     def at(self, now: float) -> None:
-        """Tells the time of the event that is handled next, by the core's clock."""
+        """Sets the time of the next event, by the core's clock."""
         self._now = now
         for placer in self._placers.values():
             placer.router.now = now
@@ -58,7 +58,7 @@ class Placers:
         self._placers.pop(fleet, None)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when sums, masks or owners differ from what they stand for."""
+        """Raises AssertionError if a placer is inconsistent or knows a worker of another fleet."""
         assert self._placers.keys() <= set(self._workers.fleets)
         for fleet, placer in self._placers.items():
             placer.check_integrity()
@@ -87,20 +87,20 @@ class Placers:
     def apply_cache(self, worker: Worker, changes: cluster_pb2.CacheEvents) -> None:
         self._router(worker).apply_cache(worker.key, changes)
 
-    # ---- Outputs that workers go on with from before a restart, and no client has come back for.
+    # ---- Requests from before a restart that workers still decode and no client has resumed yet.
 
     def hold(self, key: RequestKey, worker: Worker, num_tokens: int) -> None:
-        """Counts so many tokens of KV room on a worker, until `let_go`."""
+        """Reserves this many KV tokens on a worker until `let_go`."""
         self._router(worker).hold(key, worker.key, num_tokens)
 
     def held_grows(self, key: RequestKey, fleet: Fleet, worker: WorkerKey, num_tokens: int) -> None:
-        """It takes this many tokens now."""
+        """Raises a reservation made with `hold` to this many tokens."""
         router = self.of(fleet).router
         if router.outgrows(key, worker, num_tokens):
             router.grow(key, worker, num_tokens)
 
     def let_go(self, key: RequestKey, fleet: Fleet, worker: WorkerKey) -> None:
-        """Frees what was held; idempotent."""
+        """Frees a reservation made with `hold`; idempotent."""
         self.of(fleet).router.release(key, None, worker)
 
     # ---- Inside.

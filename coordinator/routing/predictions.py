@@ -1,4 +1,4 @@
-"""What requests are predicted to take: prefill work, first tokens, and where they go on sooner."""
+"""Predicts the prefill work of requests, their time to first token and the time of a move."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from baton.v1 import common_pb2
 
 
 class Predictions:
-    """Predicts by the fitted latency of one fleet's workers, and by what is queued there.
+    """Predicts from the fitted latency of one fleet's workers and from their queues.
 
-    It chooses nothing and changes nothing.
+    The class has no side effects.
 
     Args:
-        router: of these workers.
+        router: Router of the same workers.
         workers: Workers of one fleet.
-        prompts: cuts prompts into these workers' blocks.
-        batch_prompts: batch prompts that may make room for interactive ones.
-        outputs: how long outputs are.
-        config: what steps cost where no worker can be asked, and which prompts are long.
+        prompts: Cuts prompts into blocks of these workers' block size.
+        batch_prompts: Batch prompts that may be preempted for interactive prompts.
+        outputs: Prediction of output lengths.
+        config: Source of the latency model for unmeasured workers and of the long-prompt limit.
     """
 
     def __init__(
@@ -47,23 +47,23 @@ class Predictions:
         self._long_prompt_tokens = config.lanes.long_prompt_tokens
 
     def prefill_s(self, request: Request) -> float:
-        """Seconds of prefill work in a request that is to wait."""
+        """Predicted seconds of prefill work of a waiting request."""
         entry, num_tokens = self._router.idlest_prefill(), request.num_prefill_tokens
         if entry is None:
-            # What waits for the first worker is work all the same.
+            # Requests count as work even before the first worker has attached.
             return self._unmeasured_prefill_s(num_tokens)
         num_blocks = self._prompts.match(request).blocks_of(entry.key)
         return _prefill_s(entry, num_tokens, num_blocks)
 
     def demand(self, submission: Submission, hashes: array[int]) -> tuple[float, int, float]:
-        """What a request will ask of the pools.
+        """Predicted demand of a request on the prefill and decode pools.
 
         Args:
             submission: the request.
-            hashes: of its prompt's blocks.
+            hashes: hashes of the prompt's blocks.
 
         Returns:
-            Seconds of prefill work, prompt tokens, and the output tokens to be expected.
+            Seconds of prefill work, number of prompt tokens, expected number of output tokens.
         """
         num_tokens = len(submission.prompt_token_ids)
         entry = self._router.idlest_prefill()
@@ -78,16 +78,16 @@ class Predictions:
     def ttft(
         self, submission: Submission, hashes: array[int], in_lane_s: Callable[[float, int], float]
     ) -> Prediction | None:
-        """How soon a request would have its first token, behind all that goes first.
+        """Predicts the time to first token of a request, including all queues ahead of it.
 
         Args:
             submission: the request, which is not queued.
-            hashes: of its prompt's blocks.
-            in_lane_s: says how many seconds it would wait before it is given to a worker, by the
-                seconds of its own work and the number of workers there are.
+            hashes: hashes of the prompt's blocks.
+            in_lane_s: function that predicts the seconds of waiting in the lane; its arguments are
+                the seconds of the request's own work and the number of prefill workers.
 
         Returns:
-            None while no prefill worker is there.
+            None while there is no prefill worker.
         """
         num_workers = self._router.num_prefill_workers
         if not num_workers:
@@ -106,20 +106,20 @@ class Predictions:
         ):
             wait_s = min(wait_s, entry.step_s)
         wait_s += in_lane_s(choice.work_s, num_workers)
-        # Behind others it waits for whole steps, one more at worst. With half of one, the mean, a
-        # full cell admitted 1.5 % that came too late.
+        # A queued prompt waits for whole steps, so it may wait for one step more than predicted.
+        # Adding half a step (the mean) made a full cell admit 1.5 % of requests that came too late.
         wait_s += min(wait_s, entry.step_s) if entry is not None else 0.0
         return Prediction(wait_s, choice.work_s)
 
     def at_a_prefill_worker_s(self, request: Request, match: PrefixMatch) -> float:
-        """How soon a request would have its next token, could a prefill worker queue it now.
+        """Predicted seconds until a request's next token if a prefill worker queued it now.
 
         Args:
             request: the request.
-            match: of its prompt.
+            match: prefix match of the request's prompt.
 
         Returns:
-            Seconds; infinite where no prefill worker is there.
+            Seconds; infinite if there is no prefill worker.
         """
         choice = self._router.choose_prefill(
             match, request.num_prefill_tokens, request.submission.session_id
@@ -127,10 +127,10 @@ class Predictions:
         return choice.predicted_s if choice is not None else math.inf
 
     def here_s(self, request: Request) -> float:
-        """How long a decoding request needs for the rest of its output, where it is.
+        """Predicted seconds that a request needs for the rest of its output on its present worker.
 
         Returns:
-            Seconds; 0 where its worker is gone.
+            Seconds; 0 if the worker is gone.
         """
         entry = self._router.load(request.decode) if request.decode is not None else None
         if entry is None:
@@ -141,27 +141,27 @@ class Predictions:
         return num_more * entry.itl_with_s(0, 0)
 
     def elsewhere_s(self, request: Request, waiting_s: float) -> float:
-        """How soon a decoding request would go on, were it taken off its worker now.
+        """Predicted seconds until a decoding request continues if it left its worker now.
 
-        Its prompt and its known output are computed once more then.
+        A prefill worker then recomputes the prompt and the output generated so far.
 
         Args:
             request: the request.
             waiting_s: seconds of prefill work that wait in the lanes.
 
         Returns:
-            Seconds; infinite where no prefill worker is there.
+            Seconds; infinite if there is no prefill worker.
         """
         num_workers = self._router.num_prefill_workers
         queued_s = waiting_s / num_workers if num_workers else 0.0
         return self.at_a_prefill_worker_s(request, self._prompts.match(request)) + queued_s
 
     def _unmeasured_prefill_s(self, num_tokens: int) -> float:
-        """As on a worker without a cache whose steps were not measured yet."""
+        """Prefill seconds by the configured latency model, without any cached prefix."""
         return self._unmeasured.prefill_s(max(1, num_tokens))
 
 
 def _prefill_s(entry: WorkerLoad, num_tokens: int, num_cached_blocks: int) -> float:
-    """What a worker needs for a prompt, seconds, with so many blocks of it in its cache."""
+    """Predicted prefill seconds on a worker that has this many of the prompt's blocks cached."""
     num_cached = num_cached_blocks * entry.traits.block_size_tokens
     return entry.traits.latency.prefill_s(max(1, num_tokens - num_cached))

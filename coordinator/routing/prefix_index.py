@@ -1,13 +1,15 @@
-"""Which worker holds which blocks of which prompts, so that a prompt can go where its prefix is.
+"""Index of the KV blocks in each worker's prefix cache, used to route a prompt to its prefix.
 
-Blocks are named by chained hashes (runtime/block_hashes.py). What workers report is exact; beside
-it stands what the coordinator expects: a prompt that was dispatched to a worker and is not computed
-yet will be there soon, which keeps a burst of equal prompts together.
+Blocks are identified by chained hashes (runtime/block_hashes.py). The index has two sources: the
+workers' cache reports, which are exact, and the coordinator's expectations. A prompt that was sent
+to a worker and is not computed yet is expected to be in its cache soon; this keeps a burst of equal
+prompts together.
 
-Whoever holds a block is taken to hold those before it too, as every engine does that evicts a
-prefix from its end: so depths are found by halving, not by walking. Where a cache has a hole all
-the same, its worker counts as holding more than it does, and computes what it lacks: the whole
-prompt, where a handoff has left out what was thought to be there.
+The index assumes that a worker with a block also holds all earlier blocks of the prompt, which is
+true for engines that evict a prefix from its end. Therefore prefix lengths are found by binary
+search. If a cache has a gap nevertheless, the index overestimates the worker, and the worker
+computes the missing blocks; after a handoff that left these blocks out, it computes the whole
+prompt.
 
 Sets of workers are bit masks, one bit per worker.
 """
@@ -29,8 +31,10 @@ class _Cache:
     """One worker's part of the index.
 
     Attributes:
-        held: reported hashes.
-        expected: ids of the requests that are expected here.
+        slot: index of the worker's bit in bit masks.
+        max_blocks: maximum number of blocks indexed for the worker.
+        held: hashes that the worker has reported.
+        expected: IDs of the requests whose prompts are expected in the cache.
     """
 
     worker: WorkerKey
@@ -45,20 +49,22 @@ class _Expected(NamedTuple):
     hashes: Sequence[int]
 
 
-# Requests expected somewhere, by worker, each latest last.
+# Expected requests by worker; workers and requests are each ordered by time, the latest last.
 _Probe: TypeAlias = dict[WorkerKey, dict[str, None]]
 
 
 class PrefixMatch:
-    """Who holds how much of one prompt; good until the index changes.
+    """The prefix of one prompt that each worker holds; valid until the index changes.
 
     Args:
-        hashes: of the prompt.
-        blocks, caches, workers, expected: the index's: masks by block; by worker; by slot; by
-            request.
-        probes: (num_blocks, requests by worker): prompts under way that share that many blocks or
-            more; deeper ones later, each a subset of the one before.
-        turn: the slot to begin with among equals.
+        hashes: Block hashes of the prompt.
+        blocks: The index's worker masks by block hash.
+        caches: The index's caches by worker.
+        workers: The index's workers by slot.
+        expected: The index's expected prompts by request ID.
+        probes: Pairs (num_blocks, requests by worker): expected prompts that share at least
+            num_blocks blocks, in ascending order; each is a subset of the previous one.
+        turn: Slot that comes first among workers with equally long prefixes.
     """
 
     __slots__ = (
@@ -87,14 +93,14 @@ class PrefixMatch:
         self._hashes, self._blocks, self._caches = hashes, blocks, caches
         self._workers, self._expected, self._probes = workers, expected, probes
         self._turn = turn
-        # Nobody has its first block, or soon will.
+        # No worker holds the prompt's first block or is expected to hold it soon.
         self._is_new = not probes and not (len(hashes) and blocks.get(hashes[0]))
-        # Looked up so far, by depth.
+        # Results of look-ups so far, by number of blocks.
         self._masks: dict[int, int] = {}
         self._expecting: dict[WorkerKey, int] = {}
 
     def blocks_of(self, worker: WorkerKey) -> int:
-        """How many of the prompt's first blocks this worker holds or soon will."""
+        """Number of the prompt's first blocks that a worker holds or is expected to hold soon."""
         if self._is_new:
             return 0
         cache = self._caches.get(worker)
@@ -109,13 +115,13 @@ class PrefixMatch:
         return held
 
     def longest(self, limit: int, among: int = -1) -> dict[WorkerKey, int]:
-        """Up to `limit` workers with the longest prefixes, and how many blocks each has.
+        """Up to `limit` workers with the longest prefixes, with the number of blocks of each.
 
-        Of more equals than fit, each query takes others than the last.
+        If more workers with equal prefixes exist than fit, queries take turns among them.
 
         Args:
-            limit: at least 1.
-            among: mask of the workers that count (PrefixIndex.bit).
+            limit: maximum number of workers; at least 1.
+            among: mask of the workers to consider (PrefixIndex.bit).
         """
         if self._is_new:
             return {}
@@ -140,10 +146,10 @@ class PrefixMatch:
         return dict(nlargest(limit, found.items(), key=itemgetter(1)))
 
     def _deepest(self, among: int, most: int) -> int:
-        """How many blocks, at most `most`, the worker of `among` with the most of them holds."""
+        """Longest prefix, in blocks and at most `most`, that any worker in `among` holds."""
         hashes, blocks, masks = self._hashes, self._blocks, self._masks
         low, high, middle = 0, most, 1
-        # Depths 1, 2, 4, ... until one that nobody holds, then halves between.
+        # Tries 1, 2, 4, ... blocks until no worker holds that many, then does a binary search.
         doubling = True
         while low < high:
             mask = masks.get(middle, -1)
@@ -157,7 +163,7 @@ class PrefixMatch:
         return low
 
     def _expected_by_worker(self, limit: int) -> dict[WorkerKey, int]:
-        """Of the workers that prompts with the longest common prefixes are on their way to."""
+        """Expected prefix blocks of the workers to which the most similar prompts were sent."""
         found = self._expecting
         for depth, probe in reversed(self._probes):
             if len(found) >= limit:
@@ -168,10 +174,10 @@ class PrefixMatch:
         return found
 
     def _common(self, requests: dict[str, None], least: int) -> int:
-        """How many first blocks the latest of these requests shares with the prompt, or `least`.
+        """Number of first blocks that the latest of these requests shares with the prompt.
 
-        Only the latest: an earlier one may share up to twice as many. Chained hashes are equal up
-        to some block and never after it.
+        At least `least`. Only the latest request is compared; an earlier request may share up to
+        twice as many blocks. Chained hashes are equal up to some block and never after it.
         """
         hashes, others = self._hashes, self._expected[next(reversed(requests))].hashes
         low, high = least, min(len(hashes), len(others), 2 * least)
@@ -185,11 +191,10 @@ class PrefixMatch:
 
 
 class PrefixIndex:
-    """Fed by workers' cache events; asked by the router.
+    """Prefix index, updated with the workers' cache events and queried by the router.
 
-    Memory is bounded by the workers' caches: of each at most as many blocks as it was added with
-    are known, and what it reports beyond them is left out. An expectation lives as long as its
-    request waits for its first token.
+    Memory is bounded: at most `max_blocks` blocks are indexed per worker, and blocks reported
+    beyond that are ignored. An expectation lasts until its request has a first token.
     """
 
     def __init__(self) -> None:
@@ -197,22 +202,22 @@ class PrefixIndex:
         self._workers: list[WorkerKey | None] = []
         self._turn = 0
         self._free_slots: list[int] = []
-        # Mask of the holders by block; never 0.
+        # Mask of the workers that hold a block, by block hash; never 0.
         self._blocks: dict[int, int] = {}
         self._expected: dict[str, _Expected] = {}
-        # By the hashes of blocks 1, 2, 4, 8, ... of prompts: any two that share n blocks share the
-        # largest of these that is at most n.
+        # Expected requests by the hashes of blocks 1, 2, 4, 8, ... of their prompts. Two prompts
+        # that share n blocks also share the largest power of two that is at most n.
         self._probes: dict[int, _Probe] = {}
-        # One prompt is asked for several times before anything changes: its hashes, the answer.
+        # Cached latest query (hashes, result): a prompt is looked up several times in a row.
         self._latest: tuple[Sequence[int], PrefixMatch] | None = None
 
     @property
     def num_blocks(self) -> int:
-        """Different blocks known."""
+        """Number of distinct blocks in the index."""
         return len(self._blocks)
 
     def add(self, worker: WorkerKey, max_blocks: int) -> None:
-        """A worker that holds nothing yet, and never more than `max_blocks`."""
+        """Adds a worker with an empty cache of at most `max_blocks` blocks."""
         assert worker not in self._caches
         self._latest = None
         if self._free_slots:
@@ -227,7 +232,7 @@ class PrefixIndex:
         """The worker's mask; it stays the same until `forget`."""
         return 1 << self._caches[worker].slot
 
-    # ---- Events; those of unknown workers are ignored.
+    # ---- Cache events; events of unknown workers are ignored.
 
     def stored(self, worker: WorkerKey, hashes: Sequence[int]) -> None:
         cache = self._caches.get(worker)
@@ -266,12 +271,12 @@ class PrefixIndex:
                 del blocks[block]
 
     def cleared(self, worker: WorkerKey) -> None:
-        """Nothing of what it reported is there any more."""
+        """Removes all blocks that a worker has reported."""
         if worker in self._caches:
             self.removed(worker, list(self._caches[worker].held))
 
     def forget(self, worker: WorkerKey) -> None:
-        """The worker is gone, and what was expected there with it."""
+        """Removes a worker and the expectations for its cache."""
         cache = self._caches.get(worker)
         if cache is None:
             return
@@ -286,7 +291,7 @@ class PrefixIndex:
     # ---- Expectations.
 
     def expect(self, request_id: str, worker: WorkerKey, hashes: Sequence[int]) -> None:
-        """A prompt is on its way to a worker, which will hold it. Costs O(log blocks)."""
+        """Records that a worker's cache will soon hold a prompt. Costs O(log blocks)."""
         assert request_id not in self._expected
         cache = self._caches.get(worker)
         if cache is None or not hashes:
@@ -296,12 +301,15 @@ class PrefixIndex:
         self._expected[request_id] = _Expected(worker, hashes)
         for depth in _depths(len(hashes)):
             probe = self._probes.setdefault(hashes[depth - 1], {})
-            # The worker moves to the end.
+            # pop() and re-insertion move the worker to the end.
             probe[worker] = requests = probe.pop(worker, {})
             requests[request_id] = None
 
     def settle(self, request_id: str) -> None:
-        """The prompt is computed, or never will be: from here on its worker's reports count."""
+        """Ends an expectation: the prompt is computed or never will be.
+
+        From now on only the worker's cache reports count.
+        """
         expected = self._expected.pop(request_id, None)
         if expected is None:
             return
@@ -320,12 +328,12 @@ class PrefixIndex:
     # ---- Queries.
 
     def match(self, hashes: Sequence[int]) -> PrefixMatch:
-        """Who holds how many of a prompt's first blocks.
+        """The number of a prompt's first blocks that each worker holds.
 
-        Asking costs a few look-ups for every doubling of the depth that somebody holds.
+        A query costs O(log n) look-ups for a longest prefix of n blocks.
 
         Args:
-            hashes: of the prompt; not to be changed afterwards.
+            hashes: block hashes of the prompt; the caller must not change them afterwards.
         """
         if self._latest is not None and self._latest[0] is hashes:
             return self._latest[1]
@@ -352,7 +360,7 @@ class PrefixIndex:
         return found
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the masks and what each worker holds differ."""
+        """Raises AssertionError if the masks differ from the workers' caches."""
         masks: dict[int, int] = {}
         for cache in self._caches.values():
             assert self._workers[cache.slot] == cache.worker

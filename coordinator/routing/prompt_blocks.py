@@ -1,4 +1,4 @@
-"""Prompts as their chained block hashes, by which prefix caches are looked up."""
+"""Computes the chained block hashes of prompts, which are the keys of the prefix index."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class PromptBlocks:
     """Cuts prompts into the blocks of one fleet's workers.
 
     Args:
-        router: of these workers; it is only read.
+        router: Router of the same workers; this class only reads it.
         workers: Workers of one fleet.
     """
 
@@ -24,7 +24,7 @@ class PromptBlocks:
         self._router, self._workers = router, workers
 
     def hashes(self, submission: Submission) -> array[int]:
-        """The hashes of a prompt's blocks; none while no worker has said how large blocks are."""
+        """The hashes of a prompt's blocks; empty until a worker has reported the block size."""
         worker = self._workers.first
         if worker is None:
             return array("Q")
@@ -33,11 +33,11 @@ class PromptBlocks:
         )
 
     def hashes_of(self, request: Request) -> array[int]:
-        """The same of a request, which keeps them."""
+        """The hashes of a request's prompt; cached in the request."""
         if request.hashes is None:
             request.hashes = self.hashes(request.submission)
         return request.hashes
 
     def match(self, request: Request) -> PrefixMatch:
-        """Which workers hold how much of a request's prompt in their prefix caches."""
+        """The prefix of a request's prompt that each worker holds in its prefix cache."""
         return self._router.match(self.hashes_of(request))

@@ -1,9 +1,9 @@
-"""Which worker gets a request: its cached prefix against the work that is queued there.
+"""Chooses the workers of a request by weighing cached prefixes against queued work.
 
-Every cost is in seconds, and every choice looks at a few candidates only: those that hold the
-longest prefixes, the session's last, and the least loaded. So a decision costs the same with ten
-workers and with a thousand. The core decides which requests may run, and when; this module only
-knows where.
+Every cost is in seconds. Every choice compares only a few candidates: the workers with the longest
+cached prefixes, the session's last worker and the least loaded worker. Therefore a decision costs
+the same with ten workers and with a thousand. The core decides which requests may run and when;
+this module only decides where.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import WorkerKey
 from baton.v1 import cluster_pb2
 
-# Candidates with the longest prefixes, per choice.
+# Number of candidates with the longest prefixes, per choice.
 _NUM_HOLDERS = 3
-# How much more a second of computing costs than a second of waiting. Waiting delays this request;
-# computing what another worker holds delays those behind it too, and pushes other prefixes out of
-# the cache.
+# Extra weight of a second of prefill work compared with a second of waiting. Waiting delays only
+# this request. Recomputing a prefix that another worker has cached also delays later requests and
+# evicts other prefixes from the cache.
 _WORK_WEIGHT = 4.0
-# A handoff's speed between hosts and within one.
+# Assumed handoff speed between hosts and within a host.
 _NETWORK_BYTES_PER_S, _MEMORY_BYTES_PER_S = 1e9, 5e9
-# How much longer steps may be where outputs that yield are put together than where they would be
-# spread to, while urgent ones are there too.
+# Batch requests are packed onto a worker with urgent requests only if its steps are at most this
+# many times as long as on the fastest worker.
 _PACKED_ITL = 1.15
-# Remembered in all; the longest unused are forgotten.
+# Maximum number of sessions; the least recently used are dropped.
 _MAX_SESSIONS = 65536
 
 
@@ -44,7 +44,14 @@ class _Session:
 
 
 class _Target(NamedTuple):
-    """A decode worker with room: its step with the request, the KV tokens it needs and has."""
+    """A decode worker with room for a request.
+
+    Attributes:
+        entry: load of the worker.
+        itl_s: predicted seconds per step with the request.
+        num_kv_tokens: KV tokens that the request needs.
+        num_cached_tokens: tokens of the request in the worker's prefix cache.
+    """
 
     entry: WorkerLoad
     itl_s: float
@@ -55,15 +62,17 @@ class _Target(NamedTuple):
 class Router:
     """Owns the load entries of all workers, the prefix index and the sessions.
 
-    Whoever uses it assigns what it chose, reports what it hears, and releases every request once.
+    The caller assigns the choices it accepts, passes on the workers' reports, and releases every
+    request once.
 
     Args:
-        max_prefill_requests, max_decode_requests: of one worker, assigned at a time; also no more
-            decodes than its engine has in its steps.
+        max_prefill_requests: Limit of prompts assigned to one worker.
+        max_decode_requests: Limit of decodes assigned to one worker; the engine's own limit of
+            requests per step (max_seqs) applies too.
 
     Attributes:
-        index: where prefixes are; fed by `apply_cache`.
-        now: by the core's clock; set by whoever uses it, before it does.
+        index: prefix index; `apply_cache` updates it.
+        now: time by the core's clock; the caller sets it before each use.
     """
 
     def __init__(self, max_prefill_requests: int, max_decode_requests: int) -> None:
@@ -71,74 +80,77 @@ class Router:
         self.index = PrefixIndex()
         self._loads = LoadIndex(max_prefill_requests, max_decode_requests)
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
-        # Decodes on all workers that batch requests yield to.
+        # Number of decodes, on all workers, that batch requests yield to.
         self._num_urgent = 0
-        # Where the last output that yields went.
+        # The worker that got the most recent batch decode.
         self._packed: WorkerKey | None = None
 
     # ---- Members.
 
     def add_worker(self, worker: WorkerKey, traits: WorkerTraits, pool: Pool | None) -> None:
-        """Takes in a worker whose cache is empty, or not known yet; pool as in `set_pool`."""
+        """Adds a worker whose cache is empty or not known yet; `pool` as in `set_pool`."""
         self.index.add(worker, traits.kv_tokens // traits.block_size_tokens)
         self._loads.add(WorkerLoad(worker, traits, self.index.bit(worker)))
         self.set_pool(worker, pool)
 
     def set_pool(self, worker: WorkerKey, pool: Pool | None) -> None:
-        """Says which pool's work a worker is given from now on; None: none.
+        """Sets the pool that a worker gets work from; None: the worker gets no new work.
 
-        It keeps what it has.
+        The worker keeps the requests it has.
         """
         self._loads.set_pool(worker, pool)
 
     def pool(self, worker: WorkerKey) -> Pool | None:
-        """The pool whose work a worker is given now; None: it is given none."""
+        """The pool that a worker gets work from; None: the worker gets no work."""
         return self._loads.pool(worker)
 
     def remove_worker(self, worker: WorkerKey) -> None:
-        """Forgets a worker that is gone; its requests are still to be released. Idempotent."""
+        """Removes a worker; its requests must still be released. Idempotent."""
         if (entry := self._loads.get(worker)) is not None:
             self._num_urgent -= entry.num_urgent
             self._loads.remove(worker)
             self.index.forget(worker)
 
     def load(self, worker: WorkerKey) -> WorkerLoad | None:
-        """What is assigned to a worker, which the caller must not change; None: it is not known."""
+        """Load of a worker, read-only for the caller; None: the worker is unknown."""
         return self._loads.get(worker)
 
     @property
     def num_prefill_workers(self) -> int:
-        """How many workers the prefill pool has, full ones included."""
+        """Number of workers in the prefill pool, including full workers."""
         return self._loads.num_prefill_workers
 
     def idlest_prefill(self) -> WorkerLoad | None:
-        """The prefill worker with the shortest queue; None when every one is full."""
+        """The prefill worker with the shortest queue; None if all are full."""
         return self._loads.get(self._loads.by_queue.least())
 
     def most_yielding(self) -> WorkerLoad | None:
-        """The decode worker with most KV room, had those left that can; None: none can."""
+        """The decode worker that would have most KV room after preempting its batch decodes.
+
+        None if no worker has a decode that can be preempted.
+        """
         return self._loads.get(self._loads.by_yielding.least())
 
     def most_decodes(self, entry: WorkerLoad) -> int:
-        """How many requests a decode worker may have at a time, whatever KV room it has."""
+        """Maximum number of requests on a decode worker, regardless of its KV room."""
         return self._loads.most_decodes(entry)
 
     def longest_prefill(self, match: PrefixMatch) -> int:
-        """How many blocks of a prompt the prefill worker with room holds that holds most."""
+        """Longest prefix of a prompt, in blocks, on any prefill worker with room."""
         return max(match.longest(1, self._loads.open_prefill).values(), default=0)
 
     def longest_decode(self, match: PrefixMatch) -> int:
-        """How many blocks of a prompt the decode worker with room holds that holds most."""
+        """Longest prefix of a prompt, in blocks, on any decode worker with room."""
         return max(match.longest(1, self._loads.open_decode).values(), default=0)
 
     def report_kv(self, worker: WorkerKey, kv_tokens_used: int) -> None:
-        """Takes in how many KV tokens a worker says that it holds."""
+        """Updates a worker's load from the number of KV tokens that it reports as used."""
         if (entry := self._loads.get(worker)) is not None:
             entry.report(kv_tokens_used)
             self._loads.file(entry)
 
     def apply_cache(self, worker: WorkerKey, changes: cluster_pb2.CacheEvents) -> None:
-        """Takes in what changed in a worker's prefix cache."""
+        """Applies changes of a worker's prefix cache to the index."""
         if changes.reset:
             self.index.cleared(worker)
         self.index.removed(worker, changes.removed)
@@ -147,7 +159,7 @@ class Router:
     # ---- Requests.
 
     def match(self, prompt_hashes: Sequence[int]) -> PrefixMatch:
-        """Which workers hold how much of a prompt; valid until the next change."""
+        """The prefix of a prompt that each worker holds; valid until the next change."""
         return self.index.match(prompt_hashes)
 
     def assign_prefill(
@@ -157,7 +169,7 @@ class Router:
         prompt_hashes: Sequence[int],
         session: str = "",
     ) -> None:
-        """Counts a prompt on the worker that was chosen for it; "" is no session."""
+        """Adds a prompt to the load of its chosen worker; session "" means no session."""
         entry = self._loads.entries[choice.worker]
         entry.assign_prefill(request_id, choice.work_s, choice.num_work_tokens, self.now)
         self.index.expect(request_id, choice.worker, prompt_hashes)
@@ -174,14 +186,14 @@ class Router:
         urgent: bool = False,
         yields: bool = False,
     ) -> None:
-        """Counts an output on the worker that was chosen for it.
+        """Adds a decode to the load of its chosen worker.
 
         Args:
-            request_id: of the request.
-            choice: what `choose_decode` returned for it.
-            session: "" for none.
-            urgent: whether batch requests yield to it.
-            yields: whether it can be told to make room for an urgent one.
+            request_id: ID of the request.
+            choice: choice that `choose_decode` returned for the request.
+            session: session ID; "" means no session.
+            urgent: whether batch requests yield to this request.
+            yields: whether this request can be preempted for an urgent request.
         """
         entry = self._loads.entries[choice.worker]
         entry.assign_decode(request_id, choice.num_kv_tokens, urgent=urgent, yields=yields)
@@ -194,43 +206,45 @@ class Router:
             self._session(session).decode = choice.worker
 
     def hold(self, request_id: str, worker: WorkerKey, num_tokens: int) -> None:
-        """Counts an output that a worker goes on with, and of which only its size is known."""
+        """Adds a decode that a worker continues and of which only the size is known."""
         entry = self._loads.entries[worker]
         entry.assign_decode(request_id, num_tokens)
         entry.arrive(request_id)
         self._loads.file(entry)
 
     def hold_up(self, choice: DecodeChoice, share: float) -> None:
-        """A decode worker computes a prompt that its outputs feel; see WorkerLoad.hold_up."""
+        """Records a prompt that delays a decode worker's requests; see WorkerLoad.hold_up."""
         self._loads.entries[choice.worker].hold_up(choice.num_new_tokens, share, self.now)
 
     def first_token(
         self, request_id: str, prefill: WorkerKey | None, decode: WorkerKey | None
     ) -> None:
-        """A prompt is computed, and its worker's cache events have come before; idempotent.
+        """Records that a prompt is computed; idempotent.
+
+        The caller must have applied the worker's cache events before.
 
         Args:
-            request_id: of the request.
-            prefill: the worker that `assign_prefill` counted the prompt on; None: no worker.
-            decode: the worker that `assign_decode` counted the output on; None: no worker.
+            request_id: ID of the request.
+            prefill: worker passed to `assign_prefill`; None: no worker.
+            decode: worker passed to `assign_decode`; None: no worker.
         """
         self._end_prefill(request_id, prefill)
         if (entry := self._loads.get(decode)) is not None:
             entry.arrive(request_id)
 
     def outgrows(self, request_id: str, decode: WorkerKey | None, num_tokens: int) -> bool:
-        """Whether prompt and output of a request need more than is reserved on its worker."""
+        """Whether a request needs more KV tokens than are reserved on its worker."""
         entry = self._loads.get(decode)
         return entry is not None and entry.outgrows(request_id, num_tokens)
 
     def grow(self, request_id: str, decode: WorkerKey | None, num_tokens: int) -> None:
-        """Reserves KV room for at least so many tokens of a request, in whole blocks."""
+        """Reserves KV room for at least this many tokens of a request, in whole blocks."""
         if (entry := self._loads.get(decode)) is not None:
             entry.grow(request_id, entry.in_blocks(num_tokens))
             self._loads.file(entry)
 
     def release(self, request_id: str, prefill: WorkerKey | None, decode: WorkerKey | None) -> None:
-        """A request has ended, or leaves its workers; idempotent. Arguments as in `first_token`."""
+        """Removes a request from its workers' loads; idempotent. Arguments as in `first_token`."""
         self._end_prefill(request_id, prefill)
         if (entry := self._loads.get(decode)) is not None:
             self._num_urgent -= entry.end_decode(request_id)
@@ -258,20 +272,20 @@ class Router:
         session: str = "",
         ahead: Ahead = ANYTHING_AHEAD,
     ) -> PrefillChoice | None:
-        """The worker that is predicted to be done first, its work counted more than its queue.
+        """The prefill worker with the least cost: queue time plus weighted prefill work.
 
-        Between equals it is the session's last worker, then the one with the longest prefix, then
-        the least loaded.
+        Among workers with equal costs the session's last worker comes first, then the worker with
+        the longest prefix, then the least loaded worker.
 
         Args:
-            match: of the prompt.
-            num_tokens: how many tokens the prompt has.
-            session: "" for none.
-            ahead: how much work a worker may have and still be chosen: what waits in the
-                coordinator can still be reordered.
+            match: prefix match of the prompt.
+            num_tokens: tokens of the prompt.
+            session: session ID; "" means no session.
+            ahead: limit of the work queued on the worker. Requests beyond it wait in the
+                coordinator, where they can still be reordered.
 
         Returns:
-            None when every worker is full.
+            None if every worker is full.
         """
         loads = self._loads
         best: tuple[WorkerKey, float, float, int] | None = None
@@ -281,7 +295,7 @@ class Router:
             traits = entry.traits
             if entry.is_full(ahead, self.now):
                 continue
-            # The last token is always computed: the first output token comes from it.
+            # The worker always computes the last token, because it yields the first output token.
             cached = min(num_blocks * traits.block_size_tokens, num_tokens - 1)
             cached -= cached % traits.block_size_tokens
             work_s = traits.latency.prefill_s(num_tokens - cached)
@@ -295,30 +309,30 @@ class Router:
         return PrefillChoice(worker, queued_s + work_s, work_s, num_tokens - cached, cached)
 
     def by_handoff(self, worker: WorkerKey, num_tokens: int) -> PrefillChoice:
-        """What a worker needs to hand over an output that it was at work on.
+        """Predicts the cost for a worker to hand over a request that it was decoding.
 
-        It computes the last of its tokens once more, and the rest of a block.
+        The worker recomputes the tokens of the last block that is not full.
 
         Args:
-            worker: of any pool; its engine keeps what it computed.
-            num_tokens: how many tokens prompt and known output have.
+            worker: worker of any pool; its engine keeps the KV blocks it has computed.
+            num_tokens: tokens of the prompt and of the output generated so far.
         """
         entry = self._loads.entries[worker]
         traits = entry.traits
         cached = (num_tokens - 1) // traits.block_size_tokens * traits.block_size_tokens
         work_s = traits.latency.prefill_s(num_tokens - cached)
-        # All of it is sent only then, where other handoffs are sent while a prompt is computed.
+        # This handoff is sent after the computation; other handoffs are sent during the prefill.
         sent_s = num_tokens * traits.kv_bytes_per_token / _NETWORK_BYTES_PER_S
         step_s = entry.itl_with_s(0, 0) if entry.num_decodes else 0.0
         predicted_s = entry.queued_s(self.now) + step_s + work_s + sent_s
         return PrefillChoice(entry.key, predicted_s, work_s, num_tokens - cached, cached)
 
     def prefill_candidates(self, match: PrefixMatch, session: str = "") -> list[WorkerLoad]:
-        """The workers that `choose_prefill` compares."""
+        """The loads of the workers that `choose_prefill` compares."""
         return [self._loads.entries[one] for one in self._prefill_candidates(match, session)]
 
     def _prefill_candidates(self, match: PrefixMatch, session: str) -> dict[WorkerKey, int]:
-        """The same, with how many blocks of the prompt each holds."""
+        """The workers that `choose_prefill` compares, with each worker's cached prompt blocks."""
         loads, last = self._loads, self._sessions.get(session)
         sticky = last.prefill if last is not None else None
         candidates: dict[WorkerKey, int] = {}
@@ -341,22 +355,22 @@ class Router:
         max_itl_s: float = math.inf,
         yields: bool = False,
     ) -> DecodeChoice | None:
-        """The worker with the least predicted time for the whole output, the handoff included.
+        """The worker with the least predicted time for the whole output, including the handoff.
 
         Args:
-            match: of the prompt.
-            num_tokens: how many tokens prompt and known output have.
-            num_output_tokens: how many more are expected (OutputLengths).
-            prefill: where the prompt is computed; None: on the decode worker itself.
-            session: "" for none.
-            max_itl_s: what a step with this request should take at most, where others run. Where it
-                takes longer everywhere the request goes where it would be fastest.
-            yields: whether it is a batch request. It waits where `max_itl_s` is exceeded and urgent
-                outputs and another batch output run; and it goes where other batch outputs are,
-                rather than where it would be fastest.
+            match: prefix match of the prompt.
+            num_tokens: tokens of the prompt and of the output generated so far.
+            num_output_tokens: expected number of further output tokens (OutputLengths).
+            prefill: the worker that computes the prompt; None: the decode worker itself.
+            session: session ID; "" means no session.
+            max_itl_s: desired maximum step time on a worker that also runs other requests. If it is
+                exceeded on all workers, the request goes to the fastest worker.
+            yields: whether this is a batch request. A batch request is not placed on a worker
+                that exceeds `max_itl_s` and runs both urgent requests and another batch request.
+                It prefers a worker with other batch requests to the fastest worker.
 
         Returns:
-            None when no worker has room for prompt and expected output.
+            None if no worker has room for the prompt and the expected output.
         """
         source = self._loads.get(prefill)
         best: _Target | None = None
@@ -390,11 +404,12 @@ class Router:
     def _decode_candidates(
         self, match: PrefixMatch, session: str, source: WorkerLoad | None, *, apart: bool
     ) -> dict[WorkerKey, int]:
-        """The workers that `choose_decode` compares, and how many blocks of the prompt each holds.
+        """The workers that `choose_decode` compares, with each worker's cached prompt blocks.
 
-        These are the session's last one, those that hold most of the prompt, the fastest, the one
-        with most room (without which none has any), the fastest on the prefill worker's host, and
-        for a batch request (`apart`) the fastest that has no urgent outputs.
+        These are: the session's last worker, the workers with the longest prefixes, the fastest
+        worker, the worker with most room (if it has no room, no worker has), the fastest worker on
+        the prefill worker's host, and for a batch request (`apart`) the fastest worker without
+        urgent requests.
         """
         loads, last = self._loads, self._sessions.get(session)
         sticky = last.decode if last is not None else None
@@ -413,16 +428,16 @@ class Router:
     def _target(
         entry: WorkerLoad, num_blocks: int, num_tokens: int, num_output_tokens: int
     ) -> _Target | None:
-        """What a request would take on a worker; None when the worker has no room.
+        """Predicted step time and KV use of a request on a worker; None if it has no room.
 
         Args:
-            entry: of the worker.
-            num_blocks: how many blocks of the prompt it holds.
-            num_tokens: how many tokens prompt and known output have.
-            num_output_tokens: how many more are expected.
+            entry: load of the worker.
+            num_blocks: blocks of the prompt in the worker's prefix cache.
+            num_tokens: tokens of the prompt and of the output generated so far.
+            num_output_tokens: expected number of further output tokens.
         """
         needed = entry.in_blocks(num_tokens + num_output_tokens)
-        # A request that needs more than a whole worker has is the engine's to refuse.
+        # An empty worker takes any request; the engine refuses a request that is too large for it.
         if needed > entry.free_tokens and entry.num_decodes:
             return None
         cached = min(num_blocks * entry.traits.block_size_tokens, num_tokens)
@@ -431,12 +446,12 @@ class Router:
     def _joins(
         self, packed: _Target, best: _Target, source: WorkerLoad | None, max_itl_s: float
     ) -> bool:
-        """Whether a batch output goes where the last one went, and not to the fastest worker.
+        """Whether a batch request joins the previous batch request instead of the fastest worker.
 
-        An output that joins a worker waits for the step that runs there, half of one on average:
-        the longest gap that it has. Batch outputs keep a worker busy all the time; put together
-        they leave others idle for urgent outputs to begin on. They are not put together at the
-        price of a prefix that is held elsewhere, or of a way to another host.
+        A request that joins a worker waits for the end of the running step, on average half a step.
+        Batch requests keep a worker busy all the time. Packing them on few workers leaves other
+        workers idle for urgent requests. They are not packed if that loses a cached prefix or
+        makes the handoff cross hosts.
         """
         entry, other = packed.entry, best.entry
         if entry.num_decodes == entry.num_urgent or packed.itl_s > max_itl_s:
@@ -449,7 +464,7 @@ class Router:
         )
 
     def _begin_s(self, source: WorkerLoad | None, target: WorkerLoad, num_tokens: int) -> float:
-        """Seconds until a worker has so many tokens of a prompt: sent there, or computed there."""
+        """Seconds until the target has this many prompt tokens, by handoff or by computing them."""
         if source is None:
             return target.traits.latency.prefill_s(max(1, num_tokens))
         near = source.traits.host_id == target.traits.host_id
@@ -457,7 +472,7 @@ class Router:
         return num_tokens * source.traits.kv_bytes_per_token / speed
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when sums, masks or owners differ from what they stand for."""
+        """Raises AssertionError if sums or masks differ from the entries they summarize."""
         assert self._num_urgent == sum(one.num_urgent for one in self._loads.entries.values())
         self.index.check_integrity()
         self._loads.check_integrity()

@@ -1,4 +1,4 @@
-"""What the coordinator has assigned to one worker: its own count, ahead of any report."""
+"""Load of one worker as counted by the coordinator, which is ahead of the worker's reports."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from baton.coordinator.state.requests import WorkerKey
 
 
 class Latency(Protocol):
-    """What work costs on a kind of worker, in seconds (runtime/latency.py)."""
+    """Predicted seconds of prefills and decode steps on a worker kind (runtime/latency.py)."""
 
     def prefill_s(self, num_tokens: int) -> float: ...
     def decode_step_s(self, num_requests: int, num_kv_tokens: int) -> float: ...
@@ -19,16 +19,17 @@ class Latency(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WorkerTraits:
-    """What a worker is, as far as routing goes.
+    """Fixed properties of a worker that routing needs.
 
     Attributes:
-        latency: of its kind; may be refitted while it is used here.
-        host_id: workers with equal ones share memory.
-        kv_tokens: room of its KV cache.
-        block_size_tokens: of its KV cache.
-        kv_bytes_per_token: what a handoff moves, all layers and ranks.
-        chunk_tokens: of prompts, computed in one step at most.
-        max_seqs: requests that its engine has in its steps at a time; others wait inside it.
+        latency: latency model of the worker's kind; its fit may change while it is used here.
+        host_id: workers with equal host IDs share memory.
+        kv_tokens: size of the KV cache in tokens.
+        block_size_tokens: tokens per KV block.
+        kv_bytes_per_token: bytes that a handoff moves per token, over all layers and ranks.
+        chunk_tokens: maximum number of prompt tokens computed in one step.
+        max_seqs: maximum number of requests in one engine step; further requests wait in the
+            engine.
     """
 
     latency: Latency
@@ -47,13 +48,13 @@ class WorkerTraits:
 
 @dataclass(slots=True)
 class _Decode:
-    """A request that is, or will be, decoded on a worker.
+    """A request assigned to a decode worker.
 
     Attributes:
-        num_kv_tokens: KV room that is reserved for it.
-        urgent: whether batch requests yield to it.
-        yields: whether it can be told to make room for an urgent one.
-        arrived: whether its prompt is computed.
+        num_kv_tokens: KV tokens reserved for the request.
+        urgent: whether batch requests yield to the request.
+        yields: whether the request can be preempted for an urgent request.
+        arrived: whether the request's prompt is computed.
     """
 
     num_kv_tokens: int
@@ -63,19 +64,19 @@ class _Decode:
 
 
 class _Prefill(NamedTuple):
-    """A prompt that a worker computes, or will: predicted seconds, and tokens to be computed."""
+    """A prompt assigned to a worker: predicted seconds, and tokens to compute."""
 
     work_s: float
     num_tokens: int
 
 
 class Ahead(NamedTuple):
-    """How much prefill work a worker may have and still take another prompt.
+    """Limit of prefill work queued on a worker.
 
     Attributes:
-        num_chunks: it is full with this many steps of work or more.
-        foresees: whether what is predicted to be computed already of its first prompt does not
-            count, so that the next prompt is there in time.
+        num_chunks: a worker with this many chunks (steps) of work or more is full.
+        foresees: whether the predicted progress of the worker's first prompt is subtracted from
+            its work, so that the next prompt arrives before the worker is idle.
     """
 
     num_chunks: float
@@ -87,19 +88,19 @@ ANYTHING_AHEAD = Ahead(math.inf, foresees=False)
 
 @dataclass(slots=True, eq=False)
 class WorkerLoad:
-    """One worker's entry in the router.
+    """Load of one worker.
 
     Attributes:
         bit: the worker's bit in masks of workers.
-        free_at: when the prefill work assigned here is predicted to be done.
-        queued_tokens: tokens of prompts assigned here whose first token has not come.
-        num_urgent: decodes that batch requests yield to.
-        held_up_until: prompts that were computed here beside outputs have made as many of their
-            steps too long as is agreed until then: none may before.
-        reserved_tokens: KV tokens of all decodes assigned here, with their expected output; also
-            of those whose prompts are still computed elsewhere.
-        yielding_tokens: of these, of the decodes that can be told to make room.
-        free_tokens: KV room that nothing assigned here is expected to need.
+        free_at: predicted time when the assigned prefill work is done.
+        queued_tokens: tokens of assigned prompts that have no first token yet.
+        num_urgent: number of decodes that batch requests yield to.
+        held_up_until: time before which the worker must not compute another prompt that delays its
+            decodes: the allowed share of long gaps is used up until then.
+        reserved_tokens: KV tokens of all assigned decodes including their expected output; decodes
+            count even while another worker still computes their prompts.
+        yielding_tokens: part of reserved_tokens that belongs to decodes that can be preempted.
+        free_tokens: KV tokens that no assigned request is expected to need.
     """
 
     key: WorkerKey
@@ -112,10 +113,11 @@ class WorkerLoad:
     reserved_tokens: int = 0
     yielding_tokens: int = 0
     free_tokens: int = field(init=False)
-    # In the order they came. (The first entry of a dict that loses its first ones is slow to find.)
+    # In order of arrival. OrderedDict, because finding the first key of a dict takes O(n) after
+    # its first keys were deleted.
     _prefills: OrderedDict[str, _Prefill] = field(default_factory=OrderedDict)
     _decodes: dict[str, _Decode] = field(default_factory=dict)
-    # Sum of the work in _prefills, and since when the first of them has been that.
+    # Sum of the work in _prefills, and the time when the present first prompt became the first.
     _queued_s: float = 0.0
     _first_since: float = -math.inf
     _unassigned_tokens: int = 0
@@ -133,7 +135,7 @@ class WorkerLoad:
 
     @property
     def num_arrived(self) -> int:
-        """How many decodes have their prompts computed."""
+        """Number of decodes whose prompts are computed."""
         return sum(one.arrived for one in self._decodes.values())
 
     @property
@@ -143,30 +145,30 @@ class WorkerLoad:
 
     @property
     def may_yield(self) -> bool:
-        """Whether one more batch decode may join however long steps get: none or all are urgent."""
+        """Whether a batch decode may join regardless of the step time: none or all are urgent."""
         return not self.num_urgent or self.num_urgent == len(self._decodes)
 
     def itl_with_s(self, num_requests: int, num_tokens: int) -> float:
-        """Predicted seconds per decode step with so many more requests and KV tokens."""
+        """Predicted seconds per decode step after adding this many requests and KV tokens."""
         return self.traits.latency.decode_step_s(
             len(self._decodes) + num_requests, self.reserved_tokens + num_tokens
         )
 
     def queued_s(self, now: float) -> float:
-        """Predicted seconds of prefill work that are left here."""
+        """Predicted seconds of remaining prefill work."""
         return max(0.0, self.free_at - now)
 
     def is_full(self, ahead: Ahead, now: float) -> bool:
-        """Whether the worker takes no other prompt behind what it has."""
+        """Whether the worker's queue is at the limit, so that it takes no further prompt."""
         most = ahead.num_chunks * self.traits.chunk_tokens
         return self.queued_tokens >= most and not (
             ahead.foresees and self._has_room_at(most) <= now
         )
 
     def room_at(self, ahead: Ahead, now: float) -> float:
-        """When a full worker is predicted to have room, by the core's clock.
+        """Predicted time, by the core's clock, when a full worker has room.
 
-        Infinite where it will not before it reports a first token.
+        Infinite if the worker has no room before it reports a first token.
         """
         most = ahead.num_chunks * self.traits.chunk_tokens
         if not ahead.foresees or self.queued_tokens < most:
@@ -175,13 +177,13 @@ class WorkerLoad:
         return at if at > now else math.inf
 
     def _has_room_at(self, num_tokens: float) -> float:
-        """When fewer tokens than that are left, by what is predicted of the first prompt."""
+        """Time when fewer than `num_tokens` are left, by the predicted work of the first prompt."""
         first = next(iter(self._prefills.values()), None)
         if first is None:
             return -math.inf
         num_more = num_tokens - (self.queued_tokens - first.num_tokens)
         if num_more <= 0:
-            # Never more than that behind the first one, however late that is.
+            # The prompts behind the first one reach the limit alone, even if the first is late.
             return math.inf
         share = max(0.0, 1 - num_more / first.num_tokens)
         return self._first_since + first.work_s * share
@@ -198,25 +200,25 @@ class WorkerLoad:
         self.queued_tokens += num_tokens
 
     def end_prefill(self, request_id: str, now: float = 0.0) -> None:
-        """A prompt's first token came, or never will; idempotent."""
+        """Removes a prompt whose first token came or will never come; idempotent."""
         was_first = next(iter(self._prefills), None) == request_id
         ended = self._prefills.pop(request_id, None)
         if ended is not None:
             if was_first:
                 self._first_since = now
             self.queued_tokens -= ended.num_tokens
-            # Differences of floats would never come back to 0.
+            # Rounding errors of float subtraction would keep the sum from returning to 0.
             self._queued_s = self._queued_s - ended.work_s if self._prefills else 0.0
-            # The rest is predicted from now on: errors of this one's prediction are over.
+            # Restarting at `now` drops the prediction error of the prompt that ended.
             self.free_at = now + self._queued_s
 
     def hold_up(self, num_tokens: int, share: float, now: float) -> None:
-        """A prompt is computed beside outputs and makes some of their steps too long.
+        """Records a prompt computed here that makes steps of the running decodes too long.
 
         Args:
             num_tokens: tokens of the prompt that are computed.
-            share: the share of an output's steps that may be too long.
-            now: by the core's clock.
+            share: share of a decode's steps that may be too long.
+            now: time by the core's clock.
         """
         num_steps = -(-num_tokens // self.traits.chunk_tokens)
         until = now + num_steps * self.itl_with_s(0, 0) / share
@@ -233,18 +235,18 @@ class WorkerLoad:
         self.free_tokens -= num_kv_tokens
 
     def arrive(self, request_id: str) -> None:
-        """The prompt of a decode is computed."""
+        """Records that the prompt of a decode is computed."""
         decode = self._decodes.get(request_id)
         if decode is not None:
             decode.arrived = True
 
     def in_blocks(self, num_tokens: int) -> int:
-        """As many tokens as the blocks have that so many take."""
+        """Rounds a number of tokens up to whole KV blocks."""
         block_size = self.traits.block_size_tokens
         return -(-num_tokens // block_size) * block_size
 
     def yielding_tokens_of(self, request_id: str) -> int:
-        """KV tokens that a decode would make room with; 0 where it cannot be told to."""
+        """KV tokens that preempting a decode frees; 0 if the decode cannot be preempted."""
         decode = self._decodes.get(request_id)
         return decode.num_kv_tokens if decode is not None and decode.yields else 0
 
@@ -254,7 +256,7 @@ class WorkerLoad:
         return decode is not None and num_kv_tokens > decode.num_kv_tokens
 
     def grow(self, request_id: str, num_kv_tokens: int) -> None:
-        """Reserves at least so many KV tokens for a decode."""
+        """Reserves at least this many KV tokens for a decode."""
         decode = self._decodes[request_id]
         num_more = max(0, num_kv_tokens - decode.num_kv_tokens)
         decode.num_kv_tokens += num_more
@@ -263,7 +265,7 @@ class WorkerLoad:
         self.free_tokens -= num_more
 
     def end_decode(self, request_id: str) -> bool:
-        """A decode is over, or goes elsewhere; idempotent. Returns whether it was urgent."""
+        """Removes a decode; idempotent. Returns whether the decode was urgent."""
         decode = self._decodes.pop(request_id, None)
         if decode is None:
             return False
@@ -274,10 +276,10 @@ class WorkerLoad:
         return decode.urgent
 
     def report(self, kv_tokens_used: int) -> None:
-        """Takes in how many KV tokens the worker says that it holds.
+        """Updates the load from the number of KV tokens that the worker reports as used.
 
-        What is assigned here is counted before the worker holds it. What goes beyond that was
-        assigned by another coordinator, and no client has come back for it yet.
+        Tokens are reserved before the worker uses them. Reported tokens beyond the reservations
+        belong to requests of a previous coordinator that no client has resumed yet.
         """
         unassigned = max(0, kv_tokens_used - self.reserved_tokens)
         self.free_tokens += self._unassigned_tokens - unassigned

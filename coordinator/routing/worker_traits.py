@@ -1,4 +1,4 @@
-"""What placing needs to know of a worker, from how it introduced itself."""
+"""Derives the worker properties that placement needs from the worker's Hello message."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from baton.v1 import cluster_pb2
 
 
 def block_size_of(hello: cluster_pb2.Hello) -> int:
-    """Tokens of a KV block."""
+    """Tokens per KV block."""
     return hello.fingerprint.block_size_tokens or hello.capacity.block_size_tokens or 1
 
 
 def handoff_bytes(hello: cluster_pb2.Hello, num_tokens: int) -> int:
-    """Bytes of a prompt's KV cache, all layers and shards."""
+    """Bytes of a prompt's KV cache over all layers and shards."""
     fingerprint = hello.fingerprint
     num_blocks = -(-num_tokens // block_size_of(hello))
     return (
@@ -28,7 +28,7 @@ def handoff_bytes(hello: cluster_pb2.Hello, num_tokens: int) -> int:
 
 
 def traits_of(hello: cluster_pb2.Hello, latency: LatencyRegistry) -> WorkerTraits:
-    """What does not change of a worker; its latency is as of the latest reports of its kind."""
+    """Fixed properties of a worker, with a latency model that follows its kind's reports."""
     block_size = block_size_of(hello)
     chunk_tokens = hello.capacity.max_num_batched_tokens or 2048
     return WorkerTraits(
@@ -44,7 +44,7 @@ def traits_of(hello: cluster_pb2.Hello, latency: LatencyRegistry) -> WorkerTrait
 
 @dataclass(frozen=True, slots=True)
 class _KindModel:
-    """A kind's latency as of the latest reports, of a worker that computes prompts in chunks."""
+    """Current latency model of a worker kind that computes prompts in chunks."""
 
     registry: LatencyRegistry
     kind: WorkerKind
