@@ -1,4 +1,4 @@
-"""What was decided on each pool, and by which numbers: what `baton why` shows."""
+"""Log of the decisions on each pool and their input numbers, shown by `baton why`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from baton.coordinator.scaling.autoscale.sizing import POOLS
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_decision import PoolDecision
 
-# Of each pool.
+# Maximum number of entries per pool.
 _MAX_REMEMBERED = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """A decision on a pool that was made, and made again without a change, for some time.
+    """A decision on a pool, possibly repeated several times with the same sizes.
 
     Attributes:
-        since: when it was made first, by the core's clock.
-        at: when it was made last.
-        decision: the last one.
-        numbers: what the last one rests on.
+        since: time of the first of these decisions, by the core's clock.
+        at: time of the last of these decisions.
+        decision: the last decision.
+        numbers: input numbers of the last decision.
     """
 
     since: float
@@ -32,7 +32,7 @@ class Remembered:
 
 
 class DecisionLog:
-    """The latest decisions on each pool; the same sizes again and again are one entry."""
+    """The latest decisions on each pool; consecutive decisions with equal sizes share an entry."""
 
     def __init__(self) -> None:
         self._entries: dict[Pool, deque[Remembered]] = {

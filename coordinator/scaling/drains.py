@@ -1,4 +1,4 @@
-"""Workers that are to leave: they get nothing new, finish what they have, and are let go."""
+"""Drains workers: a draining worker gets no new requests and leaves after its last request."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.v1 import cluster_pb2
 
 _DRAINING = cluster_pb2.WORKER_STATE_DRAINING
-# A worker is out so long after its time, whatever it does: at the end of its time it frees what it
-# holds and says so.
+# Grace period after the drain timeout. At the timeout a worker frees its requests and reports this;
+# after the grace period the core removes the worker in any case.
 _LEAVE_S = 20.0
 
 
 class Drains:
-    """Owns the workers that said that they drain and have not been let go.
+    """Owns the workers that have confirmed a drain and are not released yet.
 
     Args:
-        workers: attached ones.
-        placers: give them no new work.
-        emit: takes effects.
+        workers: Attached workers.
+        placers: Placers, which must give draining workers no new requests.
+        emit: Callback for effects.
     """
 
     def __init__(
         self, workers: WorkerRegistry, placers: Placers, emit: Callable[[ev.Effect], None]
     ) -> None:
         self._workers, self._placers, self._emit = workers, placers, emit
-        # In the order in which they said so; a set's order would differ between processes.
+        # Ordered by confirmation; the order of a set would differ between processes.
         self._draining: dict[WorkerKey, None] = {}
 
     def __bool__(self) -> bool:
         return bool(self._draining)
 
     def begin(self, worker: Worker, timeout_s: float, reason: str, now: float) -> None:
-        """Tells a worker to leave within `timeout_s`; some time after that it is taken out."""
+        """Tells a worker to leave within `timeout_s`; the core removes it _LEAVE_S later."""
         worker.state = _DRAINING
         worker.leaves_by = now + timeout_s + _LEAVE_S
         self._placers.refresh(worker)
@@ -45,15 +45,15 @@ class Drains:
         self._emit(ev.SendCommand(worker.key, command))
 
     def said(self, worker: Worker) -> None:
-        """The worker itself says that it drains."""
+        """Records that a worker has confirmed that it drains."""
         if not worker.released:
             self._draining[worker.key] = None
 
     def release(self) -> None:
-        """Lets draining workers go that nothing is assigned to any more.
+        """Releases draining workers without assigned requests.
 
-        A worker is let go only once it said itself that it drains: all that was sent to it before
-        is ahead of this command in its stream.
+        A worker is released only after it has confirmed the drain: then all earlier commands are
+        ahead of the release in its stream.
         """
         for key in tuple(self._draining):
             worker = self._workers.get(key)

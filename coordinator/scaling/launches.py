@@ -1,6 +1,7 @@
-"""The worker processes that the core has started: until they attach, while they serve, as they end.
+"""Tracks the worker processes that the core has started, from the start order to their end.
 
-No I/O, no clock: it says which are to start and to end, and is told what became of them.
+The module does no I/O and has no clock: it emits orders to start and end processes, and gets the
+results as events.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from baton.coordinator.state.revision import Revision
 from baton.coordinator.state.workers import WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
 
-# How long a pool waits after a start that failed; twice as long after each further one in a row.
+# Wait after a failed start; it doubles with each further failure in a row, up to the longest.
 _BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 60.0
-# A worker that dies sooner after it attached has not started properly either.
+# A worker that dies within this many seconds after attaching counts as a failed start.
 _STABLE_S = 10.0
 
 
 @dataclass(slots=True)
 class _Launch:
-    """A process from the order to start it until nothing of it is left.
+    """A worker process, from the start order until its launcher reports that it is gone.
 
     Attributes:
-        revision: Launch configuration that it was started with.
-        since: when it was ordered.
-        attached_at: when its worker attached first; None: it has not yet.
-        ends: it is to end, or its worker has left: it holds its GPUs until the launcher says that
-            nothing is left of it.
-        waits: why it cannot be started yet, in words; empty when nothing keeps it.
+        revision: Launch configuration of the process.
+        since: time of the start order.
+        attached_at: time when the worker first attached; None: it has not attached yet.
+        ends: whether the process was told to end or its worker has left. The process holds its
+            GPUs until the launcher reports that it is gone.
+        waits: reason why the process cannot be started yet; empty if nothing prevents it.
     """
 
     worker_id: str
@@ -47,19 +48,19 @@ class _Launch:
 
     @property
     def starting(self) -> bool:
-        """Whether it is waited for."""
+        """Whether the process should attach but has not attached yet."""
         return self.attached_at is None and not self.ends
 
 
 @dataclass(slots=True)
 class _Starts:
-    """How starts go in one pool of one fleet.
+    """Failed starts in one pool of one fleet.
 
     Attributes:
-        num_failed: how many failed in a row.
-        problem: why the last of them did, in words.
-        failed_at: when it did.
-        not_before: when the next may be tried.
+        num_failed: number of failures in a row.
+        problem: reason of the last failure.
+        failed_at: time of the last failure.
+        not_before: earliest time of the next attempt.
     """
 
     num_failed: int = 0
@@ -69,12 +70,12 @@ class _Starts:
 
 
 class Launches:
-    """Owns the worker processes, whose ids are never used twice.
+    """Owns the worker processes; a worker ID is never used twice.
 
     Args:
-        workers: attached ones.
-        stats: counts cold starts and starts that fail.
-        emit: takes effects.
+        workers: Attached workers.
+        stats: Counters of cold starts and failed starts.
+        emit: Callback for effects.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Launches:
         emit: Callable[[ev.Effect], None],
     ) -> None:
         self._workers, self._stats, self._emit = workers, stats, emit
-        # Its workers' ids do not contain the fleet's name.
+        # IDs of this fleet's workers do not contain the fleet's name.
         self._first = workers.fleets.stable.name
         self._all: dict[str, _Launch] = {}
         # By pool and the fleet's name: a fleet may be forgotten and created again.
@@ -93,11 +94,11 @@ class Launches:
         self._starts: defaultdict[tuple[Pool, str], _Starts] = defaultdict(_Starts)
         self._numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
-    # ---- What others may ask.
+    # ---- Queries.
 
     @property
     def worker_ids(self) -> list[str]:
-        """The ids of processes that are not known to have ended."""
+        """IDs of the processes that are not known to have ended."""
         return list(self._all)
 
     def has(self, worker_id: str) -> bool:
@@ -118,19 +119,19 @@ class Launches:
         return [(one.worker_id, one.pool) for one in self._starting(fleet)]
 
     def is_starting(self, worker_id: str) -> bool:
-        """Whether a process that was started here is waited for."""
+        """Whether a process was started here and has neither attached nor been told to end."""
         one = self._all.get(worker_id)
         return one is not None and one.starting
 
     def is_ending(self, worker_id: str) -> bool:
-        """Whether a process that was started here is to end, or its worker has left."""
+        """Whether a process was started here and was told to end, or its worker has left."""
         one = self._all.get(worker_id)
         return one is not None and one.ends
 
     def views(self) -> Iterator[WorkerView]:
-        """The processes that are not among the attached workers: they start, or still hold GPUs.
+        """Processes that are not attached as workers but count: they start or still hold GPUs.
 
-        Processes that start for another fleet than the stable one are counted by the rollout.
+        Processes that start for a fleet other than the stable one are counted by the rollout.
         """
         stable = self._workers.fleets.stable.name
         for one in self._all.values():
@@ -142,12 +143,12 @@ class Launches:
                 yield WorkerView(one.worker_id, one.pool, Phase.DRAINING, one.since)
 
     def problem(self, pool: Pool, fleet: Fleet | None = None) -> str:
-        """Why workers of this pool did not start lately; empty when all is well."""
+        """Why the last start in this pool failed; empty if there was no recent failure."""
         starts = self._starts.get(self._key(pool, fleet))
         return starts.problem if starts is not None else ""
 
     def waiting(self, pool: Pool, fleet: Fleet | None = None) -> str:
-        """Which workers of this pool cannot be started yet, and why; empty when none waits."""
+        """Which workers of this pool cannot be started yet, and why; empty if no worker waits."""
         key = self._key(pool, fleet)
         waiting = [
             one
@@ -161,19 +162,19 @@ class Launches:
         return f"{told}; {others} more wait" if others else told
 
     def not_before(self, pool: Pool) -> float:
-        """When the next process of the stable fleet may be started, by the core's clock."""
+        """Earliest time, by the core's clock, of the stable fleet's next process start."""
         return self._starts[self._key(pool)].not_before
 
-    # ---- What the scaler and a rollout want.
+    # ---- Orders from the scaler and from rollouts.
 
     def start(self, pool: Pool, number: int, now: float, fleet: Fleet | None = None) -> None:
-        """Starts processes; after a start that failed one at a time, and not before `not_before`.
+        """Starts processes, but none before `not_before`, and one at a time after a failed start.
 
         Args:
-            pool: the pool that they are for.
-            number: how many; 0 or less starts none.
-            now: by the core's clock.
-            fleet: The fleet that they are for; None: the stable fleet.
+            pool: pool of the new workers.
+            number: number of processes; 0 or less starts none.
+            now: time by the core's clock.
+            fleet: fleet of the new workers; None: the stable fleet.
         """
         fleet = fleet or self._workers.fleets.stable
         starts = self._starts[pool, fleet.name]
@@ -193,7 +194,7 @@ class Launches:
             self._emit(ev.StartWorker(worker_id, pool, fleet.revision))
 
     def give_up_stuck(self, fleet: Fleet, timeout_s: float, now: float) -> None:
-        """Ends processes of a fleet that have been starting for longer: these starts failed."""
+        """Ends processes of a fleet that take longer than `timeout_s` to start, as failures."""
         for one in self._starting(fleet):
             if now - one.since > timeout_s:
                 self._end(one)
@@ -205,15 +206,15 @@ class Launches:
             self._end(one)
 
     def give_up(self, worker_id: str) -> None:
-        """Ends a process that has not attached yet; does nothing to one that has."""
+        """Ends a process that has not attached yet; ignores other processes."""
         one = self._all.get(worker_id)
         if one is not None and one.starting:
             self._end(one)
 
-    # ---- What happens.
+    # ---- Events.
 
     def attached(self, worker_id: str, now: float) -> None:
-        """A worker has attached for the first time, and has served no other coordinator."""
+        """Records the first attach of a worker that has served no other coordinator."""
         one = self._all.get(worker_id)
         if one is not None and one.attached_at is None:
             self._num_starting[one.pool, one.revision.name] -= one.starting
@@ -221,26 +222,27 @@ class Launches:
             self._stats.cold_started(now - one.since)
 
     def waits(self, worker_id: str, reason: str) -> None:
-        """A process cannot be started yet; with an empty reason nothing keeps it any more."""
+        """Records why a process cannot be started yet; an empty reason ends the wait."""
         if (one := self._all.get(worker_id)) is not None:
             one.waits = reason
 
     def moved(self, worker_id: str, pool: Pool) -> None:
-        """A worker serves in this pool from now on."""
+        """Records that a worker has moved to this pool."""
         one = self._all.get(worker_id)
-        # While the process still starts, the worker was a namesake, as in `left`.
+        # While the process still starts, the event is about another worker of the same ID; see
+        # `left`.
         if one is not None and not one.starting:
             one.pool = pool
 
     def left(self, worker_id: str, reason: str, now: float, *, wanted: bool) -> bool:
-        """A worker is out of the cluster: what is left of its process is ended.
+        """Ends the process of a worker that has left the cluster.
 
         Returns:
-            Whether it was started here and was not to leave.
+            Whether the worker was started here and left without being told to.
         """
         one = self._all.get(worker_id)
-        # While the process still starts, the worker was a namesake that an earlier coordinator had
-        # started.
+        # While the process still starts, the worker that left was started by an earlier coordinator
+        # and has the same ID.
         if one is None or one.ends or one.starting:
             return False
         self._end(one)
@@ -249,13 +251,13 @@ class Launches:
         return not wanted
 
     def exited(self, event: ev.WorkerExited, now: float) -> bool:
-        """A process has ended, or was never there.
+        """Records that a process has ended or could not be started.
 
-        A process that was to end is forgotten once its launcher says that nothing is left of it:
-        what it started may outlive it, and hold its GPUs.
+        A process that was told to end is forgotten only when its launcher reports that it is gone,
+        because its child processes may live longer and hold its GPUs.
 
         Returns:
-            Whether it was started here and was not to end.
+            Whether the process was started here and ended without being told to.
         """
         one = self._all.get(event.worker_id)
         if one is None:
@@ -264,14 +266,14 @@ class Launches:
             if event.gone:
                 del self._all[one.worker_id]
             return False
-        # What it may have left behind is to go, and holds its GPUs until then.
+        # The launcher must also end child processes, which hold the GPUs until then.
         self._end(one)
         loading = event.loading_failure if one.attached_at is None else ""
         self._lost(one, loading or event.reason, now)
         return True
 
     def settle(self, pool: Pool, now: float, fleet: Fleet | None = None) -> None:
-        """Forgets failed starts once a later worker has served for a while, or none is wanted."""
+        """Forgets failed starts once a later worker has served for a while or none was started."""
         key = self._key(pool, fleet)
         starts = self._starts[key]
         if not starts.num_failed:
@@ -291,11 +293,11 @@ class Launches:
             del self._starts[key]
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the processes that start are not those counted."""
+        """Raises AssertionError if the counts of starting processes are wrong."""
         starting = (one for one in self._all.values() if one.starting)
         assert +self._num_starting == Counter((one.pool, one.revision.name) for one in starting)
 
-    # ---- Inside.
+    # ---- Private methods.
 
     def _key(self, pool: Pool, fleet: Fleet | None = None) -> tuple[Pool, str]:
         return pool, (fleet or self._workers.fleets.stable).name

@@ -1,4 +1,4 @@
-"""The sizes that pools are held at, whatever their load."""
+"""Fixed pool sizes, which do not depend on the load."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from baton.coordinator.state.pools import Pool
 
 
 class PoolSizes:
-    """Which pools are held at a size, and at which.
+    """Decides which pools have a fixed size, and which size.
 
-    A size that an operator has set holds until autoscaling is switched on (again). With
-    autoscaling off, a pool without such a size is held at the one it had then.
+    A size set by an operator is fixed until autoscaling is switched on (again). While autoscaling
+    is off, other pools keep the size they had when it was switched off.
 
     Args:
-        autoscale: whether pools size themselves to begin with.
+        autoscale: Whether autoscaling is on at the start.
 
     Attributes:
-        autoscale: whether pools without a size by hand size themselves.
+        autoscale: whether the load sizes the pools that have no size set by an operator.
     """
 
     def __init__(self, *, autoscale: bool) -> None:
         self.autoscale = autoscale
         self._by_hand: dict[Pool, int] = {}
-        # When each was set.
+        # Times at which the sizes were set.
         self._by_hand_at: dict[Pool, float] = {}
-        # Workers started here: what pools keep without autoscaling; with it, as decided last.
+        # Number of workers started here, as last decided; pools keep it without autoscaling.
         self._started = dict.fromkeys(POOLS, 0)
 
     def by_hand(self, pool: Pool) -> int | None:
-        """The size that an operator has set; None: there is none."""
+        """The size set by an operator; None: no size is set."""
         return self._by_hand.get(pool)
 
     def started(self, pool: Pool) -> int:
-        """How many workers that were started here the pool is to have."""
+        """Desired number of workers in the pool that this coordinator starts."""
         return self._started[pool]
 
     def held(self, pool: Pool) -> int | None:
-        """The size that the load does not change; None: the load sizes the pool."""
+        """The fixed size of a pool; None: the load sizes the pool."""
         size = self._by_hand.get(pool)
         return size if size is not None or self.autoscale else self._started[pool]
 
     def begin(self, sizes: Mapping[Pool, int]) -> None:
-        """Takes the sizes that pools begin with."""
+        """Sets the initial sizes of the pools."""
         self._started.update(sizes)
 
     def decided(self, pool: Pool, num_started: int) -> None:
-        """Takes what the autoscaler wants, so that the pool keeps it once it is switched off."""
+        """Records the autoscaler's decision; the pool keeps it when autoscaling is switched off."""
         if self.autoscale:
             self._started[pool] = num_started
 
@@ -55,19 +55,19 @@ class PoolSizes:
         self._by_hand[pool], self._by_hand_at[pool] = num_workers, now
 
     def set_autoscale(self, enabled: bool) -> None:
-        """Switched on, it takes over from sizes by hand; off, pools keep the sizes they have."""
+        """Switches autoscaling; on: drops sizes set by operators, off: pools keep their sizes."""
         self.autoscale = enabled
         if enabled:
             self._by_hand.clear()
 
     def move(self, pool: Pool, into: Pool, before: float, *, started_here: bool) -> None:
-        """A worker leaves a pool for the other one, and the sizes that count it follow.
+        """Adjusts the fixed sizes after a worker has moved from one pool to the other.
 
         Args:
-            pool: the pool that it leaves.
-            into: the other one.
-            before: sizes that were set by hand at this time or later do not follow.
-            started_here: whether the worker was.
+            pool: pool that the worker leaves.
+            into: pool that the worker joins.
+            before: sizes that an operator set at this time or later are not adjusted.
+            started_here: whether this coordinator started the worker.
         """
         for one, change in ((pool, -1), (into, 1)):
             if one in self._by_hand and self._by_hand_at[one] < before:

@@ -1,7 +1,7 @@
-"""Keeps the pools at their sizes: those that the autoscaler decides, and those set by hand.
+"""Keeps the pools at their sizes, which the autoscaler decides or an operator sets.
 
-Part of the core: no I/O, no clock. What is to happen to attached workers (drains, flips) it hands
-to the core; processes it starts and gives up by itself.
+The scaler is part of the core and has no I/O and no clock. It starts and ends worker processes
+itself; it returns the drains and flips of attached workers to the core, which carries them out.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime.errors import BatonError, FailedPrecondition
 
-# Between two decisions, where something that happened asks for one.
+# Minimum time between two decisions when an event requests a decision.
 _SOONEST_S = 0.2
 
 
 class Scaler:
-    """Owns the sizes of the pools, and the processes that make them so.
+    """Owns the sizes of the pools and the worker processes started for them.
 
     Args:
-        settings: to begin with; `policy` has its own limits and targets.
-        workers: attached ones.
-        observer: tells the load that the policy decides by.
-        stats: counts what was scaled.
-        timers: the core's.
-        emit: takes effects.
-        policy: what decides; the autoscaler unless told.
+        settings: Initial settings; `policy` has its own limits and targets.
+        workers: Attached workers.
+        observer: Source of the load that the policy decides by.
+        stats: Counters of scaling decisions.
+        timers: Timers of the core.
+        emit: Callback for effects.
+        policy: Scaling policy; None: the autoscaler.
 
     Attributes:
-        launches: the processes that were started.
-        active: whether there is anything that starts workers; until then nothing is decided.
-        decisions: what was decided on each pool.
+        launches: processes that this coordinator has started.
+        active: whether a launcher exists; without one the scaler decides nothing.
+        decisions: log of the decisions on each pool.
     """
 
     def __init__(
@@ -64,48 +64,48 @@ class Scaler:
         self._workers, self._observer, self._stats = workers, observer, stats
         self._timers, self._emit = timers, emit
         self._policy = policy or Autoscaler(settings.config)
-        # As configured, whatever sizes are held; the policy's own has those for limits.
+        # Configured limits; the policy's own copy also contains the fixed sizes as limits.
         self._config = self._policy.config
         self.launches = Launches(workers, stats, emit)
         self.active = False
         self._sizes = PoolSizes(autoscale=settings.autoscale)
         self.decisions = DecisionLog()
-        # GPUs that workers of a rollout or of a retiring fleet have.
+        # GPUs used by workers of a rollout or of a retiring fleet.
         self._reserved_gpus = 0
-        # What the last decision saw.
+        # Observation of the last decision.
         self._seen: Observation | None = None
         self._decided_at = self._due = float("-inf")
-        # Whether a pool was to be empty at the last decision: a request that comes wakes it.
+        # Whether the last decision left a pool empty; the next request then requests a decision.
         self._asleep = False
 
-    # ---- What others may ask.
+    # ---- Queries.
 
     @property
     def num_timers(self) -> int:
-        """Timers set: one while anything is decided."""
+        """Number of timers set: 1 while the scaler is active."""
         return int(self.active)
 
     @property
     def autoscale(self) -> bool:
-        """Whether pools size themselves, but for those with a size by hand."""
+        """Whether the load sizes the pools that have no size set by an operator."""
         return self._sizes.autoscale
 
     @property
     def targets(self) -> Mapping[str, Targets]:
-        """What pools are sized for, by lane."""
+        """Latency targets that the pools are sized for, by lane."""
         return dict(self._config.targets)
 
     def limits(self, pool: Pool) -> tuple[int, int]:
-        """The least and the most workers that a pool may have."""
+        """Minimum and maximum number of workers in a pool."""
         limits = self._config.limits(pool)
         return limits.floor, limits.ceiling
 
     def by_hand(self, pool: Pool) -> int | None:
-        """The size that an operator has set and autoscaling does not touch; None: there is none."""
+        """The size set by an operator, which autoscaling does not change; None: no size is set."""
         return self._sizes.by_hand(pool)
 
     def desired(self, pool: Pool) -> int:
-        """How many workers the pool is to have; 0 where nothing starts any."""
+        """Desired number of workers in the pool; 0 if the scaler is not active."""
         held = self._sizes.held(pool)
         if not self.active or held is not None:
             return held or 0
@@ -118,7 +118,7 @@ class Scaler:
         return (
             self.active
             and self._sizes.held(pool) is None
-            # One that is never to be empty, and is, has lost its workers: something is wrong.
+            # A pool with a minimum size is empty only after it lost its workers to a failure.
             and limits.floor == 0
             and limits.ceiling > 0
             and not self.launches.problem(pool)
@@ -134,15 +134,15 @@ class Scaler:
 
     @property
     def max_gpus(self) -> int | None:
-        """How many GPUs all workers together may have; None: no limit."""
+        """Maximum number of GPUs of all workers together; None: no limit."""
         return self._config.max_gpus
 
     def gpus(self, sizes: Mapping[Pool, int], revision: Revision | None = None) -> int:
-        """How many GPUs pools of these sizes have.
+        """Number of GPUs that pools of these sizes use.
 
         Args:
-            sizes: numbers of workers, by pool.
-            revision: Launch configuration of the workers; None: that of the stable fleet.
+            sizes: number of workers by pool.
+            revision: launch configuration of the workers; None: that of the stable fleet.
         """
         revision = revision or self._workers.fleets.stable.revision
         return sum(
@@ -151,17 +151,17 @@ class Scaler:
         )
 
     def gpus_of(self, workers: Iterable[Worker]) -> int:
-        """How many GPUs these workers of any fleet have."""
+        """Number of GPUs that these workers of any fleet use."""
         return sum(
             self._gpus_of(one.id, POOL_OF[one.role]) for one in workers if one.role in POOL_OF
         )
 
     def gpus_starting(self, fleet: Fleet) -> int:
-        """How many GPUs the processes will have that start for a fleet."""
+        """Number of GPUs that a fleet's starting processes will use."""
         return sum(self._gpus_of(*one) for one in self.launches.starting(fleet))
 
     def error(self) -> BatonError | None:
-        """Why pools have no sizes here; None when they have."""
+        """Why this coordinator does not size the pools; None if it does."""
         if self.active:
             return None
         return FailedPrecondition(
@@ -171,7 +171,7 @@ class Scaler:
         )
 
     def scale_error(self, pool: Pool, num_workers: int) -> BatonError | None:
-        """Why a pool cannot be set to this size; None when it can."""
+        """Why a pool cannot be set to this size; None if it can."""
         floor, ceiling = self.limits(pool)
         if (refused := self.error()) is not None:
             return refused
@@ -183,7 +183,7 @@ class Scaler:
         )
 
     def flip_error(self, worker_id: str, pool: Pool, into: Pool) -> BatonError | None:
-        """Why the pools' limits keep a worker of `pool` out of `into`; None when they do not."""
+        """Why the pools' limits prevent a flip from `pool` to `into`; None if they allow it."""
         if not self.active:
             return None
         floor, ceiling = self.limits(pool)[0], self.limits(into)[1]
@@ -193,10 +193,10 @@ class Scaler:
             return FailedPrecondition(f"{into.value} would have more than its {ceiling} workers")
         return None
 
-    # ---- What happens.
+    # ---- Events.
 
     def begin(self, sizes: Mapping[Pool, int], now: float) -> None:
-        """Workers can be started from now on: starts those that the pools begin with."""
+        """Activates the scaler and starts the workers that the initial sizes require."""
         self.active = True
         self._sizes.begin(sizes)
         self._limit_policy()
@@ -206,71 +206,71 @@ class Scaler:
         self._set_timer(now)
 
     def stop(self) -> None:
-        """Decides nothing any more."""
+        """Stops making decisions."""
         self.active = False
         self._timers.cancel(CoreTimer.SCALING)
 
     def scale(self, pool: Pool, num_workers: int, now: float) -> None:
-        """An operator sets the size of a pool."""
+        """Sets the size of a pool on behalf of an operator."""
         self._sizes.set_by_hand(pool, num_workers, now)
         self._limit_policy()
         self.soon(now)
 
     def set_autoscale(self, enabled: bool, now: float) -> None:
-        """An operator switches autoscaling on or off; see PoolSizes.set_autoscale."""
+        """Switches autoscaling on or off for an operator; see PoolSizes.set_autoscale."""
         self._sizes.set_autoscale(enabled)
         self._limit_policy()
         self.soon(now)
 
     def set_targets(self, targets: Mapping[str, Targets], now: float) -> None:
-        """An operator changes the targets of some lanes."""
+        """Changes the latency targets of some lanes on behalf of an operator."""
         changed = {**self.targets, **targets}
         self._config = replace(self._config, targets=tuple(changed.items()))
         self._limit_policy()
         self.soon(now)
 
     def flipped(self, worker_id: str, pool: Pool, into: Pool) -> None:
-        """An operator moves a worker: sizes that are held, and count it, follow."""
+        """Adjusts the fixed sizes for a worker that an operator moves to the other pool."""
         self._move_sizes(worker_id, pool, into, float("inf"))
 
     def not_flipped(self, worker_id: str, pool: Pool, into: Pool, since: float) -> None:
-        """The worker stays after all: sizes go back, but for those set by hand since then."""
+        """Reverts `flipped` for a worker that stays, except for sizes set after `since`."""
         self._move_sizes(worker_id, into, pool, since)
 
     def reserve(self, num_gpus: int) -> None:
-        """Keeps so many GPUs from the pools: workers of other fleets have them."""
+        """Sets the number of GPUs that the pools must leave to workers of other fleets."""
         if num_gpus != self._reserved_gpus:
             self._reserved_gpus = num_gpus
             self._limit_policy()
 
     def promoted(self, now: float) -> None:
-        """Another fleet has become the stable one: the pools keep their sizes."""
-        # Its workers may have other numbers of GPUs.
+        """Handles a change of the stable fleet; the pools keep their sizes."""
+        # The new fleet's workers may use other numbers of GPUs.
         self._limit_policy()
         self.soon(now)
 
     def left(self, worker_id: str, reason: str, now: float, *, wanted: bool) -> None:
-        """A worker is out of the cluster; another follows if it was not to leave."""
+        """Handles a worker that has left; it is replaced if it left without being told to."""
         if self.launches.left(worker_id, reason, now, wanted=wanted):
             self.soon(now)
 
     def exited(self, event: ev.WorkerExited, now: float) -> None:
-        """A process has ended; another follows if it was not to."""
+        """Handles the end of a process; it is replaced if it ended without being told to."""
         if self.launches.exited(event, now):
             self.soon(now)
 
     def waits(self, event: ev.WorkerWaits, now: float) -> None:
-        """A process cannot be started yet, or no longer waits; told with the next decision."""
+        """Records that a process cannot be started yet or can be again; shown in decisions."""
         self.launches.waits(event.worker_id, event.reason)
         self.soon(now)
 
     def arrived(self, now: float) -> None:
-        """A request has come: a pool that sleeps is to wake."""
+        """Requests a decision for a new request if a pool is empty."""
         if self._asleep:
             self.soon(now)
 
     def soon(self, now: float) -> None:
-        """Has the next decision made as soon as may be."""
+        """Requests a decision as soon as allowed (_SOONEST_S after the last decision)."""
         if self.active:
             self._set_timer(min(self._due, max(now, self._decided_at + _SOONEST_S)))
 
@@ -280,11 +280,11 @@ class Scaler:
         """Decides now, starts processes, and sets the timer of the next decision.
 
         Returns:
-            What is to happen to attached workers.
+            Drains and flips of attached workers, which the caller must carry out.
         """
         span_s, self._decided_at = now - self._decided_at, now
         self._set_timer(now + self._policy.interval_s)
-        # Before it is decided: another is to follow, later where that has failed too.
+        # Before the decision, so that a stuck process no longer counts and gets replaced.
         self.launches.give_up_stuck(self._workers.fleets.stable, self.start_timeout_s, now)
         observation = self._observe(now)
         decision = self._policy.decide(observation, now)
@@ -294,7 +294,7 @@ class Scaler:
             prefill=self._explained(decision.prefill, now),
             decode=self._explained(decision.decode, now),
         )
-        # Workers that were started elsewhere, and stay.
+        # Workers that were not started by this coordinator and that it does not drain.
         num_guests = Counter(
             view.pool
             for view in observation.workers
@@ -311,12 +311,12 @@ class Scaler:
         self._emit(ev.Decided(decision))
         return of_attached
 
-    # ---- Inside.
+    # ---- Private methods.
 
     def _apply(
         self, actions: Iterable[Action], observation: Observation, now: float
     ) -> list[Drain | Flip]:
-        """Starts and gives up processes; returns what is to happen to attached workers."""
+        """Starts and ends processes; returns the drains and flips of attached workers."""
         of_attached: list[Drain | Flip] = []
         views = {view.worker_id: view for view in observation.workers}
         present = Counter(
@@ -340,7 +340,7 @@ class Scaler:
         return of_attached
 
     def _limit_policy(self) -> None:
-        """Tells the policy of sizes that are held: they are limits that leave it no choice."""
+        """Passes fixed sizes to the policy, as equal lower and upper limits."""
         config, limits = self._config, {}
         stable = self._workers.fleets.stable.revision
         for pool in POOLS:
@@ -367,10 +367,10 @@ class Scaler:
         self._timers.set(CoreTimer.SCALING, at)
 
     def _observe(self, now: float) -> Observation:
-        """What the policy is to decide by.
+        """Returns the observation that the policy decides by.
 
-        Workers that were started elsewhere count where the load or an operator sizes a pool, and
-        nobody drains them; a pool that keeps its configured size has them beside it.
+        Workers that another process started count if the load or an operator sizes their pool; the
+        scaler never drains them. They do not count in a pool that keeps its configured size.
         """
         observation = self._observer.observe(self._policy.config, now, self.launches.views())
         found = tuple(
@@ -385,7 +385,7 @@ class Scaler:
         return replace(observation, workers=found)
 
     def _gpus_of(self, worker_id: str, pool: Pool) -> int:
-        """How many GPUs a worker has: what it was started with; else what it says itself."""
+        """Number of a worker's GPUs: as started by this coordinator, else as the worker reports."""
         configured, revision = self._config.limits(pool).gpus, self.launches.revision_of(worker_id)
         if revision is not None:
             return revision.num_gpus(configured)
@@ -393,12 +393,12 @@ class Scaler:
         return (worker.hello.fingerprint.tp_size if worker is not None else 0) or configured
 
     def _counts(self, worker_id: str, pool: Pool) -> bool:
-        """Whether a worker in this pool is one of those that the pool's size counts."""
+        """Whether a worker counts towards the size of this pool."""
         by_hand = self._sizes.by_hand(pool) is not None
         return self.launches.has(worker_id) or self.autoscale or by_hand
 
     def _start(self, pool: Pool, number: int, now: float) -> None:
-        """Starts workers; where starts have failed, sees to it that it tries again in time."""
+        """Starts workers; after failed starts, sets the timer for the next attempt."""
         if number <= 0:
             return
         self.launches.start(pool, number, now)
@@ -406,7 +406,7 @@ class Scaler:
             self._set_timer(min(self._due, again_at))
 
     def _explained(self, decision: PoolDecision, now: float) -> PoolDecision:
-        """Adds to a reason what the pool is held at, and what keeps its workers from starting."""
+        """Adds the fixed size and the problems of starting workers to a decision's reason."""
         pool, reason = decision.pool, decision.reason
         held = self._sizes.held(pool)
         if held is not None and self.autoscale:

@@ -1,4 +1,7 @@
-"""Where a request's time went: coordinator's clock between stages, workers' durations inside."""
+"""Computes the latency budget of a request: the time that it spent in each stage.
+
+The coordinator's clock gives the limits of the spans; the workers report durations inside them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ _Part: TypeAlias = "tuple[common_pb2.Stage.ValueType, int, str]"
 
 @dataclass(slots=True)
 class _Span:
-    """What becomes a StageTime; messages cost several times as much while they change."""
+    """Mutable form of a StageTime; updating a protobuf message takes several times as long."""
 
     stage: common_pb2.Stage.ValueType
     start_us: int
@@ -24,7 +27,7 @@ class _Span:
 
 
 class _Ledger:
-    """Stages end to end, in whole microseconds since the request's arrival."""
+    """Consecutive stages without gaps, in whole microseconds since the request's arrival."""
 
     def __init__(self, request: Request) -> None:
         self._arrived_at = request.submission.arrived_at
@@ -38,9 +41,9 @@ class _Ledger:
     def span(
         self, end_us: int, parts: list[_Part], rest: common_pb2.Stage.ValueType, worker: str
     ) -> None:
-        """Divides the time up to `end_us` among parts, in order; `rest` is what they leave.
+        """Divides the time up to `end_us` among parts, in order; `rest` gets the remainder.
 
-        Parts come from other clocks and other events: what would not fit the span is cut.
+        The durations of parts come from other clocks, so a part is cut where it exceeds the span.
         """
         left_us = end_us - self.now_us
         for stage, duration_us, worker_id in parts:
@@ -55,11 +58,11 @@ class _Ledger:
 
 
 def latency_budget(request: Request, ended_at: float) -> common_pb2.LatencyBudget:
-    """The stages in order, not overlapping, with durations that sum to the total.
+    """Returns the stages in order, without overlaps, with durations that sum to the total.
 
-    Between two moments that the coordinator saw (dispatch, first token, second token, end), the
-    workers' own durations come first and the remainder is STAGE_NETWORK; a span that no worker
-    reported on counts whole for the stage it was in.
+    The coordinator sees four moments: dispatch, first token, second token and end. Between two of
+    them, the durations reported by workers come first and the remainder is STAGE_NETWORK. If no
+    worker reported on a span, the whole span belongs to the stage that the request was in.
     """
     ledger = _Ledger(request)
     prefill = request.prefill[0] if request.prefill is not None else ""
@@ -84,7 +87,7 @@ def latency_budget(request: Request, ended_at: float) -> common_pb2.LatencyBudge
         itl_p50_us=median_us(gaps_us),
         itl_max_us=max(gaps_us, default=0),
     )
-    # In place: a list of messages would be copied.
+    # Adding in place avoids the copy that assigning a list of messages would make.
     add = budget.stages.add
     for one in _with_recoveries(ledger, request, total_us):
         add(
@@ -97,7 +100,7 @@ def latency_budget(request: Request, ended_at: float) -> common_pb2.LatencyBudge
 
 
 def ttft_stages(request: Request, now: float) -> list[tuple[common_pb2.Stage.ValueType, float]]:
-    """What the time to first token, which comes now, was made of, in seconds."""
+    """Returns the stages of the time to first token, in seconds; the first token comes at `now`."""
     ledger = _Ledger(request)
     prefill = request.prefill[0] if request.prefill is not None else ""
     decode = request.decode[0] if request.decode is not None else ""
@@ -112,7 +115,7 @@ def ttft_stages(request: Request, now: float) -> list[tuple[common_pb2.Stage.Val
 
 
 def _with_recoveries(ledger: _Ledger, request: Request, total_us: int) -> list[_Span]:
-    """The stages, but for the times without a worker: STAGE_RECOVERY and STAGE_PARKED."""
+    """The stages, with the times without a worker replaced by STAGE_RECOVERY or STAGE_PARKED."""
     spans = [
         (
             one.stage,
@@ -177,7 +180,7 @@ def _handoff(ledger: _Ledger, request: Request, decode: str, end_us: int) -> Non
         (common_pb2.STAGE_HANDOFF, exposed_us, decode),
         (common_pb2.STAGE_DECODE_QUEUE, max(0, timings.queue_us - timings.handoff_wait_us), decode),
     ]
-    # The network's share goes before the decode worker's run, which joins the rest of STAGE_DECODE.
+    # Network time comes before the decode worker's run, so that the run joins STAGE_DECODE.
     run_from_us = max(ledger.now_us, end_us - timings.run_us)
     ledger.span(run_from_us, parts, common_pb2.STAGE_NETWORK, "")
     ledger.span(end_us, [], common_pb2.STAGE_DECODE, decode)

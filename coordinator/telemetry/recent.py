@@ -1,8 +1,8 @@
-"""What the last minute was like: latencies by stage, lane and tenant, and what went wrong in it.
+"""Statistics of the last minute: latencies by stage, lane and tenant, and counts of failures.
 
-Time is cut into slices that are dropped one by one as they grow old. Gaps between tokens are
-counted by step and not by token: requests of one lane whose last token came at the same moment
-share one observation. Everything else is counted once per request, report or decision.
+Time is cut into slices, and the oldest slice is dropped when a new slice begins. Gaps between
+tokens are counted per step instead of per token: requests of one lane whose last token came at the
+same moment share one observation. Everything else is counted once per request, report or decision.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ STAGES: tuple[Stage, ...] = tuple(
     number for number in common_pb2.Stage.values() if number != common_pb2.STAGE_UNSPECIFIED
 )
 LASTS_S, NUM_SLICES = 60.0, 12
-# Of one lane; whoever comes later in a slice is counted with the others, under this name.
+# Maximum number of tenants per lane and slice; further tenants are counted under the name OTHERS.
 MAX_TENANTS, OTHERS = 32, "(others)"
-# Prompts that take no time worth speaking of.
+# Longest prompt (in tokens) whose prefill time is considered negligible.
 TINY_PROMPT_TOKENS = 64
-# Of one load report: steps in between are not looked at, and the others count for them.
+# Maximum number of steps used per load report; of longer reports an even sample is used, weighted
+# to stand for all steps.
 _MAX_STEPS = 32
-# Before the first token a request waits for a worker in these, and for nobody in the others.
+# Stages before the first token in which a request waits for a worker.
 _QUEUES = (
     common_pb2.STAGE_QUEUE,
     common_pb2.STAGE_PREFILL_QUEUE,
@@ -38,10 +39,12 @@ _QUEUES = (
 
 
 class TenantWindow:
-    """Of one tenant in one lane: its waits in the lane, and what it was served.
+    """Statistics of one tenant in one lane.
 
     Attributes:
-        num_tokens: prompts and outputs of requests that ended.
+        wait: seconds between submission and dispatch.
+        ttft: times to first token.
+        num_tokens: prompt and output tokens of the requests that ended.
     """
 
     __slots__ = ("num_tokens", "ttft", "wait")
@@ -56,16 +59,17 @@ class TenantWindow:
 
 
 class LaneWindow:
-    """Of one lane.
+    """Statistics of one lane.
 
     Attributes:
-        served: time to first token without the queues: what it would be alone.
-        tiny: time to first token of tiny prompts.
+        served: times to first token without queueing, as if the request were alone.
+        tiny: times to first token of prompts with at most TINY_PROMPT_TOKENS tokens.
         late: times to first token over the target.
-        late_s: what those were made of, by stage, in seconds.
-        tiny_s: what the times of tiny prompts were made of.
-        stages: of whole requests that ended; of each stage those that had it.
-        after_start: waits of requests whose worker came after them.
+        late_s: sum of the seconds per stage for the requests in `late`.
+        tiny_s: sum of the seconds per stage for the requests in `tiny`.
+        stages: durations per stage of ended requests; a request that skipped a stage is not
+            counted in it.
+        after_start: waits of requests that arrived before their worker had started.
     """
 
     __slots__ = (
@@ -113,14 +117,14 @@ class LaneWindow:
         target_s: float | None,
         stages: Iterable[tuple[Stage, float]],
     ) -> None:
-        """A request's first token came.
+        """Records the first token of a request.
 
         Args:
-            tenant: whose it is.
-            num_prompt_tokens: of its prompt.
-            ttft_s: from its arrival.
-            target_s: what was hoped for; None for nothing.
-            stages: what ttft_s was made of, in seconds.
+            tenant: tenant of the request.
+            num_prompt_tokens: tokens of the prompt.
+            ttft_s: seconds from the request's arrival to the first token.
+            target_s: target of ttft_s; None: no target.
+            stages: seconds per stage; they sum to ttft_s.
         """
         self.ttft.observe(ttft_s)
         self.tenant(tenant).ttft.observe(ttft_s)
@@ -141,7 +145,7 @@ class LaneWindow:
         self.served.observe(ttft_s - queued_s)
 
     def all_stages(self) -> dict[Stage, Sketch]:
-        """Of whole requests that ended; a stage that a request did not have took no time."""
+        """Durations per stage over all ended requests; a skipped stage counts as 0 seconds."""
         found = dict[Stage, Sketch]()
         for stage in sorted({*STAGES, *self.stages}) if self.num_ended else ():
             sketch = found[stage] = Sketch()
@@ -169,13 +173,14 @@ class LaneWindow:
 
 
 class Window:
-    """Of the whole cell.
+    """Statistics of the whole cell.
 
     Attributes:
-        steps: of decode workers, a step counting once per output: those that only decoded.
-        mixed_steps: those that computed prompts too.
-        batch: outputs per decode step, one per step; a number in the place of seconds.
-        exposed: of committed handoffs.
+        steps: durations of decode workers' steps without prompts; a step counts once per decoding
+            request.
+        mixed_steps: the same for steps that also computed prompts.
+        batch: number of decoding requests per decode step (a count, not seconds).
+        exposed: seconds that committed handoffs delayed their requests.
         counts: "handoff_fallbacks", "handoff_failures", "recoveries", "parked", "workers_lost",
             "workers_unresponsive".
     """
@@ -196,7 +201,7 @@ class Window:
         self.counts.update(other.counts)
 
     def decode_steps(self, steps: Sequence[cluster_pb2.StepSample]) -> None:
-        """The steps of one load report of a decode worker."""
+        """Records the steps of one load report of a decode worker."""
         stride = -(-len(steps) // _MAX_STEPS) or 1
         for step in steps[::stride]:
             num_decodes = step.num_decodes
@@ -207,10 +212,10 @@ class Window:
 
 
 class Recent:
-    """The last LASTS_S seconds, to within a slice.
+    """Statistics of the last LASTS_S seconds, with the resolution of one slice.
 
     Attributes:
-        targets: what requests that name none hope for; whoever changes them replaces this.
+        targets: latency targets of requests without their own; replaced as a whole on changes.
     """
 
     def __init__(self, targets: LaneTargetsConfig | None = None) -> None:
@@ -218,11 +223,11 @@ class Recent:
         self._slices: deque[tuple[int, Window]] = deque()
         self._number = -1
         self._latest = Window()
-        # All slices but the latest as one, until there is a newer one.
+        # Sum of all slices except the latest; recomputed when a new slice begins.
         self._closed: Window | None = None
 
     def at(self, now: float) -> Window:
-        """The slice that this moment belongs to; the latest for one that is past."""
+        """The slice for a time; the latest slice if the time is in an earlier slice."""
         number = int(now * (NUM_SLICES / LASTS_S))
         if number > self._number:
             self._number, self._latest, self._closed = number, Window(), None
@@ -231,7 +236,7 @@ class Recent:
         return self._latest
 
     def window(self, now: float) -> Window:
-        """All that is remembered, as one."""
+        """The sum of all slices."""
         latest = self.at(now)
         if self._closed is None:
             self._closed = Window()
@@ -244,7 +249,7 @@ class Recent:
         return found
 
     def lane(self, lane: Lane, now: float) -> tuple[Sketch, Sketch]:
-        """Times to first token and gaps between tokens, all that is remembered."""
+        """Times to first token and gaps between tokens of a lane, over all slices."""
         self.at(now)
         ttft, itl = Sketch(), Sketch()
         for _, window in self._slices:
@@ -256,12 +261,12 @@ class Recent:
         return self.targets.batch if lane == common_pb2.LANE_BATCH else self.targets.interactive
 
     def ttft_target_s(self, lane: Lane) -> float | None:
-        """None: none is set."""
+        """Target for the time to first token; None: no target is set."""
         target_ms = self.target(lane).ttft_ms
         return None if target_ms is None else target_ms / 1e3
 
     def itl_target_s(self, lane: Lane) -> float | None:
-        """None: none is set."""
+        """Target for the gap between tokens; None: no target is set."""
         target_ms = self.target(lane).itl_ms
         return None if target_ms is None else target_ms / 1e3
 

@@ -1,4 +1,4 @@
-"""The last values of something, kept in order of size."""
+"""Sliding window over the latest values, sorted so that quantiles are exact."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _Number = TypeVar("_Number", int, float)
 
 
 class RecentValues(Generic[_Number]):
-    """A running quantile: exact, of a bounded number of values.
+    """Exact running quantiles of the latest `window` values.
 
     Args:
-        window: how many values count.
+        window: Number of values kept.
 
     Attributes:
-        ordered: ascending; to be read only from outside.
-        total: their sum.
+        ordered: the values in ascending order; read-only for callers.
+        total: sum of the values.
     """
 
     __slots__ = ("_recent", "ordered", "total")
@@ -31,7 +31,7 @@ class RecentValues(Generic[_Number]):
         return len(self.ordered)
 
     def add(self, value: _Number) -> None:
-        """The oldest one makes room when the window is full."""
+        """Adds a value; drops the oldest value if the window is full."""
         if len(self._recent) == self._recent.maxlen:
             oldest = self._recent[0]
             del self.ordered[bisect_left(self.ordered, oldest)]
@@ -41,5 +41,5 @@ class RecentValues(Generic[_Number]):
         self.total += value
 
     def quantile(self, share: float) -> _Number:
-        """The least value that so much of them does not exceed, or the next; there is one."""
+        """The quantile `share` (0 to 1), rounded up to a value; the window must not be empty."""
         return self.ordered[min(len(self.ordered) - 1, int(share * len(self.ordered)))]

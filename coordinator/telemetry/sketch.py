@@ -1,13 +1,13 @@
-"""Percentiles of durations, bounded in memory and mergeable."""
+"""Percentile sketch of durations with bounded memory; sketches can be merged."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 
-# Of every percentile, relative.
+# Relative error of every percentile.
 ACCURACY = 0.02
-# Shorter and longer durations count as these.
+# Durations outside these limits are counted as the nearest limit.
 _LEAST_S, _MOST_S = 1e-6, 1e5
 _GROWTH = (1 + ACCURACY) / (1 - ACCURACY)
 _SCALE = 1 / math.log(_GROWTH)
@@ -15,15 +15,16 @@ _MIDDLE = 2 / (1 + _GROWTH)
 
 
 class Sketch:
-    """Counts by logarithmic bucket: 633 at most, whatever is observed.
+    """Counts of values in at most 633 logarithmic buckets.
 
-    DDSketch (Masson, Rim, Lee, VLDB 2019) with fixed bounds in the place of collapsing buckets.
+    DDSketch (Masson, Rim, Lee, VLDB 2019) with fixed bounds instead of collapsing buckets.
 
     Attributes:
-        counts: by bucket; bucket k holds what is over _GROWTH^(k-1) and at most _GROWTH^k.
-        num: how many values.
-        total_s: their sum.
-        max_s: the largest; 0 of none.
+        counts: number of values by bucket; bucket k holds values over _GROWTH^(k-1) and up to
+            _GROWTH^k.
+        num: number of values.
+        total_s: sum of the values.
+        max_s: largest value; 0 without values.
     """
 
     __slots__ = ("counts", "max_s", "num", "total_s")
@@ -34,7 +35,7 @@ class Sketch:
         self.total_s = self.max_s = 0.0
 
     def observe(self, value_s: float, count: int = 1) -> None:
-        """Adds a value, so many times."""
+        """Adds a value `count` times."""
         bounded_s = value_s
         if not _LEAST_S <= value_s <= _MOST_S:
             bounded_s = min(max(value_s, _LEAST_S), _MOST_S)
@@ -46,7 +47,7 @@ class Sketch:
             self.max_s = value_s
 
     def add(self, other: Sketch) -> None:
-        """Adds all values of another one."""
+        """Adds all values of another sketch."""
         for bucket, count in other.counts.items():
             self.counts[bucket] = self.counts.get(bucket, 0) + count
         self.num += other.num
@@ -54,10 +55,10 @@ class Sketch:
         self.max_s = max(self.max_s, other.max_s)
 
     def percentiles_s(self, percents: Iterable[float]) -> list[float]:
-        """The least values that so much of the whole does not exceed; 0 of none.
+        """Returns percentiles; 0 for a sketch without values.
 
         Args:
-            percents: ascending, 0 to 100.
+            percents: percentiles to return (0 to 100), in ascending order.
         """
         found, seen = list[float](), 0
         buckets = iter(sorted(self.counts.items()))
@@ -71,7 +72,7 @@ class Sketch:
         return found
 
     def num_over(self, limit_s: float) -> int:
-        """How many values are larger, by the middle of their buckets."""
+        """Number of values over a limit; a value is taken as the middle of its bucket."""
         return sum(
             count for bucket, count in self.counts.items() if _GROWTH**bucket * _MIDDLE > limit_s
         )

@@ -1,4 +1,4 @@
-"""The longest gaps between a stream's tokens, and what made them long."""
+"""Finds the longest gaps between a stream's tokens and their causes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from baton.coordinator.state.slow_steps import Cause, SlowStep, Stall
 from baton.runtime.names import request_name_parts
 from baton.v1 import common_pb2
 
-# Of one request.
+# Maximum number of stalls reported per request.
 MAX_STALLS = 8
-# A gap's end is known to the microsecond, sums of them to a few more.
+# Tolerance for matching the end of a gap to a slow step. Each gap is rounded to a microsecond, and
+# the end of a gap is a sum of rounded gaps.
 _SLACK_S = 0.002
 
 
@@ -27,12 +28,12 @@ _INTERRUPTED = {
 def stalls(
     request: Request, target_s: float | None, slow_steps: Iterable[SlowStep]
 ) -> tuple[Stall, ...]:
-    """The request's longest gaps over its target, in order of time.
+    """Returns a request's longest gaps over its target, in order of time.
 
     Args:
-        request: with tokens or without.
-        target_s: None: there is none, and no gap is too long.
-        slow_steps: of its decode worker.
+        request: a request with or without tokens.
+        target_s: target for gaps between tokens; None: no target, so no gap is a stall.
+        slow_steps: recent slow steps of the request's decode worker.
     """
     if target_s is None or request.first_token_at is None or not request.gaps_us:
         return ()
@@ -69,7 +70,7 @@ def stalls(
 
 
 def _longest(gaps_us: array[int], limit_us: float, first_us: int) -> Iterator[tuple[int, int, int]]:
-    """Number, end and length of each of the longest gaps, in order of time."""
+    """Yields number, end and length of each of the longest gaps, in order of time."""
     over = [number for number, gap_us in enumerate(gaps_us) if gap_us > limit_us]
     if len(over) > MAX_STALLS:
         over = sorted(heapq.nlargest(MAX_STALLS, over, key=gaps_us.__getitem__))
@@ -86,7 +87,7 @@ def _longest(gaps_us: array[int], limit_us: float, first_us: int) -> Iterator[tu
 def _interruption(
     interruptions: Iterable[Interruption], began_at: float, ended_at: float
 ) -> Interruption | None:
-    """The first that overlaps the gap."""
+    """The first interruption that overlaps the gap; None if there is none."""
     for one in interruptions:
         if one.began_at < ended_at and (one.ended_at is None or one.ended_at > began_at):
             return one

@@ -1,4 +1,4 @@
-"""What the core counts, as plain numbers that a metrics endpoint may read at any time."""
+"""Counters and histograms of the core, as plain numbers that a metrics endpoint may read."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 _FAST_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0)
 _TTFT_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.35, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 _START_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-# Of a worker's start: what its Hello may name, and "total": from the order until it attached.
+# Stages of a worker's start that its Hello may report. "total" is the time from the start order
+# until the worker attached.
 _START_STAGES = ("process", "transfer", "weights", "kv", "warm_up", "other", "total")
 _SLOW_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
 
 
 class LaneStats:
-    """Of one lane: latencies in seconds, and how many of its requests are running."""
+    """Latencies of one lane in seconds, and the number of its running requests."""
 
     __slots__ = ("e2e", "itl", "num_running", "queue", "tpot", "ttft")
 
@@ -42,7 +43,14 @@ _NUM_COLD_STARTS = 32
 
 
 class ColdStart(NamedTuple):
-    """A worker that attached: when, by the core's clock, and how long its start took."""
+    """The start of a worker that attached.
+
+    Attributes:
+        at: time by the core's clock when the worker attached.
+        worker_id: ID of the worker.
+        role: role of the worker.
+        lasted_s: seconds that the start took.
+    """
 
     at: float
     worker_id: str
@@ -50,20 +58,20 @@ class ColdStart(NamedTuple):
     lasted_s: float
 
 
-# What the autoscaler looks at of the latest requests.
+# Number of latest requests kept for the autoscaler.
 _NUM_WORKS, _NUM_TTFTS = 256, 4096
 
 
 class LaneDemand:
-    """What clients asked of one lane, whether it was let in or refused for overload.
+    """Demand of clients in one lane, including requests refused for overload.
 
     Attributes:
-        num_arrived: requests.
-        work_s: of prefill, cached prefixes left out.
-        num_output_tokens: expected.
-        num_kv_tokens: held on average while they decode.
-        works_s: prefill work of the latest.
-        ttfts_s: of first tokens since whoever sizes the pools last looked, who clears it.
+        num_arrived: number of requests.
+        work_s: seconds of prefill work, without cached prefixes.
+        num_output_tokens: expected number of output tokens.
+        num_kv_tokens: sum over requests of the KV tokens held on average during decoding.
+        works_s: seconds of prefill work of the latest requests.
+        ttfts_s: times to first token since the last autoscaling decision, which clears the list.
     """
 
     __slots__ = (
@@ -93,27 +101,29 @@ class CoreStats:
     """Totals since the coordinator started.
 
     Args:
-        targets: what requests that name none hope for.
+        targets: Latency targets of requests without their own.
 
     Attributes:
-        recent: the same of the last minute, and more.
-        demand: by lane: what pools are sized by.
-        requests: by lane and outcome (finish reason, or error code's name; lower case).
-        sheds: submissions that were not admitted for overload, by reason.
-        rejections: submissions that were wrong, by the error code's name; counted by the shell.
-        handoffs: committed ones by transport.
-        handoff_bytes: of those, by transport.
-        num_handoff_fallbacks: epochs of handoffs, however they ended, that a transport failed.
-        handoff_failures: by refusal reason.
-        num_workers_unresponsive: times that a worker's requests went elsewhere before it was lost.
-        num_recoveries: attempts lost whose requests went on.
-        num_parked: times that a batch request made room for interactive ones.
-        latest_cold_starts: oldest first.
-        num_adopted: requests that a worker went on with after another coordinator's end.
-        num_moved: times that a request went on elsewhere so that its worker could change roles.
-        num_prefixes_gone: times that a decode worker had dropped what its handoff left out.
-        cold_starts: workers that came up, by pool.
-        cold_start_s: how long they took, by stage.
+        recent: statistics of the last minute.
+        demand: demand by lane; the autoscaler sizes the pools by it.
+        requests: ended requests by lane and outcome (finish reason, or error code's name; lower
+            case).
+        sheds: submissions refused for overload, by reason.
+        rejections: invalid submissions, by the error code's name; counted by the gRPC server.
+        handoffs: committed handoffs, by transport.
+        handoff_bytes: bytes of committed handoffs, by transport.
+        num_handoff_fallbacks: handoff epochs in which a transport failed, whatever the outcome.
+        handoff_failures: failed handoffs, by refusal reason.
+        num_workers_unresponsive: times that an unresponsive worker's requests were moved away
+            before the worker was lost.
+        num_recoveries: lost attempts whose requests continued on other workers.
+        num_parked: times that a batch request was parked for interactive requests.
+        latest_cold_starts: latest worker starts, oldest first.
+        num_adopted: requests of a previous coordinator that continued on their worker.
+        num_moved: times that a request was moved so that its worker could change roles.
+        num_prefixes_gone: times that a decode worker had evicted blocks that its handoff skipped.
+        cold_starts: workers that attached for the first time, by pool.
+        cold_start_s: seconds that worker starts took, by stage.
         num_failed_starts: workers that ended before they had served for a while.
         scalings: decisions that changed a pool, by pool and "up", "down" or "flip" (into it).
         compared: Statistics of the fleets that a rollout compares; replaced by the rollout.
@@ -148,7 +158,7 @@ class CoreStats:
         self.compared: Mapping[Fleet, FleetStats] = {}
 
     def came_up(self, worker: Worker, now: float) -> None:
-        """A worker has attached for the first time, and may say how long its stages took."""
+        """Records a worker that attached for the first time, with its start times if reported."""
         startup_ms = worker.hello.startup_ms
         self.cold_starts[POOL_OF[worker.role].value] += 1
         if startup_ms:
@@ -159,7 +169,7 @@ class CoreStats:
             self.cold_start_s[known].observe(milliseconds / 1e3)
 
     def cold_started(self, seconds: float) -> None:
-        """From the order to start a worker until it was there."""
+        """Records the seconds from the order to start a worker until it attached."""
         self.cold_start_s["total"].observe(seconds)
 
     def scaled(self, pool: str, direction: str) -> None:
@@ -171,17 +181,17 @@ class CoreStats:
             fleet.num_admitted += 1
 
     def shed(self, lane: common_pb2.Lane.ValueType, reason: str, now: float) -> None:
-        """A submission was not admitted for overload."""
+        """Records a submission that was refused for overload."""
         self.sheds[reason.lower()] += 1
         self.recent.at(now).lanes[lane].sheds[reason.lower()] += 1
 
     def dispatched(self, request: Request, now: float, *, after_start: bool) -> None:
-        """For the first time.
+        """Records the first dispatch of a request.
 
         Args:
-            request: that was sent to its workers.
-            now: by the core's clock.
-            after_start: one of these was not there yet when the request came.
+            request: request that was sent to its workers.
+            now: time by the core's clock.
+            after_start: whether one of the workers attached after the request had arrived.
         """
         lane, waited_s = self.lanes[request.submission.lane], now - request.submitted_at
         lane.num_running += 1
@@ -194,7 +204,7 @@ class CoreStats:
     def first_token(
         self, request: Request, now: float, stages: Sequence[tuple[Stage, float]]
     ) -> None:
-        """Its first token came; `stages` say what that took, in seconds."""
+        """Records the first token of a request; `stages` are the seconds per stage until then."""
         submission = request.submission
         ttft_s = now - submission.arrived_at
         self.lanes[submission.lane].ttft.observe(ttft_s)
@@ -210,12 +220,12 @@ class CoreStats:
         )
 
     def ttft_target_s(self, request: Request) -> float | None:
-        """What it hopes for; None for nothing."""
+        """Target for the request's time to first token; None: no target."""
         lane = request.submission.lane
         return request.submission.slo_ttft_s or self.recent.ttft_target_s(lane)
 
     def itl_target_s(self, request: Request) -> float | None:
-        """What it hopes for between two tokens; None for nothing."""
+        """Target for the gap between the request's tokens; None: no target."""
         lane = request.submission.lane
         return request.submission.slo_itl_s or self.recent.itl_target_s(lane)
 

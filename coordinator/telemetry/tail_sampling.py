@@ -1,6 +1,7 @@
-"""Which requests are traced though their callers did not ask: decided when they are over.
+"""Tail sampling of traces: decides at a request's end whether its trace is kept.
 
-All that failed, all that were slower than nearly every other lately, and a share of the rest. Pure.
+The sampler keeps the traces of all failed requests, of the slowest requests, and of a share of the
+others.
 """
 
 from __future__ import annotations
@@ -12,30 +13,32 @@ from baton.coordinator.state.requests import EndedRequest
 from baton.coordinator.telemetry.recent import Recent
 
 _SLOW_PERCENT = 99.0
-# Of fewer requests there is no such percentile.
+# Minimum number of requests for the percentile to be meaningful.
 _LEAST_SEEN = 100
-# More than what sketches round by: equal requests are not slower than each other.
+# Threshold as a multiple of the percentile. The factor exceeds the error of the sketch, so that
+# requests with equal latencies do not count as slow.
 _CLEARLY = 1.05
-# The percentiles are looked up once in so long.
+# The percentiles are recomputed after this many seconds.
 _HOLDS_S = 5.0
 
 
 class TailSampler:
-    """Decides for one request after the other.
+    """Decides whether to keep the trace of each ended request.
 
     Args:
-        share: of requests that neither failed nor were slow, 0 to 1; None: no request is kept.
-        recent: what the latest requests were like.
+        share: Share (0 to 1) of requests to keep that neither failed nor were slow; None: no trace
+            is kept at all.
+        recent: Recent latencies.
     """
 
     def __init__(self, share: float | None, recent: Recent) -> None:
         self._share, self._recent = share, recent
-        # By lane: TTFT and whole requests, in seconds; infinite while too few are known.
+        # By lane: thresholds of TTFT and total time in seconds; infinite with too few requests.
         self._slow_s: dict[Lane, tuple[float, float]] = {}
         self._until = float("-inf")
 
     def reason(self, record: EndedRequest, now: float) -> str:
-        """Why it is kept: "error", "slow" or "share"; empty when it is not."""
+        """Reason to keep the trace: "error", "slow" or "share"; empty if it is not kept."""
         if self._share is None:
             return ""
         if record.error_code:
@@ -44,7 +47,7 @@ class TailSampler:
         budget = record.budget
         if budget.ttft_us / 1e6 > ttft_s or budget.total_us / 1e6 > e2e_s:
             return "slow"
-        # The same request in every process, and by no clock or chance.
+        # A hash instead of a random number, so that every process keeps the same requests.
         drawn = zlib.crc32(record.request_id.encode()) / 2**32
         return "share" if drawn < self._share else ""
 

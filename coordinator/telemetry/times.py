@@ -1,4 +1,4 @@
-"""Times as messages say them."""
+"""Conversions between seconds and protobuf times."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from baton.runtime.errors import InvalidArgument
 
 LONGEST_S = 3.2e7
-"""A year: any more fits no timer."""
+"""About a year; timers reject longer delays."""
 
 
 def duration(seconds: float) -> Duration:
@@ -18,14 +18,14 @@ def duration(seconds: float) -> Duration:
 
 
 def timestamp(seconds: float) -> Timestamp:
-    """Of a moment since the epoch."""
+    """Converts seconds since the epoch."""
     found = Timestamp()
     found.FromMicroseconds(round(seconds * 1e6))
     return found
 
 
 def drain_s(field: str, asked: Duration) -> float:
-    """What requests may take before they end; raises InvalidArgument."""
+    """Seconds that requests get to finish during a drain; raises InvalidArgument."""
     seconds: float = asked.ToNanoseconds() / 1e9
     if not 0 < seconds <= LONGEST_S:
         allowed = f"more than 0 and at most {LONGEST_S:.0f} s"
