@@ -1,7 +1,7 @@
-"""Which cores local workers compute on, where there is no GPU.
+"""Assigns CPU cores to local workers on hosts without a GPU.
 
-Left alone, every vLLM on a host binds its threads to the same cores, and whatever moves bytes while
-a prompt is computed takes its time from the prefill.
+By default, all vLLM processes on a host bind their threads to the same cores, and transfers during
+a prefill slow the prefill down.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ _NVIDIA_DRIVER = Path("/dev/nvidiactl")
 
 @dataclass(frozen=True, slots=True)
 class CoreShares:
-    """Cores of each worker's engine, in the order they are started, and of transfer services.
+    """Cores of each worker's engine, in start order, and cores of the transfer services.
 
     Attributes:
-        engines: per worker, the cores of each of its ranks.
-        transfer: none that prefills, unless every core does; empty: any.
+        engines: for each worker, the cores of each of its ranks.
+        transfer: cores for transfer services, which exclude the cores of prefill engines. Empty:
+            any core, because the prefill engines use all cores.
     """
 
     engines: tuple[tuple[tuple[int, ...], ...], ...]
     transfer: tuple[int, ...]
 
     def environment(self, index: int, num_ranks: int) -> dict[str, str]:
-        """What binds the engine of the index-th worker: its cores, dealt to so many ranks."""
+        """Environment that binds a worker's engine with `num_ranks` ranks to the worker's cores."""
         if index >= len(self.engines) or num_ranks < 1:
             return {}
         ranks = self.engines[index]
@@ -50,12 +51,12 @@ NO_SHARES = CoreShares((), ())
 def share(
     cores: Sequence[int], prefill_ranks: Sequence[int], decode_ranks: Sequence[int]
 ) -> CoreShares:
-    """Deals the cores out evenly; with more ranks than cores some share one.
+    """Distributes the cores evenly; if there are more ranks than cores, some ranks share a core.
 
     Args:
-        cores: to deal out.
-        prefill_ranks: of each prefill worker, how many ranks its engine has.
-        decode_ranks: likewise.
+        cores: cores to distribute.
+        prefill_ranks: number of engine ranks of each prefill worker.
+        decode_ranks: number of engine ranks of each decode worker.
     """
     workers = [*prefill_ranks, *decode_ranks]
     dealt = iter(affinity.split_cores(cores, max(1, sum(workers))))
@@ -67,7 +68,10 @@ def share(
 
 
 def on_this_host(config: BatonConfig) -> CoreShares:
-    """The shares for `config`'s workers; NO_SHARES where they are not this program's to choose."""
+    """Core shares of the configured workers.
+
+    NO_SHARES if the engine is not vLLM on CPUs, or if the environment already binds the threads.
+    """
     if (
         config.engine != "vllm"
         or affinity.VLLM_BIND_THREADS in os.environ
@@ -84,7 +88,7 @@ def on_this_host(config: BatonConfig) -> CoreShares:
 
 
 class CorePlaces:
-    """Deals this host's shares out to workers as they are started."""
+    """Assigns this host's core shares to workers when they start."""
 
     def __init__(self, config: BatonConfig) -> None:
         self._shares = on_this_host(config)
@@ -93,15 +97,15 @@ class CorePlaces:
         if cpus and not config.kv_transfer.cpus:
             transfer = config.kv_transfer.model_copy(update={"cpus": cpus})
             config = config.model_copy(update={"kv_transfer": transfer})
-        # With the cores of the workers' transfer services.
+        # The configuration with the cores of the transfer services filled in.
         self.config = config
 
     def take(self, worker_id: str, num_ranks: int) -> dict[str, str]:
-        """The first free place becomes this worker's; returns what binds its engine to it.
+        """Assigns the first free share to a worker; returns the environment that binds its engine.
 
         Args:
-            worker_id: of the worker.
-            num_ranks: of its engine; a rollout's may have others than the configured number.
+            worker_id: ID of the worker.
+            num_ranks: ranks of the worker's engine; a rollout may change the configured number.
         """
         taken = self._places.values()
         place = next(place for place in itertools.count() if place not in taken)
@@ -109,5 +113,5 @@ class CorePlaces:
         return self._shares.environment(place, num_ranks)
 
     def give_back(self, worker_id: str) -> None:
-        """The worker's place is free again; unknown ones are ignored."""
+        """Frees a worker's share; ignores unknown workers."""
         self._places.pop(worker_id, None)

@@ -2,14 +2,14 @@
 
 `python -m baton.coordinator.launchers.end_with_parent PID COMMAND`.
 
-The kernel sends SIGTERM to this process when the one that started it dies, and keeps that promise
-across the exec that replaces this program by the command. Done here and not between fork and exec
-of the parent, where a process with threads may not run Python.
+The kernel sends SIGTERM to this process when its parent dies (PR_SET_PDEATHSIG); the setting
+survives the exec of the command. It is set here instead of between fork and exec of the parent,
+where a process with threads must not run Python.
 
-The command leads a process group of its own, so that it can be killed with all it started and a
-terminal's Ctrl-C does not reach it. A group, not a session: Linux shares the CPU between sessions
-(autogroup), and vLLM's ranks, which spin for a second after each step, then starve the transfer
-services of other sessions for as long.
+The command leads its own process group, so that it can be killed together with its children, and
+Ctrl-C in a terminal does not reach it. It does not get its own session: Linux distributes CPU time
+between sessions (autogroup). vLLM's ranks spin for a second after each step and would starve the
+transfer services of other sessions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from baton.runtime.orphans import end_with_parent
 
 
 def bound_to_parent(*command: str) -> tuple[str, ...]:
-    """A command as this process starts it, to end with it."""
+    """Wraps a command so that it ends when this process ends."""
     return (
         sys.executable,
         "-m",
@@ -35,7 +35,7 @@ def bound_to_parent(*command: str) -> tuple[str, ...]:
 def main(arguments: list[str]) -> None:
     parent, command = int(arguments[0]), arguments[1:]
     os.setpgid(0, 0)
-    # Signals that were blocked in the thread that started this one stay blocked across the exec.
+    # The signal mask is inherited from the parent's thread and would survive the exec.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     end_with_parent(parent)
     os.execv(command[0], command)

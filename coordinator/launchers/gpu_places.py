@@ -1,4 +1,4 @@
-"""Which GPUs local workers get: left alone, every vLLM on a host takes the first ones."""
+"""Assigns GPUs to local workers; by default, all vLLM processes on a host use the first GPUs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DEVICE = re.compile(r"nvidia(\d+)")
 def gpus_here(
     environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")
 ) -> list[str]:
-    """This process's GPUs: those that CUDA shows it, or all of this host."""
+    """GPUs of this process: those in CUDA_VISIBLE_DEVICES, or all GPUs of this host."""
     if (visible := visible_gpus(environment)) is not None:
         return visible
     found = (_DEVICE.fullmatch(path.name) for path in devices.glob("nvidia*"))
@@ -24,13 +24,13 @@ def gpus_here(
 
 
 class GpuPlaces:
-    """Deals GPUs out to workers as they are started, those that the fewest have first.
+    """Assigns GPUs to workers when they start; the GPUs with the fewest workers come first.
 
-    So workers share GPUs only where there are too few of them; how much memory each may take is
-    vLLM's `gpu_memory_utilization` then.
+    Workers share GPUs only if there are too few. Then vLLM's `gpu_memory_utilization` must limit
+    the memory of each worker.
 
     Args:
-        gpus: as CUDA_VISIBLE_DEVICES names them.
+        gpus: GPU names in the form of CUDA_VISIBLE_DEVICES.
     """
 
     def __init__(self, gpus: Sequence[str]) -> None:
@@ -38,9 +38,9 @@ class GpuPlaces:
         self._taken: dict[str, tuple[str, ...]] = {}
 
     def take(self, worker_id: str, number: int) -> dict[str, str]:
-        """The environment of a worker with so many GPUs.
+        """Environment of a worker with this number of GPUs.
 
-        It is left alone where the host has fewer: vLLM says so.
+        Empty if the host has fewer GPUs; vLLM then reports the error.
         """
         if not 0 < number <= len(self._gpus):
             return {}
@@ -50,5 +50,5 @@ class GpuPlaces:
         return {VISIBLE: ",".join(self._taken[worker_id])}
 
     def give_back(self, worker_id: str) -> None:
-        """The worker has ended; unknown ones are ignored."""
+        """Frees the GPUs of a worker that has ended; ignores unknown workers."""
         self._taken.pop(worker_id, None)

@@ -1,4 +1,4 @@
-"""The processes that the core wants: started, ended and heard of through a launcher."""
+"""Starts and ends worker processes for the core through a launcher, and reports their exits."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ _Step: TypeAlias = Callable[[Launcher], Awaitable[None]]
 
 
 class LaunchSupervisor:
-    """Carries out StartWorker and EndWorker, for each worker in the order they came.
+    """Carries out StartWorker and EndWorker, in order for each worker.
 
     Args:
-        post: takes what became of the workers.
+        post: Callback for events about the workers.
 
     Attributes:
-        first_failure: resolves to why a worker ended, or could not be started, for the first time.
+        first_failure: resolves to the reason of the first worker exit or failed start.
     """
 
     def __init__(self, post: Callable[[ev.WorkerExited | ev.WorkerWaits], None]) -> None:
         self._post = post
         self._launcher: Launcher | None = None
-        # The latest step of each worker; it waits for the one before. One or two per process.
+        # The latest step (start or end) of each worker; each step waits for the previous one.
         self._steps: dict[str, asyncio.Task[None]] = {}
         self._closed = False
         self.first_failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def use(self, launcher: Launcher) -> None:
-        """Begins; the launcher's `on_exit` is this one's."""
+        """Sets the launcher; its `on_exit` must be this object's `on_exit`."""
         self._launcher = launcher
 
     def on_exit(self, worker_exit: WorkerExit) -> None:
-        """A worker has ended by itself."""
+        """Handles a worker that ended without being told to."""
         if worker_exit.exit_code != 0:
             _log.error("%s", worker_exit)
         else:
@@ -50,7 +50,7 @@ class LaunchSupervisor:
         self._post(ev.WorkerExited(worker_exit.worker_id, worker_exit.reason, loading))
 
     def on_waits(self, worker_id: str, reason: str) -> None:
-        """A worker cannot be started yet, and why; with an empty reason it waits no longer."""
+        """Records why a worker cannot be started yet; an empty reason ends the wait."""
         if reason:
             _log.warning("worker %s %s", worker_id, reason)
         self._post(ev.WorkerWaits(worker_id, reason))
@@ -64,17 +64,17 @@ class LaunchSupervisor:
             self._then(worker_id, "end", lambda one: self._end(one, worker_id))
 
     async def close(self) -> None:
-        """Ends all of them; nothing is left when it returns, and nothing is started any more."""
+        """Ends all worker processes, and refuses later starts."""
         self._closed = True
         launcher = self._launcher
         assert launcher is not None
-        # What is being started becomes the launcher's to stop.
+        # After a pending start has finished, launcher.stop() ends its process too.
         starting = [one for one in self._steps.values() if one.get_name().startswith("start ")]
         await asyncio.gather(*starting, return_exceptions=True)
         await launcher.stop()
         await asyncio.gather(*self._steps.values(), return_exceptions=True)
 
-    # ---- Inside.
+    # ---- Private methods.
 
     def _then(self, worker_id: str, kind: str, step: _Step) -> None:
         assert self._launcher is not None
@@ -101,7 +101,7 @@ class LaunchSupervisor:
         try:
             await launcher.start(worker_id, pool.value, revision)
         except Exception as error:
-            # Whatever it is made of: the next try may fare better.
+            # Any exception counts as a failed start; the core decides about the next attempt.
             reason = f"could not be started: {error}"
             _log.error("worker %s %s", worker_id, reason)
             self._failed(f"worker {worker_id} {reason}")

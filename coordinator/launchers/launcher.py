@@ -1,4 +1,4 @@
-"""Starting workers by command line."""
+"""Interface of launchers, and the launcher that starts workers on this host."""
 
 from __future__ import annotations
 
@@ -23,56 +23,56 @@ __all__ = [
     "WorkerExit",
 ]
 
-# Beyond the worker's own time to drain: closing the engine, leaving the coordinator.
+# Time to close the engine and leave the coordinator, in addition to the worker's drain timeout.
 STOP_MARGIN_S = 10.0
 
 
 class LaunchError(OSError, BatonError):
-    """A worker cannot be started now; the message says why, in one line."""
+    """A worker cannot be started now; the message is one line."""
 
 
 OnWaits: TypeAlias = Callable[[str, str], None]
-"""Told of a worker that cannot be started yet and why, continuing "worker w1 ..."; then of the same
-with no reason, when it is."""
+"""Callback with a worker ID and the reason why the worker cannot be started yet. The reason follows
+"worker w1 ..."; it is empty when the wait is over."""
 
 
 class Launcher(Protocol):
-    """Starts and stops workers; the coordinator hears the rest over their attach streams."""
+    """Starts and stops workers; they report everything else over their attach streams."""
 
     async def start(self, worker_id: str, role: str, revision: Revision | None = None) -> None:
         """Starts a worker in a role, "prefill" or "decode"; returns before it serves.
 
         Args:
-            worker_id: unique in the cluster.
-            role: as above.
-            revision: what it is to run; None: what is configured.
+            worker_id: ID of the worker, unique in the cluster.
+            role: "prefill" or "decode".
+            revision: launch configuration of the worker; None: the configured one.
 
         Raises:
-            OSError: it cannot be started.
-            ConfigError: the revision makes no sense.
+            OSError: The worker cannot be started.
+            ConfigError: The revision contradicts the configuration.
         """
         ...
 
     async def end(self, worker_id: str) -> None:
-        """Asks a worker to drain, and returns when nothing of it is left; idempotent.
+        """Drains a worker and returns when all its processes have ended; idempotent.
 
-        One that has ended already is only forgotten: to be called of every worker that was started.
+        Must be called for every started worker, including workers that have ended by themselves.
         """
         ...
 
     async def stop(self) -> None:
-        """Stops every worker and returns when nothing of them is left; idempotent."""
+        """Stops all workers and returns when all their processes have ended; idempotent."""
         ...
 
 
 class LocalLauncher:
-    """Workers as child processes on this host; see WorkerProcess.
+    """Runs workers as child processes on this host; see WorkerProcess.
 
     Args:
-        config: the effective configuration, handed on whole.
-        coordinator: host:port that they attach to.
-        on_exit: told once of each worker that ends without being asked to.
-        command: what runs a worker; the arguments of `baton` follow.
+        config: Effective configuration, which is passed to the workers as a whole.
+        coordinator: host:port that the workers attach to.
+        on_exit: Called once for each worker that ends without being told to.
+        command: Command that runs a worker; the arguments of `baton` are appended.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class LocalLauncher:
         self._places = CorePlaces(config)
         self._gpus = GpuPlaces(gpus_here() if config.engine == "vllm" else [])
         self._children: dict[str, WorkerProcess] = {}
-        # Its own time to drain, and what comes after it.
+        # A worker's drain timeout plus the time for its shutdown.
         self._stop_timeout_s = config.worker.drain_timeout_s + STOP_MARGIN_S
 
     async def start(self, worker_id: str, role: str, revision: Revision | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Which launcher starts the workers."""
+"""Creates the launcher that the configuration names."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ def make_launcher(
     command: Sequence[str] = BATON,
     on_waits: OnWaits = lambda worker_id, reason: None,
 ) -> Launcher:
-    """The launcher that the configuration names.
+    """Creates the launcher that the configuration names.
 
     Args:
-        config: effective.
-        coordinator: host:port that workers attach to.
-        on_exit: told once of each worker that ends without being asked to.
-        command: what runs a worker; the arguments of `baton` follow.
-        on_waits: see OnWaits; on this host none waits.
+        config: Effective configuration.
+        coordinator: host:port that the workers attach to.
+        on_exit: Called once for each worker that ends without being told to.
+        command: Command that runs a worker; the arguments of `baton` are appended.
+        on_waits: See OnWaits; the local launcher never calls it.
 
     Raises:
-        ConfigError: it cannot be had.
+        ConfigError: The launcher's dependencies are not installed.
     """
     if config.launcher == "ray":
         return RayLauncher(config, coordinator, on_exit, command, on_waits)

@@ -1,4 +1,4 @@
-"""One worker as a child process: started, fed, watched, its output passed on, ended whole."""
+"""Runs one worker as a child process: passes its configuration in, its output on, and ends it."""
 
 from __future__ import annotations
 
@@ -20,34 +20,33 @@ from baton.runtime.worker_directory import WorkerDirectory
 
 _log = logging.getLogger(__name__)
 
-# What runs `baton` in this environment; its arguments follow.
+# Command that runs `baton` in this environment; arguments are appended.
 BATON = (sys.executable, "-m", "baton.cli.main")
 
 _READ_BYTES = 64 * 2**10
 _MAX_LINE_BYTES = 4 * 2**10
-# How a traceback ends, as it is or behind the prefix of vLLM's log lines.
+# Matches the last line of a traceback, with or without the prefix of vLLM's log lines.
 _EXCEPTION = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)$")
-# A log line of everyday work: it says nothing of why a process ended.
+# Matches debug and info log lines, which do not explain why a process ended.
 _EVERYDAY = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+ (?:debug|info) ")
-# A dead worker's engine and transfer service free what they hold, when they are let.
+# Time for a dead worker's engine and transfer service to free their resources and end.
 _GROUP_GRACE_S = 15.0
 _GROUP_POLL_S = 0.02
-# After SIGKILL the kernel needs a moment, not more.
+# Maximum time for the kernel to end a process after SIGKILL.
 KILL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerExit:
-    """A worker process that ended without being asked to.
+    """A worker process that ended without being told to.
 
     Attributes:
-        exit_code: negative for a signal's number; None when nobody saw it end.
-        last_line: of its stderr: what it gave as its reason, whatever else was written after that;
-            empty when it wrote nothing, or last of its everyday work.
-        first_error: the first exception that it, or a process it started, wrote of, also on stdout
-            (vLLM logs there); empty when there was none. While it loads, that is where the trouble
-            began.
-        lost: without an exit code, what became of it, continuing "worker w1 ...".
+        exit_code: exit code; negative for a signal's number; None if the exit was not observed.
+        last_line: the worker's own error message, or else the last line of stderr. Empty if there
+            was no output or if the last line was a debug or info message.
+        first_error: first exception that the worker or its child processes printed, including
+            stdout (vLLM logs there); empty if there was none. During loading it is the root cause.
+        lost: description of the loss if there is no exit code; it follows "worker w1 ...".
     """
 
     worker_id: str
@@ -58,7 +57,7 @@ class WorkerExit:
 
     @property
     def reason(self) -> str:
-        """In words, continuing "worker w1 ..."."""
+        """Description of the exit; it follows "worker w1 ..."."""
         if self.exit_code is None:
             how = self.lost
         elif self.exit_code < 0:
@@ -69,7 +68,10 @@ class WorkerExit:
 
     @property
     def loading_failure(self) -> str:
-        """Why it never served: an engine of several processes knows it only as "see above"."""
+        """Why the worker failed to load.
+
+        It includes first_error, because an engine of several processes only reports "see above".
+        """
         known = not self.first_error or self.first_error in self.last_line
         return str(self) if known else f"{self}; first error: {self.first_error}"
 
@@ -78,10 +80,10 @@ class WorkerExit:
 
 
 class _Pipe:
-    """What a process writes, as a stream.
+    """The output of a process as a stream.
 
-    Not asyncio's own pipes: with those, waiting for the process also waits for every process that
-    inherited its output.
+    asyncio's own pipes are not used: with them, waiting for a process also waits for all processes
+    that inherited its output.
     """
 
     def __init__(
@@ -107,10 +109,11 @@ class _Pipe:
 
 
 class WorkerProcess:
-    """One worker process, leading a process group of its own.
+    """One worker process, which leads its own process group.
 
-    Its configuration goes in by stdin, its output comes out on this process's stderr. It gets
-    SIGTERM when this process dies, however it dies. Its directory goes with the last of it.
+    The worker reads its configuration from stdin; its output goes to this process's stderr. The
+    worker gets SIGTERM when this process dies for any reason. The worker's directory is removed
+    after its last process has ended.
     """
 
     def __init__(
@@ -141,19 +144,19 @@ class WorkerProcess:
         command: Sequence[str],
         environment: Mapping[str, str],
     ) -> WorkerProcess:
-        """Starts it; returns before it serves.
+        """Starts a worker process; returns before the worker serves.
 
         Args:
-            worker_id: unique in the cluster.
+            worker_id: ID of the worker, unique in the cluster.
             role: "prefill" or "decode".
-            coordinator: host:port that it attaches to.
-            config: effective, as YAML.
-            on_exit: told once, unless it was asked to stop.
-            command: what runs a worker; the arguments of `baton` follow.
-            environment: over this process's own.
+            coordinator: host:port that the worker attaches to.
+            config: effective configuration as YAML.
+            on_exit: called once, unless the worker was told to stop.
+            command: command that runs a worker; the arguments of `baton` are appended.
+            environment: variables added to this process's environment.
 
         Raises:
-            OSError: it cannot be started.
+            OSError: The process cannot be started.
         """
         directory = worker_directory.make()
         worker = ("worker", "--role", role, "--worker-id", worker_id)
@@ -177,9 +180,10 @@ class WorkerProcess:
         return cls(worker_id, process, output, errors, directory, config.encode(), on_exit)
 
     async def stop(self, stop_timeout_s: float) -> None:
-        """SIGTERM, then SIGKILL for whatever is left of its process group.
+        """Sends SIGTERM, then SIGKILL to the remaining processes of the group.
 
-        What one that ended by itself has left is let free what it holds, for a bounded time.
+        If the worker has already ended by itself, its remaining processes first get
+        _GROUP_GRACE_S seconds to free their resources.
         """
         asked, self._stopping = self._stopping, True
         try:
@@ -188,7 +192,7 @@ class WorkerProcess:
             else:
                 await self._terminate(stop_timeout_s, again=asked)
         finally:
-            # Also when nobody waits for it any more.
+            # Also when this call was cancelled.
             self._kill_group()
             try:
                 await asyncio.wait([self._watch], timeout=KILL_TIMEOUT_S)
@@ -197,7 +201,7 @@ class WorkerProcess:
                 await asyncio.gather(self._watch, return_exceptions=True)
 
     async def _terminate(self, stop_timeout_s: float, *, again: bool) -> None:
-        # A second SIGTERM would cut its draining short.
+        # A second SIGTERM would make the worker stop without draining.
         if not again:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
@@ -213,7 +217,7 @@ class WorkerProcess:
             )
 
     async def _run(self, config: bytes) -> None:
-        """Until the process has ended and its output is read."""
+        """Runs until the process has ended and its output is read."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._feed(config))
@@ -221,9 +225,10 @@ class WorkerProcess:
                 group.create_task(self._relay(self._errors.reader, remember=True))
                 exit_code = await self._process.wait()
                 if exit_code < 0:
-                    # Killed: its output will not tell why, and what it left takes a while to end.
+                    # Reported at once: a killed worker prints no reason, and its child processes
+                    # may take a while to end.
                     self._report(exit_code)
-                # Its own children go with it, and let go of its output.
+                # The child processes hold the output pipes open until they end.
                 await self._end_group()
         finally:
             self._output.close()
@@ -232,7 +237,7 @@ class WorkerProcess:
         self._report(exit_code)
 
     def _report(self, exit_code: int) -> None:
-        """Once, and not of a worker that was asked to stop."""
+        """Reports the exit once, unless the worker was told to stop."""
         if self._stopping or self._reported:
             return
         self._reported = True
@@ -242,7 +247,7 @@ class WorkerProcess:
     async def _feed(self, config: bytes) -> None:
         stdin = self._process.stdin
         assert stdin is not None
-        # RuntimeError: uvloop's, of a pipe that has been closed because the process is gone.
+        # uvloop raises RuntimeError for a pipe that was closed because the process is gone.
         with contextlib.suppress(BrokenPipeError, ConnectionResetError, RuntimeError):
             stdin.write(config)
             await stdin.drain()
@@ -250,7 +255,7 @@ class WorkerProcess:
             await stdin.wait_closed()
 
     async def _relay(self, pipe: asyncio.StreamReader, *, remember: bool) -> None:
-        """Passes output on as it comes, and remembers what tells why the worker ended."""
+        """Passes the worker's output on, and keeps lines that may explain its exit."""
         tail: deque[bytes] = deque([b""], maxlen=2)
         while chunk := await pipe.read(_READ_BYTES):
             _pass_on(chunk.decode(errors="replace"))
@@ -273,9 +278,9 @@ class WorkerProcess:
             self._last_words = text.removeprefix(own)
 
     async def _end_group(self) -> None:
-        """What a dead worker left behind ends by itself; SIGKILL for what does not in time.
+        """Waits for a dead worker's child processes, then kills the remaining ones.
 
-        No SIGTERM: it would be the second request to stop, which cuts the cleaning up short.
+        They get no SIGTERM: it would be the second request to stop and interrupt their cleanup.
         """
         with contextlib.suppress(ProcessLookupError, PermissionError, TimeoutError):
             async with asyncio.timeout(_GROUP_GRACE_S):
@@ -290,11 +295,12 @@ class WorkerProcess:
 
 
 def _pass_on(text: str) -> None:
-    """To this process's stderr, for as long as there is one: `baton up 2>&1 | tee` loses it first.
+    """Writes to this process's stderr.
 
-    What nobody reads any more must not end the watch over the worker.
+    Errors are ignored: stderr may be closed (as in `baton up 2>&1 | tee` after Ctrl-C), and this
+    must not end the supervision of the worker.
     """
-    # Typed as always there, and None where it was closed before the start.
+    # sys.stderr is None if it was closed before the start, contrary to its declared type.
     stderr: TextIO | None = sys.stderr
     if stderr is not None:
         with contextlib.suppress(OSError, ValueError):

@@ -1,1 +1,1 @@
-"""Workers through Ray; launcher.py is the coordinator's side, driver.py the process beside it."""
+"""Starts workers through Ray: launcher.py runs in the coordinator, driver.py in a child process."""

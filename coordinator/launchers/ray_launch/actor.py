@@ -1,7 +1,4 @@
-"""What runs on a Ray node for each worker: an actor that owns the worker's process.
-
-Ray makes an actor of the class; nothing here imports Ray but to ask where it is.
-"""
+"""Ray actor that owns one worker's process on a Ray node."""
 
 from __future__ import annotations
 
@@ -18,13 +15,13 @@ from baton.coordinator.launchers.worker_process import BATON, WorkerExit, Worker
 
 
 class WorkerActor:
-    """Owns one worker process, which ends when this process does.
+    """Owns one worker process, which ends together with the actor's process.
 
     Args:
-        worker_id, role, coordinator: what the worker is started with.
-        config: effective, as YAML.
-        command: what runs it; empty: what runs `baton` here.
-        environment: of the process, over this one's.
+        worker_id, role, coordinator: Arguments of the worker.
+        config: Effective configuration as YAML.
+        command: Command that runs the worker; empty: `baton` of the node's environment.
+        environment: Variables added to the actor's environment.
     """
 
     def __init__(
@@ -44,12 +41,12 @@ class WorkerActor:
         self._is_stopped = False
 
     async def place(self) -> dict[str, str]:
-        """Where this runs: "node", Ray's id, and "host", a name."""
+        """Location of the actor: "node" is Ray's node ID, "host" is the host name."""
         node = ray.get_runtime_context().get_node_id()
         return {"node": node, "host": socket.gethostname()}
 
     async def start(self, node: str) -> None:
-        """Starts the process, unless it was stopped before."""
+        """Starts the process, unless `stop` was called before."""
         config = yaml.safe_load(self._config)
         labels = config["worker"].get("labels", {})
         config["worker"]["labels"] = {**labels, "ray_node": node}
@@ -68,12 +65,12 @@ class WorkerActor:
             )
 
     async def exited(self) -> dict[str, Any]:
-        """Waits until the process has ended unasked; the fields of its WorkerExit."""
+        """Waits until the process ends without being told to; returns its WorkerExit's fields."""
         assert self._ended is not None, "start comes first"
         return dataclasses.asdict(await asyncio.shield(self._ended))
 
     async def stop(self, stop_timeout_s: float) -> None:
-        """Returns when nothing of the process is left, and none will be."""
+        """Ends the process with its children, and prevents a later start."""
         async with self._starting:
             self._is_stopped = True
         if self._process is not None:

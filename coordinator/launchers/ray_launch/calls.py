@@ -1,4 +1,4 @@
-"""Calls into Ray that do not hold up an event loop, and what they say when they fail."""
+"""Calls into Ray that do not block the event loop, and formatting of Ray's errors."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from baton.coordinator.launchers.ray_launch.placement import Node
 
 T = TypeVar("T")
 
-# Any call of Ray's that should be quick.
+# Timeout of quick calls into Ray.
 CALL_TIMEOUT_S = 15.0
 _MAX_WORDS = 500
-# What comes before the reason: the actor's class, ids and addresses.
+# Matches the end of the text before the reason (the actor's class, IDs and addresses).
 _WHY = re.compile(r"The actor (?:is dead|died) because ")
 
 
 async def result(ref: Any) -> Any:
-    """What an actor's method returns, or raises. Its own deadline is the caller's."""
+    """Waits for the result of an actor's method; the caller must set a timeout."""
     return await asyncio.wrap_future(ref.future())
 
 
 async def in_thread(function: Callable[[], T], timeout_s: float = CALL_TIMEOUT_S) -> T:
-    """A blocking call of Ray's, in a thread that nobody waits for when it hangs.
+    """Runs a blocking call of Ray in a daemon thread, which is abandoned if the call hangs.
 
     Raises:
-        TimeoutError: no answer in time; the call may go on.
+        TimeoutError: The call did not return in time; it may still be running.
     """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[T] = loop.create_future()
@@ -63,7 +63,7 @@ async def in_thread(function: Callable[[], T], timeout_s: float = CALL_TIMEOUT_S
 
 
 def words(error: BaseException) -> str:
-    """An error of Ray's on one line, without what only Ray's developers need."""
+    """Formats an error of Ray on one line, without details for Ray's developers."""
     text = " ".join(str(error).split()) or type(error).__name__
     found = _WHY.search(text)
     return (text[found.end() :] if found else text)[:_MAX_WORDS]

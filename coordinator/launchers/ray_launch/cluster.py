@@ -1,4 +1,4 @@
-"""Connecting to Ray, or starting one."""
+"""Connects to a Ray cluster or starts a local one."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from baton.coordinator.launchers.ray_launch.calls import live_nodes, words
 from baton.coordinator.launchers.ray_launch.placement import unreachable
 from baton.runtime.addresses import split_address
 
-# Of the names of Baton's actors in their namespace.
+# Prefix of the names of Baton's actors.
 NAME_PREFIX = "baton."
 
-# Of an own Ray: the least that it takes; nothing of Baton's goes through it.
+# Object store size of a local Ray: the minimum that Ray accepts, because Baton does not use it.
 _OBJECT_STORE_BYTES = 80_000_000
 _DIAL_TIMEOUT_S = 5.0
 
 
 class Refused(Exception):
-    """There is no Ray to start workers in; the message says why."""
+    """Ray cannot be used; the message explains why."""
 
 
 def connect(opening: wire.Open) -> int:
-    """Connects to Ray, or starts one; returns how many nodes it has. Raises Refused."""
+    """Connects to Ray or starts a local Ray; returns its number of nodes. Raises Refused."""
     address = opening.address
     if address not in ("", "auto"):
         host, port = split_address(address.removeprefix("ray://"), "ray.address")
@@ -69,7 +69,11 @@ def _own_addresses() -> set[str]:
 
 
 def _reap(opening: wire.Open) -> None:
-    """Ends what an earlier coordinator left in the namespace. Raises Refused when one lives."""
+    """Ends actors of an earlier coordinator in the namespace.
+
+    Raises:
+        Refused: The other coordinator is still running.
+    """
     for name in list_named_actors():
         if not name.startswith(NAME_PREFIX):
             continue
@@ -77,7 +81,7 @@ def _reap(opening: wire.Open) -> None:
             actor = ray.get_actor(name)
             other = ray.get(actor.coordinator.remote(), timeout=_DIAL_TIMEOUT_S)
         except ValueError:
-            # It is gone.
+            # The actor has ended in the meantime.
             continue
         except Exception:
             other = ""

@@ -1,9 +1,10 @@
-"""The Ray driver beside a coordinator: `python -m baton.coordinator.launchers.ray_launch.driver`.
+"""Ray driver, run as `python -m baton.coordinator.launchers.ray_launch.driver`.
 
-A process of its own, which speaks wire.py over its standard input and output: Ray ends a driver
-whose cluster is gone, blocks it while it tries, and takes its signals; the coordinator must go on.
-When its input ends, so do its workers, their actors and, if it is its own, Ray. Should it be
-killed, Ray ends its actors, and the kernel a Ray of its own.
+The driver is a child process of the coordinator and exchanges the messages of wire.py over its
+standard input and output. It is a separate process because Ray ends a driver whose cluster is gone,
+blocks it while reconnecting and handles its signals, and the coordinator must keep running. When
+the driver's input ends, it ends its workers, their actors and, if it has started one, its local
+Ray. If the driver is killed, Ray ends its actors, and the kernel ends a local Ray.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from baton.coordinator.launchers.ray_launch.workers import RayWorkers
 
 
 def _channel() -> tuple[Any, Any]:
-    """Standard input and output as they came; Ray's processes, and its prints, get others."""
+    """Duplicates stdin and stdout for messages, and redirects the originals away from Ray.
+
+    Ray's processes read /dev/null, and their output goes to stderr.
+    """
     commands, reports = os.fdopen(os.dup(0), "rb", 0), os.fdopen(os.dup(1), "wb", 0)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
@@ -41,7 +45,7 @@ async def _serve(
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(wire.MAX_LINE_BYTES)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), commands)
-    # Whoever asks for its end gets it in order, as with the end of the commands.
+    # SIGTERM has the same effect as the end of the commands: an orderly shutdown.
     loop.add_signal_handler(signal.SIGTERM, reader.feed_eof)
     workers = RayWorkers(opening, say)
     say(ready)
@@ -52,11 +56,11 @@ async def _serve(
 
 def main() -> None:
     commands, reports = _channel()
-    # Ctrl-C is the coordinator's.
+    # The coordinator handles Ctrl-C.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def say(message: wire.Message) -> None:
-        # A coordinator that is gone hears nothing.
+        # The coordinator may be gone.
         with contextlib.suppress(OSError):
             reports.write(wire.encode(message))
 
@@ -71,7 +75,7 @@ def main() -> None:
     if not opening.address:
         shutil.rmtree(opening.directory, ignore_errors=True)
     sys.stderr.flush()
-    # Threads of Ray's may hang.
+    # os._exit, because threads of Ray may hang.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""The driver (driver.py) as the coordinator has it: a child process that is told and heard."""
+"""The coordinator's side of the Ray driver (driver.py): the child process and its messages."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _T = TypeVar("_T")
 
 _log = logging.getLogger(__name__)
 
-# Of a driver that answers: Ray's own calls have shorter deadlines in there.
+# Time for a driver to start a worker's actor; the driver's calls into Ray have shorter timeouts.
 _START_TIMEOUT_S = 60.0
-# Beyond the workers' time: their actors, and a Ray of one's own.
+# Time to end actors and a local Ray, in addition to the workers' stop timeout.
 _END_MARGIN_S = 60.0
 
 
@@ -32,7 +32,7 @@ class DriverProcess:
     """The driver process, from its start to its end.
 
     Attributes:
-        ended: it takes no more workers, and all it had are reported.
+        ended: whether the driver has ended; all its workers are then reported as lost.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class DriverProcess:
         self._opened = asyncio.get_running_loop().create_future()
         self._starting: dict[str, asyncio.Future[str]] = {}
         self._ending: dict[str, asyncio.Future[None]] = {}
-        # Started and not ended: whether its exit has been reported.
+        # Workers that were started and not ended; the value says whether the exit was reported.
         self._workers: dict[str, bool] = {}
         self._silent_s = 0.0
         self.ended = self._closing = False
@@ -63,10 +63,10 @@ class DriverProcess:
         on_waits: OnWaits,
         timeout_s: float,
     ) -> DriverProcess:
-        """Starts the process, and returns when it has connected to Ray.
+        """Starts the driver; returns when it has connected to Ray.
 
         Raises:
-            LaunchError: it cannot, or not within timeout_s, which is ray.connect_timeout_s.
+            LaunchError: The driver cannot connect within timeout_s (ray.connect_timeout_s).
         """
         try:
             process = await asyncio.create_subprocess_exec(
@@ -100,7 +100,7 @@ class DriverProcess:
         return driver
 
     async def start_worker(self, start: wire.Start) -> None:
-        """Raises LaunchError."""
+        """Starts a worker; raises LaunchError."""
         if self.ended:
             raise LaunchError(f"{self._what} has stopped")
         if self._silent_s:
@@ -147,7 +147,7 @@ class DriverProcess:
             self._workers.pop(worker_id, None)
 
     async def close(self, *, at_once: bool = False) -> None:
-        """Ends its workers, then it; returns when nothing of them and of an own Ray is left."""
+        """Ends the workers, the driver and its local Ray; returns when all processes have ended."""
         self._closing = True
         assert self._process.stdin is not None
         self._process.stdin.close()
@@ -157,12 +157,11 @@ class DriverProcess:
                 async with asyncio.timeout(stop_timeout_s):
                     await self._process.wait()
         finally:
-            # Also when nobody waits for it any more.
+            # Also when this call was cancelled.
             await self._kill()
 
     async def _kill(self) -> None:
-        """What has not ended; then nothing of it is left."""
-        # An own Ray is of its group, and dies with it too.
+        """Kills the driver's process group, which includes a local Ray."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(ProcessLookupError):
@@ -170,9 +169,9 @@ class DriverProcess:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(KILL_TIMEOUT_S):
-                    # The end of its output can be known before its own.
+                    # The output can end before the process does.
                     await self._process.wait()
-                    # What ended the reading is not what ends the closing.
+                    # asyncio.wait, because an exception in the reader must not stop the cleanup.
                     await asyncio.wait([self._reader])
         finally:
             self._reader.cancel()
@@ -182,12 +181,12 @@ class DriverProcess:
     def _say(self, message: wire.Message) -> None:
         stdin = self._process.stdin
         assert stdin is not None
-        # uvloop's, of a pipe that has been closed because the process is gone: `_read` tells.
+        # uvloop raises RuntimeError if the process is gone; `_read` reports that.
         with contextlib.suppress(RuntimeError):
             stdin.write(wire.encode(message))
 
     async def _read(self) -> None:
-        """Takes what the driver says, until it has ended."""
+        """Handles the driver's messages until the driver ends."""
         output = self._process.stdout
         assert output is not None
         try:
@@ -244,10 +243,10 @@ def _settle(future: asyncio.Future[_T] | None, value: _T) -> None:
 
 
 def _environment(*, own: bool) -> dict[str, str]:
-    """Of the driver."""
-    # Workers' output as they write it: it says whose it is.
+    """Environment of the driver."""
+    # Ray must not prefix workers' output: each line already names its worker.
     environment = {**os.environ, "RAY_DEDUP_LOGS": "0", "RAY_DISABLE_WORKER_LOG_PREFIX": "1"}
     if own:
-        # For this Ray's processes alone; Ray would keep one in the home directory.
+        # A token for this local Ray only; otherwise Ray keeps a token in the home directory.
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     return environment

@@ -1,4 +1,4 @@
-"""Workers through Ray: one actor per worker, by way of a driver process (driver_process.py)."""
+"""Starts workers through Ray: one actor per worker, by a driver process (driver_process.py)."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ from baton.coordinator.state.revision import Revision
 from baton.runtime.config import BatonConfig, dump
 from baton.runtime.config_error import ConfigError
 
-# An own Ray has Unix sockets there: in a longer path they would not fit.
+# Directory of a local Ray. The path is short because the path length of Unix sockets is limited.
 DIRECTORY, PREFIX = "/tmp", "baton-ray-"
 
 
 class RayLauncher:
-    """Workers in a Ray cluster, or in a Ray of one's own on this host.
+    """Runs workers in a Ray cluster, or in a local Ray on this host.
 
-    Connects with the first start, and again when Ray was lost. Ray restarts nothing: a lost actor
-    or node shows as its worker's exit.
+    The launcher connects at the first start, and again if Ray was lost. Ray restarts nothing: a
+    lost actor or node is reported as the exit of its worker.
 
     Args:
-        config: the effective configuration, handed on whole; `ray` says where and with what.
-        coordinator: host:port that workers attach to.
-        on_exit: told once of each worker that ends without being asked to.
-        command: what runs a worker on its node; BATON: what runs it there.
-        on_waits: see OnWaits.
+        config: Effective configuration, which is passed to the workers as a whole; its section
+            `ray` configures the connection and the resources.
+        coordinator: host:port that the workers attach to.
+        on_exit: Called once for each worker that ends without being told to.
+        command: Command that runs a worker on its node; BATON: `baton` of the node's environment.
+        on_waits: See OnWaits.
 
     Raises:
         ConfigError: Ray is not installed.
@@ -58,7 +59,7 @@ class RayLauncher:
         self._command = [] if command == BATON else list(command)
         self._driver: DriverProcess | None = None
         self._connecting = asyncio.Lock()
-        # Why there was no connection the last time that there was none.
+        # Reason of the last failed connection.
         self._failure: Exception | None = None
 
     async def start(self, worker_id: str, role: str, revision: Revision | None = None) -> None:
@@ -68,7 +69,7 @@ class RayLauncher:
             config = _with_whole_paths(revision.over(config))
         start = start_of(worker_id, role, config, self._config)
         driver = await self._connected()
-        # On other hosts it is theirs to say what binds an engine.
+        # Cores are assigned only on this host; other nodes bind engines by their own environment.
         if self._places is not None:
             environment = self._places.take(worker_id, start.num_ranks)
             start = replace(start, environment=environment)
@@ -99,7 +100,8 @@ class RayLauncher:
                 self._driver = None
             if self._driver is None:
                 if self._failure is not failure:
-                    # Those who waited for it meanwhile would take as long again, one by one.
+                    # A connection attempt failed while this call waited for the lock. Another
+                    # attempt by each waiting call would take as long again.
                     raise LaunchError(str(self._failure))
                 try:
                     self._driver = await DriverProcess.open(
@@ -128,25 +130,26 @@ class RayLauncher:
 
 
 def _with_whole_paths(config: BatonConfig) -> BatonConfig:
-    """Actors run in directories of Ray's choice."""
+    """Makes local paths absolute, because Ray chooses the actors' working directories."""
     adapters = {name: _absolute(path) for name, path in config.lora_adapters.items()}
     return config.model_copy(update={"model": _absolute(config.model), "lora_adapters": adapters})
 
 
 def _absolute(model: str) -> str:
-    """Of a local directory the whole path; what else names a model stays."""
+    """Absolute path of a local model directory; other model names are unchanged."""
     path = Path(model)
     return str(path.absolute()) if path.is_dir() else model
 
 
 def start_of(worker_id: str, role: str, config: BatonConfig, configured: BatonConfig) -> wire.Start:
-    """What the driver is told of a worker, but for its environment.
+    """Creates the start message of a worker, with an empty environment.
 
     Args:
-        worker_id: of the worker.
+        worker_id: ID of the worker.
         role: "prefill" or "decode".
-        config: the worker's own.
-        configured: the coordinator's. The GPUs that `ray` names are those of a worker of its size.
+        config: configuration of the worker.
+        configured: configuration of the coordinator. `ray.*.gpus` is the number for a worker with
+            this configuration; it is scaled if the worker has another number of ranks.
     """
     num_ranks, usual = _num_ranks(config, role), _num_ranks(configured, role)
     takes = configured.ray.prefill if role == "prefill" else configured.ray.decode
@@ -166,7 +169,7 @@ def start_of(worker_id: str, role: str, config: BatonConfig, configured: BatonCo
 
 
 def _num_ranks(config: BatonConfig, role: str) -> int:
-    """That would use a GPU each."""
+    """Number of engine ranks that would use one GPU each."""
     if config.engine != "vllm":
         return 0
     return config.num_ranks(config.prefill if role == "prefill" else config.decode)

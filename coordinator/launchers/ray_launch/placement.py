@@ -1,4 +1,4 @@
-"""Where in a Ray cluster a worker can be, and where it should be."""
+"""Chooses nodes of a Ray cluster for workers, and explains why a worker cannot be placed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Node:
     """A live node of Ray.
 
     Attributes:
-        address: its host's, as other nodes dial it.
-        resources: all it has, in use or not: "CPU", "GPU" and custom ones.
+        address: address of the node's host, as other nodes dial it.
+        resources: total resources, used or free: "CPU", "GPU" and custom resources.
     """
 
     id: str
@@ -23,7 +23,7 @@ class Node:
 
 
 def shortage(needs: Mapping[str, float], nodes: Sequence[Node]) -> str:
-    """What no node has enough of to ever hold a worker; empty when one could, once it is free."""
+    """Why no node can ever hold a worker; empty if some node could once its resources are free."""
     wanted = {name: amount for name, amount in needs.items() if amount > 0}
     if any(_missing(wanted, node) == [] for node in nodes):
         return ""
@@ -38,11 +38,11 @@ def shortage(needs: Mapping[str, float], nodes: Sequence[Node]) -> str:
 
 
 def in_use(needs: Mapping[str, float], free: Mapping[str, float]) -> str:
-    """Why a worker waits that some node could hold.
+    """Why a worker waits although some node could hold it.
 
     Args:
-        needs: of the worker.
-        free: of all nodes together.
+        needs: resources that the worker needs.
+        free: free resources of all nodes together.
     """
     wanted = {name: amount for name, amount in needs.items() if amount > 0}
     together = ", ".join(f"{name} {amount:g}" for name, amount in wanted.items())
@@ -57,14 +57,16 @@ def _missing(wanted: Mapping[str, float], node: Node) -> list[str]:
 
 
 def partner_node(role: str, placed: Iterable[tuple[str, str]]) -> str | None:
-    """The node whose workers most lack one of this role: pairs on one host share its memory.
+    """The node with the largest surplus of workers of the other role.
+
+    Prefill and decode workers on the same host can hand over through shared memory.
 
     Args:
-        role: of the worker to place.
-        placed: (role, node id) of the others.
+        role: role of the worker to place.
+        placed: pairs (role, node ID) of the other workers.
 
     Returns:
-        A node id; None when no node has more workers of the other role.
+        A node ID; None if no node has a surplus of the other role.
     """
     lead: Counter[str] = Counter()
     for other, node in placed:
@@ -74,11 +76,11 @@ def partner_node(role: str, placed: Iterable[tuple[str, str]]) -> str | None:
 
 
 def unreachable(coordinator: str, nodes: Sequence[Node], own: Collection[str]) -> str:
-    """Why some node's workers could not dial the coordinator; empty when nothing is known of it.
+    """Why workers on some node cannot dial the coordinator; empty if no problem is known.
 
     Args:
-        coordinator: host:port that they would dial.
-        nodes: of Ray.
+        coordinator: host:port that the workers would dial.
+        nodes: nodes of Ray.
         own: addresses of the coordinator's host.
     """
     host, _, _ = coordinator.rpartition(":")

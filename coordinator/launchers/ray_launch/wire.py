@@ -1,4 +1,4 @@
-"""What a coordinator and the Ray driver beside it say to each other: one JSON object per line."""
+"""Messages between the coordinator and its Ray driver: one JSON object per line."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-# Of a message. A worker's configuration names every tenant and adapter.
+# Maximum length of a message. A Start message contains a configuration with all tenants and
+# adapters.
 MAX_LINE_BYTES = 64 * 2**20
 
 
@@ -16,11 +17,11 @@ class Open:
     """The first line to the driver.
 
     Attributes:
-        address, namespace, runtime_env, placement_timeout_s: of RayConfig.
-        directory: of a Ray of one's own: its sockets and logs.
-        coordinator: host:port that workers attach to.
-        command: what runs a worker; empty: what runs `baton` on its node.
-        stop_timeout_s: how long a worker may take to stop.
+        address, namespace, runtime_env, placement_timeout_s: settings from RayConfig.
+        directory: directory for sockets and logs of a local Ray; empty for a cluster.
+        coordinator: host:port that the workers attach to.
+        command: command that runs a worker; empty: `baton` of the node's environment.
+        stop_timeout_s: time that a worker may take to stop.
     """
 
     address: str
@@ -35,14 +36,14 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start a worker: answered by Started.
+    """Start a worker; answered by Started.
 
     Attributes:
-        gpus: None for one per rank, where a node has GPUs.
-        num_ranks: of its engine that would use a GPU each.
-        resources: custom ones.
-        environment: of its process, over that of its node's.
-        config: effective, as YAML.
+        gpus: number of GPUs; None: one per rank if any node has GPUs.
+        num_ranks: number of engine ranks that would use one GPU each.
+        resources: custom resources.
+        environment: variables added to the node's environment.
+        config: effective configuration as YAML.
     """
 
     worker_id: str
@@ -64,7 +65,7 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Open succeeded; the driver takes workers."""
+    """Open succeeded; the driver accepts Start messages."""
 
     address: str
     num_nodes: int
@@ -79,7 +80,11 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """Its actor exists, though perhaps nowhere yet; with `why`, it does not."""
+    """The worker's actor was created, though perhaps not placed yet.
+
+    Attributes:
+        why: reason if the actor could not be created; else empty.
+    """
 
     worker_id: str
     why: str = ""
@@ -95,7 +100,7 @@ class Waits:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The worker has a node, of a host; its process is started there."""
+    """The worker was placed on a node of a host; its process starts there."""
 
     worker_id: str
     node: str
@@ -104,7 +109,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """A worker ended without being asked to; fields as in WorkerExit."""
+    """A worker ended without being told to; fields as in WorkerExit."""
 
     worker_id: str
     exit_code: int | None
@@ -115,14 +120,14 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Nothing is left of a worker that was to end."""
+    """A worker that was told to end is gone with all its processes."""
 
     worker_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """Ray's head has not answered for so long; 0: it answers again."""
+    """Ray's head has not answered for `silent_s` seconds; 0: it answers again."""
 
     silent_s: float
 
@@ -147,7 +152,7 @@ def decode(line: bytes) -> Message:
     """The message of one line.
 
     Raises:
-        ValueError: it is none.
+        ValueError: The line is not a valid message.
     """
     try:
         values = json.loads(line)

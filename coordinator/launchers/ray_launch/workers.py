@@ -1,4 +1,4 @@
-"""The workers of one coordinator in a Ray that is connected: started, watched, ended."""
+"""Starts, watches and ends the workers of one coordinator in a connected Ray."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ from baton.coordinator.launchers.worker_process import KILL_TIMEOUT_S
 _HEAD_PROCESSES = ("gcs_server", "raylet")
 _PROBE_S = 1.0
 _SILENT_S = 5.0
-# As long as Ray's own clients try to reach a head that is gone.
+# Timeout for a silent head; Ray's own clients try to reconnect for as long.
 _GONE_S = 60.0
-# An actor that cannot be reached for so long is lost.
+# An actor that cannot be reached for this long is lost.
 _UNREACHABLE_S = 5.0
-# So long after it was made another's placement is waited for, to be beside it.
+# How long a new worker waits for the placement of a worker of the other role, counted from that
+# worker's creation, to be placed on the same node.
 _PARTNERS_S = 5.0
-# A worker that has no place yet is looked at so often; after so long it is told that it waits for
-# what others use.
+# Interval for checking a worker without a place, and the time after which it is reported as waiting
+# for resources that others use.
 _LOOK_S = 2.0
 _ROOM_S = 10.0
 
@@ -49,12 +50,12 @@ class _Worker:
     """A worker's actor.
 
     Attributes:
-        needs: of its node, by Ray's names.
-        made_at: by time.monotonic.
-        hoped: the node that it was to have; empty for any.
-        node: Ray's id of where its process runs; empty until then.
-        settled: set once it is placed, or never will be.
-        ending: it was asked to stop, or has ended and been reported.
+        needs: resources that the worker needs, by Ray's names.
+        made_at: time.monotonic() when the actor was created.
+        hoped: ID of the preferred node; empty for any node.
+        node: ID of the node that runs the worker's process; empty before the placement.
+        settled: set when the worker is placed or has failed to be placed.
+        ending: whether the worker was told to stop, or has ended and was reported.
     """
 
     worker_id: str
@@ -83,7 +84,7 @@ class RayWorkers:
         self._head = [child for child in own if child.name() in _HEAD_PROCESSES]
 
     async def run(self, commands: asyncio.StreamReader) -> None:
-        """Until the commands end; then nothing is left of its workers."""
+        """Runs until the commands end, and then ends all workers."""
         probe = asyncio.create_task(self._probe(), name="probe")
         tasks: set[asyncio.Task[None]] = set()
         try:
@@ -115,7 +116,7 @@ class RayWorkers:
         self._say(wire.Started(start.worker_id, why))
 
     async def _try_start(self, start: wire.Start) -> str:
-        """Makes its actor; says why there can be none."""
+        """Creates the worker's actor; returns why it cannot, or an empty string."""
         if (earlier := self._workers.get(start.worker_id)) is not None:
             if not earlier.ending:
                 return "it is started already"
@@ -128,9 +129,9 @@ class RayWorkers:
         needs = {"CPU": start.cpus, "GPU": gpus, **start.resources}
         lack = shortage(needs, nodes)
         if lack and not self._opening.address:
-            # Nobody adds nodes to it.
+            # A local Ray never gets further nodes, so waiting would not help.
             return lack
-        # One after the other, or pairs that are started together would not see each other.
+        # Placed one at a time, so that workers that start together can be placed on one node.
         async with self._placing:
             node = await self._partner_node(start.role)
             actor = await in_thread(lambda: self._make_actor(start, gpus, node))
@@ -140,7 +141,7 @@ class RayWorkers:
         return ""
 
     async def _partner_node(self, role: str) -> str | None:
-        # Those that find no room soon hold nobody up.
+        # The wait is limited, so that a worker without room does not delay others.
         pending = [
             worker
             for worker in self._workers.values()
@@ -164,11 +165,11 @@ class RayWorkers:
             "num_cpus": start.cpus,
             "num_gpus": gpus,
             "resources": start.resources,
-            # Who replaces a worker is the coordinator's business.
+            # The coordinator replaces lost workers, not Ray.
             "max_restarts": 0,
         }
         if node is not None:
-            # As Ray Serve packs replicas: there if there is room now, otherwise anywhere.
+            # As in Ray Serve: on this node if it has room now, otherwise on any node.
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
                 node, soft=True, _spill_on_unavailable=True
             )
@@ -186,7 +187,7 @@ class RayWorkers:
         )
 
     async def _watch(self, worker: _Worker) -> None:
-        """Until it has ended, and then says so unless it was asked to."""
+        """Runs until the worker has ended; reports the exit unless the worker was told to stop."""
         try:
             lost = await self._place(worker)
             if not lost and not worker.ending:
@@ -206,12 +207,12 @@ class RayWorkers:
             return
         worker.ending, worker.node = True, ""
         self._say(wire.Exited(worker.worker_id, None, lost=lost) if lost else ended)
-        # What it held of its node is free for the next.
+        # Ending the actor frees its resources on the node.
         with contextlib.suppress(Exception):
             await in_thread(lambda: ray.kill(worker.actor, no_restart=True))
 
     async def _place(self, worker: _Worker) -> str:
-        """Waits until its actor runs; says why it never will."""
+        """Waits until the worker's actor runs; returns why it cannot run, or an empty string."""
         stop_timeout_s = self._opening.placement_timeout_s
         starting = asyncio.ensure_future(result(worker.actor.place.remote()))
         begun_at, told = monotonic(), ""
@@ -222,7 +223,7 @@ class RayWorkers:
             )
             if done:
                 break
-            # Nodes come and go, and others' work may end.
+            # The reason may change, because nodes join and leave and resources become free.
             waited_s = monotonic() - begun_at
             why = await self._why_not(worker, waited_s) or told
             if waited_s >= stop_timeout_s:
@@ -240,7 +241,7 @@ class RayWorkers:
 
     @staticmethod
     async def _why_not(worker: _Worker, waited_s: float) -> str:
-        """What keeps it from a place; empty while that is not known, or nothing unusual."""
+        """Why a worker has no place yet; empty if unknown, or while waiting is still normal."""
         with contextlib.suppress(Exception):
             if lack := shortage(worker.needs, await in_thread(live_nodes)):
                 return lack
@@ -253,7 +254,7 @@ class RayWorkers:
             try:
                 return dict(await result(worker.actor.exited.remote()))
             except ActorUnavailableError:
-                # Its connection broke, or Ray is gone and cannot say what became of it.
+                # The connection to the actor broke, or Ray is gone.
                 await self._reach(worker)
 
     async def _reach(self, worker: _Worker) -> None:
@@ -265,7 +266,7 @@ class RayWorkers:
                 await asyncio.sleep(_PROBE_S)
 
     async def _end_started(self, worker_id: str) -> None:
-        """Ends one whose start may take longer than anybody has waited for it."""
+        """Ends a worker, after its start has finished."""
         if (starting := self._starting.get(worker_id)) is not None:
             await asyncio.wait([starting])
         await self._end(worker_id)
@@ -281,10 +282,10 @@ class RayWorkers:
                     async with asyncio.timeout(stop_timeout_s + 2 * KILL_TIMEOUT_S):
                         await result(worker.actor.stop.remote(stop_timeout_s))
             with contextlib.suppress(Exception):
-                # A Ray that is gone is not waited for.
+                # The timeout is short if Ray does not answer.
                 timeout_s = _PROBE_S if self._silent_s else CALL_TIMEOUT_S
                 await in_thread(lambda: ray.kill(worker.actor, no_restart=True), timeout_s)
-                # Its calls fail once it is gone.
+                # The watch task ends when its calls to the dead actor fail.
                 await asyncio.wait([worker.watch], timeout=CALL_TIMEOUT_S)
             worker.watch.cancel()
             await asyncio.gather(worker.watch, return_exceptions=True)
@@ -292,7 +293,7 @@ class RayWorkers:
         self._say(wire.Ended(worker_id))
 
     async def _probe(self) -> None:
-        """Tells when Ray does not answer, and ends this process when it never will."""
+        """Reports when Ray does not answer, and ends this process after _GONE_S seconds."""
         answered_at = monotonic()
         asking = asyncio.ensure_future(in_thread(live_nodes, _GONE_S))
         while True:
@@ -316,5 +317,5 @@ class RayWorkers:
             if not worker.ending:
                 lost = f"was lost with Ray, which has stopped: {why}"
                 self._say(wire.Exited(worker.worker_id, None, lost=lost))
-        # Not by way of Ray's own end, which would wait for it.
+        # os._exit, because Ray's own shutdown would wait for the lost Ray.
         os._exit(3)
