@@ -1,8 +1,9 @@
-"""How large the two pools are to be: one pure function per decision.
+"""Decides the sizes of the prefill and decode pools; `decide` is a pure function.
 
-Prefill follows predicted TTFT at the tail, decode follows ITL and KV residency. Both look ahead by
-a cold start, grow at once, and shrink to the most that was needed within a window. When one pool is
-short and the other has slack, workers change roles before others are started.
+The prefill pool follows the predicted tail of TTFT, the decode pool follows ITL and KV cache use.
+Both pools look ahead by one cold start and grow at once. They shrink to the largest size that was
+needed within a time window. If one pool is short and the other has spare workers, workers change
+roles before new workers are started.
 """
 
 from __future__ import annotations
@@ -32,25 +33,26 @@ from baton.coordinator.state.scaling_decision import (
     Want,
 )
 
-# A pause between decisions longer than so many intervals says nothing about the load.
+# After a pause of more than this many intervals between decisions, load counts are not usable.
 _LONGEST_PAUSE = 12
 # An observation older than this freezes the pools.
 _STALE_S = 20.0
-# For so long after a pool was too small its requests miss targets that it could keep now.
+# For this long after a pool was too small, missed targets are ignored: they are the result of the
+# earlier shortage.
 _SETTLES_S = 30.0
 
 
 def decide(
     observation: Observation, config: ScalingConfig, state: State, now: float
 ) -> tuple[Decision, State]:
-    """One decision.
+    """Makes one decision.
 
     Args:
-        observation: of now.
-        config: limits, targets and times; may be another one each time.
-        state: what the decision before returned; `State()` at first.
-        now: by the core's clock, in seconds. A clock that went back, or stood still for long, costs
-            the memory of the load, and until there is a new one no pool shrinks.
+        observation: the present observation.
+        config: limits, targets and times; may change between calls.
+        state: state returned by the previous call; `State()` at first.
+        now: time by the core's clock, in seconds. If the clock went back or a long pause occurred,
+            the load history is dropped, and no pool shrinks until there is a new history.
 
     Returns:
         The decision, and the state for the next one.
@@ -58,7 +60,7 @@ def decide(
     members = {pool: Members.of(observation, pool, config, now) for pool in POOLS}
     problem = _unusable(observation, now)
     if problem:
-        # What comes meanwhile counts with the next one, over all of the time since the last.
+        # The old state is kept, so that the next sample covers the whole time since the last one.
         return _frozen(members, config, problem, now), state
     samples, problem = _samples(observation, config, state, now)
     after = replace(
@@ -113,7 +115,7 @@ def decide(
 
 
 def _unusable(observation: Observation, now: float) -> str:
-    """Why nothing can be concluded; empty when all is well."""
+    """Why the observation cannot be used; empty if it can."""
     age_s = now - observation.observed_at
     if not math.isfinite(age_s) or age_s > _STALE_S:
         return f"the workers were last heard of {age_s:.0f} s ago"
@@ -126,7 +128,7 @@ def _unusable(observation: Observation, now: float) -> str:
 def _frozen(
     members: dict[Pool, Members], config: ScalingConfig, problem: str, now: float
 ) -> Decision:
-    """The pools stay as they are; one below its floor grows to it, and stuck starts are ended."""
+    """Keeps the pools' sizes, but grows pools to their minimum and ends stuck starts."""
     decided = {}
     for pool in POOLS:
         current, floor = members[pool].current, config.limits(pool).floor
@@ -151,7 +153,7 @@ def _frozen(
 
 
 def _ended(members: Members, now: float) -> list[Drain]:
-    """Starts that are given up: their age is known without any measurement."""
+    """Ends stuck starts; their age is known without any measurement."""
     return [
         Drain(one.worker_id, f"it has been starting for {now - one.since:.0f} s")
         for one in members.stuck
@@ -161,7 +163,11 @@ def _ended(members: Members, now: float) -> list[Drain]:
 def _samples(
     observation: Observation, config: ScalingConfig, state: State, now: float
 ) -> tuple[tuple[Sample, ...], str]:
-    """The history with what has come since the last decision; and why it cannot be told."""
+    """Appends a sample since the last decision to the history.
+
+    Returns:
+        The history, and the reason why no history is available (empty if one is).
+    """
     if state.now is None:
         return (), "nothing is known of the load yet"
     span_s = now - state.now
@@ -184,7 +190,7 @@ def _samples(
 
 
 def _busy(observation: Observation, state: State) -> bool:
-    """Whether a request is there, or was since the last decision: of lanes without targets too."""
+    """Whether any request was present since the last decision, including lanes without targets."""
     before = dict(state.lanes)
     return observation.decode.num_decodes > 0 or any(
         lane.queued_s > 0
@@ -195,7 +201,7 @@ def _busy(observation: Observation, state: State) -> bool:
 
 
 def _awake(need: Need, idle_s: float, *, idle: bool) -> Need:
-    """Zero only after `idle_s` without any request; then the next one wakes both pools."""
+    """Keeps one worker until there was no request for `idle_s` seconds."""
     if need.workers or idle:
         return need
     return Need(1, f"{need.reason}, and one worker stays until none has come for {idle_s:g} s")
@@ -209,9 +215,9 @@ def _measured(
     span_s: float,
     now: float,
 ) -> dict[Pool, PoolState]:
-    """What the next decision is to know of what this one measured.
+    """Updates the pool states with measured TTFT and ITL.
 
-    A pool that was lately smaller than it had to be explains by itself what was missed.
+    Missed targets of a pool that was recently too small are ignored: the shortage explains them.
     """
     lanes, found = dict(observation.lanes), dict(states)
     one = found[Pool.PREFILL]
@@ -259,10 +265,11 @@ def _decision(
             actions.append(Flip(worker.worker_id, into))
             gone.add(worker.worker_id)
     after = {pool: members[pool].current + moved[pool] for pool in POOLS}
-    # Who has given workers away has shrunk enough for now.
+    # A pool that has given workers to the other pool does not shrink further in this decision.
     sizes = {pool: after[pool] if moved[pool] < 0 else sizes[pool] for pool in POOLS}
     if flip is not None:
-        # Starts in whose place a worker comes are given up, unless both pools together keep them.
+        # Starts that a flipped worker replaces are ended, unless `most` keeps them for both pools
+        # together.
         into, giver = flip[1], sizing.other(flip[1])
         spared = min(after[into], sum(most.values()) - sizes[giver])
         sizes[into] = max(sizes[into], spared)
@@ -291,7 +298,7 @@ def _decision(
 
 
 def _moved(members: dict[Pool, Members], moved: dict[Pool, int]) -> dict[Pool, Members]:
-    """As they are once the flips are done: who comes counts as serving."""
+    """The members after the flips; flipped workers count as serving in their new pool."""
     found = dict(members)
     for pool in POOLS:
         one = members[pool]

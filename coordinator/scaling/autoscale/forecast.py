@@ -1,4 +1,4 @@
-"""What arrived, interval by interval, and how much will arrive by the time a worker has started."""
+"""Load history by interval, and a forecast of the load at the end of a cold start."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 
 from baton.coordinator.scaling.autoscale.types import LaneLoad, Sample
 
-# Of the recent load: one that is long enough to tell a change from chance, one short enough to
-# follow it.
+# Two windows over the recent load: the short one follows changes quickly, the long one is needed to
+# distinguish a change from random variation.
 _SHORT_S, _TREND_S = 30.0, 120.0
-# What is kept.
+# Age limit of samples.
 _KEPT_S = 900.0
-# A trend may at most so many times the load by the time that it is needed.
+# Upper limit of the forecast growth factor.
 _MOST_GROWTH = 2.0
-# In standard errors: a slope below this is chance.
+# Significance limit in standard errors: a smaller slope is considered random variation.
 _SURE = 2.0
-# How many intervals tell how bursty arrivals are, and how bursty they may seem.
+# Minimum number of intervals for estimating burstiness, and upper limit of the estimate.
 _TELLING, _MOST_BURSTS = 12, 4.0
 _FIELDS = ("num_arrived", "work_s", "num_output_tokens", "num_kv_tokens")
 
@@ -30,9 +30,9 @@ def sample(
     span_s: float,
     num_decodes: int,
 ) -> Sample | None:
-    """What these lanes got between two observations; None when the totals make no sense.
+    """Load of these lanes between two observations; None if a total is lower than before.
 
-    Totals that fell are a coordinator that started again.
+    Totals fall when the coordinator has restarted.
     """
     old = dict(before)
     sums = dict.fromkeys(_FIELDS, 0.0)
@@ -51,7 +51,7 @@ def sample(
 
 
 def kept(samples: Sequence[Sample], now: float) -> tuple[Sample, ...]:
-    """Without what is too old, or of a future that a clock has taken back."""
+    """Drops samples that are too old, or in the future because the clock went back."""
     return tuple(one for one in samples if now - _KEPT_S <= one.at <= now)
 
 
@@ -60,18 +60,18 @@ def recent(samples: Sequence[Sample], now: float, seconds: float) -> list[Sample
 
 
 def mean(samples: Sequence[Sample], value: Callable[[Sample], float]) -> float:
-    """Over time; 0 without samples."""
+    """Mean weighted by the samples' duration; 0 without samples."""
     span_s = math.fsum(one.span_s for one in samples)
     return math.fsum(value(one) * one.span_s for one in samples) / span_s if span_s > 0 else 0.0
 
 
 def growth(samples: Sequence[Sample], now: float, lead_s: float) -> float:
-    """By what factor the request rate is expected to be higher `lead_s` from now; at least 1.
+    """Predicted growth factor of the request rate within `lead_s` seconds; at least 1.
 
-    A straight line through the last minutes, where it rises by more than such arrivals would by
-    chance, damped as in Gardner and McKenzie (1985): it flattens within half the time that it has
-    been seen for, since a young rise tells little of what comes after as long again. A load that
-    falls is not extrapolated: it may come back before a worker would.
+    The forecast is a straight line fitted to the last minutes, used only if its slope is larger
+    than random variation would explain. The trend is damped as in Gardner and McKenzie (1985) with
+    a time constant of half the window, because a short rise does not predict a long one. A falling
+    load is not extrapolated: it may rise again sooner than a worker could start.
     """
     window = recent(samples, now, max(_TREND_S, lead_s))
     if len(window) < 6:
@@ -85,7 +85,8 @@ def growth(samples: Sequence[Sample], now: float, lead_s: float) -> float:
     if not spread > 0:
         return 1.0
     slope = math.fsum((one.at - centre) * one.rate * one.span_s for one in window) / spread
-    # Of a rate `level`, counted over the window: its variance is level / span in each interval.
+    # Standard error of the slope: for Poisson arrivals of rate `level`, the variance of the rate
+    # measured in an interval is level / span.
     error = math.sqrt(level * burstiness(samples) / spread)
     if slope < _SURE * error:
         return 1.0
@@ -95,12 +96,12 @@ def growth(samples: Sequence[Sample], now: float, lead_s: float) -> float:
 
 
 def load(samples: Sequence[Sample], now: float, value: Callable[[Sample], float]) -> float:
-    """Per second now: what has lasted, as far as what is recent differs from it by chance only.
+    """Present load per second: the long-term mean, corrected by significant recent changes.
 
-    What is recent counts where it exceeds one standard error, and where it falls short of two: a
-    worker too few costs more than one too many. Of n requests that differ in size as much as they
-    do in traces (a coefficient of variation of 1), and come in bursts, the sum varies by
-    sqrt((1 + burstiness) / n).
+    The short-term mean raises the result if it is more than one standard error above the long-term
+    mean, and lowers it if it is more than two below: a missing worker costs more than a spare one.
+    The relative standard error of the sum of n request sizes is sqrt((1 + burstiness) / n), for
+    sizes with a coefficient of variation of 1 as observed in traces.
     """
     short, long = recent(samples, now, _SHORT_S), recent(samples, now, _TREND_S)
     lately, lasting = mean(short, value), mean(long, value)
@@ -112,15 +113,16 @@ def load(samples: Sequence[Sample], now: float, value: Callable[[Sample], float]
 
 
 def burstiness(samples: Sequence[Sample]) -> float:
-    """How much more the number of requests varies than that of independent ones; 1 to 4.
+    """Variance of the request count relative to Poisson arrivals; 1 to 4.
 
-    The index of dispersion of counts, from differences between neighbours, so that a slow change
-    does not count; each by the spans of its own two, which differ where something asked for a
-    decision at once. Few samples tell little.
+    This is the index of dispersion of counts, computed from differences between adjacent samples so
+    that slow changes do not count. Each difference is scaled by the durations of its two samples,
+    which differ when an event caused an early decision. With too few samples the result is 1.
     """
     if len(samples) < _TELLING or not (level := mean(samples, lambda one: one.rate)) > 0:
         return 1.0
-    # Of independent arrivals the difference of two rates varies by level * (1 / span + 1 / span).
+    # For Poisson arrivals the variance of the difference of two rates is
+    # level * (1 / span + 1 / span).
     found = math.fsum(
         (after.rate - before.rate) ** 2 / (1 / after.span_s + 1 / before.span_s)
         for before, after in itertools.pairwise(samples)

@@ -1,4 +1,4 @@
-"""How many workers each pool needs, by the latency model and by what was measured. Pure."""
+"""Computes how many workers each pool needs, from the latency model and measured corrections."""
 
 from __future__ import annotations
 
@@ -19,29 +19,37 @@ from baton.coordinator.scaling.autoscale.types import (
 )
 from baton.coordinator.state.scaling_config import ScalingConfig, Targets
 
-# Of a target, that predictions leave unused.
+# Share of a latency target kept as safety margin.
 _MARGIN = 0.04
-# Within which prompts that have piled up are to be done.
+# Seconds within which a backlog of prompts should be worked off.
 _DRAIN_BACKLOG_S = 20.0
-# Of a decode worker's KV cache that may be filled.
+# Share of a decode worker's KV cache that may be filled.
 _KV_SHARE = 0.9
-# Bursts above this are named in a reason.
+# Burstiness above this value is mentioned in a decision's reason.
 _NOTED = 1.3
-# And corrections above this.
+# Corrections above this value are mentioned in a decision's reason.
 _TOLD = 1.02
 # Corrections from measurements stay between 1 and this.
 _MOST_CORRECTION = 2.0
-# A few prompts tell little of how uneven all are.
+# Upper limit of the squared coefficient of variation of prompt sizes; estimates from few prompts
+# are unreliable.
 _MOST_UNEVEN = 4.0
+# Factors that raise and lower the prefill correction, and the smoothing factor (exponential moving
+# average) of the decode correction.
 _UP, _DOWN, _FOLLOWS = 1.15, 0.99, 0.1
-# In standard errors: what exceeds it is more than chance.
+# Significance limit in standard errors; smaller differences are considered random variation.
 _SURE = 2.0
-# For how long a miss counts.
+# Time constant with which missed targets are forgotten.
 _REMEMBERED_S = 60.0
 
 
 class Need(NamedTuple):
-    """Attributes: workers: at least 0; reason: in words, with the numbers."""
+    """Workers needed in a pool.
+
+    Attributes:
+        workers: number of workers; at least 0.
+        reason: explanation for operators, with the numbers.
+    """
 
     workers: int
     reason: str
@@ -52,12 +60,12 @@ def prefill_feedback(
     lanes: Sequence[tuple[LaneLoad, Targets]],
     span_s: float,
 ) -> PoolState:
-    """The pool with what was measured of TTFT in the last `span_s`.
+    """Updates the prefill correction factor with the TTFTs measured in the last `span_s` seconds.
 
-    The factor on prompts' work grows while more requests miss the target than may, by more than
-    chance, in a pool that the model says is large enough; each miss is held against it once. It
-    shrinks back to 1 by itself. So what the model does not know of is paid for with workers.
-    Prompts that alone take longer than the target may miss: no number of workers would help.
+    The factor multiplies the prompts' predicted work. It grows while significantly more requests
+    miss the target than allowed although the pool is large enough by the model; each miss counts
+    once. Otherwise it decays to 1. The factor covers effects that the model does not contain.
+    Prompts whose own work exceeds the target are allowed to miss: more workers would not help.
     """
     fades = math.exp(-max(0.0, span_s) / _REMEMBERED_S)
     allowed, seen = state.misses.allowed * fades, state.misses.seen * fades
@@ -75,7 +83,7 @@ def prefill_feedback(
 
 
 def decode_correction(correction: float, load: DecodeLoad) -> float:
-    """The factor on decode steps: how much longer gaps are than the model says, followed slowly."""
+    """Updates the decode correction: smoothed ratio of measured to predicted gaps; at least 1."""
     measured_s, predicted_s = load.itl_s, load.itl_predicted_s
     if measured_s is None or predicted_s is None:
         return correction
@@ -93,7 +101,7 @@ def prefill_need(
     num_serving: int,
     now: float,
 ) -> Need:
-    """Enough for the load expected at the end of a cold start, and for what has piled up."""
+    """Prefill workers for the load expected after a cold start and for the present backlog."""
     lanes = dict(observation.lanes)
     rising = forecast.growth(samples, now, config.cold_start_s)
     offered = forecast.load(samples, now, lambda one: one.work) * rising * correction
@@ -130,7 +138,7 @@ def prefill_need(
 
 
 def _backlog_s(lane: LaneLoad, target: Targets, num_serving: int, within_s: float) -> float:
-    """Work ahead of the tail beyond what the workers can do in time."""
+    """Seconds of queued work beyond the amount that the workers can finish within the target."""
     mean_s = math.fsum(lane.works_s) / len(lane.works_s) if lane.works_s else 0.0
     return max(0.0, lane.queued_s - num_serving * max(0.0, within_s - mean_s) - mean_s)
 
@@ -142,7 +150,7 @@ def decode_need(
     correction: float,
     now: float,
 ) -> Need:
-    """Enough for the requests that decode and prefill now, and for those expected."""
+    """Decode workers for the present requests and for those expected after a cold start."""
     itl_s = min((one.itl_s for _, one in config.targets if one.itl_s is not None), default=math.inf)
     within_s = itl_s * (1 - _MARGIN) / correction
     load, latency = observation.decode, observation.latency
@@ -150,17 +158,17 @@ def decode_need(
     rate = forecast.load(samples, now, lambda one: one.rate)
     tokens = forecast.load(samples, now, lambda one: one.output_tokens)
     held = forecast.load(samples, now, lambda one: one.kv_tokens)
-    # Of one request: on average, and with all of its output.
+    # KV tokens per request: on average during decoding, and at the end of its output.
     held_each = held / rate if rate else load.reserved_tokens / max(1, load.num_decodes)
     room_each = (held + tokens / 2) / rate if rate else held_each
     if load.num_decodes:
         room_each = max(room_each, load.reserved_tokens / load.num_decodes)
-    # What a worker may have at a time, by step time and by room.
+    # Maximum number of concurrent requests per worker, by step time and by KV room.
     by_time = queueing.most_requests(latency, within_s, held_each)
     room = load.kv_tokens * _KV_SHARE
     by_room = max(1.0, room / room_each) if room and room_each else math.inf
     each = min(by_time, by_room, load.most_requests or math.inf)
-    # Little's law, with steps as long as they then are.
+    # Little's law, with the step time of a worker at that number of requests.
     step_s = latency.decode_step_s(1, 0)
     if math.isfinite(each):
         step_s = latency.decode_step_s(math.ceil(each), math.ceil(each * held_each))
@@ -169,9 +177,10 @@ def decode_need(
         dict(observation.lanes).get(name, LaneLoad()).num_waiting for name in _lanes(config)
     )
     present, bursts = load.num_decodes + waiting, forecast.burstiness(samples)
-    # Outputs may be longer than expected: who has been here for a while counts as expected.
+    # Outputs may be longer than expected, so the lasting number of present requests counts too.
     lasting = forecast.load(samples, now, lambda one: one.present)
-    # Requests differ in what they hold: a few long ones more make steps as long as many.
+    # Requests hold different numbers of KV tokens, so a few long requests can slow steps as much as
+    # many short ones.
     uneven = _unevenness(observation, config) if by_time <= each else 0.0
     slope_s = latency.step_per_request_s + latency.step_per_kv_token_s * held_each
     share = latency.step_per_kv_token_s * held_each / slope_s if slope_s > 0 else 0.0
@@ -179,7 +188,7 @@ def decode_need(
         (one.percentile for _, one in config.targets if one.itl_s is not None), default=50.0
     )
     most = _percentile(max(expected, lasting), bursts + uneven * share * share, percentile)
-    # Of those that are here now some are here by chance, and gone before a worker would be.
+    # Present requests minus random variation, whose requests end before a worker could start.
     surely = present - _SURE * math.sqrt(present * bursts)
     number, at_once = _workers(most, each), _workers(surely, each)
     if not number and not at_once:
@@ -204,7 +213,7 @@ def decode_need(
 
 
 def _unevenness(observation: Observation, config: ScalingConfig) -> float:
-    """The squared coefficient of variation of prompts, by their work; at most 4."""
+    """Squared coefficient of variation of the prompts' work; at most _MOST_UNEVEN."""
     lanes = dict(observation.lanes)
     works = [work for name in _lanes(config) if name in lanes for work in lanes[name].works_s]
     mean_s = math.fsum(works) / len(works) if works else 0.0
@@ -219,11 +228,11 @@ def _lanes(config: ScalingConfig) -> list[str]:
 
 
 def _percentile(number: float, burstiness: float, percentile: float) -> float:
-    """Of a number of requests whose mean is given, at least that mean."""
+    """Percentile of a request count (normal approximation) with this mean; at least the mean."""
     above = max(0.0, NormalDist().inv_cdf(percentile / 100))
     return number + above * math.sqrt(number * burstiness)
 
 
 def _workers(number: float, each: float) -> int:
-    """For so many requests at a time."""
+    """Number of workers for this many concurrent requests."""
     return max(1, math.ceil(number / each - 1e-9)) if number > 0 else 0

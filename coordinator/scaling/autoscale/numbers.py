@@ -1,4 +1,4 @@
-"""What a decision rested on, as numbers by name, for people and for graphs."""
+"""Input numbers of a scaling decision by name, for operators and graphs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def numbers(
     pool: Pool,
     config: ScalingConfig,
 ) -> Mapping[str, float]:
-    """Of one pool. What nobody measured is left out.
+    """Returns the input numbers of a decision on one pool, without unmeasured values.
 
     Args:
-        observation: that was decided on.
-        before: the one before it; rates are between the two.
-        span_s: between the two.
-        pool: that the decision is of.
-        config: whose targets count.
+        observation: observation that the decision was based on.
+        before: previous observation; rates are computed from the difference.
+        span_s: seconds between the two observations.
+        pool: pool of the decision.
+        config: configuration with the targets.
     """
     members = Members.of(observation, pool, config, observation.observed_at)
     found = {

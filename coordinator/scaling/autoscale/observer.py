@@ -1,8 +1,8 @@
-"""What the autoscaler sees of the coordinator's core.
+"""Builds the autoscaler's observation from the coordinator's core.
 
 The autoscaler sizes the pools of the stable fleet. It ignores a canary's workers, which the rollout
-starts: it counts the demand of all requests, so that the stable pools can take all of them back at
-any time.
+starts. It counts the demand of all requests, including the canary's, so that the stable pools can
+take over all requests at any time.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class Observer:
     def observe(
         self, config: ScalingConfig, now: float, starting: Iterable[WorkerView] = ()
     ) -> Observation:
-        """Everything that a decision rests on.
+        """Returns the input of a decision.
 
         Args:
-            config: whose percentiles are measured.
-            now: by the core's clock.
-            starting: workers that were asked for and are not attached yet.
+            config: configuration with the percentiles to measure.
+            now: time by the core's clock.
+            starting: workers that were ordered and have not attached yet.
         """
         stable = self._workers.fleets.stable
         workers = list(stable.workers)
-        # They hold GPUs until they have left.
+        # Draining workers of other fleets hold GPUs until they have left.
         leaving = [
             one
             for one in self._workers
@@ -140,8 +140,9 @@ class Observer:
         ]
         model = self._model(workers)
         gaps = [(step.duration_us / 1e6, step.num_decodes) for step in steps]
-        # What a prompt does to the gaps beside it is no error of the model, and no workers avoid
-        # it: the fewer outputs a decode worker has, the sooner it computes prompts itself.
+        # The prediction includes prompts computed in the same step. Their delay is not an error of
+        # the model, and more workers would not avoid it: a decode worker with fewer requests
+        # computes even more prompts itself.
         predicted = [
             (
                 model.mixed_step_s(
@@ -169,11 +170,11 @@ class Observer:
 
 
 def _full(loads: Sequence[WorkerLoad], decode: DecodeLoad) -> bool:
-    """Whether requests wait for decode workers: none has room for one more of the usual size."""
+    """Whether no decode worker has room for another request of average size."""
     if not decode.num_decodes:
         return False
     usual = decode.reserved_tokens / decode.num_decodes
-    # Outputs that outgrow what was expected of them leave less than nothing.
+    # free_tokens is negative where outputs are longer than expected.
     return all(
         entry.free_tokens < usual or entry.num_decodes >= decode.most_requests for entry in loads
     )
@@ -181,14 +182,14 @@ def _full(loads: Sequence[WorkerLoad], decode: DecodeLoad) -> bool:
 
 def _view(worker: Worker) -> WorkerView:
     if worker.flip is not None:
-        # It is as good as one that starts there, and needs no cold start.
+        # A flipping worker counts as a starting worker of its new pool, without a cold start.
         into = POOL_OF[worker.flip.into]
         return WorkerView(worker.id, into, Phase.STARTING, worker.flip.since, flips=True)
     phase = Phase.SERVING if worker.serving else Phase.STARTING
     if worker.state == cluster_pb2.WORKER_STATE_DRAINING:
         phase = Phase.DRAINING
     elif worker.state == cluster_pb2.WORKER_STATE_SERVING:
-        # One that does not respond for now is a member all the same.
+        # A worker that temporarily does not respond still counts as serving.
         phase = Phase.SERVING
     return WorkerView(
         worker.id,
@@ -201,7 +202,7 @@ def _view(worker: Worker) -> WorkerView:
 
 
 def _percentile(weighted: Sequence[tuple[float, int]], percent: float) -> float:
-    """The least value that so much of the weight does not exceed."""
+    """Weighted percentile of (value, weight) pairs."""
     ordered = sorted(weighted)
     left = percent / 100 * sum(weight for _, weight in ordered)
     for value, weight in ordered:

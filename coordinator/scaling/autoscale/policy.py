@@ -1,4 +1,4 @@
-"""What sizes the pools: the autoscaler, behind the interface that others can stand in for."""
+"""Interface of scaling policies, and the autoscaler as its default implementation."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from baton.coordinator.state.scaling_decision import Decision
 
 
 class Policy(Protocol):
-    """Decides on sizes, again and again.
+    """Decides the pool sizes periodically.
 
     Attributes:
-        config: targets and limits; whoever carries the decisions out may set another at any time.
-        interval_s: between two decisions.
+        config: targets and limits; the scaler may replace them at any time.
+        interval_s: seconds between two decisions.
     """
 
     config: ScalingConfig
@@ -25,7 +25,7 @@ class Policy(Protocol):
 
 
 class Autoscaler:
-    """`decide` of autoscaler.py, with the state that it needs."""
+    """Calls `decide` of autoscaler.py and keeps the state between decisions."""
 
     def __init__(self, config: ScalingConfig) -> None:
         self.config, self.interval_s = config, config.interval_s

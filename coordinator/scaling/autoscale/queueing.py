@@ -1,4 +1,4 @@
-"""How many workers a load needs, by queueing theory over the latency model. Pure."""
+"""Queueing theory: number of workers that a load needs, given the latency model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from baton.runtime.latency import LatencyModel
 
-# Workers: no more are ever counted with, whatever the load is said to be.
+# Upper limit of the computed number of workers.
 MOST = 4096
 
 
@@ -15,8 +15,8 @@ def erlang_c(num_workers: int, load: float) -> float:
     """The probability that an arrival waits (Erlang, 1917).
 
     Args:
-        num_workers: that serve one queue.
-        load: offered, in workers; at least `num_workers` is never served: 1.
+        num_workers: workers that serve one queue.
+        load: offered load in workers (Erlang). With `num_workers` or more, every arrival waits.
     """
     if load >= num_workers:
         return 1.0
@@ -33,18 +33,18 @@ def share_late(
     target_s: float,
     burstiness: float = 1.0,
 ) -> float:
-    """Of requests whose wait and own work exceed the target.
+    """Share of requests whose wait plus own work exceeds the target.
 
-    The wait is taken as exponential beyond its mass at 0, with the mean that Allen and Cunneen give
-    for a G/G/c queue (1978). Requests whose own work is longer than the target are left out: no
-    number of workers helps them.
+    A request waits with the Erlang C probability; the wait is exponentially distributed with the
+    mean of the Allen-Cunneen approximation for a G/G/c queue (1978). Requests whose own work
+    exceeds the target are left out, because more workers would not help them.
 
     Args:
-        num_workers: that serve one queue.
+        num_workers: workers that serve one queue.
         load: seconds of work that arrive per second.
-        works_s: of some requests, in seconds.
-        target_s: for wait and work.
-        burstiness: of arrivals: the variance of their number over that of independent ones.
+        works_s: seconds of work of a sample of requests.
+        target_s: target for wait plus work.
+        burstiness: variance of the number of arrivals relative to Poisson arrivals.
     """
     in_time = [work for work in works_s if work < target_s]
     if not in_time:
@@ -55,7 +55,7 @@ def share_late(
     squares = math.fsum(work * work for work in works_s) / len(works_s)
     if not mean > 0:
         return 0.0
-    # Squared coefficients of variation: of sizes, and of what lies between arrivals.
+    # Sum of the squared coefficients of variation of request sizes and of interarrival times.
     spread = squares / (mean * mean) - 1 + burstiness
     waits = erlang_c(num_workers, load)
     decay = 2 * (num_workers - load) / (spread * mean)
@@ -71,7 +71,7 @@ def prefill_workers(
     may_miss: float,
     burstiness: float = 1.0,
 ) -> int:
-    """The fewest workers with which at most `may_miss` of the requests are late."""
+    """Minimum number of workers with which at most the share `may_miss` of requests is late."""
     if not load > 0 or not works_s:
         return 0
     number = max(1, math.ceil(min(load, MOST)))
@@ -81,12 +81,12 @@ def prefill_workers(
 
 
 def most_requests(latency: LatencyModel, itl_s: float, kv_per_request: float) -> float:
-    """Requests that a decode worker may have at a time, at least 1.
+    """Maximum number of concurrent requests on a decode worker; at least 1.
 
     Args:
-        latency: of its steps.
-        itl_s: at most, per step.
-        kv_per_request: KV tokens that one of them holds, on average.
+        latency: latency model of the worker.
+        itl_s: maximum seconds per step.
+        kv_per_request: mean number of KV tokens per request.
     """
     slope = latency.step_per_request_s + latency.step_per_kv_token_s * kv_per_request
     return max(1.0, (itl_s - latency.step_base_s) / slope) if slope > 0 else math.inf

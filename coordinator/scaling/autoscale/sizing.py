@@ -1,4 +1,4 @@
-"""From what is needed to what a pool is to have: limits, window, steps, budget and flips. Pure."""
+"""Turns needed sizes into target sizes: limits, shrink window, step size, GPU budget and flips."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.coordinator.state.scaling_config import ScalingConfig
 
 POOLS = (Pool.PREFILL, Pool.DECODE)
 
-# A worker that was not needed for so long may change pools.
+# A worker that was not needed for this long may change pools.
 _LATELY_S = 30.0
 
 
@@ -25,8 +25,10 @@ class Members:
     """Workers of a pool.
 
     Attributes:
-        stuck: that have been starting for too long.
-        num_gpus: of all of them, stuck and draining ones included.
+        serving: serving workers.
+        starting: workers that start or flip into the pool.
+        stuck: workers that have been starting for longer than the start timeout.
+        num_gpus: GPUs of all workers, including stuck and draining workers.
     """
 
     serving: tuple[WorkerView, ...]
@@ -36,12 +38,12 @@ class Members:
 
     @property
     def current(self) -> int:
-        """Serving, or on the way there; each counted once."""
+        """Number of serving and starting workers."""
         return len(self.serving) + len(self.starting)
 
     @property
     def cold(self) -> tuple[WorkerView, ...]:
-        """On the way there by a cold start."""
+        """Workers that start with a cold start, in contrast to flips."""
         return tuple(one for one in self.starting if not one.flips)
 
     @classmethod
@@ -66,10 +68,10 @@ def remembered(
     known_s: float,
     now: float,
 ) -> tuple[tuple[float, int], ...]:
-    """What was wanted within the window, with what is wanted now.
+    """Adds the present need to the needs within the window (a monotonic queue for the maximum).
 
-    Where nothing is known of the window, the present size counts as wanted. What a later want
-    exceeds never decides again and is left out.
+    Without earlier entries the present size counts as needed. Entries that are not larger than the
+    new need are dropped, because they can no longer be the maximum.
     """
     young = known_s < config.young_s
     since = now - (max(config.window_s, config.young_s) if young else config.window_s)
@@ -80,7 +82,7 @@ def remembered(
 
 
 def interchangeable(config: ScalingConfig) -> bool:
-    """Whether a worker of one pool can do for one of the other."""
+    """Whether workers can change pools: flips are enabled and the pools use equal GPU counts."""
     return config.flip and config.prefill.gpus == config.decode.gpus
 
 
@@ -90,7 +92,7 @@ def lately(
     known_s: float,
     now: float,
 ) -> dict[Pool, int]:
-    """The most that was wanted of each pool in the last moments; of a young load, ever."""
+    """Maximum need of each pool in the last _LATELY_S seconds; for a young load, of all time."""
     young = known_s < config.young_s
     since = now - (config.young_s if young else min(_LATELY_S, config.window_s / 2))
     return {
@@ -108,12 +110,11 @@ def kept(
     config: ScalingConfig,
     known_s: float,
 ) -> dict[Pool, int]:
-    """What pools do not shrink below: the most that was wanted of each within the window.
+    """Lower limits for shrinking: the maximum need of each pool within the window.
 
-    Where workers can change pools, it is enough to keep the most that both together wanted at one
-    time: the pools seldom have their peaks together. Workers that have yet to start are kept for as
-    long as `recent` has them wanted: what they cost until they serve is not spent yet. A young load
-    keeps those that serve, whoever wanted them.
+    If workers can change pools, it is enough to keep the maximum of the sum of both needs, because
+    the pools seldom peak together. Cold-starting workers are kept only while `recent` needs them,
+    since most of their cost is not spent yet. For a young load all serving workers are kept.
     """
     most, young = {}, known_s < config.young_s
     for pool, one in members.items():
@@ -140,14 +141,14 @@ def bounded(
     config: ScalingConfig,
     pool: Pool,
 ) -> tuple[int, str]:
-    """The size that a pool is to have next, but for the budget; and what bounded it, in words.
+    """Next size of a pool without regard to the GPU budget, and the limit that applied, if any.
 
     Args:
-        current: workers.
-        needed: by the load now.
-        most: as `kept` says.
-        config: limits and steps.
-        pool: that it is.
+        current: present number of workers.
+        needed: number of workers that the present load needs.
+        most: lower limit for shrinking, from `kept`.
+        config: limits and step sizes.
+        pool: the pool.
     """
     limits = config.limits(pool)
     within = min(limits.ceiling, max(limits.floor, needed))
@@ -182,11 +183,11 @@ def flips(
     config: ScalingConfig,
     now: float,
 ) -> tuple[int, Pool] | None:
-    """How many workers change pools, and into which; None for none.
+    """Number of workers that change pools, and the pool they join; None for no flip.
 
-    Only what the short pool lacks and the other has not needed lately. Workers that still start are
-    lacking: who flips is there before them. A pool that has just got a worker so does not give one
-    back: it must first have been quiet, or would let it go anyway.
+    The short pool gets only workers that it lacks and that the other pool has not needed recently.
+    Cold-starting workers count as lacking, because a flip is faster. A pool that has just received
+    a worker by a flip gives no worker back within `flip_quiet_s`, except one it would drain.
     """
     if not interchangeable(config):
         return None
@@ -197,12 +198,12 @@ def flips(
         short = min(sizes[pool], limits.ceiling, max(limits.floor, needed[pool])) - there
         if short <= 0:
             continue
-        # Who leaves all the same had better change pools.
+        # Workers that would be drained anyway change pools instead.
         stay = sizes[giver]
         if now - states[giver].flipped_in_at >= config.flip_quiet_s:
             stay = min(stay, recent[giver])
         keep = max(config.limits(giver).floor, needed[giver], stay)
-        # The last one stays, as one that serves must: what it has could not move to another.
+        # The last responding worker stays, because its requests could not move to another worker.
         number = min(
             short,
             len(members[giver].serving) - keep,
@@ -215,7 +216,7 @@ def flips(
 
 
 def able(members: Members) -> Members:
-    """Those of them that can change their role now."""
+    """The members that can change their role now."""
     serving = tuple(one for one in members.serving if one.responds and not one.stays)
     return replace(members, serving=serving, starting=())
 
@@ -223,9 +224,9 @@ def able(members: Members) -> Members:
 def within_budget(
     sizes: dict[Pool, int], members: dict[Pool, Members], config: ScalingConfig
 ) -> tuple[dict[Pool, int], dict[Pool, str]]:
-    """Cuts growth to the GPUs that are free: those of workers that leave count until they have.
+    """Limits growth to the free GPUs; GPUs of draining workers are in use until these have left.
 
-    Who is shortest, relative to its size, grows first.
+    The pool with the largest relative shortage grows first.
     """
     found, why = dict(sizes), dict.fromkeys(POOLS, "")
     if config.max_gpus is None:
@@ -249,9 +250,9 @@ def within_budget(
 
 
 def leaving(members: Members, number: int) -> list[WorkerView]:
-    """Who goes first: those that do not serve yet, the youngest of them, then the least loaded.
+    """Workers to remove: first starting workers, then the serving workers with the least load.
 
-    Of those that do not serve yet first who needs a cold start.
+    Among starting workers, cold starts come before flips, and the youngest comes first.
     """
     starting = sorted(members.starting, key=lambda one: (one.flips, -one.since, one.worker_id))
     serving = sorted(members.serving, key=lambda one: (one.num_tokens, -one.since, one.worker_id))

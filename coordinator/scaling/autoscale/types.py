@@ -1,8 +1,7 @@
-"""What the autoscaler is told, what it remembers and what it answers; all frozen.
+"""Input types and state of the autoscaler; all are immutable.
 
-`decide(observation, config, state, now)` in autoscaler.py is pure. Who owns the cluster calls it
-on a timer, keeps the state it returns, and carries out the actions: how many workers a role is to
-have, who is to drain, who is to change roles.
+`decide(observation, config, state, now)` in autoscaler.py is a pure function. The scaler calls it
+on a timer, keeps the returned state, and carries out the actions: new pool sizes, drains and flips.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from baton.runtime.latency import LatencyModel
 
 
 class Phase(Enum):
-    """Of a worker's life, as far as sizing goes."""
+    """Phase of a worker's life that sizing distinguishes."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -24,15 +23,17 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker.
+    """One worker as the autoscaler sees it.
 
     Attributes:
-        since: when it entered its phase, by the core's clock.
-        num_tokens: assigned to it: who has least is drained first.
-        gpus: that it has; None: as many as its pool's limits say.
-        stays: it was started elsewhere, and is neither drained nor moved to another pool.
-        responds: it takes new work now; one that does not can be drained, not moved.
-        flips: of one that starts: it comes from the other pool, without a cold start.
+        since: time when the worker entered its phase, by the core's clock.
+        num_tokens: tokens assigned to the worker; the worker with the fewest is drained first.
+        gpus: GPUs of the worker; None: as many as its pool's limits say.
+        stays: whether the worker was started by another process, so that it is neither drained nor
+            moved to the other pool.
+        responds: whether the worker takes new work; a worker that does not can be drained but not
+            moved.
+        flips: whether a starting worker comes from the other pool, without a cold start.
     """
 
     worker_id: str
@@ -48,19 +49,21 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True)
 class LaneLoad:
-    """One lane; totals since the coordinator started, which never fall.
+    """Load of one lane. The first four fields are totals since the coordinator started.
 
     Attributes:
-        num_arrived: requests, those refused for overload included.
-        work_s: of prefill that they brought, cached prefixes left out.
-        num_output_tokens: expected of them.
-        num_kv_tokens: of KV cache that they hold on average while they decode.
-        works_s: of the latest ones, in any order: how uneven prompts are.
-        queued_s: of prefill work that is not done, at workers and in the lane; without the lane's
-            while it waits for room on decode workers.
-        num_waiting: requests in the lane.
-        ttft_s: measured at the target's percentile since the last observation; None: no request.
-        num_first, num_late: first tokens since the last observation; of these, after the target.
+        num_arrived: requests, including requests refused for overload.
+        work_s: seconds of prefill work of these requests, without cached prefixes.
+        num_output_tokens: expected output tokens of these requests.
+        num_kv_tokens: sum of the KV tokens that these requests hold on average during decoding.
+        works_s: seconds of prefill work of the latest requests, in any order.
+        queued_s: seconds of queued prefill work at workers and in the lane. Work in the lane does
+            not count while it waits for room on decode workers.
+        num_waiting: requests that wait in the lane.
+        ttft_s: measured TTFT at the target's percentile since the last observation; None: no
+            first token.
+        num_first: first tokens since the last observation.
+        num_late: first tokens since the last observation that missed the target.
     """
 
     num_arrived: int = 0
@@ -93,13 +96,13 @@ class DecodeLoad:
     """The decode pool now.
 
     Attributes:
-        num_decodes: requests assigned, those still in prefill included.
-        num_in_prefill: of these.
-        reserved_tokens: KV tokens of them all, expected output included.
-        kv_tokens: room of one worker.
-        most_requests: that one worker may have, whatever room it has; 0: not known.
-        itl_s: measured at the target's percentile of the latest steps; None: none was made.
-        itl_predicted_s: the model's for the same steps, at the same percentile.
+        num_decodes: assigned requests, including those still in prefill.
+        num_in_prefill: assigned requests that are still in prefill.
+        reserved_tokens: KV tokens reserved for all assigned requests with their expected output.
+        kv_tokens: KV tokens of one worker's cache.
+        most_requests: maximum number of requests per worker regardless of KV room; 0: unknown.
+        itl_s: measured step time at the target's percentile of the latest steps; None: no steps.
+        itl_predicted_s: step time predicted for the same steps, at the same percentile.
     """
 
     num_decodes: int = 0
@@ -118,13 +121,13 @@ class DecodeLoad:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """Everything that one decision rests on.
+    """The input of one decision.
 
     Attributes:
-        observed_at: when the workers were last heard of, by the core's clock.
-        workers: starting ones too.
-        latency: what steps cost.
-        lanes: by name.
+        observed_at: time of the latest message from any worker, by the core's clock.
+        workers: all workers, including starting workers.
+        latency: latency model of the workers.
+        lanes: pairs (lane name, load).
     """
 
     observed_at: float
@@ -145,19 +148,20 @@ class Observation:
         return [one for one in self.workers if one.pool is pool and one.phase is phase]
 
 
-# ---- What it remembers.
+# ---- State between decisions.
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What arrived in one interval, of all lanes that a pool grows for; per second.
+    """Load per second in one interval, summed over all lanes with targets.
 
     Attributes:
-        rate: requests.
-        work: seconds of prefill work.
-        output_tokens, kv_tokens: as in LaneLoad.
-        span_s: of the interval.
-        present: requests at its end, from their arrival to their last token.
+        at: end of the interval, by the core's clock.
+        span_s: length of the interval.
+        rate: requests per second.
+        work: seconds of prefill work per second.
+        output_tokens, kv_tokens: as in LaneLoad, per second.
+        present: requests between arrival and last token at the end of the interval.
     """
 
     at: float
@@ -171,11 +175,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Misses:
-    """Requests of late, the older the less they count.
+    """Exponentially decayed counts of requests that miss their target.
 
     Attributes:
-        allowed: how many may miss their target.
-        seen: how many have.
+        allowed: number of requests that are allowed to miss their target.
+        seen: number of requests that missed their target.
     """
 
     allowed: float = 0.0
@@ -184,14 +188,14 @@ class Misses:
 
 @dataclass(frozen=True, slots=True)
 class PoolState:
-    """Of one pool.
+    """State of one pool.
 
     Attributes:
-        wanted: what was wanted when, within the window, oldest first.
-        correction: factor on predictions that measurements ask for.
-        misses: since it was last raised.
-        small_at: when it was last smaller than it had to be.
-        flipped_in_at: when the latest worker came from the other pool.
+        wanted: pairs (time, needed workers) within the window, oldest first.
+        correction: measured correction factor on predicted latencies.
+        misses: missed targets since the correction was last raised.
+        small_at: time when the pool was last smaller than needed.
+        flipped_in_at: time when the latest worker joined from the other pool.
     """
 
     wanted: tuple[tuple[float, int], ...] = ()
@@ -203,14 +207,14 @@ class PoolState:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Everything between two decisions; `State()` knows nothing.
+    """State between two decisions; `State()` is the initial state.
 
     Attributes:
-        now: of the latest decision.
-        lanes: as observed then.
-        samples: of the past, oldest first.
-        wanted: of both pools together, as in PoolState.
-        busy_at: when a request was last there.
+        now: time of the latest decision.
+        lanes: lane loads at the latest decision.
+        samples: load history, oldest first.
+        wanted: sum of both pools' needs, in the form of PoolState.wanted.
+        busy_at: time when a request was last present.
     """
 
     now: float | None = None
