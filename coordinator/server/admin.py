@@ -1,4 +1,4 @@
-"""The Admin service: what the core knows, as operators see it."""
+"""The Admin service: shows the core's state to operators and carries out their orders."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ROLES = (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
 
 
 class AdminService(admin_pb2_grpc.AdminServicer):
-    """State and control; admin_scaling.py has the calls on sizes, admin_rollout.py on rollouts."""
+    """The Admin service; scaling calls are in admin_scaling.py, rollouts in admin_rollout.py."""
 
     def __init__(self, shell: Shell, intake: Intake, config: BatonConfig) -> None:
         self._shell, self._intake, self._config = shell, intake, config
@@ -101,7 +101,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return found
 
     def sample(self) -> None:
-        """Adds to the history how it is now: due every SAMPLE_S."""
+        """Adds the present state to the history; must be called every SAMPLE_S seconds."""
         self._history.append(sample(*self._now()))
 
     def _status(self) -> admin_pb2.GetStatusResponse:
@@ -112,7 +112,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
     def _now(
         self,
     ) -> tuple[Core, list[admin_pb2.PoolInfo], list[admin_pb2.LaneInfo], float, float]:
-        """What a status is made of."""
+        """Arguments of `status` and `sample` for the present moment."""
         pools = [self._pool(role) for role in _ROLES]
         lanes = [self._lane(lane) for lane in LANES]
         return self._core, pools, lanes, self._shell.now(), time.time()
@@ -134,7 +134,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return self._core.running_request(request.request_id, request.tenant)
 
     def _explain(self, request: Request | EndedRequest, info: admin_pb2.RequestInfo) -> None:
-        """What is told of one request alone: its budget up to now, and its stalls."""
+        """Adds details that only GetRequest returns: budget so far, targets and stalls."""
         core, now = self._core, self._shell.now()
         if isinstance(request, EndedRequest):
             ended_at, session = request.ended_at, request.session
@@ -234,7 +234,11 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             await abort(context, error)
 
     async def _record(self, worker: Worker, seconds: float, context: Any) -> None:
-        """A profile, for as long as somebody takes it. Raises BatonError."""
+        """Streams a worker's profile until the end or until the caller leaves.
+
+        Raises:
+            BatonError: The profile failed.
+        """
         profiles = self._shell.profiles
         profile = profiles.begin(worker.key, seconds)
         guard = StallGuard(context, lambda: profiles.end(profile))
@@ -265,7 +269,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         )
 
     def _workers(self, role: common_pb2.Role.ValueType) -> list[admin_pb2.WorkerInfo]:
-        """Of one role, or of both; in order."""
+        """Workers of one role, or of both, sorted by role and ID."""
         now = self._shell.now()
         names = {worker.hello.kv_address: worker.id for worker in self._core.workers}
         workers = [
@@ -283,7 +287,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return workers
 
     def _pool(self, role: common_pb2.Role.ValueType) -> admin_pb2.PoolInfo:
-        # A rollout's workers are its own, and not of the pool that is sized.
+        # A pool contains only workers of the stable fleet, not those of a rollout.
         stable = self._core.fleets.stable
         workers = [worker for worker in stable.workers if worker.role == role]
         pool, scaler = POOL_OF[role], self._core.scaler
@@ -340,7 +344,7 @@ def _worker_info(
     now: float,
     silent_s: float,
 ) -> admin_pb2.WorkerInfo:
-    """A worker for operators; `names` are all attached workers' ids by KvTransfer address."""
+    """Describes a worker; `names` maps KvTransfer addresses to IDs of attached workers."""
     hello = worker.hello
     info = admin_pb2.WorkerInfo(
         worker_id=hello.worker_id,

@@ -32,17 +32,18 @@ _Role: TypeAlias = "common_pb2.Role.ValueType"
 _ROLES = "ROLE_PREFILL (1) or ROLE_DECODE (2)"
 _MAX_WATCHERS = 64
 _INTERVAL_S, _SHORTEST_INTERVAL_S = 1.0, 0.1
-# How old it may be what a watcher is told again: looking takes as long for one as for all of them.
+# Maximum age of a snapshot that is shared between watchers; taking a snapshot is expensive.
 _SHARED_S = _SHORTEST_INTERVAL_S / 2
 
 
 class ScalingCalls:
-    """Answers them; whatever is wrong is raised as a BatonError.
+    """Implements the calls; wrong input raises a BatonError.
 
     Args:
-        shell: of the coordinator.
-        pool: describes a pool.
-        snapshot: describes pools, workers and the rollout as they are now.
+        shell: Shell of the coordinator.
+        drain_s: Default drain timeout in seconds.
+        pool: Function that describes a pool.
+        snapshot: Function that describes the present pools, workers and rollout.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class ScalingCalls:
         self._shell, self._drain_s = shell, drain_s
         self._pool, self._snapshot = pool, snapshot
         self._watchers = set[object]()
-        # What watchers were told last, what of it matters, and when that was so.
+        # Latest snapshot, its part that counts as a change (`_what_matters`), and its time.
         self._seen, self._matters, self._seen_at = admin_pb2.WatchEvent(), b"", float("-inf")
 
     @property
@@ -96,7 +97,7 @@ class ScalingCalls:
         return admin_pb2.SetTargetsResponse(targets=self.targets())
 
     def targets(self) -> list[admin_pb2.LaneTargets]:
-        """Of all lanes."""
+        """Latency targets of all lanes."""
         known = self._scaler.targets
         return [
             admin_pb2.LaneTargets(
@@ -161,7 +162,7 @@ class ScalingCalls:
         )
 
     async def watch(self, request: admin_pb2.WatchRequest, context: Any) -> None:
-        """Writes events until it is cancelled; each is made when the one before has been taken."""
+        """Writes events until it is cancelled; the next event is made after the previous write."""
         interval_s = _INTERVAL_S
         if request.HasField("min_interval"):
             interval_s = request.min_interval.ToNanoseconds() / 1e9
@@ -180,7 +181,7 @@ class ScalingCalls:
         try:
             told: float | None = None
             last = b""
-            # What the caller has just asked for is to be seen in the first one.
+            # The first event must show the effect of calls that the caller made before.
             self._look()
             while True:
                 now = self._shell.now()
@@ -199,14 +200,14 @@ class ScalingCalls:
             self._watchers.discard(watcher)
 
     def worker(self, worker_id: str) -> Worker:
-        """Of that name. Raises NotFound."""
+        """The attached worker with this ID. Raises NotFound."""
         worker = self._shell.core.workers.by_id(worker_id)
         if worker is None:
             attached = ", ".join(sorted(one.id for one in self._shell.core.workers)) or "none"
             raise NotFound(f"no worker {shown(worker_id)}; attached: {attached}")
         return worker
 
-    # ---- Inside.
+    # ---- Private methods.
 
     def _worker(self, worker_id: str) -> Worker:
         worker = self.worker(worker_id)
@@ -215,12 +216,12 @@ class ScalingCalls:
         return worker
 
     def _look(self) -> None:
-        """For all who watch."""
+        """Takes a new snapshot for all watchers."""
         self._seen, self._seen_at = self._snapshot(), self._shell.now()
         self._matters = _what_matters(self._seen)
 
     def _decided(self, after: float | None) -> list[Remembered]:
-        """What was decided after that, oldest first; None: the newest of each pool."""
+        """Decisions after a time, oldest first; None: the newest decision of each pool."""
         past = [list(self._scaler.decisions[pool]) for pool in Pool]
         if after is None:
             return [one for of_pool in past for one in of_pool[-1:]]
@@ -234,7 +235,7 @@ class ScalingCalls:
 
 
 def _described(one: Remembered, now: float) -> admin_pb2.ScalingDecision:
-    # When the core's clock began.
+    # Unix time at which the core's clock is 0.
     epoch = time.time() - now
     return admin_pb2.ScalingDecision(
         at=times.timestamp(epoch + one.at),
@@ -256,7 +257,7 @@ def _pool_of(role: _Role) -> Pool:
 
 
 def _changed(known: Targets, asked: admin_pb2.LaneTargets, number: int) -> Targets:
-    """Raises InvalidArgument where what is asked for makes no sense."""
+    """Applies a change to targets. Raises InvalidArgument for invalid values."""
     found = known
     if asked.HasField("ttft_ms"):
         found = replace(found, ttft_s=asked.ttft_ms / 1e3 or None)
@@ -271,7 +272,7 @@ def _changed(known: Targets, asked: admin_pb2.LaneTargets, number: int) -> Targe
 
 
 def _what_matters(event: admin_pb2.WatchEvent) -> bytes:
-    """Of the state, without what changes by itself."""
+    """Serializes the state without fields that change all the time, to detect changes."""
     one = admin_pb2.WatchEvent(pools=event.pools, workers=event.workers, rollout=event.rollout)
     one.rollout.ClearField("compared_for")
     for lane in one.pools.lanes:

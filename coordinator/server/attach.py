@@ -1,4 +1,4 @@
-"""The Cluster service: workers' attach streams, as cluster.proto describes them."""
+"""The Cluster service: attach streams of workers, as specified in cluster.proto."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _log = logging.getLogger(__name__)
 _HELLO_TIMEOUT_S = 10.0
 _ROLES = (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
 
-# It writes encoded messages.
+# The write type is bytes, because messages are written encoded.
 _Context: TypeAlias = "grpc.aio.ServicerContext[cluster_pb2.WorkerMessage, bytes]"
 
 
 def add_to_server(service: ClusterService, server: grpc.aio.Server) -> None:
-    """As the generated code does it, but for what is written: commands are encoded already."""
+    """Registers the service like the generated code, but without a serializer for commands."""
     handlers: dict[str, Any] = {
         "Attach": grpc.stream_stream_rpc_method_handler(
             service.Attach, cluster_pb2.WorkerMessage.FromString
@@ -122,7 +122,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         except BatonError:
             raise
         except Exception as error:
-            # Kept by the worker, it would come again on every new stream: the worker goes.
+            # The worker would send the message again on every new stream, so it is removed.
             _log.exception("a message could not be applied", extra={"worker": link.key[0]})
             raise Internal(f"a message could not be applied: {error!r}") from error
         if message.seq:
@@ -156,11 +156,11 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
     async def _write(
         self, link: WorkerLink, stream: object, context: _Context, reader: asyncio.Task[None]
     ) -> None:
-        """Sends what is kept, and at least an acknowledgement per heartbeat.
+        """Sends the link's messages until the stream is over, and at least one per heartbeat.
 
-        Until the stream is over; raises what the reader raised. A write is never cancelled: gRPC
-        would refuse the status that should follow it. A worker that reads nothing learns that it
-        is fenced when it reads again.
+        Raises the reader's exception. A write is never cancelled, because gRPC could not send the
+        final status after it. Therefore a worker that does not read learns only later that it is
+        fenced.
         """
         heartbeat = _Heartbeat(self._config.heartbeat_s, link.wake)
         try:
@@ -169,7 +169,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                     reader.result()
                     return
                 link.wake.clear()
-                # Asked again before each: a newer stream may have taken over meanwhile.
+                # Checked before each write: a newer stream may have replaced this one meanwhile.
                 while link.stream is stream and (message := link.next_to_send()) is not None:
                     heartbeat.sent()
                     await context.write(message)
@@ -184,7 +184,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 class _Heartbeat:
     """Wakes a stream's writer when it has sent nothing for `interval_s`.
 
-    One timer that looks again: a time-out for every wait would cost as much as a message.
+    It uses one repeating timer; a timeout for every wait would cost as much as a message.
     """
 
     def __init__(self, interval_s: float, wake: asyncio.Event) -> None:
@@ -221,7 +221,7 @@ def _check_role(field: str, role: common_pb2.Role.ValueType) -> None:
 
 
 def _check_columns(tokens: cluster_pb2.StepTokens) -> None:
-    """Raises InvalidArgument when a step's tokens do not have all that is to be said of each."""
+    """Raises InvalidArgument if the columns of a step's tokens differ in length."""
     num_tokens = len(tokens.handles)
     for name in ("offsets", "token_ids", "num_text_chars", "deltas"):
         num_entries = len(getattr(tokens, name))

@@ -1,4 +1,4 @@
-"""Which tenants one client call is counted to."""
+"""Tracks which tenants an open client call is charged to."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Callable
 
 
 class CallTenants:
-    """A call is each tenant's that has a request in it; one that is idle stays its last one's.
+    """Charges a call to every tenant with a request in it, or, while idle, to the last tenant.
 
-    So an open call is always somebody's, and a gateway's, which is many tenants' one after the
-    other, counts to none for longer than it serves it.
+    So an open call is always charged to a tenant. A gateway's call serves many tenants in turn and
+    is charged to each tenant only while it serves the tenant.
     """
 
     def __init__(self) -> None:
-        # What gives the call back, by tenant.
+        # Functions that end the charge, by tenant.
         self._holds: dict[str, Callable[[], None]] = {}
         self._tenants: dict[int, str] = {}
         self._num_live: Counter[str] = Counter()
 
     def __bool__(self) -> bool:
-        """Whether it is counted to anybody."""
+        """Whether the call is charged to any tenant."""
         return bool(self._holds)
 
     def enter(self, stream: int, tenant: str, hold: Callable[[], Callable[[], None]]) -> None:
-        """A tenant's request begins.
+        """Records the start of a request.
 
         Args:
-            stream: of the request; none has this number until it has left.
-            tenant: as above.
-            hold: counts the call to the tenant, and returns what gives it back; what it raises is
-                raised.
+            stream: stream number of the request, unique among the call's running requests.
+            tenant: tenant of the request.
+            hold: function that charges the call to the tenant, and returns a function that ends
+                the charge. Its exceptions are passed on.
         """
         if tenant not in self._holds:
             self._holds[tenant] = hold()
@@ -40,7 +40,7 @@ class CallTenants:
             self._let_go_of_idle()
 
     def leave(self, stream: int) -> None:
-        """The request has ended; unknown ones are ignored."""
+        """Records the end of a request; ignores unknown streams."""
         tenant = self._tenants.pop(stream, None)
         if tenant is None:
             return
@@ -51,7 +51,7 @@ class CallTenants:
                 self._holds.pop(tenant)()
 
     def release(self) -> None:
-        """The call has ended, and all that runs in it; idempotent."""
+        """Ends all charges at the end of the call; idempotent."""
         holds, self._holds = self._holds, {}
         self._tenants.clear()
         self._num_live.clear()
@@ -59,6 +59,6 @@ class CallTenants:
             give_back()
 
     def _let_go_of_idle(self) -> None:
-        """There is one at most: whose request was the last to end."""
+        """Ends the charge of the idle tenant; at most the last tenant can be idle."""
         for tenant in self._holds.keys() - self._num_live.keys():
             self._holds.pop(tenant)()

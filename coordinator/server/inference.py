@@ -26,18 +26,19 @@ from baton.runtime.errors import (
 from baton.runtime.guard import authorization
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
-# A session's first valid credential has to come by then.
+# Seconds within which a session must present a valid credential.
 _UNKNOWN_S = 10.0
-# Messages of a client in one, and how many of these are taken before others have their turn.
+# Limit of messages in a client's batch, and number of messages handled before the event loop runs
+# other tasks.
 _MAX_BATCH, _MAX_AT_ONCE = 64, 16
 
-# Both write encoded messages.
+# The write type is bytes, because messages are written encoded.
 _GenerateContext: TypeAlias = "grpc.aio.ServicerContext[inference_pb2.GenerateRequest, bytes]"
 _SessionContext: TypeAlias = "grpc.aio.ServicerContext[inference_pb2.SessionRequest, bytes]"
 
 
 class InferenceService(inference_pb2_grpc.InferenceServicer):
-    """What clients call."""
+    """The Inference service, which clients call."""
 
     def __init__(self, shell: Shell, intake: Intake, config: CoordinatorConfig) -> None:
         self._shell, self._intake, self._config = shell, intake, config
@@ -85,7 +86,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
 
 
 def add_to_server(service: InferenceService, server: grpc.aio.Server) -> None:
-    """As the generated code does it, but for what is written: events are encoded already."""
+    """Registers the service like the generated code, but without a serializer for events."""
     handlers: dict[str, Any] = {
         "Generate": grpc.unary_stream_rpc_method_handler(
             service.Generate, inference_pb2.GenerateRequest.FromString
@@ -105,10 +106,10 @@ def add_to_server(service: InferenceService, server: grpc.aio.Server) -> None:
 
 
 def _guard(shell: Shell, session: ClientSession, context: Any) -> StallGuard:
-    """Of a session's writes."""
+    """Creates the guard of a session's writes."""
 
     def slow(began_at: float, ended_at: float) -> None:
-        # Of the loop's clock and the core's only differences may be compared.
+        # The times are by the loop's clock; only their difference is valid by the core's clock.
         now = shell.now()
         shell.wrote_slowly(session, now - (ended_at - began_at), now)
 
@@ -123,13 +124,13 @@ def _enter(
     request: inference_pb2.GenerateRequest,
     now: float,
 ) -> None:
-    """Takes the caller's place for a request; the call itself counts to each tenant it serves.
+    """Charges the request and its call to the caller's tenant.
 
     Raises:
-        ResourceExhausted: there is none.
+        ResourceExhausted: The tenant has too many requests or calls.
     """
     if caller.grants is not None:
-        # A gateway's is many tenants': one that holds too many is refused there by itself.
+        # A gateway's call serves many tenants; only the tenant over its limit is refused.
         session.holders.enter(
             stream,
             caller.grants.tenant,
@@ -164,17 +165,17 @@ class _SessionCall:
         self._session = session = shell.open_session()
         self._guard = _guard(shell, session, context)
         self._submitting: dict[int, asyncio.Task[None]] = {}
-        # Why nobody holds it, once it is to end for that.
+        # Error that ends the session because it is not charged to any tenant.
         self._nobodys: BatonError | None = None
         self._last_refusal: BatonError = Unauthenticated(
             f"no valid credential within {_UNKNOWN_S:g} s"
         )
 
     async def run(self) -> None:
-        """Until the client has said and heard everything.
+        """Runs until the client has ended its stream and received all events.
 
         Raises:
-            BatonError: what ends the whole session.
+            BatonError: An error that ends the whole session.
         """
         reader = asyncio.create_task(self._read())
         reader.add_done_callback(lambda _: self._session.outbox.wake())
@@ -192,19 +193,19 @@ class _SessionCall:
 
     @property
     def _is_somebodys(self) -> bool:
-        """Whether it is counted to a tenant, or need not be."""
+        """Whether the call is charged to a tenant, or credentials are not required."""
         return bool(self._session.holders) or not self._intake.needs_credentials
 
     def _end_nobodys(self, reader: asyncio.Task[None]) -> None:
-        """Nobody keeps a stream open without being recognised, or beyond what a tenant may hold."""
+        """Ends a session that has no valid credential, or whose tenant has too many calls."""
         if not self._is_somebodys and not reader.done():
             self._nobodys = self._last_refusal
             reader.cancel()
 
     def close(self) -> None:
-        """Cancels whatever has not ended.
+        """Cancels everything that has not ended.
 
-        Without a wait: gRPC may cancel the call once more while its end waits for something.
+        It does not wait, because gRPC may cancel the call again during a wait.
         """
         for task in self._submitting.values():
             task.cancel()
@@ -236,7 +237,7 @@ class _SessionCall:
         if session.left is not None:
             raise session.left
         if session.outbox.overfull or not self._shell.is_open(session):
-            # Refusals need no worker: a client that reads none could send wrong requests for ever.
+            # Without this limit a client that reads nothing could fill the outbox with refusals.
             raise slow_reader()
         if stream in session.live:
             raise InvalidArgument(
@@ -271,7 +272,7 @@ class _SessionCall:
     def _caller(
         self, stream: int, request: inference_pb2.GenerateRequest, arrived_at: float
     ) -> Caller:
-        """Who asks, with a place among their requests. Raises BatonError."""
+        """Identifies the caller and charges the request to it. Raises BatonError."""
         if not self._intake.needs_credentials:
             return ANYONE
         context = self._context
@@ -298,14 +299,14 @@ class _SessionCall:
                 submission = await self._intake.submission(request, to, arrived_at, caller=caller)
             except Exception as error:
                 self._refuse(to.stream, error)
-            # Given up meanwhile, it has no end at which its requests would be cancelled.
+            # A session that was closed meanwhile would never cancel this request.
             if submission is not None and self._shell.is_open(self._session):
                 self._shell.post(ev.Submitted(submission))
         finally:
             self._submitting.pop(to.stream, None)
 
     def _refuse(self, stream: int, error: Exception) -> None:
-        """A wrong request fails alone: one request's trouble must not end the others."""
+        """Fails one request; other requests of the session continue."""
         if not isinstance(error, BatonError):
             error = Internal(f"the request could not be prepared: {error!r}")
         self._session.end(stream, error)
@@ -323,7 +324,7 @@ class _SessionCall:
             self._session.end(stream, finished)
 
     async def _write(self, reader: asyncio.Task[None]) -> None:
-        """Until the client has said and heard everything; raises what the reader raised."""
+        """Writes events until the client has ended and received all; raises reader errors."""
         session = self._session
         while True:
             taken = await session.outbox.take()

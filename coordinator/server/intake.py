@@ -1,4 +1,4 @@
-"""From a client's message to a submission: validated, named, tokenized."""
+"""Turns client messages into submissions: checks, identifies and tokenizes them."""
 
 from __future__ import annotations
 
@@ -31,20 +31,24 @@ from baton.runtime.names import DEFAULT_TENANT
 from baton.runtime.tokenization import Tokenizer
 from baton.v1 import common_pb2, inference_pb2
 
-# Sampling parameters that were found good: how many are remembered, and how long one may be.
+# Cache of valid sampling parameters: number of entries, and maximum encoded size of an entry.
 _MAX_KNOWN, _MAX_KNOWN_BYTES = 1024, 256
-# W3C Trace Context, version 00; what does not match is ignored, as the recommendation says.
+# W3C Trace Context, version 00; other values are ignored, as the recommendation requires.
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 
 
 class Intake:
     """Turns requests into submissions.
 
-    Limits of the model come from the workers; before the first one attaches, from the model's own
+    Model limits come from the workers or, before the first worker attaches, from the model's own
     configuration.
 
     Args:
-        access: who may ask; None: anybody.
+        core: The core.
+        tokenizer: Tokenizer of the model.
+        config: Effective configuration.
+        model_path: Path of the model.
+        access: Access control; None: every caller is accepted.
     """
 
     def __init__(
@@ -60,12 +64,12 @@ class Intake:
         self._model_path = model_path
         self._known: common_pb2.ModelDescription | None = None
         self._known_limits: tuple[common_pb2.ModelDescription, ModelLimits] | None = None
-        # By how they are encoded, and the size of the vocabulary that their tokens are in.
+        # Valid sampling parameters by encoded form and vocabulary size.
         self._samplings: dict[tuple[bytes, int | None], common_pb2.SamplingParams] = {}
         self._num_pending: Counter[common_pb2.Lane.ValueType] = Counter()
 
     def model(self) -> common_pb2.ModelDescription:
-        """What is served, as well as it is known by now."""
+        """Description of the served model, as far as known."""
         self._known = self._core.workers.model or self._known
         if self._known is not None:
             return self._known
@@ -90,7 +94,7 @@ class Intake:
         peer: str,
         now: float,
     ) -> Caller:
-        """Who asks for a request, by its own credential or else its stream's.
+        """Identifies the caller by the request's credential, or else by that of its stream.
 
         Raises:
             Unauthenticated, PermissionDenied.
@@ -111,7 +115,7 @@ class Intake:
     def acquire_call_slot(
         self, caller: Caller, call: int, request: inference_pb2.GenerateRequest, now: float
     ) -> Callable[[], None]:
-        """Counts the request's call for its caller; see Access.acquire_call_slot."""
+        """Charges the request's call to its caller; see Access.acquire_call_slot."""
         assert self._access is not None
         older = self._running(request, caller) if request.resume.token_ids else None
         with self._counting(request, now):
@@ -122,7 +126,7 @@ class Intake:
     def enter(
         self, caller: Caller, request: inference_pb2.GenerateRequest, now: float
     ) -> Callable[[], None] | None:
-        """Takes one of the caller's places; see Access.enter."""
+        """Takes one of the caller's request slots; see Access.acquire_slot."""
         if self._access is None:
             return None
         with self._counting(request, now):
@@ -140,14 +144,14 @@ class Intake:
         """Checks and tokenizes one request.
 
         Args:
-            request: as the client sent it.
-            to: where its events go.
-            arrived_at: by the core's clock.
-            deadline_s: of the gRPC call, from now on; None for none.
-            caller: who asks.
+            request: the client's request.
+            to: stream that receives the request's events.
+            arrived_at: time of arrival, by the core's clock.
+            deadline_s: seconds until the deadline of the gRPC call; None: no deadline.
+            caller: caller of the request.
 
         Raises:
-            BatonError: it is wrong, or there is no room for it.
+            BatonError: The request is invalid, or refused for overload.
         """
         with self._counting(request, arrived_at):
             lane, sampling = self._checked(request, caller)
@@ -167,10 +171,13 @@ class Intake:
         arrived_at: float,
         caller: Caller = ANYONE,
     ) -> Submission | None:
-        """The same without waiting; None where a long text is to be tokenized off the event loop.
+        """Like `submission`, but without waiting.
+
+        Returns:
+            None if the text is so long that it must be tokenized off the event loop.
 
         Raises:
-            BatonError: it is wrong, or there is no room for it.
+            BatonError: The request is invalid, or refused for overload.
         """
         known = request.resume.prompt_token_ids
         if not known and not self._tokenizer.is_short(request):
@@ -189,7 +196,7 @@ class Intake:
     def _counting(
         self, request: inference_pb2.GenerateRequest, arrived_at: float
     ) -> Iterator[None]:
-        """Counts what is refused here: the core never hears of it."""
+        """Counts requests that are refused here, because they never reach the core."""
         try:
             yield
         except BatonError as error:
@@ -199,7 +206,7 @@ class Intake:
     def _count(
         self, request: inference_pb2.GenerateRequest, error: BatonError, arrived_at: float
     ) -> None:
-        """It is refused for that."""
+        """Counts a refused request."""
         if not isinstance(error, ResourceExhausted):
             self._core.stats.rejections[code_pb2.Code.Name(error.code).lower()] += 1
             return
@@ -211,9 +218,11 @@ class Intake:
     def _checked(
         self, request: inference_pb2.GenerateRequest, caller: Caller
     ) -> tuple[common_pb2.Lane.ValueType, common_pb2.SamplingParams]:
-        """The request's lane, and how it is sampled, as one message for all that say the same.
+        """Checks a request before any expensive work.
 
-        Raises what is wrong before any work is done for it.
+        Returns:
+            The request's lane, and its sampling parameters as a message shared by all requests with
+            equal parameters.
         """
         limits = self._limits(request)
         encoded = request.sampling.SerializeToString()
@@ -224,7 +233,8 @@ class Intake:
             sampling = self._remembered(encoded, limits)
         lane = request.lane or common_pb2.LANE_INTERACTIVE
         max_queued = lane_config(self._config.lanes, lane).max_queued
-        # Asked again when the work is done. What is resumed takes the place that it has.
+        # The core checks admission again after the tokenization. A resumed request that still runs
+        # keeps its place in the lane.
         refused = None
         if not request.resume.token_ids or self._running(request, caller) is None:
             refused = self._core.admission_error(lane)
@@ -263,7 +273,7 @@ class Intake:
         if self._access is not None:
             self._access.check_prompt(caller, len(prompt))
         if not request.HasField("tokens") and not request.resume.prompt_token_ids:
-            # A tokenizer may know tokens that the model does not.
+            # A tokenizer's vocabulary may be larger than the model's.
             check_token_ids(request.WhichOneof("prompt") or "prompt", prompt, limits)
         lane = request.lane or common_pb2.LANE_INTERACTIVE
         lane_limits = lane_config(self._config.lanes, lane)
@@ -313,18 +323,19 @@ class Intake:
         )
 
     def _running(self, request: inference_pb2.GenerateRequest, caller: Caller) -> Request | None:
-        """The one of the same name that runs."""
+        """The running request with the same ID and tenant; None if there is none."""
         name, tenant = request.request_id, _tenant(request, caller)
         return self._core.running_request(name, tenant) if name else None
 
     def _remembered(self, encoded: bytes, limits: ModelLimits) -> common_pb2.SamplingParams:
-        """One message for all requests that say the same, which most do; it is never changed.
+        """Returns sampling parameters as a shared message, which must not be changed.
 
-        Not the request's own: the whole of it, prompt and all, would live as long as a part.
+        The message is a copy: a part of the request's message would keep the whole request,
+        including its prompt, in memory.
 
         Args:
-            encoded: sampling parameters that were checked.
-            limits: that they were checked by.
+            encoded: sampling parameters that passed the checks.
+            limits: model limits used by the checks.
         """
         found = common_pb2.SamplingParams.FromString(encoded)
         if len(encoded) <= _MAX_KNOWN_BYTES:
@@ -336,7 +347,7 @@ class Intake:
     def _limits(self, request: inference_pb2.GenerateRequest) -> ModelLimits:
         model, known = self.model(), self._known_limits
         if request.resume.token_ids:
-            # Its own fleet continues it, which may have an adapter that the stable fleet lacks.
+            # The request's fleet continues it and may have adapters that the stable fleet lacks.
             fleet = self._core.fleets.find(request.resume.revision)
             if fleet is not None:
                 model = fleet.workers.model or model
@@ -352,7 +363,7 @@ class Intake:
 
 
 def _limited(sampling: common_pb2.SamplingParams, most: float) -> common_pb2.SamplingParams:
-    """A copy: equal parameters of many requests are one message."""
+    """Returns a copy with this max_tokens; the original is shared by many requests."""
     limited = common_pb2.SamplingParams()
     limited.CopyFrom(sampling)
     limited.max_tokens = int(most)
@@ -360,7 +371,7 @@ def _limited(sampling: common_pb2.SamplingParams, most: float) -> common_pb2.Sam
 
 
 def _tenant(request: inference_pb2.GenerateRequest, caller: Caller) -> str:
-    """Who it is accounted to."""
+    """Tenant that the request is charged to."""
     if caller.grants is not None:
         return caller.grants.tenant
     return request.tenant or DEFAULT_TENANT

@@ -1,4 +1,4 @@
-"""One worker's attach stream: numbering, acknowledgement and replay, across reconnects."""
+"""State of one worker's attach stream across reconnects: numbering, acknowledgement, replay."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from baton.v1 import cluster_pb2, common_pb2
 
 _MAX_KEPT_MESSAGES = 8192
 _MAX_KEPT_BYTES = 64 * 2**20
-# Received without an answer, before one is sent only to acknowledge.
+# Number of received messages after which a bare acknowledgement is sent.
 _ACK_EVERY = 64
-# What one message may carry of what waits; a command that is longer goes by itself.
+# Limits of one message with several commands; a longer command is sent alone.
 MAX_BATCH_MESSAGES, _MAX_BATCH_BYTES = 256, 2**20
 
 _MESSAGE = cluster_pb2.CoordinatorMessage.DESCRIPTOR
 _SEQ, _ACK = varint_tag(_MESSAGE, "seq"), varint_tag(_MESSAGE, "ack")
 _BATCH = length_tag(_MESSAGE, "batch")
-# By what a message carries.
+# Field tags of CoordinatorMessage by command type.
 _TAGS: dict[type[Command], int] = {
     cluster_pb2.PrefillCommand: length_tag(_MESSAGE, "prefill"),
     cluster_pb2.DecodeCommand: length_tag(_MESSAGE, "decode"),
@@ -35,19 +35,18 @@ _TAGS: dict[type[Command], int] = {
 
 
 class WorkerLink:
-    """What was said to one worker incarnation and not acknowledged, and what was heard.
+    """Unacknowledged commands to one worker incarnation, and progress of its messages.
 
-    Commands are encoded once, when they are given, and kept as bytes. A link outlives the streams
-    it runs over: one that ends and comes back within this incarnation and coordinator loses
-    nothing.
+    Commands are encoded once, in `send`, and kept as bytes until they are acknowledged. A link
+    lives longer than its streams, so a worker that reconnects to this coordinator loses nothing.
 
     Attributes:
-        role: that the worker is to serve.
-        adopted: what it goes on with, by its last Hello.
+        role: role that the worker must serve.
+        adopted: requests that the worker continues, by its last Hello.
         received: highest sequence number processed.
-        stream: the stream it runs over now; a newer one takes over from an older.
+        stream: present stream; a newer stream replaces an older one.
         wake: set when the writer has something to do.
-        error: what ends the stream, once `ended`.
+        error: error that ends the stream once `ended` is true.
     """
 
     def __init__(self, key: WorkerKey) -> None:
@@ -65,14 +64,14 @@ class WorkerLink:
         self._first_seq = self._next_to_send = self._next_seq = 1
 
     def open(self, stream: object) -> None:
-        """A stream begins; sending goes on after what the worker has acknowledged."""
+        """Starts a stream; sending continues after the last acknowledged command."""
         self.stream = stream
         self._next_to_send = self._first_seq
         self._acknowledged = self.received
         self.wake.set()
 
     def end(self, error: BatonError | None) -> None:
-        """The worker is out of the cluster; None lets it end the stream itself."""
+        """Records that the worker has left the cluster; None lets the worker end the stream."""
         self.error = error
         self.ended = error is not None
         self._kept.clear()
@@ -81,7 +80,7 @@ class WorkerLink:
         self.wake.set()
 
     def leave(self) -> None:
-        """Ends the stream and nothing else: the worker looks for the next coordinator."""
+        """Ends only the stream, so that the worker looks for the next coordinator."""
         self.stream = None
         self.wake.set()
 
@@ -89,7 +88,7 @@ class WorkerLink:
         """Keeps a command until it is acknowledged.
 
         Returns:
-            False when more is kept than may be: the worker does not keep up.
+            False if the kept commands exceed the limit because the worker does not acknowledge.
         """
         body = command.SerializeToString()
         message = field(_SEQ, self._next_seq) + field(_TAGS[type(command)], len(body)) + body
@@ -100,17 +99,17 @@ class WorkerLink:
         return len(self._kept) <= _MAX_KEPT_MESSAGES and self._num_bytes <= _MAX_KEPT_BYTES
 
     def acknowledge(self, seq: int) -> None:
-        """The worker has processed all up to `seq`."""
+        """Drops all commands up to `seq`, which the worker has processed."""
         while self._kept and self._first_seq <= seq:
             self._num_bytes -= len(self._kept.popleft())
             self._first_seq += 1
         self._next_to_send = max(self._next_to_send, self._first_seq)
 
     def next_to_send(self) -> bytes | None:
-        """Kept messages that this stream has not carried, as one, with the newest acknowledgement.
+        """Combines unsent commands into one message with the latest acknowledgement.
 
         Returns:
-            An encoded CoordinatorMessage; None when nothing waits.
+            An encoded CoordinatorMessage; None if no command waits.
         """
         first = self._next_to_send - self._first_seq
         num_unsent = self._next_seq - self._next_to_send
@@ -131,12 +130,12 @@ class WorkerLink:
         return b"".join([self.bare_acknowledgement(), *parts])
 
     def bare_acknowledgement(self) -> bytes:
-        """An encoded CoordinatorMessage."""
+        """An encoded CoordinatorMessage with only an acknowledgement."""
         self._acknowledged = self.received
         return field(_ACK, self.received)
 
     def processed(self, seq: int) -> None:
-        """The worker's message `seq` took effect."""
+        """Records that the worker's message `seq` was processed."""
         self.received = seq
         if self.received - self._acknowledged >= _ACK_EVERY:
             self.wake.set()

@@ -20,7 +20,7 @@ from baton.runtime.enum_names import lane_name
 from baton.runtime.histogram import Histogram
 from baton.v1 import cluster_pb2
 
-# Of LaneStats: attribute, metric name, what it says.
+# Histograms of LaneStats: attribute, metric name, help text.
 _LANE_HISTOGRAMS = (
     ("ttft", "gen_ai_server_time_to_first_token_seconds", "Time to first token, from arrival."),
     (
@@ -35,11 +35,11 @@ _LANE_HISTOGRAMS = (
 
 
 class CoreCollector(Collector):
-    """Reads the core from the scraping thread: numbers and snapshots only.
+    """Reads the core's counters from the scraping thread, so it must not change anything.
 
     Args:
-        core: that counts.
-        config: whose targets and limits are shown beside what came of them.
+        core: The core.
+        config: Configuration; its limits are exported as metrics too.
     """
 
     def __init__(self, core: Core, config: BatonConfig) -> None:
@@ -53,10 +53,12 @@ class CoreCollector(Collector):
                 _add(family, [lane_name(lane)], getattr(lane_stats, attribute))
             yield family
         queued = GaugeMetricFamily("baton_queue_depth", "Requests waiting.", labels=["lane"])
-        running = GaugeMetricFamily("baton_requests_running", "Dispatched.", labels=["lane"])
+        running = GaugeMetricFamily(
+            "baton_requests_running", "Requests sent to workers.", labels=["lane"]
+        )
         waits = GaugeMetricFamily(
             "baton_wait_ratio",
-            "How much longer than predicted a wait is reckoned with, by what came of others.",
+            "Correction factor on predicted waits, from the actual waits of earlier requests.",
             labels=["lane"],
         )
         for lane, lane_stats in stats.lanes.items():
@@ -69,7 +71,7 @@ class CoreCollector(Collector):
         yield from self._totals()
         yield self._workers()
         yield from self._scaling()
-        yield from self._promises()
+        yield from self._targets_and_limits()
         yield from rollout_metrics(self._core)
 
     def _totals(self) -> Iterator[Metric]:
@@ -85,8 +87,8 @@ class CoreCollector(Collector):
         tokens.add_metric(["output"], stats.num_output_tokens)
         yield tokens
         for name, documentation, counts in (
-            ("baton_sheds", "Submissions not admitted for overload.", stats.sheds),
-            ("baton_rejections", "Submissions that were wrong.", stats.rejections),
+            ("baton_sheds", "Requests refused for overload.", stats.sheds),
+            ("baton_rejections", "Requests refused as invalid.", stats.rejections),
             ("baton_handoff_failures", "Handoffs that never loaded.", stats.handoff_failures),
         ):
             family = CounterMetricFamily(name, documentation, labels=["reason"])
@@ -121,19 +123,27 @@ class CoreCollector(Collector):
             ("baton_workers_lost", "Workers that did not leave cleanly.", stats.num_workers_lost),
             (
                 "baton_workers_unresponsive",
-                "Times that a silent or stuck worker's requests went elsewhere.",
+                "Times that the requests of a silent or stuck worker were moved to other workers.",
                 stats.num_workers_unresponsive,
             ),
-            ("baton_recoveries", "Lost attempts of requests that went on.", stats.num_recoveries),
-            ("baton_parked", "Times that batch requests made room.", stats.num_parked),
+            (
+                "baton_recoveries",
+                "Lost attempts whose requests continued on other workers.",
+                stats.num_recoveries,
+            ),
+            (
+                "baton_parked",
+                "Times that a batch request was parked for interactive requests.",
+                stats.num_parked,
+            ),
             (
                 "baton_moved",
-                "Times that requests went on elsewhere for their worker to change its role.",
+                "Times that a request was moved so that its worker could change roles.",
                 stats.num_moved,
             ),
             (
                 "baton_prefixes_gone",
-                "Times that a decode worker had dropped what its handoff left out.",
+                "Times that a decode worker had evicted blocks that its handoff skipped.",
                 stats.num_prefixes_gone,
             ),
             (
@@ -143,14 +153,14 @@ class CoreCollector(Collector):
             ),
             (
                 "baton_adopted",
-                "Requests that workers went on with after another coordinator's end.",
+                "Requests of a previous coordinator that continued on their workers.",
                 stats.num_adopted,
             ),
         ):
             yield CounterMetricFamily(name, documentation, value=count)
 
     def _workers(self) -> Metric:
-        family = GaugeMetricFamily("baton_workers", "Attached.", labels=["pool", "state"])
+        family = GaugeMetricFamily("baton_workers", "Attached workers.", labels=["pool", "state"])
         for pool, role in ROLE_OF.items():
             workers = [worker for worker in self._core.workers if worker.role == role]
             serving = sum(worker.serving for worker in workers)
@@ -163,12 +173,14 @@ class CoreCollector(Collector):
     def _scaling(self) -> Iterator[Metric]:
         stats, scaler = self._core.stats, self._core.scaler
         desired = GaugeMetricFamily(
-            "baton_workers_desired", "How many a pool is to have.", labels=["pool"]
+            "baton_workers_desired", "Desired number of workers.", labels=["pool"]
         )
         starting = GaugeMetricFamily(
-            "baton_workers_starting", "Started and not attached.", labels=["pool"]
+            "baton_workers_starting", "Workers started and not attached yet.", labels=["pool"]
         )
-        starts = CounterMetricFamily("baton_cold_starts", "Workers that came up.", labels=["pool"])
+        starts = CounterMetricFamily(
+            "baton_cold_starts", "Workers that attached for the first time.", labels=["pool"]
+        )
         for pool in Pool:
             desired.add_metric([pool.value], scaler.desired(pool))
             starting.add_metric([pool.value], scaler.launches.num_starting(pool))
@@ -186,19 +198,19 @@ class CoreCollector(Collector):
         yield scalings
         family = HistogramMetricFamily(
             "baton_cold_start_seconds",
-            "How long workers took to come up, by stage; total: from the order on.",
+            "Duration of worker starts by stage; total: from the start order until attached.",
             labels=["stage"],
         )
         for stage, histogram in stats.cold_start_s.items():
             _add(family, [stage], histogram)
         yield family
 
-    def _promises(self) -> Iterator[Metric]:
-        """What alerts and dashboards compare with."""
+    def _targets_and_limits(self) -> Iterator[Metric]:
+        """Targets and limits, which alerts and dashboards compare with."""
         scaler, lanes = self._core.scaler, self._config.lanes
         targets = GaugeMetricFamily(
             "baton_target_seconds",
-            "What was promised; a lane without a target has none.",
+            "Latency targets; a lane without a target has no series.",
             labels=["lane", "signal"],
         )
         for lane, target in scaler.targets.items():
@@ -206,12 +218,14 @@ class CoreCollector(Collector):
                 if target_s is not None:
                     targets.add_metric([lane, signal], target_s)
         yield targets
-        limit = GaugeMetricFamily("baton_queue_limit", "More are refused.", labels=["lane"])
+        limit = GaugeMetricFamily(
+            "baton_queue_limit", "Maximum number of waiting requests.", labels=["lane"]
+        )
         limit.add_metric(["interactive"], lanes.interactive.max_queued)
         limit.add_metric(["batch"], lanes.batch.max_queued)
         yield limit
         ceiling = GaugeMetricFamily(
-            "baton_workers_max", "How many a pool may have.", labels=["pool"]
+            "baton_workers_max", "Maximum number of workers.", labels=["pool"]
         )
         for pool in Pool:
             ceiling.add_metric([pool.value], scaler.limits(pool)[1])
@@ -219,7 +233,7 @@ class CoreCollector(Collector):
 
 
 def registry(core: Core, config: BatonConfig) -> CollectorRegistry:
-    """A registry with everything the coordinator shows."""
+    """Creates a registry with all metrics of the coordinator."""
     found = CollectorRegistry()
     found.register(CoreCollector(core, config))
     return found

@@ -1,4 +1,4 @@
-"""What a client session is still to be told: bounded, however slowly it reads."""
+"""Bounded queue of the events that wait for a client session's reader."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from dataclasses import dataclass, field
 from baton.coordinator.server.session_events import Event, coalesced, encoded_event, split
 from baton.v1 import inference_pb2
 
-# Of one stream's tokens that wait for the reader, and of everything that waits.
+# Limits of waiting bytes: tokens of one stream, and all events of a session.
 MAX_STREAM_BYTES = 1 * 2**20
 MAX_SESSION_BYTES = 64 * 2**20
-# What a batch takes beside its bytes, about.
+# Approximate memory overhead of a batch.
 _BATCH_BYTES = 64
-# When so much waits, the reader lags: a stream's tokens become one event, and are counted.
+# When this much waits, the events are sealed: the tokens of each stream are merged into one event
+# and counted.
 _SEGMENT_BYTES = 512 * 2**10
-# One message, about; a client's own limit is several times that.
+# Approximate limit of one message; a client's own limit is several times as large.
 _MAX_MESSAGE_BYTES = 2 * 2**20
-# That a request is admitted waits so long, at most, for something to go with: every message costs
-# as much as a hundred tokens. It goes at once when so many wait, as when a client resumes.
+# Accepted events wait for at most this long to be sent together with other events, because a
+# message costs as much as a hundred tokens. They are sent at once when this many wait, for example
+# when a client resumes many requests.
 _ACCEPTED_WAIT_S = 0.005
 _MAX_ACCEPTED_WAITING = 16
 
 
 @dataclass(slots=True)
 class _Segment:
-    """Batches in order, and what they take; once sealed, also what each stream's tokens take."""
+    """Batches in order and their size; stream_bytes is filled when the segment is sealed."""
 
     batches: list[bytes] = field(default_factory=list)
     num_bytes: int = 0
@@ -38,18 +40,18 @@ class _Segment:
 
 
 class Outbox:
-    """Encoded events in order; while many wait, a stream's token deltas grow into one.
+    """Encoded events in order; if many wait, the token deltas of a stream are merged.
 
-    Everything that one worker message gave the session is here before its writer runs, so it
-    leaves as one batch. Tokens are kept as bytes: a part of a worker's message would keep all of it
-    in memory for as long as the client takes to read it.
+    All events from one worker message are pushed before the session's writer runs, so they are
+    sent as one batch. Tokens are kept as bytes: a part of a worker's message would keep the whole
+    message in memory until the client has read it.
 
     Args:
-        max_stream_bytes: of one stream's waiting tokens.
-        max_bytes: of everything waiting.
+        max_stream_bytes: Limit of one stream's waiting tokens.
+        max_bytes: Limit of all waiting events.
 
     Attributes:
-        slow_streams: held more than they may when `push_deltas` last looked: their readers are too
+        slow_streams: streams over their limit at the last sealing, because their readers are too
             slow.
     """
 
@@ -76,22 +78,23 @@ class Outbox:
 
     @property
     def overfull(self) -> bool:
-        """Whether the session as a whole holds more than it may."""
+        """Whether the waiting events of the session exceed the limit."""
         return self.num_bytes > self._max_bytes
 
     def wake(self) -> None:
-        """Lets `take` return, with nothing if need be."""
+        """Makes `take` return, possibly without events."""
         self._posted.set()
 
     def push_deltas(self, batch: bytes) -> bool:
-        """Adds encoded token deltas; they follow all that their streams were given before.
+        """Adds encoded token deltas after all earlier events of their streams.
 
         Returns:
-            Whether so much has come to wait that `slow_streams` and `overfull` want a look.
+            Whether a segment was sealed, so that the caller must check `slow_streams` and
+            `overfull`.
         """
         self._posted.set()
         has_sealed = False
-        # What a worker may say in one message is more than is to be kept as one piece.
+        # A worker's message may be larger than a segment.
         for part in (batch,) if len(batch) <= _SEGMENT_BYTES else split(batch):
             self._growing.add(part)
             if self._growing.num_bytes > _SEGMENT_BYTES:
@@ -112,14 +115,14 @@ class Outbox:
             self._timer = asyncio.get_running_loop().call_later(_ACCEPTED_WAIT_S, self.wake)
 
     def clear(self) -> None:
-        """Gives up what waits; `take` returns with nothing."""
+        """Drops all waiting events; `take` returns without events."""
         self._sealed.clear()
         self._stream_bytes.clear()
         self._sealed_bytes, self._growing = 0, _Segment()
         self._posted.set()
 
     async def take(self) -> bytes:
-        """Waits for events and takes out as many, oldest first, as one message may hold.
+        """Waits for events and removes as many as fit one message, oldest first.
 
         Returns:
             An encoded SessionEvents.
@@ -149,7 +152,7 @@ class Outbox:
         return b"".join(taken)
 
     def _seal(self) -> None:
-        """Nothing is added to the growing segment any more."""
+        """Merges and closes the growing segment, and starts a new one."""
         growing, segment = self._growing, _Segment()
         self._growing = _Segment()
         events = coalesced(b"".join(growing.batches))

@@ -1,4 +1,4 @@
-"""Profiles of workers: what an operator asked for goes there, and what is recorded comes back."""
+"""Profiles of workers: sends operators' requests to workers and returns the recorded traces."""
 
 from __future__ import annotations
 
@@ -26,21 +26,25 @@ from baton.runtime.profiling import (
 )
 from baton.v1 import admin_pb2, cluster_pb2
 
-# A worker in a long step begins after it; ranks write for longer than they record.
+# Timeouts: a worker starts recording only after its running step; writing the traces takes longer
+# than recording them.
 START_TIMEOUT_S, WRITE_TIMEOUT_S, NEXT_TIMEOUT_S = 60.0, 300.0, 60.0
-# That nobody has taken, whatever is in them: a rank's are two or more.
+# Maximum number of reports that wait for the caller.
 _MAX_REPORTS = 1024
 
 
 @dataclass(slots=True)
 class Profile:
-    """One that somebody asked for.
+    """A profile that an operator has requested.
 
     Attributes:
-        worker: that is recorded.
-        seconds: for how long.
-        reports: that nobody has taken; bounded by what the worker is allowed.
-        num_taken_bytes, num_allowed_bytes, num_received_bytes: of data, in sum.
+        id: random ID of the profile.
+        worker: worker that is recorded.
+        seconds: duration of the recording.
+        reports: reports that wait for the caller; bounded by the bytes that the worker may send.
+        num_taken_bytes: bytes of traces that the caller has taken.
+        num_allowed_bytes: bytes of traces that the worker may send (flow control).
+        num_received_bytes: bytes of traces received from the worker.
     """
 
     id: int
@@ -55,10 +59,10 @@ class Profile:
 
 
 class Profiles:
-    """At most one per worker. All methods are called from one event loop.
+    """Running profiles, at most one per worker. Not thread-safe.
 
     Args:
-        send: tells a worker.
+        send: Function that sends a command to a worker.
     """
 
     def __init__(self, send: Callable[[WorkerKey, cluster_pb2.ProfileCommand], None]) -> None:
@@ -66,14 +70,14 @@ class Profiles:
         self._running: dict[WorkerKey, Profile] = {}
 
     def begin(self, worker: WorkerKey, seconds: float) -> Profile:
-        """Records a worker; whoever calls this ends it, however it goes.
+        """Starts recording a worker; the caller must always call `end`.
 
         Args:
-            worker: attached.
-            seconds: for how long.
+            worker: an attached worker.
+            seconds: duration of the recording.
 
         Raises:
-            FailedPrecondition: it is being recorded.
+            FailedPrecondition: The worker is being profiled already.
         """
         if worker in self._running:
             raise FailedPrecondition(f"worker {worker[0]} is being profiled already")
@@ -84,10 +88,10 @@ class Profiles:
         return profile
 
     async def events(self, profile: Profile) -> AsyncGenerator[admin_pb2.ProfileEvent, None]:
-        """What the worker says, up to its last word.
+        """Yields the worker's reports until the profile is complete.
 
         Raises:
-            BatonError: in the words of admin.proto.
+            BatonError: The profile failed; the errors are specified in admin.proto.
         """
         limit_s, doing = START_TIMEOUT_S, "begun to record"
         while True:
@@ -108,13 +112,13 @@ class Profiles:
                 self._allow(profile)
 
     def end(self, profile: Profile) -> None:
-        """Nobody wants more of it, and nothing of it is kept; idempotent."""
+        """Cancels a profile if it still runs, and drops its reports; idempotent."""
         self._cancel(profile)
         while not profile.reports.empty():
             profile.reports.get_nowait()
 
     def on_report(self, worker: WorkerKey, report: cluster_pb2.ProfileReport) -> None:
-        """What a worker says; of a profile that is over here it is nothing."""
+        """Handles a worker's report; ignores reports of profiles that have ended."""
         profile = self._running.get(worker)
         if profile is None or profile.id != report.profile_id:
             return
@@ -133,27 +137,27 @@ class Profiles:
             profile.reports.put_nowait(report)
 
     def lost(self, worker: WorkerKey, why: str) -> None:
-        """The worker is gone, and what it recorded with it."""
+        """Fails the profile of a lost worker."""
         profile = self._running.pop(worker, None)
         if profile is not None:
             what = f"worker {worker[0]} was lost while it was profiled: {why}"
             profile.reports.put_nowait(Unavailable(what))
 
     def _is_over(self, profile: Profile) -> bool:
-        """Whether the worker had not ended it before."""
+        """Marks a profile as ended; returns whether it was still running."""
         if self._running.get(profile.worker) is not profile:
             return False
         del self._running[profile.worker]
         return True
 
     def _cancel(self, profile: Profile) -> None:
-        """Tells the worker, which may not know yet that it is over."""
+        """Cancels the profile on the worker if it is still running."""
         if self._is_over(profile):
             command = cluster_pb2.ProfileCommand(profile_id=profile.id, cancel=True)
             self._send(profile.worker, command)
 
     def _allow(self, profile: Profile) -> None:
-        """Lets the worker send on, in steps that are worth a message."""
+        """Allows the worker to send more, in steps of at least half a window."""
         allowed = profile.num_taken_bytes + WINDOW_BYTES
         if allowed - profile.num_allowed_bytes < WINDOW_BYTES // 2:
             return
@@ -165,7 +169,7 @@ class Profiles:
 
 
 def seconds_of(request: admin_pb2.ProfileRequest) -> float:
-    """How long to record. Raises InvalidArgument."""
+    """Seconds to record. Raises InvalidArgument."""
     if not request.HasField("duration"):
         return DEFAULT_PROFILE_S
     seconds = request.duration.ToNanoseconds() / 1e9
@@ -176,7 +180,7 @@ def seconds_of(request: admin_pb2.ProfileRequest) -> float:
 
 
 async def _next(profile: Profile, limit_s: float, doing: str) -> cluster_pb2.ProfileReport:
-    """Raises what ended the profile."""
+    """Waits for the next report; raises the error that ended the profile."""
     try:
         async with asyncio.timeout(limit_s):
             report = await profile.reports.get()

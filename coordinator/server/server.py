@@ -1,4 +1,4 @@
-"""The coordinator process: everything started in order, and stopped in order."""
+"""The coordinator process: starts all parts in order and stops them in order."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _INFERENCE = "baton.v1.Inference"
 _SERVICES = (_INFERENCE, "baton.v1.Admin", "baton.v1.Cluster")
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-# After requests have ended: for clients to read their last events.
+# Time for clients to read their last events after the requests have ended.
 _CLOSE_GRACE_S = 1.0
 
 
@@ -56,24 +56,24 @@ def _restarting() -> Unavailable:
 
 
 class WorkersFailed(BatonError):
-    """The workers that were to be started cannot serve; the message says which and why."""
+    """Launched workers cannot serve; the message says which workers and why."""
 
 
 class Coordinator:
     """The coordinator's servers, as an async context manager.
 
     Args:
-        config: effective.
-        launched: whether its workers are started beside it.
+        config: Effective configuration.
+        launched: Whether this process also starts the workers.
 
     Attributes:
-        address: host:port of gRPC, once entered.
-        metrics_address: host:port of the Prometheus endpoint, once entered.
+        address: host:port of the gRPC server; set on entering.
+        metrics_address: host:port of the Prometheus endpoint; set on entering.
 
     Raises:
-        ConfigError: on entering: no such model, pools whose workers could not hand over to each
-            other, an address in use, a listener that is open to anybody on other hosts, files of
-            `security` that cannot be used.
+        ConfigError: On entering: the model does not exist, the pools' workers could not hand over
+            to each other, an address is in use, a listener is open to other hosts without access
+            control, or files of `security` cannot be used.
     """
 
     address: str
@@ -93,17 +93,17 @@ class Coordinator:
         refusals = Refusals()
         self._access = Access(security, refusals)
         if self._launched:
-            # Of its workers: what is wrong with their files shows before they start.
+            # Checks the workers' security files before the workers start.
             within_cluster(security, with_tls=security.dials_tls)
         model = demo_model.ensure(self._config.model, weights=False)
         async with contextlib.AsyncExitStack() as half_way:
-            # A model that is not here yet is fetched: not on the event loop.
+            # In a thread, because this may download the model.
             self._tokenizer = await asyncio.to_thread(Tokenizer, model)
             half_way.callback(self._tokenizer.close)
             if self._launched:
                 _check_sizes(self._config)
                 _check_ranks(self._config, self._tokenizer)
-            # Whoever attaches before it is over sets its timer.
+            # A worker that attaches during the start sets the shell's timer.
             half_way.callback(self.shell.close)
             self._tracing = Tracing(self._config.tracing, {"baton.process": "coordinator"})
             half_way.push_async_callback(asyncio.to_thread, self._tracing.close)
@@ -125,7 +125,7 @@ class Coordinator:
     async def _start_server(self, model: str, half_way: contextlib.AsyncExitStack) -> None:
         coordinator = self._config.coordinator
         protection = rpc.Protection.of(self._config.security, self._access, "coordinator.listen")
-        # Longer prompts than are allowed still arrive, so that the answer can name the limit.
+        # The message limit is larger than the prompt limit, so that the error can name the latter.
         self._server = rpc.server(
             max_message_bytes=max(rpc.MAX_MESSAGE_BYTES, 2 * coordinator.max_prompt_bytes + 2**20),
             protection=protection,
@@ -155,7 +155,7 @@ class Coordinator:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Each of these happens, also when a wait before it is cancelled.
+        # The exit stack runs all steps, even if one of them is cancelled.
         async with contextlib.AsyncExitStack() as closing:
             closing.push_async_callback(asyncio.to_thread, self._tracing.close)
             closing.callback(self._tokenizer.close)
@@ -175,10 +175,10 @@ class Coordinator:
         )
 
     async def drain(self, timeout_s: float) -> None:
-        """Admits nothing more and waits for what runs, for so long at most.
+        """Stops admission and waits at most `timeout_s` for running requests.
 
-        What has not ended then fails; without launched workers, who end too, it is left to the
-        next coordinator.
+        With launched workers, which end too, the remaining requests fail. Otherwise their workers
+        continue them for the next coordinator.
         """
         await self._health.set(_INFERENCE, _NOT_SERVING)
         self.shell.post(ev.AdmissionClosed(restarts=not self._launched))
@@ -192,12 +192,12 @@ class Coordinator:
                 self.shell.post(ev.ShutdownNow(why))
 
     def drain_workers(self, worker_ids: Iterable[str], timeout_s: float) -> None:
-        """Tells workers to take nothing new and leave."""
+        """Tells workers to finish their requests and leave."""
         for worker_id in worker_ids:
             self.shell.post(ev.DrainRequested(worker_id, timeout_s, "the coordinator stops"))
 
     async def wait_serving(self, worker_ids: Iterable[str]) -> None:
-        """Until all these workers serve, or are no longer waited for."""
+        """Waits until none of these workers is starting any more."""
         wanted, changed = list(worker_ids), asyncio.Event()
         self.shell.watch_members(changed.set)
         while self.not_serving(wanted):
@@ -205,7 +205,7 @@ class Coordinator:
             await changed.wait()
 
     def not_serving(self, worker_ids: Iterable[str]) -> list[str]:
-        """Those of these workers that were started and have not attached."""
+        """The workers among these that were started and have not attached yet."""
         return [one for one in worker_ids if self.shell.core.scaler.launches.is_starting(one)]
 
     async def _follow_health(self) -> None:
@@ -219,9 +219,10 @@ class Coordinator:
 
 
 def _check_ranks(config: BatonConfig, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError for pools whose workers would be refused once they had loaded the model.
+    """Raises ConfigError for pools whose workers would be refused after loading the model.
 
-    Rank i hands over to rank i, so both pools need as many, unless all ranks hold the same.
+    Rank i hands over to rank i, so both pools need equal numbers of ranks, except for models whose
+    ranks all hold the same KV cache.
     """
     sizes = config.tensor_parallel_size(config.prefill), config.tensor_parallel_size(config.decode)
     if config.engine == "vllm" and sizes[0] != sizes[1] and tokenizer.has_latent_attention is False:
@@ -233,7 +234,7 @@ def _check_ranks(config: BatonConfig, tokenizer: Tokenizer) -> None:
 
 
 def _check_sizes(config: BatonConfig) -> None:
-    """Raises ConfigError for pools that would begin larger than they may ever be."""
+    """Raises ConfigError for initial pool sizes over the scaling limits."""
     scaling = scaling_config(config)
     sizes = {Pool.PREFILL: config.prefill.workers, Pool.DECODE: config.decode.workers}
     for pool, workers in sizes.items():
@@ -252,7 +253,7 @@ def _check_sizes(config: BatonConfig) -> None:
 
 
 async def _sample(admin: AdminService) -> None:
-    """Keeps the history of the cell's status."""
+    """Records the history of the cell's status."""
     while True:
         admin.sample()
         await asyncio.sleep(SAMPLE_S)
@@ -270,21 +271,21 @@ async def serve(
     """Runs a coordinator until it is asked to stop.
 
     Args:
-        config: effective.
-        launch: whether to start the configured workers too, as `launcher` says.
-        ready: called once with host:port, when requests can be served (without `launch`: when
+        config: Effective configuration.
+        launch: Whether to also start the configured workers with the configured launcher.
+        ready: Called once with host:port when requests can be served (without `launch`: when
             workers can attach).
-        listening: called once with the same, when it can be dialled.
-        stop: set to stop it; None for SIGINT and SIGTERM.
-        command: what runs a worker, as in LocalLauncher.
+        listening: Called once with host:port when the server accepts connections.
+        stop: Event that stops the coordinator; None: SIGINT and SIGTERM stop it.
+        command: Command that runs a worker, as in LocalLauncher.
 
     Returns:
-        The exit code: 0 after a stop that was asked for.
+        The exit code: 0 after a requested stop.
 
     Raises:
-        ConfigError: it cannot start.
-        WorkersFailed: a worker ended before all served, or they took too long. Nothing is left
-            running in either case.
+        ConfigError: The coordinator cannot start.
+        WorkersFailed: A worker ended before all workers served, or the start took too long. All
+            workers are ended in either case.
     """
     stop = stop if stop is not None else stop_requested()
     async with frozen_heap(), Coordinator(config, launched=launch) as coordinator:
@@ -295,8 +296,8 @@ async def serve(
         if not launch:
             ready(coordinator.address)
             await stop.wait()
-            # 1. Admit nothing more; let what runs end. 2. The streams end, the servers close.
-            # Workers stay: they go on with what has not ended, for the next coordinator.
+            # 1. Stop admission; wait for running requests. 2. End the streams, close the servers.
+            # The workers stay and continue unfinished requests for the next coordinator.
             await coordinator.drain(config.coordinator.drain_timeout_s)
             return 0
         return await _serve_with_workers(coordinator, config, ready, stop, command)
@@ -327,13 +328,13 @@ async def _serve_with_workers(
         if await _all_serve(coordinator, first, launch_supervisor.first_failure, stop, timeout_s):
             ready(coordinator.address)
             await stop.wait()
-        # 1. Admit nothing more, size nothing any more; let what runs end.
+        # 1. Stop admission and scaling; wait for running requests.
         await coordinator.drain(config.coordinator.drain_timeout_s)
-        # 2. The workers leave.
+        # 2. Drain the workers.
         started = shell.core.scaler.launches.worker_ids
         coordinator.drain_workers(started, config.worker.drain_timeout_s)
     finally:
-        # 3. Nothing of them is left; 4. the servers close, in the caller.
+        # 3. Wait for the end of all worker processes. 4. The caller closes the servers.
         await launch_supervisor.close()
     return 0
 
@@ -345,12 +346,12 @@ async def _all_serve(
     stop: asyncio.Event,
     timeout_s: float,
 ) -> bool:
-    """Waits until all workers serve; False when asked to stop first.
+    """Waits until all workers serve; returns False if a stop was requested first.
 
-    Once they do, one that ends is replaced; until then it tells of something that is wrong.
+    Later, a worker that ends is replaced. During the start it indicates a configuration error.
 
     Raises:
-        WorkersFailed: one ended, or they took too long.
+        WorkersFailed: A worker ended, or the start took too long.
     """
     serving = asyncio.create_task(coordinator.wait_serving(worker_ids))
     stopped = asyncio.create_task(stop.wait())
@@ -374,10 +375,10 @@ async def _all_serve(
 
 
 def _dialled(address: str) -> str:
-    """The address as workers on this host dial it.
+    """The coordinator's address as workers on this host dial it.
 
-    Of every interface it is the one towards the outside: workers on other hosts must be able to
-    dial these workers, who listen where they find the coordinator.
+    For a wildcard address it is this host's outward address: workers listen on the address by which
+    they reach the coordinator, and workers on other hosts must be able to reach them.
     """
     host, _, port = address.rpartition(":")
     if not is_wildcard(host):

@@ -1,9 +1,9 @@
-"""Events of a client session on their way out, encoded once and by hand.
+"""Encodes the events of client sessions by hand, for speed.
 
-Tokens are most of what a coordinator sends. They are encoded when they come, all that one worker
-message gave a session at once, and from then on they are bytes: encoded messages one after the
-other are merged, so that batches are put together by joining them. Building messages of them would
-cost three times as much.
+Most of the coordinator's output is tokens. They are encoded once per worker message and session,
+and then kept as bytes. Concatenated encodings of a protobuf message are equal to the encoding of
+the merged message, so batches are formed by joining bytes. Building protobuf messages would cost
+three times as much.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _DELTA, _ACCEPTED, _FINISHED, _FAILED = (
     for name in ("delta", "accepted", "finished", "failed")
 )
 _GENERATE_DELTA = length_tag(inference_pb2.GenerateEvent.DESCRIPTOR, "delta")
-# Of tokens with logprobs: each time another size.
+# Headers are cached below this size; tokens with logprobs are larger, with sizes that rarely recur.
 _MANY_BYTES = 128
 
 
 def encoded_deltas(deltas: Iterable[tuple[StreamKey, bytes]]) -> dict[int, bytes]:
-    """Encoded tokens as a SessionEvents message for each session, by its number."""
+    """Wraps encoded tokens into one encoded SessionEvents message per session number."""
     found: dict[int, list[bytes]] = {}
     number, parts = -1, list[bytes]()
     for to, data in deltas:
@@ -50,7 +50,7 @@ def encoded_deltas(deltas: Iterable[tuple[StreamKey, bytes]]) -> dict[int, bytes
 
 
 def encoded_event(stream: int, event: Event) -> bytes:
-    """A SessionEvents message with one event that is no tokens."""
+    """An encoded SessionEvents message with one event other than tokens."""
     if isinstance(event, BatonError):
         tag, data = _FAILED, to_message(event).SerializeToString()
     else:
@@ -60,18 +60,18 @@ def encoded_event(stream: int, event: Event) -> bytes:
 
 
 def split(batch: bytes) -> list[bytes]:
-    """The same events, each encoded by itself."""
+    """Splits an encoded batch into one encoded batch per event."""
     events = inference_pb2.SessionEvents.FromString(batch).events
     return [inference_pb2.SessionEvents(events=[event]).SerializeToString() for event in events]
 
 
 def coalesced(batch: bytes) -> inference_pb2.SessionEvents:
-    """The events of an encoded batch, each stream's deltas in one, where the first of them was."""
+    """Decodes a batch and merges each stream's deltas at the position of its first delta."""
     found: list[tuple[inference_pb2.SessionEvent, list[common_pb2.TokenDelta]]] = []
     deltas: dict[int, list[common_pb2.TokenDelta]] = {}
     for event in inference_pb2.SessionEvents.FromString(batch).events:
         if not event.HasField("delta"):
-            # What follows it may not come before it.
+            # Later deltas must not move before this event.
             deltas.pop(event.stream, None)
             found.append((event, []))
         elif event.stream in deltas:
@@ -86,10 +86,10 @@ def coalesced(batch: bytes) -> inference_pb2.SessionEvents:
 
 
 def generate_events(batch: bytes) -> Iterator[tuple[bytes, bool]]:
-    """The same for a call of Generate: GenerateEvent messages, and whether each is the last.
+    """Converts a batch to encoded GenerateEvents, each with a flag for the last event.
 
     Raises:
-        BatonError: that the request failed with.
+        BatonError: The error with which the request failed.
     """
     for event in coalesced(batch).events:
         if event.HasField("delta"):
@@ -106,21 +106,22 @@ def generate_events(batch: bytes) -> Iterator[tuple[bytes, bool]]:
 
 
 def _extend(delta: common_pb2.TokenDelta, more: list[common_pb2.TokenDelta]) -> None:
-    """Puts contiguous deltas into the first."""
+    """Appends later deltas to the first delta."""
     for one in more:
         delta.token_ids.extend(one.token_ids)
         delta.logprobs.extend(one.logprobs)
-    # Text at once: text that grows in a message leaves its old self behind in its memory.
+    # Joined before the assignment: each assignment of text leaves the old text in the message's
+    # memory arena.
     delta.text += "".join(one.text for one in more)
 
 
 def _head(stream: int, tag: int, num_bytes: int) -> bytes:
-    """What comes before so many bytes of an event, under its tag, in a SessionEvents message."""
+    """Encoded header of an event with this tag and size in a SessionEvents message."""
     head = field(_STREAM, stream) + field(tag, num_bytes)
     return field(_EVENTS, len(head) + num_bytes) + head
 
 
 @functools.lru_cache(maxsize=2**14)
 def _delta_heads(stream: int) -> dict[int, bytes]:
-    """What came before tokens of a stream, by their bytes: of a few sizes, which come again."""
+    """Cache of a stream's encoded headers by size; most deltas have one of a few sizes."""
     return {}

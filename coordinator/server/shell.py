@@ -1,4 +1,4 @@
-"""The asyncio shell around the core: its clock, its timer, and where its effects go."""
+"""The asyncio shell around the core: provides clock and timer, and carries out effects."""
 
 from __future__ import annotations
 
@@ -29,20 +29,22 @@ from baton.v1 import cluster_pb2, inference_pb2
 
 _log = logging.getLogger(__name__)
 
-# The event loop's clock may be a millisecond behind ours.
+# The event loop's timers may fire up to a millisecond before time.monotonic() reaches their time.
 _TIMER_SLACK_S = 0.001
 _MAX_SLOW_WRITES = 256
 _DEAF = "acknowledges nothing it is sent"
 
 
 class ClientSession:
-    """One client stream: its outbox, and which of its streams have not ended.
+    """One client call: its outbox, and its streams (requests) that have not ended.
 
     Attributes:
-        slow: it was given up, since more waited for its reader than may.
-        left: why it ends once its reader has what waits, while its requests go on; None: it stays.
-        places: what gives back a stream's place among its caller's requests, where one is counted.
-        holders: tenants that the call is counted to.
+        live: numbers of the streams that have not ended.
+        slow: whether the session was closed because its client reads too slowly.
+        left: error that ends the call after the client has read all waiting events, while its
+            requests continue; None: the call goes on.
+        places: functions that free a stream's request slot, by stream number.
+        holders: tenants that the call is charged to.
     """
 
     def __init__(self, number: int) -> None:
@@ -55,18 +57,18 @@ class ClientSession:
         self.holders = CallTenants()
 
     def give_back_places(self) -> None:
-        """Nothing of it runs any more."""
+        """Frees the request slots of all streams."""
         places, self.places = self.places, {}
         for give_back in places.values():
             give_back()
 
     def release(self) -> None:
-        """Gives back every place, and the call: it is over."""
+        """Frees all request slots and the call slots at the end of the call."""
         self.give_back_places()
         self.holders.release()
 
     def end(self, stream: int, last: inference_pb2.Finished | BatonError) -> None:
-        """The stream's last event."""
+        """Ends a stream with its last event."""
         self.live.discard(stream)
         if self.places and (give_back := self.places.pop(stream, None)) is not None:
             give_back()
@@ -79,17 +81,17 @@ class Shell:
     """Feeds events to the core and carries out its effects, all on one event loop.
 
     Attributes:
-        tracing: takes the spans of requests; None: nobody does.
-        generation: of this coordinator; random per start, never 0.
-        started_at: by the core's clock.
-        launch_supervisor: who starts and ends workers here; None: nobody does.
-        profiles: of workers, that are being recorded.
+        tracing: exporter of request spans; None: spans are dropped.
+        generation: random ID of this coordinator's run, never 0.
+        started_at: start time, by the core's clock.
+        launch_supervisor: starts and ends workers; None: this coordinator starts no workers.
+        profiles: running profiles of workers.
     """
 
     def __init__(self, core: Core) -> None:
         self.core = core
         self.tracing: Tracing | None = None
-        # Of sessions: when a write began that its client was slow to take, and when it was taken.
+        # Slow writes: session number, start and end.
         self._slow_writes: deque[tuple[int, float, float]] = deque(maxlen=_MAX_SLOW_WRITES)
         self.generation = secrets.randbits(64) or 1
         self.started_at = self.now()
@@ -127,7 +129,7 @@ class Shell:
         return time.monotonic()
 
     def post(self, event: ev.Event) -> None:
-        """Applies an event and everything that follows from it, now."""
+        """Handles an event and all follow-up events synchronously."""
         self._follow_ups.append(event)
         if len(self._follow_ups) > 1:
             return
@@ -149,7 +151,7 @@ class Shell:
                 watcher()
 
     def watch_members(self, watcher: Callable[[], None]) -> None:
-        """Calls back after anything that may have changed who is attached and serving."""
+        """Calls `watcher` after every event that may change which workers serve."""
         self._watchers.append(watcher)
 
     async def idle(self) -> None:
@@ -159,10 +161,10 @@ class Shell:
             await self._idle.wait()
 
     def leave(self, why: BatonError) -> None:
-        """Ends all streams and none of the requests: they are for the next coordinator.
+        """Ends all streams but no requests, which the next coordinator takes over.
 
-        Clients come back to it with what they have, and workers go on until then. Nobody is let in
-        any more.
+        Clients resume their requests at the next coordinator, and workers continue until then.
+        New workers are refused.
         """
         self._left = why
         sessions, self._sessions = list(self._sessions.values()), {}
@@ -186,20 +188,20 @@ class Shell:
         return session
 
     def close_session(self, session: ClientSession) -> None:
-        """The client is gone, or has everything; what still runs is cancelled."""
+        """Closes a session; cancels its running requests."""
         if self._let_go(session):
             self.post(ev.SessionLost(session.number))
 
     def is_open(self, session: ClientSession) -> bool:
-        """False once it was closed or given up: nothing of it may run any more."""
+        """Whether the session is open; a closed session must not get new requests."""
         return session.number in self._sessions
 
     def wrote_slowly(self, session: ClientSession, began_at: float, ended_at: float) -> None:
-        """What the session was sent was not taken for so long."""
+        """Records a write that was delayed by a slow client."""
         self._slow_writes.append((session.number, began_at, ended_at))
 
     def client_stalls(self, session: int, arrived_at: float, ended_at: float) -> list[Stall]:
-        """When the client did not take what a request of its session had, as far as is known."""
+        """Known periods in which a slow client delayed the events of a request."""
         return [
             Stall(
                 max(0, round((began - arrived_at) * 1e6)),
@@ -217,17 +219,17 @@ class Shell:
     # ---- Workers
 
     def attach(self, hello: cluster_pb2.Hello, stream: object) -> WorkerLink:
-        """Lets a worker in over a new stream.
+        """Attaches a worker over a new stream.
 
         Raises:
-            BatonError: it is refused, in the words of cluster.proto; or this coordinator stops.
+            BatonError: The worker is refused (see cluster.proto), or this coordinator stops.
         """
         if self._left is not None:
             raise self._left
         link = self._links.get((hello.worker_id, hello.incarnation))
-        # A worker that never heard this generation's welcome has processed nothing of it.
+        # The acknowledgement is only valid if the worker knows this coordinator's generation.
         if link is not None and hello.generation == self.generation:
-            # Before it is sent more: it may have as much as is kept for a worker.
+            # Before new commands are sent, because the link may be at its limit.
             link.acknowledge(hello.ack)
         self._refusal = None
         returns = hello.generation not in (0, self.generation)
@@ -237,7 +239,7 @@ class Shell:
             raise refusal
         link = self._links.get((hello.worker_id, hello.incarnation))
         if link is None:
-            # What waited for it was more than is kept for a worker: it is out already.
+            # Sending to the worker exceeded the limit of its link, so it was removed at once.
             refusal = self.core.workers.refusal(hello)
             assert refusal is not None
             raise refusal
@@ -245,14 +247,14 @@ class Shell:
         return link
 
     def detach(self, link: WorkerLink, stream: object) -> None:
-        """A stream ended; a newer one of the same worker is left alone."""
+        """Handles the end of a stream, unless a newer stream has replaced it."""
         if link.stream is stream:
             link.stream = None
             if self._links.get(link.key) is link:
                 self.post(ev.WorkerDetached(link.key))
 
     def _command(self, worker: WorkerKey, command: ev.Command) -> None:
-        """Tells a worker something that is not the core's business."""
+        """Sends a worker a command that does not come from the core."""
         link = self._links.get(worker)
         if link is not None and not link.send(command):
             worker_id, incarnation = worker
@@ -281,17 +283,17 @@ class Shell:
                 self._bound(session)
 
     def _bound(self, session: ClientSession) -> None:
-        """Gives a session up when more waits for its reader than may."""
+        """Closes a session whose waiting events exceed the limit."""
         if session.outbox.overfull and self._let_go(session):
             session.slow = True
             self._follow_ups.append(ev.SessionLost(session.number))
 
     def _let_go(self, session: ClientSession) -> bool:
-        """Nothing more is kept for its client; False when nothing was."""
+        """Drops a session and its events; returns False if it was dropped before."""
         if self._sessions.pop(session.number, None) is None:
             return False
         session.outbox.clear()
-        # The call of a client that reads nothing may go on for long.
+        # Freed now, because the call of a client that does not read may last for long.
         session.give_back_places()
         return True
 
@@ -381,7 +383,7 @@ class Shell:
     # ---- Time
 
     def _arm(self) -> None:
-        """Sees to it that a Tick comes in time; one that comes early does no harm."""
+        """Sets the timer for the core's next deadline; an early Tick is harmless."""
         due = self.core.next_deadline()
         if self._closed or due is None or (self._timer is not None and self._timer_at <= due):
             return

@@ -8,14 +8,14 @@ from typing import Any
 
 from baton.runtime.errors import ResourceExhausted
 
-# A client that takes nothing at all for so long is gone in all but name.
+# A client that reads nothing for this many seconds is considered gone.
 STALLED_S = 60.0
-# A write that takes so long waited for its reader.
+# A write that takes this many seconds was delayed by the client.
 SLOW_S = 0.1
 
 
 def slow_reader() -> ResourceExhausted:
-    """What ends a stream whose client does not read it."""
+    """The error that ends a stream whose client does not read it."""
     return ResourceExhausted(
         "the client does not read its stream: too much output waits for it",
         reason="SLOW_READER",
@@ -24,15 +24,17 @@ def slow_reader() -> ResourceExhausted:
 
 
 class StallGuard:
-    """Writes one message at a time, and notices one that nobody takes.
+    """Writes one message at a time, and detects a client that does not read.
 
-    A write is never cancelled: gRPC would refuse the status that should follow it. So what a
-    stalled client holds is given up at once, and its call ends when it reads again or is gone.
+    A write is never cancelled, because gRPC could not send the final status after it. Therefore the
+    resources of a stalled call are freed at once, and the call itself ends only when the client
+    reads again or disconnects.
 
     Args:
-        context: of the call.
-        on_stall: gives up what the call holds; called once at most.
-        on_slow: told when a write began and ended that took SLOW_S or longer, by the loop's clock.
+        context: Context of the call.
+        on_stall: Called at most once, to free the resources of the call.
+        stalled_s: Seconds without progress after which the client counts as stalled.
+        on_slow: Called with start and end (by the loop's clock) of a write of SLOW_S or longer.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class StallGuard:
         self._timer = self._loop.call_later(stalled_s, self._check)
 
     async def write(self, message: object) -> None:
-        """Raises ResourceExhausted when the client took it too late."""
+        """Writes a message; raises ResourceExhausted if the client stalled meanwhile."""
         self._writing_since = began_at = self._loop.time()
         await self._context.write(message)
         self._writing_since = None

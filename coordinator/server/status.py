@@ -1,4 +1,4 @@
-"""How the cell does, as one message: what top, doctor and the dashboard show."""
+"""Builds the status message that `baton top`, `baton doctor` and the dashboard show."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from baton.v1 import admin_pb2, common_pb2
 
 _PERCENTS = (50, 95, 99)
 _COLD_STARTS_S = 3600.0
-# Those that are told of, of one lane: who was served most.
+# Maximum number of tenants listed per lane; those with the most tokens come first.
 _MAX_TENANTS = 16
-# How often a sample of the history is due, and how far back it goes.
+# Interval of the samples in the history, and number of samples kept.
 SAMPLE_S, MAX_SAMPLES = 5.0, 180
 
 
@@ -29,15 +29,15 @@ def status(
     wall_s: float,
     config: BatonConfig,
 ) -> admin_pb2.GetStatusResponse:
-    """Everything but the model and the history.
+    """Builds the status, without the model and the history.
 
     Args:
-        core: whose it is.
-        pools: as they are now.
-        lanes: as they are now.
-        now: by the core's clock.
-        wall_s: the same moment, seconds since 1970.
-        config: effective.
+        core: the core.
+        pools: present state of the pools.
+        lanes: present state of the lanes.
+        now: time by the core's clock.
+        wall_s: the same time in seconds since 1970.
+        config: effective configuration.
     """
     stats = core.stats
     recent, window = stats.recent, stats.recent.window(now)
@@ -77,7 +77,7 @@ def sample(
     now: float,
     wall_s: float,
 ) -> admin_pb2.StatusSample:
-    """What the history keeps of a moment; the arguments are those of `status`."""
+    """Builds a sample for the history; arguments as in `status`."""
     found = admin_pb2.StatusSample(
         pools=[
             admin_pb2.PoolSample(

@@ -1,4 +1,4 @@
-"""A request's latency budget as spans."""
+"""Converts a request's latency budget into trace spans."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from baton.v1 import common_pb2
 
 
 def request_span(record: EndedRequest, arrived_ns: int, kept: str = "") -> Span:
-    """The whole request, with one child per stage of its budget and one per stall.
+    """Creates a request's span, with one child per stage of its budget and one per stall.
 
     Args:
-        record: of a request that has ended.
-        arrived_ns: when it came, nanoseconds since 1970.
-        kept: why it is traced whatever the caller wants; empty: it is not.
+        record: record of an ended request.
+        arrived_ns: time of arrival, in nanoseconds since 1970.
+        kept: reason of tail sampling (see TailSampler); empty: not sampled.
     """
     budget = record.budget
     attributes: dict[str, str | int] = {

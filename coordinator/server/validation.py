@@ -1,7 +1,7 @@
-"""Whether a request makes sense, before anything is done for it.
+"""Validates requests before any other work.
 
-Every check raises InvalidArgument naming the field as the proto does, its value, and what is
-allowed.
+Every check raises InvalidArgument with the field's name in the proto, its value, and the allowed
+values.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _MAX_LOGIT_BIASES = 1024
 _MAX_CHOICES = 1024
 _MAX_GRAMMAR_BYTES = 64 * 2**10
 _MAX_MESSAGES = 4096
-# Of chat templates and their messages, which the coordinator gives them itself.
+# Variables of chat templates, and fields of chat messages, that the coordinator sets itself.
 _OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _OWN_FIELDS = frozenset({"role", "content"})
-# A finished event has to fit one message beside everything else.
+# Limit of prompt logprobs, because a Finished event must fit one message.
 _MAX_PROMPT_LOGPROB_ENTRIES = 200_000
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What the served model allows; None where it is not known yet."""
+    """Limits of the served model; None: not known yet."""
 
     name: str
     max_model_len: int | None
@@ -52,17 +52,17 @@ def check_request(
     *,
     sampling_is_known: bool = False,
 ) -> None:
-    """Everything that can be checked before the prompt is tokenized.
+    """Checks everything that does not need the tokenized prompt.
 
     Args:
-        request: as the client sent it.
-        config: limits.
-        model: of the model.
-        sampling_is_known: equal parameters were found good, by the same limits.
+        request: the client's request.
+        config: limits of the coordinator.
+        model: limits of the model.
+        sampling_is_known: whether equal sampling parameters have passed the checks before.
 
     Raises:
-        InvalidArgument: a field is wrong.
-        NotFound: another model than the one served, and none of its adapters.
+        InvalidArgument: A field is invalid.
+        NotFound: The requested model is neither the served model nor one of its adapters.
     """
     if request.model and request.model != model.name and request.model not in model.adapters:
         served = " and ".join([repr(model.name), *map(repr, sorted(model.adapters))])
@@ -94,10 +94,10 @@ def check_request(
 def check_lengths(
     request: inference_pb2.GenerateRequest, num_prompt_tokens: int, model: ModelLimits
 ) -> None:
-    """What depends on how many tokens the prompt has.
+    """Checks limits that depend on the number of prompt tokens.
 
     Raises:
-        InvalidArgument: the prompt is empty, or does not fit the context with its output.
+        InvalidArgument: The prompt is empty, or prompt and output exceed the context.
     """
     sampling, context = request.sampling, model.max_model_len
     field = request.WhichOneof("prompt") or "prompt"
@@ -147,10 +147,10 @@ def check_lengths(
 def check_lane(
     request: inference_pb2.GenerateRequest, num_prompt_tokens: int, limits: LaneConfig, name: str
 ) -> None:
-    """What the request's lane allows.
+    """Checks the limits of the request's lane.
 
     Raises:
-        InvalidArgument: prompt or output are longer.
+        InvalidArgument: The prompt or the output is too long for the lane.
     """
     limit = limits.max_prompt_tokens
     if limit is not None and num_prompt_tokens > limit:
@@ -194,7 +194,7 @@ def _check_prompt(
 
 
 def _check_chat(chat: inference_pb2.ChatPrompt) -> int:
-    """Bytes of its texts."""
+    """Checks a chat prompt; returns the number of bytes of its texts."""
     if not chat.messages:
         raise InvalidArgument("chat.messages", [], "must not be empty")
     if len(chat.messages) > _MAX_MESSAGES:
@@ -217,7 +217,7 @@ def _check_chat(chat: inference_pb2.ChatPrompt) -> int:
 
 
 def _check_object(field: str, text: str, own: frozenset[str]) -> int:
-    """A JSON object for the chat template; bytes of its text."""
+    """Checks a JSON object for the chat template; returns the number of bytes of its text."""
     found = _from_json(field, text)
     if not isinstance(found, dict):
         raise InvalidArgument(field, text, "must be a JSON object")
@@ -238,7 +238,7 @@ def _check_tools(text: str) -> int:
 def _from_json(field: str, text: str) -> Any:
     try:
         found = json.loads(text)
-        # An escape may stand for half a character, which no tokenizer takes.
+        # Rejects lone surrogates (\ud800 to \udfff), which tokenizers do not accept.
         json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise InvalidArgument(field, text, f"must be JSON text: {error}") from None
@@ -275,9 +275,9 @@ def _check_resume(
 
 
 def check_token_ids(field: str, ids: Sequence[int], model: ModelLimits) -> None:
-    """Raises InvalidArgument when an id is outside the vocabulary."""
+    """Raises InvalidArgument if an ID is outside the vocabulary."""
     vocab_size = model.vocab_size
-    # As a list: a message's field is slow to walk.
+    # [:] copies the field into a list, because iterating over a protobuf field is slow.
     if vocab_size is None or not ids or max(ids[:]) < vocab_size:
         return
     index, bad = next((i, one) for i, one in enumerate(ids) if one >= vocab_size)
