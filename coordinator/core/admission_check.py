@@ -18,18 +18,16 @@ from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime import errors
 
 
-class CheckedSubmission(NamedTuple):
-    """The result of the admission check of a submission.
+class AdmissionResult(NamedTuple):
+    """What the admission check has computed for an admitted submission.
 
     Attributes:
-        refused: Why the submission is refused; None: it is admitted.
         num_tokens: Tokens of the prompt and of the longest possible output.
         fleet: The fleet that computes the request.
         hashes: Hashes of the prompt's blocks in that fleet.
         forecast: Predicted time to first token; None: no target, or no prediction.
     """
 
-    refused: errors.BatonError | None
     num_tokens: int
     fleet: Fleet
     hashes: array[int]
@@ -55,7 +53,7 @@ class AdmissionCheck:
 
     def check(
         self, submission: Submission, older: Request | None, now: float, *, goes_on: bool
-    ) -> CheckedSubmission:
+    ) -> AdmissionResult:
         """Checks a submission, chooses its fleet, and counts it as arrived or shed.
 
         Args:
@@ -63,6 +61,9 @@ class AdmissionCheck:
             older: The running request of the same key, or None.
             now: Time by the core's clock.
             goes_on: Whether a worker may still run the request for an earlier coordinator.
+
+        Raises:
+            BatonError: The submission is refused.
         """
         num_tokens = len(submission.prompt_token_ids)
         num_tokens += max_output_tokens(submission, self._workers.max_model_len)
@@ -87,7 +88,9 @@ class AdmissionCheck:
             self._stats.demand[submission.lane].arrived(*demand)
         if shed is not None:
             self._stats.shed(submission.lane, shed.reason, now)
-        return CheckedSubmission(refused, num_tokens, fleet, hashes, forecast)
+        if refused is not None:
+            raise refused
+        return AdmissionResult(num_tokens, fleet, hashes, forecast)
 
     def _limit_error(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
-from baton.coordinator.core.admission_check import AdmissionCheck, CheckedSubmission
+from baton.coordinator.core.admission_check import AdmissionCheck, AdmissionResult
 from baton.coordinator.core.assignments import Assignments
 from baton.coordinator.core.commands import Commands
 from baton.coordinator.core.endings import ended_request, outcome
@@ -133,17 +133,18 @@ class RequestLifecycle:
         older = self.requests.get(submission.key)
         if older is not None and self._takes_over(older, submission):
             return None
-        checked = self._admission_check.check(submission, older, now, goes_on=goes_on)
-        if checked.refused is not None:
-            self.out.append(ev.SendFailed(submission.to, checked.refused))
+        try:
+            result = self._admission_check.check(submission, older, now, goes_on=goes_on)
+        except errors.BatonError as error:
+            self.out.append(ev.SendFailed(submission.to, error))
             return None
         if older is not None:
             self._replace(older, now)
-        request = self._new_request(submission, checked, now)
+        request = self._new_request(submission, result, now)
         self.requests.add(request)
         self.stats.admitted(request, now)
         self._accept(request)
-        self._queue(request, now, checked.num_tokens)
+        self._queue(request, now, result.num_tokens)
         self._set_timer(request)
         self.room_freed()
         return request
@@ -408,10 +409,8 @@ class RequestLifecycle:
 
     # ---- Inside
 
-    def _new_request(
-        self, submission: Submission, checked: CheckedSubmission, now: float
-    ) -> Request:
-        forecast, before = checked.forecast, self.requests.ended.get(submission.key)
+    def _new_request(self, submission: Submission, result: AdmissionResult, now: float) -> Request:
+        forecast, before = result.forecast, self.requests.ended.get(submission.key)
         prediction = None
         if forecast is not None and forecast.is_informative:
             prediction = forecast.prediction
@@ -422,8 +421,8 @@ class RequestLifecycle:
             state_since=now,
             token_ids=array("I", submission.known_token_ids),
             text_chars=submission.known_text_chars,
-            hashes=checked.hashes if len(checked.hashes) else None,
-            fleet=checked.fleet,
+            hashes=result.hashes if len(result.hashes) else None,
+            fleet=result.fleet,
             prediction=prediction,
             attempts_before=before.attempt_number if before is not None else 0,
         )
