@@ -26,7 +26,7 @@ _DELTA, _ACCEPTED, _FINISHED, _FAILED = (
     for name in ("delta", "accepted", "finished", "failed")
 )
 _GENERATE_DELTA = length_tag(inference_pb2.GenerateEvent.DESCRIPTOR, "delta")
-# Headers are cached below this size; tokens with logprobs are larger, with sizes that rarely recur.
+# Headers are cached below this size; tokens with logprobs are larger, with varying sizes.
 _MANY_BYTES = 128
 
 

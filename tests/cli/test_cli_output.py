@@ -109,7 +109,7 @@ def test_the_timeline_adds_up(capsys):
 def test_exit_codes():
     assert exit_codes.exit_code(ConfigError("x")) == 2
     assert exit_codes.exit_code(make(3, "wrong field")) == 2
-    assert exit_codes.exit_code(make(14, "nobody")) == 3
+    assert exit_codes.exit_code(make(14, "no server")) == 3
     assert exit_codes.exit_code(make(13, "bug")) == 1
     assert exit_codes.exit_code(RuntimeError("bug")) is None
 

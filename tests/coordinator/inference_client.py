@@ -1,4 +1,4 @@
-"""What a client of the inference service sends and keeps."""
+"""Test client of the inference service: builds messages and collects events by stream."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Client:
         await self.call.write(inference_pb2.SessionRequest(cancel=cancel))
 
     async def until(self, stream: int, kind: str) -> list:
-        """Reads until the stream has had an event of a kind; all of the stream's events."""
+        """Reads until the stream has an event of this kind; returns all events of the stream."""
         async with asyncio.timeout(WAIT_S):
             while not any(one.WhichOneof("event") == kind for one in self.of(stream)):
                 batch = await self.call.read()

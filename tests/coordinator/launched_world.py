@@ -1,4 +1,4 @@
-"""A core that starts its own workers, and a launcher that does what the test says."""
+"""A core that starts its own workers, with a launcher controlled by the test."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ CONFIG = ScalingConfig(
 
 
 class Launched:
-    """A world whose pools have begun with so many workers.
+    """A world whose core starts `prefill` and `decode` workers at the beginning.
 
     Attributes:
-        world: the core's clock and what it sent.
-        started, ended: worker ids, in order.
-        there, gone: those that have attached, and those whose process has ended.
+        world: Core with its clock and recorded effects.
+        started, ended: IDs of workers that the core has started and ended, in order.
+        there: IDs of workers that have attached.
+        gone: IDs of workers whose processes have ended.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Launched:
         )
 
     def come_up(self) -> None:
-        """Everything that starts attaches."""
+        """Attaches all starting workers."""
         for worker_id in self.started:
             if worker_id not in self.there | self.gone and worker_id not in self.ended:
                 self.there.add(worker_id)
@@ -78,13 +79,13 @@ class Launched:
                 )
 
     def wait(self, seconds: float) -> None:
-        """Time passes; workers give signs of life, and those that are to leave do."""
+        """Advances the clock; workers send signs of life, and draining workers leave."""
         for _ in range(round(seconds)):
             self.world.wait(1)
             self.leave()
 
     def leave(self) -> None:
-        """Those that drain and have nothing left go; ended processes are gone."""
+        """Stops idle draining workers, and reports ended processes as gone."""
         for worker in self.core.workers:
             if worker.state == cluster_pb2.WORKER_STATE_DRAINING and not len(worker.ledger):
                 stopped = cluster_pb2.WorkerStateChanged(state=cluster_pb2.WORKER_STATE_STOPPED)
@@ -94,7 +95,7 @@ class Launched:
             self.world.handle(ev.WorkerExited(worker_id, "was ended", gone=True))
 
     def ids(self, pool: Pool) -> set[str]:
-        """Of attached workers that do not drain."""
+        """IDs of attached workers that do not drain."""
         return {
             worker.id
             for worker in self.core.workers
@@ -105,7 +106,7 @@ class Launched:
         return self.core.scaler.decisions[pool][-1].decision.reason
 
     def answer_flips(self) -> None:
-        """Workers that were told another role serve it."""
+        """Workers carry out their SetRoleCommands."""
         for worker in self.core.workers:
             for command in self.world.commands[worker.id]:
                 if isinstance(command, cluster_pb2.SetRoleCommand) and worker.role != command.role:

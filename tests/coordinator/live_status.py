@@ -1,4 +1,4 @@
-"""A simulated cell and what its coordinator answers of it, under a virtual clock."""
+"""A simulated cell with an Admin service, under a virtual clock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from baton.runtime.latency import LatencyModel
 from baton.v1 import admin_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
-# Of a prompt of 1,000 tokens 55 ms; of a step of ten requests 10 ms.
+# A prompt of 1,000 tokens takes 55 ms, a decode step of ten requests takes 10 ms.
 MODEL = LatencyModel(
     prefill_base_s=0.005,
     prefill_per_token_s=0.00005,
@@ -26,7 +26,7 @@ MODEL = LatencyModel(
 
 
 class LiveCell(VirtualCell):
-    """A cell with the Admin service in front of its core; `sections` are the configuration's."""
+    """A cell with an Admin service; `sections` are sections of the configuration."""
 
     def __init__(self, **sections: object) -> None:
         self.config: BatonConfig = parse(
@@ -53,7 +53,7 @@ class LiveCell(VirtualCell):
     def load(
         self, rate: float, num_prompt: int, num_output: int, lasts_s: float = 15.0, **request
     ) -> LiveCell:
-        """So many requests per second for so long."""
+        """Sends requests at a constant rate for a duration."""
         self.poisson(
             rate,
             self.now,

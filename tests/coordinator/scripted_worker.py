@@ -1,4 +1,4 @@
-"""A worker that speaks the real Cluster.Attach over loopback and does what a test tells it."""
+"""A worker that uses the real Cluster.Attach over loopback, controlled by a test."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ WAIT_S = 15.0
 
 
 class ScriptedWorker:
-    """One incarnation of a worker; `commands` is what it was sent, in order.
+    """One incarnation of a worker; `commands` contains the received commands, in order.
 
-    With `auto`, it serves: one token per step, the token being its own offset, up to max_tokens.
+    With `auto` it serves requests: each step outputs one token, whose ID is its offset, up to
+    max_tokens.
     """
 
     def __init__(self, address: str, hello: cluster_pb2.Hello, *, auto: bool = True) -> None:
@@ -27,10 +28,10 @@ class ScriptedWorker:
         self.received = 0
         self.seq = 0
         self.kept: list[cluster_pb2.WorkerMessage] = []
-        # How many messages came in one, where it was more than one.
+        # Sizes of the received batches.
         self.batches: list[int] = []
         self.drained = asyncio.Event()
-        # One write at a time, as gRPC wants it.
+        # gRPC allows only one write at a time.
         self._writing = asyncio.Lock()
         self._channel = rpc.channel(address)
         self._stub = cluster_pb2_grpc.ClusterStub(self._channel)
@@ -38,7 +39,7 @@ class ScriptedWorker:
         self._reader: asyncio.Task | None = None
 
     async def connect(self) -> None:
-        """Opens a stream, and replays what was not acknowledged."""
+        """Opens a stream, and replays unacknowledged messages."""
         self._call = self._stub.Attach()
         self.hello.generation = self.welcome.generation if self.welcome else 0
         self.hello.ack = self.received
@@ -56,7 +57,7 @@ class ScriptedWorker:
         self._reader = asyncio.create_task(self._read())
 
     async def disconnect(self) -> None:
-        """Ends the stream as a lost connection would; the worker lives."""
+        """Breaks the stream like a lost connection; the worker continues."""
         self._call.cancel()
         self._reader.cancel()
         await asyncio.gather(self._reader, return_exceptions=True)
@@ -67,19 +68,19 @@ class ScriptedWorker:
         await self._channel.close()
 
     async def ended(self) -> tuple[grpc.StatusCode, str]:
-        """How the coordinator ended the stream."""
+        """Status with which the coordinator ended the stream."""
         async with asyncio.timeout(WAIT_S):
             return await self._call.code(), await self._call.details()
 
     async def command(self, kind: str):
-        """The next command; fails when it is of another kind."""
+        """Returns the next command; fails if it has another kind."""
         async with asyncio.timeout(WAIT_S):
             message = await self.commands.get()
         assert message.WhichOneof("message") == kind, message
         return getattr(message, kind)
 
     async def say(self, **message) -> None:
-        """Sends a kept message: step=, handoff=, state_changed=."""
+        """Sends a message (step=, handoff=, state_changed=) and keeps it until acknowledged."""
         self.seq += 1
         kept = cluster_pb2.WorkerMessage(seq=self.seq, ack=self.received, **message)
         self.kept.append(kept)
@@ -97,7 +98,7 @@ class ScriptedWorker:
             await self._call.write(message)
 
     async def leave(self) -> None:
-        """Says it stops, and ends the stream itself."""
+        """Reports that the worker stops, and ends the stream."""
         change = cluster_pb2.WorkerStateChanged(state=cluster_pb2.WORKER_STATE_STOPPED)
         await self.say(state_changed=change)
         await self._call.done_writing()
@@ -136,7 +137,7 @@ class ScriptedWorker:
 def answer(
     spec: cluster_pb2.RequestSpec, offset: int, count: int, reason: int | None = None
 ) -> cluster_pb2.RequestOutput:
-    """An output whose tokens are their own offsets and whose text is one letter per token."""
+    """Builds an output in which each token ID is its offset and each token's text is one letter."""
     tokens = range(offset, offset + count)
     output = cluster_pb2.RequestOutput(request_id=spec.request_id, attempt=spec.attempt)
     output.delta.CopyFrom(common_pb2.TokenDelta(offset=offset, token_ids=tokens, text="x" * count))
@@ -148,7 +149,7 @@ def answer(
 
 @asynccontextmanager
 async def attached(address: str, *hellos: cluster_pb2.Hello, auto: bool = True):
-    """Connected workers, closed at the end."""
+    """Connects workers, and closes them at the end."""
     workers = [ScriptedWorker(address, hello, auto=auto) for hello in hellos]
     try:
         for worker in workers:

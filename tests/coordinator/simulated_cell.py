@@ -1,4 +1,4 @@
-"""The real core under a virtual clock, with workers that take time and share nothing."""
+"""The real core under a virtual clock, with simulated workers without prefix caches."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Cell:
     """Two prefill and two decode workers.
 
     Attributes:
-        dispatched: request ids in the order of dispatch.
-        served: (time, tenant, lane, tokens) as they were served, output tokens counting twice.
-        waits: (lane, seconds from submission to dispatch), in the order of dispatch.
+        dispatched: request IDs in order of dispatch.
+        served: (time, tenant, lane, tokens) in order of service; output tokens count twice.
+        waits: (lane, seconds from submission to dispatch) in order of dispatch.
     """
 
     prefill_token_s, step_s = 0.0001, 0.02
@@ -53,7 +53,7 @@ class Cell:
         self._order = itertools.count()
         self._prefill_free_at: dict[str, float] = defaultdict(float)
         self._decoding: dict[str, dict[str, int]] = {"d1": {}, "d2": {}}
-        # The attempt that workers are at, by request.
+        # Current attempt number by request.
         self._attempts: dict[str, int] = {}
         self._prompts: dict[int, list[int]] = {}
         model = common_pb2.ModelDescription(
@@ -94,7 +94,7 @@ class Cell:
         return submission.key
 
     def every(self, period_s: float, begin: float, end: float, **fields) -> None:
-        """Submits over and over."""
+        """Submits requests periodically."""
 
         def again() -> None:
             self.submit(**fields)
@@ -104,7 +104,7 @@ class Cell:
         self.at(begin, again)
 
     def tokens(self, begin: float, end: float, key: int = 1) -> dict:
-        """Served in a span of time, by tenant (key 1) or lane (key 2)."""
+        """Tokens served in a time span, by tenant (key 1) or lane (key 2)."""
         sums: dict = defaultdict(int)
         for one in self.served:
             if begin <= one[0] < end:
@@ -147,7 +147,7 @@ class Cell:
         output = cluster_pb2.RequestOutput(request_id=request_id, attempt=attempt)
         output.finished.SetInParent()
         if attempt == 1:
-            # What is computed again is no service.
+            # Recomputed tokens of a later attempt do not count as service.
             self._serve(submission, len(submission.prompt_token_ids) + 2)
             output.delta.token_ids.append(0)
         step = cluster_pb2.StepOutputs(outputs=[output])

@@ -1,4 +1,4 @@
-"""What the autoscaler sees of a cell that runs."""
+"""The autoscaler's observation of a running cell."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_demand_is_counted_at_arrival():
         made.submit(1000, 50)
     made.submit(1000, 50, lane=common_pb2.LANE_BATCH)
     seen = observer.observe(ScalingConfig(), made.now)
-    # 1,000 tokens in chunks of 512.
+    # A prompt has 1,000 tokens and is computed in chunks of 512.
     assert lane(seen).num_arrived == 10
     assert lane(seen).work_s == pytest.approx(10 * 0.11)
     assert lane(seen).works_s == pytest.approx((0.11,) * 10)
@@ -79,22 +79,22 @@ def test_cached_prefixes_are_no_demand():
     assert after - before < 0.02
 
 
-def test_what_is_refused_for_overload_is_demand_all_the_same():
+def test_requests_refused_for_overload_are_demand():
     made = cell(ttft_ms=300)
     outcomes = [made.submit(1000, 5) for _ in range(20)]
     assert sum(one.shed for one in outcomes) > 5
     assert lane(made.core.observer().observe(ScalingConfig(), made.now)).num_arrived == 20
 
 
-def test_what_a_tenant_may_not_have_is_no_demand():
-    """No number of workers would let it in."""
+def test_requests_over_a_tenants_limit_are_no_demand():
+    """More workers would not admit a request over its tenant's limit."""
     made = cell(tenants={"reports": {"tokens_per_s": 100, "burst_tokens": 1100}})
     outcomes = [made.submit(1000, 50, tenant="reports") for _ in range(20)]
     assert sum(one.shed for one in outcomes) == 19
     assert lane(made.core.observer().observe(ScalingConfig(), made.now)).num_arrived == 1
 
 
-def test_what_waits_for_the_first_prefill_worker_is_queued_work():
+def test_requests_waiting_for_the_first_prefill_worker_are_queued_work():
     made = cell()
     made.core.handle(ev.WorkerLost("p", "was killed"), made.now)
     for _ in range(10):
@@ -105,8 +105,8 @@ def test_what_waits_for_the_first_prefill_worker_is_queued_work():
 
 
 @pytest.mark.parametrize("outgrown", [0, 2000])
-def test_what_waits_for_room_to_decode_is_no_work_for_prefill_workers(outgrown):
-    """Nor where outputs have grown beyond all that was expected of them."""
+def test_requests_waiting_for_kv_room_are_no_prefill_work(outgrown):
+    """Also if outputs are longer than expected."""
     made = cell(kv_tokens=4000)
     for _ in range(10):
         made.submit(500, 500)
@@ -119,7 +119,7 @@ def test_what_waits_for_room_to_decode_is_no_work_for_prefill_workers(outgrown):
     assert seen.queued_s == 0
 
 
-def test_nor_is_what_waits_for_a_seat():
+def test_requests_waiting_for_max_num_seqs_are_no_prefill_work():
     made = cell(max_num_seqs=4)
     for _ in range(10):
         made.submit(500, 500)
@@ -145,8 +145,8 @@ def test_latencies_are_measured_since_the_last_look():
     assert lane(observer.observe(ScalingConfig(), made.now)).ttft_s is None
 
 
-def test_gaps_that_prompts_beside_outputs_make_are_predicted_too():
-    """They are no reason for more decode workers, which would compute still more prompts."""
+def test_the_predicted_itl_includes_prompts_in_the_same_step():
+    """Such gaps need no further decode workers, which would compute even more prompts."""
     made = cell(local_prefill=True)
     observer = made.core.observer()
     config = ScalingConfig(targets=(("interactive", Targets(0.5, 0.05, 99.0)),))
@@ -176,14 +176,14 @@ def test_workers_are_seen_with_their_phases():
     assert all(one.responds for one in seen.workers if one.phase is Phase.SERVING)
 
 
-def test_a_worker_that_does_not_respond_is_a_member_all_the_same():
+def test_an_unresponsive_worker_still_counts_as_serving():
     made = cell()
     made.core.workers.by_id("d").unresponsive = "was silent for 2 s"
     (seen,) = made.core.observer().observe(ScalingConfig(), made.now).of(Pool.DECODE, Phase.SERVING)
     assert not seen.responds
 
 
-def test_the_configuration_says_targets_and_limits():
+def test_targets_and_limits_come_from_the_configuration():
     config = parse(
         {
             "engine_args": {"tensor_parallel_size": 4},

@@ -1,4 +1,4 @@
-"""The autoscaler as a pure function: what it wants, and why."""
+"""The autoscaler as a pure function: wanted sizes and their reasons."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def workers(num_prefill, num_decode, phase=Phase.SERVING, since=0.0):
 
 
 class Days:
-    """A load that goes on, and the decisions about it; workers are there as soon as wanted."""
+    """A continuing load and the decisions about it; wanted workers serve at once."""
 
     def __init__(self, config=CONFIG, num_prefill=1, num_decode=1, obeyed=True):
         self.config, self.state, self.now, self.obeyed = config, State(), 1000.0, obeyed
@@ -92,7 +92,7 @@ class Days:
 def test_prefill_grows_with_its_load_and_says_why():
     days = Days(config=replace(CONFIG, flip=False))
     decision = days.passes(60, rate=50)
-    # 5 s of work per second.
+    # The load is 5 s of prefill work per second.
     assert 6 <= days.size(Pool.PREFILL) <= 9
     assert "5.00 s of prompts per second" in decision.prefill.reason
     assert "500 ms" in decision.prefill.reason
@@ -100,30 +100,30 @@ def test_prefill_grows_with_its_load_and_says_why():
 
 def test_decode_grows_on_its_own():
     days = Days(config=replace(CONFIG, flip=False))
-    # 10,000 tokens/s; a worker makes some 2,200 within 45 ms.
+    # The load is 10,000 tokens/s; a worker generates about 2,200 tokens/s with steps of 45 ms.
     decision = days.passes(60, rate=10, work_s=0.01, output=1000.0)
     assert days.size(Pool.PREFILL) == 1
     assert 4 <= days.size(Pool.DECODE) <= 7
     assert "within 50 ms" in decision.decode.reason
 
 
-def test_kv_room_counts():
+def test_kv_room_limits_requests_per_worker():
     days = Days(config=replace(CONFIG, flip=False))
     days.decode = DecodeLoad(num_decodes=40, reserved_tokens=400_000, kv_tokens=100_000)
     decision = days.passes(20, rate=1, work_s=0.01)
-    # 90,000 tokens of a worker are to be used, 10,000 by a request: 9 requests. And 40 that last
-    # are 50 for one time in twenty.
+    # A worker may use 90,000 KV tokens and a request needs 10,000, so a worker takes 9 requests.
+    # A mean of 40 requests has a 95th percentile of 50.
     assert decision.decode.needed == 6
     assert "its KV cache" in decision.decode.reason
 
 
-def test_seats_count():
+def test_max_num_seqs_limits_requests_per_worker():
     days = Days(config=replace(CONFIG, flip=False))
     days.decode = DecodeLoad(
         num_decodes=40, reserved_tokens=400_000, kv_tokens=10**7, most_requests=16
     )
     decision = days.passes(20, rate=1, work_s=0.01)
-    # 50 for one time in twenty.
+    # The 95th percentile of the number of requests is 50.
     assert decision.decode.needed == 4
     assert "a worker takes 16 at a time" in decision.decode.reason
 
@@ -189,7 +189,7 @@ def test_a_stricter_percentile_takes_more_decode_workers():
     assert needed[0] < needed[-1]
 
 
-def test_who_shrinks_drains_the_idlest():
+def test_a_shrinking_pool_drains_the_least_loaded_worker():
     days = Days(config=replace(CONFIG, flip=False, down_window_s=5.0), num_prefill=4, obeyed=False)
     days.passes(30, rate=1)
     drained = [one for one in days.decisions[-1].actions if isinstance(one, Drain)]
@@ -199,7 +199,7 @@ def test_who_shrinks_drains_the_idlest():
 def test_a_flip_comes_before_a_cold_start_and_does_not_come_back():
     days = Days(num_prefill=8, num_decode=2)
     days.passes(200, rate=1, work_s=0.01, output=100.0)
-    # Nothing was needed there for a while: it has shrunk by draining.
+    # The window is long, so that the idle prefill pool does not shrink by draining.
     days = Days(num_prefill=8, num_decode=1, config=replace(CONFIG, down_window_s=1000.0))
     days.passes(510, rate=1, work_s=0.01, output=100.0)
     decision = days.passes(5, rate=20, work_s=0.01, output=1000.0)
@@ -207,14 +207,14 @@ def test_a_flip_comes_before_a_cold_start_and_does_not_come_back():
     assert flips
     assert all(one.to is Pool.DECODE for one in flips)
     assert not any(isinstance(one, Want) and one.num_workers > 2 for one in decision.actions)
-    # The load turns: nothing flips back at once.
+    # The load changes to prompts; the flipped workers do not return at once.
     days.passes(60, rate=60, work_s=0.1, output=1.0)
     later = [one for each in days.decisions[-12:] for one in each.actions if isinstance(one, Flip)]
     assert not any(one.to is Pool.PREFILL for one in later)
 
 
 def test_a_worker_that_becomes_free_takes_the_place_of_one_that_still_starts():
-    # Workers that are wanted begin to start, and are not there yet.
+    # The wanted workers are starting and do not serve yet.
     days = Days(num_prefill=4, num_decode=2, config=replace(CONFIG, down_window_s=60.0))
     days.passes(300, rate=28, work_s=0.1, output=100.0)
     days.members = [one for one in days.members if one.phase is Phase.SERVING]
@@ -226,7 +226,7 @@ def test_a_worker_that_becomes_free_takes_the_place_of_one_that_still_starts():
     prefill = days.size(Pool.PREFILL)
     found = []
     while not found and days.now < 1500:
-        # The prompts become short.
+        # The prompts become short, so prefill workers are no longer needed.
         decision = days.passes(5, rate=28, work_s=0.01, output=100.0)
         found = [one for one in decision.actions if isinstance(one, Flip)]
     assert found
@@ -248,7 +248,7 @@ def test_a_load_that_is_hardly_known_takes_no_worker_away():
 
 
 def test_a_load_that_is_hardly_known_takes_no_worker_away_that_others_have_added():
-    """An operator, before handing the pool back, or somebody who starts workers elsewhere."""
+    """The workers were added by an operator or by another launcher."""
     days = Days(config=replace(CONFIG, flip=False))
     days.passes(30, rate=5)
     days.members += [WorkerView(f"by hand {n}", Pool.DECODE, Phase.SERVING, 0.0) for n in range(3)]
@@ -280,7 +280,7 @@ def test_starts_that_are_no_longer_wanted_are_given_up_and_workers_that_serve_ar
 def test_a_worker_that_does_not_respond_is_not_asked_to_flip():
     days = Days(num_prefill=8, num_decode=1, config=replace(CONFIG, down_window_s=1000.0))
     days.passes(510, rate=1, work_s=0.01, output=100.0)
-    # The idlest of them.
+    # The worker with the least load does not respond.
     days.members[0] = replace(days.members[0], responds=False)
     decision = days.passes(5, rate=20, work_s=0.01, output=1000.0)
     flips = [one.worker_id for one in decision.actions if isinstance(one, Flip)]
@@ -292,7 +292,7 @@ def test_pools_that_can_swap_workers_keep_the_most_that_both_needed_at_one_time(
     sizes = {}
     for flip in (True, False):
         days = Days(config=replace(CONFIG, flip=flip, down_window_s=600.0))
-        # First many prompts, then long outputs.
+        # The load consists first of many prompts, then of long outputs.
         days.passes(150, rate=50, work_s=0.1, output=10.0)
         days.passes(200, rate=2, work_s=0.01, output=5000.0)
         sizes[flip] = days.size(Pool.PREFILL) + days.size(Pool.DECODE)
@@ -310,7 +310,7 @@ def test_a_young_rise_is_not_carried_far():
         factor = forecast.growth(samples, now, lead_s)
         return factor * forecast.load(samples, now, lambda one: one.rate) - samples[-1].rate
 
-    # Half of what a straight line says in the time that it has been seen, whatever the lead.
+    # The damped trend adds at most half of the linear growth during the observed time.
     assert 0 < expected(60, 20.0) < expected(60, 600.0) < 60 / 3 / 2
     assert expected(120, 600.0) > expected(60, 600.0)
 
@@ -339,7 +339,7 @@ def test_a_worker_stuck_in_starting_counts_no_more():
     assert Want(Pool.PREFILL, 2) in decision.actions
 
 
-def test_zero_and_back():
+def test_an_idle_pool_shrinks_to_zero_and_grows_again():
     none = PoolLimits(0, 16)
     days = Days(config=replace(CONFIG, prefill=none, decode=none, idle_s=100.0))
     days.passes(60, rate=1, work_s=0.01)
@@ -351,8 +351,8 @@ def test_zero_and_back():
     assert days.size(Pool.PREFILL) == days.size(Pool.DECODE) == 1
 
 
-def test_requests_that_nobody_promised_anything_keep_a_pool_awake_too():
-    """However short they are: none of them is there when it is decided."""
+def test_requests_without_targets_keep_a_pool_from_shrinking_to_zero():
+    """Even requests so short that none is present at the time of a decision."""
     none = PoolLimits(0, 16)
     targets = (("interactive", Targets(None, None)),)
     days = Days(config=replace(CONFIG, prefill=none, decode=none, idle_s=100.0, targets=targets))
@@ -375,7 +375,7 @@ def test_a_missed_ttft_is_paid_for_with_workers():
 def test_misses_by_chance_are_not_paid_for():
     days = Days(config=replace(CONFIG, flip=False))
     predicted = days.passes(120, rate=10, work_s=0.1).prefill.needed
-    # One in twelve, of few: as often more than one in twenty as not.
+    # One of twelve requests is late; with so few requests, this is consistent with 5 %.
     for number in range(24):
         days.passes(5, rate=10, work_s=0.1, num_first=12, num_late=number % 2)
         assert days.decisions[-1].prefill.needed == predicted
@@ -411,11 +411,11 @@ def test_stale_measurements_freeze_the_pools_but_not_below_the_floor():
     assert decision.actions == (Want(Pool.PREFILL, 3),)
 
 
-def test_what_arrives_while_the_pools_are_frozen_is_no_burst_afterwards():
+def test_arrivals_while_the_pools_are_frozen_do_not_count_as_a_burst():
     days = Days(config=replace(CONFIG, flip=False))
     usual = days.passes(300, rate=20).prefill.needed
     heard_at = days.now
-    # Ten times as long as a decision takes, and half of it too long to conclude anything.
+    # The last report is up to 50 s old; observations older than 20 s are stale.
     days.passes(50, rate=20, heard_at=heard_at)
     assert days.decisions[-1].frozen
     after = days.passes(5, rate=20)

@@ -1,4 +1,4 @@
-"""What the autoscaler never does, whatever it is told."""
+"""Property tests of the autoscaler with arbitrary observations."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_never_outside_its_bounds_whatever_it_is_told(config, moments):
             assert known[flip.worker_id].pool is not flip.to
         named = [one.worker_id for one in (*flips, *drains)]
         assert len(named) == len(set(named))
-        # As many leave as the pool is to be smaller, and none of one that is to grow.
+        # The number of leaving workers is the decrease of the pool; a growing pool loses none.
         for pool, one in zip(POOLS, (decision.prefill, decision.decode), strict=True):
             healthy = {
                 view.worker_id
@@ -119,7 +119,7 @@ def test_never_outside_its_bounds_whatever_it_is_told(config, moments):
             assert len(gone) == max(0, one.current - one.target) or (
                 flips and len(gone) >= one.current - one.target
             )
-        # Nobody leaves who keeps a pool at its floor.
+        # No worker leaves a pool that is at its minimum size.
         for pool in POOLS:
             gone = {one.worker_id for one in (*flips, *drains)} & serving(observation, pool)
             left = len(serving(observation, pool)) - len(gone)
@@ -131,7 +131,7 @@ def test_never_outside_its_bounds_whatever_it_is_told(config, moments):
             assert gpus <= max(config.max_gpus, len(workers))
         if decision.frozen:
             assert not flips
-            # But of starts that are stuck.
+            # Stuck starts are the exception.
             assert all(
                 known[one.worker_id].phase is Phase.STARTING
                 and now - known[one.worker_id].since > config.start_timeout_s
@@ -140,7 +140,7 @@ def test_never_outside_its_bounds_whatever_it_is_told(config, moments):
 
 
 class Closed:
-    """A constant load on pools that are what was wanted, after a cold start."""
+    """A constant load on pools that get the wanted size after a cold start."""
 
     def __init__(self, config, rate, work_s, output, num_prefill, num_decode):
         self.config, self.rate, self.work_s, self.output = config, rate, work_s, output
@@ -180,7 +180,7 @@ class Closed:
         decoders = sum(
             one.pool is Pool.DECODE and one.phase is Phase.SERVING for one in self.members
         )
-        # Fluid: as many as make the tokens that arrive, on so many workers.
+        # Fluid model: number of requests at which workers generate tokens at the arrival rate.
         slope = MODEL.step_per_request_s + MODEL.step_per_kv_token_s * 1000
         each = self.rate * self.output / max(1, decoders)
         batch = each * MODEL.step_base_s / (1 - each * slope) if each * slope < 0.95 else 256.0
@@ -223,7 +223,7 @@ def test_never_oscillates_on_constant_load(rate, work_s, output, num_prefill, nu
         moves = [after - before for before, after in itertools.pairwise(sizes) if after != before]
         turns = sum(one * other < 0 for one, other in itertools.pairwise(moves))
         assert turns <= 1, sizes
-        # At rest long before the end.
+        # The sizes are constant long before the end.
         assert len(set(sizes[-60:])) == 1, sizes
 
 
@@ -247,7 +247,7 @@ def test_more_load_never_means_fewer_workers(
         for number in range(8):
             arrived += rate * scale * config.interval_s
             lane = LaneLoad(
-                # Not rounded: the same load, only more of it, with no rise that rounding makes.
+                # Not rounded, because rounding would add changes to the constant load.
                 num_arrived=arrived,
                 work_s=arrived * work_s,
                 num_output_tokens=arrived * output,

@@ -68,6 +68,6 @@ def test_a_worker_with_other_ranks_has_the_cores_of_its_place(monkeypatch):
     ]
     places.give_back("w0")
     assert places.take("w2", 1) == {affinity.VLLM_BIND_THREADS: "0,2,4,6"}
-    # What is wrong with it vLLM says.
+    # With invalid numbers of ranks nothing is bound; vLLM reports the error.
     places.give_back("w1")
     assert places.take("w3", 0) == {}

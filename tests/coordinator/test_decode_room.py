@@ -1,4 +1,4 @@
-"""Decode workers that are full of batch outputs: who gets their room, under the virtual clock."""
+"""Decode workers that are full of batch requests: preemption of these, under a virtual clock."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from baton.v1 import common_pb2
 INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
 MODEL = LatencyModel(0.005, 0.0001, 0.0, 0.010, 0.0001, 1e-7)
 SHAPE = WorkerShape(MODEL, max_num_batched_tokens=256)
-# Room for some 25 batch outputs on each worker, and steps for as many as anybody sends.
+# KV room for about 25 batch requests per worker; the number of requests per step is no limit.
 LITTLE_ROOM = replace(SHAPE, kv_tokens=16_000, max_num_seqs=256)
-# The other way round.
+# The number of requests per step is the limit, and KV room is not.
 FEW_SEATS = replace(SHAPE, kv_tokens=200_000, max_num_seqs=16)
 
 
@@ -37,7 +37,7 @@ def cell(shape: WorkerShape, *, num_pairs: int = 2, **interactive: object) -> Vi
 
 
 class Flooded:
-    """A little interactive load beside batch outputs that fill every decode worker, or without."""
+    """A low interactive load, with or without batch requests that fill every decode worker."""
 
     def __init__(self, shape: WorkerShape, *, interactive: bool, flood: bool, **lane) -> None:
         self.cell = made = cell(shape, **lane)
@@ -75,7 +75,7 @@ def test_batch_outputs_that_fill_every_worker_make_room(shape):
 
 
 def test_a_large_request_does_not_wait_for_small_ones_of_the_batch_lane():
-    """Whatever room one of them leaves, the next one would take it."""
+    """Small requests would otherwise always take the room that another one frees."""
     made = cell(LITTLE_ROOM, num_pairs=1)
     made.poisson(8, made.now, made.now + 60, lambda: made.submit(200, 400, lane=BATCH))
     made.run(made.now + 15)
@@ -85,7 +85,7 @@ def test_a_large_request_does_not_wait_for_small_ones_of_the_batch_lane():
     assert large.ttft_s < 1.5
 
 
-def test_what_made_room_comes_back_whole():
+def test_preempted_batch_outputs_are_completed():
     made = cell(LITTLE_ROOM, num_pairs=1)
     batch = [made.submit(200, 400, lane=BATCH) for _ in range(60)]
     made.run(made.now + 5)
@@ -98,8 +98,8 @@ def test_what_made_room_comes_back_whole():
     made.core.check_integrity()
 
 
-def test_batch_fills_workers_that_nobody_yields_on():
-    """Outputs of people keep batch off their own workers, and off no other."""
+def test_batch_fills_workers_without_interactive_requests():
+    """Interactive requests keep batch requests off their own workers, and off no others."""
 
     def num_tokens(num_people: int) -> int:
         made = cell(replace(SHAPE, kv_tokens=200_000, max_num_seqs=256), itl_ms=14)
@@ -112,12 +112,12 @@ def test_batch_fills_workers_that_nobody_yields_on():
         batch = [one for one in made.outcomes if one.lane == BATCH]
         return sum(at >= begin for one in batch for at in one.token_times)
 
-    # One of two workers is all theirs.
+    # Batch requests use one of the two workers alone.
     assert num_tokens(1) > 0.5 * num_tokens(0)
 
 
-def test_a_target_that_no_worker_keeps_holds_nobody_up():
-    """A gap wanted of 1 ms: who wants it goes where it is fastest, and others behind it too."""
+def test_an_unreachable_itl_target_delays_no_other_request():
+    """A request with an ITL target of 1 ms runs on the fastest worker and delays no others."""
     made = cell(SHAPE, num_pairs=1)
     running = [made.submit(100, 2000) for _ in range(3)]
     made.run(made.now + 1)

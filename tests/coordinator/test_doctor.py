@@ -1,4 +1,4 @@
-"""Every finding of the doctor, provoked in a simulated cell; none in a healthy one."""
+"""Provokes every finding of the doctor in simulated cells; a healthy cell has no finding."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def healthy() -> LiveCell:
 
 
 def far_away() -> LiveCell:
-    """Tiny prompts, and 350 ms from coordinator to worker."""
+    """Messages to workers take 350 ms; the prompts are tiny."""
     return LiveCell().workers(delay_s=0.35).load(4, 16, 8).after(18)
 
 
 def more_than_one_worker_computes() -> LiveCell:
-    """A prompt takes 120 ms, 12 come per second."""
+    """A prompt takes 120 ms and 12 prompts arrive per second."""
     return LiveCell().workers().load(12, 2000, 4).after(10)
 
 
@@ -45,7 +45,7 @@ def slow_prompts() -> LiveCell:
 
 
 def prompts_beside_outputs() -> LiveCell:
-    """Decode workers help with prompts, in large steps."""
+    """Decode workers compute prompts in large steps."""
     cell = LiveCell(decode={"local_prefill": True}, lanes={"interactive": {"itl_ms": 1000}})
     cell.workers(max_num_batched_tokens=2048)
     return cell.load(3, 100, 100).load(14, 2000, 2).after(11)
@@ -59,7 +59,7 @@ def many_at_once() -> LiveCell:
 
 
 def a_peak() -> LiveCell:
-    """Three times of what can be served, and nobody is refused."""
+    """The load is three times the capacity, and admission refuses no request."""
     return LiveCell().workers().load(25, 2000, 2).after(10)
 
 
@@ -84,13 +84,13 @@ def a_favoured_tenant() -> LiveCell:
 
 
 def late_workers() -> LiveCell:
-    """Requests come eight seconds before the workers."""
+    """Requests arrive eight seconds before the workers."""
     cell = LiveCell().load(1, 100, 4, 20).after(8)
     return cell.workers().after(14)
 
 
 def starting_workers() -> LiveCell:
-    """Requests wait, a prefill worker starts."""
+    """Requests wait for a starting prefill worker."""
     cell = LiveCell().workers(num_prefill=0).load(1, 100, 4, 20)
     starting = cluster_pb2.WorkerStateChanged(state=cluster_pb2.WORKER_STATE_STARTING)
     cell.add_worker("p0", PREFILL, WorkerShape(MODEL))
@@ -109,7 +109,7 @@ def a_death() -> LiveCell:
 
 
 def slow_handoffs() -> LiveCell:
-    """200 ms from one worker to the other; outputs are short, so that many gaps are first ones."""
+    """Handoffs take 200 ms; outputs are short, so that many gaps contain a handoff."""
     return LiveCell().workers(handoff_s=0.2).load(4, 400, 8).after(20)
 
 
@@ -128,7 +128,7 @@ def handoffs_that_fall_back() -> LiveCell:
 
 
 def full_caches() -> LiveCell:
-    """Two requests of 2,500 tokens at their end, and room for hardly more."""
+    """Two requests with a final length of 2,500 tokens almost fill the KV cache."""
     cell = LiveCell().workers(kv_tokens=5100)
     for _ in range(2):
         cell.submit(1500, 1000)
@@ -165,7 +165,7 @@ PROVOKED = {
 
 
 @pytest.mark.parametrize("cell", PROVOKED, ids=lambda cell: cell.__name__)
-def test_what_is_wrong_is_named_and_nothing_else(cell):
+def test_each_problem_gives_exactly_its_finding(cell):
     assert {one.kind for one in found(cell())} == {PROVOKED[cell]}
 
 
@@ -185,14 +185,14 @@ def test_an_idle_cell_is_healthy():
     assert "no request" in doctor.summary(cell.status())
 
 
-def test_a_cell_that_nothing_can_be_served_by_is_not_healthy():
+def test_a_cell_without_workers_is_not_healthy():
     status = LiveCell().status()
     findings = doctor.diagnose(status)
     assert {one.kind for one in findings} == {Kind.NO_WORKERS}
     assert {one.what for one in findings} == {"no prefill worker serves", "no decode worker serves"}
     assert "baton worker --role prefill" in findings[0].first + findings[1].first
     for pool in status.pools:
-        # Of a coordinator that starts workers, and is to have none, whatever is asked of it.
+        # The coordinator starts workers, but the pool is set to zero workers by an operator.
         pool.max_workers = 16
     findings = doctor.diagnose(status)
     assert {one.kind for one in findings} == {Kind.NO_WORKERS}
@@ -201,7 +201,7 @@ def test_a_cell_that_nothing_can_be_served_by_is_not_healthy():
         "baton scale decode 1: the pool's size is set to 0",
     }
     for pool in status.pools:
-        # It rests until somebody asks for something.
+        # An autoscaled pool may be empty until the next request.
         pool.sizes_itself = True
     assert doctor.diagnose(status) == []
     for pool in status.pools:
@@ -211,13 +211,13 @@ def test_a_cell_that_nothing_can_be_served_by_is_not_healthy():
     assert "baton why" in findings[0].first
 
 
-def test_what_is_over_is_forgotten():
+def test_a_past_problem_gives_no_finding():
     cell = more_than_one_worker_computes()
     assert found(cell)
     assert found(cell.after(90)) == []
 
 
-def test_who_waits_is_told():
+def test_a_finding_names_the_waiting_lane():
     greedy, favoured = found(a_greedy_tenant())[0], found(a_favoured_tenant())[0]
     assert "the big tenant big waits" in greedy.what
     assert "the small tenant small waits" in favoured.what
@@ -243,6 +243,6 @@ def test_a_pool_at_its_ceiling_says_so():
 
 def test_how_long_a_cell_is_up_does_not_go_by_the_wall_clock(monkeypatch):
     cell = healthy()
-    # Somebody, or NTP, sets it.
+    # The wall clock may be set, for example by NTP.
     monkeypatch.setattr(admin.time, "time", lambda: 0.0)
     assert cell.status().uptime.ToNanoseconds() / 1e9 == pytest.approx(cell.now)

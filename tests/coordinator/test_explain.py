@@ -1,4 +1,4 @@
-"""Where a request's time went: it adds up to what its client saw, and stalls have their causes."""
+"""Latency budgets of requests: the stages sum to the client's times, and stalls have causes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from otlp_collector import OtlpCollector
 
 BATCH, LENGTH = common_pb2.LANE_BATCH, common_pb2.FINISH_REASON_LENGTH
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-# Batch requests have targets only where they are given.
+# Batch requests have no targets by default.
 TARGETS = {"scaling": {"targets": {"batch": {"itl_ms": 50}}}}
 
 
@@ -64,7 +64,7 @@ def recovered() -> LiveCell:
 
 
 def parked() -> LiveCell:
-    """Batch outputs that must go when interactive ones come."""
+    """Batch requests that are parked when interactive requests arrive."""
     cell = LiveCell(lanes={"interactive": {"itl_ms": 14}}, **TARGETS).workers()
     for _ in range(30):
         cell.submit(100, 400, lane=BATCH)
@@ -135,7 +135,7 @@ def test_stalls_have_their_causes(cell, cause):
             assert any(abs(at_us - at) <= 200 and abs(gap_us - gap) <= 1 for at, gap in over)
 
 
-def test_whose_prompt_it_was_is_told():
+def test_a_stall_names_the_request_whose_prompt_caused_it():
     cell = unsplit()
     stalls = [one for info in explained(cell) for one in info.stalls]
     told = [one for one in stalls if one.cause == Cause.PREFILL.value and one.by_request_id]
@@ -144,15 +144,15 @@ def test_whose_prompt_it_was_is_told():
         assert cell.outcomes[int(one.by_request_id[1:])].num_prompt_tokens == one.by_tokens == 2000
 
 
-def test_a_step_that_another_joins():
-    """Loading what was handed over takes the engine's time."""
+def test_a_stall_caused_by_a_request_joining_the_step():
+    """Loading the KV cache of a handoff makes the engine's step longer."""
     cell = LiveCell().workers(num_prefill=1).load(2, 100, 400, 1).after(2)
     first = cell.outcomes[0]
     assert first.token_times
     worker = cell.core.workers.by_id("d0")
     assert worker is not None
     cell.submit(1000, 20)
-    # Its first output from here comes in a step that took long.
+    # The request's first output on this worker comes from a slow step.
     shape = cell._workers["d0", 1].shape
     cell._workers["d0", 1].shape = replace(shape, model=replace(MODEL, step_base_s=0.2))
     cell.after(0.6)

@@ -1,4 +1,4 @@
-"""Which GPUs the workers of one host get."""
+"""Assignment of a host's GPUs to workers."""
 
 import pytest
 
@@ -17,16 +17,16 @@ def test_with_too_few_the_least_used_are_shared():
     places = GpuPlaces(["0", "1"])
     assert [places.take(name, 1)[VISIBLE] for name in "abcd"] == ["0", "1", "0", "1"]
     places.give_back("b")
-    places.give_back("nobody")
+    places.give_back("unknown")
     assert places.take("e", 1) == {VISIBLE: "1"}
 
 
 @pytest.mark.parametrize(("gpus", "number"), [([], 1), (["0"], 2), (["0"], 0)])
-def test_what_cannot_be_is_left_to_the_engine(gpus, number):
+def test_an_impossible_number_of_gpus_is_left_to_the_engine(gpus, number):
     assert GpuPlaces(gpus).take("a", number) == {}
 
 
-def test_which_are_there(tmp_path):
+def test_gpus_of_the_host_are_found(tmp_path):
     for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
     assert gpus_here({}, tmp_path) == ["2", "10"]

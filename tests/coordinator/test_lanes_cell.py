@@ -50,7 +50,7 @@ def test_a_greedy_tenant_takes_nothing_from_others(say_hello):
 
 @pytest.mark.parametrize("after_s", [0.003, 7.77, 20.0])
 def test_a_new_tenants_request_is_dispatched_next(say_hello, after_s):
-    """It waits only until one running request ends."""
+    """The request waits only until one running request ends."""
     cell = crowd(say_hello)
     begin = cell.now
     cell.run(begin + 10 + after_s)
@@ -66,7 +66,7 @@ def test_simultaneous_new_tenants_are_dispatched_next_with_one_request_each(say_
     num_before = len(cell.dispatched)
     newcomers = [cell.submit(f"new{index}") for index in range(5) for _ in range(3)]
     cell.run(cell.now + 10)
-    # The first request of each; the second ones wait their turn.
+    # Only the first request of each new tenant; the second requests come later.
     assert set(cell.dispatched[num_before : num_before + 5]) == set(newcomers[::3])
 
 
@@ -109,7 +109,7 @@ def test_interactive_goes_first_and_batch_gets_all_that_is_spare(say_hello):
     assert total >= 0.98 * total_alone
     waits_s = [wait_s for lane, wait_s in both.waits if lane == INTERACTIVE]
     assert len(waits_s) > 400
-    # Batch outputs make room at once, and are computed again later.
+    # Batch requests are parked at once and recomputed later.
     assert max(waits_s) <= Cell.step_s
 
 

@@ -1,4 +1,4 @@
-"""The latency of each kind of worker, from load reports to what operators see."""
+"""Latency models of worker kinds, from load reports to the Admin service."""
 
 from __future__ import annotations
 
@@ -62,11 +62,11 @@ def test_load_reports_fit_the_model_of_the_workers_kind(world):
     )
     assert found.quality.num_samples > 500
     assert found.quality.error_p50 < 0.05
-    # The prefill worker is of the same kind, and so the same machine.
+    # The prefill worker has the same kind, so it has the same model.
     assert described(world, "p").model == found.model
 
 
-def test_a_kind_that_nobody_has_measured_has_the_seed(world):
+def test_an_unmeasured_kind_has_the_seed_model(world):
     for seed in range(5):
         report(world, "d", decodes(100, seed))
     world.attach("gpu", DECODE, device="H100")
@@ -75,7 +75,7 @@ def test_a_kind_that_nobody_has_measured_has_the_seed(world):
 
 
 def test_a_new_workers_first_steps_of_each_size_do_not_count(world):
-    """Each worker compiles for each new size."""
+    """Each worker compiles kernels at its first steps of each size."""
     for seed in range(10):
         report(world, "d", decodes(100, seed))
     before = described(world, "d")
@@ -96,7 +96,7 @@ def test_a_restarted_worker_is_cold_again(world):
     assert described(world, "d").quality.num_samples == 3
     world.attach("d", DECODE, incarnation=2)
     report(world, "d", [decode(1)] * 3, incarnation=2)
-    # A late report of the incarnation that is gone.
+    # This late report comes from the previous incarnation.
     report(world, "d", [decode(1)] * 3)
     found = described(world, "d")
     assert (found.quality.num_samples, found.num_cold) == (3, 6)
@@ -123,7 +123,7 @@ def test_many_workers_share_the_work_of_a_round(say_hello):
     before = taken()
     registry.observe(workers[0], steps)
     assert taken() - before == 50
-    # Over the rounds every step of such a report has its turn.
+    # Over several reports, each position of a report is sampled.
     names = set()
     for _ in range(3):
         registry.observe(workers[0], [decode(1), *[decode(64)] * 127])
@@ -140,7 +140,7 @@ def test_kinds_are_bounded_and_the_latest_are_kept(say_hello):
     assert len(registry) == 3
     models = [registry.model(WorkerKind.of(one.hello)) for one in workers]
     assert [model == SEED for model in models] == [True, True, False, False, False]
-    # Whoever was pushed out begins again.
+    # A kind that was dropped starts again without measurements.
     for _ in range(10):
         registry.observe(workers[0], decodes(20))
     assert registry.model(WorkerKind.of(workers[0].hello)) != SEED
@@ -193,7 +193,7 @@ async def test_operators_see_the_fit_of_each_worker(coordinator, channel, say_he
 
 
 async def test_the_simulated_engines_own_model_comes_back(world, monkeypatch, tmp_path):
-    """Its steps, with chunks and decodes together, under a clock that only its model moves."""
+    """The engine's steps mix prompt chunks and decodes; only its model advances the clock."""
     now = 0.0
 
     async def sleep_until(at: float) -> None:

@@ -1,4 +1,4 @@
-"""What a worker's stream carries, whatever its streams do: everything once, in order, bounded."""
+"""A worker's link delivers every command once and in order, even if streams break."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from baton.v1 import cluster_pb2
 
 
 class _Worker:
-    """The other end: what it has processed, as cluster.proto has it."""
+    """The worker's end of the link: processes messages as specified in cluster.proto."""
 
     def __init__(self) -> None:
         self.processed: list[str] = []
         self.acknowledged = 0
 
     def take(self, encoded: bytes) -> int:
-        """How many messages were in this one."""
+        """Processes a message; returns the number of commands in it."""
         message = cluster_pb2.CoordinatorMessage.FromString(encoded)
         assert not message.batch or (not message.seq and message.WhichOneof("message") is None)
         self.acknowledged = message.ack
@@ -57,14 +57,14 @@ def test_whatever_streams_do_everything_arrives_once_in_order(
             link.acknowledge(data.draw(st.integers(0, len(worker.processed))))
             link.processed(link.received + 1)
         else:
-            # What was on its way is lost, in part: the worker says what it has.
+            # Some messages in flight are lost; the worker acknowledges those it has received.
             link.acknowledge(len(worker.processed))
             link.open(object())
     carry(-1)
     assert worker.processed == sent
 
 
-def test_what_waits_goes_as_one_message_of_bounded_size() -> None:
+def test_waiting_commands_are_sent_as_one_message_of_bounded_size() -> None:
     link, worker = WorkerLink(("w", 1)), _Worker()
     for number in range(MAX_BATCH_MESSAGES + 1):
         link.send(cluster_pb2.CancelCommand(request_id=f"{number}"))
@@ -72,7 +72,7 @@ def test_what_waits_goes_as_one_message_of_bounded_size() -> None:
     while (encoded := link.next_to_send()) is not None:
         sizes.append(worker.take(encoded))
     assert sizes == [MAX_BATCH_MESSAGES, 1]
-    # Long ones do not make a message that is longer than one of them has to be.
+    # Commands are combined only up to the size limit of a message.
     for number in range(4):
         link.send(cluster_pb2.CancelCommand(request_id=f"{number}" + "x" * 600_000))
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""What waits for a reader: in order, coalesced, bounded."""
+"""The outbox of a session: events stay in order, are merged, and are bounded."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ EVENTS = {
         )
     )
 )
-async def test_what_is_taken_is_what_was_pushed(pushed):
+async def test_all_pushed_events_are_taken(pushed):
     outbox, wanted = Outbox(), []
     for stream, payload in pushed:
         if isinstance(payload, common_pb2.TokenDelta):
@@ -142,19 +142,19 @@ def test_each_session_gets_its_own_in_order(said):
         assert told == [(to.stream, one) for to, one in deltas if to.session == session]
 
 
-async def test_that_a_request_is_admitted_goes_with_its_first_tokens():
+async def test_an_accepted_event_is_sent_with_the_first_tokens():
     outbox = Outbox()
     outbox.push(1, EVENTS["accepted"])
     push_delta(outbox, 1, delta(0))
     assert [one.WhichOneof("event") for one in batch(await outbox.take())] == ["accepted", "delta"]
-    # Without any it goes by itself.
+    # Without tokens, the Accepted event is sent alone.
     outbox.push(2, EVENTS["accepted"])
     async with asyncio.timeout(5.0):
         assert [one.stream for one in batch(await outbox.take())] == [2]
     assert outbox.empty
 
 
-async def test_a_stream_that_nobody_reads_is_too_slow():
+async def test_an_unread_stream_is_reported_as_slow():
     outbox = Outbox(max_stream_bytes=200_000)
     found = set()
     for index in range(40_000):
@@ -175,7 +175,7 @@ async def test_a_batch_stays_within_one_message():
     assert all(len(events) <= 2 for events in batches)
 
 
-async def test_what_a_worker_says_at_once_may_be_more_than_one_message():
+async def test_tokens_of_one_worker_message_may_fill_several_messages():
     outbox, text = Outbox(max_stream_bytes=2**30), "x" * 2**19
     said = common_pb2.TokenDelta(text=text).SerializeToString()
     deltas = [(StreamKey(1, stream), said) for stream in range(12)]
@@ -247,7 +247,7 @@ async def test_overfull_session_is_given_up_whole(shell):
     assert shell.num_sessions == 0
 
 
-async def test_stalled_write_gives_up_what_the_call_holds():
+async def test_a_stalled_write_frees_the_resources_of_the_call():
     released, stalled = asyncio.Event(), asyncio.Event()
 
     class NeverRead:

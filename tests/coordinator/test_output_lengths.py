@@ -16,7 +16,7 @@ def test_no_more_than_the_share_asked_for_is_longer(lengths: list[int], quantile
     assert sum(length > expected for length in recent) <= (1 - quantile) * len(recent) + 1e-9
 
 
-def test_lanes_limits_and_what_is_known() -> None:
+def test_prediction_with_lanes_limits_and_known_tokens() -> None:
     outputs = OutputLengths(0.5, initial_tokens=100)
     assert outputs.expected("a", 1000) == 100
     assert outputs.expected("a", 30) == 30
@@ -25,9 +25,9 @@ def test_lanes_limits_and_what_is_known() -> None:
     assert outputs.expected("a", 1000) == 30
     assert outputs.expected("a", 12) == 12
     assert outputs.expected("b", 1000) == 100
-    # Of 40 and 50, the only ones longer than 35: 50, of which 35 are there.
+    # Outputs of 40 and 50 tokens are longer than 35. The prediction is 50, so 15 tokens remain.
     assert outputs.expected("a", 1000, num_known_tokens=35) == 15
-    # Longer than any seen so far.
+    # The output is longer than any earlier output.
     assert outputs.expected("a", 1000, num_known_tokens=200) == 200
     assert outputs.expected("a", 201, num_known_tokens=200) == 1
 

@@ -1,4 +1,4 @@
-"""The prefix index against a naive model, and what it may say about caches with holes."""
+"""The prefix index compared with a naive model, and its results for caches with gaps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.runtime.block_hashes import block_hashes
 
 WORKERS: list[WorkerKey] = [(f"w{number}", number) for number in range(6)]
 
-# A few trees of prompts: blocks of one token, so that prompts share any number of blocks.
+# Prompts from a few trees, with blocks of one token, so that they share any number of blocks.
 _PROMPTS = st.lists(st.integers(0, 2), min_size=1, max_size=12).map(
     lambda ids: block_hashes(ids, 1)
 )
@@ -24,7 +24,7 @@ _WORKER = st.sampled_from(WORKERS)
 
 @dataclass
 class Naive:
-    """Every worker's blocks and expected prompts, looked through one by one."""
+    """Naive model: lists of every worker's blocks and expected prompts."""
 
     held: dict[WorkerKey, dict[int, int]] = field(default_factory=dict)
     expected: dict[str, tuple[WorkerKey, list[int]]] = field(default_factory=dict)
@@ -34,7 +34,7 @@ class Naive:
         return next((n for n, one in enumerate(prompt) if one not in held), len(prompt))
 
     def expected_at(self, worker: WorkerKey, prompt: list[int]) -> int:
-        """The longest prefix shared with a prompt under way there."""
+        """Longest prefix shared with a prompt that is expected at a worker."""
         lengths = [0]
         for where, other in self.expected.values():
             if where == worker:
@@ -65,7 +65,7 @@ def applied(
     max_blocks: int = 1000,
     after_each: Callable[[], None] = lambda: None,
 ) -> Naive:
-    """The events of workers whose caches evict from the end of what is longest unused."""
+    """Applies events of caches that evict the least recently used prompt from its end."""
     naive = Naive()
     for number, (kind, *rest) in enumerate(events):
         if kind == "settle":
@@ -81,7 +81,7 @@ def applied(
         if kind == "stored":
             prompt = list(rest[1])
             index.stored(worker, [block for block in prompt if block not in held])
-            # Used longest ago first; of one prompt's, the last first.
+            # Eviction order: least recently used first; within a prompt, the last block first.
             for block in reversed(prompt):
                 held.pop(block, None)
                 held[block] = 0
@@ -129,8 +129,8 @@ def test_reports_give_what_a_naive_model_gives(events, prompts, limit) -> None:
 
 
 @given(_EVENTS, st.lists(_PROMPTS, min_size=1))
-def test_what_is_expected_counts_too(events, prompts) -> None:
-    """At least half of the best prefix under way, never more than is held or under way."""
+def test_expected_prompts_count(events, prompts) -> None:
+    """At least half of the longest expected prefix, and never more than held or expected."""
     index = PrefixIndex()
     naive = applied(events, index)
     for prompt in prompts:
@@ -146,14 +146,14 @@ def test_what_is_expected_counts_too(events, prompts) -> None:
 
 @given(_EVENTS, _PROMPTS)
 def test_no_answer_outlives_a_change(events, prompt) -> None:
-    """The same prompt, asked for after each event, is told what an equal one is told."""
+    """After each event, a repeated query has the same result as a query for an equal prompt."""
     index = PrefixIndex()
 
     def asks() -> None:
         told = [index.match(prompt).blocks_of(worker) for worker in WORKERS]
         fresh = index.match(list(prompt))
         assert told == [fresh.blocks_of(worker) for worker in WORKERS]
-        # Asked last, and all of it, so that this is what could be remembered.
+        # The complete query runs last, so that its results would be in the cache.
         assert told == [index.match(prompt).blocks_of(worker) for worker in WORKERS]
 
     applied(events, index, after_each=asks)
@@ -187,7 +187,7 @@ def test_caches_with_holes_never_count_beyond_what_they_hold(events, max_blocks)
     assert index.num_blocks == len(set().union(*held.values()))
 
 
-def test_of_many_equals_each_query_names_others() -> None:
+def test_queries_take_turns_among_equal_workers() -> None:
     index = PrefixIndex()
     for worker in WORKERS:
         index.add(worker, 10)

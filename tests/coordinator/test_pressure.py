@@ -21,10 +21,10 @@ from baton.v1 import common_pb2
 INTERACTIVE, BATCH = common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH
 MODEL = LatencyModel(0.005, 0.0001, 0.0, 0.010, 0.0001, 1e-7)
 SHAPE = WorkerShape(MODEL, kv_tokens=200_000, max_num_seqs=128, max_num_batched_tokens=256)
-# Requests/s of 1,000 prompt tokens on average that the prefill workers can take.
+# Capacity of the prefill workers in requests per second, with 1,000 prompt tokens on average.
 CAPACITY = 32.0
 WARM_UP_S, LASTS_S = 8.0, 16.0
-# Where a percentile, or a small share, is compared.
+# Longer duration for tests that compare a percentile or a small share.
 LONG_S = 32.0
 
 
@@ -54,7 +54,7 @@ def offer(
     lane: int = INTERACTIVE,
     lasts_s: float = LASTS_S,
 ) -> tuple[float, float]:
-    """Poisson arrivals; returns the time that counts."""
+    """Submits Poisson arrivals; returns begin and end of the measured time."""
     begin, end = made.now + WARM_UP_S, made.now + WARM_UP_S + lasts_s
     made.poisson(
         rate,
@@ -72,7 +72,7 @@ def percentile(values: list[float], percent: float) -> float:
 
 
 class Flood:
-    """Interactive load at 30 % of capacity, a batch flood of three times capacity, or both."""
+    """Interactive load of 30 % of capacity, a batch load of three times capacity, or both."""
 
     def __init__(self, *, interactive: bool, flood: bool) -> None:
         made = cell(itl_ms=16)
@@ -91,7 +91,7 @@ class Flood:
         self.tokens = self.batch_tokens + self._tokens(begin, INTERACTIVE)
 
     def _tokens(self, begin: float, lane: int) -> int:
-        """Computed and generated since then."""
+        """Tokens computed and generated since `begin`."""
         return sum(
             sum(at >= begin for at in one.token_times)
             + (one.num_prompt_tokens if one.token_times and one.token_times[0] >= begin else 0)
@@ -111,7 +111,7 @@ def test_a_batch_flood_is_not_felt_by_interactive_load():
     flood = Flood(interactive=False, flood=True)
     both = Flood(interactive=True, flood=True)
     assert min(len(both.answered), len(alone.answered)) > 250
-    # 1.25 times is what real processes are to reach, which add noise of their own.
+    # The goal for real processes is 1.25 times; they add noise that the simulation lacks.
     assert both.ttft_p99_s() <= 1.15 * alone.ttft_p99_s()
     assert both.itl_p99_s() <= 1.1 * alone.itl_p99_s()
     assert both.tokens >= 0.95 * flood.tokens
@@ -133,12 +133,12 @@ def met(one: Outcome, ttft_s: float) -> bool:
     "shape",
     [
         SHAPE,
-        # Every message takes a third of a step, and steps are not what any model says.
+        # Messages are slow and step times have noise, so that predictions are wrong.
         replace(SHAPE, delay_s=0.01, noise=0.3),
     ],
     ids=["as predicted", "slower than predicted"],
 )
-def test_overload_is_refused_and_costs_nobody_else(shape):
+def test_overload_is_refused_and_delays_no_admitted_request(shape):
     goodput = {}
     for load in (1, 2):
         made = cell(shape=shape, itl_ms=50, ttft_ms=600)
@@ -150,7 +150,7 @@ def test_overload_is_refused_and_costs_nobody_else(shape):
         assert len(good) >= 0.99 * len(admitted)
         goodput[load] = len(good) / LASTS_S
         shed = [one for one in counted if one.shed]
-        # Refused at once, with a time after which it is worth trying.
+        # Requests are refused at once, with a time after which to retry.
         assert all(one.ended_at == one.arrived_at for one in shed)
         assert all(0 < one.error.retry_after_s < 30 for one in shed)
         assert all(one.error.reason == "TOO_LATE" for one in shed)
@@ -159,7 +159,7 @@ def test_overload_is_refused_and_costs_nobody_else(shape):
 
 
 def test_overload_of_the_decode_workers_is_refused_too():
-    """Their KV caches take half of what comes; prefill workers have next to nothing to do."""
+    """The KV caches can hold half of the load; the prefill workers are almost idle."""
     made = cell(shape=replace(SHAPE, kv_tokens=20_000), ttft_ms=600)
     begin, end = made.now + 15, made.now + 15 + LASTS_S
     made.poisson(
@@ -175,7 +175,7 @@ def test_overload_of_the_decode_workers_is_refused_too():
     assert sum(met(one, 0.6) for one in admitted) >= 0.99 * len(admitted)
 
 
-def test_nobody_is_refused_for_what_another_tenant_has_waiting():
+def test_a_tenant_is_not_refused_for_another_tenants_queue():
     made = cell(ttft_ms=600)
     begin, end = made.now + WARM_UP_S, made.now + WARM_UP_S + LONG_S
     for tenant, load in (("many", 3.0), ("few", 0.1)):
@@ -198,10 +198,10 @@ def test_nobody_is_refused_for_what_another_tenant_has_waiting():
     ("num_slots", "output", "ttft_ms"),
     [(2, (100, 100), 600), (2, (20, 200), 600), (4, (50, 100), 2000)],
 )
-def test_a_tenant_that_waits_for_its_own_requests_is_in_time_and_makes_nobody_late(
+def test_a_tenant_at_its_concurrency_limit_is_in_time_and_delays_no_other(
     num_slots, output, ttft_ms
 ):
-    """It may have few at a time: most of its own are refused, and none of the others'."""
+    """Most requests of the limited tenant are refused, and no requests of other tenants."""
     made = cell(ttft_ms=ttft_ms, tenants={"narrow": {"max_concurrent": num_slots}})
     begin, end = made.now + WARM_UP_S, made.now + WARM_UP_S + LASTS_S
     for tenant in ("narrow", "wide"):
@@ -221,14 +221,14 @@ def test_a_tenant_that_waits_for_its_own_requests_is_in_time_and_makes_nobody_la
     admitted = [one for one in narrow if not one.shed]
     assert sum(met(one, ttft_ms / 1e3) for one in admitted) >= 0.97 * len(admitted)
     assert len(admitted) < 0.3 * len(narrow)
-    # Its places are hardly ever empty.
+    # The tenant's slots are almost always in use.
     ran_s = sum(one.ended_at - one.token_times[0] for one in admitted)
     assert ran_s > 0.75 * num_slots * LASTS_S
     made.core.check_integrity()
 
 
 def test_long_prompts_follow_each_other_however_long_messages_take():
-    """A worker that is sent for when its prompt is done stands still for two messages each time."""
+    """A worker that got its next prompt only after the last one would idle for two messages."""
     made = cell(shape=replace(SHAPE, delay_s=0.01))
     begin, end = offer(made, 2 * CAPACITY, (2, 4))
     made.run(end)
@@ -253,8 +253,8 @@ def test_no_more_than_two_steps_wait_behind_a_prompt_that_takes_longer_than_pred
     assert load.queued_tokens <= 300 + 2 * SHAPE.max_num_batched_tokens + 300
 
 
-def test_those_that_would_run_into_their_deadlines_are_refused():
-    """Deadlines end them before a first token shows how late it is."""
+def test_requests_that_would_miss_their_deadlines_are_refused():
+    """Such requests end before a first token could correct the prediction."""
     made = cell(shape=replace(SHAPE, delay_s=0.02))
     begin, end = made.now + WARM_UP_S, made.now + WARM_UP_S + LASTS_S
     made.poisson(
@@ -270,8 +270,8 @@ def test_those_that_would_run_into_their_deadlines_are_refused():
     assert made.core.wait_correction(INTERACTIVE) > 1
 
 
-def test_what_an_incident_made_late_is_forgotten():
-    """For a while no worker's message comes through, and those that wait are late."""
+def test_an_incident_does_not_lastingly_raise_the_wait_correction():
+    """During the incident no worker messages arrive, and waiting requests are late."""
     made = cell(ttft_ms=600)
     offer(made, 1.2 * CAPACITY, (1, 1), lasts_s=LONG_S)
     made.run(made.now + 10)
@@ -286,7 +286,7 @@ def test_what_an_incident_made_late_is_forgotten():
     assert sum(met(one, 0.6) for one in later) > 0.7 * len(later)
 
 
-def test_what_cannot_be_in_time_is_refused_by_its_deadline_or_its_own_target():
+def test_requests_predicted_late_for_deadline_or_target_are_refused():
     made = cell()
     for _ in range(40):
         made.submit(1800, 4, lane=BATCH)
@@ -303,7 +303,7 @@ def test_what_cannot_be_in_time_is_refused_by_its_deadline_or_its_own_target():
 
 @pytest.mark.parametrize("local_prefill", [True, False])
 def test_a_short_prompt_does_not_wait_behind_long_ones(local_prefill):
-    """Prefill workers are busy with long prompts; the decode workers have time."""
+    """The prefill workers are busy with long prompts; the decode workers have spare time."""
     made = cell(local_prefill=local_prefill)
     made.run(made.now + 1)
     for _ in range(4):
@@ -316,14 +316,14 @@ def test_a_short_prompt_does_not_wait_behind_long_ones(local_prefill):
 
 
 def test_neighbours_keep_their_itl_when_a_prompt_is_computed_beside_them():
-    """Within 30 ms, but for a few gaps; and those of batch prompts never are longer."""
+    """Gaps stay within 30 ms, except for few; batch prompts never cause longer gaps."""
     made = cell(local_prefill=True, itl_ms=30)
     streams = [made.submit(100, 400) for _ in range(8)]
     made.run(made.now + 1)
     for _ in range(4):
         made.submit(6000, 2)
     made.run(made.now + 0.05)
-    # Beside a step 64 tokens fit into 30 ms, 256 into 60, and 400 of the batch lane need not.
+    # A step with 64 prompt tokens takes up to 30 ms, with 256 up to 60 ms.
     short, longer, batch = made.submit(64, 4), made.submit(250, 4), made.submit(400, 4, lane=BATCH)
     made.run(made.now + 60)
     assert max(short.ttft_s, longer.ttft_s) < 0.1 < batch.ttft_s
@@ -331,7 +331,7 @@ def test_neighbours_keep_their_itl_when_a_prompt_is_computed_beside_them():
 
 
 def test_outputs_are_held_up_by_few_prompts_only():
-    """However many come: each would make a step of 11 ms one of 42, which is to take 30."""
+    """Each prompt makes a step of 11 ms take 42 ms, with a target of 30 ms."""
     made = cell(num_pairs=1, local_prefill=True, itl_ms=30)
     stream = made.submit(100, 600)
     made.run(made.now + 1)
@@ -350,7 +350,7 @@ def test_outputs_are_held_up_by_few_prompts_only():
 
 
 def test_a_short_prompt_does_not_end_the_rest_that_a_long_one_is_followed_by():
-    """1,024 tokens are four long steps, after which 76 are to follow; 64 tokens are none."""
+    """After a prompt of 1,024 tokens (four long steps), 76 short steps must follow."""
     made = cell(num_pairs=1, local_prefill=True, itl_ms=30)
     stream = made.submit(100, 200)
     made.run(made.now + 1)
@@ -368,7 +368,7 @@ def test_a_short_prompt_does_not_end_the_rest_that_a_long_one_is_followed_by():
 
 
 def test_a_prompt_that_keeps_the_target_is_none_of_the_few():
-    """64 tokens beside a step take less than 30 ms: 256 may follow at once, others later."""
+    """A step with 64 prompt tokens takes less than 30 ms, so it does not count as long."""
     made = cell(num_pairs=1, local_prefill=True, itl_ms=30)
     stream = made.submit(100, 200)
     made.run(made.now + 1)
@@ -390,7 +390,7 @@ def test_a_recorded_run_replays_to_the_same_effects(monkeypatch):
 
     def record(core, event, now):
         effects = handle(core, event, now)
-        # As text: later events change messages that were handed out.
+        # As text, because later events change the messages.
         recorded.append((copy.deepcopy(event), now, repr(effects)))
         return effects
 
@@ -431,10 +431,10 @@ def test_batch_outputs_make_room_and_come_back_whole():
 
 @pytest.mark.parametrize("prefix_caching", [True, False])
 def test_a_long_batch_prompt_comes_through_beside_short_ones(prefix_caching):
-    """It makes room only where what was computed of it stays; else it would begin ever again."""
+    """A batch prompt is preempted only if the prefix cache keeps its progress."""
     made = cell(num_pairs=1, shape=replace(SHAPE, prefix_caching=prefix_caching))
     made.run(made.now + 1)
-    # 0.7 s of work.
+    # The prompt takes 0.7 s of work.
     long = made.submit(6000, 2, lane=BATCH)
     shorts = []
     for _ in range(20):
@@ -474,14 +474,14 @@ def test_batch_gets_its_share_of_prefill_workers_that_interactive_prompts_would_
         served[one.lane] += num_tokens * weights.output_token_weight
         if one.token_times and one.token_times[0] >= begin:
             served[one.lane] += one.num_prompt_tokens * weights.prompt_token_weight
-    # Of a few dozen prompts one is worth a percent.
+    # The tolerance is 2 %, because with a few dozen prompts one prompt is about 1 %.
     assert served[BATCH] / sum(served.values()) == pytest.approx(share, abs=0.02)
-    # None was told to make room for those that it goes before by right.
+    # Batch prompts that use the batch lane's share are not preempted.
     assert made.core.stats.num_parked <= 5
 
 
 def test_a_long_prompt_that_is_kept_off_the_low_latency_path_makes_room_as_batch_does():
-    """It was begun while nobody waited: short ones that come then do not wait for all of it."""
+    """The long prompt starts while the queue is empty; later short prompts preempt it."""
     config = CoreConfig.of(
         parse(
             {
@@ -496,7 +496,7 @@ def test_a_long_prompt_that_is_kept_off_the_low_latency_path_makes_room_as_batch
     made.add_worker("p", common_pb2.ROLE_PREFILL, SHAPE)
     made.add_worker("d", common_pb2.ROLE_DECODE, SHAPE)
     made.run(made.now + 1)
-    # 0.7 s of work.
+    # The prompt takes 0.7 s of work.
     long = made.submit(6000, 20)
     shorts = []
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""Admin.Profile over a real server, with workers that record what a test tells them to."""
+"""Admin.Profile over a real server, with scripted workers."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ async def report(worker, profile_id, **what):
 
 
 async def begun(worker, events):
-    """Until the caller knows that it records; the profile's id."""
+    """Waits until the caller gets the started event; returns the profile's ID."""
     first = asyncio.ensure_future(anext(events))
     while not (command := await worker.command("profile")).HasField("record"):
-        pass  # Of the one before.
+        pass  # Commands of the previous profile.
     assert command.record.ToSeconds() == 5
     await report(worker, command.profile_id, started=cluster_pb2.ProfileStarted())
     assert (await asyncio.wait_for(first, WAIT_S)).HasField("started")
@@ -49,7 +49,7 @@ async def begun(worker, events):
 
 
 async def send(worker, profile_id, content):
-    """A file as it is allowed; how often more was."""
+    """Sends a file within the allowed bytes; returns how often the allowance was raised."""
     file = cluster_pb2.TraceFile(rank=0, num_bytes=len(content), num_files=1)
     await report(worker, profile_id, file=file)
     allowed, times = WINDOW_BYTES, 0
@@ -75,7 +75,7 @@ async def test_a_trace_comes_back_whole_however_large(admin, worker):
     assert file.file.num_bytes == len(content)
     assert bytes(data) == content
     assert await sending >= 4
-    # The next one may begin.
+    # The next profile may begin.
     again = admin.profile("d")
     assert await begun(worker, again) != profile_id
     await again.aclose()
@@ -87,12 +87,12 @@ async def test_leaving_ends_the_recording(admin, worker):
     await events.aclose()
     command = await worker.command("profile")
     assert (command.profile_id, command.cancel) == (profile_id, True)
-    # What is late is nothing.
+    # Late reports are ignored.
     await report(worker, profile_id, data=b"late")
     await begun(worker, admin.profile("d"))
 
 
-async def test_one_at_a_time(admin, worker):
+async def test_a_worker_has_one_profile_at_a_time(admin, worker):
     events = admin.profile("d")
     profile_id = await begun(worker, events)
     with pytest.raises(errors.FailedPreconditionError, match="being profiled already"):
@@ -103,13 +103,13 @@ async def test_one_at_a_time(admin, worker):
 
 
 @pytest.mark.parametrize("seconds", [0.5, 61, -1])
-async def test_so_long_and_no_longer(admin, worker, seconds):
+async def test_durations_outside_the_limits_are_refused(admin, worker, seconds):
     with pytest.raises(errors.InvalidArgumentError, match="1 to 60 s") as caught:
         await anext(admin.profile("d", seconds))
     assert caught.value.field == "duration"
 
 
-async def test_who_is_not_there_and_who_cannot(admin, worker):
+async def test_unknown_and_unsupported_workers_are_refused(admin, worker):
     with pytest.raises(errors.NotFoundError, match="no worker 'x'; attached: d"):
         await anext(admin.profile("x"))
     first = asyncio.ensure_future(anext(admin.profile("d")))
@@ -123,7 +123,7 @@ async def test_who_is_not_there_and_who_cannot(admin, worker):
 async def test_a_worker_that_is_lost_says_so(admin, worker, coordinator, say_hello):
     events = admin.profile("d")
     await begun(worker, events)
-    # It has started anew: what it recorded is gone.
+    # A new incarnation replaces the worker; the recording is lost.
     async with attached(coordinator.address, say_hello("d", DECODE, 2)) as (other,):
         with pytest.raises(errors.UnavailableError, match="d was lost while it was profiled"):
             await asyncio.wait_for(anext(events), WAIT_S)
@@ -171,7 +171,7 @@ async def test_a_reader_that_takes_nothing_is_given_up(admin, worker, coordinato
         profile_id = await begun(worker, unread)
         file = cluster_pb2.TraceFile(rank=0, num_bytes=WINDOW_BYTES, num_files=1)
         await report(worker, profile_id, file=file)
-        # The connection itself holds some of it.
+        # The connection itself buffers some data.
         num_sent, allowed = 0, WINDOW_BYTES
         while True:
             while num_sent + CHUNK_BYTES <= allowed:
@@ -184,7 +184,7 @@ async def test_a_reader_that_takes_nothing_is_given_up(admin, worker, coordinato
             allowed = command.allowed_bytes
         again = admin.profile("d")
         await begun(worker, again)
-        # It is told once it reads; the other one goes on.
+        # The slow caller gets the error when it reads; the other caller continues.
         with pytest.raises(grpc.RpcError) as caught:
             async for _ in unread:
                 pass
@@ -195,7 +195,7 @@ async def test_a_reader_that_takes_nothing_is_given_up(admin, worker, coordinato
         await again.aclose()
 
 
-async def test_of_one_that_is_over_nothing_is_kept():
+async def test_ending_a_finished_profile_drops_its_reports():
     told = []
     profiles = Profiles(lambda worker, command: told.append(command.WhichOneof("command")))
     profile = profiles.begin(("d", 1), 5.0)
@@ -208,14 +208,14 @@ async def test_of_one_that_is_over_nothing_is_kept():
     other = profiles.begin(("d", 1), 5.0)
     profiles.end(profile)
     assert profile.reports.empty()
-    # The worker had ended it, and is at the next one.
+    # The first profile had ended, so the worker gets no cancel for it.
     assert told == ["record", "record"]
     profiles.end(other)
     profiles.end(other)
     assert told == ["record", "record", "cancel"]
 
 
-async def test_what_nobody_takes_is_bounded_whatever_it_is():
+async def test_waiting_reports_are_bounded():
     told = []
     profiles = Profiles(lambda worker, command: told.append(command))
     events = profiles.events(profiles.begin(("d", 1), 5.0))

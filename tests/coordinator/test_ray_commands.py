@@ -1,4 +1,4 @@
-"""What the Ray driver is told, without a Ray: long commands, and those that overtake each other."""
+"""Commands to the Ray driver, without Ray: long commands and commands that run concurrently."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def start(config="model: demo"):
 
 
 async def test_a_worker_may_have_a_long_configuration(monkeypatch):
-    """It names every tenant."""
+    """A configuration contains all tenants, so it may be large."""
     took = []
 
     class Workers:
@@ -65,7 +65,7 @@ async def test_a_worker_may_have_a_long_configuration(monkeypatch):
 
 
 async def test_a_worker_that_is_to_end_before_its_start_is_over_ends_all_the_same(monkeypatch):
-    """Nobody knows of it any more: what starts after that would be nobody's for ever."""
+    """The coordinator has forgotten the worker, so a process started later would never end."""
     said, alive, ray_answers = asyncio.Queue(), set(), asyncio.Event()
 
     async def in_thread(function, timeout_s=0.0):
@@ -90,7 +90,7 @@ async def test_a_worker_that_is_to_end_before_its_start_is_over_ends_all_the_sam
     commands = asyncio.StreamReader()
     running = asyncio.create_task(Workers(OPENING, said.put_nowait).run(commands))
     commands.feed_data(wire.encode(start()) + wire.encode(wire.End("d1")))
-    # Both are being carried out.
+    # Both commands are running.
     for _ in range(10):
         await asyncio.sleep(0)
     ray_answers.set()
@@ -106,7 +106,7 @@ async def awaited(call):
 
 
 class LocalHandle:
-    """An actor's, which runs here: its calls begin in their order, and go on side by side."""
+    """Handle of a local actor: calls start in order and then run concurrently."""
 
     def __init__(self, actor, runs):
         self._actor, self.runs, self.calls = actor, runs, []
@@ -131,12 +131,12 @@ class LocalCalls:
 
 @pytest.mark.parametrize("when", ["before it has a node", "while it starts", "when it runs"])
 async def test_a_worker_that_has_ended_is_gone(monkeypatch, when):
-    """Whoever hears of the end may start its namesake at once."""
+    """After the exit report, a worker with the same ID may be started at once."""
     said, alive = asyncio.Queue(), set()
     has_node, spawning, spawns = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     class Process:
-        """It hears of its actor's death only later."""
+        """A worker process that learns of its actor's death only later."""
 
         @classmethod
         async def start(cls, worker_id, *arguments, **options):
@@ -174,7 +174,7 @@ async def test_a_worker_that_has_ended_is_gone(monkeypatch, when):
     commands = asyncio.StreamReader()
     opening = replace(OPENING, placement_timeout_s=2 * WAIT_S)
     running = asyncio.create_task(Workers(opening, said.put_nowait).run(commands))
-    # Of no size, where there are no nodes.
+    # A worker that needs no resources, in a Ray without nodes.
     commands.feed_data(wire.encode(replace(start(), cpus=0.0)))
     async with asyncio.timeout(WAIT_S):
         assert await said.get() == wire.Started("d1", "")

@@ -1,4 +1,4 @@
-"""The coordinator's end of the Ray driver, with a process in its place."""
+"""The coordinator's side of the Ray driver, with a replacement for the driver process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def opening(tmp_path):
 
 
 async def ended_driver(opening, program):
-    """A driver whose output has ended while its process lives."""
+    """A driver that has closed its output and still runs."""
     process = await asyncio.create_subprocess_exec(
         *("sh", "-c", program),
         stdin=asyncio.subprocess.PIPE,
@@ -51,7 +51,7 @@ async def test_closing_waits_for_the_end_of_a_driver_whose_output_ended_before(o
     assert process.returncode is not None
 
 
-async def test_one_whose_closing_is_given_up_is_killed(opening, tmp_path):
+async def test_a_driver_is_killed_if_its_closing_is_cancelled(opening, tmp_path):
     driver, process = await ended_driver(opening, "exec >&-; exec sleep 60")
     closing = asyncio.create_task(driver.close())
     await asyncio.sleep(0)
@@ -71,7 +71,7 @@ async def test_a_driver_that_says_nonsense_is_closed_as_any_other(opening, tmp_p
     assert os.listdir(tmp_path) == []
 
 
-async def test_a_driver_that_ends_leaves_no_error_that_nobody_has_seen(opening):
+async def test_a_driver_that_ends_leaves_no_unretrieved_exception(opening):
     unseen = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
     driver, _ = await ended_driver(opening, "exec >&-; exec sleep 60")

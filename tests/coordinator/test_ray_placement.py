@@ -1,4 +1,4 @@
-"""Where in a Ray cluster workers can be, and where they go; no Ray is needed to say."""
+"""Placement of workers in a Ray cluster, tested without Ray."""
 
 import pytest
 
@@ -29,7 +29,7 @@ LARGE = Node("l", "10.0.0.2", {"CPU": 2.0, "GPU": 8.0, "nvlink": 1.0})
         ({"CPU": 4.0, "GPU": 8.0}, "no node of Ray has all of CPU 4, GPU 8"),
     ],
 )
-def test_what_no_node_has_is_named(needs, says):
+def test_a_shortage_names_the_missing_resource(needs, says):
     assert shortage(needs, [SMALL, LARGE]) == says
 
 
@@ -48,7 +48,7 @@ def test_without_nodes_nothing_fits():
         ("prefill", [("prefill", "a"), ("decode", "b"), ("decode", "b"), ("prefill", "b")], "b"),
     ],
 )
-def test_a_worker_goes_where_one_lacks_its_partner(role, placed, node):
+def test_a_worker_is_placed_on_the_node_that_lacks_its_role(role, placed, node):
     assert partner_node(role, placed) == node
 
 
@@ -68,7 +68,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch):
         make_launcher(parse({"launcher": "ray"}, "test"), "127.0.0.1:7070", print)
 
 
-def test_what_is_sent_is_what_is_received():
+def test_messages_survive_encoding_and_decoding():
     start = wire.Start("d1", "decode", 1.0, None, 2, {"nvlink": 1.0}, {}, "model: demo")
     exited = wire.Exited("d1", -9, last_line='"quoted"\n', lost="")
     for message in (start, exited, wire.Silent(7.5)):
@@ -78,12 +78,12 @@ def test_what_is_sent_is_what_is_received():
 
 
 @pytest.mark.parametrize("line", [b"", b"[]", b'{"kind": "Other"}', b'{"kind": "End", "x": 1}'])
-def test_what_is_no_message_is_refused(line):
+def test_an_invalid_message_is_refused(line):
     with pytest.raises(ValueError, match=r"."):
         wire.decode(line)
 
 
-def test_what_is_in_use_is_told_with_what_is_free():
+def test_the_reason_for_waiting_names_needed_and_free_resources():
     free = {"CPU": 0.5, "memory": 2e9}
     assert in_use({"CPU": 1.0, "GPU": 2.0, "absent": 0.0}, free) == (
         "no node has all of CPU 1, GPU 2 free (together they have CPU 0.5, GPU 0), "

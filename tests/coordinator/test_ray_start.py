@@ -1,4 +1,4 @@
-"""What Ray is asked for: by the worker's own size, whatever is configured; and how often."""
+"""Resources requested from Ray for a worker, and attempts to connect to Ray."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_simulated_engine_has_no_ranks():
     assert (made.gpus, made.num_ranks) == (1, 0)
 
 
-async def test_who_waits_for_a_connection_that_fails_does_not_try_for_as_long_again(monkeypatch):
+async def test_calls_waiting_for_a_failed_connection_do_not_retry_it(monkeypatch):
     tries, refuses = [], asyncio.Event()
 
     async def connect(*arguments):

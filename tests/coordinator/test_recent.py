@@ -1,4 +1,4 @@
-"""What is remembered of the last minute."""
+"""Statistics of the last minute."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def test_a_minute_is_remembered_and_no_more():
     assert recent.window(2000.0 + LASTS_S).lanes[LANE].ttft.num == 0
 
 
-def test_late_news_counts_where_the_time_is():
-    """What the intake refuses it counts by the request's arrival, which may be a slice ago."""
+def test_late_observations_count_in_the_latest_slice():
+    """Refused requests are counted at their arrival time, which may be in an earlier slice."""
     recent = Recent()
     recent.at(1000.0)
     recent.at(994.0).lanes[LANE].sheds["queue_full"] += 1
@@ -80,7 +80,7 @@ def test_tenants_are_bounded():
     assert tenants[OTHERS].wait.num > 5000
 
 
-def test_of_many_steps_some_stand_for_all():
+def test_a_sample_of_many_steps_stands_for_all():
     recent = Recent()
     steps = [cluster_pb2.StepSample(num_decodes=3, duration_us=20_000) for _ in range(256)]
     recent.at(1000.0).decode_steps(steps)

@@ -1,4 +1,4 @@
-"""Where requests go: prefixes against load, room for KV, and a real trace."""
+"""Routing of requests: prefixes against load, KV room, and a real trace."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ sys.path.append(str(Path(__file__).parent))
 from trace_replay import load_trace, on_one_worker, replay
 
 BLOCK = 16
-# 1 ms per prompt token; a step of 10 ms, and 1 ms more per request.
+# A prompt token takes 1 ms; a decode step takes 10 ms plus 1 ms per request.
 MODEL = LatencyModel(0.001, 0.001, 0.0, 0.010, 0.001, 0.0)
 
 
@@ -37,7 +37,7 @@ def key(name: str) -> WorkerKey:
 
 
 class Cluster:
-    """A router, and its requests from choice to first token."""
+    """A router and its requests, from the choice to the first token."""
 
     def __init__(self, *prefill: str, max_requests: int = 256) -> None:
         self.router = Router(max_requests, max_requests)
@@ -55,7 +55,7 @@ class Cluster:
         return choice
 
     def done(self, request: str) -> None:
-        """Its worker reports the blocks, then the first token."""
+        """The request's worker reports the blocks, then the first token."""
         worker, prompt = self.prompts.pop(request)
         events = cluster_pb2.CacheEvents(stored=block_hashes(prompt, BLOCK))
         self.router.apply_cache(worker, events)
@@ -100,7 +100,7 @@ def test_a_burst_of_equal_prompts_stays_together() -> None:
 def test_what_is_expected_gives_way_to_what_the_worker_reports() -> None:
     cluster = Cluster("a", "b")
     worker = cluster.send("1", prompt(1)).worker
-    # It was computed, and evicted at once.
+    # The worker computed the prompt and evicted it at once.
     cluster.router.first_token("1", worker, None)
     cluster.router.check_integrity()
     assert cluster.send("2", prompt(1)).num_cached_tokens == 0
@@ -121,7 +121,7 @@ def test_a_hot_system_prompt_spreads_under_load() -> None:
     system = prompt(1, 640)
     cluster.send("first", system)
     cluster.done("first")
-    # All at once; each has 320 tokens of its own.
+    # The requests arrive together; each has 320 tokens that it shares with no other.
     load = Counter(
         cluster.send(str(number), system + prompt(number + 2)).worker for number in range(160)
     )
@@ -152,7 +152,7 @@ def test_a_session_leaves_a_worker_that_has_too_much_to_do() -> None:
     cluster = Cluster("a", "b")
     first = cluster.send("0", prompt(1), "chat").worker
     cluster.done("0")
-    # Waiting half a second is worth 304 tokens that need not be computed; a minute is not.
+    # Saving the prefill of 304 tokens is worth a wait of 0.5 s, but not of a minute.
     for queued_s, stays in ((0.5, True), (60.0, False)):
         queued = PrefillChoice(first, queued_s, queued_s, 1, 0)
         cluster.router.assign_prefill("queued", queued, [])
@@ -228,16 +228,16 @@ def batch(router: Router, request: str, max_itl_s: float = 0.0145) -> WorkerKey 
 
 
 def test_outputs_that_yield_leave_workers_idle_for_urgent_ones() -> None:
-    """An output waits for the step that runs where it begins: there is to be none."""
+    """On an idle worker, an urgent request does not wait for the end of a running step."""
     router = decode_router(*((name, traits()) for name in "abcd"))
     taken = {urgent(router, "u1"), urgent(router, "u2")}
     together = batch(router, "0")
     assert together not in taken
-    # Steps of 10 ms and 1 ms for each, 14.5 ms at most.
+    # A step takes 10 ms plus 1 ms per request, and may take at most 14.5 ms.
     assert {batch(router, str(number)) for number in range(1, 4)} == {together}
     idle = {key(name) for name in "abcd"} - taken - {together}
     assert {urgent(router, "u3")} == idle
-    # There is no more room with the others of its kind: it joins the fastest.
+    # The packed worker is full, so the request joins the fastest worker.
     assert batch(router, "4") not in {together, None}
     for number in range(4):
         router.release(str(number), None, together)
@@ -255,7 +255,7 @@ def test_outputs_that_yield_do_not_crowd_urgent_ones_to_stay_together() -> None:
     urgent(router, "u1")
     first = batch(router, "0")
     router.add_worker(key("b"), traits(), Pool.DECODE)
-    # 13 ms would be more than 1.15 times as long as the 11 ms alone.
+    # A step of 13 ms would be more than 1.15 times as long as 11 ms on the other worker.
     assert first == key("a")
     assert {batch(router, str(number)) for number in range(1, 4)} == {key("b")}
 
@@ -282,7 +282,7 @@ def test_of_equals_the_prefill_workers_own_host_decodes() -> None:
 def test_room_is_kept_for_prompt_and_expected_output() -> None:
     router = decode_router(("small", traits(kv_tokens=640)), ("large", traits(kv_tokens=1280)))
     wanted = prompt(1, 500)
-    # 500 and 100 tokens are 38 blocks of 16.
+    # A request of 500 + 100 tokens needs 38 blocks of 16 tokens.
     placed = [decode(router, str(number), wanted) for number in range(4)]
     assert Counter(one.worker for one in placed if one) == {key("small"): 1, key("large"): 2}
     assert placed[3] is None
@@ -310,7 +310,7 @@ def test_outputs_that_outgrow_what_was_expected_take_room() -> None:
 
 
 def test_what_a_worker_holds_of_what_is_assigned_to_it_counts_once() -> None:
-    """Also before the first token, when it has loaded some of a handoff, or computed it itself."""
+    """Also before the first token, with a partly loaded handoff or a locally computed prompt."""
     router = decode_router(("a", traits(kv_tokens=1600)))
     assert decode(router, "1", prompt(1, 400), output=16) is not None
     router.first_token("1", None, key("a"))
@@ -318,7 +318,7 @@ def test_what_a_worker_holds_of_what_is_assigned_to_it_counts_once() -> None:
     router.report_kv(key("a"), 400 + 384)
     assert router.load(key("a")).free_tokens == 1600 - 2 * 416
     assert decode(router, "3", prompt(3, 600), output=16) is not None
-    # Beyond all of that: what it was given by a coordinator before this one.
+    # Tokens beyond the reservations belong to requests of an earlier coordinator.
     router.report_kv(key("a"), 1500)
     router.check_integrity()
     assert router.load(key("a")).free_tokens == 100
@@ -339,7 +339,7 @@ def test_a_prompt_computed_where_it_is_decoded_goes_to_its_prefix() -> None:
     assert choice.worker == key("e")
 
 
-# ---- Any order of events.
+# ---- Random order of events.
 
 _STEPS = st.lists(
     st.one_of(
@@ -358,7 +358,7 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
     names = [f"w{number}" for number in range(4)]
     # The workers that each request was assigned to.
     requests: list[tuple[str, WorkerKey, WorkerKey]] = []
-    # Those that are longer than was expected may be more than there is room for.
+    # Outputs that are longer than expected may exceed the KV room.
     grown: set[str] = set()
     for count, (kind, number, length) in enumerate(steps):
         worker = key(names[number % 4])
@@ -415,7 +415,7 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
 def test_a_real_trace_finds_its_prefixes_on_four_balanced_workers(
     num_blocks: int, per_token_s: float
 ) -> None:
-    """Caches of a twelfth and a third of all blocks; half and three quarters of capacity."""
+    """Caches hold 1/12 or 1/3 of all blocks; the load is 1/2 or 3/4 of capacity."""
     trace = load_trace()
     outcome = replay(
         trace,

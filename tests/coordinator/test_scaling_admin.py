@@ -1,4 +1,4 @@
-"""The Admin calls on sizes over a real server, with a launcher whose workers are scripted."""
+"""The Admin service's scaling calls over a real server, with a launcher of scripted workers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROLES = {"prefill": PREFILL, "decode": DECODE}
 
 
 class Obedient(ScriptedWorker):
-    """Drains and changes its role as it is told."""
+    """A worker that carries out drain and role commands."""
 
     async def _serve(self, message):
         kind = message.WhichOneof("message")
@@ -47,7 +47,7 @@ class Obedient(ScriptedWorker):
 
 
 class ScriptedLauncher:
-    """Workers in this process; those of `broken` cannot be started."""
+    """Runs workers in this process; workers in `broken` cannot be started."""
 
     def __init__(self, address, say_hello, on_exit):
         self._address, self._say_hello, self.on_exit = address, say_hello, on_exit
@@ -75,7 +75,7 @@ class ScriptedLauncher:
 
 @contextlib.asynccontextmanager
 async def launching(config, say_hello, sizes):
-    """A coordinator that starts its workers, their launcher, and an admin client."""
+    """A coordinator with a launcher, the launcher, and an admin client."""
     async with Coordinator(config, launched=True) as coordinator:
         shell = coordinator.shell
         launch_supervisor = shell.launch_supervisor = LaunchSupervisor(shell.post)
@@ -99,7 +99,7 @@ async def cell(coordinator_config, say_hello):
 
 
 async def until(admin, done):
-    """The first event for which something is so."""
+    """Returns the first event that satisfies a condition."""
     async with asyncio.timeout(WAIT_S), contextlib.aclosing(admin.watch(0.1)) as events:
         async for event in events:
             if done(event):
@@ -223,7 +223,7 @@ async def test_a_request_that_finds_no_workers_has_them_started(coordinator_conf
     scaling = ScalingSection(autoscale=True, prefill=limits, decode=limits, idle_s=600)
     config = coordinator_config().model_copy(update={"scaling": scaling})
     async with launching(config, say_hello, 0) as (coordinator, launcher, admin):
-        # The first decision has looked at an empty cell.
+        # Waits for the first decision, which saw an empty cell.
         await until(admin, lambda event: pool(event, DECODE).reason)
         async with BatonClient(coordinator.address) as client:
             await client.wait_ready(WAIT_S)
@@ -238,7 +238,7 @@ async def test_watching_is_told_of_changes_only_and_by_so_many_at_most(cell):
         first = await anext(events)
         assert {one.role for one in first.decisions} == {PREFILL, DECODE}
         await admin.scale_pool(PREFILL, 2)
-        # Nothing is said in between of what has not changed.
+        # There is no event while nothing changes.
         assert pool(await anext(events), PREFILL).desired == 2
     async with contextlib.AsyncExitStack() as stack:
         watching = [
@@ -266,7 +266,7 @@ async def test_who_watches_is_told_of_every_decision_however_seldom_it_looks(cel
         await anext(events)
         for number in (2, 3, 1):
             await decided(number)
-        # In the order in which they were made; a size may be decided on again for other reasons.
+        # Decisions come in their order; other reasons may cause further decisions on a size.
         async with asyncio.timeout(WAIT_S):
             while [size for size, _ in itertools.groupby(sizes)][-3:] != [2, 3, 1]:
                 told = (await anext(events)).decisions
@@ -291,7 +291,7 @@ async def test_many_who_watch_cost_hardly_more_than_one(cell, monkeypatch):
         async with asyncio.timeout(WAIT_S):
             while len(looked) <= 10:
                 await asyncio.sleep(0.01)
-        # Ten times a second each, and twenty times for all of them.
+        # Each watcher looks 10 times per second; the shared snapshot is taken at most 20 times.
         assert len(looked) < 32 * (time.monotonic() - begun_at)
 
 
@@ -301,7 +301,7 @@ async def test_who_watches_and_does_not_read_takes_nobodys_place(
     defaults = StallGuard.__init__.__defaults__
     monkeypatch.setattr(StallGuard.__init__, "__defaults__", (0.2, *defaults[1:]))
     monkeypatch.setattr(admin_scaling, "_MAX_WATCHERS", 1)
-    # Few events are all that fits a connection.
+    # Large events, so that few events fill the connection's buffers.
     hello = say_hello("d", DECODE, labels={"note": "x" * 500_000})
     request = admin_pb2.WatchRequest()
     request.min_interval.FromMilliseconds(100)
@@ -372,7 +372,7 @@ async def test_a_rollout_through_the_launcher(cell):
         await revisions("r2", "r2")
         await admin.start_rollout("r3", share=1.0, engine_args={"enforce_eager": True})
         await revisions("r2", "r2", "r3", "r3")
-        # Over what is stable now.
+        # The next rollout is based on the promoted revision.
         canary = (await admin.get_rollout()).canary
         assert canary.model == "/models/new"
         assert set(canary.engine_args) == {"max_num_seqs", "enforce_eager"}

@@ -1,4 +1,4 @@
-"""Decisions carried out: workers are started once, replaced, ended; who wins, and why."""
+"""Scaling decisions in the core: workers are started once, replaced and ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PREFILL, DECODE = Pool.PREFILL, Pool.DECODE
 
 @pytest.fixture
 def launched(new_world):
-    """Makes one whose workers serve, and have for a while."""
+    """Factory of a world whose workers have served for a while."""
 
     def make(prefill=1, decode=1, **options) -> Launched:
         made = Launched(new_world, prefill, decode, **options)
@@ -82,7 +82,7 @@ def test_a_start_that_fails_is_told_and_tried_again_later_and_later(launched):
     assert made.core.stats.num_failed_starts == 8
 
 
-def test_nothing_is_said_to_be_tried_again_that_nobody_wants(launched):
+def test_an_unwanted_start_is_not_announced_as_tried_again(launched):
     made = launched()
     made.world.handle(ev.ScaleRequested(PREFILL, 2))
     made.wait(1)
@@ -112,7 +112,7 @@ def test_workers_that_wait_for_room_are_told_of_until_they_have_it(launched):
     assert made.core.scaler.launches.waiting(PREFILL) == ""
     made.wait(1)
     assert told in made.reason(DECODE)
-    # Waiting is no failure: nothing else is started, nothing is tried again.
+    # Waiting does not count as a failed start, so no other start follows.
     assert made.core.scaler.launches.problem(DECODE) == ""
     assert made.started[-2:] == waiting
 
@@ -150,12 +150,12 @@ def test_one_that_dies_again_and_again_is_not_started_in_a_loop(launched):
     assert len(made.started) <= 6
 
 
-def test_a_worker_that_was_started_elsewhere_is_nobodys_to_drain(launched):
+def test_a_worker_started_elsewhere_is_never_drained(launched):
     made = launched()
     made.world.attach("guest", common_pb2.ROLE_DECODE)
     made.wait(10)
 
-    # A pool of the configured size has it beside its own.
+    # In a pool of configured size, the guest does not count.
     assert (len(made.started), made.ids(DECODE)) == (2, {"decode-0", "guest"})
     made.world.handle(ev.ScaleRequested(DECODE, 3))
     made.wait(10)
@@ -175,7 +175,7 @@ def test_a_worker_that_another_incarnation_replaces_is_not_ended(launched):
 
 
 def test_a_worker_of_the_coordinator_before_is_not_taken_for_its_namesake(new_world, say_hello):
-    """`baton up` was killed and started again: what it had drains, and looks for it meanwhile."""
+    """After a kill and restart of `baton up`, draining old workers attach to the new one."""
     made = Launched(new_world)
     attached = say_hello(
         "decode-0",
@@ -197,7 +197,7 @@ def test_a_worker_of_the_coordinator_before_is_not_taken_for_its_namesake(new_wo
 
 
 def test_a_namesake_that_had_changed_its_role_moves_no_start_into_its_pool(new_world, say_hello):
-    """The coordinator before had flipped it: it comes back to drain, as one of the other pool."""
+    """The earlier coordinator flipped the old worker, which drains in the other pool."""
     made = Launched(new_world)
     attached = say_hello(
         "decode-0",
@@ -232,7 +232,7 @@ def test_cold_starts_are_counted_and_timed(new_world):
     assert stats.cold_start_s["total"].total == pytest.approx(8.0)
 
 
-# ---- By hand.
+# ---- Sizes set by an operator.
 
 
 def test_a_size_by_hand_grows_and_shrinks_the_pool(launched):
@@ -342,7 +342,7 @@ def test_nothing_is_started_once_the_coordinator_stops(launched):
     assert len(made.started) == 2
 
 
-# ---- By the load.
+# ---- Sizes decided by the load.
 
 
 def test_other_targets_count_from_the_next_decision_on(launched):
@@ -373,7 +373,7 @@ def test_a_request_wakes_pools_that_sleep_and_waits_for_them(launched, out):
     assert made.ids(PREFILL) == {"prefill-1"}
 
 
-def test_a_pool_that_cannot_start_serves_nobody(launched):
+def test_requests_fail_while_a_pool_cannot_start_workers(launched):
     made = launched(autoscale=True, idle_s=30.0)
     made.wait(200)
     made.world.submit()
@@ -404,12 +404,12 @@ def test_a_process_that_ends_holds_its_gpus_until_it_has(launched):
     assert made.started[-1] == "prefill-1"
 
 
-def test_what_a_killed_worker_left_behind_holds_its_gpus_until_it_has_ended(launched):
+def test_child_processes_of_a_killed_worker_hold_its_gpus_until_they_end(launched):
     made = launched(1, 2, autoscale=False, max_gpus=3)
     made.world.handle(ev.DrainRequested("decode-1", 5.0, "test"))
     made.world.handle(ev.ScaleRequested(DECODE, 1))
     made.world.handle(ev.ScaleRequested(PREFILL, 2))
-    # Its first process; those that it started itself are given time to end.
+    # The worker's main process has ended; its child processes get time to end.
     made.world.handle(ev.WorkerExited("decode-1", "was killed by SIGKILL"))
     for _ in range(10):
         made.world.after(1.0)
@@ -422,7 +422,7 @@ def test_what_a_killed_worker_left_behind_holds_its_gpus_until_it_has_ended(laun
 
 
 def test_a_size_by_hand_is_kept_at_first_when_it_is_handed_back_at_once(launched):
-    """The load has been known for seconds: it takes no worker away."""
+    """The load has been known for only a few seconds, so no worker is removed."""
     made = launched()
     made.world.handle(ev.ScaleRequested(DECODE, 3))
     made.wait(1)
@@ -438,7 +438,7 @@ def test_autoscaling_off_starts_nothing_beside_workers_of_elsewhere(launched):
     made = launched(1, 2, autoscale=True)
     made.world.attach("guest", common_pb2.ROLE_DECODE)
     made.wait(10)
-    # It counts where the load sizes a pool.
+    # The guest counts while the load sizes the pool.
     assert made.core.scaler.desired(DECODE) == 3
     made.world.handle(ev.AutoscaleRequested(False))
     made.wait(30)

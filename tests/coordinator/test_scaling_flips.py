@@ -1,4 +1,4 @@
-"""Flips: nothing new, what is there ends or moves, then the other pool; no token is lost."""
+"""Flips: a worker gets no new requests, its requests end or move, and no token is lost."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def set_role(made, worker_id):
 
 
 def loaded(made, worker_id, **fields):
-    """The worker's next load report."""
+    """Sends the worker's next load report."""
     worker = made.core.workers.by_id(worker_id)
     load = cluster_pb2.LoadReport(num_steps=worker.num_steps + 1, **fields)
     made.world.handle(ev.WorkerLoad(worker.key, load))
 
 
 def decoding(made, out, num_known, *, max_tokens, **options):
-    """A request that decodes and has so many tokens; its stream, and its decode worker's id."""
+    """Starts a decoding request with output tokens; returns its stream and decode worker's ID."""
     to = made.world.submit(sampling={"max_tokens": max_tokens}, **options)
     request = made.core.request(f"r{to.stream}")
     made.world.step(request.prefill[0], out(request.id, [0], finish=0))
@@ -64,7 +64,7 @@ def test_a_worker_that_was_started_elsewhere_flips_and_configured_sizes_stay(lau
     made.wait(1)
     guest, ours = (made.core.workers.by_id(one) for one in ("guest", "prefill-0"))
     assert made.core.flip_error(guest, DECODE) is None
-    # Decode may have one worker of its own.
+    # The decode pool's limit is one worker.
     refused = made.core.flip_error(ours, DECODE)
     assert "decode would have more than its 1 workers" in str(refused)
     flip(made, "guest", DECODE)
@@ -114,7 +114,7 @@ def test_a_prefill_worker_finishes_its_prompts_and_gets_no_other(launched, out):
 def test_a_long_output_moves_and_no_token_is_lost_or_repeated(launched, out, by_handoff):
     made = launched()
     to, worker_id = decoding(made, out, 3, max_tokens=900, num_prompt=400)
-    # Without a prefix cache nothing is left on a worker of what has left it.
+    # Without a prefix cache a worker keeps no KV blocks of requests that have left it.
     worker = made.core.workers.by_id(worker_id)
     worker.hello.capacity.keeps_prefixes = by_handoff
     flip(made, worker_id, PREFILL)
@@ -123,9 +123,9 @@ def test_a_long_output_moves_and_no_token_is_lost_or_repeated(launched, out, by_
     assert (request.prefill == worker.key) == by_handoff
     assert request.decode[0] != worker_id
     assert len(request.handoff_id) == 16
-    # One that hands over changes its role when it has computed what it sends.
+    # A worker that hands over changes its role only after the computation for the handoff.
     assert set_role(made, worker_id) == ([] if by_handoff else [PREFILL])
-    # What the worker still says of its attempt reaches nobody.
+    # Later outputs of the worker's old attempt are dropped.
     made.world.step(worker_id, out("r1", [3], offset=3))
     made.world.step(request.prefill[0], out("r1", [9], finish=0, attempt=2))
     assert set_role(made, worker_id) == [PREFILL]
@@ -137,7 +137,7 @@ def test_a_long_output_moves_and_no_token_is_lost_or_repeated(launched, out, by_
 
 
 def test_all_that_a_worker_decodes_is_handed_over_by_it(launched, out):
-    """However many there are, and however busy those are that compute prompts."""
+    """All requests are handed over, even if the prefill workers are busy."""
     made = launched(prefill=1, decode=3)
     decodes = [decoding(made, out, 60, max_tokens=700, num_prompt=200) for _ in range(6)]
     worker_id = decodes[0][1]
@@ -183,7 +183,7 @@ def test_an_output_whose_worker_dies_while_it_hands_over_is_computed_again(launc
     assert made.world.tokens(to) == [0, 1, 2, 3]
 
 
-def test_what_a_worker_does_not_hand_over_in_time_is_computed_again(launched, out):
+def test_requests_not_handed_over_in_time_are_recomputed(launched, out):
     made = launched()
     _, worker_id = decoding(made, out, 3, max_tokens=900, num_prompt=400)
     flip(made, worker_id, PREFILL)
@@ -206,7 +206,7 @@ def test_an_output_that_is_nearly_done_ends_where_it_is(launched, out):
     assert set_role(made, worker_id) == [PREFILL]
 
 
-def test_what_has_not_ended_in_time_moves_all_the_same(launched, out):
+def test_requests_that_do_not_end_in_time_are_moved(launched, out):
     made = launched()
     _, worker_id = decoding(made, out, 7, max_tokens=8, num_prompt=900)
     flip(made, worker_id, PREFILL)
@@ -216,7 +216,7 @@ def test_what_has_not_ended_in_time_moves_all_the_same(launched, out):
     assert set_role(made, worker_id) == [PREFILL]
 
 
-def test_a_worker_keeps_its_role_when_nobody_can_take_what_it_has(launched, out):
+def test_a_worker_keeps_its_role_if_no_worker_can_take_its_requests(launched, out):
     made = launched()
     _, worker_id = decoding(made, out, 7, max_tokens=8, num_prompt=900)
     flip(made, worker_id, PREFILL)
@@ -231,7 +231,7 @@ def test_a_worker_keeps_its_role_when_nobody_can_take_what_it_has(launched, out)
 
 
 def test_a_worker_keeps_its_role_when_the_last_one_beside_it_is_lost(launched, out):
-    """Or nobody would be there for those who have lost the other."""
+    """Otherwise requests that lost the other worker would have no worker."""
     made = launched()
     _, worker_id = decoding(made, out, 7, max_tokens=8, num_prompt=900)
     (other,) = made.ids(Pool.DECODE) - {worker_id}
@@ -261,7 +261,7 @@ def test_a_worker_that_was_told_to_change_is_told_to_come_back_when_it_is_the_la
     assert made.world.tokens(request.submission.to) == [0, 1]
 
 
-def test_a_worker_does_not_leave_its_pool_while_nobody_else_serves_there(launched, out):
+def test_the_last_serving_worker_does_not_leave_its_pool(launched, out):
     made = launched()
     _, worker_id = decoding(made, out, 7, max_tokens=8, num_prompt=900)
     (other,) = made.ids(Pool.DECODE) - {worker_id}
@@ -319,7 +319,7 @@ def test_a_lost_worker_that_flips_is_forgotten(launched):
 
 
 def test_the_last_worker_of_a_sleepy_pool_is_not_waited_for(new_world):
-    """It stays where it is, so that another must be started for the pool that is short."""
+    """The worker stays in its pool, and another worker is started for the short pool."""
     limits = {"prefill": PoolLimits(0, 4), "decode": PoolLimits(1, 4)}
     made = Launched(new_world, autoscale=True, limits=limits, idle_s=30.0)
     made.come_up()
@@ -340,7 +340,7 @@ def test_a_size_set_while_a_worker_flips_holds_also_when_it_stays(launched):
     made.world.after(0.5)
     made.world.handle(ev.ScaleRequested(Pool.PREFILL, 0))
     made.world.handle(ev.ScaleRequested(Pool.DECODE, 2))
-    # The other prefill worker leaves, so that this one has to stay for what it has.
+    # The other prefill worker leaves, so this worker must stay for its requests.
     made.wait(5)
     assert {pool: made.core.scaler.desired(pool) for pool in Pool} == {
         Pool.PREFILL: 0,

@@ -1,4 +1,4 @@
-"""Whatever happens to workers: ids are new, nothing is left, and sizes by hand come true."""
+"""Property test: worker IDs are unique, all processes end, and set sizes are reached."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole process: workers started, watched and stopped; nothing left in any case."""
+"""The whole coordinator process: starts, watches and stops workers, and leaves no process."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def config(model_dir):
 
 
 def descendants() -> set[int]:
-    """Live processes started here."""
+    """Process IDs of live descendants of this process."""
     found = psutil.Process().children(recursive=True)
     return {one.pid for one in found if one.status() != psutil.STATUS_ZOMBIE}
 
 
 @contextlib.asynccontextmanager
 async def up(config: BatonConfig, before: set[int]):
-    """Serving with workers; stopped at the end, and nothing is left."""
+    """Runs a coordinator with workers; asserts that no process is left after the stop."""
     ready: asyncio.Queue[str] = asyncio.Queue()
     stop = asyncio.Event()
     running = asyncio.create_task(
@@ -105,7 +105,7 @@ async def test_stubborn_worker_is_killed(config, monkeypatch):
 async def test_a_killed_worker_is_known_at_once(config):
     before = descendants()
     async with (
-        # By its stream alone it would be lost only then.
+        # The long timeout ensures that the process exit is noticed, not the broken stream.
         up(config({"worker_timeout_s": 600.0}), before) as (address, _stop, _running),
         rpc.channel(address) as channel,
     ):
@@ -117,7 +117,7 @@ async def test_a_killed_worker_is_known_at_once(config):
         assert (await call.read()).HasField("accepted")
         assert (await call.read()).HasField("delta")
         os.kill(decode, signal.SIGKILL)
-        # Another is started in its place, and goes on.
+        # A replacement worker continues the request.
         while (event := await call.read()) is not grpc.aio.EOF:
             last = event
         assert last.finished.reason == common_pb2.FINISH_REASON_LENGTH
@@ -156,7 +156,7 @@ async def test_workers_that_take_too_long_are_named(config):
     before = descendants()
     late = config(late="decode")
     impatient = late.worker.model_copy(update={"start_timeout_s": 3.0})
-    # On a busy machine the other one may be too late as well.
+    # On a busy machine the other worker may be late as well.
     with pytest.raises(WorkersFailed, match=r"not serving after .* 3: (prefill-0, )?decode-0$"):
         await serve(
             late.model_copy(update={"worker": impatient}),
@@ -201,7 +201,7 @@ async def test_pools_of_different_ranks_are_refused_before_they_load(config, mod
     described.write_text(json.dumps({**json.loads(described.read_text()), "kv_lora_rank": 512}))
     async with Coordinator(of_ranks(config, tmp_path / "latents", 2), launched=True):
         pass
-    # Whoever starts them may also give them other arguments.
+    # Workers that another process starts may have other arguments, so this is not refused.
     async with Coordinator(refused):
         pass
 
@@ -227,7 +227,7 @@ async def test_pools_that_would_begin_larger_than_they_may_be_are_refused(config
     with pytest.raises(ConfigError, match=said):
         async with Coordinator(refused, launched=True):
             pass
-    # What starts them elsewhere has limits of its own.
+    # Limits do not apply to workers that another process starts.
     async with Coordinator(refused):
         pass
 
@@ -242,7 +242,7 @@ async def test_a_start_that_is_given_up_leaves_the_port_free(config, monkeypatch
 
     given_up = Coordinator(config({"listen": listen}))
     with monkeypatch.context() as patch:
-        # When it listens already.
+        # The start fails after the server has begun to listen.
         patch.setattr(HealthServicer, "set", give_up)
         with pytest.raises(asyncio.CancelledError):
             await given_up.__aenter__()
@@ -282,7 +282,7 @@ async def test_streams_are_told_that_another_coordinator_follows(config):
 
 
 async def test_workers_end_with_a_killed_coordinator(config, model_dir, tmp_path):
-    """The coordinator gets SIGKILL: the kernel ends its workers."""
+    """After SIGKILL of the coordinator, the kernel ends its workers."""
     program = (
         "import asyncio, sys\n"
         "from baton.coordinator.server.server import serve\n"

@@ -1,4 +1,4 @@
-"""Admin over gRPC, and the metrics: what operators see of workers, requests and handoffs."""
+"""The Admin service over gRPC and the metrics: workers, requests and handoffs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attach stream: welcome and refusal, replay, acknowledgement, fencing, health."""
+"""The attach stream: welcome, refusal, replay, acknowledgement, fencing and health."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def first_status(channel, message) -> tuple[grpc.StatusCode, str]:
 
 
 async def events_of(call) -> list[inference_pb2.GenerateEvent]:
-    """All that are left of a call."""
+    """Returns all remaining events of a call."""
     found = []
     while (event := await call.read()) is not grpc.aio.EOF:
         found.append(event)
@@ -91,24 +91,24 @@ async def test_reconnect_loses_nothing_either_way(coordinator, channel, say_hell
         spec = (await d.command("decode")).spec
         await call.read()
         await d.disconnect()
-        # Said while there was no stream: kept, and sent again by the worker.
+        # The worker keeps this message, because there is no stream, and sends it later.
         d.seq += 1
         step = cluster_pb2.StepOutputs(outputs=[answer(spec, 1, 1)])
         d.kept.append(cluster_pb2.WorkerMessage(seq=d.seq, step=step))
         await d.connect()
         assert list((await call.read()).delta.token_ids) == [1]
-        # Asked for while there was no stream: kept by the coordinator.
+        # The coordinator keeps the command, because there is no stream.
         await d.disconnect()
         call.cancel()
         await p.command("cancel")
         await d.connect()
         assert (await d.command("cancel")).request_id == spec.request_id
-        # A duplicate is not applied twice, and is acknowledged.
+        # A duplicate is acknowledged and not applied again.
         await d.raw(d.kept[0])
     assert coordinator.shell.core.num_requests == 0
 
 
-async def test_what_waits_for_a_worker_comes_as_one_message(coordinator, channel, say_hello):
+async def test_commands_waiting_for_a_worker_come_as_one_message(coordinator, channel, say_hello):
     inference = inference_pb2_grpc.InferenceStub(channel)
     hellos = say_hello("p", PREFILL), say_hello("d", DECODE)
     async with attached(coordinator.address, *hellos) as (p, _):
@@ -140,7 +140,7 @@ async def test_messages_in_a_batch_are_taken_one_by_one(coordinator, channel, sa
             for number in (1, 2, 3)
         ]
         await d.raw(steps[0])
-        # The first is known already.
+        # The first message of the batch is a duplicate.
         await d.raw(cluster_pb2.WorkerMessage(batch=steps, ack=d.received))
         events = await events_of(call)
         assert tokens_of(events) == [0, 1, 2, 3]
@@ -194,7 +194,7 @@ async def test_a_skipped_sequence_number_fences(coordinator, say_hello):
         assert coordinator.shell.core.workers.by_id("p") is None
 
 
-async def test_a_role_that_nobody_knows_fences(coordinator, say_hello):
+async def test_an_unknown_role_fences(coordinator, say_hello):
     async with attached(coordinator.address, say_hello("p", PREFILL)) as (worker,):
         change = cluster_pb2.WorkerStateChanged(role=7)
         await worker.raw(cluster_pb2.WorkerMessage(seq=1, state_changed=change))
@@ -250,7 +250,7 @@ async def test_a_worker_that_is_sent_too_much_as_it_attaches_is_fenced(
             await coordinator.shell.idle()
 
 
-async def test_what_a_worker_acknowledges_as_it_attaches_makes_room_for_what_it_is_sent(
+async def test_acknowledgements_in_a_hello_make_room_for_new_commands(
     coordinator, channel, say_hello, monkeypatch
 ):
     inference = inference_pb2_grpc.InferenceStub(channel)

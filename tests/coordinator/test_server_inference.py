@@ -1,4 +1,4 @@
-"""Inference.Generate over gRPC: streams, refusals in words, timeouts and resumption."""
+"""Inference.Generate over gRPC: streams, refusals, timeouts and resumption."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def test_each_lane_bounds_prompt_and_output(coordinator_config, say_hello)
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             assert caught.value.details().startswith(field)
             assert "in the batch lane" in caught.value.details()
-        # One that names no max_tokens gets what the lane allows, whatever its default is.
+        # A request without max_tokens gets the lane's limit, regardless of the default.
         unnamed = inference_pb2.GenerateRequest(text="x", lane=common_pb2.LANE_BATCH)
         workers = say_hello("p", PREFILL), say_hello("d", DECODE)
         async with attached(coordinator.address, *workers):
@@ -126,7 +126,7 @@ async def test_each_lane_bounds_prompt_and_output(coordinator_config, say_hello)
         (8, {}, 16),
         (8, {"max_tokens": 20}, 20),
         (8, {"min_tokens": 20}, 20),
-        # The context of 1,024 tokens leaves less.
+        # The context of 1,024 tokens leaves only 4 tokens.
         (1020, {}, 4),
         (1020, {"min_tokens": 2}, 4),
     ],
@@ -205,7 +205,7 @@ async def test_request_timeout_and_grpc_deadline(pair, inference):
                 pass
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         spec = (await p.command("prefill")).spec
-        # gRPC rounds what is left of a deadline up, by a few ms.
+        # gRPC rounds the remaining time of a deadline up by a few ms.
         assert 0 < spec.timeout.ToMilliseconds() <= 1100
         await p.command("cancel")
 
@@ -224,8 +224,10 @@ async def test_resume_continues_after_received_tokens(pair, inference):
         assert decode.spec.known_text_chars == 2
 
 
-async def test_who_resumes_is_checked_by_the_model_that_began(coordinator, inference, say_hello):
-    """Its revision leaves, and has an adapter that the stable one lacks."""
+async def test_a_resumed_request_is_checked_by_its_own_fleets_model(
+    coordinator, inference, say_hello
+):
+    """The request's revision leaves, and has an adapter that the stable revision lacks."""
     model = say_hello("x", PREFILL).model
     model.adapters.add(name="law")
     hellos = [say_hello("p", PREFILL), say_hello("d", DECODE)]
@@ -245,9 +247,9 @@ async def test_who_resumes_is_checked_by_the_model_that_began(coordinator, infer
         assert [t for event in events for t in event.delta.token_ids] == [2, 3]
 
 
-async def test_who_lacks_nothing_but_the_end_gets_it(inference):
+async def test_a_resumed_request_that_lacks_only_its_end_gets_it(inference):
     request = generate()
-    # The last one is the tokenizer's end of sequence.
+    # The last token is the tokenizer's end-of-sequence token.
     request.resume.token_ids.extend([7, 1])
     events = [event async for event in inference.Generate(request, timeout=WAIT_S)]
     assert [event.WhichOneof("event") for event in events] == ["accepted", "finished"]

@@ -1,4 +1,4 @@
-"""A client that has nothing but the address: contracts by server reflection, as grpcurl does."""
+"""A client that knows only the address and uses server reflection, as grpcurl does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from baton.v1 import common_pb2
 
 
 class Reflected:
-    """Calls by name, requests and answers as JSON; nothing generated is imported for it."""
+    """Calls methods by name with JSON messages, without generated code."""
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.insecure_channel(address)

@@ -1,4 +1,4 @@
-"""Inference.Session over gRPC: many streams on one call, each on its own."""
+"""Inference.Session over gRPC: many independent streams on one call."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_bad_submission_fails_alone(pair, inference):
 
 
 class Unread:
-    """A call whose client sends what it likes and reads nothing until it is let."""
+    """A call whose client sends messages and reads nothing until the test allows it."""
 
     def __init__(self, messages) -> None:
         self.messages, self.released = iter(messages), asyncio.Event()
@@ -107,7 +107,7 @@ def submission(stream: int, request) -> inference_pb2.SessionRequest:
     return inference_pb2.SessionRequest(submit=inference_pb2.Submit(stream=stream, request=request))
 
 
-async def test_refusals_that_nobody_reads_are_bounded(coordinator, model_dir):
+async def test_unread_refusals_are_bounded(coordinator, model_dir):
     wrong = generate(sampling={"top_p": 0.0})
     context = Unread(submission(stream, wrong) for stream in range(3000))
     call = session_call(coordinator, model_dir, context)
@@ -166,7 +166,7 @@ async def test_cancel_while_a_long_prompt_is_tokenized(pair, coordinator, infere
     cancelled = threading.Event()
     async with pair(auto=False):
         client = Client(inference)
-        # It is not done before the cancel is here.
+        # The tokenization waits, so that the cancel arrives first.
         threads = coordinator._tokenizer._threads
         for _ in range(threads._max_workers):
             threads.submit(cancelled.wait, WAIT_S)
@@ -198,7 +198,7 @@ async def test_a_stream_that_is_resumed_takes_its_own_place_of_a_full_coordinato
 
 
 async def test_a_stream_that_another_connection_has_taken_over_ends(coordinator, inference):
-    """It is told of, and holds nothing up: neither a single call nor a session."""
+    """The old stream gets an error and blocks neither a single call nor a session."""
     client, waiting = Client(inference), generate(request_id="a")
     await client.submit(1, waiting)
     await client.until(1, "accepted")

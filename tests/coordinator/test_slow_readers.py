@@ -1,4 +1,4 @@
-"""A client that stops reading, over real streams: its tokens are bounded, nobody waits for it."""
+"""A client that stops reading: its buffered tokens are bounded and other clients do not wait."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def request(name: str) -> inference_pb2.GenerateRequest:
 
 
 async def submitted(stub, name: str):
-    """A session with this one request, as stream 1."""
+    """Opens a session and submits one request as stream 1."""
     call = stub.Session()
     submit = inference_pb2.Submit(stream=1, request=request(name))
     await call.write(inference_pb2.SessionRequest(submit=submit))
@@ -47,7 +47,7 @@ async def read_all(call) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["session", "generate"])
-async def test_one_that_stops_reading_is_cancelled_alone(coordinator, say_hello, kind):
+async def test_only_the_client_that_stops_reading_is_cancelled(coordinator, say_hello, kind):
     prefill, decode = (
         say_hello("p", common_pb2.ROLE_PREFILL),
         say_hello("d", common_pb2.ROLE_DECODE),
@@ -101,7 +101,7 @@ async def test_one_that_stops_reading_is_cancelled_alone(coordinator, say_hello,
 
 
 @pytest.mark.parametrize("how", ["stalled", "overfull"])
-async def test_the_places_of_one_that_is_given_up_are_free_while_its_call_goes_on(new_world, how):
+async def test_a_closed_sessions_request_slots_are_free_while_its_call_goes_on(new_world, how):
     shell, given_back = Shell(new_world().core), []
     session = shell.open_session()
     session.live.add(1)

@@ -1,4 +1,4 @@
-"""Which requests are traced though no caller asked."""
+"""Tail sampling: requests whose traces are kept although the caller did not sample them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STOP = common_pb2.FINISH_REASON_STOP
 
 @pytest.fixture
 def kept(new_world, out):
-    """Runs requests that take so many seconds each; why each was kept."""
+    """Runs requests with these durations in seconds; returns the reason for each kept trace."""
 
     def run(share, *seconds, traceparent=""):
         world = new_world(tail_share=share, max_running_requests=1000).pair()
@@ -35,14 +35,14 @@ def kept(new_world, out):
 def test_nothing_is_kept_unless_it_is_wanted(kept):
     assert kept(None, 0.1, 0.1) == [[], []]
     assert kept(0.0, 0.1, 0.1) == [[], []]
-    # The caller's own is told all the same.
+    # A trace that the caller sampled is exported in any case.
     assert kept(None, 0.1, traceparent="00-ab-cd-01") == [[("", "00-ab-cd-01")]]
 
 
 def test_a_share_of_all_and_every_slow_one(kept):
     assert kept(1.0, 0.01) == [[("share", "")]]
     few = kept(0.0, *[0.01] * 20, 0.5)
-    assert few[-1] == [], "of twenty nobody is slower than 99 %"
+    assert few[-1] == [], "with twenty requests there is no 99th percentile"
     # The percentiles are looked up every few seconds.
     many = kept(0.0, *[0.05] * 220, 0.5)
     assert many[-1] == [("slow", "")]
@@ -54,7 +54,7 @@ def test_about_the_share_that_was_asked_for(kept):
     assert 30 <= sum(map(len, found)) <= 70
 
 
-def test_what_failed_is_kept(new_world):
+def test_failed_requests_are_kept(new_world):
     world = new_world(tail_share=0.0).pair()
     world.submit(timeout_s=1.0)
     effects = world.after(2.0) or []

@@ -1,4 +1,4 @@
-"""Prompts through the files of a model directory."""
+"""Tokenization of prompts with the files of a model directory."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_chat_writes_its_own_special_tokens(tokenizer):
 
 
 def test_templates_are_given_what_the_caller_sends_for_them(fresh_model_dir):
-    """A model that thinks is told not to by such a variable."""
+    """For example, a variable that turns off the reasoning of a model."""
     source = "{{ bos_token }}{% if enable_thinking is false %}quick{% else %}slow{% endif %}"
     set_settings(fresh_model_dir, chat_template=source)
     tokenizer = Tokenizer(str(fresh_model_dir))
@@ -66,7 +66,7 @@ def test_templates_are_given_what_the_caller_sends_for_them(fresh_model_dir):
 
 
 @pytest.mark.parametrize("source", ["{{ 1 // n }}", "{% for _ in range(10**9 - n) %}{% endfor %}"])
-def test_what_a_template_cannot_compute_is_the_callers_fault(fresh_model_dir, source):
+def test_a_template_error_is_the_callers_fault(fresh_model_dir, source):
     set_settings(fresh_model_dir, chat_template=source)
     tokenizer = Tokenizer(str(fresh_model_dir))
     with pytest.raises(InvalidArgument, match="chat template refuses"):
@@ -91,7 +91,7 @@ def test_template_file_wins_and_its_extensions_work(fresh_model_dir):
 
 
 def test_templates_know_that_there_are_no_tools_and_no_documents(fresh_model_dir):
-    """As transformers has it: they are defined, and none."""
+    """As in transformers, the variables are defined and None."""
     source = (
         "{% if tools is not none %}{{ tools | tojson }}{% endif %}"
         "{% if documents is not none %}{{ documents | tojson }}{% endif %}{{ messages[0].content }}"
@@ -103,7 +103,7 @@ def test_templates_know_that_there_are_no_tools_and_no_documents(fresh_model_dir
 
 
 def test_templates_read_tools_and_calls(fresh_model_dir):
-    """Arguments are objects to them; what is none must not end the talk that it is part of."""
+    """Templates get arguments as objects; invalid JSON arguments must not fail the chat."""
     source = (
         "{{ tools[0].function.name }}{% for message in messages %}|{{ message.role }}"
         "{% for call in message.tool_calls %} {{ call.function.arguments | tojson }}{% endfor %}"
@@ -176,7 +176,7 @@ def test_long_chats_leave_the_event_loop_whatever_is_long(tokenizer, messages):
     assert tokenizer.is_short(inference_pb2.GenerateRequest(chat=chat(("user", "x"))))
 
 
-def test_what_a_template_may_write_counts(tokenizer):
+def test_text_added_by_the_template_counts(tokenizer):
     long = chat(("user", "x"), template_kwargs=json.dumps({"bos_token": 10_000 * "x"}))
     assert len(tokenizer.render(long)) > 10_000
     assert not tokenizer.is_short(inference_pb2.GenerateRequest(chat=long))

@@ -1,4 +1,4 @@
-"""Every wrong field, by name."""
+"""Validation of requests: errors name the invalid field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looking at real coordinators, one of which may be away."""
+"""The watcher with real coordinators, some of which may be unreachable."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 
 
 @pytest.fixture
-def nobody():
-    """An address at which nobody listens, for as long as the test lasts."""
+def unused_address():
+    """An address on which no server listens during the test."""
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{unused.getsockname()[1]}"
 
 
-async def test_the_one_that_answers_is_looked_at(coordinator, nobody):
-    async with Watcher([nobody, coordinator.address]) as watcher:
+async def test_the_watcher_uses_the_coordinator_that_answers(coordinator, unused_address):
+    async with Watcher([unused_address, coordinator.address]) as watcher:
         view = await watcher.look(include_history=True)
         assert view.address == coordinator.address
         assert [pool.num_serving for pool in view.status.pools] == [0, 0]
@@ -40,7 +40,7 @@ async def test_the_one_that_answers_is_looked_at(coordinator, nobody):
             await watcher.request("r")
 
 
-async def test_another_is_found_when_it_leaves(coordinator, coordinator_config):
+async def test_the_watcher_moves_to_another_coordinator(coordinator, coordinator_config):
     async with Coordinator(coordinator_config()) as first:
         watcher = Watcher([first.address, coordinator.address])
         assert (await watcher.look()).address == first.address
@@ -68,13 +68,13 @@ async def test_only_decisions_that_change_a_size_are_shown(coordinator, monkeypa
     assert [(one.role, one.at.seconds) for one in found] == [(DECODE, 5), (PREFILL, 3)]
 
 
-async def test_when_nobody_answers_it_says_so(nobody):
-    async with Watcher([nobody]) as watcher:
-        with pytest.raises(UnavailableError, match=nobody):
+async def test_an_error_names_the_addresses_without_an_answer(unused_address):
+    async with Watcher([unused_address]) as watcher:
+        with pytest.raises(UnavailableError, match=unused_address):
             await watcher.look()
 
 
-async def test_one_slow_answer_holds_up_nobody_else(coordinator_config, monkeypatch):
+async def test_a_slow_answer_delays_no_other_call(coordinator_config, monkeypatch):
     asked, released = asyncio.Event(), asyncio.Event()
     found = AdminService.GetRequest
 
@@ -89,7 +89,7 @@ async def test_one_slow_answer_holds_up_nobody_else(coordinator_config, monkeypa
         Coordinator(coordinator_config()) as coordinator,
         Watcher([coordinator.address]) as watcher,
     ):
-        slow = asyncio.create_task(watcher.request("nobody"))
+        slow = asyncio.create_task(watcher.request("unknown"))
         await asked.wait()
         assert (await watcher.look()).address == coordinator.address
         assert not slow.done()

@@ -1,4 +1,4 @@
-"""A worker's process, where starting or stopping it is cut short."""
+"""Worker processes whose start or stop is interrupted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from baton.coordinator.launchers.worker_process import WorkerProcess
 
 
 def open_pipes() -> set[str]:
-    """Of this process, as the kernel names them."""
+    """The kernel's names of the pipes that this process has open."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
@@ -31,7 +31,7 @@ def open_pipes() -> set[str]:
     [OSError(errno.EMFILE, "too many open files"), asyncio.CancelledError()],
     ids=["no more", "cancelled"],
 )
-async def test_nothing_is_left_of_one_that_is_not_started(monkeypatch, tmp_path, at, error):
+async def test_a_failed_start_leaves_nothing(monkeypatch, tmp_path, at, error):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     pipes = []
 
@@ -53,14 +53,14 @@ async def test_nothing_is_left_of_one_that_is_not_started(monkeypatch, tmp_path,
         await WorkerProcess.start(
             *("w1", "prefill", "127.0.0.1:9", "", print), command=["true"], environment={}
         )
-    # A transport closes its pipe in the loop's next turn.
+    # A transport closes its pipe in the next iteration of the event loop.
     async with asyncio.timeout(20.0):
         while open_pipes() - before:
             await asyncio.sleep(0)
     assert os.listdir(tmp_path) == []
 
 
-async def test_one_whose_stopping_is_given_up_is_killed(monkeypatch, tmp_path):
+async def test_a_worker_is_killed_if_its_stop_is_cancelled(monkeypatch, tmp_path):
     ready = tmp_path / "ready"
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     stubborn = f"trap '' TERM; touch {ready}; while :; do sleep 1; done"

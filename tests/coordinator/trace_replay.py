@@ -1,4 +1,4 @@
-"""A real conversation trace on simulated prefill workers, under a virtual clock."""
+"""Replays a real conversation trace on simulated prefill workers, under a virtual clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from baton.runtime.latency import LatencyModel
 
 TRACE = Path(__file__).parents[1] / "data" / "mooncake_conversation.csv"
 BLOCK_TOKENS = 16
-# The trace's blocks; lengths are scaled down so that one of them is one of ours.
+# Block size of the trace. Lengths are scaled so that a block of the trace is one KV block.
 _TRACE_BLOCK_TOKENS = 512
 
 
@@ -31,7 +31,7 @@ class TraceRequest(NamedTuple):
 
     @property
     def most_cached(self) -> int:
-        """Blocks that may come from a cache: the last token is always computed."""
+        """Maximum number of cached blocks; the last token is always computed."""
         return (self.num_tokens - 1) // BLOCK_TOKENS
 
 
@@ -51,14 +51,14 @@ def load_trace() -> list[TraceRequest]:
 
 
 class LruCache:
-    """Blocks, longest unused first; of one prompt's, the last first."""
+    """Cache that evicts the least recently used prompt first, from its last block."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def use(self, request: TraceRequest) -> int:
-        """How many of the prompt's blocks need not be computed."""
+        """Number of the prompt's blocks that are cached; marks them as used."""
         count = 0
         for block in request.hashes[: request.most_cached]:
             if block not in self._blocks:
@@ -69,7 +69,7 @@ class LruCache:
         return count
 
     def store(self, hashes: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Returns the blocks that came and those that went."""
+        """Adds blocks; returns the added and the evicted blocks."""
         stored = [block for block in hashes if block not in self._blocks]
         for block in reversed(hashes):
             self._blocks[block] = None
@@ -92,7 +92,7 @@ class Outcome:
 
     @property
     def imbalance(self) -> float:
-        """The most work done by one worker, over the mean."""
+        """Largest amount of work of a worker, relative to the mean."""
         return max(self.work_s.values()) * len(self.work_s) / sum(self.work_s.values())
 
     @property
@@ -101,7 +101,7 @@ class Outcome:
 
 
 def on_one_worker(trace: Sequence[TraceRequest], num_blocks: int) -> Outcome:
-    """One cache that sees all requests in order of arrival."""
+    """Outcome with one cache for all requests in order of arrival."""
     cache, outcome = LruCache(num_blocks), Outcome()
     for request in trace:
         outcome.num_cached_tokens += cache.use(request) * BLOCK_TOKENS
@@ -117,10 +117,10 @@ def replay(
     num_blocks: int,
     latency: LatencyModel,
 ) -> Outcome:
-    """Every request goes where the router says, and waits there for its turn.
+    """Outcome with the router, whose workers compute their prompts one after another.
 
     Args:
-        num_blocks: of each worker's cache, whose changes the router hears when a prompt is done.
+        num_blocks: Blocks of each worker's cache; changes are reported at the end of a prompt.
     """
     router, outcome = Router(len(trace), 1), Outcome()
     workers = [(f"w{number}", 1) for number in range(num_workers)]
@@ -131,7 +131,7 @@ def replay(
     traits = WorkerTraits(latency, "host", num_blocks * BLOCK_TOKENS, BLOCK_TOKENS)
     for worker in workers:
         router.add_worker(worker, traits, Pool.PREFILL)
-    # (seconds, order, worker that is done or None, request that arrives)
+    # (seconds, order, worker that has finished a prompt; None: a request arrives)
     events: list[tuple[float, int, WorkerKey | None]] = [
         (request.arrival_s, number, None) for number, request in enumerate(trace)
     ]

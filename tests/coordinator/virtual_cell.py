@@ -1,8 +1,8 @@
 """The coordinator's core with simulated workers, under a virtual clock.
 
-Everything the core decides it decides as in a live cluster; only the workers and their engines are
-simulated here, by the latency model: steps that decode every running request and compute prompt
-chunks within a token budget, as vLLM's do.
+The core is the production code. Only the workers and their engines are simulated, by the latency
+model: like vLLM, a step decodes every running request and computes prompt chunks within a token
+budget.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _TOKEN = 7
 
 @dataclass(frozen=True, slots=True)
 class WorkerShape:
-    """What a simulated worker is.
+    """Properties of a simulated worker.
 
     Attributes:
-        model: what its steps cost.
-        noise: standard deviation of a step's duration, relative.
-        delay_s: of every message between it and the coordinator.
-        handoff_s: from the first token until the decode worker has the prompt's KV cache.
-        prefix_caching: whether computed blocks stay for equal prefixes.
+        model: Latency model of the worker's steps.
+        noise: Relative standard deviation of a step's duration.
+        delay_s: Delay of every message between the worker and the coordinator.
+        handoff_s: Seconds from the first token until the decode worker has the KV cache.
+        prefix_caching: Whether computed blocks are kept for later prompts.
     """
 
     model: LatencyModel
@@ -59,9 +59,9 @@ class Outcome:
     """One request as its client saw it.
 
     Attributes:
-        token_times: when each token came.
-        error: why it failed or was not admitted.
-        ended_at: when its last event came; None while it runs.
+        token_times: Arrival time of each token.
+        error: Error of a failed or refused request.
+        ended_at: Time of the last event; None while the request runs.
     """
 
     lane: common_pb2.Lane.ValueType
@@ -88,9 +88,12 @@ class Outcome:
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A request in a simulated engine; `num_left`: output tokens it still makes here.
+    """A request in a simulated engine.
 
-    `waited_s` it waited for its handoff, and it was first run at `began_at`.
+    Attributes:
+        num_left: Output tokens that remain to be generated on this worker.
+        waited_s: Seconds that the request waited for its handoff.
+        began_at: Time of the request's first step.
     """
 
     spec: cluster_pb2.RequestSpec
@@ -113,7 +116,7 @@ class _Live:
 
 
 class _Worker:
-    """One simulated worker process; messages both ways take `delay_s`."""
+    """One simulated worker process; messages in both directions take `delay_s`."""
 
     def __init__(
         self, cell: VirtualCell, key: WorkerKey, role: common_pb2.Role.ValueType, shape: WorkerShape
@@ -128,7 +131,7 @@ class _Worker:
         self.busy = self.gone = False
         self.cache = PrefixCache(shape.kv_tokens, shape.block_size_tokens)
 
-    # ---- What the coordinator sends.
+    # ---- Commands of the coordinator.
 
     def take(self, command: ev.Command) -> None:
         if self.gone:
@@ -181,15 +184,15 @@ class _Worker:
             self._keep(live)
 
     def _keep(self, live: _Live) -> None:
-        """Blocks of a request that has left stay until others need the room."""
+        """Keeps the blocks of an ended request until others need the room."""
         if not self.shape.prefix_caching:
             return
-        # A step that has begun computes its blocks, whoever still wants them.
+        # A running step also computes blocks of requests that have been cancelled.
         changes = self.cache.keep(live.hashes, live.num_done + live.num_in_step)
         if changes is not None:
             self.cell.tell(self, ev.WorkerCache(self.key, changes))
 
-    # ---- Its engine.
+    # ---- Engine.
 
     def _go(self) -> None:
         if not self.busy and not self.gone:
@@ -305,13 +308,13 @@ class VirtualCell:
     """A coordinator's core and its simulated workers.
 
     Args:
-        config: of the core.
-        heartbeat_s: between load reports.
-        seed: of everything random here.
+        config: Configuration of the core.
+        heartbeat_s: Interval of load reports.
+        seed: Seed of all randomness.
 
     Attributes:
-        now: seconds.
-        outcomes: of every request submitted, in order.
+        now: Virtual time in seconds.
+        outcomes: Outcomes of all submitted requests, in order.
     """
 
     def __init__(self, config: CoreConfig, *, heartbeat_s: float = 0.5, seed: int = 0) -> None:
@@ -326,11 +329,11 @@ class VirtualCell:
         self._by_stream: dict[StreamKey, Outcome] = {}
 
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """Something happens, then."""
+        """Schedules an action."""
         heapq.heappush(self._agenda, (when, next(self.order), action))
 
     def run(self, until: float) -> None:
-        """Lets time pass."""
+        """Advances the clock and runs all scheduled actions."""
         while True:
             due = self.core.next_deadline()
             when = self._agenda[0][0] if self._agenda else float("inf")
@@ -363,7 +366,7 @@ class VirtualCell:
                 self.post(ev.WorkerLost(name, reason, key[1]))
 
     def tell(self, worker: _Worker, event: ev.Event) -> None:
-        """A worker's message; it arrives a moment later."""
+        """Sends a worker's message, which arrives after the worker's delay."""
 
         def arrive() -> None:
             if not worker.gone:
@@ -375,7 +378,7 @@ class VirtualCell:
         if worker.gone:
             return
         self.post(ev.WorkerLoad(worker.key, worker.report()))
-        # Workers do not beat in step.
+        # The workers' heartbeats have random phases.
         self.at(
             self.now + self._heartbeat_s * self.random.uniform(0.95, 1.05),
             lambda: self._beat(worker),
@@ -396,14 +399,14 @@ class VirtualCell:
         slo_itl_s: float | None = None,
         session_id: str = "",
     ) -> Outcome:
-        """A request arrives now; prompts share nothing unless they are given."""
+        """Submits a request now; without a given prompt, it shares no prefix with others."""
         outcome = Outcome(lane, tenant, num_prompt_tokens, num_output_tokens, self.now)
         number = len(self.outcomes)
         self.outcomes.append(outcome)
         to = StreamKey(1, number)
         self._by_stream[to] = outcome
         if prompt is None:
-            # The number in front: no two share a first block.
+            # The first token is unique, so no two prompts share a first block.
             prompt = array("I", [number, *itertools.repeat(1, num_prompt_tokens - 1)])
         submission = Submission(
             to=to,
@@ -422,19 +425,19 @@ class VirtualCell:
         return outcome
 
     def poisson(self, rate: float, begin: float, end: float, submit: Callable[[], object]) -> None:
-        """Calls back at random moments, `rate` per second on average."""
+        """Calls `submit` at the times of a Poisson process with `rate` per second."""
         when = begin + self.random.expovariate(rate)
         while when < end:
             self.at(when, lambda: (submit(), None)[1])
             when += self.random.expovariate(rate)
 
     def post(self, event: ev.Event) -> None:
-        """Something reaches the coordinator now."""
+        """Handles an event of the coordinator now."""
         for effect in self.core.handle(event, self.now):
             self.carry_out(effect)
 
     def carry_out(self, effect: ev.Effect) -> None:
-        """Something leaves the coordinator."""
+        """Carries out an effect of the coordinator."""
         if isinstance(effect, ev.SendCommand):
             self._send(effect)
         elif isinstance(effect, ev.SendDeltas):
@@ -447,7 +450,7 @@ class VirtualCell:
             outcome = self._by_stream.pop(effect.to)
             outcome.error, outcome.ended_at = effect.error, self.now
 
-    # ---- Inside.
+    # ---- Private methods.
 
     def _send(self, effect: ev.SendCommand) -> None:
         worker = self._workers.get(effect.worker)

@@ -1,8 +1,8 @@
-"""A worker process for the launcher's tests: takes `baton worker`'s arguments, serves by script.
+"""A worker process for the launcher's tests, with the arguments of `baton worker`.
 
-What it does is in the configuration's engine_args: "die" says last words and exits, "noisily" amid
-what others of its processes write, "busily" after a log line of everyday work; "late" never
-attaches; "stubborn" ignores SIGTERM; "child" starts a process of its own that ignores SIGTERM too.
+The configuration's engine_args select its behaviour: "die" prints an error and exits ("noisily"
+between the output of its child processes, "busily" after an info log line), "late" never attaches,
+"stubborn" ignores SIGTERM, and "child" starts a child process that ignores SIGTERM too.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ async def main() -> None:
         await worker.leave()
     finally:
         await worker.close()
-        # Whoever started it may be gone.
+        # The parent process, which normally removes the directory, may be gone.
         directory.remove()
 
 

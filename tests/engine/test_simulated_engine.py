@@ -264,7 +264,7 @@ async def test_abort_frees_blocks_and_silences_queued_outputs(engine: SimulatedE
     await engine.submit(request("b", [4] * 40, max_tokens=400))
     async with asyncio.timeout(60):
         await engine.next_step()
-        await engine.abort(["a", "nobody"])
+        await engine.abort(["a", "unknown"])
         for _ in range(5):
             step = await engine.next_step()
             assert {output.request_id for output in step.outputs} <= {"b"}

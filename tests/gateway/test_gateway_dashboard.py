@@ -77,10 +77,10 @@ async def test_the_root_url_redirects_to_the_page(scripted):
 
 
 async def test_missing_things_are_errors_with_a_message(gateway, start_gateway):
-    missing = await get(f"{gateway.url}/dashboard/requests/nobody")
+    missing = await get(f"{gateway.url}/dashboard/requests/unknown")
     assert missing.status_code == 404
     error = missing.json()["error"]
-    assert "nobody" in error["message"]
+    assert "unknown" in error["message"]
     assert (error["param"], error["code"]) == (None, "request_not_found")
     assert (await get(f"{gateway.url}/dashboard/other")).status_code == 404
     with socket.socket() as unused:
