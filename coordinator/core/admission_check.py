@@ -19,7 +19,7 @@ from baton.runtime import errors
 
 
 class AdmissionResult(NamedTuple):
-    """What the admission check has computed for an admitted submission.
+    """Values that the admission check computed for an admitted submission.
 
     Attributes:
         num_tokens: Tokens of the prompt and of the longest possible output.
