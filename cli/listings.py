@@ -201,7 +201,10 @@ def _host(labels: Mapping[str, str]) -> str:
 
 
 def _speed(latency: LatencyInfo) -> str:
-    """Measured times of a 1,000-token prompt and of a decode step with 1,000 KV tokens, in ms."""
+    """Measured times of a 1,000-token prompt and of a decode step with 1,000 KV tokens, in ms.
+
+    Then the 90th percentile of the prediction error, of the kind of step where it is largest.
+    """
     if not latency.num_samples:
         return "-"
     prefill_ms = (
@@ -212,7 +215,10 @@ def _speed(latency: LatencyInfo) -> str:
     step_ms = (
         latency.step_base_ms + latency.step_per_request_ms + latency.step_per_kv_token_ms * 1e3
     )
-    return f"{prefill_ms:.3g}/{step_ms:.3g} ms"
+    error = max(
+        one.p90 for one in (latency.prefill_errors, latency.decode_errors, latency.mixed_errors)
+    )
+    return f"{prefill_ms:.3g}/{step_ms:.3g} ms ±{error:.0%}"
 
 
 def _seconds(value: float) -> str:

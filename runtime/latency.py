@@ -2,11 +2,13 @@
 
 Prefill time is a + b*tokens + c*tokens^2 over the prompt tokens that are not cached. A decode step
 takes a + b*batch + c*KV tokens. A prompt computed in several chunks pays the b and c terms once in
-total, and the a term once per step.
+total, and the a term once per step. A step that computes prompt chunks and decodes is one forward
+pass, so it pays one base, not two.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,7 +35,13 @@ class PrefillChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LatencyModel:
-    """Coefficients of the model, in seconds; all at least 0."""
+    """Coefficients of the model, in seconds; all at least 0.
+
+    Attributes:
+        prefill_base_s: Base of a step that only computes prompt chunks.
+        step_base_s: Base of a step that only decodes.
+        mixed_base_s: Base of a step that does both; by default the larger of the two other bases.
+    """
 
     prefill_base_s: float
     prefill_per_token_s: float
@@ -41,10 +49,16 @@ class LatencyModel:
     step_base_s: float
     step_per_request_s: float
     step_per_kv_token_s: float
+    mixed_base_s: float = math.nan
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.mixed_base_s):
+            object.__setattr__(self, "mixed_base_s", max(self.prefill_base_s, self.step_base_s))
 
     @classmethod
     def from_config(cls, config: SimulatedConfig | LatencyConfig) -> LatencyModel:
         """Model of the simulated engine (the caller applies `time_scale`), or the prior."""
+        mixed_ms = config.mixed_base_ms
         return cls(
             prefill_base_s=config.prefill_base_ms / 1e3,
             prefill_per_token_s=config.prefill_per_token_ms / 1e3,
@@ -52,6 +66,7 @@ class LatencyModel:
             step_base_s=config.step_base_ms / 1e3,
             step_per_request_s=config.step_per_request_ms / 1e3,
             step_per_kv_token_s=config.step_per_kv_token_ms / 1e3,
+            mixed_base_s=math.nan if mixed_ms is None else mixed_ms / 1e3,
         )
 
     def prefill_s(self, num_tokens: int) -> float:
@@ -90,11 +105,17 @@ class LatencyModel:
         self, num_prefill_tokens: int, token_squares: int, num_decodes: int, num_kv_tokens: int
     ) -> float:
         """Like `step_s`, with the chunks' tokens and `token_squares` already summed."""
-        seconds = self.decode_step_s(num_decodes, num_kv_tokens)
-        if num_prefill_tokens:
-            seconds += (
-                self.prefill_base_s
-                + self.prefill_per_token_s * num_prefill_tokens
-                + self.prefill_per_token_squared_s * token_squares
-            )
-        return seconds
+        if not num_prefill_tokens:
+            return self.decode_step_s(num_decodes, num_kv_tokens)
+        seconds = (
+            self.prefill_per_token_s * num_prefill_tokens
+            + self.prefill_per_token_squared_s * token_squares
+        )
+        if not num_decodes:
+            return self.prefill_base_s + seconds
+        return (
+            self.mixed_base_s
+            + self.step_per_request_s * num_decodes
+            + self.step_per_kv_token_s * num_kv_tokens
+            + seconds
+        )

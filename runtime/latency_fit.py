@@ -1,7 +1,8 @@
 """Fits the latency model online to measured engine steps.
 
-The fit is weighted least squares with non-negative coefficients over the model's six terms; errors
-count relative to the step's time. Three measures keep it sound on real data:
+The fit is weighted least squares with non-negative coefficients over the model's seven terms; each
+kind of step has its own base. Errors count relative to the step's time. Four measures keep the fit
+sound on real data:
 
 - Steps are grouped by shape class (prefill, decode or both; size by powers of two). Each class has
   its own memory, which fades only with newer steps of the class. A flood of small decode steps
@@ -12,14 +13,17 @@ count relative to the step's time. Three measures keep it sound on real data:
   the median grows until the new times are accepted, so no class rejects its steps permanently.
 - A ridge ties the coefficients to the prior's proportions, scaled to the measured speed. Terms that
   the steps cannot tell apart (prompts of one length, batches of one) are divided as in the prior.
+- The base of mixed steps is tied to the larger of the two other bases. A base that was never
+  measured follows the measured ones.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
+from typing import NamedTuple
 
 from baton.runtime.latency import LatencyModel
 from baton.runtime.least_squares import non_negative
@@ -44,20 +48,40 @@ _LEAST_SPREAD, _MOST_SPREAD = 0.01, 10.0
 # Share of a typical step's time that a coefficient may explain before the ridge holds it, whatever
 # the prior says: a prior of 0 does not mean certainty.
 _FREE_SHARE = 0.3
+# Share by which the mixed base may differ from the larger of the other bases before the tie between
+# them holds it.
+_TIED_SHARE = 0.5
 # Smallest size of each term at which it may explain that share. The cost of 1,000 tokens cannot be
 # measured from steps of ten tokens: their noise would be multiplied by the square of the ratio.
-_LEAST_TERMS = (1.0, 64.0, 512.0**2, 1.0, 1.0, 512.0)
+_LEAST_TERMS = (1.0, 64.0, 512.0**2, 1.0, 1.0, 512.0, 1.0)
 # The worker has changed when the running mean of the error signs comes this close to 1. That takes
 # about 50 steps of one sign in a row (6 standard deviations), so chance does not cause it. The
-# older steps then keep only the share _KEPT_SHARE of their weight.
+# older steps then keep only the share _KEPT_SHARE of their weight, rescaled to the new speed.
 _SIGN_WINDOW, _SIGN_LIMIT = 32, 0.8
 _KEPT_SHARE = 0.05
+# Number of latest errors per kind that measure the change.
+_NUM_RECENT = 9
 # Kinds of steps: decodes only, prompt chunks only, both. A shape class is 64 * kind + size.
 _DECODE, _PREFILL, _MIXED = range(3)
+# The coefficients that each kind of step has, as positions in LatencyModel.
+_NUM_TERMS = 7
+_TERMS_OF = {_DECODE: (3, 4, 5), _PREFILL: (0, 1, 2), _MIXED: (6, 1, 2, 4, 5)}
+_PREFILL_BASE, _STEP_BASE, _MIXED_BASE = 0, 3, 6
+# The bases of the steps that contain a coefficient's kind of work.
+_BASES_OF = ((0, 6), (0, 6), (0, 6), (3, 6), (3, 6), (3, 6), (6,))
+# The coefficients of prompts and of decodes; the mixed base counts to the latter.
+_GROUPS = (range(3), range(3, 7))
 # Largest number of steps between two fits.
 _MAX_FIT_INTERVAL = 64
 _NUM_ERRORS = 256
 _LEAST_S = 1e-9
+
+
+class StepErrors(NamedTuple):
+    """Percentiles of |predicted - measured| / measured over recent steps."""
+
+    p50: float
+    p90: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +91,26 @@ class FitQuality:
     Attributes:
         num_samples: Steps that the fit has used, including forgotten ones.
         num_rejected: Outliers and impossible samples.
-        error_p50: Median of |predicted - measured| / measured over recent steps; None at first.
-        error_p90: The same, 90th percentile.
+        errors: Errors over all recent steps; None before the first step.
+        prefill_errors: Errors of steps that only compute prompt chunks; None before such a step.
+        decode_errors: Errors of steps that only decode.
+        mixed_errors: Errors of steps that do both.
     """
 
-    num_samples: int
-    num_rejected: int
-    error_p50: float | None
-    error_p90: float | None
+    num_samples: int = 0
+    num_rejected: int = 0
+    errors: StepErrors | None = None
+    prefill_errors: StepErrors | None = None
+    decode_errors: StepErrors | None = None
+    mixed_errors: StepErrors | None = None
+
+    @property
+    def error_p50(self) -> float | None:
+        return self.errors.p50 if self.errors else None
+
+    @property
+    def error_p90(self) -> float | None:
+        return self.errors.p90 if self.errors else None
 
 
 def shape_class(step: cluster_pb2.StepSample) -> int:
@@ -90,7 +126,6 @@ class _Class:
     """Memory of one shape class.
 
     Attributes:
-        first: Index of the class's first term: 0, or 3 for steps that only decode.
         moments: Sums of products of (terms, time), upper triangle by rows, without time squared.
         weight: Sum of the weights in `moments`.
         spread: Running median of |log(measured / predicted)|.
@@ -98,12 +133,30 @@ class _Class:
         seen_at: `LatencyFit._age` of the class at its latest step.
     """
 
-    first: int
     moments: list[float]
     weight: float = 0.0
     spread: float = 1.0
     num_seen: int = 0
     seen_at: int = 0
+
+    def discount(self, num_terms: int, slower: float) -> None:
+        """Keeps a small share of the weight, as if these steps had run at the new speed.
+
+        Args:
+            num_terms: Number of terms in `moments`.
+            slower: Measured divided by predicted time after the change.
+        """
+        # Terms and time are relative to the predicted time, which is `slower` times as long now.
+        self.moments = [
+            moment * _KEPT_SHARE / (slower if column == num_terms else slower**2)
+            for moment, column in zip(
+                self.moments,
+                (column for row in range(num_terms) for column in range(row, num_terms + 1)),
+                strict=True,
+            )
+        ]
+        self.weight *= _KEPT_SHARE
+        self.spread, self.num_seen = 1.0, 0
 
 
 class LatencyFit:
@@ -122,9 +175,14 @@ class LatencyFit:
         self._num_prefills = self._num_decodes = 0
         self._num_samples = self._num_rejected = 0
         self._next_fit = 1
+        self._changed_at = 0
         # Running mean of the error signs, per kind of step.
         self._mean_signs = [0.0, 0.0, 0.0]
-        self._errors: deque[float] = deque(maxlen=_NUM_ERRORS)
+        # Latest log(measured / predicted), per kind of step.
+        self._recent = [deque[float](maxlen=_NUM_RECENT) for _ in range(3)]
+        # Latest |predicted - measured| / measured, over all steps and per kind of step.
+        self._errors = deque[float](maxlen=_NUM_ERRORS)
+        self._errors_of = [deque[float](maxlen=_NUM_ERRORS) for _ in range(3)]
 
     @property
     def model(self) -> LatencyModel:
@@ -133,11 +191,14 @@ class LatencyFit:
 
     @property
     def quality(self) -> FitQuality:
-        errors = sorted(self._errors)
-        p50, p90 = (
-            (errors[len(errors) // 2], errors[len(errors) * 9 // 10]) if errors else (None, None)
+        return FitQuality(
+            self._num_samples,
+            self._num_rejected,
+            _step_errors(self._errors),
+            prefill_errors=_step_errors(self._errors_of[_PREFILL]),
+            decode_errors=_step_errors(self._errors_of[_DECODE]),
+            mixed_errors=_step_errors(self._errors_of[_MIXED]),
         )
-        return FitQuality(self._num_samples, self._num_rejected, p50, p90)
 
     def observe(self, step: cluster_pb2.StepSample) -> None:
         """Adds one step to the fit; rejects a step that computed nothing or took no time."""
@@ -147,19 +208,18 @@ class LatencyFit:
         if not measured_s or squares < num_prefill or not (num_prefill or num_decodes):
             self._num_rejected += 1
             return
-        first = 0 if num_prefill else 3
-        terms = [1.0, num_prefill, squares] if num_prefill else []
+        terms = [1.0, num_prefill, squares] if num_prefill else [1.0]
         if num_decodes:
-            terms += (1.0, num_decodes, step.num_kv_tokens)
-        predicted_s = max(
-            _LEAST_S, sum(map(float.__mul__, self._coefficients[first:], map(float, terms)))
-        )
+            terms += (num_decodes, step.num_kv_tokens)
         name = shape_class(step)
+        coefficients = [self._coefficients[index] for index in _TERMS_OF[name // 64]]
+        predicted_s = max(_LEAST_S, sum(map(float.__mul__, coefficients, map(float, terms))))
         known = self._classes.get(name)
         if known is None:
             size = len(terms)
-            known = self._classes[name] = _Class(first, [0.0] * (size * (size + 3) // 2))
-        self._errors.append(abs(predicted_s - measured_s) / measured_s)
+            known = self._classes[name] = _Class([0.0] * (size * (size + 3) // 2))
+        for errors in (self._errors, self._errors_of[name // 64]):
+            errors.append(abs(predicted_s - measured_s) / measured_s)
         log_ratio = math.log(measured_s / predicted_s)
         self._notice_change(name // 64, log_ratio)
         error = abs(log_ratio)
@@ -183,26 +243,39 @@ class LatencyFit:
         known.weight = known.weight * fade + weight
         if self._num_samples >= self._next_fit:
             self._next_fit = self._num_samples + min(
-                _MAX_FIT_INTERVAL, max(1, self._num_samples // 4)
+                _MAX_FIT_INTERVAL, max(1, (self._num_samples - self._changed_at) // 4)
             )
             self._fit()
 
     def _notice_change(self, kind: int, log_ratio: float) -> None:
         """Discounts the memory when nearly all recent errors had the same sign."""
-        mean_sign = (
-            self._mean_signs[kind]
-            + (math.copysign(1.0, log_ratio) - self._mean_signs[kind]) / _SIGN_WINDOW
-        )
+        recent = self._recent[kind]
+        recent.append(log_ratio)
+        sign = math.copysign(1.0, log_ratio)
+        mean_sign = self._mean_signs[kind] + (sign - self._mean_signs[kind]) / _SIGN_WINDOW
+        self._mean_signs[kind] = mean_sign
         if abs(mean_sign) < _SIGN_LIMIT:
-            self._mean_signs[kind] = mean_sign
             return
-        self._mean_signs[kind] = 0.0
+        # Mixed steps share terms with both other kinds, so a change affects them too. A kind whose
+        # latest errors all have the same sign as this kind's errors has changed with this kind.
+        changed = {kind, _MIXED} if kind != _MIXED else {_DECODE, _PREFILL, _MIXED}
+        changed |= {
+            other
+            for other, errors in enumerate(self._recent)
+            if len(errors) == _NUM_RECENT and all(error * mean_sign > 0 for error in errors)
+        }
+        slower = [
+            math.exp(_percentile(errors, 50)) if len(errors) == _NUM_RECENT else 1.0
+            for errors in self._recent
+        ]
         for name, known in self._classes.items():
-            # Mixed steps share terms with both other kinds, so a change affects them too.
-            if kind in (name // 64, _MIXED) or name // 64 == _MIXED:
-                known.moments = [moment * _KEPT_SHARE for moment in known.moments]
-                known.weight *= _KEPT_SHARE
-                known.spread, known.num_seen = 1.0, 0
+            if name // 64 in changed:
+                known.discount(len(_TERMS_OF[name // 64]), slower[name // 64])
+        for other in changed:
+            self._mean_signs[other] = 0.0
+            self._recent[other].clear()
+        self._changed_at = self._num_samples
+        self._next_fit = min(self._next_fit, self._num_samples + 1)
 
     def _age(self, name: int) -> int:
         """Number of steps so far that contain the kinds of work in this class."""
@@ -210,38 +283,44 @@ class LatencyFit:
         return self._num_prefills * (kind != _DECODE) + self._num_decodes * (kind != _PREFILL)
 
     def _fit(self) -> None:
-        matrix = [[0.0] * 6 for _ in range(6)]
-        vector = [0.0] * 6
-        # Weight of steps with prompt chunks, and of steps with decodes.
-        weights = [0.0, 0.0]
+        matrix = [[0.0] * _NUM_TERMS for _ in range(_NUM_TERMS)]
+        vector = [0.0] * _NUM_TERMS
+        # Weight of the steps with each coefficient's kind of work.
+        weights = [0.0] * _NUM_TERMS
         for name, known in self._classes.items():
             unseen = self._age(name) - known.seen_at
             freshness = max(_LEAST_FRESHNESS, 0.5 ** (unseen / _HALF_LIFE))
             moments = iter(known.moments)
-            kind = name // 64
-            end = 3 if kind == _PREFILL else 6
-            for row in range(known.first, end):
-                for column in range(row, end):
-                    matrix[row][column] += freshness * next(moments)
+            terms = _TERMS_OF[name // 64]
+            for position, row in enumerate(terms):
+                for column in terms[position:]:
+                    matrix[min(row, column)][max(row, column)] += freshness * next(moments)
                 vector[row] += freshness * next(moments)
-            weights[0] += freshness * known.weight * (kind != _DECODE)
-            weights[1] += freshness * known.weight * (kind != _PREFILL)
-        for row in range(6):
+            for index, bases in enumerate(_BASES_OF):
+                if terms[0] in bases:
+                    weights[index] += freshness * known.weight
+        for row in range(_NUM_TERMS):
             for column in range(row):
                 matrix[row][column] = matrix[column][row]
         centre = self._scaled_prior(matrix, vector)
         # Ridge unit: how far each coefficient may move away from the scaled prior.
         units = list(centre)
         for index, least in enumerate(_LEAST_TERMS):
-            base = 3 * (index // 3)
             if matrix[index][index] > 0:
-                typical_s = math.sqrt(weights[index // 3] / matrix[base][base])
-                typical_term = math.sqrt(matrix[index][index] / matrix[base][base])
+                num_steps = sum(matrix[base][base] for base in _BASES_OF[index])
+                typical_s = math.sqrt(weights[index] / num_steps)
+                typical_term = math.sqrt(matrix[index][index] / num_steps)
                 share = _FREE_SHARE * typical_s / max(least, typical_term)
                 units[index] = max(units[index], share)
-        seen = [index for index in range(6) if matrix[index][index] > 0 and units[index] > 0]
+        seen = [
+            index for index in range(_NUM_TERMS) if matrix[index][index] > 0 and units[index] > 0
+        ]
+        scaled = [
+            [matrix[row][column] * units[row] * units[column] for column in seen] for row in seen
+        ]
+        self._tie_mixed_base(scaled, units, seen)
         found = non_negative(
-            [[matrix[row][column] * units[row] * units[column] for column in seen] for row in seen],
+            scaled,
             [vector[row] * units[row] for row in seen],
             [centre[row] / units[row] for row in seen],
             _PRIOR_WEIGHT,
@@ -249,8 +328,61 @@ class LatencyFit:
         coefficients = list(centre)
         for index, value in zip(seen, found, strict=True):
             coefficients[index] = value * units[index]
+        self._set_unseen_bases(coefficients, seen)
         if all(map(math.isfinite, coefficients)):
             self._coefficients, self._model = coefficients, LatencyModel(*coefficients)
+
+    def _mixed_base_source(
+        self, coefficients: Sequence[float], seen: Sequence[int]
+    ) -> tuple[int, float] | None:
+        """The measured base that the mixed base follows, and the factor between them.
+
+        A forward pass pays its fixed costs once, so a mixed step's base is near the larger of the
+        two other bases, times the factor between these bases in the prior.
+        """
+        known = [index for index in (_PREFILL_BASE, _STEP_BASE) if index in seen]
+        if not known:
+            return None
+        largest = max(self._prior[index] for index in known)
+        if not largest > 0:
+            return None
+        source = max(known, key=coefficients.__getitem__)
+        return source, self._prior[_MIXED_BASE] / largest
+
+    def _tie_mixed_base(
+        self, matrix: list[list[float]], units: Sequence[float], seen: Sequence[int]
+    ) -> None:
+        """Adds to `matrix`, in `units`, the cost of a mixed base unlike its source.
+
+        Without this tie, prompt chunks that all have the same length could not tell the bases from
+        the time per token.
+        """
+        if _MIXED_BASE not in seen or not (
+            tie := self._mixed_base_source(self._coefficients, seen)
+        ):
+            return
+        source, factor = tie
+        spread = _TIED_SHARE * factor * self._coefficients[source]
+        if not spread > 0:
+            return
+        row, column = seen.index(_MIXED_BASE), seen.index(source)
+        of_mixed, of_source = units[_MIXED_BASE] / spread, factor * units[source] / spread
+        matrix[row][row] += _PRIOR_WEIGHT * of_mixed**2
+        matrix[column][column] += _PRIOR_WEIGHT * of_source**2
+        matrix[row][column] -= _PRIOR_WEIGHT * of_mixed * of_source
+        matrix[column][row] = matrix[row][column]
+
+    def _set_unseen_bases(self, coefficients: list[float], seen: Sequence[int]) -> None:
+        """Sets the bases of kinds of steps that never ran from the measured bases."""
+        if _MIXED_BASE not in seen:
+            if tie := self._mixed_base_source(coefficients, seen):
+                source, factor = tie
+                coefficients[_MIXED_BASE] = factor * coefficients[source]
+        elif self._prior[_MIXED_BASE] > 0:
+            speed = coefficients[_MIXED_BASE] / self._prior[_MIXED_BASE]
+            for base in (_PREFILL_BASE, _STEP_BASE):
+                if base not in seen:
+                    coefficients[base] = self._prior[base] * speed
 
     def _scaled_prior(
         self, matrix: Sequence[Sequence[float]], vector: Sequence[float]
@@ -260,7 +392,6 @@ class LatencyFit:
         The speed of a part that was never measured follows the other part: a machine that is slow
         at one is slow at the other.
         """
-        groups = (range(3), range(3, 6))
         prior = self._prior
         squares = [
             [
@@ -269,11 +400,11 @@ class LatencyFit:
                     for row in one
                     for column in two
                 )
-                for two in groups
+                for two in _GROUPS
             ]
-            for one in groups
+            for one in _GROUPS
         ]
-        products = [sum(prior[row] * vector[row] for row in group) for group in groups]
+        products = [sum(prior[row] * vector[row] for row in group) for group in _GROUPS]
         total = sum(map(sum, squares))
         if not total > 0:
             return list(prior)
@@ -287,7 +418,9 @@ class LatencyFit:
             _PRIOR_WEIGHT,
         )
         return [
-            value * both * max(speeds[index // 3], _LEAST_S) for index, value in enumerate(prior)
+            value * both * max(speed, _LEAST_S)
+            for group, speed in zip(_GROUPS, speeds, strict=True)
+            for value in prior[group.start : group.stop]
         ]
 
 
@@ -302,3 +435,13 @@ def _huber_weight(known: _Class, error: float) -> float:
     if error > max(math.log(_OUTLIER_FACTOR), _OUTLIER * spread):
         return 0.0
     return min(1.0, _HUBER * spread / error) if error else 1.0
+
+
+def _step_errors(errors: Sequence[float]) -> StepErrors | None:
+    return StepErrors(_percentile(errors, 50), _percentile(errors, 90)) if errors else None
+
+
+def _percentile(values: Iterable[float], percent: int) -> float:
+    """The value that `percent` percent of at least one value do not exceed."""
+    ordered = sorted(values)
+    return ordered[len(ordered) * percent // 100]

@@ -104,7 +104,7 @@ class LatencyRegistry:
         """The model with its fit quality, for operators."""
         measured = self._kinds.get(kind)
         if measured is None:
-            return KindLatency(self._seed, FitQuality(0, 0, None, None), 0)
+            return KindLatency(self._seed, FitQuality(), 0)
         return KindLatency(measured.fit.model, measured.fit.quality, measured.num_cold)
 
     def observe(self, worker: Worker, steps: Sequence[cluster_pb2.StepSample]) -> None:

@@ -26,6 +26,7 @@ from baton.coordinator.telemetry.budget import latency_budget
 from baton.coordinator.telemetry.times import duration, timestamp
 from baton.runtime.config import BatonConfig
 from baton.runtime.errors import BatonError, InvalidArgument, NotFound, Unavailable, abort, shown
+from baton.runtime.latency_fit import StepErrors
 from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2
 
 Q = TypeVar("Q")
@@ -398,7 +399,15 @@ def _latency_info(latency: KindLatency) -> admin_pb2.LatencyInfo:
         num_cold=latency.num_cold,
         error_p50=quality.error_p50,
         error_p90=quality.error_p90,
+        mixed_base_ms=model.mixed_base_s * 1e3,
+        prefill_errors=_step_errors(quality.prefill_errors),
+        decode_errors=_step_errors(quality.decode_errors),
+        mixed_errors=_step_errors(quality.mixed_errors),
     )
+
+
+def _step_errors(errors: StepErrors | None) -> admin_pb2.StepErrors | None:
+    return admin_pb2.StepErrors(p50=errors.p50, p90=errors.p90) if errors else None
 
 
 def _request_info(request: Request | EndedRequest, now: float) -> admin_pb2.RequestInfo:

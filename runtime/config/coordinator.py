@@ -122,3 +122,10 @@ class LatencyConfig(Section):
     step_per_kv_token_ms: float = Field(
         2e-4, ge=0, allow_inf_nan=False, description="Cost per KV token of the decoding requests."
     )
+    mixed_base_ms: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="Cost per step that has prompt tokens and decodes; null: the larger of "
+        "prefill_base_ms and step_base_ms.",
+    )

@@ -86,6 +86,12 @@ class SimulatedConfig(Section):
     step_per_kv_token_ms: float = Field(
         0.0, ge=0, description="Cost per KV token of the decoding requests."
     )
+    mixed_base_ms: float | None = Field(
+        None,
+        ge=0,
+        description="Cost per step that has prompt tokens and decodes; null: the larger of "
+        "prefill_base_ms and step_base_ms.",
+    )
     max_model_len: Count = Field(8192, description="Context length in tokens.")
     kv_tokens: Count = Field(65536, description="Capacity of the KV cache in tokens.")
     block_size_tokens: Count = Field(16, description="Tokens per KV block.")

@@ -247,7 +247,9 @@ def test_workers_shows_measured_step_times(ask):
     assert latency["num_cold"] >= 3
     assert latency["step_base_ms"] >= 0
     assert latency["error_p90"] >= latency["error_p50"]
-    assert re.search(r"^prefill-0 .* [\d.e+]+/[\d.e+]+ ms ", ask("workers").out, re.MULTILINE)
+    assert latency["mixed_base_ms"] >= 0
+    assert latency["decode_errors"]["p90"] >= latency["decode_errors"]["p50"]
+    assert re.search(r"^prefill-0 .* [\d.e+]+/[\d.e+]+ ms ±\d+% ", ask("workers").out, re.MULTILINE)
 
 
 def mooncake(path, *requests):

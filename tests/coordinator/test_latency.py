@@ -190,6 +190,10 @@ async def test_operators_see_the_fit_of_each_worker(coordinator, channel, say_he
     assert fitted.num_samples > 500
     assert fitted.num_cold > 0
     assert 0 < fitted.error_p50 < fitted.error_p90 < 0.1
+    assert 0 < fitted.decode_errors.p50 < fitted.decode_errors.p90 < 0.1
+    # No worker has reported a step with prompt chunks.
+    assert not fitted.HasField("mixed_errors")
+    assert fitted.mixed_base_ms == pytest.approx(fitted.step_base_ms)
 
 
 async def test_the_simulated_engines_own_model_comes_back(world, monkeypatch, tmp_path):
@@ -243,6 +247,10 @@ async def test_the_simulated_engines_own_model_comes_back(world, monkeypatch, tm
     found, true = described(world, "d"), LatencyModel.from_config(settings)
     assert found.quality.num_samples > 200
     assert found.quality.error_p90 < 0.02
+    assert found.quality.decode_errors.p90 < 0.02
+    assert found.quality.mixed_errors.p90 < 0.02
+    # Only a few dozen steps are of this kind, so the first predictions count in its percentile.
+    assert found.quality.prefill_errors.p50 < 0.02
     for num_tokens in (100, 1000, 4000):
         assert found.model.prefill_s(num_tokens) == pytest.approx(
             true.prefill_s(num_tokens), rel=0.05

@@ -90,5 +90,5 @@ def test_simulator_settings_match_the_reported_latencies():
     shown = {field.name for field in admin_pb2.LatencyInfo.DESCRIPTOR.fields}
     section = set(type(BatonConfig().simulated).model_fields)
     costs = {name for name in shown if name.endswith("_ms")}
-    assert len(costs) == 6
+    assert len(costs) == 7
     assert costs <= section

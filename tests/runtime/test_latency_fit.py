@@ -6,7 +6,7 @@ import itertools
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import astuple, fields
+from dataclasses import astuple, fields, replace
 
 import pytest
 from hypothesis import given, settings
@@ -84,6 +84,54 @@ def test_steps_with_noise_and_outliers_give_their_model_back(model, noise, bound
     assert quality.num_samples + quality.num_rejected == 3000
     # One step in a hundred was 20 times too slow.
     assert 15 <= quality.num_rejected <= 50
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("mixed_base", [1.0, 3.0])
+def test_each_kind_of_step_is_predicted_with_one_base(model, mixed_base):
+    """A mixed step pays the larger base once, or a base that is larger than both."""
+    model = replace(model, mixed_base_s=model.mixed_base_s * mixed_base)
+    fit = LatencyFit(PRIOR)
+    feed(fit, model, 3000)
+    for kind in "pdm":
+        assert worst_error(fit, model, kind) < 0.05
+    assert fit.model.mixed_base_s == pytest.approx(model.mixed_base_s, rel=0.15)
+
+
+@pytest.mark.parametrize(("kinds", "seen"), [("p", (0,)), ("d", (3,)), ("pd", (0, 3))])
+def test_an_unmeasured_mixed_base_is_the_larger_measured_base(kinds, seen):
+    for model in MODELS.values():
+        fit = LatencyFit(PRIOR)
+        feed(fit, model, 1000, kinds=kinds)
+        found = astuple(fit.model)
+        proportion = PRIOR.mixed_base_s / max(astuple(PRIOR)[base] for base in seen)
+        assert fit.model.mixed_base_s == pytest.approx(
+            proportion * max(found[base] for base in seen)
+        )
+
+
+def test_unmeasured_bases_follow_the_mixed_base():
+    model = LatencyModel(*(value * 4 for value in astuple(PRIOR)))
+    fit = LatencyFit(PRIOR)
+    feed(fit, model, 2000, kinds="m")
+    found = fit.model
+    assert found.mixed_base_s == pytest.approx(model.mixed_base_s, rel=0.2)
+    speed = found.mixed_base_s / PRIOR.mixed_base_s
+    assert found.prefill_base_s == pytest.approx(PRIOR.prefill_base_s * speed)
+    assert found.step_base_s == pytest.approx(PRIOR.step_base_s * speed)
+
+
+def test_chunks_of_one_size_do_not_mix_up_the_bases():
+    """Every step is full, so only the tie of the mixed base separates the bases."""
+    model = LatencyModel(0.006, 8e-5, 2e-8, 0.011, 5e-4, 1e-6)
+    fit, rng = LatencyFit(PRIOR), random.Random(1)
+    for _ in range(1500):
+        batch = rng.choice([0, 0, *range(1, 24)])
+        chunk = PrefillChunk(rng.randrange(8) * 512, 512 - batch)
+        chunks = [chunk] if rng.random() < 0.5 or not batch else []
+        fit.observe(sample(model, chunks, batch, batch * 800, math.exp(rng.gauss(0, 0.02))))
+    assert fit.model.prefill_s(100) == pytest.approx(model.prefill_s(100), rel=0.1)
+    assert worst_error(fit, model, "dm") < 0.05
 
 
 def test_a_few_dozen_steps_are_enough_to_leave_a_wrong_prior():
@@ -167,7 +215,7 @@ finite = st.floats(0.1, 10.0)
 
 @settings(max_examples=40, deadline=None)
 @given(
-    factors=st.tuples(finite, finite, finite, finite, finite, finite),
+    factors=st.tuples(*[finite] * len(astuple(PRIOR))),
     length=st.integers(1, 8000),
     batch=st.integers(0, 64),
     context=st.integers(1, 4000),
@@ -237,3 +285,26 @@ def test_the_quality_shows_the_recent_prediction_errors():
     # The median and the 90th percentile of |N(0, 0.1)| are 0.067 and 0.164.
     assert 0.05 < quality.error_p50 < 0.09
     assert 0.12 < quality.error_p90 < 0.22
+    for errors in (quality.prefill_errors, quality.decode_errors, quality.mixed_errors):
+        assert 0.05 < errors.p50 < 0.09
+        assert 0.12 < errors.p90 < 0.22
+
+
+def test_the_errors_of_a_kind_are_those_of_its_own_steps():
+    """Each mixed step takes 1.5 times or half its time, the other steps have little noise."""
+    model, fit, rng = MODELS["a CPU"], LatencyFit(PRIOR), random.Random(1)
+    for chunks, batch, kv in itertools.islice(shapes(rng, "pdm"), 3000):
+        factor = rng.choice([0.5, 1.5]) if chunks and batch else rng.lognormvariate(0, 0.02)
+        fit.observe(sample(model, chunks, batch, kv, factor))
+    quality = fit.quality
+    assert quality.prefill_errors.p90 < 0.15
+    assert quality.decode_errors.p90 < 0.15
+    assert quality.mixed_errors.p50 > 0.3
+
+
+def test_a_kind_without_steps_has_no_errors():
+    fit = LatencyFit(PRIOR)
+    feed(fit, MODELS["a CPU"], 50, kinds="d")
+    assert fit.quality.decode_errors == fit.quality.errors
+    assert fit.quality.prefill_errors is None
+    assert fit.quality.mixed_errors is None

@@ -526,6 +526,10 @@ class LatencyInfo(_message.Message):
     NUM_COLD_FIELD_NUMBER: _builtins.int
     ERROR_P50_FIELD_NUMBER: _builtins.int
     ERROR_P90_FIELD_NUMBER: _builtins.int
+    MIXED_BASE_MS_FIELD_NUMBER: _builtins.int
+    PREFILL_ERRORS_FIELD_NUMBER: _builtins.int
+    DECODE_ERRORS_FIELD_NUMBER: _builtins.int
+    MIXED_ERRORS_FIELD_NUMBER: _builtins.int
     prefill_base_ms: _builtins.float
     """Time of a prompt with n uncached tokens: base + per_token * n + per_token_squared * n^2."""
     prefill_per_token_ms: _builtins.float
@@ -545,6 +549,20 @@ class LatencyInfo(_message.Message):
     error_p50: _builtins.float
     """Prediction error |predicted - measured| / measured of recent steps; absent without steps."""
     error_p90: _builtins.float
+    mixed_base_ms: _builtins.float
+    """Base of a step that computes prompt chunks and decodes. This base replaces the two others; the
+    other terms of both formulas add up.
+    """
+    @_builtins.property
+    def prefill_errors(self) -> Global___StepErrors:
+        """Prediction errors of steps that only compute prompt chunks, only decode, or do both; absent
+        without recent steps of the kind.
+        """
+
+    @_builtins.property
+    def decode_errors(self) -> Global___StepErrors: ...
+    @_builtins.property
+    def mixed_errors(self) -> Global___StepErrors: ...
     def __init__(
         self,
         *,
@@ -559,10 +577,14 @@ class LatencyInfo(_message.Message):
         num_cold: _builtins.int = ...,
         error_p50: _builtins.float | None = ...,
         error_p90: _builtins.float | None = ...,
+        mixed_base_ms: _builtins.float = ...,
+        prefill_errors: Global___StepErrors | None = ...,
+        decode_errors: Global___StepErrors | None = ...,
+        mixed_errors: Global___StepErrors | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_error_p50", b"_error_p50", "_error_p90", b"_error_p90", "error_p50", b"error_p50", "error_p90", b"error_p90"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_error_p50", b"_error_p50", "_error_p90", b"_error_p90", "decode_errors", b"decode_errors", "error_p50", b"error_p50", "error_p90", b"error_p90", "mixed_errors", b"mixed_errors", "prefill_errors", b"prefill_errors"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error_p50", b"_error_p50", "_error_p90", b"_error_p90", "error_p50", b"error_p50", "error_p90", b"error_p90", "num_cold", b"num_cold", "num_rejected", b"num_rejected", "num_samples", b"num_samples", "prefill_base_ms", b"prefill_base_ms", "prefill_per_token_ms", b"prefill_per_token_ms", "prefill_per_token_squared_ms", b"prefill_per_token_squared_ms", "step_base_ms", b"step_base_ms", "step_per_kv_token_ms", b"step_per_kv_token_ms", "step_per_request_ms", b"step_per_request_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_error_p50", b"_error_p50", "_error_p90", b"_error_p90", "decode_errors", b"decode_errors", "error_p50", b"error_p50", "error_p90", b"error_p90", "mixed_base_ms", b"mixed_base_ms", "mixed_errors", b"mixed_errors", "num_cold", b"num_cold", "num_rejected", b"num_rejected", "num_samples", b"num_samples", "prefill_base_ms", b"prefill_base_ms", "prefill_errors", b"prefill_errors", "prefill_per_token_ms", b"prefill_per_token_ms", "prefill_per_token_squared_ms", b"prefill_per_token_squared_ms", "step_base_ms", b"step_base_ms", "step_per_kv_token_ms", b"step_per_kv_token_ms", "step_per_request_ms", b"step_per_request_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__error_p50: _TypeAlias = _typing.Literal["error_p50"]  # noqa: Y015
     _WhichOneofArgType__error_p50: _TypeAlias = _typing.Literal["_error_p50", b"_error_p50"]  # noqa: Y015
@@ -574,6 +596,30 @@ class LatencyInfo(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__error_p90) -> _WhichOneofReturnType__error_p90 | None: ...
 
 Global___LatencyInfo: _TypeAlias = LatencyInfo  # noqa: Y015
+
+@_typing.final
+class StepErrors(_message.Message):
+    """Percentiles of the prediction error |predicted - measured| / measured of recent steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    P50_FIELD_NUMBER: _builtins.int
+    P90_FIELD_NUMBER: _builtins.int
+    p50: _builtins.float
+    p90: _builtins.float
+    def __init__(
+        self,
+        *,
+        p50: _builtins.float = ...,
+        p90: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["p50", b"p50", "p90", b"p90"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepErrors: _TypeAlias = StepErrors  # noqa: Y015
 
 @_typing.final
 class WorkerPeer(_message.Message):
