@@ -59,6 +59,9 @@ _LEAST_TERMS = (1.0, 64.0, 512.0**2, 1.0, 1.0, 512.0, 1.0)
 # older steps then keep only the share _KEPT_SHARE of their weight, rescaled to the new speed.
 _SIGN_WINDOW, _SIGN_LIMIT = 32, 0.8
 _KEPT_SHARE = 0.05
+# A smaller median of the latest log(measured / predicted) is an error of the fit, not a change of
+# the worker. Steps without noise give errors of one sign, however small these errors are.
+_LEAST_CHANGE = 0.02
 # Number of latest errors per kind that measure the change.
 _NUM_RECENT = 9
 # Kinds of steps: decodes only, prompt chunks only, both. A shape class is 64 * kind + size.
@@ -254,7 +257,7 @@ class LatencyFit:
         sign = math.copysign(1.0, log_ratio)
         mean_sign = self._mean_signs[kind] + (sign - self._mean_signs[kind]) / _SIGN_WINDOW
         self._mean_signs[kind] = mean_sign
-        if abs(mean_sign) < _SIGN_LIMIT:
+        if abs(mean_sign) < _SIGN_LIMIT or abs(_percentile(recent, 50)) < _LEAST_CHANGE:
             return
         # Mixed steps share terms with both other kinds, so a change affects them too. A kind whose
         # latest errors all have the same sign as this kind's errors has changed with this kind.

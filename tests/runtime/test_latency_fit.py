@@ -98,6 +98,16 @@ def test_each_kind_of_step_is_predicted_with_one_base(model, mixed_base):
     assert fit.model.mixed_base_s == pytest.approx(model.mixed_base_s, rel=0.15)
 
 
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_tiny_errors_of_one_sign_are_no_change_of_the_worker(model):
+    """Steps without noise leave only the fit's own errors, which have one sign for a while."""
+    model = replace(model, mixed_base_s=3 * model.mixed_base_s)
+    fit = LatencyFit(PRIOR)
+    feed(fit, model, 3000, noise=0.0, outliers=0.0, kinds="dddmmmp")
+    assert fit.quality.error_p90 < 0.01
+    assert worst_error(fit, model, "pdm") < 0.03
+
+
 @pytest.mark.parametrize(("kinds", "seen"), [("p", (0,)), ("d", (3,)), ("pd", (0, 3))])
 def test_an_unmeasured_mixed_base_is_the_larger_measured_base(kinds, seen):
     for model in MODELS.values():
