@@ -221,8 +221,9 @@ class LatencyFit:
         if known is None:
             size = len(terms)
             known = self._classes[name] = _Class([0.0] * (size * (size + 3) // 2))
-        for errors in (self._errors, self._errors_of[name // 64]):
-            errors.append(abs(predicted_s - measured_s) / measured_s)
+        relative_error = abs(predicted_s - measured_s) / measured_s
+        self._errors.append(relative_error)
+        self._errors_of[name // 64].append(relative_error)
         log_ratio = math.log(measured_s / predicted_s)
         self._notice_change(name // 64, log_ratio)
         error = abs(log_ratio)
