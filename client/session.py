@@ -159,13 +159,25 @@ class Session:
     async def _connected(self) -> bool:
         """Waits for the connection; returns whether it is open.
 
-        The call's own wait_for_connection returns before the connection is open.
+        The call's own wait_for_connection returns before the connection is open. A connection that
+        opens and closes between two looks at the channel leaves it idle, as it was at first: then
+        only the end of the call shows that the connection existed.
         """
-        while (state := self._channel.get_state()) is not grpc.ChannelConnectivity.READY:
-            if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE or self._call.done():
-                return False
-            await self._channel.wait_for_state_change(state)
-        return True
+        ended = asyncio.Event()
+        self._call.add_done_callback(lambda _: ended.set())
+        call_end = asyncio.create_task(ended.wait())
+        try:
+            while (state := self._channel.get_state()) is not grpc.ChannelConnectivity.READY:
+                if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE or ended.is_set():
+                    return False
+                change = asyncio.ensure_future(self._channel.wait_for_state_change(state))
+                try:
+                    await asyncio.wait((change, call_end), return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    change.cancel()
+            return True
+        finally:
+            call_end.cancel()
 
     async def _read(self, reached: bool) -> SessionEnd:
         """Dispatches events until the stream ends; returns how it ended."""

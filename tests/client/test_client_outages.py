@@ -2,8 +2,12 @@
 
 import asyncio
 import contextlib
+import queue
+import threading
+import time
 from contextlib import asynccontextmanager
 
+import grpc
 import pytest
 from scripted_inference import (
     TIMEOUT_S,
@@ -25,7 +29,8 @@ from baton.client.errors import (
     UnimplementedError,
 )
 from baton.client.retry_policy import MAX_LOSSES_WITHOUT_PROGRESS
-from baton.runtime import errors
+from baton.client.session import Session
+from baton.runtime import errors, rpc
 
 
 async def outage(timeout_s=None, **arguments):
@@ -174,6 +179,31 @@ async def test_an_outage_behind_a_proxy_is_waited_out(inference):
         await rest(stream)
     assert (stream.token_ids, stream.num_resumes) == ((1, 2, 3), 1)
     await client.aclose()
+
+
+async def test_a_connection_that_closes_before_the_client_sees_it_open():
+    """The client's event loop stands still while the proxy accepts, responds and closes."""
+    opened = queue.Queue()
+
+    async def respond_once():
+        async with proxy(503) as (address, answered):
+            opened.put(address)
+            await answered.get()
+
+    responding = threading.Thread(target=asyncio.run, args=(respond_once(),))
+    responding.start()
+    address = await asyncio.to_thread(opened.get, timeout=TIMEOUT_S)
+    async with rpc.channel(address, ping_interval_s=TIMEOUT_S, ping_timeout_s=TIMEOUT_S) as channel:
+        session = Session(channel, address, on_open=print, on_refused=print)
+        running = asyncio.create_task(session.run())
+        idle = grpc.ChannelConnectivity.IDLE
+        while channel.get_state() is idle:
+            await asyncio.sleep(0)
+        responding.join()
+        while channel.get_state() is not idle:
+            time.sleep(0.001)
+        end = await asyncio.wait_for(running, TIMEOUT_S)
+    assert (end.refused, end.served) == (True, False)
 
 
 async def test_an_outage_that_a_proxy_reports_by_a_grpc_status_is_waited_out(client, inference):
