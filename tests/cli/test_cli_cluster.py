@@ -304,7 +304,11 @@ def test_bench_and_replay_measure_and_their_results_compare(ask, ask_apart, tmp_
 def test_a_full_disk_does_not_lose_the_printed_figures(ask_apart):
     load = ("--rate", "50", "--requests", "3", "--prompt-tokens", "20", "--output-tokens", "2")
     result = ask_apart("bench", *load, "--out", "/dev/full")
-    assert (result.code, result.err) == (1, "baton: cannot write: No space left on device\n")
+    # On a busy machine the first line says that the load generator was late.
+    assert (result.code, result.err.splitlines()[-1]) == (
+        1,
+        "baton: cannot write: No space left on device",
+    )
     assert re.search(r"^requests +3, 0 failed$", result.out, re.MULTILINE)
 
 

@@ -29,9 +29,11 @@ from baton.runtime.closing import Closing
 from baton.runtime.config import parse
 
 pytest.importorskip("ray")
+pytestmark = pytest.mark.timeout(600)
 
-# Timeout of a wait in seconds; it only bounds a test that hangs.
-WAIT_S = 150.0
+# Timeout of a wait in seconds; it only bounds a test that hangs. Ray alone may take minutes to
+# start workers on a busy machine.
+WAIT_S = 300.0
 COMMAND = (sys.executable, "-m", "baton.cli.main")
 # A worker that reads its configuration and waits for SIGTERM, or exits with an error.
 SLEEPER = (
@@ -158,7 +160,7 @@ def settings(model: str, address: str, **sections):
             "drain_timeout_s": 5,
         },
         "lanes": {"interactive": {"max_queue_s": 0.5}},
-        "worker": {"drain_timeout_s": 5, "start_timeout_s": 120},
+        "worker": {"drain_timeout_s": 5},
         "kv_transfer": {"send_bytes": 2**23, "receive_bytes": 2**23},
         "ray": {"address": address, "prefill": tiny, "decode": tiny} | sections.pop("ray", {}),
     }
@@ -251,7 +253,7 @@ async def test_up_starts_its_own_ray_and_leaves_no_process(tmp_path, model):
         assert is_directory(directory)
         up.process.send_signal(signal.SIGINT)
         assert up.process.wait(WAIT_S) == 0, up.err()
-        _, alive = psutil.wait_procs(family, 60.0)
+        _, alive = psutil.wait_procs(family, WAIT_S)
         assert not alive
         assert not is_directory(directory)
 
@@ -265,12 +267,11 @@ async def test_only_the_ray_cluster_outlives_a_killed_coordinator(ray, tmp_path,
         assert len(workers) == 2
         assert len(ray.actors()) == 2
         up.process.kill()
-        _, alive = psutil.wait_procs(workers, 60.0)
+        _, alive = psutil.wait_procs(workers, WAIT_S)
         assert not alive
         await until_empty(ray.actors)
 
 
-@pytest.mark.timeout(600)
 async def test_pools_follow_the_load_and_no_token_is_lost(ray, tmp_path, model):
     """Runs the steps of test_cluster_scaling.py with workers in Ray."""
     small = {"cpus": 0.5, "resources": {"near": 0.5}}
