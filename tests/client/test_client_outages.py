@@ -115,10 +115,10 @@ async def proxy(status, listen="127.0.0.1:0"):
 
     Yields its address and a queue of its responses.
     """
-    connections, answered = set(), asyncio.Queue()
+    connections, answered = {}, asyncio.Queue()
 
     async def serve(reader, writer):
-        connections.add(writer)
+        connections[writer] = asyncio.current_task()
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             await reader.readexactly(len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
             writer.write(frame(SETTINGS))
@@ -139,6 +139,12 @@ async def proxy(status, listen="127.0.0.1:0"):
         yield f"{host}:{server.sockets[0].getsockname()[1]}", answered
     finally:
         server.close()
+        for writer in connections:
+            # Clients close in turn. If this side closed first, with bytes unread, the connection
+            # would be reset, and the client could lose the response.
+            with contextlib.suppress(OSError):
+                writer.write_eof()
+        await asyncio.gather(*connections.values())
         for writer in connections:
             writer.close()
         await server.wait_closed()
@@ -197,7 +203,8 @@ async def test_a_connection_that_closes_before_the_client_sees_it_open():
         session = Session(channel, address, on_open=print, on_refused=print)
         running = asyncio.create_task(session.run())
         idle = grpc.ChannelConnectivity.IDLE
-        while channel.get_state() is idle:
+        # The connection may open and close before this task sees it. The proxy's thread ends then.
+        while channel.get_state() is idle and responding.is_alive():
             await asyncio.sleep(0)
         responding.join()
         while channel.get_state() is not idle:

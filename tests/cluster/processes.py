@@ -19,7 +19,7 @@ from baton.engine.sim_tokens import Vocabulary, expected_tokens
 from baton.runtime.closing import Closing
 
 HEARTBEAT_S = 0.1
-START_S = 60.0
+START_S = 200.0
 # LoRA adapters of the shared cluster.
 ADAPTERS = ("clerk", "poet")
 COMMAND = (sys.executable, "-m", "baton.cli.main")
