@@ -25,6 +25,7 @@ from baton.runtime.config.scaling import (
     ScalingSection,
     TargetsConfig,
 )
+from baton.runtime.config.steps import StepsConfig
 from baton.runtime.config.tracing import TracingConfig
 from baton.runtime.config.workers import DecodePoolConfig, PoolConfig, SimulatedConfig, WorkerConfig
 from baton.runtime.kv_transfer_config import KvTransferConfig
@@ -49,6 +50,7 @@ __all__ = [
     "RayPoolConfig",
     "ScalingSection",
     "SimulatedConfig",
+    "StepsConfig",
     "TargetsConfig",
     "TenantConfig",
     "TracingConfig",

@@ -1,0 +1,34 @@
+"""The `steps` section: how many prompt tokens a worker computes in one step."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from baton.runtime.section import Section
+
+
+class StepsConfig(Section):
+    """Steps of the engines; the ITL target is scaling.targets.interactive.itl_ms."""
+
+    scheduler: Literal["baton", "vllm"] = Field(
+        "baton",
+        description="What fills a step with prompt tokens. baton: as many as the ITL target of the "
+        "decoding requests leaves, shortest prompts first. vllm: vLLM's own scheduler (simulated: "
+        "first come, first served).",
+    )
+    longest_gap_ms: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Longest step beside interactive requests that decode: the target of a single "
+        "gap between tokens. null: 1.2 times the ITL target. Never less than the ITL target.",
+    )
+    prompt_step_ms: float = Field(
+        200.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Longest step without interactive requests that decode, so that a short "
+        "prompt does not wait for a whole long one.",
+    )

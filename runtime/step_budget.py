@@ -1,0 +1,236 @@
+"""Which prompt tokens a worker computes in its next step, and how many.
+
+vLLM's scheduler and the simulated engine's scheduler use this one policy. A step computes one token
+of every decoding stream first. The policy then fills the step with prompt tokens as long as its
+predicted time stays within a limit:
+
+- With interactive streams, the limit follows from their ITL target. A stream whose tokens came
+  faster than the target has saved time; a later step may spend it, up to the longest allowed gap. A
+  stream whose tokens came more slowly gets shorter steps until it has caught up.
+- Without interactive streams, the limit is `StepTargets.prompt_step_s`, so that a short prompt that
+  arrives never waits behind a whole long one.
+
+Prompts get tokens in the order of `prompt_order`: lane, then the shortest remaining computation,
+less a share of the time that the prompt has waited. No prompt starves: within its lane, a prompt is
+overtaken only by prompts that arrived within (remaining seconds / _AGING) after it, and a batch
+prompt that has waited for long is ordered like an interactive one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from baton.runtime.config import StepsConfig
+from baton.runtime.latency import LatencyModel
+
+# Share of the longest gap that the predicted time of one step may take, because predictions err.
+_GAP_MARGIN = 0.9
+# The same for the mean over many steps, in which errors of single predictions cancel.
+_MEAN_MARGIN = 0.99
+# A stream catches up on at most this many gaps. Otherwise one very late stream, for example after a
+# preemption, would stop all prompts for seconds.
+_MOST_GAPS_BEHIND = 10
+# Seconds of remaining computation that one second of waiting is worth.
+_AGING = 0.05
+# After this wait, a prompt of any lane is ordered like an interactive one.
+_LANE_WAIT_S = 30.0
+# Share of a step's prompt tokens that goes to the oldest running prompt.
+_OLDEST_SHARE = 0.1
+# Prompt tokens in every step, however slow the step is, so that no prompt stands still.
+_LEAST_TOKENS = 16
+# Least time for prompt tokens, as a share of the step's other time: with interactive streams, and
+# without. If a step takes longer than its limit without any prompt token, a few tokens per step
+# would make prompts many times slower and streams hardly faster.
+_LEAST_SHARE, _LEAST_SHARE_ALONE = 0.1, 1.0
+_LEAST_S = 1e-9
+# Default of `longest_gap_s`, as a multiple of the ITL target.
+_LONGEST_GAP = 1.2
+
+
+@dataclass(frozen=True, slots=True)
+class StepTargets:
+    """Targets of a worker's steps, in seconds.
+
+    Attributes:
+        itl_s: Target of a stream's mean gap between tokens; None: no target, so streams do not
+            limit steps.
+        longest_gap_s: Longest step beside interactive streams; at least `itl_s`. Not used without
+            `itl_s`.
+        prompt_step_s: Longest step without interactive streams.
+    """
+
+    itl_s: float | None = None
+    longest_gap_s: float = math.inf
+    prompt_step_s: float = 0.2
+
+    @classmethod
+    def of(cls, config: StepsConfig, itl_s: float | None) -> StepTargets:
+        """Targets of a configuration, with the ITL target of the interactive lane."""
+        prompt_step_s = config.prompt_step_ms / 1e3
+        if itl_s is None:
+            return cls(prompt_step_s=prompt_step_s)
+        longest_ms = config.longest_gap_ms
+        longest_s = _LONGEST_GAP * itl_s if longest_ms is None else longest_ms / 1e3
+        return cls(itl_s, max(itl_s, longest_s), prompt_step_s)
+
+
+class Prompt(NamedTuple):
+    """A prompt that the next step may compute.
+
+    Attributes:
+        num_done: Tokens of it that earlier steps computed.
+        num_left: Tokens still to compute, at least 1.
+        priority: Lane: 0 for interactive; larger values go later.
+        waited_s: Seconds since the request arrived at the worker.
+        running: Whether it holds KV blocks.
+    """
+
+    num_done: int
+    num_left: int
+    priority: int
+    waited_s: float
+    running: bool
+
+    @property
+    def lane(self) -> int:
+        """The lane that the prompt is ordered by; smaller values go first."""
+        return self.priority if self.waited_s < _LANE_WAIT_S else min(self.priority, 0)
+
+
+class Streams(NamedTuple):
+    """The streams that decode in the next step.
+
+    Attributes:
+        num_tokens: Tokens that the step computes for them: one per stream, plus drafts.
+        num_kv_tokens: KV tokens that they attend to, in total.
+        saved_s: The smallest `StreamPace.saved_s` of the interactive streams. Infinite without
+            interactive streams, and without an ITL target.
+    """
+
+    num_tokens: int = 0
+    num_kv_tokens: int = 0
+    saved_s: float = math.inf
+
+
+@dataclass(slots=True)
+class StreamPace:
+    """Compares the tokens of one stream with its ITL target.
+
+    Attributes:
+        at: When `num_tokens` was counted, in seconds.
+        num_tokens: Output tokens of the stream so far.
+        saved_s: Seconds by which the stream is ahead of its ITL target; negative when it is late.
+    """
+
+    at: float
+    num_tokens: int
+    saved_s: float = 0.0
+
+    def advance(self, targets: StepTargets, now: float, num_tokens: int) -> None:
+        """Counts the tokens up to `now`; the targets are those of the time since `at`."""
+        if targets.itl_s is None:
+            self.saved_s = 0.0
+        else:
+            allowed_s = targets.itl_s * _MEAN_MARGIN * (num_tokens - self.num_tokens)
+            saved_s = self.saved_s + allowed_s - (now - self.at)
+            self.saved_s = max(saved_s, -_MOST_GAPS_BEHIND * targets.itl_s)
+        self.at, self.num_tokens = now, num_tokens
+
+
+def prompt_order(prompt: Prompt, model: LatencyModel) -> tuple[int, float, float]:
+    """Sort key of the prompts of a step; smaller values go first."""
+    left_s = prompt.num_left * max(model.prefill_per_token_s, _LEAST_S)
+    return prompt.lane, left_s - _AGING * prompt.waited_s, -prompt.waited_s
+
+
+def step_limit_s(targets: StepTargets, streams: Streams) -> float:
+    """Longest predicted time of the next step, in seconds; may be negative."""
+    if targets.itl_s is None or math.isinf(streams.saved_s):
+        return targets.prompt_step_s
+    allowed_s = targets.itl_s * _MEAN_MARGIN + streams.saved_s
+    return min(allowed_s, targets.longest_gap_s * _GAP_MARGIN)
+
+
+def prompt_tokens(
+    model: LatencyModel,
+    targets: StepTargets,
+    streams: Streams,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+) -> list[int]:
+    """Number of tokens of each prompt in the next step.
+
+    Args:
+        model: Predicts the time of a step.
+        targets: The step's targets.
+        streams: The streams that decode in it.
+        prompts: In the order of `prompt_order`.
+        max_tokens: Most tokens of a step, those of the streams included.
+
+    Returns:
+        One number per prompt, in the same order; the sum and `streams.num_tokens` are together at
+        most `max_tokens`. At least one number is positive if the step has room for a token. The
+        oldest running prompt of the most urgent lane always gets a token then: prompts that wait
+        may get no KV blocks until a running one has ended.
+    """
+    room = max_tokens - streams.num_tokens
+    grants = [0] * len(prompts)
+    if room <= 0 or not prompts:
+        return grants
+    fixed_s = _streams_s(model, streams)
+    least_share = _LEAST_SHARE_ALONE if math.isinf(streams.saved_s) else _LEAST_SHARE
+    left_s = max(step_limit_s(targets, streams) - fixed_s, least_share * fixed_s)
+
+    def add(index: int, most: int) -> None:
+        nonlocal left_s, room
+        prompt = prompts[index]
+        begin = prompt.num_done + grants[index]
+        count = max(0, min(most, prompt.num_left - grants[index], room))
+        grants[index] += count
+        room -= count
+        left_s -= _chunk_s(model, begin, count)
+
+    oldest = _oldest_running(prompts)
+    if oldest is not None:
+        share = int(_OLDEST_SHARE * min(room, _fits(model, prompts[oldest].num_done, left_s)))
+        add(oldest, max(_LEAST_TOKENS, share))
+    for index, prompt in enumerate(prompts):
+        if room <= 0 or left_s <= 0:
+            break
+        add(index, _fits(model, prompt.num_done + grants[index], left_s))
+    if not any(grants):
+        add(0, _LEAST_TOKENS)
+    return grants
+
+
+def _streams_s(model: LatencyModel, streams: Streams) -> float:
+    """Time of a step with these streams and a prompt chunk, without the chunk's own time."""
+    return model.mixed_step_s(1, 0, streams.num_tokens, streams.num_kv_tokens) - (
+        model.prefill_per_token_s
+    )
+
+
+def _chunk_s(model: LatencyModel, num_done: int, num_tokens: int) -> float:
+    squares = num_tokens * (2 * num_done + num_tokens)
+    return model.prefill_per_token_s * num_tokens + model.prefill_per_token_squared_s * squares
+
+
+def _fits(model: LatencyModel, num_done: int, seconds: float) -> int:
+    """Largest n with b*n + c*n*(2*num_done + n) <= seconds."""
+    if seconds <= 0:
+        return 0
+    square_s = model.prefill_per_token_squared_s
+    linear_s = max(model.prefill_per_token_s, _LEAST_S) + 2 * square_s * num_done
+    # Written so that a tiny square term does not cancel.
+    root = math.sqrt(linear_s * linear_s + 4 * square_s * seconds)
+    return int(2 * seconds / (linear_s + root) + 1e-9)
+
+
+def _oldest_running(prompts: Sequence[Prompt]) -> int | None:
+    running = [index for index, prompt in enumerate(prompts) if prompt.running]
+    if not running:
+        return None
+    return min(running, key=lambda index: (prompts[index].lane, -prompts[index].waited_s))

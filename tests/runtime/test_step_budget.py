@@ -1,0 +1,198 @@
+"""The policy of a step's prompt tokens, by random prompts and streams."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.runtime.config import StepsConfig
+from baton.runtime.latency import LatencyModel
+from baton.runtime.step_budget import (
+    Prompt,
+    StepTargets,
+    StreamPace,
+    Streams,
+    prompt_order,
+    prompt_tokens,
+    step_limit_s,
+)
+
+MODEL = LatencyModel(5e-3, 1e-4, 2e-9, 8e-3, 5e-5, 2e-7)
+TARGETS = StepTargets(0.05, 0.06, 0.2)
+# Shares of the ITL target and of the longest gap that the policy aims at; least prompt tokens of a
+# step.
+MEAN_MARGIN, GAP_MARGIN, LEAST_TOKENS = 0.99, 0.9, 16
+
+prompts = st.lists(
+    st.builds(
+        Prompt,
+        num_done=st.integers(0, 5000),
+        num_left=st.integers(1, 20_000),
+        priority=st.integers(0, 1),
+        waited_s=st.floats(0, 1000),
+        running=st.booleans(),
+    ),
+    max_size=12,
+)
+streams = st.builds(
+    Streams,
+    num_tokens=st.integers(0, 100),
+    num_kv_tokens=st.integers(0, 100_000),
+    saved_s=st.floats(-10, 10) | st.just(math.inf),
+)
+
+
+def ordered(found: list[Prompt]) -> list[Prompt]:
+    return sorted(found, key=lambda one: prompt_order(one, MODEL))
+
+
+@given(prompts, streams, st.integers(1, 4096))
+def test_a_step_has_at_most_its_tokens_and_no_prompt_gets_more_than_it_needs(
+    found: list[Prompt], decoding: Streams, max_tokens: int
+) -> None:
+    found = ordered(found)
+    grants = prompt_tokens(MODEL, TARGETS, decoding, found, max_tokens)
+    assert len(grants) == len(found)
+    assert all(0 <= grant <= one.num_left for grant, one in zip(grants, found, strict=True))
+    assert sum(grants) <= max(0, max_tokens - decoding.num_tokens)
+
+
+@given(prompts, streams, st.integers(1, 4096))
+def test_a_step_takes_as_long_as_its_limit_or_has_the_least_tokens(
+    found: list[Prompt], decoding: Streams, max_tokens: int
+) -> None:
+    found = ordered(found)
+    grants = prompt_tokens(MODEL, TARGETS, decoding, found, max_tokens)
+    if sum(grants) <= LEAST_TOKENS:
+        return
+    squares = sum(
+        grant * (2 * one.num_done + grant) for grant, one in zip(grants, found, strict=True)
+    )
+    num_streams, num_kv = decoding.num_tokens, decoding.num_kv_tokens
+    least_s = MODEL.prefill_per_token_s * LEAST_TOKENS + MODEL.prefill_per_token_squared_s * (
+        LEAST_TOKENS * (2 * 5000 + LEAST_TOKENS)
+    )
+    predicted_s = MODEL.mixed_step_s(sum(grants), squares, num_streams, num_kv)
+    fixed_s = MODEL.mixed_step_s(1, 0, num_streams, num_kv)
+    share = 2.0 if math.isinf(decoding.saved_s) else 1.1
+    limit_s = max(step_limit_s(TARGETS, decoding), share * fixed_s)
+    assert predicted_s <= limit_s + least_s
+
+
+@given(prompts, streams, st.integers(1, 4096))
+def test_the_oldest_running_prompt_of_the_first_lane_always_gets_tokens(
+    found: list[Prompt], decoding: Streams, max_tokens: int
+) -> None:
+    found = ordered(found)
+    grants = prompt_tokens(MODEL, TARGETS, decoding, found, max_tokens)
+    has_room = max_tokens > decoding.num_tokens
+    assert any(grants) == (has_room and bool(found))
+    running = [one for one in found if one.running]
+    if running and has_room:
+        oldest = min(running, key=lambda one: (one.lane, -one.waited_s))
+        assert grants[found.index(oldest)] > 0
+
+
+def test_the_oldest_running_prompt_leaves_most_of_a_small_step_to_a_short_prompt() -> None:
+    """Its share is one of the step's tokens, also when the time would allow for many more."""
+    found = [Prompt(0, 10, 0, 0.0, running=False), Prompt(64, 200, 0, 1.0, running=True)]
+    assert prompt_tokens(MODEL, TARGETS, Streams(1, 5, 0.0), found, 64) == [10, 53]
+
+
+def test_the_lane_goes_first_then_the_shortest_prompt() -> None:
+    long, short = Prompt(0, 5000, 0, 0.0, False), Prompt(0, 50, 0, 0.0, False)
+    batch = Prompt(0, 10, 1, 20.0, False)
+    assert ordered([batch, long, short]) == [short, long, batch]
+
+
+def test_a_long_prompt_is_overtaken_only_by_prompts_that_came_soon_after_it() -> None:
+    """Twenty times its remaining computation: 5,000 tokens of 0.1 ms each, so 10 s."""
+    for waited_s, is_first in ((9.0, False), (11.0, True)):
+        long, fresh = Prompt(0, 5001, 0, waited_s, False), Prompt(0, 1, 0, 0.0, False)
+        assert (ordered([fresh, long])[0] is long) == is_first
+
+
+def test_no_prompt_starves_while_short_ones_keep_coming() -> None:
+    """Short prompts take more than a step's tokens in each step; the long one has no blocks yet."""
+    left, waited_s, step_s = 2000, 0.0, 0.05
+    for _ in range(4000):
+        short = Prompt(0, 2000, 0, 0.0, running=False)
+        long = Prompt(2000 - left, left, 0, waited_s, running=left < 2000)
+        found = ordered([Prompt(0, 500, 0, 0.0, False), short, long])
+        grants = prompt_tokens(MODEL, TARGETS, Streams(4, 4000, 0.0), found, 512)
+        left -= grants[found.index(long)]
+        waited_s += step_s
+        if left <= 0:
+            return
+    raise AssertionError(f"{left} tokens are left after {waited_s} s")
+
+
+def test_a_batch_prompt_does_not_starve_while_interactive_prompts_keep_coming() -> None:
+    """Interactive prompts take more than a step's tokens in each step."""
+    left, waited_s, step_s = 2000, 0.0, 0.05
+    for _ in range(6000):
+        batch = Prompt(2000 - left, left, 1, waited_s, running=left < 2000)
+        fresh = [Prompt(0, 2000, 0, 0.0, running=False) for _ in range(2)]
+        running = Prompt(500, 2000, 0, 1.0, running=True)
+        found = ordered([*fresh, running, batch])
+        grants = prompt_tokens(MODEL, TARGETS, Streams(4, 4000, 0.0), found, 512)
+        left -= grants[found.index(batch)]
+        waited_s += step_s
+        if left <= 0:
+            return
+    raise AssertionError(f"{left} tokens are left after {waited_s} s")
+
+
+def test_a_stream_spends_what_it_has_saved_up_to_the_longest_gap() -> None:
+    aim_s, most_s = TARGETS.itl_s * MEAN_MARGIN, TARGETS.longest_gap_s * GAP_MARGIN
+    for ahead_s, limit_s in ((0.0, aim_s), (0.002, aim_s + 0.002), (9.0, most_s)):
+        assert step_limit_s(TARGETS, Streams(1, 1, ahead_s)) == pytest.approx(limit_s)
+
+
+def test_a_stream_that_is_late_gets_shorter_steps() -> None:
+    found = [Prompt(0, 5000, 0, 0.0, running=True)]
+    in_time, late, later = (
+        prompt_tokens(MODEL, TARGETS, Streams(1, 100, saved_s), found, 2048)[0]
+        for saved_s in (0.0, -0.02, -0.4)
+    )
+    assert in_time > late > later >= LEAST_TOKENS
+
+
+def test_a_stream_gains_with_early_tokens_and_owes_ten_gaps_at_most() -> None:
+    pace = StreamPace(at=0.0, num_tokens=1)
+    pace.advance(TARGETS, 0.1, 11)
+    assert pace.saved_s == pytest.approx(10 * TARGETS.itl_s * MEAN_MARGIN - 0.1)
+    pace.advance(TARGETS, 100.0, 12)
+    assert pace.saved_s == pytest.approx(-10 * TARGETS.itl_s)
+
+
+def test_a_changed_target_does_not_count_for_earlier_tokens() -> None:
+    pace = StreamPace(at=0.0, num_tokens=0)
+    pace.advance(TARGETS, 10 * TARGETS.itl_s * MEAN_MARGIN, 10)
+    assert pace.saved_s == pytest.approx(0.0)
+    strict = StepTargets(0.02, 0.03, 0.2)
+    pace.advance(strict, pace.at + 0.02, 11)
+    assert pace.saved_s == pytest.approx(-0.02 * (1 - MEAN_MARGIN))
+    pace.advance(StepTargets(), 100.0, 12)
+    assert pace.saved_s == 0.0
+
+
+def test_steps_without_interactive_streams_or_without_an_itl_target_are_bounded_too() -> None:
+    assert step_limit_s(TARGETS, Streams(1, 1, math.inf)) == 0.2
+    targets = StepTargets.of(StepsConfig(), None)
+    assert step_limit_s(targets, Streams(1, 1, math.inf)) == 0.2
+    found = [Prompt(0, 100_000, 0, 0.0, False)]
+    (grant,) = prompt_tokens(MODEL, targets, Streams(), found, 100_000)
+    assert 1500 < grant < 2000
+
+
+def test_a_step_whose_base_alone_exceeds_the_limit_still_computes_prompts_efficiently() -> None:
+    slow = LatencyModel(0.5, 1e-3, 0.0, 0.5, 0.0, 0.0)
+    found = [Prompt(0, 2000, 0, 0.0, running=True)]
+    (grant,) = prompt_tokens(slow, TARGETS, Streams(), found, 2048)
+    assert 450 < grant < 600
+    (grant,) = prompt_tokens(slow, TARGETS, Streams(1, 10, 0.0), found, 2048)
+    assert 45 < grant < 60
