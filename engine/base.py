@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from baton.kvtransfer.layout import KvLayout
+from baton.runtime.step_budget import StepTargets
 from baton.v1 import cluster_pb2, common_pb2
 
 
@@ -298,6 +299,10 @@ class Engine(Protocol):
 
     def load(self) -> EngineLoad:
         """Returns a snapshot of the engine's load."""
+        ...
+
+    def set_step_targets(self, targets: StepTargets) -> None:
+        """Sets the targets of the steps from the next one on; may be called before `start`."""
         ...
 
     async def start_profile(self) -> None:

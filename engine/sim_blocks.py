@@ -41,6 +41,9 @@ class BlockPool:
     def num_used_tokens(self) -> int:
         return self.num_used_blocks * self._block_size
 
+    def is_cached(self, block_hash: int) -> bool:
+        return block_hash in self._cached
+
     def start(self, request_id: str, num_tokens: int, hashes: Sequence[int] = ()) -> int | None:
         """Allocates blocks for `num_tokens` to a request that holds none.
 

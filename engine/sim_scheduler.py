@@ -2,14 +2,16 @@
 
 It does continuous batching with chunked prefill, like vLLM: a step computes the missing tokens of
 its requests, limited in tokens and in requests. Without free blocks the request with the lowest
-priority is preempted and computed again later.
+priority is preempted and computed again later. With step targets, prompts get their tokens by the
+policy of runtime/step_budget.py; otherwise first come, first served.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.base import EngineRequest
@@ -18,6 +20,15 @@ from baton.engine.sim_handoff import HandoffSend
 from baton.engine.sim_text import OutputText
 from baton.engine.sim_tokens import TokenChain
 from baton.runtime.block_hashes import block_hashes, root_of
+from baton.runtime.latency import LatencyModel
+from baton.runtime.step_budget import (
+    Prompt,
+    StepTargets,
+    StreamPace,
+    Streams,
+    prompt_order,
+    prompt_tokens,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +45,10 @@ class LiveRequest:
             cache.
         num_cached_tokens: Prompt tokens that the prefix cache gave at the last start.
         num_cached_blocks: Blocks that were put into the prefix cache.
+        num_expected_cached_blocks: Blocks that the prefix cache probably holds for a waiting
+            request.
         run: Number of preemptions; work of an earlier run is void.
+        pace: Compares its tokens with the ITL target; None before its first decode step here.
         receive_deadline: Deadline of the handoff, by time.monotonic. None without a handoff, and
             once the handoff is loaded or failed.
     """
@@ -51,7 +65,9 @@ class LiveRequest:
     hashes: array[int] = field(default_factory=lambda: array("Q"))
     num_computed: int = 0
     num_computed_here: int = 0
+    num_expected_cached_blocks: int = 0
     run: int = 0
+    pace: StreamPace | None = None
     live: bool = True
     first_run_at: float | None = None
     handoff_wait_s: float | None = None
@@ -71,6 +87,21 @@ class LiveRequest:
     @property
     def num_missing(self) -> int:
         return len(self.tokens) - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether the next step computes one token that follows computed ones."""
+        return self.num_missing == 1 and self.num_computed > 0
+
+    def saved_s(self, targets: StepTargets, now: float) -> float:
+        """Seconds by which this stream is ahead of its ITL target; infinite without a target."""
+        # Batch streams have no ITL target.
+        if self.order[0] > 0 or targets.itl_s is None:
+            return math.inf
+        if self.pace is None:
+            self.pace = StreamPace(now, len(self.tokens))
+        self.pace.advance(targets, now, len(self.tokens))
+        return self.pace.saved_s
 
     def block_hashes(self, num_tokens: int, block_size_tokens: int) -> array[int]:
         """Returns the hashes of the full blocks of the first `num_tokens` tokens."""
@@ -98,6 +129,38 @@ class Work:
         return self.request.live and self.request.run == self.run
 
 
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    """The policy of runtime/step_budget.py for the step that begins at `now`."""
+
+    model: LatencyModel
+    targets: StepTargets
+    now: float
+
+    def ordered(
+        self, prompts: Iterable[tuple[Prompt, LiveRequest]]
+    ) -> list[tuple[Prompt, LiveRequest]]:
+        return sorted(prompts, key=lambda one: prompt_order(one[0], self.model))
+
+    def grants(
+        self, work: Sequence[Work], prompts: Iterable[tuple[Prompt, LiveRequest]], max_tokens: int
+    ) -> list[tuple[LiveRequest, int]]:
+        """Distributes prompt tokens beside the decodes in `work`, in the policy's order."""
+        decodes = [item.request for item in work]
+        streams = Streams(
+            num_tokens=len(decodes),
+            num_kv_tokens=sum(len(request.tokens) for request in decodes),
+            saved_s=min(
+                (request.saved_s(self.targets, self.now) for request in decodes), default=math.inf
+            ),
+        )
+        ordered = self.ordered(prompts)
+        counts = prompt_tokens(
+            self.model, self.targets, streams, [prompt for prompt, _ in ordered], max_tokens
+        )
+        return [(request, count) for (_, request), count in zip(ordered, counts, strict=True)]
+
+
 @dataclass(slots=True)
 class Scheduler:
     """Owns the order of the requests, and their blocks.
@@ -107,6 +170,8 @@ class Scheduler:
         is_ready: Returns whether a waiting request may start. A request that waits for its handoff
             may not, and does not delay the requests behind it.
         on_start: Called when a request has got its blocks, before its missing tokens are counted.
+        model: Predicts the time of a step; None: steps have no limit.
+        targets: Targets of a step's time; None: likewise.
     """
 
     blocks: BlockPool
@@ -115,6 +180,8 @@ class Scheduler:
     is_ready: Callable[[LiveRequest], bool]
     on_start: Callable[[LiveRequest], None]
     caching_block_tokens: int = 0
+    model: LatencyModel | None = None
+    targets: StepTargets | None = None
     running: list[LiveRequest] = field(default_factory=list)
     _waiting: list[tuple[tuple[int, int], LiveRequest]] = field(default_factory=list)
 
@@ -145,13 +212,26 @@ class Scheduler:
         self.blocks.free(request.id)
         request.run += 1
         request.num_computed = request.num_computed_here = request.num_cached_blocks = 0
+        request.num_expected_cached_blocks = 0
         self.add(request)
 
-    def schedule(self) -> list[Work]:
-        """Returns the next step's work; empty if nothing can run now."""
-        budget, work = self.max_num_batched_tokens, list[Work]()
-        preempted = False
-        for request in sorted(self.running, key=lambda running: running.order):
+    def schedule(self, now: float) -> list[Work]:
+        """Returns the next step's work at `now`, by time.monotonic; empty if nothing can run."""
+        if self.model is not None and self.targets is not None:
+            return self._schedule_by_targets(_Policy(self.model, self.targets, now))
+        work, preempted = self._compute(self.running)
+        if preempted:
+            return work
+        return work + self._admit(self.max_num_batched_tokens - _num_tokens(work))
+
+    def _compute(self, requests: Iterable[LiveRequest]) -> tuple[list[Work], bool]:
+        """Gives running requests their missing tokens; preempts where there are no free blocks.
+
+        Returns:
+            The work, and whether a request was preempted.
+        """
+        budget, work, preempted = self.max_num_batched_tokens, list[Work](), False
+        for request in sorted(requests, key=lambda running: running.order):
             if budget == 0:
                 break
             if request not in self.running:
@@ -166,7 +246,84 @@ class Scheduler:
             else:
                 budget -= num_tokens
                 work.append(self._work(request, num_tokens))
-        return work if preempted else work + self._admit(budget)
+        return work, preempted
+
+    def _schedule_by_targets(self, policy: _Policy) -> list[Work]:
+        """Decodes first, then prompt tokens as long as the step's predicted time allows."""
+        work, preempted = self._compute(
+            [request for request in self.running if request.is_decoding]
+        )
+        if not preempted:
+            work += self._start_by_targets(policy, work)
+        grants = policy.grants(work, self._running_prompts(policy), self.max_num_batched_tokens)
+        # A prompt has held the blocks of all its tokens since its start.
+        return work + [self._work(request, grant) for request, grant in grants if grant]
+
+    def _start_by_targets(self, policy: _Policy, work: Sequence[Work]) -> list[Work]:
+        """Starts the waiting requests that get tokens in this step.
+
+        A request that has only one token to compute, for example after its handoff, starts as soon
+        as it has a place, like a stream that decodes.
+
+        Returns:
+            The work of the started requests that decode.
+        """
+        num_places = self.max_num_seqs - len(self.running)
+        budget = self.max_num_batched_tokens - len(work)
+        if num_places <= 0 or budget <= 0 or not self._waiting:
+            return []
+        waiting = policy.ordered(
+            (self._prompt(request, policy.now, self._num_expected(request)), request)
+            for request in self.waiting
+            if self.is_ready(request)
+        )
+        # Only requests that can get a place take part in the distribution.
+        waiting = waiting[:num_places]
+        prompts = waiting + self._running_prompts(policy)
+        started = list[Work]()
+        num_left = {request.id: prompt.num_left for prompt, request in waiting}
+        for request, grant in policy.grants(work, prompts, self.max_num_batched_tokens):
+            if request.id not in num_left or not (grant or num_left[request.id] == 1):
+                continue
+            if len(started) == budget or not self._take_blocks(request):
+                break
+            self._waiting.remove((request.order, request))
+            heapq.heapify(self._waiting)
+            if self._start(request) and request.is_decoding:
+                started.append(self._work(request, 1))
+        return started
+
+    def _running_prompts(self, policy: _Policy) -> list[tuple[Prompt, LiveRequest]]:
+        return [
+            (self._prompt(request, policy.now, request.num_missing, running=True), request)
+            for request in self.running
+            if not request.is_decoding
+        ]
+
+    @staticmethod
+    def _prompt(
+        request: LiveRequest, now: float, num_left: int, *, running: bool = False
+    ) -> Prompt:
+        return Prompt(
+            num_done=request.num_computed_here,
+            num_left=num_left,
+            priority=request.order[0],
+            waited_s=now - request.submitted_at,
+            running=running,
+        )
+
+    def _num_expected(self, request: LiveRequest) -> int:
+        """Number of tokens that a waiting request will probably have to compute."""
+        receive = request.request.receive
+        if request.receive_deadline is not None and receive is not None:
+            return max(1, len(request.tokens) - receive.num_tokens)
+        hashes = self._usable_hashes(request)
+        while request.num_expected_cached_blocks < len(hashes) and self.blocks.is_cached(
+            hashes[request.num_expected_cached_blocks]
+        ):
+            request.num_expected_cached_blocks += 1
+        num_cached = request.num_expected_cached_blocks * self.caching_block_tokens
+        return len(request.tokens) - num_cached
 
     def _admit(self, budget: int) -> list[Work]:
         """Starts waiting requests in order, until a ready request finds no room."""
@@ -180,11 +337,8 @@ class Scheduler:
             if not self._take_blocks(request):
                 put_back.append(entry)
                 break
-            self.on_start(request)
-            if not request.live:  # Its handoff was wrong; the engine has reported that.
-                self.blocks.free(request.id)
+            if not self._start(request):
                 continue
-            self.running.append(request)
             num_tokens = min(request.num_missing, budget)
             budget -= num_tokens
             work.append(self._work(request, num_tokens))
@@ -192,16 +346,30 @@ class Scheduler:
             heapq.heappush(self._waiting, entry)
         return work
 
-    def _take_blocks(self, request: LiveRequest) -> bool:
-        """Allocates a request's blocks, including those in the prefix cache."""
-        size, hashes = self.caching_block_tokens, array("Q")
+    def _start(self, request: LiveRequest) -> bool:
+        """Lets a request run that has its blocks; False if its handoff was wrong."""
+        self.on_start(request)
+        if not request.live:  # The engine has reported the wrong handoff.
+            self.blocks.free(request.id)
+            return False
+        self.running.append(request)
+        return True
+
+    def _usable_hashes(self, request: LiveRequest) -> array[int]:
+        """Hashes of the blocks that a request may take from the prefix cache."""
+        size = self.caching_block_tokens
         # As in vLLM, a request for prompt logprobs computes its whole prompt.
         reads = request.request.known_token_ids or not request.request.sampling.HasField(
             "prompt_logprobs"
         )
-        if size and reads:
-            # The last token is always computed, because the next token is sampled from its logits.
-            hashes = request.block_hashes(len(request.tokens) - 1, size)
+        if not size or not reads:
+            return array("Q")
+        # The last token is always computed, because the next token is sampled from its logits.
+        return request.block_hashes(len(request.tokens) - 1, size)
+
+    def _take_blocks(self, request: LiveRequest) -> bool:
+        """Allocates a request's blocks, including those in the prefix cache."""
+        size, hashes = self.caching_block_tokens, self._usable_hashes(request)
         cached = self.blocks.start(request.id, len(request.tokens), hashes)
         if cached is None:
             return False
@@ -221,5 +389,9 @@ class Scheduler:
 
     @staticmethod
     def _work(request: LiveRequest, num_tokens: int) -> Work:
-        is_decode = num_tokens == 1 and request.num_missing == 1 and request.num_computed > 0
+        is_decode = num_tokens == 1 and request.is_decoding
         return Work(request, request.run, num_tokens, is_decode)
+
+
+def _num_tokens(work: Iterable[Work]) -> int:
+    return sum(item.num_tokens for item in work)

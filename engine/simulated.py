@@ -42,6 +42,7 @@ from baton.kvtransfer.control import ServiceGone
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.config import SimulatedConfig
 from baton.runtime.latency import LatencyModel, PrefillChunk
+from baton.runtime.step_budget import StepTargets
 from baton.v1 import cluster_pb2, common_pb2
 
 __all__ = ["SimulatedEngine", "expected_tokens"]
@@ -64,6 +65,8 @@ class SimulatedEngine:
         settings: Sizes and timing.
         transfer_socket: Control socket of the transfer service; empty: no handoffs.
         adapters: Names of LoRA adapters. With an adapter a prompt gets other tokens and KV bytes.
+        follows_step_targets: Whether step targets limit the steps. Otherwise, and with a
+            `time_scale` of 0, prompts are computed first come, first served.
     """
 
     def __init__(
@@ -73,6 +76,8 @@ class SimulatedEngine:
         settings: SimulatedConfig,
         transfer_socket: str,
         adapters: Sequence[str] = (),
+        *,
+        follows_step_targets: bool = True,
     ) -> None:
         self._adapters = adapters
         self._model, self._served_name, self._settings = model, served_name, settings
@@ -92,6 +97,7 @@ class SimulatedEngine:
         self._blocks = BlockPool(
             settings.kv_tokens // settings.block_size_tokens, settings.block_size_tokens
         )
+        limits_steps = follows_step_targets and settings.time_scale > 0
         self._scheduler = Scheduler(
             self._blocks,
             settings.max_num_seqs,
@@ -99,6 +105,7 @@ class SimulatedEngine:
             is_ready=self._is_ready,
             on_start=self._on_start,
             caching_block_tokens=settings.block_size_tokens if settings.prefix_caching else 0,
+            model=self._latency.scaled(settings.time_scale) if limits_steps else None,
         )
         self._requests: dict[str, LiveRequest] = {}
         self._arrivals = itertools.count()
@@ -217,6 +224,9 @@ class SimulatedEngine:
             samples=samples,
         )
 
+    def set_step_targets(self, targets: StepTargets) -> None:
+        self._scheduler.targets = targets
+
     async def start_profile(self) -> None:
         self._trace = StepTrace()
 
@@ -310,7 +320,7 @@ class SimulatedEngine:
                 self._has_work.clear()
                 if self._port is not None:
                     self._port.poll()
-                work = self._scheduler.schedule()
+                work = self._scheduler.schedule(monotonic())
                 if work:
                     await self._compute(work)
                 elif self._pending_outputs:

@@ -49,10 +49,12 @@ from baton.engine.vllm_processes import kill_vllm, rank_segments
 from baton.engine.vllm_profiler import VllmProfiler
 from baton.engine.vllm_request import engine_core_requests
 from baton.engine.vllm_setup import VllmSetup
+from baton.engine.vllm_step_targets import write_targets
 from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE
 from baton.kvtransfer.connector.scheduler_half import CUT_OFF, PREFIX_GONE
 from baton.kvtransfer.connector.step_work import STEP_WORK
 from baton.runtime import affinity
+from baton.runtime.step_budget import StepTargets
 
 # Most step costs that are kept for the next load report.
 _MAX_SAMPLES = 256
@@ -350,6 +352,9 @@ class VllmEngine:
             prefill_tokens_waiting=sum(len(live.request.prompt_token_ids) for live in waiting),
             samples=samples,
         )
+
+    def set_step_targets(self, targets: StepTargets) -> None:
+        write_targets(self._transfer_socket, targets)
 
     async def start_profile(self) -> None:
         assert self._profiler is not None, "start_profile before start"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 from baton.runtime.config import LatencyConfig, SimulatedConfig
@@ -68,6 +68,10 @@ class LatencyModel:
             step_per_kv_token_s=config.step_per_kv_token_ms / 1e3,
             mixed_base_s=math.nan if mixed_ms is None else mixed_ms / 1e3,
         )
+
+    def scaled(self, factor: float) -> LatencyModel:
+        """The model of a worker whose steps take `factor` times as long."""
+        return LatencyModel(*(value * factor for value in astuple(self)))
 
     def prefill_s(self, num_tokens: int) -> float:
         """Seconds for a whole prompt alone in one step; `num_tokens` excludes cached tokens."""

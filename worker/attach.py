@@ -89,6 +89,10 @@ class Host(Protocol):
         """Notifies that the worker is attached in this role."""
         ...
 
+    def on_step_targets(self, targets: cluster_pb2.StepTargets) -> None:
+        """Applies the targets of the engine's steps, which may be the current ones."""
+        ...
+
     def on_detached(self) -> None:
         """Notifies that the stream ended; the next one may be to another coordinator."""
         ...
@@ -238,6 +242,8 @@ class Attachment:
                 self._host.keep_only(adopted)
             self._generation, self._received = welcome.generation, 0
         self._acknowledged = self._received
+        if welcome.HasField("step_targets"):
+            self._host.on_step_targets(welcome.step_targets)
         self._host.on_welcome(welcome.role)
 
     async def _read(self, call: _Call) -> None:

@@ -13,6 +13,7 @@ from baton.engine.base import Engine, EngineInfo
 from baton.kvtransfer.control import ServiceGone, TransferClient
 from baton.runtime.enum_names import role_name
 from baton.runtime.errors import Unavailable
+from baton.runtime.step_budget import StepTargets
 from baton.v1 import cluster_pb2, common_pb2
 from baton.worker.handoffs import HandoffLog
 from baton.worker.metrics import Snapshot, WorkerCollector
@@ -189,6 +190,8 @@ class WorkerHost:
                 self._profiles.on_command(message.profile)
             case "rollout":
                 self._rollout = message.rollout
+            case "step_targets":
+                self.on_step_targets(message.step_targets)
             case kind:
                 # A newer coordinator may send it; the coordinator sees that it had no effect.
                 _log.warning("unknown command %s", kind)
@@ -198,6 +201,15 @@ class WorkerHost:
             self._serve(role)
         self._runner.use_handles = True
         self.attached.set()
+
+    def on_step_targets(self, targets: cluster_pb2.StepTargets) -> None:
+        prompt_step_s = targets.prompt_step.ToNanoseconds() / 1e9
+        found = StepTargets(prompt_step_s=prompt_step_s)
+        if targets.HasField("itl"):
+            itl_s = targets.itl.ToNanoseconds() / 1e9
+            longest_s = targets.longest_gap.ToNanoseconds() / 1e9
+            found = StepTargets(itl_s, max(itl_s, longest_s), prompt_step_s)
+        self._engine.set_step_targets(found)
 
     def on_detached(self) -> None:
         # The next stream may be to a coordinator that does not know the handles.

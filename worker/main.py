@@ -36,6 +36,7 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
             config.simulated,
             transfer_socket,
             adapters=sorted(config.lora_adapters),
+            follows_step_targets=config.steps.scheduler == "baton",
         )
     try:
         with lifecycle.gc_disabled():

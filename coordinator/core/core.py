@@ -17,6 +17,7 @@ from baton.coordinator.core.outputs import apply_step
 from baton.coordinator.core.recovery_timeout import RecoveryTimeout
 from baton.coordinator.core.request_lifecycle import RequestLifecycle
 from baton.coordinator.core.rollout_control import RolloutControl
+from baton.coordinator.core.step_targets import step_targets
 from baton.coordinator.rollouts.retiring import gone_error
 from baton.coordinator.rollouts.rollout import Rollouts
 from baton.coordinator.rollouts.traffic import Traffic
@@ -36,7 +37,7 @@ from baton.coordinator.state.timers import CoreTimer, Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime import errors
-from baton.v1 import common_pb2
+from baton.v1 import cluster_pb2, common_pb2
 
 
 class Core:
@@ -280,6 +281,10 @@ class Core:
         """Returns the request that has waited longest in a lane, or None."""
         return self._lifecycle.lanes.oldest(lane)
 
+    def step_targets(self) -> cluster_pb2.StepTargets:
+        """Returns the targets of the workers' steps."""
+        return step_targets(self._config.steps, self.scaler.targets.get("interactive"))
+
     def observer(self) -> Observer:
         """Returns a new observer of the load that the pools are sized by."""
         return Observer(
@@ -387,8 +392,12 @@ class Core:
         self.scaler.begin(event.sizes, now)
 
     def _targets_requested(self, event: ev.TargetsRequested, now: float) -> None:
+        before = self.step_targets()
         self.scaler.set_targets(event.targets, now)
         self.stats.recent.targets = in_config(self.scaler.targets)
+        if (targets := self.step_targets()) != before:
+            for worker in self.workers:
+                self._emit(ev.SendCommand(worker.key, targets))
 
     def _tick(self, event: ev.Tick, now: float) -> None:
         while (key := self._timers.pop_due(now)) is not None:

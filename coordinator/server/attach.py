@@ -98,6 +98,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             ack=link.received,
             role=link.role,
             adopted=link.adopted,
+            step_targets=self._shell.core.step_targets(),
         )
         welcome.heartbeat_interval.FromMicroseconds(round(self._config.heartbeat_s * 1e6))
         welcome.adoption_grace.FromMicroseconds(round(self._config.adoption_grace_s * 1e6))

@@ -31,6 +31,7 @@ _TAGS: dict[type[Command], int] = {
     cluster_pb2.ReleaseCommand: length_tag(_MESSAGE, "release"),
     cluster_pb2.ProfileCommand: length_tag(_MESSAGE, "profile"),
     cluster_pb2.RolloutRecord: length_tag(_MESSAGE, "rollout"),
+    cluster_pb2.StepTargets: length_tag(_MESSAGE, "step_targets"),
 }
 
 

@@ -11,6 +11,7 @@ from baton.runtime.config import (
     LanesConfig,
     LaneTargetsConfig,
     LatencyConfig,
+    StepsConfig,
     TenantConfig,
 )
 from baton.runtime.latency import LatencyModel
@@ -29,6 +30,7 @@ class CoreConfig:
         targets: Latency targets of requests that name none.
         revision: Revision of the stable fleet, whose workers run the configured model.
         tail_share: Share of unremarkable requests that are traced; None: tracing is off.
+        steps: Limits of the time of the workers' steps.
     """
 
     model_name: str
@@ -53,6 +55,7 @@ class CoreConfig:
     scaling: ScalingSettings = field(default_factory=ScalingSettings)
     revision: str = FIRST_REVISION
     tail_share: float | None = None
+    steps: StepsConfig = field(default_factory=StepsConfig)
 
     @classmethod
     def of(cls, config: BatonConfig) -> CoreConfig:
@@ -79,4 +82,5 @@ class CoreConfig:
             scaling=ScalingSettings.of(config),
             revision=config.worker.revision,
             tail_share=config.tracing.tail_share if config.tracing.otlp_endpoint else None,
+            steps=config.steps,
         )

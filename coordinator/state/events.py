@@ -381,6 +381,7 @@ Command = (
     | cluster_pb2.ReleaseCommand
     | cluster_pb2.ProfileCommand
     | cluster_pb2.RolloutRecord
+    | cluster_pb2.StepTargets
 )
 
 

@@ -12,6 +12,7 @@ from baton.runtime.config.http import HttpConfig
 from baton.runtime.config.lanes import LanesConfig, TenantConfig
 from baton.runtime.config.ray import RayConfig
 from baton.runtime.config.scaling import ScalingSection
+from baton.runtime.config.steps import StepsConfig
 from baton.runtime.config.tracing import TracingConfig
 from baton.runtime.config.workers import DecodePoolConfig, PoolConfig, SimulatedConfig, WorkerConfig
 from baton.runtime.kv_transfer_config import KvTransferConfig
@@ -74,6 +75,7 @@ class BatonConfig(Section):
     latency: LatencyConfig = Field(default_factory=LatencyConfig)
     simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)
     scaling: ScalingSection = Field(default_factory=ScalingSection)
+    steps: StepsConfig = Field(default_factory=StepsConfig)
     launcher: Literal["local", "ray"] = Field(
         "local", description="How baton up starts workers: on this host (local) or through Ray."
     )

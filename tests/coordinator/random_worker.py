@@ -229,6 +229,8 @@ class RandomWorker:
             self._leave_if_idle()
         elif kind == "rollout":
             self.rollout = command
+        elif kind == "step_targets":
+            pass  # The duration of its steps is random.
         else:
             raise AssertionError(f"a command that this simulation does not know: {message}")
 

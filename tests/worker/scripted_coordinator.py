@@ -8,6 +8,7 @@ import grpc
 from baton.engine.base import Engine
 from baton.runtime import rpc
 from baton.runtime.config import BatonConfig, PoolConfig
+from baton.runtime.step_budget import StepTargets
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2
 from baton.worker.main import make_engine, serve
 
@@ -121,6 +122,7 @@ class ScriptedCoordinator(cluster_pb2_grpc.ClusterServicer):
         self.batches: list[int] = []
         self.refusal: tuple[grpc.StatusCode, str] | None = None
         self.address = ""
+        self.step_targets: cluster_pb2.StepTargets | None = None
         self._streams: asyncio.Queue[Stream] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
 
@@ -144,6 +146,7 @@ class ScriptedCoordinator(cluster_pb2_grpc.ClusterServicer):
             generation=self.generation,
             ack=self.received,
             adopted=self.adopted,
+            step_targets=self.step_targets,
         )
         welcome.heartbeat_interval.FromMilliseconds(50)
         welcome.adoption_grace.FromMicroseconds(round(self.grace_s * 1e6))
@@ -179,6 +182,7 @@ class RunningWorker:
     def __init__(self, config: BatonConfig, role: int, address: str, worker_id: str) -> None:
         self.stop = asyncio.Event()
         self._engine: Engine | None = None
+        self._step_targets: asyncio.Queue[StepTargets] = asyncio.Queue()
         self._may_output = asyncio.Event()
         self._may_output.set()
         running = serve(
@@ -195,8 +199,19 @@ class RunningWorker:
             await self._may_output.wait()
             return step
 
-        engine.next_step = held_step
+        set_step_targets = engine.set_step_targets
+
+        def recorded_targets(targets: StepTargets) -> None:
+            set_step_targets(targets)
+            self._step_targets.put_nowait(targets)
+
+        engine.next_step, engine.set_step_targets = held_step, recorded_targets
         return engine
+
+    async def step_targets_are(self, expected: StepTargets) -> None:
+        """Waits until the engine gets other targets, which must be these."""
+        async with asyncio.timeout(WAIT_S):
+            assert await self._step_targets.get() == expected
 
     def hold_outputs(self) -> None:
         """Keeps the engine's outputs back until `release_outputs`, so that no request ends."""

@@ -11,6 +11,7 @@ from scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, spec, tokens
 
 from baton.engine.sim_tokens import expected_tokens
 from baton.runtime import dev_certs
+from baton.runtime.step_budget import StepTargets
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 from baton.worker.metrics import Snapshot, WorkerCollector
 
@@ -362,3 +363,19 @@ def test_metrics_come_from_the_last_snapshot():
     assert f"baton_worker_engine_steps_total{{{labels}}} 7.0" in text
     assert f"baton_worker_kv_cache_usage_ratio{{{labels}}} 0.5" in text
     assert f"baton_worker_requests_total{{{ended}}} 2.0" in text
+
+
+async def test_the_engine_gets_the_targets_of_its_steps(coordinator, start_worker):
+    def message(itl_ms: int) -> cluster_pb2.StepTargets:
+        targets = cluster_pb2.StepTargets()
+        targets.itl.FromMilliseconds(itl_ms)
+        targets.longest_gap.FromMilliseconds(80)
+        targets.prompt_step.FromMilliseconds(200)
+        return targets
+
+    coordinator.step_targets = message(50)
+    worker = start_worker()
+    stream = await coordinator.stream()
+    await worker.step_targets_are(StepTargets(0.05, 0.08, 0.2))
+    await coordinator.command(stream, step_targets=message(20))
+    await worker.step_targets_are(StepTargets(0.02, 0.08, 0.2))

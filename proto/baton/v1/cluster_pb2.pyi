@@ -125,6 +125,7 @@ class CoordinatorMessage(_message.Message):
     RELEASE_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
     ROLLOUT_FIELD_NUMBER: _builtins.int
+    STEP_TARGETS_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Sequence number from 1; 0 for messages that are not resent (Welcome, bare acks)."""
@@ -149,6 +150,8 @@ class CoordinatorMessage(_message.Message):
     @_builtins.property
     def rollout(self) -> Global___RolloutRecord: ...
     @_builtins.property
+    def step_targets(self) -> Global___StepTargets: ...
+    @_builtins.property
     def batch(self) -> _containers.RepeatedCompositeFieldContainer[Global___CoordinatorMessage]:
         """Like WorkerMessage.batch."""
 
@@ -166,13 +169,14 @@ class CoordinatorMessage(_message.Message):
         release: Global___ReleaseCommand | None = ...,
         profile: Global___ProfileCommand | None = ...,
         rollout: Global___RolloutRecord | None = ...,
+        step_targets: Global___StepTargets | None = ...,
         batch: _abc.Iterable[Global___CoordinatorMessage] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "rollout", b"rollout", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "rollout", b"rollout", "set_role", b"set_role", "step_targets", b"step_targets", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "rollout", b"rollout", "seq", b"seq", "set_role", b"set_role", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "rollout", b"rollout", "seq", b"seq", "set_role", b"set_role", "step_targets", b"step_targets", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "profile", "rollout"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "profile", "rollout", "step_targets"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -460,6 +464,7 @@ class Welcome(_message.Message):
     ADOPTION_GRACE_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     ADOPTED_FIELD_NUMBER: _builtins.int
+    STEP_TARGETS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     """Random number per coordinator start."""
     ack: _builtins.int
@@ -478,6 +483,10 @@ class Welcome(_message.Message):
     def adopted(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdoptedRequest]:
         """Requests of Hello.running that continue; the worker aborts all others."""
 
+    @_builtins.property
+    def step_targets(self) -> Global___StepTargets:
+        """Current targets of the worker's steps; absent from coordinators that have none."""
+
     def __init__(
         self,
         *,
@@ -487,14 +496,55 @@ class Welcome(_message.Message):
         adoption_grace: _duration_pb2.Duration | None = ...,
         role: _common_pb2.Role.ValueType = ...,
         adopted: _abc.Iterable[Global___AdoptedRequest] | None = ...,
+        step_targets: Global___StepTargets | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["adoption_grace", b"adoption_grace", "heartbeat_interval", b"heartbeat_interval"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adoption_grace", b"adoption_grace", "heartbeat_interval", b"heartbeat_interval", "step_targets", b"step_targets"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "adopted", b"adopted", "adoption_grace", b"adoption_grace", "generation", b"generation", "heartbeat_interval", b"heartbeat_interval", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "adopted", b"adopted", "adoption_grace", b"adoption_grace", "generation", b"generation", "heartbeat_interval", b"heartbeat_interval", "role", b"role", "step_targets", b"step_targets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
+
+@_typing.final
+class StepTargets(_message.Message):
+    """Targets of the steps of a worker's engine. The coordinator sends them in its Welcome, and again
+    whenever they change; the newest ones apply from the next step on.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ITL_FIELD_NUMBER: _builtins.int
+    LONGEST_GAP_FIELD_NUMBER: _builtins.int
+    PROMPT_STEP_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def itl(self) -> _duration_pb2.Duration:
+        """Target of the mean gap between a stream's tokens. Absent: steps have no limit for the sake of
+        streams.
+        """
+
+    @_builtins.property
+    def longest_gap(self) -> _duration_pb2.Duration:
+        """Longest step beside interactive streams. Absent if and only if `itl` is."""
+
+    @_builtins.property
+    def prompt_step(self) -> _duration_pb2.Duration:
+        """Longest step without interactive streams."""
+
+    def __init__(
+        self,
+        *,
+        itl: _duration_pb2.Duration | None = ...,
+        longest_gap: _duration_pb2.Duration | None = ...,
+        prompt_step: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl", "longest_gap", b"longest_gap", "prompt_step", b"prompt_step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["itl", b"itl", "longest_gap", b"longest_gap", "prompt_step", b"prompt_step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepTargets: _TypeAlias = StepTargets  # noqa: Y015
 
 @_typing.final
 class AdoptedRequest(_message.Message):

@@ -1,0 +1,43 @@
+"""The coordinator tells workers the targets of their steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from baton.coordinator.state import events as ev
+from baton.runtime.config import StepsConfig
+
+
+def milliseconds(targets) -> tuple[float | None, float | None, float]:
+    fields = (targets.itl, targets.longest_gap, targets.prompt_step)
+    itl, longest, prompt = (one.ToNanoseconds() / 1e6 for one in fields)
+    return (itl, longest, prompt) if targets.HasField("itl") else (None, None, prompt)
+
+
+def change(world, **changes) -> None:
+    targets = replace(world.core.scaler.targets["interactive"], **changes)
+    world.handle(ev.TargetsRequested({"interactive": targets}))
+
+
+def test_the_default_targets_follow_from_the_interactive_itl_target(world):
+    assert milliseconds(world.core.step_targets()) == (50, 60, 200)
+
+
+def test_every_worker_gets_a_changed_itl_target_once(world):
+    change(world, itl_s=0.02)
+    change(world, ttft_s=0.1)
+    for worker_id in ("p", "d"):
+        (command,) = world.commands[worker_id]
+        assert milliseconds(command) == (20, 24, 200)
+
+
+def test_without_an_itl_target_streams_do_not_limit_steps(world):
+    change(world, itl_s=None)
+    assert milliseconds(world.commands["d"][0]) == (None, None, 200)
+
+
+def test_the_longest_gap_is_configurable_and_never_below_the_itl_target(new_world):
+    world = new_world(steps=StepsConfig(longest_gap_ms=80, prompt_step_ms=100)).pair()
+    assert milliseconds(world.core.step_targets()) == (50, 80, 100)
+    change(world, itl_s=0.1)
+    assert milliseconds(world.commands["d"][0]) == (100, 100, 100)
