@@ -148,7 +148,7 @@ class _Policy:
         """Distributes prompt tokens beside the decodes in `work`, in the policy's order."""
         decodes = [item.request for item in work]
         streams = Streams(
-            num_tokens=len(decodes),
+            num_streams=len(decodes),
             num_kv_tokens=sum(len(request.tokens) for request in decodes),
             saved_s=min(
                 (request.saved_s(self.targets, self.now) for request in decodes), default=math.inf

@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 from vllm.exceptions import VLLMClientError
@@ -54,10 +54,13 @@ from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE
 from baton.kvtransfer.connector.scheduler_half import CUT_OFF, PREFIX_GONE
 from baton.kvtransfer.connector.step_work import STEP_WORK
 from baton.runtime import affinity
+from baton.runtime.config import LatencyConfig
+from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import StepTargets
 
 # Most step costs that are kept for the next load report.
 _MAX_SAMPLES = 256
+_PRIOR = LatencyModel.from_config(LatencyConfig())
 _STOP_TIMEOUT_S = 10.0
 _KILL_INTERVAL_S = 0.1
 # Exceptions that vLLM raises for a request that it does not accept.
@@ -73,6 +76,8 @@ class VllmEngine:
         engine_args: vLLM's engine arguments, by vLLM's names (AsyncEngineArgs).
         transfer_socket: Control socket of this worker's transfer service.
         adapters: Directory or hub ID of each LoRA adapter, by name.
+        scheduler: What fills a step with prompt tokens (steps.scheduler).
+        prior: Latency model of Baton's scheduler until it has measured steps.
     """
 
     def __init__(
@@ -82,6 +87,9 @@ class VllmEngine:
         engine_args: dict[str, Any],
         transfer_socket: str,
         adapters: Mapping[str, str] | None = None,
+        *,
+        scheduler: Literal["baton", "vllm"] = "baton",
+        prior: LatencyModel = _PRIOR,
     ) -> None:
         self._adapters = adapters or {}
         self._lora_requests = lora_requests(self._adapters)
@@ -90,6 +98,7 @@ class VllmEngine:
         self._traces = Path(transfer_socket).parent / "traces"
         self._live: dict[str, LiveRequest] = {}
         self._by_internal_id: dict[str, LiveRequest] = {}
+        self._prior = prior if scheduler == "baton" else None
         self._counter = itertools.count(1)
         self._stats = SchedulerStats()
         self._num_steps = 0
@@ -123,6 +132,7 @@ class VllmEngine:
             self._adapters,
             self._transfer_socket,
             self._traces,
+            self._prior,
         )
         config = setup.config
         renderer = renderer_from_config(config)

@@ -23,8 +23,10 @@ from baton.engine.vllm_config import (
 from baton.engine.vllm_forced_tokens import use_forced_tokens
 from baton.engine.vllm_lora import revision_of
 from baton.engine.vllm_refusals import refuse_speculation
+from baton.engine.vllm_step_budget import use_step_budget
 from baton.kvtransfer import engine_stages
 from baton.kvtransfer.layout import KvLayout
+from baton.runtime.latency import LatencyModel
 from baton.runtime.orphans import EndsWithParent
 from baton.v1 import common_pb2
 
@@ -56,6 +58,7 @@ class VllmSetup:
         adapters: Mapping[str, str],
         transfer_socket: str,
         traces: Path,
+        prior: LatencyModel | None = None,
     ) -> VllmSetup:
         """Configures vLLM; takes seconds.
 
@@ -66,6 +69,8 @@ class VllmSetup:
             adapters: Directory or hub ID of each LoRA adapter, by name.
             transfer_socket: Control socket of the worker's transfer service.
             traces: Directory that profiled ranks write into.
+            prior: Latency model of Baton's scheduler until it has measured steps; None: vLLM's own
+                scheduler runs.
 
         Raises:
             EngineDead: Baton does not serve this model or these settings.
@@ -92,6 +97,8 @@ class VllmSetup:
             # core: they may go on loading for minutes, or wait forever for a dead rank.
             "leash": EndsWithParent(),
         }
+        if prior is not None:
+            use_step_budget(config, prior, transfer_socket)
         return cls(config, layout, described, rank_cpus, transfer_socket)
 
     @property

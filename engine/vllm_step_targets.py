@@ -29,14 +29,20 @@ def write_targets(socket_path: str, targets: StepTargets) -> None:
     itl_s = math.inf if targets.itl_s is None else targets.itl_s
     data = _NUMBERS.pack(itl_s, targets.longest_gap_s, targets.prompt_step_s)
     path = Path(socket_path).with_name(_FILE)
-    if not path.exists():
+    if path.exists():
+        with path.open("r+b") as file:
+            file.write(data)
+    else:
         # A scheduler never maps an incomplete file.
         fresh = path.with_suffix(".new")
         fresh.write_bytes(data)
         fresh.replace(path)
-        return
-    with path.open("r+b") as file:
-        file.write(data)
+
+
+def make_targets_file(socket_path: str) -> None:
+    """Makes the file without an ITL target, unless the worker has already written targets."""
+    if not Path(socket_path).with_name(_FILE).exists():
+        write_targets(socket_path, StepTargets())
 
 
 class TargetsReader:

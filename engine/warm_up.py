@@ -12,6 +12,11 @@ _STRIDE = 7919
 _NAME = "warm-up"
 
 
+def is_warm_up(request_id: str) -> bool:
+    """Whether a request of this ID, or of an engine's own ID made of it, is one of the warm-up."""
+    return request_id == _NAME or request_id.startswith(f"{_NAME}#")
+
+
 async def warm_up(engine: Engine, info: EngineInfo) -> None:
     """Runs a prompt, and two output tokens if they fit, with the model and each adapter.
 

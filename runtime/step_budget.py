@@ -104,15 +104,22 @@ class Streams(NamedTuple):
     """The streams that decode in the next step.
 
     Attributes:
-        num_tokens: Tokens that the step computes for them: one per stream, plus drafts.
+        num_streams: Number of streams.
         num_kv_tokens: KV tokens that they attend to, in total.
         saved_s: The smallest `StreamPace.saved_s` of the interactive streams. Infinite without
             interactive streams, and without an ITL target.
+        num_drafts: Drafts of speculation that the step verifies, beside one token per stream.
     """
 
-    num_tokens: int = 0
+    num_streams: int = 0
     num_kv_tokens: int = 0
     saved_s: float = math.inf
+    num_drafts: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes for the streams."""
+        return self.num_streams + self.num_drafts
 
 
 @dataclass(slots=True)
@@ -208,7 +215,7 @@ def prompt_tokens(
 
 def _streams_s(model: LatencyModel, streams: Streams) -> float:
     """Time of a step with these streams and a prompt chunk, without the chunk's own time."""
-    return model.mixed_step_s(1, 0, streams.num_tokens, streams.num_kv_tokens) - (
+    return model.mixed_step_s(1, 0, streams.num_streams, streams.num_kv_tokens) - (
         model.prefill_per_token_s
     )
 

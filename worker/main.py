@@ -14,6 +14,7 @@ from baton.runtime import lifecycle, logs, quick_exit
 from baton.runtime.config import BatonConfig, PoolConfig
 from baton.runtime.config_error import ConfigError
 from baton.runtime.enum_names import role_name
+from baton.runtime.latency import LatencyModel
 from baton.v1 import common_pb2
 from baton.worker.worker import EngineFactory, Worker, WorkerFailed
 
@@ -51,7 +52,13 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
         # With a reasoning parser, grammars apply only after the reasoning.
         arguments = {"reasoning_parser": config.reasoning_parser, **arguments}
     engine: Engine = VllmEngine(
-        config.model, config.model_name, arguments, transfer_socket, config.lora_adapters
+        config.model,
+        config.model_name,
+        arguments,
+        transfer_socket,
+        config.lora_adapters,
+        scheduler=config.steps.scheduler,
+        prior=LatencyModel.from_config(config.latency),
     )
     return engine
 

@@ -240,6 +240,14 @@ class SchedulerHalf:
         self._loads, self._releases = [], {}
         return step
 
+    def latest_step_work(self) -> list[float] | None:
+        """Returns the work of the step that was made last (see STEP_WORK).
+
+        None if the step loads handoffs or computes nothing: its time says nothing about the model.
+        """
+        latest = self._unfinished[-1] if self._unfinished else None
+        return latest.work if latest is not None and not latest.loads else None
+
     def finish_step(self) -> dict[str, Any]:
         """Ends the oldest unfinished step; returns what Baton's engine is told about it.
 

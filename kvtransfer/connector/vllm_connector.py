@@ -235,6 +235,10 @@ class BatonConnector(KVConnectorBase_V1):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return StepMetadata(self._scheduler_half.step(scheduler_output))
 
+    def latest_step_work(self) -> list[float] | None:
+        """Tells Baton's scheduler (engine/vllm_scheduler.py); see SchedulerHalf."""
+        return self._scheduler_half.latest_step_work()
+
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         # vLLM calls both halves; the scheduler's half once per step, when the step has finished.
         if self._scheduler is None:

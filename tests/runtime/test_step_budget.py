@@ -39,9 +39,10 @@ prompts = st.lists(
 )
 streams = st.builds(
     Streams,
-    num_tokens=st.integers(0, 100),
+    num_streams=st.integers(0, 100),
     num_kv_tokens=st.integers(0, 100_000),
     saved_s=st.floats(-10, 10) | st.just(math.inf),
+    num_drafts=st.integers(0, 300),
 )
 
 
@@ -71,7 +72,7 @@ def test_a_step_takes_as_long_as_its_limit_or_has_the_least_tokens(
     squares = sum(
         grant * (2 * one.num_done + grant) for grant, one in zip(grants, found, strict=True)
     )
-    num_streams, num_kv = decoding.num_tokens, decoding.num_kv_tokens
+    num_streams, num_kv = decoding.num_streams, decoding.num_kv_tokens
     least_s = MODEL.prefill_per_token_s * LEAST_TOKENS + MODEL.prefill_per_token_squared_s * (
         LEAST_TOKENS * (2 * 5000 + LEAST_TOKENS)
     )

@@ -7,6 +7,7 @@ step_with_batch_queue of vllm/v1/engine/core.py).
 from __future__ import annotations
 
 import dataclasses
+import tempfile
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,14 +24,20 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from baton.engine.vllm_config import RefusingEngineArgs, checked_args
+from baton.engine.vllm_step_budget import use_step_budget
+from baton.engine.vllm_step_targets import write_targets
 from baton.kvtransfer.connector import vllm_connector
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import demo_model
+from baton.runtime.config import LatencyConfig
+from baton.runtime.latency import LatencyModel
+from baton.runtime.step_budget import StepTargets
 from baton.v1 import kv_transfer_pb2
 
 BLOCK, CHUNK = 16, 64
 LAYOUT = KvLayout("m", "r", "float32", 1, 1, 8, BLOCK, 1024, "heads,tokens,content")
 HANDOFF = bytes(16)
+PRIOR = LatencyModel.from_config(LatencyConfig())
 # Priorities: a smaller one runs first and is preempted last.
 URGENT, SOON, LATE = 0, 1, 5
 
@@ -64,10 +71,18 @@ class Engine:
     Args:
         num_blocks: Number of blocks that requests can have.
         asynchronous: Whether a step is made while the previous one runs, as on GPUs.
+        targets: Targets of Baton's scheduler; None: vLLM's own scheduler.
         engine_args: vLLM's engine arguments, beside Baton's.
     """
 
-    def __init__(self, num_blocks: int, *, asynchronous: bool, **engine_args: Any) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        asynchronous: bool,
+        targets: StepTargets | None = None,
+        **engine_args: Any,
+    ) -> None:
         args = {"dtype": "float32", "block_size": BLOCK, "max_model_len": 256, **engine_args}
         args = {"max_num_batched_tokens": CHUNK, "kv_cache_memory_bytes": 2**20, **args}
         checked = checked_args(demo_model.ensure("demo-2-layers"), "m", args, {}, Path("traces"))
@@ -78,6 +93,10 @@ class Engine:
         config.kv_transfer_config.kv_connector_extra_config = {
             "socket": "", "layout": dataclasses.asdict(LAYOUT), "rank_cpus": [],
         }  # fmt: skip
+        if targets is not None:
+            socket = str(Path(tempfile.mkdtemp()) / "kv.sock")
+            use_step_budget(config, PRIOR, socket)
+            write_targets(socket, targets)
         spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         self.scheduler = config.scheduler_config.get_scheduler_cls()(
             vllm_config=config,
@@ -100,6 +119,14 @@ class Engine:
         self.misled: set[str] = set()
         self._keys: dict[tuple[int, int], tuple[int, ...]] = {}
         self._under_way: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
+
+    @property
+    def num_under_way(self) -> int:
+        return len(self._under_way)
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._under_way)
 
     def add(
         self,
@@ -147,7 +174,9 @@ class Engine:
             made_of = [self._keys.get(self._slot(name, at)) for at in range(computed[name])]
             if made_of != [tuple(tokens[: at + 1]) for at in range(computed[name])]:
                 self.misled.add(name)
-            is_prompt_over = computed[name] + count == len(tokens)
+            # The model accepts no draft.
+            num_drafts = len(output.scheduled_spec_decode_tokens.get(name, ()))
+            is_prompt_over = computed[name] + count - num_drafts == len(tokens)
             sampled.append([len(tokens)] if is_prompt_over else [])
             tokens += sampled[-1]
         made = ModelRunnerOutput(

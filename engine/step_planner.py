@@ -1,0 +1,153 @@
+"""Plans the steps of a scheduler: measures them, and asks the policy for the next one's tokens.
+
+The policy is runtime/step_budget.py. This module keeps what the policy needs to know between steps:
+the latency model of this process, when each stream began, and how large a step has been measured.
+It knows nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from baton.runtime.latency import LatencyModel
+from baton.runtime.latency_fit import LatencyFit
+from baton.runtime.step_budget import Prompt, StepTargets, StreamPace, Streams, prompt_tokens
+from baton.v1 import cluster_pb2
+
+# Prompt tokens of the first measured step. A prior for a GPU would give a CPU steps of seconds.
+_FIRST_TOKENS = 64
+# A step has at most this many times the prompt tokens of the largest measured step.
+_GROWTH = 4
+# Only every fourth step this short is measured: the fit takes some 60 us.
+_SHORT_S, _SHORT_INTERVAL = 4e-3, 4
+# Longest step of a warm-up.
+_UNLIMITED_S = 3600.0
+# Steps between two clean-ups of the streams that have ended.
+_CLEAN_INTERVAL = 256
+
+# A step's work as kvtransfer/connector/step_work.py counts it: [scheduled_at, num_prefill_tokens,
+# prefill_token_squares, num_decodes, num_kv_tokens].
+Work = Sequence[float]
+
+
+class StepPlanner:
+    """Plans the steps of one engine, in order.
+
+    Args:
+        prior: Latency model until steps are measured.
+        read_targets: Returns the current targets.
+    """
+
+    def __init__(self, prior: LatencyModel, read_targets: Callable[[], StepTargets]) -> None:
+        self._fit = LatencyFit(prior)
+        self._read_targets = read_targets
+        self.targets = read_targets()
+        self._most_measured = 0
+        self._num_steps = 0
+        self._ended_at = 0.0
+        self._paces: dict[str, StreamPace] = {}
+        # Steps without an end so far, in their order: the step, its work and its predicted time.
+        self._under_way: deque[tuple[object, Work | None, float]] = deque()
+
+    @property
+    def model(self) -> LatencyModel:
+        """The current latency model."""
+        return self._fit.model
+
+    def begin(self, now: float, running: Collection[str]) -> None:
+        """Begins the plan of one step.
+
+        Args:
+            now: The time, by time.monotonic.
+            running: Requests of the engine.
+        """
+        self.targets = self._read_targets()
+        busy_s = sum(step_s for _, _, step_s in self._under_way)
+        self._begins_at = max(now, self._ended_at + busy_s)
+        self._num_steps += 1
+        if self._num_steps % _CLEAN_INTERVAL == 0:
+            self._paces = {name: one for name, one in self._paces.items() if name in running}
+
+    def saved_s(self, name: str, num_tokens: int) -> float:
+        """Seconds by which a stream will be ahead of its ITL target when the step begins.
+
+        Infinite without an ITL target.
+
+        Args:
+            name: The stream's request.
+            num_tokens: Its output tokens, including those of the steps under way.
+        """
+        if self.targets.itl_s is None:
+            return math.inf
+        pace = self._paces.get(name)
+        if pace is None:
+            pace = self._paces[name] = StreamPace(self._begins_at, num_tokens)
+        pace.advance(self.targets, self._begins_at, num_tokens)
+        return pace.saved_s
+
+    def tokens(
+        self, streams: Streams, prompts: Sequence[Prompt], max_tokens: int, *, limit: bool = True
+    ) -> list[int]:
+        """Number of tokens of each prompt in the step; see `prompt_tokens`.
+
+        Args:
+            streams: The streams that decode in it.
+            prompts: In the order of `prompt_order`.
+            max_tokens: Most tokens of a step, those of the streams included.
+            limit: False for steps that are not measured either, such as those of the warm-up.
+        """
+        if limit:
+            most = max(_FIRST_TOKENS, _GROWTH * self._most_measured)
+            max_tokens = min(max_tokens, streams.num_tokens + most)
+            targets = self.targets
+        else:
+            targets = replace(self.targets, itl_s=None, prompt_step_s=_UNLIMITED_S)
+        return prompt_tokens(self.model, targets, streams, prompts, max_tokens)
+
+    def made(self, step: object, work: Work | None) -> None:
+        """Takes the step that was planned.
+
+        Args:
+            step: Identifies the step for `ended`.
+            work: The step's work; None: its time says nothing about the model.
+        """
+        step_s = 0.0
+        if work is not None:
+            _, num_prompt_tokens, squares, num_decodes, num_kv_tokens = map(int, work)
+            step_s = self.model.mixed_step_s(num_prompt_tokens, squares, num_decodes, num_kv_tokens)
+        self._under_way.append((step, work, step_s))
+
+    def ended(self, step: object, now: float) -> None:
+        """Takes the end of a step; `now` is by time.monotonic.
+
+        Steps end in their order. Earlier steps that have not ended were dropped.
+        """
+        began_at, self._ended_at = self._ended_at, now
+        work = None
+        while self._under_way:
+            oldest, work, _ = self._under_way.popleft()
+            if oldest is step:
+                break
+        if work is None:
+            return
+        scheduled_at, num_prompt_tokens, squares, num_decodes, num_kv_tokens = work
+        # The step may have been scheduled while the previous one ran.
+        duration_s = now - max(scheduled_at, began_at)
+        is_larger = num_prompt_tokens > self._most_measured
+        if duration_s <= 0 or (
+            duration_s < _SHORT_S and self._num_steps % _SHORT_INTERVAL and not is_larger
+        ):
+            return
+        self._most_measured = max(self._most_measured, int(num_prompt_tokens))
+        self._fit.observe(
+            cluster_pb2.StepSample(
+                num_prefill_tokens=int(num_prompt_tokens),
+                num_decodes=int(num_decodes),
+                num_kv_tokens=int(num_kv_tokens),
+                duration_us=round(duration_s * 1e6),
+                prefill_token_squares=int(squares),
+            )
+        )

@@ -1,0 +1,272 @@
+"""vLLM's schedulers, with steps that are bounded by the ITL target and begin with short prompts.
+
+vLLM gives each step to its running requests in the order of a list, then to waiting ones, up to a
+fixed number of tokens. A long prompt beside a stream stops the stream for a whole step, and a short
+prompt waits until the long one has ended. The classes here decide before each step how many tokens
+each prompt gets (engine/step_planner.py, runtime/step_budget.py). They tell vLLM by the order of
+`running` and of `waiting`, by `max_num_scheduled_tokens`, and by one hook that bounds the tokens of
+a single prompt. vLLM still makes the step: blocks, preemption, the prefix cache, handoffs and
+speculation. engine/vllm_step_budget.py checks at start that vLLM has the names used here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from baton.engine.step_planner import StepPlanner
+from baton.engine.vllm_step_targets import TargetsReader
+from baton.engine.warm_up import is_warm_up
+from baton.runtime.latency import LatencyModel
+from baton.runtime.step_budget import Prompt, Streams, prompt_order
+
+# Key in kv_connector_extra_config; the value has the keys "socket" (the transfer service's control
+# socket) and "prior" (LatencyModel's fields).
+STEPS = "steps"
+
+# Seconds after which the cached part of a waiting prompt is looked up again, and most look-ups of
+# one step: one takes some 50 us for a prompt of 1,500 tokens.
+_LOOKUP_AGAIN_S, _MAX_LOOKUPS = 1.0, 8
+_STARTS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
+
+@dataclass(slots=True, eq=False)
+class _Candidate:
+    """A prompt that the step may compute.
+
+    Attributes:
+        request: vLLM's request.
+        prompt: What the policy knows of it.
+        rank: Sort key; smaller values go first.
+    """
+
+    request: Request
+    prompt: Prompt
+    rank: tuple[float, ...]
+
+
+class BatonScheduler(Scheduler):
+    """Decides before each step which prompts get how many tokens; then vLLM makes the step.
+
+    Attributes:
+        planner: The engine's latency model and targets.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        extra = self.vllm_config.kv_transfer_config.kv_connector_extra_config
+        steps = extra[STEPS]
+        prior = LatencyModel(**steps["prior"])
+        self.planner = StepPlanner(prior, TargetsReader(steps["socket"]).read)
+        self._most_tokens = self.max_num_scheduled_tokens
+        # vLLM's queue for policy "priority" has an order of its own. Preemption does not use it.
+        self.waiting = FCFSRequestQueue()
+        # Most tokens of a prompt in the step that is made next; others have no limit.
+        self._most: dict[str, int] = {}
+        # Tokens of waiting prompts in the prefix cache, and when they were looked up.
+        self._cached: dict[str, tuple[int, float]] = {}
+        self._num_lookups = 0
+        self._warms_up = True
+
+    # ---- vLLM's methods
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        self.planner.begin(time.monotonic(), self.requests)
+        self.max_num_scheduled_tokens = self._plan()
+        try:
+            output = super().schedule(*args, **kwargs)
+        finally:
+            self.max_num_scheduled_tokens = self._most_tokens
+        if self._warms_up:
+            self._warms_up = all(is_warm_up(name) for name in output.num_scheduled_tokens)
+        # The time of a warm-up step says nothing: it includes compilation.
+        work = None if self._warms_up else self.connector.latest_step_work()
+        self.planner.made(output, work)
+        return output
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        self.planner.ended(scheduler_output, time.monotonic())
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _reserve_prefill_lookahead(
+        self, request: Request, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        most = self._most.get(request.request_id)
+        if most is not None:
+            # vLLM pads the first decode of a request to 1 + drafts, and must get all or nothing.
+            num_new_tokens = min(num_new_tokens, most and max(most, 1 + self.num_spec_tokens))
+        found = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        return int(found)
+
+    # ---- The plan of a step
+
+    def _plan(self) -> int:
+        """Orders the requests and bounds their prompts; returns the step's number of tokens."""
+        now, model, self._num_lookups = time.time(), self.planner.model, 0
+        decodes = [one for one in self.running if not _is_prompt(one)]
+        chunks = [self._candidate(one, now, model) for one in self.running if _is_prompt(one)]
+        arrivals, coming, blocked = self._divided(now, model)
+        prompts = sorted([*chunks, *arrivals], key=_rank)
+        streams = self._streams(decodes)
+        # vLLM asks requests for their handoff only while tokens are left in the step.
+        per_request = 1 + self.num_spec_tokens
+        room = max(0, self._most_tokens - streams.num_tokens)
+        reserve = min(room // 2 if prompts else room, per_request * len(coming))
+        grants = self.planner.tokens(
+            streams,
+            [one.prompt for one in prompts],
+            self._most_tokens - reserve,
+            limit=not self._warms_up,
+        )
+        granted = {
+            one.request.request_id: grant for one, grant in zip(prompts, grants, strict=True)
+        }
+        # In place: vLLM keeps references to this list.
+        self.running[:] = [*decodes, *(one.request for one in sorted(chunks, key=_rank))]
+        self._order_waiting(arrivals, coming, blocked, granted)
+        self._most = granted | {one.request_id: per_request for one in coming}
+        self._most |= {one.request_id: 0 for one in blocked}
+        total: int = streams.num_tokens + sum(grants) + reserve
+        return max(1, min(total, int(self._most_tokens)))
+
+    def _streams(self, decodes: Sequence[Request]) -> Streams:
+        num_tokens = num_kv_tokens = 0
+        saved_s = math.inf
+        for request in decodes:
+            # Placeholders stand for tokens of steps under way (asynchronous scheduling).
+            pending = request.num_output_placeholders
+            missing_tokens = request.num_tokens_with_spec + pending - request.num_computed_tokens
+            num_tokens += max(1, missing_tokens)
+            num_kv_tokens += request.num_computed_tokens + 1
+            # Batch streams have no ITL target.
+            if request.priority <= 0:
+                num_outputs = request.num_output_tokens + pending
+                saved_s = min(saved_s, self.planner.saved_s(request.request_id, num_outputs))
+        num_drafts = num_tokens - len(decodes)
+        return Streams(len(decodes), num_kv_tokens, saved_s, num_drafts)
+
+    def _candidate(self, request: Request, now: float, model: LatencyModel) -> _Candidate:
+        num_done = request.num_computed_tokens
+        running = request.status == RequestStatus.RUNNING
+        if not running:
+            num_done = self._num_cached(request, now)
+        prompt = Prompt(
+            # Attention to cached tokens costs like attention to computed ones.
+            num_done=num_done,
+            num_left=max(1, request.num_tokens - num_done),
+            priority=request.priority,
+            waited_s=max(0.0, now - request.arrival_time),
+            running=running,
+        )
+        return _Candidate(request, prompt, prompt_order(prompt, model))
+
+    def _num_cached(self, request: Request, now: float) -> int:
+        """Tokens of a waiting prompt that are in the prefix cache, looked up once a second."""
+        num_cached, looked_up_at = self._cached.get(request.request_id, (0, 0.0))
+        if now - looked_up_at > _LOOKUP_AGAIN_S and self._num_lookups < _MAX_LOOKUPS:
+            self._num_lookups += 1
+            if len(self._cached) > 2 * len(self.requests):
+                self._cached = {
+                    name: one for name, one in self._cached.items() if name in self.requests
+                }
+            num_cached = self.kv_cache_manager.get_computed_blocks(request)[1]
+            self._cached[request.request_id] = (num_cached, now)
+        return int(num_cached)
+
+    def _divided(
+        self, now: float, model: LatencyModel
+    ) -> tuple[list[_Candidate], list[Request], list[Request]]:
+        """Divides the waiting requests.
+
+        Returns:
+            Prompts that may start; requests that wait for a handoff or for something else, and
+            then compute one token; prompts for which there is no place or no room.
+        """
+        num_places = max(0, self.max_num_active_reqs - len(self.running))
+        arrivals: list[_Candidate] = []
+        coming: list[Request] = []
+        for request in self.waiting:
+            waits = request in self.deferred_waiting or _awaits_handoff(request)
+            if waits or request.status not in _STARTS:
+                coming.append(request)
+            else:
+                arrivals.append(self._candidate(request, now, model))
+        coming.sort(key=_age)
+        arrivals.sort(key=_rank)
+        count = self._num_fitting(arrivals[:num_places])
+        return arrivals[:count], coming, [one.request for one in arrivals[count:]]
+
+    def _num_fitting(self, arrivals: Sequence[_Candidate]) -> int:
+        """Number of prompts, from the first one on, that may start now.
+
+        A prompt waits if an older running prompt needs its blocks: vLLM would take them back, and
+        the prompt would be computed again. Those behind it wait too, or it might never get room.
+        """
+        older = [one for one in self.running if _is_prompt(one)]
+        if not older:
+            return len(arrivals)
+        num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        for index, one in enumerate(arrivals):
+            num_reserved = sum(
+                self._num_blocks(other.num_tokens - other.num_computed_tokens)
+                for other in older
+                if _age(other) < _age(one.request)
+            )
+            num_free -= self._num_blocks(one.prompt.num_left)
+            if num_free < num_reserved:
+                return index
+        return len(arrivals)
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        size: int = self.block_size
+        return -(-num_tokens // size)
+
+    def _order_waiting(
+        self,
+        arrivals: list[_Candidate],
+        coming: list[Request],
+        blocked: list[Request],
+        granted: dict[str, int],
+    ) -> None:
+        """Sets the order in which vLLM starts requests; it stops at the first that gets nothing."""
+        starts = [one.request for one in arrivals if granted[one.request.request_id]]
+        rest = [one.request for one in arrivals if not granted[one.request.request_id]]
+        # A request with a handoff computes one token: it goes before the prompts of its lane.
+        ordered = sorted([*coming, *starts], key=lambda one: one.priority)
+        self.waiting.clear()
+        self.waiting.extend([*ordered, *rest, *blocked])
+
+
+def _is_prompt(request: Request) -> bool:
+    """Whether a request computes its prompt (after a preemption: its tokens so far)."""
+    num_computed = request.num_computed_tokens
+    return bool(num_computed < request.num_tokens - 1 or not num_computed)
+
+
+def _awaits_handoff(request: Request) -> bool:
+    """Whether a request that has not run yet starts from a handoff."""
+    return not request.num_preemptions and "baton_receive" in (request.kv_transfer_params or {})
+
+
+def _age(request: Request) -> tuple[int, float]:
+    """Sort key: vLLM preempts the request with the largest one."""
+    return request.priority, request.arrival_time
+
+
+def _rank(one: _Candidate) -> tuple[float, ...]:
+    return one.rank
+
+
+class BatonAsyncScheduler(BatonScheduler, AsyncScheduler):
+    """BatonScheduler for steps that overlap (GPUs).
+
+    vLLM makes steps overlap only if its scheduler is an AsyncScheduler.
+    """

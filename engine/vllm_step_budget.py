@@ -1,0 +1,102 @@
+"""Configures vLLM to use Baton's scheduler, if this vLLM has everything that the class uses."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from typing import Any
+
+import vllm
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from baton.engine import vllm_scheduler
+from baton.engine.base import EngineDead
+from baton.engine.vllm_step_targets import make_targets_file
+from baton.runtime.latency import LatencyModel
+
+# What engine/vllm_scheduler.py uses of vLLM: methods and properties, with the parameters of the
+# private method that it overrides.
+_METHODS: dict[type, tuple[str, ...]] = {
+    Scheduler: ("schedule", "update_from_output", "_reserve_prefill_lookahead"),
+    Request: ("num_tokens", "num_tokens_with_spec", "num_output_tokens"),
+    KVCacheManager: ("get_computed_blocks",),
+    BlockPool: ("get_num_free_blocks",),
+}
+_HOOK_PARAMETERS = ["self", "request", "num_computed_tokens", "num_new_tokens"]
+# Attributes of instances. The check looks for the assignments in the code, because it runs before
+# there are instances, in the worker's process.
+_ATTRIBUTES: dict[type, tuple[str, ...]] = {
+    Scheduler: (
+        "max_num_scheduled_tokens",
+        "max_num_active_reqs",
+        "num_spec_tokens",
+        "deferred_waiting",
+        "kv_cache_manager",
+        "block_size",
+        "waiting",
+        "running",
+        "requests",
+        "connector",
+    ),
+    Request: (
+        "num_computed_tokens",
+        "num_output_placeholders",
+        "num_preemptions",
+        "kv_transfer_params",
+        "arrival_time",
+        "priority",
+        "status",
+    ),
+    KVCacheManager: ("block_pool",),
+}
+
+
+def use_step_budget(config: Any, prior: LatencyModel, transfer_socket: str) -> None:
+    """Makes vLLM use Baton's scheduler.
+
+    Args:
+        config: vLLM's VllmConfig, with Baton's connector.
+        prior: Latency model until steps are measured.
+        transfer_socket: Control socket of the worker's transfer service.
+
+    Raises:
+        EngineDead: The installed vLLM lacks a name that Baton's scheduler uses.
+    """
+    if missing := _missing():
+        raise EngineDead(
+            f"vLLM {vllm.__version__} lacks {', '.join(missing)}, which Baton's scheduler uses; "
+            "install the version that Baton requires, or set steps.scheduler to vllm"
+        )
+    make_targets_file(transfer_socket)
+    scheduling = config.scheduler_config
+    scheduler = (
+        vllm_scheduler.BatonAsyncScheduler
+        if scheduling.async_scheduling
+        else vllm_scheduler.BatonScheduler
+    )
+    scheduling.scheduler_cls = f"{scheduler.__module__}.{scheduler.__qualname__}"
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    extra[vllm_scheduler.STEPS] = {"socket": transfer_socket, "prior": dataclasses.asdict(prior)}
+
+
+def _missing() -> list[str]:
+    found = [
+        f"{owner.__name__}.{name}"
+        for owner, names in _METHODS.items()
+        for name in names
+        if not hasattr(owner, name)
+    ]
+    found += [
+        f"{owner.__name__}.{name}"
+        for owner, names in _ATTRIBUTES.items()
+        for name in names
+        if not re.search(rf"\bself\.{name}\b[^=\n]*=[^=]", inspect.getsource(owner))
+    ]
+    hook = getattr(Scheduler, "_reserve_prefill_lookahead", None)
+    if hook is not None and list(inspect.signature(hook).parameters) != _HOOK_PARAMETERS:
+        found.append(f"Scheduler._reserve_prefill_lookahead({', '.join(_HOOK_PARAMETERS)})")
+    return found

@@ -1,0 +1,222 @@
+"""Compares Baton's scheduler with vLLM's own one on an engine without a model, by random requests.
+
+The engine is that of scheduling_program.py: it has few blocks, so that requests are preempted.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import vllm
+from scheduling_program import BLOCK, HANDOFF, LATE, PRIOR, URGENT, Engine, Port
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request
+
+from baton.engine import vllm_step_budget
+from baton.engine.base import EngineDead
+from baton.engine.vllm_step_budget import use_step_budget
+from baton.kvtransfer.connector import vllm_connector
+from baton.runtime.step_budget import StepTargets
+from baton.v1 import kv_transfer_pb2
+
+NUM_BLOCKS = 14
+# Targets that leave room for prompts, and targets that leave none, so that each step has the least
+# number of prompt tokens.
+TARGETS = {"normal": StepTargets(0.05, 0.06, 0.2), "floor": StepTargets(1e-6, 1e-6, 1e-6)}
+# More steps than any run needs, and more empty steps in a row than any wait for a block takes.
+_MAX_STEPS, _MAX_EMPTY = 5000, 50
+
+Result = dict[str, Any]
+
+
+def receive(handoff_id: bytes, num_tokens: int) -> dict[str, Any]:
+    return {
+        "baton_receive": {
+            "handoff_id": handoff_id.hex(),
+            "num_tokens": num_tokens,
+            "skip_tokens": 0,
+            "timeout_s": 60.0,
+        }
+    }
+
+
+def handoff_id(number: int) -> bytes:
+    return number.to_bytes(16)
+
+
+class ManyHandoffs(Port):
+    """A transfer service that commits `coming` when the test says so."""
+
+    coming: tuple[bytes, ...] = ()
+
+    def __init__(self, _: str) -> None:
+        super().__init__(_)
+        self._states = []
+
+    def poll(self) -> list[kv_transfer_pb2.LocalHandoffState]:
+        found, ManyHandoffs.coming = ManyHandoffs.coming, ()
+        state = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
+        return [kv_transfer_pb2.LocalHandoffState(handoff_id=one, state=state) for one in found]
+
+
+def requests(seed: int) -> list[tuple[int, str, list[int], int, int, dict[str, Any] | None]]:
+    """Returns random requests: first step, name, prompt, priority, output tokens, handoff."""
+    rng = random.Random(seed)
+    found = []
+    for index in range(24):
+        length = rng.randint(100, 200) if rng.random() < 0.3 else rng.randint(3, 30)
+        transfer = None
+        if index == 5:
+            length, transfer = 3 * BLOCK + 1, receive(HANDOFF, 3 * BLOCK)
+        # Some prompts begin like others, so that the prefix cache finds blocks.
+        first = 1000 * (index % 20 + 1)
+        prompt = list(range(first, first + length))
+        priority, num_outputs = rng.choice([URGENT, URGENT, LATE]), rng.randint(1, 12)
+        found.append((rng.randint(0, 40), f"r{index}", prompt, priority, num_outputs, transfer))
+    return sorted(found, key=lambda one: one[0])
+
+
+def random_run(
+    seed: int, *, asynchronous: bool, targets: StepTargets | None, **more: Any
+) -> Result:
+    """Runs the requests of a seed; `steps` is None if they did not end."""
+    engine = Engine(NUM_BLOCKS, asynchronous=asynchronous, targets=targets, **more)
+    waiting, num_steps, num_empty = requests(seed), 0, 0
+    while waiting or engine.scheduler.has_unfinished_requests() or engine.is_busy:
+        while waiting and waiting[0][0] <= num_steps:
+            engine.add(*waiting.pop(0)[1:])
+        made = engine.schedule() if engine.scheduler.has_unfinished_requests() else {}
+        if engine.is_busy and (not asynchronous or engine.num_under_way > 1 or not made):
+            engine.take_output()
+        num_steps += 1
+        num_empty = 0 if made or engine.is_busy else num_empty + 1
+        if num_steps > _MAX_STEPS or (num_empty > _MAX_EMPTY and not waiting):
+            return {"steps": None, "left": sorted(engine.scheduler.requests)}
+    return {
+        "steps": num_steps,
+        "tokens": engine.reported,
+        # The loaded handoff was not computed here.
+        "misled": sorted(engine.misled - {"r5"}),
+        "ended": engine.ended,
+        "num_preempted": len(engine.preempted),
+    }
+
+
+def compared(num_seeds: int, modes: Sequence[bool] = (False, True), **more: Any) -> dict[str, Any]:
+    """Runs each seed with both schedulers; returns what differs, by name of the run.
+
+    Args:
+        num_seeds: Number of seeds.
+        modes: Whether a step is made while the previous one runs, for each run of a seed.
+        more: vLLM's engine arguments.
+    """
+    differs: dict[str, Any] = {}
+    num_preempted = {"vllm": 0, "baton": 0}
+    for asynchronous in modes:
+        for seed in range(num_seeds):
+            own = random_run(seed, asynchronous=asynchronous, targets=None, **more)
+            for name, targets in TARGETS.items():
+                found = random_run(seed, asynchronous=asynchronous, targets=targets, **more)
+                same = all(own.get(key) == found.get(key) for key in ("tokens", "misled", "ended"))
+                if not same or found["steps"] is None:
+                    how = "asynchronous" if asynchronous else "synchronous"
+                    differs[f"{how}, {name}, seed {seed}"] = [own, found]
+                    continue
+                num_preempted["vllm"] += own["num_preempted"]
+                num_preempted["baton"] += found["num_preempted"]
+    return {"differs": differs, "num_preempted": num_preempted}
+
+
+def handoffs_at_the_floor() -> dict[str, Any]:
+    """32 handoffs come while a long prompt takes the least number of tokens in each step."""
+    vllm_connector.EnginePort = ManyHandoffs  # type: ignore[misc,assignment]
+    engine = Engine(
+        200, asynchronous=False, targets=TARGETS["floor"], max_num_batched_tokens=BLOCK * 4
+    )
+    engine.add("stream", range(5), URGENT, 200)
+    engine.add("long", range(10_000, 10_240), URGENT, 1)
+    engine.step()
+    names = [f"h{number}" for number in range(32)]
+    for number, name in enumerate(names):
+        prompt = range(1000 * (number + 1), 1000 * (number + 1) + 2 * BLOCK + 1)
+        engine.add(name, prompt, URGENT, 2, receive(handoff_id(number), 2 * BLOCK))
+    before = [engine.step() for _ in range(2)]
+    ManyHandoffs.coming = tuple(map(handoff_id, range(32)))
+    first: dict[str, int] = {}
+    steps = 0
+    while len(first) < len(names) and steps < 50:
+        made = engine.step()
+        steps += 1
+        first |= {name: steps for name in made if name in names and name not in first}
+    return {
+        "before": before,
+        "steps": max(first.values(), default=None),
+        "num_started": len(first),
+        "long_tokens": engine.scheduler.requests["long"].num_computed_tokens
+        if "long" in engine.scheduler.requests
+        else 240,
+    }
+
+
+def short_beside_long() -> dict[str, Any]:
+    """A short prompt comes while a long one is computed beside a stream."""
+    engine = Engine(60, asynchronous=False, targets=TARGETS["normal"])
+    engine.add("stream", range(5), URGENT, 100)
+    engine.step()
+    engine.add("long", range(1000, 1240), URGENT, 1)
+    steps = [engine.step()]
+    engine.add("short", range(2000, 2010), URGENT, 1)
+    # Steps without a model take no time, so waiting would count for too much.
+    requests = engine.scheduler.requests
+    requests["short"].arrival_time = requests["long"].arrival_time
+    while "long" in requests:
+        steps.append(engine.step())
+    return {"steps": steps}
+
+
+def another_vllm() -> dict[str, Any]:
+    """What happens at the start of a vLLM that lacks two names."""
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=None))
+    lacks = {Scheduler: ("running", "gone"), Request: ("also_gone",)}
+    with (
+        mock.patch.object(vllm, "__version__", "9.9"),
+        mock.patch.object(vllm_step_budget, "_ATTRIBUTES", lacks),
+    ):
+        try:
+            use_step_budget(config, PRIOR, "")
+        except EngineDead as error:
+            message = str(error)
+    return {"error": message, "scheduler": config.scheduler_config.scheduler_cls}
+
+
+def main(num_seeds: int) -> dict[str, Any]:
+    """Returns the results of all scenarios."""
+    vllm_connector.EnginePort = Port  # type: ignore[misc,assignment]
+    init_none_hash(sha256)
+    return {
+        "compared": compared(num_seeds),
+        "compared with drafts": compared(
+            max(1, num_seeds // 3),
+            # The model of this engine does not know which drafts a step under way assumes.
+            (False,),
+            speculative_config={
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_max": 2,
+            },
+        ),
+        "another vLLM": another_vllm(),
+        "short beside long": short_beside_long(),
+        "handoffs at the floor": handoffs_at_the_floor(),
+    }
+
+
+if __name__ == "__main__":
+    print(main(int(sys.argv[1])))

@@ -1,0 +1,57 @@
+"""Baton's scheduler inside vLLM: the same tokens as vLLM's own one, and no request stands still.
+
+Schedulers and connector are real, also in the form for GPUs; there is no model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm_programs import Program
+
+pytestmark = pytest.mark.vllm
+
+NUM_SEEDS = 12
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    directory = tmp_path_factory.mktemp("step-budget")
+    with Program("step_budget_program", NUM_SEEDS, directory=directory) as program:
+        found: dict[str, Any] = program.result()
+    return found
+
+
+def test_random_requests_get_the_same_tokens_as_from_the_scheduler_of_vllm(
+    made: dict[str, Any],
+) -> None:
+    """Few blocks, two lanes, shared prefixes and a handoff; with normal and with tiny targets."""
+    assert made["compared"]["differs"] == {}
+    assert made["compared"]["num_preempted"]["vllm"] > 0
+
+
+def test_a_step_keeps_room_for_the_drafts_of_speculation(made: dict[str, Any]) -> None:
+    """vLLM pads the first decode of a request to all its drafts, or does not start it."""
+    assert made["compared with drafts"]["differs"] == {}
+
+
+def test_a_short_prompt_overtakes_a_long_one_beside_a_stream(made: dict[str, Any]) -> None:
+    steps = made["short beside long"]["steps"]
+    assert all(step["stream"] == 1 for step in steps)
+    assert "long" in steps[0]
+    assert "short" not in steps[-1]
+    assert sum(step.get("short", 0) for step in steps) == 10
+
+
+def test_handoffs_start_although_prompts_use_up_each_step(made: dict[str, Any]) -> None:
+    case = made["handoffs at the floor"]
+    assert case["num_started"] == 32
+    assert case["steps"] <= 4
+
+
+def test_a_version_of_vllm_that_lacks_names_is_refused(made: dict[str, Any]) -> None:
+    case = made["another vLLM"]
+    assert case["error"].startswith("vLLM 9.9 lacks Scheduler.gone, Request.also_gone, which")
+    assert "set steps.scheduler to vllm" in case["error"]
+    assert case["scheduler"] is None
