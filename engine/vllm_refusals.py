@@ -43,8 +43,8 @@ def refuse_settings(engine_args: Mapping[str, Any]) -> None:
             )
     if (scheduler := engine_args.get("scheduler_cls")) is not None:
         raise EngineDead(
-            f"engine_args.scheduler_cls: is {scheduler!r}; Baton supports vLLM's own, because "
-            "handoffs are loaded and sent by what it does in each step: leave it out"
+            f"engine_args.scheduler_cls: is {scheduler!r}; Baton supports its own and vLLM's, "
+            "because handoffs are loaded and sent by what they do in a step: set steps.scheduler"
         )
 
 
