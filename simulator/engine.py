@@ -20,6 +20,7 @@ from baton.coordinator.state.requests import WorkerKey
 from baton.load.gap_histogram import GapHistogram
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.latency import PrefillChunk
+from baton.simulator.kv_room import num_blocks, num_steps_that_fit
 from baton.simulator.parts import PrefixCache, Run, Shape, SimulatedRequest
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -169,6 +170,7 @@ class Engine:
         self._busy, self._run = True, None
         self._remove_cancelled()
         stall_s = self._admit()
+        self._preempt()
         if self._prefilling:
             self._mixed_step(stall_s)
         elif self._decoding:
@@ -198,9 +200,7 @@ class Engine:
             if not request.ended:
                 if len(self._prefilling) + len(self._decoding) >= shape.max_num_seqs:
                     break
-                held = self._kv_decoding + self._kv_prefilling
-                room = shape.kv_tokens * (1 - shape.join_reserve_share)
-                if held and held + request.num_tokens + 1 > room:
+                if not self._has_room(request):
                     break
             if self._swapped:
                 self._swapped.popleft()
@@ -217,6 +217,33 @@ class Engine:
                 self._kv_prefilling += request.num_tokens
         return stall_s
 
+    def _has_room(self, request: SimulatedRequest) -> bool:
+        """Whether the free KV blocks hold a request and its next token; one request always runs."""
+        if not self._decoding and not self._prefilling:
+            return True
+        size = self.shape.block_size_tokens
+        room = int(self.shape.kv_tokens * (1 - self.shape.join_reserve_share)) // size
+        return self._fits(0, room - num_blocks(request.num_tokens + 1, size))
+
+    def _fits(self, num_steps: int, room_blocks: int) -> bool:
+        """Whether the batch holds at most `room_blocks` KV blocks after `num_steps` more steps."""
+        size, num_decodes = self.shape.block_size_tokens, len(self._decoding)
+        num_prefills = len(self._prefilling)
+        held = self._kv_decoding + self._kv_prefilling + num_steps * num_decodes + num_prefills
+        if num_blocks(held, size) > room_blocks:
+            return False
+        # Every request has at most one block that is not full.
+        if held // size + num_decodes + num_prefills <= room_blocks:
+            return True
+        grown = self._step + num_steps
+        return (
+            sum(
+                num_blocks(one.num_tokens + grown - one.joined_at_step, size)
+                for one in self._decoding
+            )
+            + sum(num_blocks(one.num_tokens + 1, size) for one in self._prefilling)
+        ) <= room_blocks
+
     def _join(self, request: SimulatedRequest) -> None:
         request.joined_at_step, request.num_sent = self._step, 0
         self._decoding[request] = None
@@ -224,28 +251,36 @@ class Engine:
         heapq.heappush(
             self._ends, (self._step + request.num_outputs_left, next(self._order), request)
         )
-        if not request.first_sent:
+        # The gap before the next token of these requests is longer than a step.
+        if not request.first_sent or request.last_at < self.host.now:
             self._awaiting_first_output.append(request)
 
     def _decode_run(self, stall_s: float) -> None:
-        shape = self.shape
-        self._preempt()
-        batch = len(self._decoding)
+        shape, batch = self.shape, len(self._decoding)
         while not self._ends_then(*self._ends[0]):
             heapq.heappop(self._ends)
         num_steps = self._ends[0][0] - self._step
-        num_steps = min(num_steps, max(1, (shape.kv_tokens - self._kv_decoding) // batch))
         if self._awaiting_first_output:
             num_steps = 1
         first_s = shape.model.decode_step_s(batch, self._kv_decoding)
         until_flush_s = self._flush_at - self.host.now
         num_steps = min(num_steps, max(1, math.ceil(until_flush_s / first_s)))
+        num_steps = self._num_steps_in_room(num_steps)
         growth_s = shape.model.step_per_kv_token_s * batch
         if stall_s:
             # A step with a stall is a run of its own.
             num_steps, growth_s, first_s = 1, 0.0, first_s + stall_s
         self._run = Run(self.host.now, max(1, num_steps), first_s, growth_s)
         self._schedule(self._run)
+
+    def _num_steps_in_room(self, most_steps: int) -> int:
+        """Returns for how many steps the KV cache has room, from 1 to `most_steps`."""
+        shape = self.shape
+        num_all = shape.kv_tokens // shape.block_size_tokens
+        if self._fits(most_steps, num_all):
+            return most_steps
+        lengths = [one.num_tokens + self._step - one.joined_at_step for one in self._decoding]
+        return num_steps_that_fit(lengths, most_steps, num_all, shape.block_size_tokens)
 
     def _ends_then(self, step: int, order: int, request: SimulatedRequest) -> bool:
         """Whether an entry of `_ends` is current; it is not after a cancel or a preemption."""
@@ -255,20 +290,44 @@ class Engine:
 
     def _preempt(self) -> None:
         """Preempts the latest requests until the KV cache has room for one step of the others."""
-        while len(self._decoding) > 1:
-            if self._kv_decoding + len(self._decoding) <= self.shape.kv_tokens:
+        num_all = self.shape.kv_tokens // self.shape.block_size_tokens
+        while self._decoding and len(self._decoding) + len(self._prefilling) > 1:
+            if self._fits(1, num_all):
                 return
-            request = next(reversed(self._decoding))
-            if count := self._num_unsent(request):
-                self._send_outputs([self._output(request, count)])
-            made = self._step - request.joined_at_step
-            self._remove_decode(request)
-            request.num_tokens += made
-            request.num_outputs_left -= made
+            if self._prefilling:
+                request = self._prefilling.pop()
+                self._kv_prefilling -= request.num_tokens
+                self._cache_blocks(request)
+                self._compute_again(request)
+            else:
+                self._preempt_decode(next(reversed(self._decoding)))
+
+    def _preempt_decode(self, request: SimulatedRequest) -> None:
+        if count := self._num_unsent(request):
+            self._send_outputs([self._output(request, count)])
+        made = self._step - request.joined_at_step
+        if made:
+            request.last_at = self.host.now
+        elif request in self._awaiting_first_output:
+            self._awaiting_first_output.remove(request)
+        self._remove_decode(request)
+        request.num_tokens += made
+        request.num_outputs_left -= made
+        if self.shape.swaps:
             request.num_uncomputed, request.num_computed = 1, request.num_tokens - 1
-            if not self.shape.swaps:
-                request.num_uncomputed, request.num_computed = request.num_tokens, 0
             self._swapped.appendleft(request)
+        else:
+            self._compute_again(request)
+
+    def _compute_again(self, request: SimulatedRequest) -> None:
+        """Lets a preempted request wait for room; then its KV cache is computed again."""
+        request.num_cached = 0
+        if self._cache is not None:
+            cached = self._cache.num_cached(request.hashes)
+            request.num_cached = min(cached, request.num_tokens - 1)
+        request.num_computed = request.num_cached
+        request.num_uncomputed = request.num_tokens - request.num_cached
+        self._swapped.appendleft(request)
 
     def _run_over(self, version: int) -> None:
         run = self._run

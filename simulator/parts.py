@@ -71,7 +71,8 @@ class SimulatedRequest:
         num_sent: Output tokens sent to the coordinator since the request joined.
         first_sent: Whether any output token was sent.
         ended: Whether the request has finished or was cancelled.
-        last_at: When the last token was made; nan before the first one on this worker.
+        last_at: When the latest token was made before the request joined the batch, here or
+            elsewhere; nan before the first token.
     """
 
     request_id: str
