@@ -14,6 +14,7 @@ from baton.cli import options
 class PolicyName(StrEnum):
     BATON = "baton"
     STATIC = "static"
+    COLOCATED = "colocated"
     HPA = "hpa"
     PLANNER = "planner"
     HINDSIGHT = "hindsight"

@@ -13,14 +13,14 @@ from baton.coordinator.state.scaling_decision import Decision
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """State of the cluster at a scaling decision.
+    """State of the cluster at a scaling decision, or at a fixed interval if nothing is scaled.
 
     Attributes:
         at_s: Seconds since the beginning.
-        prefill, decode: Serving workers.
+        prefill, decode: Serving workers; colocated workers count as decode workers.
         prefill_paid, decode_paid: Serving, starting and draining workers.
-        num_arrived: Requests that arrived since the previous decision.
-        ttft_p95_s, itl_p95_s: 95th percentiles since the previous decision; nan if there were no
+        num_arrived: Requests that arrived since the previous moment.
+        ttft_p95_s, itl_p95_s: 95th percentiles since the previous moment; nan if there were no
             tokens.
     """
 
@@ -50,7 +50,7 @@ class Record:
         arrivals, firsts, ends: Arrival, first token and end of each request; nan: never.
         prompts, outputs: Prompt and output tokens of each request.
         reasons: Number of failed requests, by reason.
-        moments: State of the cluster at every scaling decision.
+        moments: State of the cluster over time.
         events: Orders, drains and flips of workers, in words.
         decisions: Scaling decisions that had actions, and the first one.
     """
@@ -126,6 +126,10 @@ class Record:
         before = self.decisions[-1][1] if self.decisions else None
         if decision.actions or before is None:
             self.decisions.append((now - self.began_at, decision))
+        self.sample(now, itl_p95_s, sizes)
+
+    def sample(self, now: float, itl_p95_s: float, sizes: dict[Pool, int]) -> None:
+        """Records the state of the cluster at this time."""
         paid = Counter(one.pool for one in self._lives.values() if one.ended_at is None)
         ordered = sorted(self._new_ttfts)
         self.moments.append(

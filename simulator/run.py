@@ -15,12 +15,14 @@ from baton.runtime.config import BatonConfig
 from baton.runtime.latency import LatencyModel
 from baton.simulator.baselines import Hindsight, Hpa, Planner, needed_sizes
 from baton.simulator.cell import ColdStart, SimulatedCell
+from baton.simulator.colocated import ColocatedCell
 from baton.simulator.parts import Shape
 from baton.simulator.policies import Baton, Policy, Static
 from baton.simulator.record import Record
 from baton.simulator.report import Figures, figures
 
-POLICIES = ("baton", "static", "hpa", "planner", "hindsight")
+COLOCATED = "colocated"
+POLICIES = ("baton", "static", COLOCATED, "hpa", "planner", "hindsight")
 _SPAN_S = 10.0
 
 
@@ -39,10 +41,12 @@ def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> S
         config: The section `simulated` describes a worker, `scaling` has targets and limits, and
             `prefill.workers` and `decode.workers` are the initial pool sizes.
         arrivals: Requests in order of time.
-        policy: One of POLICIES; "static" keeps the initial pool sizes.
+        policy: One of POLICIES; "static" keeps the initial pool sizes. "colocated" uses as many
+            plain servers as both pools have workers.
 
     Raises:
-        ValueError: the policy does not exist, or a request exceeds `simulated.max_model_len`.
+        ValueError: the policy does not exist, there is no worker, or a request exceeds
+            `simulated.max_model_len`.
     """
     longest = max(one.num_prompt_tokens + one.num_output_tokens for one in arrivals)
     if longest > config.simulated.max_model_len:
@@ -51,6 +55,15 @@ def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> S
             f"{longest}, the longest request of the trace"
         )
     scaling, shape = scaling_config(config), shape_of(config)
+    targets = dict(scaling.targets)["interactive"]
+    lasts_s = arrivals[-1].at_s + 1.0
+    if policy == COLOCATED:
+        number = config.prefill.workers + config.decode.workers
+        if not number:
+            raise ValueError("prefill.workers and decode.workers are 0; one must be at least 1")
+        plain = ColocatedCell(shape, number, scaling.limits(Pool.DECODE).gpus)
+        record = plain.run(arrivals, lasts_s)
+        return Simulation(figures(record, plain.gaps, targets), record)
     core = replace(CoreConfig.of(config), model_name="simulated", latency=shape.model)
     cell = SimulatedCell(
         core,
@@ -61,8 +74,7 @@ def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> S
         gpus={pool: scaling.limits(pool).gpus for pool in Pool},
     )
     sizes = {Pool.PREFILL: config.prefill.workers, Pool.DECODE: config.decode.workers}
-    record = cell.run(arrivals, sizes, arrivals[-1].at_s + 1.0)
-    targets = dict(scaling.targets)["interactive"]
+    record = cell.run(arrivals, sizes, lasts_s)
     return Simulation(figures(record, cell.gaps, targets), record)
 
 

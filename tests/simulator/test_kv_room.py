@@ -16,7 +16,8 @@ from baton.load.traces import Arrival
 from baton.runtime.config import parse
 from baton.runtime.latency import LatencyModel
 from baton.simulator.cell import SimulatedCell
-from baton.simulator.kv_room import num_steps_that_fit
+from baton.simulator.colocated import ColocatedCell
+from baton.simulator.kv_room import num_blocks, num_steps_that_fit
 from baton.simulator.parts import Shape
 from baton.simulator.policies import Static
 
@@ -71,3 +72,45 @@ def test_steps_that_fit_agree_with_counting_step_by_step():
         while steps < most and sum(-(-(one + steps + 1) // size) for one in lengths) <= room:
             steps += 1
         assert num_steps_that_fit(lengths, most, room, size) == steps
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("block_size_tokens", [16, 400])
+def test_requests_wait_for_kv_blocks_and_all_end(prefix_caching, block_size_tokens):
+    tight = replace(
+        SHAPE,
+        kv_tokens=3200,
+        block_size_tokens=block_size_tokens,
+        prefix_caching=prefix_caching,
+    )
+    made = ColocatedCell(tight, 1)
+    gaps = made.gaps = SummedGaps()
+    reports = []
+
+    def watch() -> None:
+        reports.append(made.engines[0].report())
+        if made.now < 1060:
+            made.at(made.now + 0.0137, watch)
+
+    made.at(1000.0, watch)
+    record = made.run(steady(10, 10, prompt=203, output=301), 11)
+    assert not any(map(math.isnan, record.ends))
+    assert max(one.kv_tokens_used for one in reports) <= 3200
+    # A request begins with 203 tokens and ends with 504.
+    most = max(one.num_running for one in reports)
+    assert 3200 // num_blocks(504, block_size_tokens) // block_size_tokens <= most
+    assert most <= 3200 // block_size_tokens // num_blocks(204, block_size_tokens)
+    assert max(one.num_waiting for one in reports) > 50
+    # Requests that outgrow the room are preempted, and the gaps include that time.
+    decoding_s = math.fsum(record.ends) - math.fsum(record.firsts)
+    assert gaps.total == 100 * 300
+    assert gaps.sum_s == pytest.approx(decoding_s, rel=1e-6)
+    assert gaps.percentile(100) > 0.5
+    roomy = ColocatedCell(SHAPE, 1).run(steady(10, 10, prompt=203, output=301), 11)
+    assert max(record.ends) > max(roomy.ends)
+
+
+def test_a_request_larger_than_the_kv_cache_runs_alone():
+    made = ColocatedCell(replace(SHAPE, kv_tokens=320), 1)
+    record = made.run([Arrival(0.0, 1000, 5), Arrival(0.0, 100, 5)], 1)
+    assert record.firsts[1] > record.ends[0]

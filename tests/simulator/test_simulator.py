@@ -301,6 +301,26 @@ def test_baton_simulate_prints_a_table_and_writes_files(tmp_path):
     ElementTree.fromstring(picture.read_text())
 
 
+def test_baton_simulate_runs_plain_servers_as_many_as_both_pools_have_workers(tmp_path):
+    trace, figures_file = tmp_path / "trace.json", tmp_path / "out.json"
+    rows = [{"start_time": n / 5, "prompt_len": 300, "output_len": 20} for n in range(100)]
+    trace.write_text(json.dumps(rows))
+    arguments = ["simulate", str(trace), "--policy", "colocated", "--json", str(figures_file)]
+    picture = tmp_path / "out.svg"
+    result = CliRunner().invoke(
+        app, [*arguments, "--prefill", "1", "--decode", "2", "--picture", str(picture)]
+    )
+    assert result.exit_code == 0, result.output
+    found = json.loads(figures_file.read_text())
+    assert found["gpu_hours"] == pytest.approx(3 * found["lasted_s"] / 3600)
+    assert found["attained"] == 1
+    assert sum(one["num_arrived"] for one in found["moments"]) == 100
+    ElementTree.fromstring(picture.read_text())
+    result = CliRunner().invoke(app, [*arguments, "--prefill", "0", "--decode", "0"])
+    assert result.exit_code == 2
+    assert "prefill.workers and decode.workers are 0; one must be at least 1" in result.output
+
+
 def test_baton_simulate_names_the_limit_that_a_request_exceeds(tmp_path):
     trace = tmp_path / "trace.json"
     trace.write_text('[{"start_time": 0, "prompt_len": 9000, "output_len": 2}]')

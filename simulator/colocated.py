@@ -1,0 +1,153 @@
+"""Colocated serving, the usual alternative to disaggregation: plain servers behind a balancer.
+
+Each worker computes prompts and decodes in the same steps (chunked prefill), first come, first
+served, as vLLM does by default. The balancer sends a request to the worker with the fewest running
+and waiting requests. The engine and its step times are those of Baton's simulated workers, and a
+message takes as long as between a coordinator and a worker.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.pools import Pool
+from baton.load.gap_histogram import GapHistogram
+from baton.load.traces import Arrival
+from baton.simulator.engine import Engine
+from baton.simulator.parts import Shape
+from baton.simulator.record import Record
+from baton.v1 import cluster_pb2, common_pb2
+
+_START_S = 1000.0
+# Seconds between two samples of load and latency for `Record.moments`.
+_SAMPLED_EVERY_S = 5.0
+
+
+class Balancer:
+    """Chooses the worker with the fewest unfinished requests; equal workers take turns."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.num_unfinished = [0] * num_workers
+        self._turn = 0
+
+    def send(self) -> int:
+        """Returns the index of the worker that gets the next request, and counts the request."""
+        number = len(self.num_unfinished)
+        in_turn = (index % number for index in range(self._turn, self._turn + number))
+        chosen = min(in_turn, key=self.num_unfinished.__getitem__)
+        self.num_unfinished[chosen] += 1
+        self._turn = chosen + 1
+        return chosen
+
+    def finished(self, index: int) -> None:
+        self.num_unfinished[index] -= 1
+
+
+class ColocatedCell:
+    """Simulated plain servers, their balancer and clients, under a virtual clock.
+
+    Args:
+        shape: Size and speed of a worker. `max_num_batched_tokens` limits the prompt tokens and
+            decodes of a step together.
+        num_workers: Number of workers; it stays constant.
+        gpus: GPUs per worker.
+
+    Attributes:
+        now: Virtual time in seconds.
+        record: Request times as seen by clients, and the cost of the workers, which count as
+            decode workers.
+        gaps: Gaps between tokens.
+        engines: The workers.
+    """
+
+    def __init__(self, shape: Shape, num_workers: int, gpus: int = 1) -> None:
+        if num_workers < 1:
+            raise ValueError(f"num_workers is {num_workers}; must be at least 1")
+        self.now = _START_S
+        self.gaps = GapHistogram()
+        self.record = Record(_START_S, dict.fromkeys(Pool, gpus))
+        self._delay_s = shape.delay_s
+        self._scheduled: list[tuple[float, int, Callable[..., object], tuple[object, ...]]] = []
+        self._order = itertools.count()
+        self._balancer = Balancer(num_workers)
+        self.engines = [
+            Engine(self, (f"colocated-{number}", 1), common_pb2.ROLE_DECODE, shape)
+            for number in range(num_workers)
+        ]
+        self._index = {engine.key: index for index, engine in enumerate(self.engines)}
+        for engine in self.engines:
+            self.record.worker_began(engine.key[0], Pool.DECODE, self.now)
+
+    def run(self, arrivals: Iterable[Arrival], lasts_s: float) -> Record:
+        """Simulates a trace until all requests have ended, for one hour after `lasts_s` at most.
+
+        Args:
+            arrivals: Requests in order of time.
+            lasts_s: GPU costs are recorded for this many seconds.
+        """
+        self._next_arrival(iter(arrivals), 0)
+        self._sample(_START_S + lasts_s)
+        self._run(_START_S + lasts_s)
+        self.record.close(self.now)
+        self._run(self.now + 3600.0)
+        return self.record
+
+    def _run(self, until: float) -> None:
+        while self._scheduled and self._scheduled[0][0] <= until:
+            when, _, action, arguments = heapq.heappop(self._scheduled)
+            self.now = when
+            action(*arguments)
+        self.now = until
+
+    def _sample(self, until: float) -> None:
+        sizes = {Pool.PREFILL: 0, Pool.DECODE: len(self.engines)}
+        self.record.sample(self.now, self.gaps.percentile_since_last(95), sizes)
+        if self.now + _SAMPLED_EVERY_S <= until:
+            self.at(self.now + _SAMPLED_EVERY_S, self._sample, until)
+
+    # ---- Host of the engines.
+
+    def at(self, when: float, action: Callable[..., object], *arguments: object) -> None:
+        """Schedules a call at virtual time `when`."""
+        heapq.heappush(self._scheduled, (when, next(self._order), action, arguments))
+
+    def send(self, worker: Engine, event: ev.Event) -> None:
+        """Delivers the tokens of a worker to the clients after the message delay."""
+        if isinstance(event, ev.WorkerStep):
+            self.at(self.now + self._delay_s, self._received, worker.key, event.step)
+
+    def ended(self, worker: Engine) -> None:
+        raise AssertionError(f"{worker.key} was never asked to drain")
+
+    # ---- Clients.
+
+    def _next_arrival(self, arrivals: Iterator[Arrival], number: int) -> None:
+        one = next(arrivals, None)
+        if one is not None:
+            self.at(_START_S + one.at_s, self._arrive, one, arrivals, number)
+
+    def _arrive(self, one: Arrival, arrivals: Iterator[Arrival], number: int) -> None:
+        self.record.arrived(number, self.now, one.num_prompt_tokens, one.num_output_tokens)
+        command = cluster_pb2.DecodeCommand(
+            spec=cluster_pb2.RequestSpec(
+                request_id=str(number),
+                attempt=1,
+                prompt_token_ids=one.prompt(number),
+                sampling=common_pb2.SamplingParams(max_tokens=one.num_output_tokens),
+            )
+        )
+        engine = self.engines[self._balancer.send()]
+        self.at(self.now + self._delay_s, engine.take, command)
+        self._next_arrival(arrivals, number + 1)
+
+    def _received(self, worker: tuple[str, int], step: cluster_pb2.StepOutputs) -> None:
+        for output in step.outputs:
+            number = int(output.request_id)
+            if not output.delta.offset:
+                self.record.first_token(number, self.now)
+            if output.HasField("finished"):
+                self._balancer.finished(self._index[worker])
+                self.record.finished(number, self.now)
