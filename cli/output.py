@@ -34,7 +34,11 @@ def _takes_all() -> bool:
 
 
 def print_table(
-    columns: Sequence[str], rows: Sequence[Sequence[str]], empty: str, spare: Sequence[str] = ()
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    empty: str,
+    spare: Sequence[str] = (),
+    left_out_hint: str = "--json prints all",
 ) -> None:
     """Prints a rich table on a terminal, and plain aligned columns elsewhere.
 
@@ -46,6 +50,7 @@ def print_table(
         rows: Rows with one cell per column.
         empty: Text that is printed when there are no rows.
         spare: Columns to leave out first on a narrow terminal, in this order.
+        left_out_hint: Says where to find the columns that were left out.
     """
     if not rows:
         print(empty)
@@ -73,7 +78,7 @@ def print_table(
         # If the table is still too wide, the terminal wraps the lines.
         Console(highlight=False, width=max(wide, console.width)).print(table)
         if left_out := [name for index, name in enumerate(names) if index not in kept]:
-            print(f"columns left out: {', '.join(left_out)} (--json prints all)")
+            print(f"columns left out: {', '.join(left_out)} ({left_out_hint})")
         return
     for row in (names, *rows):
         cells = (

@@ -31,13 +31,29 @@ def simulate(
     ],
     config: options.ConfigFile = None,
     policy: Annotated[
-        PolicyName, typer.Option("--policy", help="Policy that sizes the pools.")
-    ] = PolicyName.BATON,
+        PolicyName | None,
+        typer.Option("--policy", help="Policy that sizes the pools; default: baton."),
+    ] = None,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="Compare colocated serving, fixed splits and autoscaling with the same workers.",
+        ),
+    ] = False,
     prefill: Annotated[
         int | None, typer.Option("--prefill", min=0, help="Number of prefill workers at the start.")
     ] = None,
     decode: Annotated[
         int | None, typer.Option("--decode", min=0, help="Number of decode workers at the start.")
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            min=2,
+            help="Number of workers in total, split in halves; instead of --prefill and --decode.",
+        ),
     ] = None,
     factor: Annotated[
         float, typer.Option("--factor", help="Factor on the request rate of the trace.")
@@ -64,6 +80,7 @@ def simulate(
     """
     import json
 
+    from baton.cli import simulate_compare
     from baton.cli.output import print_table
     from baton.coordinator.state.scaling_config import scaling_config
     from baton.load import traces
@@ -71,6 +88,17 @@ def simulate(
     from baton.simulator.picture import svg
     from baton.simulator.run import simulate as run
 
+    if compare:
+        for option, value in (("--policy", policy), ("--picture", picture)):
+            if value is not None:
+                raise typer.BadParameter("cannot be used with --compare", param_hint=option)
+    if workers is not None:
+        if prefill is not None or decode is not None:
+            raise typer.BadParameter(
+                "cannot be used with --prefill or --decode", param_hint="--workers"
+            )
+        prefill, decode = workers // 2, workers - workers // 2
+    policy = policy or PolicyName.BATON
     options.check_writable(json_file, "--json")
     options.check_writable(picture, "--picture")
     effective = options.load_config(
@@ -80,6 +108,9 @@ def simulate(
         arrivals = traces.read(trace)
         if factor != 1.0:
             arrivals = traces.scaled(arrivals, factor)
+        if compare:
+            simulate_compare.compare(effective, arrivals, json_file)
+            return
         found = run(effective, arrivals, policy.value)
     except ValueError as error:
         typer.echo(f"baton: {error}", err=True)

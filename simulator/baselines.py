@@ -22,17 +22,27 @@ def _apply(
 ) -> Decision:
     """Returns the decision that changes the pools to these sizes, within the configured limits."""
     actions: list[Action] = []
-    current, target = {}, {}
+    members = {pool: Members.of(observation, pool, config, now) for pool in POOLS}
+    current = {pool: members[pool].current for pool in POOLS}
+    target = {}
     for pool in POOLS:
-        members = Members.of(observation, pool, config, now)
         limits = config.limits(pool)
-        current[pool] = members.current
         target[pool] = min(limits.ceiling, max(limits.floor, sizes[pool]))
-        if target[pool] > members.current:
+    while config.max_gpus is not None and _gpus(target, config) > config.max_gpus:
+        growing = max(POOLS, key=lambda pool: target[pool] - current[pool])
+        if target[growing] <= current[growing]:
+            break
+        target[growing] -= 1
+    for pool in POOLS:
+        if target[pool] > current[pool]:
             actions.append(Want(pool, target[pool]))
-        for one in leaving(members, members.current - target[pool]):
+        for one in leaving(members[pool], current[pool] - target[pool]):
             actions.append(Drain(one.worker_id, reason))
     return decision(current, target, reason, tuple(actions))
+
+
+def _gpus(sizes: dict[Pool, int], config: ScalingConfig) -> int:
+    return sum(number * config.limits(pool).gpus for pool, number in sizes.items())
 
 
 def _targets(config: ScalingConfig) -> Targets:

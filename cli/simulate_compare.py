@@ -1,0 +1,71 @@
+"""`baton simulate --compare`: several ways to serve one trace, as rows of a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from baton.load.traces import Arrival
+    from baton.runtime.config import BatonConfig
+    from baton.simulator.comparison import Row, Setup
+
+
+def compare(config: BatonConfig, arrivals: Sequence[Arrival], json_file: Path | None) -> None:
+    """Simulates all setups, prints the table and writes the JSON file.
+
+    Raises:
+        ValueError: there are too few workers, or a request is too long.
+    """
+    from baton.cli.output import print_table
+    from baton.coordinator.state.scaling_config import scaling_config
+    from baton.simulator import comparison
+
+    targets = dict(scaling_config(config).targets)["interactive"]
+    rows = _rows(config, arrivals, comparison.setups(config))
+    found = comparison.concluded(rows, targets)
+    if json_file is not None:
+        text = json.dumps(comparison.as_json(rows, found), indent=1)
+        json_file.write_text(text + "\n", encoding="utf-8")
+    print_table(
+        comparison.COLUMNS,
+        comparison.table(rows, found.best),
+        "",
+        spare=comparison.SPARE,
+        left_out_hint="--json FILE has all",
+    )
+    print()
+    print(comparison.legend(targets))
+    print(f"best: {found.rule}.")
+    print(found.text)
+
+
+def _rows(config: BatonConfig, arrivals: Sequence[Arrival], setups: Sequence[Setup]) -> list[Row]:
+    """Runs the simulations; shows their progress on standard error if that is a terminal."""
+    from concurrent.futures.process import BrokenProcessPool
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from baton.simulator import comparison
+
+    rows: dict[int, Row] = {}
+    progress = Progress(
+        console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()
+    )
+    try:
+        with progress:
+            task = progress.add_task("simulations", total=len(setups))
+            for index, row in comparison.run(config, arrivals, setups, os.cpu_count() or 1):
+                rows[index] = row
+                progress.advance(task)
+    except BrokenProcessPool:
+        typer.echo("baton: a simulation was killed; the machine may lack memory", err=True)
+        raise typer.Exit(1) from None
+    return [rows[index] for index in sorted(rows)]
