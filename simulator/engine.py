@@ -4,6 +4,9 @@ Such a run of steps ends when a request joins or ends, when the KV cache is full
 prompt to compute, or when tokens must be sent to the coordinator. The engine sends the first token
 of a request at once, the last tokens when the request ends, and the others every `flush_s`. Load
 reports show the exact state at the time of the report, also in the middle of a run.
+
+With `Shape.steps`, prompts get their tokens by the policy of runtime/step_budget.py, as in Baton's
+engines; otherwise first come, first served, as in vLLM.
 """
 
 from __future__ import annotations
@@ -20,6 +23,14 @@ from baton.coordinator.state.requests import WorkerKey
 from baton.load.gap_histogram import GapHistogram
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.latency import PrefillChunk
+from baton.runtime.step_budget import (
+    Prompt,
+    StepTargets,
+    StreamPace,
+    Streams,
+    prompt_order,
+    prompt_tokens,
+)
 from baton.simulator.kv_room import num_blocks, num_steps_that_fit
 from baton.simulator.parts import PrefixCache, Run, Shape, SimulatedRequest
 from baton.v1 import cluster_pb2, common_pb2
@@ -129,6 +140,7 @@ class Engine:
             # The first token was made elsewhere. Its report to the coordinator and this command
             # took one message delay each.
             last_at=self.host.now - 2 * shape.delay_s if num_known else math.nan,
+            arrived_at=self.host.now,
         )
         self._requests[request.key] = request
         wait_s = 0.0
@@ -246,6 +258,7 @@ class Engine:
 
     def _join(self, request: SimulatedRequest) -> None:
         request.joined_at_step, request.num_sent = self._step, 0
+        request.pace = StreamPace(self.host.now, 0)
         self._decoding[request] = None
         self._kv_decoding += request.num_tokens
         heapq.heappush(
@@ -421,20 +434,12 @@ class Engine:
 
     def _mixed_step(self, stall_s: float) -> None:
         shape, batch = self.shape, len(self._decoding)
-        budget = max(1, shape.max_num_batched_tokens - batch)
-        work: list[tuple[SimulatedRequest, int]] = []
-        chunks: list[PrefillChunk] = []
-        for request in self._prefilling:
-            count = min(request.num_uncomputed, budget)
-            if count < request.num_uncomputed and not shape.chunked:
-                if work:
-                    break
-                count = request.num_uncomputed
-            if count <= 0:
-                break
-            budget -= count
-            work.append((request, count))
-            chunks.append(PrefillChunk(request.num_computed - request.num_cached, count))
+        targets = shape.steps
+        work = self._in_turn(batch) if targets is None else self._within(targets, batch)
+        chunks = [
+            PrefillChunk(request.num_computed - request.num_cached, count)
+            for request, count in work
+        ]
         took_s = shape.model.step_s(chunks, batch, self._kv_decoding) + stall_s
         sample = cluster_pb2.StepSample(
             num_prefill_tokens=sum(one.num_tokens for one in chunks),
@@ -444,6 +449,60 @@ class Engine:
             duration_us=round(took_s * 1e6),
         )
         self.host.at(self.host.now + took_s, self._mixed_over, work, sample, took_s)
+
+    def _in_turn(self, batch: int) -> list[tuple[SimulatedRequest, int]]:
+        """Returns the next step's prompt tokens: first come, first served."""
+        budget = max(1, self.shape.max_num_batched_tokens - batch)
+        work: list[tuple[SimulatedRequest, int]] = []
+        for request in self._prefilling:
+            count = min(request.num_uncomputed, budget)
+            if count < request.num_uncomputed and not self.shape.chunked:
+                if work:
+                    break
+                count = request.num_uncomputed
+            if count <= 0:
+                break
+            budget -= count
+            work.append((request, count))
+        return work
+
+    def _within(self, targets: StepTargets, batch: int) -> list[tuple[SimulatedRequest, int]]:
+        """Returns the next step's prompt tokens: as many as the targets allow."""
+        model, now = self.shape.model, self.host.now
+        prompts = [
+            Prompt(
+                num_done=one.num_computed - one.num_cached,
+                num_left=one.num_uncomputed,
+                priority=one.priority,
+                waited_s=now - one.arrived_at,
+                running=one.num_computed > one.num_cached,
+            )
+            for one in self._prefilling
+        ]
+        order = sorted(range(len(prompts)), key=lambda index: prompt_order(prompts[index], model))
+        saved_s = min((self._saved_s(one, targets) for one in self._decoding), default=math.inf)
+        counts = prompt_tokens(
+            model,
+            targets,
+            Streams(batch, self._kv_decoding, saved_s),
+            [prompts[index] for index in order],
+            # A batch that fills the step still leaves room for one prompt token.
+            max(self.shape.max_num_batched_tokens, batch + 1),
+        )
+        return [
+            (self._prefilling[index], count)
+            for index, count in zip(order, counts, strict=True)
+            if count
+        ]
+
+    def _saved_s(self, request: SimulatedRequest, targets: StepTargets) -> float:
+        """Seconds by which a decoding request is ahead of its ITL target; batch has none."""
+        if request.priority or targets.itl_s is None:
+            return math.inf
+        pace = request.pace
+        assert pace is not None
+        pace.advance(targets, self.host.now, self._step - request.joined_at_step)
+        return pace.saved_s
 
     def _mixed_over(
         self,

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.runtime.latency import LatencyModel
+from baton.runtime.step_budget import StepTargets, StreamPace
 from baton.v1 import cluster_pb2
 
 
@@ -21,6 +22,8 @@ class Shape:
         announced_kv_tokens: KV cache size that the worker announces; None: the true size. 0 means
             no limit, for systems whose dispatcher ignores the size.
         chunked: Whether a prompt may be computed in several steps (chunked prefill).
+        steps: Targets of the policy that fills steps with prompt tokens (runtime/step_budget.py);
+            None: first come, first served, up to `max_num_batched_tokens` per step, as in vLLM.
         join_reserve_share: Share of the KV cache that must stay free when a request joins the
             batch.
         swaps: Whether a preempted request keeps its KV cache (in CPU memory); if not, it is
@@ -40,6 +43,7 @@ class Shape:
     max_num_batched_tokens: int = 2048
     max_model_len: int = 131072
     chunked: bool = True
+    steps: StepTargets | None = None
     join_reserve_share: float = 0.0
     swaps: bool = False
     handoff_s: float = 0.002
@@ -73,6 +77,8 @@ class SimulatedRequest:
         ended: Whether the request has finished or was cancelled.
         last_at: When the latest token was made before the request joined the batch, here or
             elsewhere; nan before the first token.
+        arrived_at: When the request arrived at the engine.
+        pace: Compares its tokens since it joined the batch with the ITL target.
     """
 
     request_id: str
@@ -93,6 +99,8 @@ class SimulatedRequest:
     first_sent: bool = False
     ended: bool = False
     last_at: float = math.nan
+    arrived_at: float = 0.0
+    pace: StreamPace | None = None
 
     @property
     def key(self) -> tuple[str, int]:

@@ -13,6 +13,7 @@ from baton.coordinator.state.scaling_config import ScalingConfig, scaling_config
 from baton.load.traces import Arrival
 from baton.runtime.config import BatonConfig
 from baton.runtime.latency import LatencyModel
+from baton.runtime.step_budget import StepTargets
 from baton.simulator.baselines import Hindsight, Hpa, Planner, needed_sizes
 from baton.simulator.cell import ColdStart, SimulatedCell
 from baton.simulator.colocated import ColocatedCell
@@ -61,7 +62,7 @@ def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> S
         number = config.prefill.workers + config.decode.workers
         if not number:
             raise ValueError("prefill.workers and decode.workers are 0; one must be at least 1")
-        plain = ColocatedCell(shape, number, scaling.limits(Pool.DECODE).gpus)
+        plain = ColocatedCell(replace(shape, steps=None), number, scaling.limits(Pool.DECODE).gpus)
         record = plain.run(arrivals, lasts_s)
         return Simulation(figures(record, plain.gaps, targets), record)
     core = replace(CoreConfig.of(config), model_name="simulated", latency=shape.model)
@@ -79,8 +80,9 @@ def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> S
 
 
 def shape_of(config: BatonConfig) -> Shape:
-    """Returns the shape of a worker with the settings of the section `simulated`."""
-    engine = config.simulated
+    """Returns the shape of a worker with the settings of `simulated` and `steps`."""
+    engine, itl_ms = config.simulated, config.scaling.targets.interactive.itl_ms
+    itl_s = None if itl_ms is None else itl_ms / 1e3
     return Shape(
         LatencyModel.from_config(engine),
         kv_tokens=engine.kv_tokens,
@@ -89,6 +91,7 @@ def shape_of(config: BatonConfig) -> Shape:
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_model_len=engine.max_model_len,
         prefix_caching=engine.prefix_caching,
+        steps=StepTargets.of(config.steps, itl_s) if config.steps.scheduler == "baton" else None,
     )
 
 

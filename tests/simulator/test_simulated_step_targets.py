@@ -1,0 +1,64 @@
+"""Simulated workers fill their steps by the policy of runtime/step_budget.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from baton.load.traces import Arrival
+from baton.runtime.config import parse
+from baton.runtime.latency import LatencyModel
+from baton.runtime.step_budget import StepTargets
+from baton.simulator.colocated import ColocatedCell
+from baton.simulator.parts import Shape
+from baton.simulator.run import shape_of
+
+MODEL = LatencyModel(0.005, 1e-4, 0.0, 0.010, 1e-4, 0.0)
+IN_TURN = Shape(MODEL, kv_tokens=100_000, max_num_batched_tokens=2048, max_model_len=8192)
+TARGETS = StepTargets(itl_s=0.03, longest_gap_s=0.04, prompt_step_s=0.1)
+BY_TARGETS = replace(IN_TURN, steps=TARGETS)
+
+
+def served(shape, *arrivals):
+    """Serves requests on one worker; returns the gaps, TTFTs and times per output token."""
+    cell = ColocatedCell(shape, 1)
+    record = cell.run(list(arrivals), arrivals[-1].at_s + 1.0)
+    ttfts = [first - at for first, at in zip(record.firsts, record.arrivals, strict=True)]
+    per_token = [
+        (end - first) / max(1, one.num_output_tokens - 1)
+        for first, end, one in zip(record.firsts, record.ends, arrivals, strict=True)
+    ]
+    return cell.gaps, ttfts, per_token
+
+
+def test_prompts_beside_a_stream_keep_its_gaps_and_its_mean_within_the_targets():
+    stream = Arrival(0.0, 10, 400)
+    prompts = [Arrival(1.0 + n / 2, 2000, 1) for n in range(10)]
+    gaps, _, per_token = served(BY_TARGETS, stream, *prompts)
+    assert gaps.percentile(100) <= TARGETS.longest_gap_s
+    assert per_token[0] <= TARGETS.itl_s
+    # Without targets, the stream waits for whole prompts.
+    gaps, _, _ = served(IN_TURN, stream, *prompts)
+    assert gaps.percentile(100) > 5 * TARGETS.longest_gap_s
+
+
+def test_a_short_prompt_overtakes_a_long_one_between_two_steps():
+    arrivals = Arrival(0.0, 6000, 1), Arrival(0.01, 100, 1)
+    _, (long_s, short_s), _ = served(BY_TARGETS, *arrivals)
+    assert short_s < 2.5 * TARGETS.prompt_step_s < long_s
+    _, (_, in_turn_s), _ = served(replace(IN_TURN, max_num_batched_tokens=8192), *arrivals)
+    assert in_turn_s > 0.6
+
+
+def test_without_an_itl_target_only_the_length_of_prompt_steps_is_limited():
+    shape = replace(BY_TARGETS, steps=replace(TARGETS, itl_s=None))
+    gaps, _, _ = served(shape, Arrival(0.0, 10, 200), Arrival(1.0, 2000, 1))
+    assert gaps.percentile(100) == pytest.approx(TARGETS.prompt_step_s, rel=0.05)
+
+
+def test_the_configuration_sets_the_targets_of_simulated_steps():
+    values = {"scaling": {"targets": {"interactive": {"itl_ms": 40}}}}
+    assert shape_of(parse(values, "test")).steps == StepTargets(0.04, 0.048, 0.2)
+    values["steps"] = {"scheduler": "vllm"}
+    assert shape_of(parse(values, "test")).steps is None
