@@ -28,8 +28,9 @@ from baton.runtime.latency import LatencyModel
 
 # Share of the longest gap that the predicted time of one step may take, because predictions err.
 _GAP_MARGIN = 0.9
-# The same for the mean over many steps, in which errors of single predictions cancel.
-_MEAN_MARGIN = 0.99
+# The same for a stream's mean, in which the errors of single predictions cancel. With 0.99, streams
+# with few tokens missed the target more often.
+_MEAN_MARGIN = 0.97
 # A stream catches up on at most this many gaps. Otherwise one very late stream, for example after a
 # preemption, would stop all prompts for seconds.
 _MOST_GAPS_BEHIND = 10
