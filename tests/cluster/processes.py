@@ -197,7 +197,7 @@ class Cluster(Closing):
                 process.wait()
             if process.stdout is not None:
                 process.stdout.close()
-        _, alive = psutil.wait_procs(family, timeout=20)
+        _, alive = psutil.wait_procs(family, timeout=START_S)
         for left in alive:
             left.kill()
         assert not alive, f"{' or '.join(names)} left processes behind: {alive}"

@@ -23,7 +23,7 @@ from ray._private.node import Node
 from ray._private.parameter import RayParams
 from ray.util import list_named_actors
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 
 
 def join(address: str, name: str) -> Node:

@@ -10,7 +10,7 @@ import grpc
 from baton.runtime import rpc
 from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2
 
-WAIT_S = 15.0
+WAIT_S = 60.0
 
 
 class ScriptedWorker:

@@ -17,7 +17,7 @@ actors = pytest.importorskip("baton.coordinator.launchers.ray_launch.actor")
 driver = pytest.importorskip("baton.coordinator.launchers.ray_launch.driver")
 workers = pytest.importorskip("baton.coordinator.launchers.ray_launch.workers")
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 OPENING = wire.Open(
     address="127.0.0.1:9",
     namespace="",

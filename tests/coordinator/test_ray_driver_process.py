@@ -37,7 +37,7 @@ async def ended_driver(opening, program):
         process_group=0,
     )
     driver = DriverProcess(process, opening, lambda worker_exit: None, lambda *_: None)
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(120.0):
         while not driver.ended:
             await asyncio.sleep(0.01)
     assert process.returncode is None
@@ -45,14 +45,14 @@ async def ended_driver(opening, program):
 
 
 async def test_closing_waits_for_the_end_of_a_driver_whose_output_ended_before(opening):
-    driver, process = await ended_driver(opening, "exec >&-; exec sleep 60")
-    async with asyncio.timeout(20.0):
+    driver, process = await ended_driver(opening, "exec >&-; exec sleep 600")
+    async with asyncio.timeout(120.0):
         await driver.close(at_once=True)
     assert process.returncode is not None
 
 
 async def test_a_driver_is_killed_if_its_closing_is_cancelled(opening, tmp_path):
-    driver, process = await ended_driver(opening, "exec >&-; exec sleep 60")
+    driver, process = await ended_driver(opening, "exec >&-; exec sleep 600")
     closing = asyncio.create_task(driver.close())
     await asyncio.sleep(0)
     closing.cancel()
@@ -64,8 +64,8 @@ async def test_a_driver_is_killed_if_its_closing_is_cancelled(opening, tmp_path)
 
 
 async def test_a_driver_that_says_nonsense_is_closed_as_any_other(opening, tmp_path):
-    driver, process = await ended_driver(opening, "echo nonsense; exec sleep 60")
-    async with asyncio.timeout(20.0):
+    driver, process = await ended_driver(opening, "echo nonsense; exec sleep 600")
+    async with asyncio.timeout(120.0):
         await driver.close(at_once=True)
     assert process.returncode is not None
     assert os.listdir(tmp_path) == []
@@ -74,8 +74,8 @@ async def test_a_driver_that_says_nonsense_is_closed_as_any_other(opening, tmp_p
 async def test_a_driver_that_ends_leaves_no_unretrieved_exception(opening):
     unseen = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unseen.append(context))
-    driver, _ = await ended_driver(opening, "exec >&-; exec sleep 60")
-    async with asyncio.timeout(20.0):
+    driver, _ = await ended_driver(opening, "exec >&-; exec sleep 600")
+    async with asyncio.timeout(120.0):
         await driver.close(at_once=True)
     del driver
     gc.collect()

@@ -37,7 +37,7 @@ class Reflected:
             f"/{service}/{method}",
             request_serializer=GetMessageClass(found.input_type).SerializeToString,
             response_deserializer=GetMessageClass(found.output_type).FromString,
-        )(ParseDict(request, GetMessageClass(found.input_type)()), timeout=5.0)
+        )(ParseDict(request, GetMessageClass(found.input_type)()), timeout=60.0)
         messages = called if found.server_streaming else [called]
         return [MessageToDict(message, descriptor_pool=self._pool) for message in messages]
 

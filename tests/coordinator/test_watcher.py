@@ -14,7 +14,7 @@ from baton.coordinator.server.admin import AdminService
 from baton.coordinator.server.server import Coordinator
 from baton.v1 import admin_pb2, common_pb2
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 
 

@@ -73,9 +73,9 @@ async def test_nothing_is_opened_while_the_link_is_being_joined():
         await asyncio.sleep(0)
     assert not opening.pushes
     opening.ready.set()
-    await asyncio.wait_for(opening.opened.wait(), 30)
+    await asyncio.wait_for(opening.opened.wait(), 120)
     opening.pusher.stop(None)
-    await asyncio.wait_for(opening.ended.wait(), 30)
+    await asyncio.wait_for(opening.ended.wait(), 120)
     assert len(opening.pushes) == len(opening.lost) == 1
 
 
@@ -85,7 +85,7 @@ async def test_a_push_that_is_stopped_before_it_is_opened_ends_once(has_begun):
     if has_begun:
         await asyncio.sleep(0)
     opening.pusher.stop(b"farewell")
-    await asyncio.wait_for(opening.ended.wait(), 30)
+    await asyncio.wait_for(opening.ended.wait(), 120)
     await opening.pusher.close()
     assert not opening.pushes
     assert opening.lost == ["the push was stopped"]
