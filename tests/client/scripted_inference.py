@@ -57,6 +57,23 @@ class ScriptedInference(inference_pb2_grpc.InferenceServicer):
     async def connection(self) -> Connection:
         return await asyncio.wait_for(self.connections.get(), TIMEOUT_S)
 
+    @asynccontextmanager
+    async def refusing(self, error: errors.BatonError):
+        """Refuses every session with an error, as a coordinator does.
+
+        gRPC hides the error of a stream that ends during a write; the client then tries again.
+        """
+
+        async def refuse():
+            while True:
+                (await self.connections.get()).end(error)
+
+        task = asyncio.create_task(refuse())
+        try:
+            yield
+        finally:
+            task.cancel()
+
     async def Session(self, request_iterator, context):
         connection = Connection()
         self.connections.put_nowait(connection)

@@ -163,9 +163,9 @@ async def test_a_permanent_error_of_the_session_is_not_resumed(client, inference
 async def test_the_next_coordinator_refuses_the_credential(client, inference):
     stream, connection = await flowing(client, inference)
     connection.end()
-    (await inference.connection()).end(errors.Unauthenticated("expired"))
-    with pytest.raises(UnauthenticatedError, match="could not be resumed: expired"):
-        await rest(stream)
+    async with inference.refusing(errors.Unauthenticated("expired")):
+        with pytest.raises(UnauthenticatedError, match="could not be resumed: expired"):
+            await rest(stream)
 
 
 # gRPC's own error, which the server of the fixture below sends too.

@@ -217,10 +217,13 @@ async def test_the_model_is_fetched_from_the_next_address(server, inference):
 
 
 async def test_a_coordinator_that_refuses_the_session_is_passed_over(server, inference):
-    refusing = ScriptedInference()
-    async with serving(refusing) as (other, _), BatonClient([other, server[0]]) as client:
+    strict = ScriptedInference()
+    async with (
+        serving(strict) as (other, _),
+        strict.refusing(errors.Unauthenticated("no credential")),
+        BatonClient([other, server[0]]) as client,
+    ):
         stream = client.generate("x")
-        (await refusing.connection()).end(errors.Unauthenticated("no credential"))
         await finish(await inference.connection(), 0, [1], "a")
         assert (await stream.complete()).token_ids == (1,)
 

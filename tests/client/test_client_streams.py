@@ -387,10 +387,9 @@ async def test_without_resuming_a_lost_session_fails_its_requests(server, infere
 
 
 async def test_a_refused_session_says_why(client, inference):
-    stream = client.generate("a")
-    (await inference.connection()).end(errors.Unauthenticated("no credential"))
-    with pytest.raises(UnauthenticatedError, match="no credential"):
-        await stream.complete()
+    async with inference.refusing(errors.Unauthenticated("no credential")):
+        with pytest.raises(UnauthenticatedError, match="no credential"):
+            await client.generate("a").complete()
 
 
 async def test_an_unreachable_coordinator_is_unavailable():
