@@ -58,6 +58,7 @@ class Plan:
         step_ms: Duration of a decode step. More than ten processes share the machine, which should
             be busy but not saturated.
         coordinator: Non-default keys of the section `coordinator`.
+        elastic: Whether any worker may compute prompts and decode.
         seed: Seed of victims, streams and times.
     """
 
@@ -72,6 +73,7 @@ class Plan:
     output_tokens: tuple[int, int] = (50, 250)
     step_ms: float = 100.0
     coordinator: Mapping[str, Any] = field(default_factory=dict)
+    elastic: bool = False
     seed: int = 0
 
     def config(self, model: str) -> dict[str, Any]:
@@ -80,6 +82,7 @@ class Plan:
             "served_model_name": "chaos",
             "engine": "simulated",
             "log_level": "warning",
+            "elastic": self.elastic,
             "coordinator": dict(self.coordinator),
             "simulated": {
                 "step_base_ms": self.step_ms,
@@ -273,6 +276,7 @@ def main() -> int:
     parser.add_argument("--duration-s", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="60 streams, 30 s")
+    parser.add_argument("--elastic", action="store_true", help="workers without strict roles")
     parser.add_argument("--json", type=Path, default=Path("bench/results/chaos.json"))
     arguments = parser.parse_args()
     interrupts.on_sigterm()
@@ -287,6 +291,7 @@ def main() -> int:
             num_streams=num_streams,
             duration_s=duration_s,
             num_restarts=num_restarts,
+            elastic=arguments.elastic,
             seed=arguments.seed,
         )
         with tempfile.TemporaryDirectory(prefix="bench-") as directory:

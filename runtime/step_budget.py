@@ -123,6 +123,9 @@ class Streams(NamedTuple):
         return self.num_streams + self.num_drafts
 
 
+_ALONE = Streams()
+
+
 @dataclass(slots=True)
 class StreamPace:
     """Compares the tokens of one stream with its ITL target.
@@ -188,9 +191,7 @@ def prompt_tokens(
     grants = [0] * len(prompts)
     if room <= 0 or not prompts:
         return grants
-    fixed_s = _streams_s(model, streams)
-    least_share = _LEAST_SHARE_ALONE if math.isinf(streams.saved_s) else _LEAST_SHARE
-    left_s = max(step_limit_s(targets, streams) - fixed_s, least_share * fixed_s)
+    left_s = _prompts_s(targets, streams, _streams_s(model, streams))
 
     def add(index: int, most: int) -> None:
         nonlocal left_s, room
@@ -212,6 +213,27 @@ def prompt_tokens(
     if not any(grants):
         add(0, _LEAST_TOKENS)
     return grants
+
+
+def prompt_speed(model: LatencyModel, targets: StepTargets, streams: Streams) -> float:
+    """Speed of prompts beside these streams, as a share of the speed without streams; (0, 1].
+
+    A step without streams counts as full speed, although it pays its base as well.
+    """
+    return min(1.0, _prompt_share(model, targets, streams) / _prompt_share(model, targets, _ALONE))
+
+
+def _prompt_share(model: LatencyModel, targets: StepTargets, streams: Streams) -> float:
+    """Share of a step's time that goes to prompt tokens."""
+    fixed_s = _streams_s(model, streams)
+    prompts_s = _prompts_s(targets, streams, fixed_s)
+    return prompts_s / (fixed_s + prompts_s)
+
+
+def _prompts_s(targets: StepTargets, streams: Streams, fixed_s: float) -> float:
+    """Seconds of a step that its targets leave for prompt tokens."""
+    least_share = _LEAST_SHARE_ALONE if math.isinf(streams.saved_s) else _LEAST_SHARE
+    return max(step_limit_s(targets, streams) - fixed_s, least_share * fixed_s)
 
 
 def _streams_s(model: LatencyModel, streams: Streams) -> float:

@@ -85,13 +85,14 @@ class Worker:
         self._engine_factory = engine_factory
         is_prefill = role == common_pb2.ROLE_PREFILL
         self._pool = config.prefill if is_prefill else config.decode
-        self._max_requests = {
-            role: _REQUESTS_FACTOR * pool.max_requests_per_worker
-            for role, pool in (
-                (common_pb2.ROLE_PREFILL, config.prefill),
-                (common_pb2.ROLE_DECODE, config.decode),
-            )
+        most = {
+            common_pb2.ROLE_PREFILL: config.prefill.max_requests_per_worker,
+            common_pb2.ROLE_DECODE: config.decode.max_requests_per_worker,
         }
+        if config.elastic:
+            # Any worker may hold prompts and decodes at the same time.
+            most = dict.fromkeys(most, sum(most.values()))
+        self._max_requests = {role: _REQUESTS_FACTOR * number for role, number in most.items()}
         self._startup_ms: dict[str, int] = {}
 
     async def run(self, stop: asyncio.Event, ready: Callable[[str], None] | None) -> None:

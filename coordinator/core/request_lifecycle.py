@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
 
@@ -425,7 +426,17 @@ class RequestLifecycle:
             fleet=result.fleet,
             prediction=prediction,
             attempts_before=before.attempt_number if before is not None else 0,
+            due_at=self._due_at(submission),
         )
+
+    def _due_at(self, submission: Submission) -> float:
+        """Returns when the first token is due, by the core's clock; infinite without a target."""
+        target_s = submission.slo_ttft_s
+        if target_s is None:
+            config = self._config.targets
+            lane = config.batch if submission.lane == common_pb2.LANE_BATCH else config.interactive
+            target_s = math.inf if lane.ttft_ms is None else lane.ttft_ms / 1e3
+        return submission.arrived_at + target_s
 
     def _deadline(self, submission: Submission) -> float:
         """Returns when a request must end, by the core's clock."""

@@ -85,7 +85,7 @@ class LaneQueue:
 
 
 class FleetQueues:
-    """Both lanes' queues of one fleet.
+    """The lanes' queues of one fleet.
 
     Args:
         fleet: Fleet whose workers the requests wait for.
@@ -94,17 +94,19 @@ class FleetQueues:
     Attributes:
         fleet: As above.
         interactive, batch: The queues.
+        late: Interactive requests that cannot be in time any more; they go behind the others.
         deficit: Tokens that the batch lane is owed.
         submitted_work_us: Prefill work that waits, in microseconds, by the lane that it was
             submitted to. Integers, because sums of floats would drift.
     """
 
-    __slots__ = ("batch", "deficit", "fleet", "interactive", "submitted_work_us")
+    __slots__ = ("batch", "deficit", "fleet", "interactive", "late", "submitted_work_us")
 
     def __init__(self, fleet: Fleet, batch_share: float) -> None:
         self.fleet = fleet
         self.interactive = LaneQueue(common_pb2.LANE_INTERACTIVE, self)
         self.batch = LaneQueue(common_pb2.LANE_BATCH, self)
+        self.late = LaneQueue(common_pb2.LANE_INTERACTIVE, self)
         self.deficit = BatchDeficit(batch_share)
         self.submitted_work_us: dict[Lane, int] = {
             common_pb2.LANE_INTERACTIVE: 0,
@@ -115,6 +117,6 @@ class FleetQueues:
         """Returns a lane's queue."""
         return self.batch if lane == common_pb2.LANE_BATCH else self.interactive
 
-    def beside(self, queue: LaneQueue) -> LaneQueue:
-        """Returns the other lane's queue."""
-        return self.interactive if queue is self.batch else self.batch
+    def beside(self, queue: LaneQueue) -> tuple[LaneQueue, ...]:
+        """Returns the other lane's queues."""
+        return (self.interactive, self.late) if queue is self.batch else (self.batch,)

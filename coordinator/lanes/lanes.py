@@ -191,13 +191,9 @@ class Lanes:
     def changed_fleet(self, request: Request) -> None:
         """Moves a waiting request, whose fleet has changed, to the queue of its new fleet."""
         entry = self._entries[request.key]
-        tenant, lane = entry.queue.tenant, entry.queue.lane_queue.lane
-        self._take_out(entry)
-        self._reorder(tenant)
-        entry.queue = tenant.queue(self._queues_of(request.fleet).of(lane))
-        entry.owed_per_token = 0.0
-        self._put_in(entry)
-        self._reorder(tenant)
+        lane = entry.queue.lane_queue.lane
+        queues = self._queues_of(request.fleet)
+        self._move(entry, queues.late if request.is_late else queues.of(lane))
 
     # ---- Dispatching
 
@@ -211,11 +207,21 @@ class Lanes:
         self._skipped.clear()
         try:
             while (entry := self._next()) is not None:
+                lane_queue = entry.queue.lane_queue
                 yield entry.request
-                if entry.is_queued:
-                    self._skipped.add(entry.queue.lane_queue)
+                if entry.is_queued and entry.queue.lane_queue is lane_queue:
+                    self._skipped.add(lane_queue)
         finally:
             self._skipped.clear()
+
+    def defer(self, request: Request) -> None:
+        """Moves a waiting interactive request behind all others: it cannot be in time any more.
+
+        Late requests are in the order of their arrival. The requests behind it take its turn.
+        """
+        entry = self._entries[request.key]
+        request.is_late = True
+        self._move(entry, entry.queue.lane_queue.fleet_queues.late)
 
     def is_due(self, request: Request) -> bool:
         """Whether a candidate is a batch request that its lane is owed before interactive ones.
@@ -229,7 +235,7 @@ class Lanes:
     def skip(self, fleet: Fleet) -> None:
         """Yields no more requests of a fleet in this round."""
         queues = self._fleets[fleet]
-        self._skipped.update((queues.interactive, queues.batch))
+        self._skipped.update((queues.interactive, queues.batch, queues.late))
 
     def dispatched(self, request: Request, num_prompt_tokens: int) -> bool:
         """A waiting request is dispatched: its tenant is charged for its prompt.
@@ -314,6 +320,7 @@ class Lanes:
             for tenant in self._tenants:
                 tenant.queues.pop(queues.interactive, None)
                 tenant.queues.pop(queues.batch, None)
+                tenant.queues.pop(queues.late, None)
 
     # ---- Turns
 
@@ -327,7 +334,8 @@ class Lanes:
         return found
 
     def _next_of(self, queues: FleetQueues) -> QueueEntry | None:
-        interactive, batch = self._head(queues.interactive), self._head(queues.batch)
+        interactive = self._head(queues.interactive) or self._head(queues.late)
+        batch = self._head(queues.batch)
         if interactive is None or batch is None:
             return interactive or batch
         request = batch.request
@@ -346,7 +354,7 @@ class Lanes:
 
     def _other_waits(self, lane_queue: LaneQueue) -> bool:
         """Whether the other lane has a request of the same fleet that could go now."""
-        return self._head(lane_queue.fleet_queues.beside(lane_queue)) is not None
+        return any(self._head(one) for one in lane_queue.fleet_queues.beside(lane_queue))
 
     def _reorder(self, tenant: Tenant) -> None:
         """Adds a tenant's queues to the orders of their lanes, or removes them."""
@@ -359,6 +367,16 @@ class Lanes:
                 lane_queue.leave(queue, self.now)
 
     # ---- Entries
+
+    def _move(self, entry: QueueEntry, lane_queue: LaneQueue) -> None:
+        """Moves a waiting entry to another queue."""
+        tenant = entry.queue.tenant
+        self._take_out(entry)
+        self._reorder(tenant)
+        entry.queue = tenant.queue(lane_queue)
+        entry.owed_per_token = 0.0
+        self._put_in(entry)
+        self._reorder(tenant)
 
     def _new_entry(self, request: Request, now: float, num_tokens: int) -> QueueEntry:
         submission = request.submission
@@ -456,7 +474,7 @@ class Lanes:
             assert fleet_queues is self._fleets.get(entry.request.fleet)
         for fleet, fleet_queues in self._fleets.items():
             assert fleet_queues.fleet is fleet
-            for lane_queue in (fleet_queues.interactive, fleet_queues.batch):
+            for lane_queue in (fleet_queues.interactive, fleet_queues.batch, fleet_queues.late):
                 queues = [one.queues.get(lane_queue) for one in self._tenants]
                 inside = [one for one in queues if one is not None and one.item is not None]
                 lane_queue.check_integrity(inside)

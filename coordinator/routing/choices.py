@@ -57,11 +57,14 @@ class Placement(NamedTuple):
         decode: decode worker for the output; None: the request ends with its first token.
         skip_tokens: tokens that the handoff leaves out because the decode worker has them cached;
             a multiple of the block size.
+        local: where the decode worker computes the prompt in an elastic cell, so that its prefill
+            work counts there; None elsewhere.
     """
 
     prefill: PrefillChoice | None
     decode: DecodeChoice | None
     skip_tokens: int = 0
+    local: PrefillChoice | None = None
 
     @property
     def handoff(self) -> bool:

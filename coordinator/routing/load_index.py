@@ -6,6 +6,7 @@ from baton.coordinator.routing.least_loaded import LeastLoaded
 from baton.coordinator.routing.worker_load import WorkerLoad
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import WorkerKey
+from baton.runtime.step_budget import StepTargets
 
 
 class LoadIndex:
@@ -29,7 +30,13 @@ class LoadIndex:
             ordered by the KV tokens free after preempting all of these, most first.
     """
 
-    def __init__(self, max_prefill_requests: int, max_decode_requests: int) -> None:
+    def __init__(
+        self,
+        max_prefill_requests: int,
+        max_decode_requests: int,
+        step_targets: StepTargets | None = None,
+    ) -> None:
+        self._step_targets = step_targets
         self._max_prefills, self._max_decodes = max_prefill_requests, max_decode_requests
         self.entries: dict[WorkerKey, WorkerLoad] = {}
         self._pools: dict[WorkerKey, Pool] = {}
@@ -52,11 +59,19 @@ class LoadIndex:
 
     def set_pool(self, worker: WorkerKey, pool: Pool | None) -> None:
         """Moves a worker to the pool that it gets work from; None: the worker gets no work."""
-        self.num_prefill_workers -= self._pools.pop(worker, None) is Pool.PREFILL
+        self.num_prefill_workers -= self.computes_prompts(self._pools.pop(worker, None))
         if pool is not None:
             self._pools[worker] = pool
-            self.num_prefill_workers += pool is Pool.PREFILL
+            self.num_prefill_workers += self.computes_prompts(pool)
         self.file(self.entries[worker])
+
+    def computes_prompts(self, pool: Pool | None) -> bool:
+        """Whether the workers of a pool compute prompts; in an elastic cell, those of any pool."""
+        return pool is Pool.PREFILL or (pool is not None and self._step_targets is not None)
+
+    def decodes(self, pool: Pool | None) -> bool:
+        """Whether the workers of a pool decode; in an elastic cell, those of any pool."""
+        return pool is Pool.DECODE or (pool is not None and self._step_targets is not None)
 
     def pool(self, worker: WorkerKey) -> Pool | None:
         """The pool that a worker gets work from; None: the worker gets no work."""
@@ -78,17 +93,19 @@ class LoadIndex:
     def file(self, entry: WorkerLoad) -> None:
         """Updates all indexes after a change of a worker's load or pool."""
         worker, pool = entry.key, self._pools.get(entry.key)
-        if pool is Pool.PREFILL and entry.num_prefills < self._max_prefills:
+        if self._step_targets is not None:
+            entry.predict_prompt_speed(self._step_targets)
+        if self.computes_prompts(pool) and entry.num_prefills < self._max_prefills:
             self.open_prefill |= entry.bit
             self.by_queue.set(worker, entry.free_at)
         elif self.open_prefill & entry.bit:
             self.open_prefill ^= entry.bit
             self.by_queue.remove(worker)
-        if pool is Pool.DECODE and entry.yielding_tokens:
+        if self.decodes(pool) and entry.yielding_tokens:
             self.by_yielding.set(worker, -entry.free_tokens - entry.yielding_tokens)
         else:
             self.by_yielding.remove(worker)
-        if pool is Pool.DECODE and entry.num_decodes < self.most_decodes(entry):
+        if self.decodes(pool) and entry.num_decodes < self.most_decodes(entry):
             self.open_decode |= entry.bit
             itl_s = entry.itl_with_s(0, 0)
             self.by_itl.set(worker, itl_s)
@@ -117,13 +134,13 @@ class LoadIndex:
         for worker, entry in self.entries.items():
             entry.check_integrity()
             pool = self._pools.get(worker)
-            if pool is Pool.PREFILL and entry.num_prefills < self._max_prefills:
+            if self.computes_prompts(pool) and entry.num_prefills < self._max_prefills:
                 prefills |= entry.bit
                 assert worker in self.by_queue
             assert (worker in self.by_yielding) == (
-                pool is Pool.DECODE and entry.yielding_tokens > 0
+                self.decodes(pool) and entry.yielding_tokens > 0
             )
-            if pool is Pool.DECODE and entry.num_decodes < self.most_decodes(entry):
+            if self.decodes(pool) and entry.num_decodes < self.most_decodes(entry):
                 decodes |= entry.bit
                 assert worker in self.by_itl
                 assert worker in self.by_room

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from baton.coordinator.routing.batch_prompts import BatchPrompts
 from baton.coordinator.routing.choices import DecodeChoice, Placement, PrefillChoice, RoomWanted
+from baton.coordinator.routing.elastic import AHEAD_S, Demand, ElasticRule
 from baton.coordinator.routing.latency import LatencyRegistry
 from baton.coordinator.routing.local_prompts import LocalPrompts
 from baton.coordinator.routing.output_lengths import OutputLengths, max_output_tokens
@@ -24,9 +25,11 @@ from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import Ahead
 from baton.coordinator.routing.worker_traits import block_size_of, handoff_bytes, traits_of
 from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.lanes import lane_config
 from baton.coordinator.state.pools import POOL_OF, Pool
 from baton.coordinator.state.requests import Request, WorkerKey
 from baton.coordinator.state.workers import AttachedWorkers, Worker
+from baton.runtime.step_budget import StepTargets
 from baton.v1 import common_pb2
 
 _BATCH = common_pb2.LANE_BATCH
@@ -40,6 +43,9 @@ _AHEAD = {
 # Batch requests join interactive requests while steps take at most this share of the ITL target.
 # They are parked when steps exceed the whole target; the gap between the two avoids flapping.
 _JOIN_SHARE = 0.9
+# In an elastic cell, a request that has waited for this share of its lane's max_queue_s is placed
+# even where it delays others.
+_MUST_PLACE_SHARE = 1 / 6
 
 _Found = TypeVar("_Found")
 
@@ -75,7 +81,15 @@ class Placer:
         crowded: dict[WorkerKey, None],
     ) -> None:
         self._config, self._workers, self._latency = config, workers, latency
-        self.router = Router(config.max_prefill_requests, config.max_decode_requests)
+        itl_ms = config.targets.interactive.itl_ms
+        self._elastic_itl_s = math.inf if itl_ms is None else itl_ms / 1e3
+        step_targets = StepTargets.of(config.steps, None if itl_ms is None else itl_ms / 1e3)
+        self.router = Router(
+            config.max_prefill_requests,
+            config.max_decode_requests,
+            step_targets if config.elastic else None,
+        )
+        self._rule = ElasticRule(self.router) if config.elastic else None
         self._outputs, self._crowded = outputs, crowded
         self._itl_target_s = config.lanes.interactive.itl_ms / 1e3
         self._local_prompts = LocalPrompts(self.router, self._itl_target_s)
@@ -125,6 +139,15 @@ class Placer:
         """
         return self._among_wanted(request, self._place)
 
+    def is_late(self, request: Request) -> bool:
+        """Whether no worker can produce the request's first token within its TTFT target.
+
+        Only elastic cells distinguish late requests.
+        """
+        if self._rule is None or request.is_late:
+            return False
+        return self._rule.is_late(self.prompts.match(request), self._demand(request))
+
     def by_handoff(self, request: Request, source: Worker, within_s: float) -> Placement | None:
         """Plans a handoff of a running request from its decode worker to another decode worker.
 
@@ -169,6 +192,10 @@ class Placer:
         idlest = self.router.idlest_prefill()
         if idlest is None:
             return math.inf
+        if self._rule is not None:
+            found = self.router.elastic_candidates(self.prompts.match(request), "")
+            times = [entry.free_at - AHEAD_S for entry, _ in found]
+            return min((at for at in times if at > self.router.now), default=math.inf)
         return idlest.room_at(_AHEAD[self._lane_of(request)], self.router.now)
 
     def is_crowded_out(self, request: Request) -> bool:
@@ -199,7 +226,11 @@ class Placer:
             if yields and in_pool and self._lane_of(request) == _BATCH:
                 self.batch_prompts.begins(request.key, worker)
         if placement.decode is not None:
-            if placement.prefill is None:
+            if placement.local is not None:
+                self.router.assign_prefill(
+                    request.key, placement.local, self.prompts.hashes_of(request), session
+                )
+            elif placement.prefill is None:
                 self._local_prompts.begins(placement.decode)
             self.router.assign_decode(
                 request.key,
@@ -207,6 +238,7 @@ class Placer:
                 session,
                 urgent=urgent,
                 yields=yields and not urgent,
+                num_mean_tokens=self._num_mean_tokens(request),
             )
             if urgent:
                 self._crowded[placement.decode.worker] = None
@@ -261,6 +293,12 @@ class Placer:
         """Records the length of a finished output for later predictions."""
         self._outputs.observe(request.submission.lane, len(request.token_ids))
 
+    def _num_mean_tokens(self, request: Request) -> int:
+        """KV tokens that the request has at half of its mean output."""
+        submission = request.submission
+        most = max_output_tokens(submission, self._workers.max_model_len)
+        return request.num_tokens + round(self._outputs.mean(submission.lane, most) / 2)
+
     # ---- Yielding.
 
     def must_yield(self, worker: WorkerKey) -> bool:
@@ -310,7 +348,47 @@ class Placer:
                 if worker is not None:
                     self.refresh(worker)
 
+    def _demand(self, request: Request) -> Demand:
+        submission, num_known = request.submission, len(request.token_ids)
+        most = max_output_tokens(submission, self._workers.max_model_len)
+        waited_s = self.router.now - request.state_since
+        lane = lane_config(self._config.lanes, submission.lane)
+        # A stream that lost its worker goes on at once: its client sees the pause.
+        must_place = num_known > 0 or waited_s > _MUST_PLACE_SHARE * lane.max_queue_s
+        is_batch = submission.lane == _BATCH
+        return Demand(
+            num_tokens=request.num_tokens,
+            num_output_tokens=(
+                0 if most == 1 else self._outputs.expected(submission.lane, most, num_known)
+            ),
+            num_mean_tokens=self._num_mean_tokens(request),
+            # A stream that goes on elsewhere has had its first token.
+            due_in_s=math.inf if num_known else request.due_at - self.router.now,
+            itl_s=self._elastic_itl_s,
+            waits_for_others=(request.is_late or is_batch) and not must_place,
+            must_place=must_place,
+            continues=num_known > 0,
+            session=submission.session_id,
+        )
+
+    def _place_elastic(self, rule: ElasticRule, request: Request) -> Placement | None:
+        if self.is_late(request):
+            return None
+        found = rule.place(self.prompts.match(request), self._demand(request))
+        if found is None:
+            return None
+        if found.decoder is None:
+            return Placement(found.reader, None)
+        decoder = found.decoder.worker
+        if found.reader.worker != decoder:
+            split = self._split(request, found.reader, found.decoder)
+            if split is not None:
+                return split
+        return Placement(None, found.decoder, local=found.reader._replace(worker=decoder))
+
     def _place(self, request: Request) -> Placement | None:
+        if self._rule is not None:
+            return self._place_elastic(self._rule, request)
         submission, match = request.submission, self.prompts.match(request)
         most = max_output_tokens(submission, self._workers.max_model_len)
         prefill = self.router.choose_prefill(

@@ -20,6 +20,7 @@ from baton.coordinator.routing.prefix_index import PrefixIndex, PrefixMatch
 from baton.coordinator.routing.worker_load import ANYTHING_AHEAD, Ahead, WorkerLoad, WorkerTraits
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import WorkerKey
+from baton.runtime.step_budget import StepTargets
 from baton.v1 import cluster_pb2
 
 # Number of candidates with the longest prefixes, per choice.
@@ -35,6 +36,8 @@ _NETWORK_BYTES_PER_S, _MEMORY_BYTES_PER_S = 1e9, 5e9
 _PACKED_ITL = 1.15
 # Maximum number of sessions; the least recently used are dropped.
 _MAX_SESSIONS = 65536
+# A placement in an elastic cell compares all workers of a cell that is not larger than this.
+_MAX_COMPARED = 16
 
 
 @dataclass(slots=True)
@@ -75,10 +78,15 @@ class Router:
         now: time by the core's clock; the caller sets it before each use.
     """
 
-    def __init__(self, max_prefill_requests: int, max_decode_requests: int) -> None:
+    def __init__(
+        self,
+        max_prefill_requests: int,
+        max_decode_requests: int,
+        step_targets: StepTargets | None = None,
+    ) -> None:
         self.now = 0.0
         self.index = PrefixIndex()
-        self._loads = LoadIndex(max_prefill_requests, max_decode_requests)
+        self._loads = LoadIndex(max_prefill_requests, max_decode_requests, step_targets)
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         # Number of decodes, on all workers, that batch requests yield to.
         self._num_urgent = 0
@@ -185,6 +193,7 @@ class Router:
         *,
         urgent: bool = False,
         yields: bool = False,
+        num_mean_tokens: int | None = None,
     ) -> None:
         """Adds a decode to the load of its chosen worker.
 
@@ -194,9 +203,17 @@ class Router:
             session: session ID; "" means no session.
             urgent: whether batch requests yield to this request.
             yields: whether this request can be preempted for an urgent request.
+            num_mean_tokens: KV tokens that the request has at half of its mean output; None: as
+                many as are reserved.
         """
         entry = self._loads.entries[choice.worker]
-        entry.assign_decode(request_id, choice.num_kv_tokens, urgent=urgent, yields=yields)
+        entry.assign_decode(
+            request_id,
+            choice.num_kv_tokens,
+            urgent=urgent,
+            yields=yields,
+            num_mean_tokens=num_mean_tokens,
+        )
         if urgent:
             self._num_urgent += 1
         else:
@@ -228,7 +245,7 @@ class Router:
             prefill: worker passed to `assign_prefill`; None: no worker.
             decode: worker passed to `assign_decode`; None: no worker.
         """
-        self._end_prefill(request_id, prefill)
+        self._end_prefill(request_id, prefill if prefill is not None else decode)
         if (entry := self._loads.get(decode)) is not None:
             entry.arrive(request_id)
 
@@ -245,7 +262,7 @@ class Router:
 
     def release(self, request_id: str, prefill: WorkerKey | None, decode: WorkerKey | None) -> None:
         """Removes a request from its workers' loads; idempotent. Arguments as in `first_token`."""
-        self._end_prefill(request_id, prefill)
+        self._end_prefill(request_id, prefill if prefill is not None else decode)
         if (entry := self._loads.get(decode)) is not None:
             self._num_urgent -= entry.end_decode(request_id)
             self._loads.file(entry)
@@ -264,6 +281,33 @@ class Router:
         return found
 
     # ---- Choices.
+
+    def elastic_candidates(self, match: PrefixMatch, session: str) -> list[tuple[WorkerLoad, int]]:
+        """Workers that a placement in an elastic cell compares.
+
+        Returns:
+            All workers of a small cell that get work. Of a large cell, those that choices of a
+            prefill or a decode worker compare. With each, the number of leading prompt blocks in
+            its prefix cache.
+        """
+        loads = self._loads
+        if len(loads.entries) <= _MAX_COMPARED:
+            return [
+                (entry, match.blocks_of(entry.key))
+                for entry in loads.entries.values()
+                if loads.pool(entry.key) is not None
+            ]
+        found = self._prefill_candidates(match, session)
+        found |= self._decode_candidates(match, session, None, apart=False)
+        return [(loads.entries[worker], num_blocks) for worker, num_blocks in found.items()]
+
+    def takes_prompts(self, entry: WorkerLoad) -> bool:
+        """Whether a worker is below its limit of prompts."""
+        return bool(self._loads.open_prefill & entry.bit)
+
+    def takes_decodes(self, entry: WorkerLoad) -> bool:
+        """Whether a worker is below its limit of decodes."""
+        return bool(self._loads.open_decode & entry.bit)
 
     def choose_prefill(
         self,

@@ -8,11 +8,22 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from baton.coordinator.state.requests import WorkerKey
+from baton.runtime.latency import LatencyModel
+from baton.runtime.step_budget import StepTargets, Streams, prompt_speed
+
+# Half of the longest step without decodes (steps.prompt_step_ms), in seconds.
+_REST_OF_STEP_S = 0.1
 
 
 class Latency(Protocol):
-    """Predicted seconds of prefills and decode steps on a worker kind (runtime/latency.py)."""
+    """Predicted seconds of prefills and decode steps on a worker kind (runtime/latency.py).
 
+    Attributes:
+        model: the present model of the worker kind.
+    """
+
+    @property
+    def model(self) -> LatencyModel: ...
     def prefill_s(self, num_tokens: int) -> float: ...
     def decode_step_s(self, num_requests: int, num_kv_tokens: int) -> float: ...
 
@@ -60,6 +71,7 @@ class _Decode:
     num_kv_tokens: int
     urgent: bool
     yields: bool
+    num_mean_tokens: int
     arrived: bool = False
 
 
@@ -101,6 +113,10 @@ class WorkerLoad:
             count even while another worker still computes their prompts.
         yielding_tokens: part of reserved_tokens that belongs to decodes that can be preempted.
         free_tokens: KV tokens that no assigned request is expected to need.
+        mean_tokens: KV tokens of all assigned decodes at half of their mean output: what a step
+            attends to on average. `reserved_tokens` is what it attends to at most.
+        prompt_speed: speed of prompts beside the assigned decodes, as a share of the speed of an
+            idle worker, (0, 1]. Only kept in elastic cells; elsewhere 1.
     """
 
     key: WorkerKey
@@ -113,6 +129,8 @@ class WorkerLoad:
     reserved_tokens: int = 0
     yielding_tokens: int = 0
     free_tokens: int = field(init=False)
+    mean_tokens: int = 0
+    prompt_speed: float = 1.0
     # In order of arrival. OrderedDict, because finding the first key of a dict takes O(n) after
     # its first keys were deleted.
     _prefills: OrderedDict[str, _Prefill] = field(default_factory=OrderedDict)
@@ -154,9 +172,38 @@ class WorkerLoad:
             len(self._decodes) + num_requests, self.reserved_tokens + num_tokens
         )
 
+    def mean_itl_s(self, num_requests: int = 0, num_tokens: int = 0) -> float:
+        """Predicted mean seconds per decode step; arguments as in `itl_with_s`."""
+        return self.traits.latency.decode_step_s(
+            len(self._decodes) + num_requests, self.mean_tokens + num_tokens
+        )
+
     def queued_s(self, now: float) -> float:
         """Predicted seconds of remaining prefill work."""
         return max(0.0, self.free_at - now)
+
+    def ahead_s(self, num_tokens: int, now: float) -> float:
+        """Predicted seconds of prefill work that goes before a prompt of `num_tokens` tokens.
+
+        A worker computes its shortest prompts first (runtime/step_budget.py). A longer prompt
+        delays a shorter one by the rest of the step that is under way.
+        """
+        left_s = self.queued_s(now)
+        if not left_s:
+            return 0.0
+        work_s, has_longer = 0.0, False
+        for prefill in self._prefills.values():
+            if prefill.num_tokens <= num_tokens:
+                work_s += prefill.work_s
+            else:
+                has_longer = True
+        return min(left_s, work_s + (_REST_OF_STEP_S if has_longer else 0.0))
+
+    def predict_prompt_speed(self, targets: StepTargets) -> None:
+        """Updates `prompt_speed` after a change of the assigned decodes."""
+        saved_s = 0.0 if self.num_urgent else math.inf
+        streams = Streams(len(self._decodes), self.mean_tokens, saved_s)
+        self.prompt_speed = prompt_speed(self.traits.latency.model, targets, streams)
 
     def is_full(self, ahead: Ahead, now: float) -> bool:
         """Whether the worker's queue is at the limit, so that it takes no further prompt."""
@@ -225,10 +272,19 @@ class WorkerLoad:
         self.held_up_until = max(self.held_up_until, until)
 
     def assign_decode(
-        self, request_id: str, num_kv_tokens: int, *, urgent: bool = False, yields: bool = False
+        self,
+        request_id: str,
+        num_kv_tokens: int,
+        *,
+        urgent: bool = False,
+        yields: bool = False,
+        num_mean_tokens: int | None = None,
     ) -> None:
         assert request_id not in self._decodes
-        self._decodes[request_id] = _Decode(num_kv_tokens, urgent, yields)
+        if num_mean_tokens is None:
+            num_mean_tokens = num_kv_tokens
+        self._decodes[request_id] = _Decode(num_kv_tokens, urgent, yields, num_mean_tokens)
+        self.mean_tokens += num_mean_tokens
         self.num_urgent += urgent
         self.yielding_tokens += num_kv_tokens if yields else 0
         self.reserved_tokens += num_kv_tokens
@@ -270,6 +326,7 @@ class WorkerLoad:
         if decode is None:
             return False
         self.num_urgent -= decode.urgent
+        self.mean_tokens -= decode.num_mean_tokens
         self.yielding_tokens -= decode.num_kv_tokens if decode.yields else 0
         self.reserved_tokens -= decode.num_kv_tokens
         self.free_tokens += decode.num_kv_tokens
@@ -293,6 +350,7 @@ class WorkerLoad:
         assert math.isclose(self._queued_s, queued_s, rel_tol=1e-6, abs_tol=1e-6)
         assert self.num_urgent == sum(one.urgent for one in decodes)
         assert self.reserved_tokens == sum(one.num_kv_tokens for one in decodes)
+        assert self.mean_tokens == sum(one.num_mean_tokens for one in decodes)
         yielding = sum(one.num_kv_tokens for one in decodes if one.yields)
         assert self.yielding_tokens == yielding
         taken = self.reserved_tokens + self._unassigned_tokens

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from baton.coordinator.routing.latency import LatencyRegistry, WorkerKind
 from baton.coordinator.routing.worker_load import WorkerTraits
 from baton.runtime import kv_fingerprint
+from baton.runtime.latency import LatencyModel
 from baton.v1 import cluster_pb2
 
 
@@ -49,6 +50,10 @@ class _KindModel:
     registry: LatencyRegistry
     kind: WorkerKind
     chunk_tokens: int
+
+    @property
+    def model(self) -> LatencyModel:
+        return self.registry.model(self.kind)
 
     def prefill_s(self, num_tokens: int) -> float:
         model = self.registry.model(self.kind)

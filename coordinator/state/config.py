@@ -56,6 +56,7 @@ class CoreConfig:
     revision: str = FIRST_REVISION
     tail_share: float | None = None
     steps: StepsConfig = field(default_factory=StepsConfig)
+    elastic: bool = False
 
     @classmethod
     def of(cls, config: BatonConfig) -> CoreConfig:
@@ -73,6 +74,7 @@ class CoreConfig:
             max_prefill_requests=config.prefill.max_requests_per_worker,
             max_decode_requests=config.decode.max_requests_per_worker,
             heartbeat_s=coordinator.heartbeat_s,
+            elastic=config.elastic,
             local_prefill=config.decode.local_prefill,
             latency=LatencyModel.from_config(config.latency),
             lanes=config.lanes,

@@ -206,6 +206,10 @@ class Request:
         losses: Errors of the attempts that were lost since the last new token.
         avoid: Workers that lost the request; they get it again only if there is no other worker.
         suspect: Whether a worker died while it computed only this request and other suspects.
+        due_at: When the first token is due by the TTFT target, by the core's clock; infinite
+            without a target.
+        is_late: Whether its first token cannot be in time, so that it goes behind all others
+            (lanes/lanes.py); only in elastic cells.
         waits_until: Until when the request waits for a starting worker, by the core's clock
             (core/recovery_timeout.py).
         num_charged: Number of output tokens that the tenant was charged for.
@@ -238,6 +242,8 @@ class Request:
     handoff_id: bytes = b""
     skip_tokens: int = 0
     hands_over_all: bool = False
+    due_at: float = math.inf
+    is_late: bool = False
     exposed_us: int | None = None
     prefill_timings: cluster_pb2.StageTimings | None = None
     decode_timings: cluster_pb2.StageTimings | None = None

@@ -72,6 +72,11 @@ class BatonConfig(Section):
     http: HttpConfig = Field(default_factory=HttpConfig)
     security: SecurityConfig = Field(default_factory=SecurityConfig)
     tracing: TracingConfig = Field(default_factory=TracingConfig)
+    elastic: bool = Field(
+        False,
+        description="Whether any worker may compute prompts and decode, so that the split into "
+        "pools does not matter; false: strict roles.",
+    )
     latency: LatencyConfig = Field(default_factory=LatencyConfig)
     simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)
     scaling: ScalingSection = Field(default_factory=ScalingSection)

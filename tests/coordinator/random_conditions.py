@@ -152,6 +152,7 @@ def _config(rng: random.Random, *, faults: bool, tight: bool) -> CoreConfig:
         max_prefill_requests=rng.choice([1, 2, 4]),
         max_decode_requests=rng.choice([1, 4, 8]),
         local_prefill=rng.random() < 0.5,
+        elastic=rng.random() < 0.5,
         max_recovery_s=30.0,
         max_lost_attempts=4,
         handoff_timeout_s=5.0,

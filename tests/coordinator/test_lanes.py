@@ -239,6 +239,26 @@ def test_a_skipped_lane_leaves_its_turn_to_the_other_lane():
     assert taken == ["r2", "r3"]
 
 
+def test_a_deferred_request_goes_behind_the_others_of_its_lane():
+    lanes = Lanes(LanesConfig())
+    all_of_them = [request(0), request(1), request(2), request(3, "b", BATCH)]
+    for one in all_of_them[:2]:
+        lanes.push(one, 0.0)
+    order = []
+    for one in lanes.candidates():
+        order.append(one.id)
+        if not one.is_late:
+            lanes.defer(one)
+        lanes.check_integrity()
+    # The deferred ones are looked at once more in the round, until the first finds no place.
+    assert order == ["r0", "r1", "r0"]
+    for one in all_of_them[2:]:
+        lanes.push(one, 0.0)
+    assert lanes.num_queued(INTERACTIVE) == 3
+    assert dispatch(lanes) == ["r2", "r0", "r1", "r3"]
+    lanes.check_integrity()
+
+
 def test_long_interactive_prompts_are_ordered_in_the_batch_lane():
     lanes = Lanes(LanesConfig(long_prompt_tokens=100))
     long = request(0, num_prompt=101)

@@ -1,0 +1,235 @@
+"""The placement rule of an elastic cell: any worker may compute a prompt and decode its output.
+
+All costs are predicted seconds. The rule compares all workers of a small cell; in a large one, the
+least loaded workers, those that hold the prompt's prefix, and the session's last workers.
+
+1. The reader computes the prompt: the worker where the first token comes soonest, behind the
+   prompts that its engine computes first and at the speed that its decodes leave. Prefix hits
+   save work.
+2. The decoder: every worker that decodes pays the base of a decode step, and computes prompts at a
+   fraction of its speed. The decodes are therefore spread evenly over the fewest workers that hold
+   them within the ITL target. The others finish their decodes, and compute prompts at full speed.
+3. A request waits while its reader or its decoder has no room. An interactive request that no
+   worker can serve within its TTFT target is late. Late and batch requests are placed only where
+   they delay no request that can be in time, until they have waited for long.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
+from baton.coordinator.routing.prefix_index import PrefixMatch
+from baton.coordinator.routing.router import Router
+from baton.coordinator.routing.worker_load import WorkerLoad
+
+# Share of the ITL target that a decode step may take with one more decode: when prompts find free
+# workers, and when they do not. Below capacity, a margin keeps streams fast; at capacity, it would
+# cost prompts more time than it saves streams.
+_JOIN_SHARE, _JOIN_SHARE_UNDER_PRESSURE = 0.92, 1.0
+# The pressure is a running mean of "every fast worker computes a prompt", with this weight for the
+# latest placement. The join share reaches its end at a pressure of 1 / _PRESSURE_GAIN.
+_PRESSURE_WEIGHT, _PRESSURE_GAIN = 0.03, 6.0
+_FAST_SPEED = 1 / 3
+# A worker takes another prompt while less than this much prefill work would go before it.
+AHEAD_S = 0.2
+# Late and batch requests go only to workers without prompts that keep at least this speed.
+_LATE_SPEED = 0.3
+# Weight of a second of computation against a second of waiting (as in routing/router.py).
+_WORK_WEIGHT = 1.0
+# If no worker keeps the ITL target even with one decode, the target is this many times the fastest
+# worker's step with one decode.
+_UNREACHABLE = 2.0
+# Added to the cost of a reader that would miss the TTFT target, in seconds: any other is better.
+_TOO_LATE_S = 1000.0
+
+
+class Demand(NamedTuple):
+    """What a request needs.
+
+    Attributes:
+        num_tokens: Tokens to compute without any cache: the prompt, and the output known so far.
+        num_output_tokens: Output tokens that are reserved for it; 0: it ends with its first token.
+        num_mean_tokens: KV tokens of the request at half of its mean output.
+        due_in_s: Seconds until the first token is due; infinite if it has no target.
+        itl_s: ITL target of interactive requests, in seconds.
+        waits_for_others: Whether it is placed only where it delays no request that can be in time.
+        must_place: Whether it may break the ITL target of others.
+        continues: Whether it is a stream that goes on elsewhere: it waits for no prompts.
+        session: Session ID; "" means no session.
+    """
+
+    num_tokens: int
+    num_output_tokens: int
+    num_mean_tokens: int
+    due_in_s: float
+    itl_s: float
+    waits_for_others: bool = False
+    must_place: bool = False
+    continues: bool = False
+    session: str = ""
+
+
+class ElasticPlacement(NamedTuple):
+    """The worker that computes a prompt, and the one that decodes its output.
+
+    Attributes:
+        reader: where the prompt is computed.
+        decoder: where the output is decoded; None: the request ends with its first token.
+    """
+
+    reader: PrefillChoice
+    decoder: DecodeChoice | None
+
+
+class _Candidate(NamedTuple):
+    """A worker that the rule compares.
+
+    Attributes:
+        load: the worker's load.
+        num_cached_blocks: leading blocks of the prompt in the worker's prefix cache.
+    """
+
+    load: WorkerLoad
+    num_cached_blocks: int
+
+
+class ElasticRule:
+    """Places requests on the workers of one fleet.
+
+    Args:
+        router: Router of the fleet's workers, with step targets.
+    """
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+        self._pressure = 0.0
+
+    def place(self, match: PrefixMatch, demand: Demand) -> ElasticPlacement | None:
+        """Returns the workers for a request; None: it waits."""
+        found = self._candidates(match, demand)
+        reader = self._reader(found, demand)
+        if reader is None or not demand.num_output_tokens:
+            return ElasticPlacement(reader, None) if reader is not None else None
+        decoder = self._decoder(found, demand)
+        return ElasticPlacement(reader, decoder) if decoder is not None else None
+
+    def is_late(self, match: PrefixMatch, demand: Demand) -> bool:
+        """Whether no worker can produce the first token within the TTFT target."""
+        found = self._candidates(match, demand)
+        return bool(found) and demand.due_in_s < min(
+            self._read(one, demand).predicted_s for one in found
+        )
+
+    def _candidates(self, match: PrefixMatch, demand: Demand) -> list[_Candidate]:
+        found = self._router.elastic_candidates(match, demand.session)
+        return [_Candidate(load, num_blocks) for load, num_blocks in found]
+
+    # ---- Reader.
+
+    def _reader(self, found: list[_Candidate], demand: Demand) -> PrefillChoice | None:
+        """Returns the best reader; None: the request waits for the best one."""
+        now = self._router.now
+        best: PrefillChoice | None = None
+        best_cost_s, ahead_s = math.inf, 0.0
+        for one in found:
+            load = one.load
+            if not self._router.takes_prompts(load):
+                continue
+            if demand.waits_for_others and (load.num_prefills or load.prompt_speed < _LATE_SPEED):
+                continue
+            choice = self._read(one, demand)
+            cost_s = choice.predicted_s + _WORK_WEIGHT * choice.work_s * load.prompt_speed
+            if choice.predicted_s > demand.due_in_s:
+                cost_s += _TOO_LATE_S
+            if cost_s < best_cost_s:
+                best, best_cost_s = choice, cost_s
+                ahead_s = load.ahead_s(choice.num_work_tokens, now)
+        # A slower worker would not be sooner: it was compared with this queue.
+        return best if ahead_s < AHEAD_S or demand.continues else None
+
+    def _read(self, one: _Candidate, demand: Demand) -> PrefillChoice:
+        load = one.load
+        size = load.traits.block_size_tokens
+        # The last token is always computed, because the next token is sampled from its logits.
+        most = (demand.num_tokens - 1) // size * size
+        num_cached = min(one.num_cached_blocks * size, most)
+        num_new = demand.num_tokens - num_cached
+        work_s = load.traits.latency.prefill_s(num_new) / load.prompt_speed
+        predicted_s = load.ahead_s(num_new, self._router.now) + work_s
+        return PrefillChoice(load.key, predicted_s, work_s, num_new, num_cached)
+
+    # ---- Decoder.
+
+    def _decoder(self, found: list[_Candidate], demand: Demand) -> DecodeChoice | None:
+        """Returns the best decoder; None: no worker has room within the ITL target."""
+        added = demand.num_mean_tokens
+        itl_s = demand.itl_s
+        fastest_s = min(_base_s(one.load) for one in found)
+        if fastest_s > itl_s:
+            # No worker can keep the target. Requests must not wait for it.
+            itl_s = _UNREACHABLE * fastest_s
+        limit_s = itl_s * self._join_share(found)
+        hosts = sorted(
+            (one for one in found if one.load.num_decodes), key=lambda one: -one.load.mean_itl_s()
+        )
+        # Seconds of a step that the decodes need beyond the base of each worker that holds some.
+        left_s = sum(one.load.mean_itl_s() - _base_s(one.load) for one in hosts)
+        if hosts:
+            fullest = hosts[0].load
+            left_s += fullest.mean_itl_s(1, added) - fullest.mean_itl_s()
+        best: _Candidate | None = None
+        # Kinds of choices, the best first: 0: of the workers that are needed, the emptiest; 1: of
+        # the others with decodes, the fullest; 2: one without decodes; 3: one beyond the limit.
+        best_cost = math.inf, math.inf
+        for one in [*hosts, *(one for one in found if not one.load.num_decodes)]:
+            load = one.load
+            step_s = load.mean_itl_s(1, added)
+            is_needed = left_s > 0
+            if load.num_decodes:
+                left_s -= limit_s - _base_s(load)
+            if not self._has_room(load, demand):
+                continue
+            if not load.num_decodes:
+                cost = 2.0, load.queued_s(self._router.now)
+            elif step_s <= limit_s:
+                cost = (0.0, step_s) if is_needed else (1.0, -step_s)
+            elif step_s <= itl_s or demand.must_place:
+                cost = 3.0, step_s
+            else:
+                continue
+            if cost < best_cost:
+                best, best_cost = one, cost
+        return self._decode(best, demand) if best is not None else None
+
+    def _join_share(self, found: list[_Candidate]) -> float:
+        busy = all(one.load.num_prefills for one in found if one.load.prompt_speed > _FAST_SPEED)
+        self._pressure += (busy - self._pressure) * _PRESSURE_WEIGHT
+        tight = min(1.0, self._pressure * _PRESSURE_GAIN)
+        return _JOIN_SHARE + tight * (_JOIN_SHARE_UNDER_PRESSURE - _JOIN_SHARE)
+
+    def _has_room(self, load: WorkerLoad, demand: Demand) -> bool:
+        """Whether a worker has room for the request's KV cache; an empty worker always has."""
+        needed = load.in_blocks(demand.num_tokens + demand.num_output_tokens)
+        return self._router.takes_decodes(load) and (
+            needed <= load.free_tokens or not load.num_decodes
+        )
+
+    @staticmethod
+    def _decode(one: _Candidate, demand: Demand) -> DecodeChoice:
+        load = one.load
+        return DecodeChoice(
+            load.key,
+            predicted_s=load.mean_itl_s(1, demand.num_mean_tokens),
+            num_kv_tokens=load.in_blocks(demand.num_tokens + demand.num_output_tokens),
+            num_cached_tokens=min(
+                one.num_cached_blocks * load.traits.block_size_tokens, demand.num_tokens
+            ),
+            num_tokens=demand.num_tokens,
+        )
+
+
+def _base_s(load: WorkerLoad) -> float:
+    """Seconds of a decode step with one short request."""
+    return load.traits.latency.decode_step_s(1, 0)

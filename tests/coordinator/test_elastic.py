@@ -1,0 +1,194 @@
+"""The placement rule of elastic cells, on one router."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+
+from baton.coordinator.routing.elastic import Demand, ElasticRule
+from baton.coordinator.routing.router import Router
+from baton.coordinator.routing.worker_load import WorkerTraits
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.requests import WorkerKey
+from baton.runtime.block_hashes import block_hashes
+from baton.runtime.latency import LatencyModel
+from baton.runtime.step_budget import StepTargets
+from baton.v1 import cluster_pb2
+
+BLOCK = 16
+# A prompt token takes 0.1 ms. A decode step takes 30 ms, 1 ms per request and 1 us per KV token.
+MODEL = LatencyModel(0.02, 1e-4, 0.0, 0.030, 0.001, 1e-6)
+ITL_S = 0.05
+# Most requests of 1,000 tokens that decode on one worker within 92 % of the ITL target.
+FULL = 8
+
+
+@dataclass(frozen=True)
+class FixedLatency:
+    """A worker kind whose latency model does not change."""
+
+    model: LatencyModel = MODEL
+
+    def prefill_s(self, num_tokens: int) -> float:
+        return self.model.prefill_s(num_tokens)
+
+    def decode_step_s(self, num_requests: int, num_kv_tokens: int) -> float:
+        return self.model.decode_step_s(num_requests, num_kv_tokens)
+
+
+def key(name: str) -> WorkerKey:
+    return name, 1
+
+
+class Cell:
+    """A router with workers, the rule, and the requests that were placed."""
+
+    def __init__(self, *workers: str, kv_tokens: int = 65536) -> None:
+        self.router = Router(256, 256, StepTargets(ITL_S, 1.2 * ITL_S, 0.2))
+        self.rule = ElasticRule(self.router)
+        for name in workers:
+            traits = WorkerTraits(FixedLatency(), "h", kv_tokens, BLOCK)
+            pool = Pool.PREFILL if name.startswith("prefill") else Pool.DECODE
+            self.router.add_worker(key(name), traits, pool)
+        self._num_placed = 0
+
+    def match(self, prompt=()):
+        return self.router.match(block_hashes(list(prompt), BLOCK))
+
+    def place(self, num_tokens: int = 1000, prompt=(), **demand):
+        return self.rule.place(self.match(prompt), self.demand(num_tokens, **demand))
+
+    def is_late(self, num_tokens: int, due_in_s: float) -> bool:
+        return self.rule.is_late(self.match(), self.demand(num_tokens, due_in_s=due_in_s))
+
+    @staticmethod
+    def demand(num_tokens: int, **changes) -> Demand:
+        values = {"num_output_tokens": 100, "due_in_s": math.inf, "itl_s": ITL_S}
+        return Demand(num_tokens=num_tokens, num_mean_tokens=num_tokens, **(values | changes))
+
+    def start(self, num_tokens: int = 1000, *, computed: bool = True, **demand):
+        """Places a request; its prompt is computed unless `computed` is false."""
+        found = self.place(num_tokens, **demand)
+        assert found is not None
+        name = f"r{self._num_placed}"
+        self._num_placed += 1
+        self.router.assign_prefill(name, found.reader, [])
+        self.router.assign_decode(name, found.decoder, urgent=True, num_mean_tokens=num_tokens)
+        if computed:
+            self.router.first_token(name, found.reader.worker, found.decoder.worker)
+        self.router.check_integrity()
+        return found
+
+    def num_decodes(self) -> list[int]:
+        entries = (self.router.load(key(name)) for name in "abcd")
+        return [entry.num_decodes for entry in entries if entry is not None]
+
+
+@pytest.mark.parametrize(
+    "workers", [("prefill-a", "decode-b"), ("prefill-a", "prefill-b"), ("decode-a", "decode-b")]
+)
+def test_decodes_share_one_worker_and_the_other_computes_prompts_whatever_the_pools(workers):
+    cell = Cell(*workers)
+    decoder = cell.start().decoder.worker
+    for _ in range(FULL - 1):
+        found = cell.start()
+        assert found.decoder.worker == decoder
+        assert found.reader.worker != decoder
+
+
+def test_decodes_are_spread_evenly_over_the_fewest_workers_that_hold_them():
+    cell = Cell("a", "b", "c", "d")
+    for _ in range(2 * FULL):
+        cell.start()
+    assert sorted(cell.num_decodes()) == [0, 0, FULL, FULL]
+    cell.start()
+    assert sorted(cell.num_decodes()) == [0, 1, FULL, FULL]
+    for _ in range(FULL - 4):
+        cell.start()
+    # Three workers are needed now, so the emptiest gets the next ones.
+    assert sorted(cell.num_decodes()) == [0, FULL - 3, FULL, FULL]
+
+
+def test_a_request_waits_when_one_more_decode_would_break_the_itl_target():
+    cell = Cell("a")
+    for _ in range(100):
+        if cell.place() is None:
+            break
+        cell.start()
+    # 30 ms, and 2 ms per request.
+    assert cell.num_decodes() == [10]
+    # After a long wait it is placed in any case.
+    assert cell.place(must_place=True) is not None
+
+
+def test_an_itl_target_that_no_worker_can_keep_makes_no_request_wait():
+    cell = Cell("a", "b")
+    for _ in range(20):
+        cell.start(itl_s=0.02)
+    assert sum(cell.num_decodes()) == 20
+
+
+def test_a_prompt_goes_where_it_is_computed_soonest():
+    cell = Cell("a", "b")
+    decoder = cell.start().decoder.worker
+    reader = cell.start(1500, computed=False).reader
+    assert reader.worker != decoder
+    # 150 ms of work lie before it there. Beside a decode it would take three times as long.
+    assert cell.start(1600, computed=False).reader.worker == reader.worker
+    # Now 300 ms lie before a long prompt, and it waits. A short one overtakes.
+    assert cell.place(1700) is None
+    assert cell.place(100) is not None
+
+
+def test_a_prefix_hit_outweighs_an_idle_worker():
+    cell = Cell("a", "b")
+    prompt = list(range(1600))
+    events = cluster_pb2.CacheEvents(stored=block_hashes(prompt, BLOCK))
+    cell.router.apply_cache(key("b"), events)
+    found = cell.place(len(prompt), prompt)
+    assert found.reader.worker == key("b")
+    assert found.reader.num_work_tokens == BLOCK
+    assert found.reader.num_cached_tokens == 1600 - BLOCK
+
+
+def test_a_request_is_late_when_no_worker_can_be_in_time():
+    cell = Cell("a", "b")
+    assert not cell.is_late(4000, due_in_s=0.5)
+    assert cell.is_late(6000, due_in_s=0.5)
+    cell.start(4000, computed=False)
+    # The other worker decodes nothing and computes nothing.
+    assert not cell.is_late(4000, due_in_s=0.5)
+    cell.start(4000, computed=False)
+    assert cell.is_late(4000, due_in_s=0.5)
+    assert not cell.is_late(4000, due_in_s=5.0)
+
+
+def test_a_late_request_gets_only_a_fast_worker_without_prompts():
+    cell = Cell("a", "b")
+    for _ in range(FULL):
+        decoder = cell.start().decoder.worker
+    assert cell.place(waits_for_others=True).reader.worker != decoder
+    cell.start(1000, computed=False)
+    assert cell.place(waits_for_others=True) is None
+    assert cell.place(must_place=True) is not None
+
+
+def test_a_request_without_room_in_the_kv_caches_waits():
+    cell = Cell("a", "b", kv_tokens=4000)
+    cell.start(3000)
+    cell.start(3000)
+    assert sorted(cell.num_decodes()) == [1, 1]
+    assert cell.place(3000) is None
+    assert cell.place(500) is not None
+
+
+def test_a_request_that_ends_with_its_first_token_needs_no_decoder():
+    assert Cell("a").place(num_output_tokens=0).decoder is None
+
+
+def test_without_workers_a_request_waits_and_is_not_late():
+    cell = Cell()
+    assert cell.place() is None
+    assert not cell.is_late(1000, due_in_s=0.0)

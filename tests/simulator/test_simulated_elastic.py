@@ -1,0 +1,76 @@
+"""Elastic cells against fixed splits and colocated serving, in the simulator."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from baton.load.traces import Arrival
+from baton.runtime.config import parse
+from baton.simulator.run import simulate
+
+NUM_WORKERS = 4
+
+
+def bursty(rate: float, num_requests: int, mean_prompt: float, mean_output: float) -> list[Arrival]:
+    """Poisson arrivals with lengths of an exponential distribution."""
+    rng, at, found = random.Random(1), 0.0, []
+    for _ in range(num_requests):
+        at += rng.expovariate(rate)
+        lengths = rng.expovariate(1 / mean_prompt), rng.expovariate(1 / mean_output)
+        found.append(Arrival(at, 1 + round(lengths[0]), 2 + round(lengths[1])))
+    return found
+
+
+def served(arrivals, num_prefill, *, policy="static", elastic=False, max_queue_s=60):
+    values = {
+        "simulated": {
+            "prefill_base_ms": 20,
+            "prefill_per_token_ms": 0.07,
+            "step_base_ms": 30,
+            "step_per_request_ms": 0.2,
+            "step_per_kv_token_ms": 0.0002,
+            "kv_tokens": 400_000,
+            "max_model_len": 65536,
+            "max_num_batched_tokens": 2048,
+        },
+        "scaling": {"targets": {"interactive": {"ttft_ms": 500, "itl_ms": 50}}},
+        "lanes": {"interactive": {"max_queue_s": max_queue_s}},
+        "prefill": {"workers": num_prefill},
+        "decode": {"workers": NUM_WORKERS - num_prefill},
+        "elastic": elastic,
+    }
+    return simulate(parse(values, "test"), arrivals, policy).figures
+
+
+@pytest.mark.parametrize(
+    ("rate", "mean_prompt", "mean_output"),
+    [pytest.param(7, 1200, 200, id="many output tokens"), pytest.param(11, 3000, 20, id="prompts")],
+)
+def test_an_elastic_cell_needs_no_split(rate, mean_prompt, mean_output):
+    arrivals = bursty(rate, 400, mean_prompt, mean_output)
+    splits = [served(arrivals, number).attained for number in range(1, NUM_WORKERS)]
+    colocated = served(arrivals, 2, policy="colocated").attained
+    starts = [served(arrivals, number, elastic=True).attained for number in (1, NUM_WORKERS - 1)]
+    assert starts[0] == starts[1]
+    assert starts[0] >= max(*splits, colocated) - 0.01
+    # The load is not so small that every split serves it.
+    assert min(splits) < 0.8
+
+
+def test_past_capacity_an_elastic_cell_keeps_requests_in_time_and_serves_all_others():
+    arrivals = bursty(12, 500, 1200, 200)
+    elastic = served(arrivals, 2, elastic=True, max_queue_s=120)
+    others = [served(arrivals, number, max_queue_s=120).attained for number in (1, 2, 3)]
+    others.append(served(arrivals, 2, policy="colocated").attained)
+    assert max(others) < 0.6
+    assert elastic.attained > max(others) + 0.2
+    assert elastic.num_failed == 0
+
+
+def test_no_request_waits_for_longer_than_its_lane_allows():
+    arrivals = bursty(14, 600, 1200, 200)
+    found = served(arrivals, 2, elastic=True, max_queue_s=10)
+    assert found.num_failed > 0
+    assert found.ttft_ms[99] < 15_000
