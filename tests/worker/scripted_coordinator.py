@@ -29,6 +29,8 @@ class Stream:
         self._inbox: asyncio.Queue[cluster_pb2.WorkerMessage] = asyncio.Queue()
         self.end_with: tuple[grpc.StatusCode, str] | None = None
         self._end = asyncio.Event()
+        # Messages that a call of next_of has passed over.
+        self._others: list[cluster_pb2.WorkerMessage] = []
 
     async def pump(self, coordinator: "ScriptedCoordinator") -> None:
         while (message := await self._context.read()) is not grpc.aio.EOF:
@@ -70,12 +72,20 @@ class Stream:
         return message
 
     async def next_of(self, kind: str) -> cluster_pb2.WorkerMessage:
-        """Next numbered message of this kind; skips others."""
+        """Next numbered message of this kind; others stay for later calls.
+
+        A busy machine decides, for example, whether a handoff fails before its request's output.
+        """
+        for message in self._others:
+            if message.WhichOneof("message") == kind:
+                self._others.remove(message)
+                return message
         async with asyncio.timeout(WAIT_S):
             while True:
                 message = await self._inbox.get()
                 if message.WhichOneof("message") == kind:
                     return message
+                self._others.append(message)
 
     async def outputs(self, request_id: str) -> list[cluster_pb2.RequestOutput]:
         """All outputs of a request up to its end."""
