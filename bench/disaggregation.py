@@ -1,8 +1,10 @@
-"""Measures the cost of disaggregation: Baton, one plain vLLM server, vLLM's NixlConnector.
+"""Measures the cost of disaggregation: Baton, plain vLLM servers, vLLM's NixlConnector.
 
 `make bench`, or `python -m baton.bench.disaggregation --help`. Each engine has one core. Baton and
 plain vLLM answer the same prompts in alternating rounds, so that noise of the machine affects both.
-The NIXL pair runs alone afterwards, because NIXL's progress threads spin.
+Plain vLLM is one server, and, for several requests in flight, also two servers behind a balancer
+(colocated serving with as many engines as Baton). The NIXL pair runs alone afterwards, because
+NIXL's progress threads spin.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from baton.bench.disaggregation_report import (
     FRESH_REQUESTS,
     NIXL,
     PLAIN,
+    PLAIN_PAIR,
     Cell,
     Fresh,
     Results,
@@ -97,11 +100,10 @@ async def run(arguments: argparse.Namespace) -> Results:
     )
     timeout = aiohttp.ClientTimeout(total=streams.REQUEST_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as http:
-        with systems.plain_vllm(model, ENGINE_ARGS, pair_cores[0]) as plain:
-
-            async def send_plain(prompt: Prompt) -> Timed:
-                return await streams.through_vllm(http, plain.address, prompt, max_tokens)
-
+        with systems.plain_pair(model, ENGINE_ARGS, pair_cores) as servers:
+            plain = servers[0]
+            senders_plain = [plain_sender(http, server, max_tokens) for server in servers]
+            send_plain, send_pair = senders_plain[0], streams.least_loaded(senders_plain)
             results.fresh.append(await measure_fresh(PLAIN, send_plain, results.fresh_tokens))
             for index in range(arguments.fresh_pairs):
                 async with baton(model, pair_cores, max_tokens) as (cluster, sender):
@@ -111,6 +113,8 @@ async def run(arguments: argparse.Namespace) -> Results:
                         continue
                     for cell in results.cells:
                         senders: dict[str, Send] = {PLAIN: send_plain, BATON: sender}
+                        if cell.concurrency > 1:
+                            senders[PLAIN_PAIR] = send_pair
                         await fill(cell, senders, arguments.repeats)
                     results.resident_mb = resident_mb(cluster, plain)
                     results.handoff_counters = await asyncio.to_thread(cluster.handoff_counters)
@@ -118,6 +122,15 @@ async def run(arguments: argparse.Namespace) -> Results:
         if arguments.nixl:
             await add_nixl(results, http, model, pair_cores, max(1, arguments.repeats // 2))
     return results
+
+
+def plain_sender(http: aiohttp.ClientSession, server: systems.Process, max_tokens: int) -> Send:
+    """Returns a function that sends prompts to one plain vLLM server."""
+
+    async def send(prompt: Prompt) -> Timed:
+        return await streams.through_vllm(http, server.address, prompt, max_tokens)
+
+    return send
 
 
 class CountingSender:

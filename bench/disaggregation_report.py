@@ -10,7 +10,8 @@ from baton.bench.streams import Timed
 from baton.load import stats
 from baton.load.stats import Goal
 
-PLAIN, BATON, NIXL = "plain vLLM", "Baton", "vLLM NixlConnector"
+PLAIN, PLAIN_PAIR = "plain vLLM", "two plain vLLM"
+BATON, NIXL = "Baton", "vLLM NixlConnector"
 # Number of requests to a system that has just started, one at a time, without warm-up.
 FRESH_REQUESTS = 12
 
@@ -44,6 +45,8 @@ other prompts; in Baton this is the prefill worker's queue. Baton's gap 1-2 begi
 with the prefill worker's token: it is the exposed handoff, the rest of the decode worker's running
 step, the load and one step. Baton's prefill time includes chunks of other prompts that are computed
 in between. In plain vLLM, gaps and ITL include the prefill of other requests.
+"two plain vLLM" has as many cores and engines as Baton; each prompt goes to the server with the
+fewest requests. With one request in flight, two servers answer as one does.
 NIXL's first token comes from the decode server, so the handoff is part of TTFT, not of gap 1-2. Its
 handoff column runs from the prefill server's answer to that token, including one decode step; its
 prefill time includes the queue."""

@@ -14,6 +14,7 @@ import aiohttp
 from baton.client.client import BatonClient
 from baton.client.events import Finished, LatencyBudget, Tokens
 from baton.client.request import LaneName
+from baton.simulator.colocated import Balancer
 
 REQUEST_TIMEOUT_S = 300.0
 
@@ -106,6 +107,20 @@ async def closed_loop(send: Send, prompts: Sequence[Prompt], concurrency: int) -
         for _ in range(concurrency):
             group.create_task(caller())
     return [answers[index] for index in range(len(prompts))]
+
+
+def least_loaded(senders: Sequence[Send]) -> Send:
+    """Returns a balancer: each prompt goes to the sender with the fewest prompts in flight."""
+    balancer = Balancer(len(senders))
+
+    async def send(prompt: Prompt) -> Timed:
+        index = balancer.send()
+        try:
+            return await senders[index](prompt)
+        finally:
+            balancer.finished(index)
+
+    return send
 
 
 async def through_baton(

@@ -91,14 +91,6 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def plain_vllm(model: str, engine_args: dict[str, Any], cores: str) -> Iterator[Process]:
-    """One vLLM OpenAI server bound to `cores`."""
-    with _starting_vllm(model, engine_args, cores) as server:
-        _wait_http(server)
-        yield server
-
-
-@contextlib.contextmanager
 def plain_pair(
     model: str, engine_args: dict[str, Any], cores: tuple[str, str]
 ) -> Iterator[tuple[Process, Process]]:
