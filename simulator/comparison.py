@@ -190,7 +190,8 @@ def concluded(rows: Sequence[Row], targets: Targets) -> Conclusion:
     of = "" if len(fixed) == all_splits else f" among {len(fixed)} of {all_splits} splits"
     plain_row = _best([row for row in rows if row.setup.policy == COLOCATED], targets)
     one, other = split.figures, plain_row.figures
-    points = 100 * (one.attained - other.attained)
+    # The difference of the printed percentages.
+    points = round(100 * one.attained, 1) - round(100 * other.attained, 1)
     text = (
         f"Best split of this trace{of}: {split.setup.name} ({split.setup.ratio}). "
         f"It attains {100 * one.attained:.1f} %, {_difference(points)} "
