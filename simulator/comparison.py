@@ -30,6 +30,7 @@ class Setup:
         policy: Policy of `baton simulate`.
         prefill, decode: Workers at the start. For colocated serving only the sum counts.
         step_tokens: Largest number of tokens in a step; None: as configured.
+        elastic: Whether any worker computes prompts and decodes.
     """
 
     name: str
@@ -37,11 +38,12 @@ class Setup:
     prefill: int
     decode: int
     step_tokens: int | None = None
+    elastic: bool = False
 
     @property
     def is_split(self) -> bool:
-        """Whether the pool sizes are fixed."""
-        return self.policy == "static"
+        """Whether this is a fixed split into workers for prompts and workers that decode."""
+        return self.policy == "static" and not self.elastic
 
     @property
     def ratio(self) -> str:
@@ -56,6 +58,7 @@ class Setup:
         return config.model_copy(
             update={
                 "simulated": simulated,
+                "elastic": self.elastic,
                 "prefill": config.prefill.model_copy(update={"workers": self.prefill}),
                 "decode": config.decode.model_copy(update={"workers": self.decode}),
             }
@@ -97,6 +100,7 @@ def setups(config: BatonConfig) -> list[Setup]:
             for one in splits(prefill + decode, own)
             if (rest := prefill + decode - one)
         ),
+        Setup("elastic", "static", own, prefill + decode - own, elastic=True),
         Setup("Baton, autoscaled", "baton", own, prefill + decode - own),
         Setup("HPA, autoscaled", "hpa", own, prefill + decode - own),
     ]
@@ -201,6 +205,11 @@ def concluded(rows: Sequence[Row], targets: Targets) -> Conclusion:
         f"{_number(other.ttft_ms[99], 0)} ms, mean ITL p99 {_number(one.tpot_ms[99], 1)} ms "
         f"instead of {_number(other.tpot_ms[99], 1)} ms."
     )
+    for row in rows:
+        if row.setup.elastic:
+            text += (
+                f" An elastic cell, without a split, attains {100 * row.figures.attained:.1f} %."
+            )
     return Conclusion(best, rule, text)
 
 

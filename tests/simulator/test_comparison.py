@@ -40,17 +40,20 @@ def write_trace(path):
 # ---- Rows.
 
 
-def test_rows_are_colocated_serving_all_splits_and_the_autoscalers():
+def test_rows_are_colocated_serving_all_splits_elastic_and_the_autoscalers():
     found = comparison.setups(config(1, 3))
     assert [(one.name, one.policy, one.prefill, one.decode) for one in found] == [
         ("colocated, 2048/step", "colocated", 1, 3),
         ("1 prefill + 3 decode", "static", 1, 3),
         ("2 prefill + 2 decode", "static", 2, 2),
         ("3 prefill + 1 decode", "static", 3, 1),
+        ("elastic", "static", 1, 3),
         ("Baton, autoscaled", "baton", 1, 3),
         ("HPA, autoscaled", "hpa", 1, 3),
     ]
     assert [one.ratio for one in found if one.is_split] == ["1:3", "1:1", "3:1"]
+    applied = [one.applied(config(1, 3)).elastic for one in found]
+    assert [one.name for one, elastic in zip(found, applied, strict=True) if elastic] == ["elastic"]
 
 
 def test_colocated_serving_is_also_compared_with_the_configured_step_size():
@@ -78,8 +81,8 @@ def test_fewer_than_two_workers_cannot_be_split(prefill, decode):
 
 
 def test_two_workers_of_one_pool_can_be_split():
-    assert [one.prefill for one in comparison.setups(config(2, 0))[1:]] == [1, 1, 1]
-    assert [one.prefill for one in comparison.setups(config(0, 2))[1:]] == [1, 1, 1]
+    assert [one.prefill for one in comparison.setups(config(2, 0))[1:]] == [1] * 4
+    assert [one.prefill for one in comparison.setups(config(0, 2))[1:]] == [1] * 4
 
 
 def test_each_row_equals_the_single_simulation(tmp_path):
@@ -88,7 +91,8 @@ def test_each_row_equals_the_single_simulation(tmp_path):
     found = dict(comparison.run(config(1, 1), arrivals, chosen, 2))
     assert [found[index].setup for index in range(len(chosen))] == chosen
     for index, one in enumerate(chosen):
-        assert found[index].figures == simulate(config(1, 1), arrivals, one.policy).figures
+        alone = simulate(one.applied(config(1, 1)), arrivals, one.policy)
+        assert found[index].figures == alone.figures
 
 
 # ---- The conclusion.
@@ -166,6 +170,11 @@ def test_the_conclusion_names_the_best_split_and_its_distance_to_the_best_coloca
     assert "of this trace: 2" in comparison.concluded([PLAIN, split, *worst], Targets()).text
     better = row("1 prefill + 1 decode", 0.95)
     assert "5.0 points more than" in comparison.concluded([PLAIN, better], Targets()).text
+    elastic = row("elastic", 0.99)
+    elastic = replace(elastic, setup=replace(elastic.setup, elastic=True))
+    found = comparison.concluded([PLAIN, better, elastic], Targets())
+    assert found.text.endswith(" An elastic cell, without a split, attains 99.0 %.")
+    assert found.best is elastic
     equal = row("1 prefill + 1 decode", 0.9)
     assert "as much as" in comparison.concluded([PLAIN, equal], Targets()).text
 
