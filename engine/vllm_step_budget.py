@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import re
 from typing import Any
 
@@ -17,6 +18,8 @@ from baton.engine import vllm_scheduler
 from baton.engine.base import EngineDead
 from baton.engine.vllm_step_targets import make_targets_file
 from baton.runtime.latency import LatencyModel
+
+_log = logging.getLogger(__name__)
 
 # What engine/vllm_scheduler.py uses of vLLM: methods and properties, with the parameters of the
 # private method that it overrides.
@@ -56,7 +59,7 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
 
 
 def use_step_budget(config: Any, prior: LatencyModel, transfer_socket: str) -> None:
-    """Makes vLLM use Baton's scheduler.
+    """Makes vLLM use Baton's scheduler, unless vLLM computes each prompt in a single step.
 
     Args:
         config: vLLM's VllmConfig, with Baton's connector.
@@ -66,13 +69,17 @@ def use_step_budget(config: Any, prior: LatencyModel, transfer_socket: str) -> N
     Raises:
         EngineDead: The installed vLLM lacks a name that Baton's scheduler uses.
     """
+    scheduling = config.scheduler_config
+    if not scheduling.enable_chunked_prefill:
+        # vLLM never starts a prompt that gets fewer tokens than it has.
+        _log.info("steps have no limit: vLLM computes each prompt of this model in a single step")
+        return
     if missing := _missing():
         raise EngineDead(
             f"vLLM {vllm.__version__} lacks {', '.join(missing)}, which Baton's scheduler uses; "
             "install the version that Baton requires, or set steps.scheduler to vllm"
         )
     make_targets_file(transfer_socket)
-    scheduling = config.scheduler_config
     scheduler = (
         vllm_scheduler.BatonAsyncScheduler
         if scheduling.async_scheduling

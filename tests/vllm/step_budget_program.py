@@ -183,7 +183,8 @@ def short_beside_long() -> dict[str, Any]:
 
 def another_vllm() -> dict[str, Any]:
     """What happens at the start of a vLLM that lacks two names."""
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(scheduler_cls=None))
+    scheduling = SimpleNamespace(scheduler_cls=None, enable_chunked_prefill=True)
+    config = SimpleNamespace(scheduler_config=scheduling)
     lacks = {Scheduler: ("running", "gone"), Request: ("also_gone",)}
     with (
         mock.patch.object(vllm, "__version__", "9.9"),
@@ -193,7 +194,20 @@ def another_vllm() -> dict[str, Any]:
             use_step_budget(config, PRIOR, "")
         except EngineDead as error:
             message = str(error)
-    return {"error": message, "scheduler": config.scheduler_config.scheduler_cls}
+    return {"error": message, "scheduler": scheduling.scheduler_cls}
+
+
+def whole_prompts() -> dict[str, Any]:
+    """Each prompt is computed in a single step, as for latent attention on CPUs."""
+    engine = Engine(
+        60,
+        asynchronous=False,
+        targets=TARGETS["floor"],
+        enable_chunked_prefill=False,
+        max_num_batched_tokens=256,
+    )
+    engine.add("long", range(1000, 1240), URGENT, 1)
+    return {"steps": [engine.step()]}
 
 
 def main(num_seeds: int) -> dict[str, Any]:
@@ -213,6 +227,7 @@ def main(num_seeds: int) -> dict[str, Any]:
             },
         ),
         "another vLLM": another_vllm(),
+        "whole prompts": whole_prompts(),
         "short beside long": short_beside_long(),
         "handoffs at the floor": handoffs_at_the_floor(),
     }

@@ -55,3 +55,7 @@ def test_a_version_of_vllm_that_lacks_names_is_refused(made: dict[str, Any]) -> 
     assert case["error"].startswith("vLLM 9.9 lacks Scheduler.gone, Request.also_gone, which")
     assert "set steps.scheduler to vllm" in case["error"]
     assert case["scheduler"] is None
+
+
+def test_prompts_that_vllm_cannot_divide_are_computed_in_one_step(made: dict[str, Any]) -> None:
+    assert made["whole prompts"]["steps"] == [{"long": 240}]
