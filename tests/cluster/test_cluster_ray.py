@@ -145,6 +145,11 @@ def is_directory(path: str) -> bool:
     return Path(path).is_dir()
 
 
+def ray_settings(address: str, **sections):
+    """The section `ray` of a configuration; Ray takes minutes to answer on a busy machine."""
+    return {"address": address, "connect_timeout_s": WAIT_S} | sections
+
+
 def settings(model: str, address: str, **sections):
     tiny = {"cpus": 0.5}
     values = {
@@ -162,7 +167,7 @@ def settings(model: str, address: str, **sections):
         "lanes": {"interactive": {"max_queue_s": 0.5}},
         "worker": {"drain_timeout_s": 5},
         "kv_transfer": {"send_bytes": 2**23, "receive_bytes": 2**23},
-        "ray": {"address": address, "prefill": tiny, "decode": tiny} | sections.pop("ray", {}),
+        "ray": ray_settings(address, prefill=tiny, decode=tiny) | sections.pop("ray", {}),
     }
     return values | sections
 
@@ -277,7 +282,7 @@ async def test_pools_follow_the_load_and_no_token_is_lost(ray, tmp_path, model):
     small = {"cpus": 0.5, "resources": {"near": 0.5}}
     sections = {
         "launcher": "ray",
-        "ray": {"address": ray.address, "prefill": small, "decode": small},
+        "ray": ray_settings(ray.address, prefill=small, decode=small),
         **load_steps.autoscaled(),
     }
     with UpCluster(tmp_path, model, **sections) as cluster:
@@ -301,11 +306,11 @@ async def test_a_failed_node_ends_only_its_workers(ray, tmp_path, model):
     ray.join("far")
     sections = {
         "launcher": "ray",
-        "ray": {
-            "address": ray.address,
-            "prefill": {"cpus": 0.5, "resources": {"near": 1}},
-            "decode": {"cpus": 0.5, "resources": {"far": 1}},
-        },
+        "ray": ray_settings(
+            ray.address,
+            prefill={"cpus": 0.5, "resources": {"near": 1}},
+            decode={"cpus": 0.5, "resources": {"far": 1}},
+        ),
     }
     with UpCluster(tmp_path, model, **sections) as cluster:
         async with BatonClient(cluster.address) as client, AdminClient(cluster.address) as admin:
