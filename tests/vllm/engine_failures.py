@@ -23,7 +23,7 @@ from baton.engine.base import (
 from baton.kvtransfer.control import EnginePort
 from baton.v1 import common_pb2
 
-TIMEOUT_S, COMMIT_TIMEOUT_S = 60.0, 3600.0
+TIMEOUT_S, COMMIT_TIMEOUT_S = 120.0, 3600.0
 SAMPLING = common_pb2.SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
 

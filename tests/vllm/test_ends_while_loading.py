@@ -15,10 +15,10 @@ from vllm_cluster import CONFIG, ENGINE_ARGS, start_worker
 
 from baton.runtime import demo_model
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-GONE_TIMEOUT_S = 30.0
-LOADING_TIMEOUT_S = 240.0
+GONE_TIMEOUT_S = 120.0
+LOADING_TIMEOUT_S = 450.0
 HOW = (signal.SIGKILL, signal.SIGTERM)
 
 
@@ -63,7 +63,7 @@ def until_there(worker: psutil.Process, title: str) -> list[psutil.Process]:
     while title not in (found := engine_processes(worker)):
         assert time.monotonic() < deadline, found
         assert worker.is_running()
-        time.sleep(0.05)
+        time.sleep(0.2)
     return list(found.values())
 
 

@@ -37,7 +37,7 @@ NUM_LAYERS = 4
 
 async def in_state(cluster: Cluster, state: int, *, request_id: str = "") -> None:
     """Waits until a request is in a state: the named request, or any."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not any(
             request.state == state and request_id in ("", request.request_id)
             for request in await cluster.requests()
@@ -211,7 +211,7 @@ def change_staging(port: EnginePort, block: int) -> None:
 
 async def expire(port: EnginePort) -> None:
     """Waits until the committed handoff has expired."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not any(state.state == kv_transfer_pb2.HANDOFF_STATE_FAILED for state in port.poll()):
             await asyncio.sleep(0.02)
 
@@ -286,7 +286,7 @@ class LocalCaller:
 
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.settimeout(20)
+        self._socket.settimeout(60)
         self._socket.connect(path)
         self._unpacker = local_wire.Unpacker()
 
@@ -337,7 +337,7 @@ def full_staging(cluster: Cluster, role: str, target: str) -> Iterator[LocalCall
 
 async def above_zero(caller: LocalCaller, name: str) -> None:
     """Waits until a number in the statistics of a transfer service is above 0."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while not getattr(caller.statistics(), name):
             await asyncio.sleep(0.01)
 
@@ -367,7 +367,7 @@ async def test_a_handoff_waits_for_staging_at_either_end(
     tokens = await rest_of(stream)
     assert tokens == case["expected"]["token_ids"]
     # The handoff was loaded all the same.
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(120):
         while cluster.handoff_tokens() < num_loaded + len(case["prompt"]):
             await asyncio.sleep(0.05)
     await cluster.assert_idle()

@@ -19,7 +19,7 @@ from baton.runtime import demo_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
-GONE_TIMEOUT_S = 10.0
+GONE_TIMEOUT_S = 120.0
 
 Results = dict[str, dict[str, Any]]
 

@@ -212,8 +212,8 @@ def stop_cluster(cluster: Cluster) -> None:
     children = psutil.Process(cluster.process.pid).children(recursive=True)
     cluster.process.send_signal(signal.SIGINT)
     try:
-        assert cluster.process.wait(timeout=60) == 0, "".join(cluster.log)[-4000:]
-        _, alive = psutil.wait_procs(children, timeout=5)
+        assert cluster.process.wait(timeout=200) == 0, "".join(cluster.log)[-4000:]
+        _, alive = psutil.wait_procs(children, timeout=60)
         assert not alive, f"still running: {alive}"
     finally:
         for process in [*children, cluster.process]:

@@ -14,7 +14,7 @@ from baton.v1 import kv_transfer_pb2
 
 PUSH = "/baton.v1.KvTransfer/Push"
 MAX_BYTES = 64 * 2**20
-HOLD_TIMEOUT_S = 60.0
+HOLD_TIMEOUT_S = 200.0
 
 # Messages to send instead of one message, each when it is made; [] sends none.
 Spoil = Callable[[bytes], Iterable[bytes]]

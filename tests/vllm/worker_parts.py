@@ -20,7 +20,7 @@ SEGMENT = "baton-kv-"
 # The kernel marks a mapped file that is deleted with this suffix.
 DELETED = " (deleted)"
 GONE_TIMEOUT_S = 60.0
-ANSWER_TIMEOUT_S = 20.0
+ANSWER_TIMEOUT_S = 60.0
 
 
 def family(main: psutil.Process) -> list[psutil.Process]:
