@@ -21,8 +21,8 @@ from baton.runtime.latency import LatencyModel
 
 _log = logging.getLogger(__name__)
 
-# What engine/vllm_scheduler.py uses of vLLM: methods and properties, with the parameters of the
-# private method that it overrides.
+# The names of vLLM that engine/vllm_scheduler.py uses: methods and properties, with the parameters
+# of the private method that it overrides.
 _METHODS: dict[type, tuple[str, ...]] = {
     Scheduler: ("schedule", "update_from_output", "_reserve_prefill_lookahead"),
     Request: ("num_tokens", "num_tokens_with_spec", "num_output_tokens"),

@@ -46,7 +46,7 @@ _TOO_LATE_S = 1000.0
 
 
 class Demand(NamedTuple):
-    """What a request needs.
+    """The needs of a request.
 
     Attributes:
         num_tokens: Tokens to compute without any cache: the prompt, and the output known so far.

@@ -14,9 +14,9 @@ class StepsConfig(Section):
 
     scheduler: Literal["baton", "vllm"] = Field(
         "baton",
-        description="What fills a step with prompt tokens. baton: as many as the ITL target of the "
-        "decoding requests leaves, shortest prompts first. vllm: vLLM's own scheduler (simulated: "
-        "first come, first served).",
+        description="Scheduler that fills steps with prompt tokens. baton: as many as the ITL "
+        "target of the decoding requests leaves, shortest prompts first. vllm: vLLM's own "
+        "scheduler (simulated: first come, first served).",
     )
     longest_gap_ms: float | None = Field(
         None,

@@ -182,7 +182,7 @@ def short_beside_long() -> dict[str, Any]:
 
 
 def another_vllm() -> dict[str, Any]:
-    """What happens at the start of a vLLM that lacks two names."""
+    """Starts a vLLM that lacks two names."""
     scheduling = SimpleNamespace(scheduler_cls=None, enable_chunked_prefill=True)
     config = SimpleNamespace(scheduler_config=scheduling)
     lacks = {Scheduler: ("running", "gone"), Request: ("also_gone",)}
