@@ -60,6 +60,7 @@ lint: $(BATON) $(DEV)
 
 bench: $(BATON) $(DEV) $(BENCH)
 	$(BIN)/python -m baton.bench.disaggregation $(ARGS)
+	$(BIN)/python -m baton.bench.step_budget $(STEP_ARGS)
 	$(BIN)/python -m baton.bench.why $(WHY_ARGS)
 	$(BIN)/python -m baton.bench.transport $(TRANSPORT_ARGS)
 	$(BIN)/python -m baton.bench.soak $(SOAK_ARGS)
