@@ -47,7 +47,12 @@ def sections(**scaling):
     speed = {"simulated": SPEED, "latency": SPEED, "decode": {"local_prefill": False}}
     # Requests wait in the queue while workers start, which can take long on a busy machine.
     lanes = {"interactive": {"max_queue_s": WAIT_S}}
-    return {**speed, "lanes": lanes, "scaling": limits | scaling}
+    return {
+        **speed,
+        "coordinator": {"max_recovery_s": WAIT_S},
+        "lanes": lanes,
+        "scaling": limits | scaling,
+    }
 
 
 def autoscaled():

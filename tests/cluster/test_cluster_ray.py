@@ -397,15 +397,18 @@ async def test_pairs_share_a_node_while_it_has_room(ray, model, caplog):
     takes = {"prefill": {"cpus": 0.5, "resources": {"far": 1}}}
     nodes = {}
 
-    def unplaced():
+    def unplaced(*workers):
         for told in re.finditer(r"worker (\w+) is on node (\w+) of Ray", caplog.text):
             nodes[told[1]] = told[2]
-        return {"p1", "d1", "d2"} - set(nodes)
+        return set(workers) - set(nodes)
 
     async with launching(settings(model, ray.address, ray=takes)) as (launcher, _):
-        for worker_id, role in (("p1", "prefill"), ("d1", "decode"), ("d2", "decode")):
-            await launcher.start(worker_id, role)
-        await until_empty(unplaced)
+        await launcher.start("p1", "prefill")
+        # The launcher waits for a limited time until a partner has its node.
+        await until_empty(lambda: unplaced("p1"))
+        await launcher.start("d1", "decode")
+        await launcher.start("d2", "decode")
+        await until_empty(lambda: unplaced("d1", "d2"))
     assert nodes["d1"] == nodes["p1"] != nodes["d2"]
     ray.lose("far")
     await until_empty(ray.actors)

@@ -160,7 +160,9 @@ def test_a_rate_limit_is_kept_and_its_wait_is_right(requests):
         now += pause_s
         wait_s = bucket.wait_s(num_tokens, now)
         if wait_s:
-            assert bucket.wait_s(num_tokens, now + 0.9 * wait_s) > 0 or 0.1 * wait_s * rate <= 0.5
+            # Up to half a token may be missing, and sums of times are rounded.
+            missing = 0.1 * wait_s * rate
+            assert bucket.wait_s(num_tokens, now + 0.9 * wait_s) > 0 or missing <= 0.5 + 1e-9
             now += wait_s
             assert bucket.wait_s(num_tokens, now) == 0
         # A request larger than the burst makes the level negative, and the next one waits for it.
