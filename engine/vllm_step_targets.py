@@ -13,10 +13,10 @@ import struct
 from pathlib import Path
 
 from baton.runtime.step_budget import StepTargets
+from baton.runtime.worker_directory import STEP_TARGETS
 
 # itl_s (infinite: no target), longest_gap_s, prompt_step_s.
 _NUMBERS = struct.Struct("<ddd")
-_FILE = "step-targets"
 
 
 def write_targets(socket_path: str, targets: StepTargets) -> None:
@@ -28,7 +28,7 @@ def write_targets(socket_path: str, targets: StepTargets) -> None:
     """
     itl_s = math.inf if targets.itl_s is None else targets.itl_s
     data = _NUMBERS.pack(itl_s, targets.longest_gap_s, targets.prompt_step_s)
-    path = Path(socket_path).with_name(_FILE)
+    path = Path(socket_path).with_name(STEP_TARGETS)
     if path.exists():
         with path.open("r+b") as file:
             file.write(data)
@@ -41,7 +41,7 @@ def write_targets(socket_path: str, targets: StepTargets) -> None:
 
 def make_targets_file(socket_path: str) -> None:
     """Makes the file without an ITL target, unless the worker has already written targets."""
-    if not Path(socket_path).with_name(_FILE).exists():
+    if not Path(socket_path).with_name(STEP_TARGETS).exists():
         write_targets(socket_path, StepTargets())
 
 
@@ -56,7 +56,7 @@ class TargetsReader:
     """
 
     def __init__(self, socket_path: str) -> None:
-        with Path(socket_path).with_name(_FILE).open("rb") as file:
+        with Path(socket_path).with_name(STEP_TARGETS).open("rb") as file:
             self._mapped = mmap.mmap(file.fileno(), _NUMBERS.size, access=mmap.ACCESS_READ)
         self._data, self._targets = b"", StepTargets()
 

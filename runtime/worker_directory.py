@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 
 PREFIX = "baton-worker-"
+# File with the targets of the engine's steps (engine/vllm_step_targets.py).
+STEP_TARGETS = "step-targets"
 # Linux allows a socket path of 107 bytes; vLLM names its sockets by UUIDs.
 MAX_SOCKET_PATH_BYTES = 107
 LONGEST_SOCKET_NAME_BYTES = 36

@@ -24,6 +24,8 @@ _MAX_UNREAD_BYTES = 4 * local_wire.MAX_LOCAL_MESSAGE_BYTES
 _MAX_MERGED = 65_536
 # Start of the file name in vllm/utils/network_utils.py, get_file_store_init_method.
 _RENDEZVOUS = "vllm_dist_"
+# Beginnings of the names of files that are removed with a killed worker's directory.
+_NAMES = (_RENDEZVOUS, worker_directory.STEP_TARGETS)
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +114,8 @@ def remove(path: str) -> None:
     """Removes a socket's file, and the worker's directory with its engine's files. Idempotent.
 
     A worker that was not killed removes its directory itself. The directory stays if it holds
-    anything except sockets, links, and the file through which ranks find each other.
+    anything except sockets, links, the file through which ranks find each other, and the targets of
+    the engine's steps.
     """
     Path(path).unlink(missing_ok=True)
     directory = Path(path).parent
@@ -120,6 +123,6 @@ def remove(path: str) -> None:
         engine_stages.remove(path)
         with contextlib.suppress(OSError):
             for one in directory.iterdir():
-                if one.is_socket() or one.is_symlink() or one.name.startswith(_RENDEZVOUS):
+                if one.is_socket() or one.is_symlink() or one.name.startswith(_NAMES):
                     one.unlink(missing_ok=True)
             directory.rmdir()

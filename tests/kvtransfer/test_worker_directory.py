@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from baton.engine.vllm_step_targets import make_targets_file
 from baton.kvtransfer import engine_stages
 from baton.kvtransfer.control import TransferClient
 from baton.runtime import worker_directory
@@ -30,6 +31,7 @@ async def test_the_directory_of_a_killed_worker_goes_with_its_service(short_path
     config = KvTransferConfig(send_bytes=2**20, receive_bytes=2**20)
     socket_path = str(directory / "kv.sock")
     service = await TransferClient.start(config, socket_path)
+    make_targets_file(socket_path)
     engine_stages.record(socket_path, engine_stages.WEIGHTS)
     engine_stages.record(socket_path, engine_stages.KV)
     ended_at = engine_stages.ended_at(socket_path)
