@@ -7,9 +7,8 @@ serve, drain and leave, and the clients, which send the requests of a trace.
 from __future__ import annotations
 
 import heapq
-import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from baton.coordinator.core.core import Core
@@ -26,9 +25,9 @@ from baton.simulator.hello import hello
 from baton.simulator.parts import Shape
 from baton.simulator.policies import Policy
 from baton.simulator.record import Record
+from baton.simulator.virtual_time import START_S, VirtualTime
 from baton.v1 import cluster_pb2, common_pb2
 
-_START_S = 1000.0
 # Drain timeout for workers that leave or change roles.
 _DRAIN_S = 600.0
 # Time from a worker's last request in one role until the worker serves in the other role.
@@ -75,7 +74,7 @@ class _Member:
     removed: bool = False
 
 
-class SimulatedCell:
+class SimulatedCell(VirtualTime):
     """A simulated cluster: the coordinator's core, workers and clients.
 
     Args:
@@ -88,7 +87,6 @@ class SimulatedCell:
         seed: Seed of all random choices.
 
     Attributes:
-        now: Virtual time in seconds.
         record: Request times as seen by clients, and the cost of the workers.
         gaps: Gaps between tokens.
     """
@@ -104,16 +102,14 @@ class SimulatedCell:
         gpus: dict[Pool, int] | None = None,
         seed: int = 0,
     ) -> None:
-        self.now = _START_S
+        super().__init__()
         self.gaps = GapHistogram()
-        self.record = Record(_START_S, gpus or dict.fromkeys(Pool, 1))
+        self.record = Record(START_S, gpus or dict.fromkeys(Pool, 1))
         settings = ScalingSettings(policy.config, autoscale=True, drain_s=_DRAIN_S)
         self.core = Core(replace(config, scaling=settings), random.Random(seed).randbytes, policy)
         self._random = random.Random(seed)
         self._shapes, self._cold = shapes, cold_start or ColdStart()
         self._heartbeat_s = heartbeat_s
-        self._scheduled: list[tuple[float, int, Callable[..., object], tuple[object, ...]]] = []
-        self._order = itertools.count()
         # False while the initial workers start: these have no cold start.
         self._began = False
         self._engines: dict[WorkerKey, Engine] = {}
@@ -122,12 +118,8 @@ class SimulatedCell:
 
     # ---- Time.
 
-    def at(self, when: float, action: Callable[..., object], *arguments: object) -> None:
-        """Schedules a call at virtual time `when`."""
-        heapq.heappush(self._scheduled, (when, next(self._order), action, arguments))
-
     def _run(self, until: float) -> None:
-        heap, next_deadline = self._scheduled, self.core.next_deadline
+        heap, next_deadline = self.scheduled, self.core.next_deadline
         while True:
             due = next_deadline()
             when = heap[0][0] if heap else float("inf")
@@ -154,8 +146,8 @@ class SimulatedCell:
         """
         self._post(ev.LauncherReady(sizes))
         self._began = True
-        self._next_arrival(iter(arrivals), 0)
-        end = _START_S + lasts_s
+        self.next_arrival(iter(arrivals), 0)
+        end = START_S + lasts_s
         self._run(end)
         self.record.close(self.now)
         limit = self.now + 3600.0
@@ -244,12 +236,7 @@ class SimulatedCell:
 
     # ---- Clients.
 
-    def _next_arrival(self, arrivals: Iterator[Arrival], number: int) -> None:
-        one = next(arrivals, None)
-        if one is not None:
-            self.at(_START_S + one.at_s, self._arrive, one, arrivals, number)
-
-    def _arrive(self, one: Arrival, arrivals: Iterator[Arrival], number: int) -> None:
+    def arrive(self, one: Arrival, arrivals: Iterator[Arrival], number: int) -> None:
         self.record.arrived(number, self.now, one.num_prompt_tokens, one.num_output_tokens)
         submission = Submission(
             to=StreamKey(1, number),
@@ -259,7 +246,7 @@ class SimulatedCell:
             lane=self._lane,
             arrived_at=self.now,
         )
-        self._next_arrival(arrivals, number + 1)
+        self.next_arrival(arrivals, number + 1)
         self._post(ev.Submitted(submission))
 
     def _post(self, event: ev.Event) -> None:

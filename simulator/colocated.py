@@ -9,8 +9,7 @@ message takes as long as between a coordinator and a worker.
 from __future__ import annotations
 
 import heapq
-import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
@@ -19,9 +18,9 @@ from baton.load.traces import Arrival
 from baton.simulator.engine import Engine
 from baton.simulator.parts import Shape
 from baton.simulator.record import Record
+from baton.simulator.virtual_time import START_S, VirtualTime
 from baton.v1 import cluster_pb2, common_pb2
 
-_START_S = 1000.0
 # Seconds between two samples of load and latency for `Record.moments`.
 _SAMPLED_EVERY_S = 5.0
 
@@ -46,7 +45,7 @@ class Balancer:
         self.num_unfinished[index] -= 1
 
 
-class ColocatedCell:
+class ColocatedCell(VirtualTime):
     """Simulated plain servers, their balancer and clients, under a virtual clock.
 
     Args:
@@ -56,7 +55,6 @@ class ColocatedCell:
         gpus: GPUs per worker.
 
     Attributes:
-        now: Virtual time in seconds.
         record: Request times as seen by clients, and the cost of the workers, which count as
             decode workers.
         gaps: Gaps between tokens.
@@ -66,12 +64,10 @@ class ColocatedCell:
     def __init__(self, shape: Shape, num_workers: int, gpus: int = 1) -> None:
         if num_workers < 1:
             raise ValueError(f"num_workers is {num_workers}; must be at least 1")
-        self.now = _START_S
+        super().__init__()
         self.gaps = GapHistogram()
-        self.record = Record(_START_S, dict.fromkeys(Pool, gpus))
+        self.record = Record(START_S, dict.fromkeys(Pool, gpus))
         self._delay_s = shape.delay_s
-        self._scheduled: list[tuple[float, int, Callable[..., object], tuple[object, ...]]] = []
-        self._order = itertools.count()
         self._balancer = Balancer(num_workers)
         self.engines = [
             Engine(self, (f"colocated-{number}", 1), common_pb2.ROLE_DECODE, shape)
@@ -88,16 +84,16 @@ class ColocatedCell:
             arrivals: Requests in order of time.
             lasts_s: GPU costs are recorded for this many seconds.
         """
-        self._next_arrival(iter(arrivals), 0)
-        self._sample(_START_S + lasts_s)
-        self._run(_START_S + lasts_s)
+        self.next_arrival(iter(arrivals), 0)
+        self._sample(START_S + lasts_s)
+        self._run(START_S + lasts_s)
         self.record.close(self.now)
         self._run(self.now + 3600.0)
         return self.record
 
     def _run(self, until: float) -> None:
-        while self._scheduled and self._scheduled[0][0] <= until:
-            when, _, action, arguments = heapq.heappop(self._scheduled)
+        while self.scheduled and self.scheduled[0][0] <= until:
+            when, _, action, arguments = heapq.heappop(self.scheduled)
             self.now = when
             action(*arguments)
         self.now = until
@@ -110,10 +106,6 @@ class ColocatedCell:
 
     # ---- Host of the engines.
 
-    def at(self, when: float, action: Callable[..., object], *arguments: object) -> None:
-        """Schedules a call at virtual time `when`."""
-        heapq.heappush(self._scheduled, (when, next(self._order), action, arguments))
-
     def send(self, worker: Engine, event: ev.Event) -> None:
         """Delivers the tokens of a worker to the clients after the message delay."""
         if isinstance(event, ev.WorkerStep):
@@ -124,12 +116,7 @@ class ColocatedCell:
 
     # ---- Clients.
 
-    def _next_arrival(self, arrivals: Iterator[Arrival], number: int) -> None:
-        one = next(arrivals, None)
-        if one is not None:
-            self.at(_START_S + one.at_s, self._arrive, one, arrivals, number)
-
-    def _arrive(self, one: Arrival, arrivals: Iterator[Arrival], number: int) -> None:
+    def arrive(self, one: Arrival, arrivals: Iterator[Arrival], number: int) -> None:
         self.record.arrived(number, self.now, one.num_prompt_tokens, one.num_output_tokens)
         command = cluster_pb2.DecodeCommand(
             spec=cluster_pb2.RequestSpec(
@@ -141,7 +128,7 @@ class ColocatedCell:
         )
         engine = self.engines[self._balancer.send()]
         self.at(self.now + self._delay_s, engine.take, command)
-        self._next_arrival(arrivals, number + 1)
+        self.next_arrival(arrivals, number + 1)
 
     def _received(self, worker: tuple[str, int], step: cluster_pb2.StepOutputs) -> None:
         for output in step.outputs:
