@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from baton.coordinator.scaling.autoscale import queueing
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
-from baton.coordinator.state.scaling_config import ScalingConfig, scaling_config
+from baton.coordinator.state.scaling_config import ScalingConfig, in_seconds, scaling_config
 from baton.load.traces import Arrival
 from baton.runtime.config import BatonConfig
 from baton.runtime.latency import LatencyModel
@@ -81,8 +81,7 @@ def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> S
 
 def shape_of(config: BatonConfig) -> Shape:
     """Returns the shape of a worker with the settings of `simulated` and `steps`."""
-    engine, itl_ms = config.simulated, config.scaling.targets.interactive.itl_ms
-    itl_s = None if itl_ms is None else itl_ms / 1e3
+    engine, itl_s = config.simulated, in_seconds(config.scaling.targets.interactive).itl_s
     return Shape(
         LatencyModel.from_config(engine),
         kv_tokens=engine.kv_tokens,

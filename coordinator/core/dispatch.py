@@ -63,19 +63,21 @@ class Dispatcher:
                     self._lifecycle.fail(request, gone_error(request.fleet), now)
                 continue
             placer = self._placers.of(request.fleet)
+            if placer.is_late(request):
+                self._lifecycle.lanes.defer(request)
+                continue
             placement = placer.place(request)
             if self._made_room(placer, request, placement, now):
                 placement = placer.place(request)
             if placement is None and self._made_decode_room(placer, request, now):
                 placement = placer.place(request)
-            if placement is None and placer.is_late(request):
-                self._lifecycle.lanes.defer(request)
-            elif placement is None:
+            if placement is None:
                 room_at = min(room_at, placer.room_at(request))
                 if self._never_fits_beside(placer, request):
                     self._lifecycle.lanes.skip(request.fleet)
-                # The lanes skip its queue.
-            elif (problem := self._resume_error(request, placement)) is not None:
+                continue  # The lanes skip its queue.
+            problem = self._resume_error(request, placement)
+            if problem is not None:
                 self._lifecycle.fail(request, problem, now)
             else:
                 self._lifecycle.dispatch(request, placement, now)

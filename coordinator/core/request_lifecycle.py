@@ -30,6 +30,7 @@ from baton.coordinator.state.requests import (
     Submission,
     WorkerKey,
 )
+from baton.coordinator.state.scaling_config import in_seconds
 from baton.coordinator.state.slow_steps import Stall
 from baton.coordinator.state.timers import Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
@@ -433,10 +434,10 @@ class RequestLifecycle:
         """Returns when the first token is due, by the core's clock; infinite without a target."""
         target_s = submission.slo_ttft_s
         if target_s is None:
-            config = self._config.targets
-            lane = config.batch if submission.lane == common_pb2.LANE_BATCH else config.interactive
-            target_s = math.inf if lane.ttft_ms is None else lane.ttft_ms / 1e3
-        return submission.arrived_at + target_s
+            targets = self._config.targets
+            is_batch = submission.lane == common_pb2.LANE_BATCH
+            target_s = in_seconds(targets.batch if is_batch else targets.interactive).ttft_s
+        return math.inf if target_s is None else submission.arrived_at + target_s
 
     def _deadline(self, submission: Submission) -> float:
         """Returns when a request must end, by the core's clock."""

@@ -178,6 +178,11 @@ class Lanes:
         else:
             assert not entry.is_queued
             self._stopped(entry)
+            if request.is_late:
+                # It has had a place; now it waits in its lane again, and may be deferred again.
+                request.is_late = False
+                queues = entry.queue.lane_queue.fleet_queues
+                entry.queue = entry.queue.tenant.queue(queues.interactive)
         entry.is_queued = True
         entry.has_returned = request.attempt > 0 or len(request.token_ids) > 0
         entry.work_us, entry.queued_at = round(work_s * 1e6), now

@@ -28,6 +28,7 @@ from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.lanes import lane_config
 from baton.coordinator.state.pools import POOL_OF, Pool
 from baton.coordinator.state.requests import Request, WorkerKey
+from baton.coordinator.state.scaling_config import in_seconds
 from baton.coordinator.state.workers import AttachedWorkers, Worker
 from baton.runtime.step_budget import StepTargets
 from baton.v1 import common_pb2
@@ -81,9 +82,9 @@ class Placer:
         crowded: dict[WorkerKey, None],
     ) -> None:
         self._config, self._workers, self._latency = config, workers, latency
-        itl_ms = config.targets.interactive.itl_ms
-        self._elastic_itl_s = math.inf if itl_ms is None else itl_ms / 1e3
-        step_targets = StepTargets.of(config.steps, None if itl_ms is None else itl_ms / 1e3)
+        itl_s = in_seconds(config.targets.interactive).itl_s
+        self._elastic_itl_s = math.inf if itl_s is None else itl_s
+        step_targets = StepTargets.of(config.steps, itl_s)
         self.router = Router(
             config.max_prefill_requests,
             config.max_decode_requests,
@@ -142,9 +143,10 @@ class Placer:
     def is_late(self, request: Request) -> bool:
         """Whether no worker can produce the request's first token within its TTFT target.
 
-        Only elastic cells distinguish late requests.
+        Only elastic cells distinguish late requests, and only among those that wait in the
+        interactive lane.
         """
-        if self._rule is None or request.is_late:
+        if self._rule is None or request.is_late or self._lane_of(request) == _BATCH:
             return False
         return self._rule.is_late(self.prompts.match(request), self._demand(request))
 
@@ -372,8 +374,6 @@ class Placer:
         )
 
     def _place_elastic(self, rule: ElasticRule, request: Request) -> Placement | None:
-        if self.is_late(request):
-            return None
         found = rule.place(self.prompts.match(request), self._demand(request))
         if found is None:
             return None

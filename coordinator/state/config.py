@@ -31,6 +31,7 @@ class CoreConfig:
         revision: Revision of the stable fleet, whose workers run the configured model.
         tail_share: Share of unremarkable requests that are traced; None: tracing is off.
         steps: Limits of the time of the workers' steps.
+        elastic: Whether any worker may compute prompts and decode.
     """
 
     model_name: str

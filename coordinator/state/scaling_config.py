@@ -152,8 +152,8 @@ def scaling_config(config: BatonConfig) -> ScalingConfig:
     scaling = config.scaling
     return ScalingConfig(
         targets=(
-            ("interactive", _targets(scaling.targets.interactive)),
-            ("batch", _targets(scaling.targets.batch)),
+            ("interactive", in_seconds(scaling.targets.interactive)),
+            ("batch", in_seconds(scaling.targets.batch)),
         ),
         prefill=_limits(config, config.prefill, scaling.prefill),
         decode=_limits(config, config.decode, scaling.decode),
@@ -186,7 +186,8 @@ def _milliseconds(seconds: float | None) -> int | None:
     return max(1, round(seconds * 1e3)) if seconds is not None else None
 
 
-def _targets(targets: TargetsConfig) -> Targets:
+def in_seconds(targets: TargetsConfig) -> Targets:
+    """Returns a lane's configured targets."""
     return Targets(
         ttft_s=targets.ttft_ms / 1e3 if targets.ttft_ms is not None else None,
         itl_s=targets.itl_ms / 1e3 if targets.itl_ms is not None else None,

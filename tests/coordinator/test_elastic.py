@@ -13,9 +13,10 @@ from baton.coordinator.routing.worker_load import WorkerTraits
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.block_hashes import block_hashes
+from baton.runtime.config import LaneTargetsConfig, TargetsConfig
 from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import StepTargets
-from baton.v1 import cluster_pb2
+from baton.v1 import cluster_pb2, common_pb2
 
 BLOCK = 16
 # A prompt token takes 0.1 ms. A decode step takes 30 ms, 1 ms per request and 1 us per KV token.
@@ -192,3 +193,15 @@ def test_without_workers_a_request_waits_and_is_not_late():
     cell = Cell()
     assert cell.place() is None
     assert not cell.is_late(1000, due_in_s=0.0)
+
+
+def test_only_requests_of_the_interactive_lane_go_behind_the_others(new_world):
+    targets = LaneTargetsConfig(interactive=TargetsConfig(ttft_ms=1), batch={"ttft_ms": 1})
+    world = new_world(elastic=True, targets=targets).pair()
+    for _ in range(40):
+        world.submit(num_prompt=400)
+        world.submit(num_prompt=400, lane=common_pb2.LANE_BATCH)
+    waiting = [one for one in world.core.running() if not one.attempt]
+    late = {one.submission.lane for one in waiting if one.is_late}
+    assert late == {common_pb2.LANE_INTERACTIVE}
+    assert {one.submission.lane for one in waiting} > late

@@ -257,6 +257,12 @@ def test_a_deferred_request_goes_behind_the_others_of_its_lane():
     assert lanes.num_queued(INTERACTIVE) == 3
     assert dispatch(lanes) == ["r2", "r0", "r1", "r3"]
     lanes.check_integrity()
+    # A late request that lost its worker does not wait behind the lane again.
+    for one in (all_of_them[0], request(4)):
+        lanes.push(one, 0.0)
+    assert not all_of_them[0].is_late
+    assert dispatch(lanes) == ["r0", "r4"]
+    lanes.check_integrity()
 
 
 def test_long_interactive_prompts_are_ordered_in_the_batch_lane():
