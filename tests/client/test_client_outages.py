@@ -113,7 +113,7 @@ async def test_waiting_requests_count_towards_the_limit():
 async def proxy(status, listen="127.0.0.1:0"):
     """An HTTP/2 proxy that responds to every call with an HTTP status and no gRPC status.
 
-    Yields its address and a queue of its responses.
+    Yields its address and a queue of the responses that the client has read.
     """
     connections, answered = {}, asyncio.Queue()
 
@@ -126,12 +126,15 @@ async def proxy(status, listen="127.0.0.1:0"):
                 head = await reader.readexactly(9)
                 body = await reader.readexactly(int.from_bytes(head[:3]))
                 kind, flags, stream = head[3], head[4], head[5:]
-                if kind in (SETTINGS, PING) and not flags:
+                if kind == PING and flags:
+                    # The client answers frames in their order: it has read the response.
+                    answered.put_nowait(status)
+                elif kind in (SETTINGS, PING) and not flags:
                     writer.write(frame(kind, 1, body=body if kind == PING else b""))
                 elif kind == HEADERS:
                     # One header, entry 8 of HPACK's static table (:status); ends the stream.
                     writer.write(frame(HEADERS, 5, stream, b"\x48\x03%d" % status))
-                    answered.put_nowait(status)
+                    writer.write(frame(PING, body=bytes(8)))
 
     host, port = listen.split(":")
     server = await asyncio.start_server(serve, host, int(port))
