@@ -115,13 +115,18 @@ async def proxy(status, listen="127.0.0.1:0"):
 
     Yields its address and a queue of the responses that the client has read.
     """
-    connections, answered = {}, asyncio.Queue()
+    connections, answered, closing = {}, asyncio.Queue(), asyncio.Event()
 
     async def serve(reader, writer):
         connections[writer] = asyncio.current_task()
+
+        def write(data):
+            if not closing.is_set():
+                writer.write(data)
+
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             await reader.readexactly(len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
-            writer.write(frame(SETTINGS))
+            write(frame(SETTINGS))
             while True:
                 head = await reader.readexactly(9)
                 body = await reader.readexactly(int.from_bytes(head[:3]))
@@ -130,11 +135,11 @@ async def proxy(status, listen="127.0.0.1:0"):
                     # The client answers frames in their order: it has read the response.
                     answered.put_nowait(status)
                 elif kind in (SETTINGS, PING) and not flags:
-                    writer.write(frame(kind, 1, body=body if kind == PING else b""))
+                    write(frame(kind, 1, body=body if kind == PING else b""))
                 elif kind == HEADERS:
                     # One header, entry 8 of HPACK's static table (:status); ends the stream.
-                    writer.write(frame(HEADERS, 5, stream, b"\x48\x03%d" % status))
-                    writer.write(frame(PING, body=bytes(8)))
+                    write(frame(HEADERS, 5, stream, b"\x48\x03%d" % status))
+                    write(frame(PING, body=bytes(8)))
 
     host, port = listen.split(":")
     server = await asyncio.start_server(serve, host, int(port))
@@ -142,6 +147,7 @@ async def proxy(status, listen="127.0.0.1:0"):
         yield f"{host}:{server.sockets[0].getsockname()[1]}", answered
     finally:
         server.close()
+        closing.set()
         for writer in connections:
             # Clients close in turn. If this side closed first, with bytes unread, the connection
             # would be reset, and the client could lose the response.
