@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from baton.bench.transfer_workers import Worker
-from baton.kvtransfer.control import FIRST_EPOCH, checksum, filled_frame, split_blocks
+from baton.kvtransfer.control import checksum, filled_frame, split_blocks
 from baton.kvtransfer.layout import KvLayout
 from baton.load import stats
 
@@ -163,7 +163,7 @@ class Handoff:
                     last = layer == LAYOUT.num_layers - 1 and first + count == self.num_blocks
                     filled.append(
                         filled_frame(
-                            self.handoff_id, FIRST_EPOCH, rank, layer, first, count,
+                            self.handoff_id, rank, layer, first, count,
                             data[start:end], last=last,
                         )
                     )  # fmt: skip

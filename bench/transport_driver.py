@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from baton.bench.transfer_workers import Worker
-from baton.kvtransfer.control import FIRST_EPOCH, TransferError, checksum, split_blocks
+from baton.kvtransfer.control import TransferError, checksum, split_blocks
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES
 from baton.kvtransfer.layout import KvLayout
 from baton.load import stats
@@ -235,7 +235,6 @@ class Driver:
                 filled.append(
                     pb.LocalFrame(
                         handoff_id=handoff_id,
-                        epoch=FIRST_EPOCH,
                         layer=layer,
                         first_block=first,
                         num_blocks=count,

@@ -182,7 +182,6 @@ class Attempt:
             request_id=self.spec.request_id,
             attempt=self.spec.attempt,
             handoff_id=self.handoff.handoff_id,
-            epoch=self.handoff.epoch,
         )
 
     def _timings(

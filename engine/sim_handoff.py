@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from baton.engine.base import ReceiveHandoff, SendHandoff
 from baton.engine.sim_tokens import KvDigests
-from baton.kvtransfer.control import FIRST_EPOCH, EnginePort, checksum, filled_frame, split_blocks
+from baton.kvtransfer.control import EnginePort, checksum, filled_frame, split_blocks
 from baton.kvtransfer.layout import KvLayout
 from baton.v1 import kv_transfer_pb2
 
@@ -192,9 +192,7 @@ class HandoffSend:
             self._port.memory[begin : begin + len(data)] = data
             last = is_last_layer and first + count == self._num_blocks
             frames.append(
-                filled_frame(
-                    self._send.handoff_id, FIRST_EPOCH, 0, layer, first, count, data, last=last
-                )
+                filled_frame(self._send.handoff_id, 0, layer, first, count, data, last=last)
             )
         if frames:
             self._port.send_frames(frames)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from baton.kvtransfer.engine_port import FIRST_EPOCH, Claim, EnginePort, filled_frame, split_blocks
+from baton.kvtransfer.engine_port import Claim, EnginePort, filled_frame, split_blocks
 from baton.kvtransfer.errors import ServiceGone, TransferError, TransferRefused
 from baton.kvtransfer.frames import checksum
 from baton.kvtransfer.transfer_client import HandoffEvent, TransferClient
@@ -10,7 +10,6 @@ from baton.kvtransfer.transfer_client import HandoffEvent, TransferClient
 __all__ = [
     "Claim",
     "EnginePort",
-    "FIRST_EPOCH",
     "HandoffEvent",
     "ServiceGone",
     "TransferClient",

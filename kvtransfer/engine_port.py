@@ -16,8 +16,6 @@ from baton.kvtransfer.errors import ServiceGone, TransferError
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES, checksum
 from baton.v1 import kv_transfer_pb2
 
-# Epoch of a handoff's first frames, unless the handoff was opened with another epoch.
-FIRST_EPOCH = 1
 _RECEIVE_BYTES = 2**18
 
 
@@ -36,7 +34,6 @@ class Claim:
     offset: int
     num_blocks: int
     num_tokens: int
-    epoch: int
     frames: tuple[kv_transfer_pb2.LocalFrame, ...]
 
     @classmethod
@@ -46,7 +43,6 @@ class Claim:
             claimed.offset,
             claimed.num_blocks,
             claimed.num_tokens,
-            claimed.epoch,
             tuple(claimed.frames),
         )
 
@@ -67,7 +63,6 @@ def split_blocks(
 
 def filled_frame(
     handoff_id: bytes,
-    epoch: int,
     rank: int,
     layer: int,
     first_block: int,
@@ -80,7 +75,6 @@ def filled_frame(
 
     Args:
         handoff_id: 16 bytes.
-        epoch: Epoch of the writer.
         rank: Rank of the writer.
         layer: Layer of the blocks.
         first_block: Index of the first block in the handoff.
@@ -91,7 +85,6 @@ def filled_frame(
     """
     return kv_transfer_pb2.LocalFrame(
         handoff_id=handoff_id,
-        epoch=epoch,
         rank=rank,
         layer=layer,
         first_block=first_block,

@@ -244,10 +244,9 @@ class Send:
     """One send. It owns its extent from OPENING until the extent is freed.
 
     Attributes:
-        engine_epoch: Epoch of the engine's reports, with which the send was opened.
-        epoch: Epoch of the frames: it rises with every open.
+        epoch: Number of opens so far, from 1; every frame carries it.
         wait_until: Deadline for the receiver to find room.
-        filled: The runs of the writer's epoch, in order; `num_sent` of them have left.
+        filled: The runs that the engine has written, in order; `num_sent` of them have left.
         sent: Epoch, transport and number of frames of the last epoch that left completely.
         tried: Transports that failed.
         offers: Offers of the open under way.
@@ -258,7 +257,6 @@ class Send:
     num_blocks: int
     num_tokens: int
     num_bytes: int
-    engine_epoch: int
     epoch: int
     state: SendState
     deadline: float

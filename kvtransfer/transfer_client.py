@@ -176,8 +176,6 @@ class TransferClient:
         num_blocks: int,
         num_tokens: int,
         wait_s: float,
-        *,
-        epoch: int = 1,
     ) -> int:
         """Reserves the sender's staging and begins to open the handoff at the receiver.
 
@@ -190,7 +188,6 @@ class TransferClient:
             num_tokens: Number of prompt tokens to hand over, from the first token.
             wait_s: Longest wait for staging, here and at the receiver together, in seconds; at
                 most the service's open_timeout_s.
-            epoch: Epoch of the first frames.
 
         Returns:
             The offset of the handoff's bytes in the segment (see LocalSendOpened). `next_events`
@@ -207,7 +204,6 @@ class TransferClient:
             num_blocks=num_blocks,
             num_tokens=num_tokens,
             wait_ms=round(wait_s * 1000),
-            epoch=epoch,
         )
         try:
             reply = await self._call(

@@ -8,7 +8,7 @@ from time import monotonic
 
 from baton.engine.attempts import Attempt
 from baton.engine.base import Engine, EngineOutput, Finish, SendHandoff
-from baton.kvtransfer.control import FIRST_EPOCH, TransferClient, TransferError
+from baton.kvtransfer.control import TransferClient, TransferError
 from baton.kvtransfer.layout import KvLayout
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 
@@ -133,8 +133,6 @@ class PrefillRole:
                 self._layout.num_blocks(num_sent_tokens),
                 num_sent_tokens,
                 self._open_timeout_s,
-                # Engines start at this epoch; IDs are never reused.
-                epoch=FIRST_EPOCH,
             )
         except TransferError as error:
             self._sends.pop(plan.handoff_id, None)

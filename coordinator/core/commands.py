@@ -113,7 +113,6 @@ class Commands:
         decoder = self._workers.get(request.decode)
         return cluster_pb2.HandoffPlan(
             handoff_id=request.handoff_id,
-            epoch=1,
             target=decoder.hello.kv_address if decoder is not None else "",
             num_tokens=request.num_prompt_tokens + len(request.known_prompt(request.num_known)),
             skip_tokens=request.skip_tokens,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from baton.kvtransfer.engine_port import FIRST_EPOCH, EnginePort, filled_frame
+from baton.kvtransfer.engine_port import EnginePort, filled_frame
 from baton.v1 import kv_transfer_pb2
 
 # Bytes per notification: each one wakes the service on another core. The last one of a step may be
@@ -100,7 +100,6 @@ class Notifier:
             self._frames.append(
                 filled_frame(
                     each.handoff_id,
-                    FIRST_EPOCH,
                     self._shard,
                     each.layer,
                     each.first_block,
@@ -128,9 +127,7 @@ class Notifier:
         """
         self.flush()
         self._port.abort_send(handoff_id)
-        last = kv_transfer_pb2.LocalFrame(
-            handoff_id=handoff_id, epoch=FIRST_EPOCH, rank=self._shard, last=True
-        )
+        last = kv_transfer_pb2.LocalFrame(handoff_id=handoff_id, rank=self._shard, last=True)
         self._port.send_frames([last])
 
     def close(self) -> None:

@@ -206,7 +206,6 @@ class TransferCore:
                 wanted.num_blocks,
                 wanted.num_tokens,
                 wanted.wait_ms / 1000,
-                wanted.epoch,
                 now,
             )
         except TransferRefused:

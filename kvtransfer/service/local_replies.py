@@ -16,12 +16,10 @@ def part(grant: receiving.Grant, rank: int, first: int) -> pb.LocalClaimed:
         offset=grant.offset,
         num_blocks=grant.num_blocks,
         num_tokens=grant.num_tokens,
-        epoch=grant.epoch,
         num_frames=len(grant.frames),
         frames=[
             pb.LocalFrame(
                 handoff_id=grant.handoff_id,
-                epoch=grant.epoch,
                 rank=rank,
                 layer=frame.layer,
                 first_block=frame.first_block,

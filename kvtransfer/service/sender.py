@@ -79,7 +79,6 @@ class Sender:
         num_blocks: int,
         num_tokens: int,
         wait_s: float,
-        epoch: int,
         now: float,
     ) -> list[Effect]:
         """Reserves staging, or waits for it; then begins to open the handoff at the target.
@@ -90,7 +89,6 @@ class Sender:
             num_blocks: Number of KV blocks of each layer.
             num_tokens: Number of prompt tokens in the blocks.
             wait_s: Longest wait for staging here and at the receiver together, in seconds.
-            epoch: Epoch of the engine's first frames; 0 means 1.
             now: Current time.monotonic(), in seconds.
 
         Raises:
@@ -114,10 +112,9 @@ class Sender:
             raise TransferRefused(f"handoff of {num_bytes} bytes; the sender's staging has {total}")
         until = now + min(wait_s, self._limits.max_wait_s)
         totals, last = [Totals()] * layout.num_shards, [False] * layout.num_shards
-        epoch = epoch or 1
         self._table.sends[handoff_id] = Send(
-            handoff_id, target, num_blocks, num_tokens, num_bytes, epoch, epoch, _S.WAITING, until,
-            until, totals, last, now,
+            handoff_id, target, num_blocks, num_tokens, num_bytes, 1, _S.WAITING, until, until,
+            totals, last, now,
         )  # fmt: skip
         self._table.queue.add(handoff_id, num_bytes)
         self._table.admit(now)
@@ -126,11 +123,10 @@ class Sender:
     def fill(self, filled: pb.LocalFrame, now: float) -> list[Effect]:
         """Takes a rank's report of filled blocks; ignores unknown sends.
 
-        The epoch of the report must be the one with which the send was opened; other epochs are
-        ignored. When a send is over, the last frames of all ranks free its extent.
+        When a send is over, the last frames of all ranks free its extent.
         """
         send = self._table.sends.get(filled.handoff_id)
-        if send is None or filled.epoch != send.engine_epoch:
+        if send is None:
             return self._table.take_effects()
         if send.state in OVER:
             if filled.last and filled.rank < len(send.last):

@@ -107,7 +107,7 @@ class Handoff:
                 last = layer == LAYOUT.num_layers - 1
                 filled.append(
                     filled_frame(
-                        self.handoff_id, self.epoch, rank, layer, 0, self.num_blocks, data,
+                        self.handoff_id, rank, layer, 0, self.num_blocks, data,
                         last=last,
                     )
                 )  # fmt: skip

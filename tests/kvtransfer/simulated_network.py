@@ -24,7 +24,6 @@ class World:
 
     Attributes:
         has_quick_sockets: Whether messages within a worker arrive at once.
-        writers: Writer's epoch of the bytes that were sent, by (handoff ID, epoch).
         committed: Each (handoff ID, epoch) that a receiver has committed.
     """
 
@@ -51,7 +50,6 @@ class World:
         self.addresses: dict[str, Decode] = {}
         self.streams: list[Stream] = []
         self.links: dict[str, Link] = {}
-        self.writers: dict[tuple[bytes, int], int] = {}
         self.committed: set[tuple[bytes, int]] = set()
         self.prefills = [Prefill(self, names) for names in prefill_transports]
         self.decodes = [Decode(self, names) for names in decode_transports]

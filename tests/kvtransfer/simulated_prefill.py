@@ -33,7 +33,6 @@ class Send:
     """One attempt to hand over, as the sending worker's engine sees it.
 
     Attributes:
-        epochs: Epoch that each rank writes.
         progress: Number of `runs` that each rank has filled.
         ended: How the send ended, as the main process was told.
         writing: Whether the engine may write to its staging.
@@ -44,7 +43,6 @@ class Send:
     source: Prefill
     target: Decode
     num_blocks: int
-    epochs: list[int]
     progress: list[int]
     wanted: bool = True
     offset: int | None = None
@@ -52,11 +50,6 @@ class Send:
     aborted: bool = False
     ended: list[sending.Ended | sending.NotReserved] = field(default_factory=list)
     ended_at: float = 0.0
-
-    @property
-    def epoch(self) -> int:
-        """The newest epoch that a rank writes."""
-        return max(self.epochs)
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
@@ -94,16 +87,13 @@ class Prefill:
 
     # ---- The worker's main process and its engine.
 
-    def open(self, handoff_id: bytes, target: Decode, num_blocks: int, wait_s: float, epoch=1):
+    def open(self, handoff_id: bytes, target: Decode, num_blocks: int, wait_s: float):
         """Begins a handoff; returns None when it is refused at once."""
         tokens = num_blocks * self.world.layout.block_size_tokens
-        ranks = range(self.world.layout.num_shards)
-        send = Send(
-            handoff_id, self, target, num_blocks, [epoch for _ in ranks], [0 for _ in ranks]
-        )
+        send = Send(handoff_id, self, target, num_blocks, [0] * self.world.layout.num_shards)
         try:
             effects = self.sender.open(
-                handoff_id, target.address, num_blocks, tokens, wait_s, epoch, self.world.now
+                handoff_id, target.address, num_blocks, tokens, wait_s, self.world.now
             )
         except TransferRefused:
             return None
@@ -123,25 +113,18 @@ class Prefill:
             send.progress[rank] += 1
             last = send.progress[rank] == len(send.runs)
             filled = pb.LocalFrame(
-                handoff_id=send.handoff_id, epoch=send.epochs[rank], rank=rank, layer=layer,
+                handoff_id=send.handoff_id, rank=rank, layer=layer,
                 first_block=first, num_blocks=blocks, checksum=frames.checksum(data),
                 last=last and not last_apart,
             )  # fmt: skip
             self._tell_filled(rank, filled)
             if last and last_apart:
-                self._tell_last(send, rank, send.epochs[rank])
+                self._tell_last(send, rank)
             self._settle_writer(send)
 
     def fill_all(self, send: Send) -> None:
         for rank in range(len(send.progress)):
             self.fill(send, rank, len(send.runs))
-
-    def fill_late(self, send: Send) -> None:
-        """Reports blocks of another epoch; the service ignores them."""
-        if not self._has(send) or not self.world.has_quick_sockets:
-            return
-        late = pb.LocalFrame(handoff_id=send.handoff_id, epoch=send.epoch + 1, num_blocks=1)
-        assert self.sender.fill(late, self.world.now) == []
 
     def abort(self, send: Send) -> None:
         """Aborts from the main process, after the engine has stopped writing."""
@@ -160,7 +143,7 @@ class Prefill:
         send.writing = False
         for rank, socket in enumerate(self._ranks):
             self._abort(socket, send, is_known=False)
-            self._tell_last(send, rank, send.epoch)
+            self._tell_last(send, rank)
 
     def _abort(self, socket: Socket, send: Send, *, is_known: bool) -> None:
         socket.post(
@@ -172,8 +155,8 @@ class Prefill:
     def _tell_filled(self, rank: int, filled: pb.LocalFrame) -> None:
         self._ranks[rank].post(lambda: self.carry_out(self.sender.fill(filled, self.world.now)))
 
-    def _tell_last(self, send: Send, rank: int, epoch: int) -> None:
-        last = pb.LocalFrame(handoff_id=send.handoff_id, epoch=epoch, rank=rank, last=True)
+    def _tell_last(self, send: Send, rank: int) -> None:
+        last = pb.LocalFrame(handoff_id=send.handoff_id, rank=rank, last=True)
         self._tell_filled(rank, last)
 
     def close_sockets(self) -> None:
@@ -201,7 +184,7 @@ class Prefill:
     def _run(self, send: Send, rank: int, layer: int, first: int, blocks: int) -> tuple[int, bytes]:
         layout = self.world.layout
         begin = layout.offset(rank, layer, first, send.num_blocks)
-        whole = truth(send.handoff_id, send.epochs[rank], layout.handoff_bytes(send.num_blocks))
+        whole = truth(send.handoff_id, layout.handoff_bytes(send.num_blocks))
         return begin, whole[begin : begin + blocks * layout.block_bytes]
 
     def _settle_writer(self, send: Send) -> None:
@@ -224,9 +207,6 @@ class Prefill:
         if batch is None:
             stream.awake = False
             return
-        # All bytes that leave under one epoch belong to one attempt of the engine.
-        attempt = self.sender._table.sends[handoff_id].engine_epoch
-        assert self.world.writers.setdefault((handoff_id, batch.epoch), attempt) == attempt
         try:
             run_now(self.negotiator.send(stream, batch))
         except LinkLost as error:

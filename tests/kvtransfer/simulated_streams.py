@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 @functools.lru_cache(1024)
-def truth(handoff_id: bytes, writer_epoch: int, num_bytes: int) -> bytes:
-    """Returns the KV cache of a prompt that is computed for the writer_epoch-th time."""
-    return random.Random(f"{handoff_id.hex()} {writer_epoch}").randbytes(num_bytes)
+def truth(handoff_id: bytes, num_bytes: int) -> bytes:
+    """Returns the KV cache of a handoff's prompt."""
+    return random.Random(handoff_id.hex()).randbytes(num_bytes)
 
 
 def joined(batch: Sequence[Outgoing] | bytes) -> bytes:

@@ -203,7 +203,6 @@ class Service:
 def claimed(grant):
     return pb.LocalClaimed(
         offset=grant.offset, num_blocks=grant.num_blocks, num_tokens=grant.num_tokens,
-        epoch=grant.epoch,
         frames=[
             pb.LocalFrame(
                 layer=frame.layer, first_block=frame.first_block, num_blocks=frame.num_blocks,

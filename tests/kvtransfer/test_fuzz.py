@@ -162,13 +162,12 @@ class Fuzzer:
                     pb.LocalOpenSend(
                         handoff_id=own_id, target=target, num_blocks=rng.choice(WORDS),
                         num_tokens=rng.choice(WORDS), wait_ms=rng.choice(WORDS),
-                        epoch=rng.choice(WORDS),
                     )
                 )  # fmt: skip
             case "frames":
                 filled = [
                     pb.LocalFrame(
-                        handoff_id=handoff_id, epoch=rng.choice(WORDS), rank=rng.choice(WORDS),
+                        handoff_id=handoff_id, rank=rng.choice(WORDS),
                         layer=rng.choice(WORDS), first_block=rng.choice(WORDS),
                         num_blocks=rng.choice(WORDS), last=rng.random() < 0.3,
                     )

@@ -29,8 +29,6 @@ from simulated_network import World
 from simulated_prefill import Send
 from simulated_streams import Link, Stream, joined
 
-# First epoch of a handoff's second attempt; the first attempt never reaches it.
-SECOND_ATTEMPT = 1000
 # Seconds that are enough for every timeout, one after the other.
 MAX_DRAIN_S = 100.0
 TRANSPORTS = [["grpc"], ["shm", "grpc"], ["link", "grpc"], ["link", "shm", "grpc"]]
@@ -114,19 +112,12 @@ class HandoffMachine(RuleBasedStateMachine):
         send.source.fill_all(send)
         self.moves(picks)
 
-    @precondition(lambda self: self.under_way())
-    @rule(data=st.data())
-    def hears_of_another_epoch(self, data):
-        send = data.draw(st.sampled_from(self.under_way()))
-        send.source.fill_late(send)
-
     @precondition(lambda self: self.sends)
     @rule(
         data=st.data(),
-        by=st.sampled_from(["sender", "writer", "receiver", "engine", "prefill", "prefill"]),
+        by=st.sampled_from(["sender", "writer", "receiver", "engine"]),
     )
     def is_cancelled(self, data, by):
-        """Cancels at either worker, or begins a second attempt at any prefill worker."""
         send = data.draw(st.sampled_from(self.under_way() * 4 + self.sends))
         send.wanted = False
         if by == "sender" and not self.is_calm:
@@ -137,15 +128,6 @@ class HandoffMachine(RuleBasedStateMachine):
             send.target.drop(send.handoff_id)
         elif by == "engine":
             send.target.release(send.handoff_id, 0, all_ranks=True)
-        elif by == "prefill" and send.epoch < SECOND_ATTEMPT:
-            prefill = data.draw(st.sampled_from(self.world.prefills))
-            if prefill is send.source and not self.world.has_quick_sockets:
-                # The sender could not tell late requests for the first attempt from new ones.
-                return
-            again = prefill.open(send.handoff_id, send.target, send.num_blocks, 4.0, SECOND_ATTEMPT)
-            if again is not None:
-                again.wanted = False
-                self.sends.append(again)
 
     @precondition(lambda self: self.received())
     @rule(data=st.data(), ranks=st.sampled_from([[0], [1], [0, 1, 2]]))

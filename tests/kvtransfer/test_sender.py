@@ -28,18 +28,16 @@ class Harness:
         self.now = 0.0
 
     def open(self, handoff_id=A, num_blocks=4, wait_s=2.0):
-        return self.sender.open(
-            handoff_id, "host:1", num_blocks, num_blocks * 4, wait_s, 1, self.now
-        )
+        return self.sender.open(handoff_id, "host:1", num_blocks, num_blocks * 4, wait_s, self.now)
 
-    def fill(self, epoch, rank, layer, *, handoff_id=A, num_blocks=4, last=False, offset=0):
+    def fill(self, rank, layer, *, handoff_id=A, num_blocks=4, last=False, offset=0):
         start = offset + LAYOUT.offset(rank, layer, 0, num_blocks)
         size = num_blocks * LAYOUT.block_bytes
-        data = bytes([epoch * 16 + rank * 4 + layer]) * size
+        data = bytes([16 + rank * 4 + layer]) * size
         self.memory[start : start + size] = data
         return self.sender.fill(
             pb.LocalFrame(
-                handoff_id=handoff_id, epoch=epoch, rank=rank, layer=layer,
+                handoff_id=handoff_id, rank=rank, layer=layer,
                 num_blocks=num_blocks, checksum=frames.checksum(data), last=last,
             ),
             self.now,
@@ -73,12 +71,12 @@ def test_frames_wait_for_the_receiver_and_commit_follows_each_ranks_last(harness
     reserved, *_ = harness.open()
     assert reserved == Reserved(A, 0)
     for layer in range(3):
-        harness.fill(1, 0, layer, last=layer == 2)
+        harness.fill(0, layer, last=layer == 2)
     assert [frame.kind for frame in harness.sent()] == [FrameKind.OPEN]
     harness.reply(pb.PushReply.KIND_OPENED)
     assert [frame.kind for frame in harness.sent()] == [FrameKind.DATA] * 3 + [FrameKind.COMMIT]
     for layer in range(3):
-        harness.fill(1, 1, layer, last=layer == 2)
+        harness.fill(1, layer, last=layer == 2)
     assert [frame.rank for frame in harness.sent()] == [1] * 4
     harness.now += 0.25
     stop, ended = harness.reply(pb.PushReply.KIND_COMMITTED)
@@ -90,7 +88,7 @@ def test_frames_wait_for_the_receiver_and_commit_follows_each_ranks_last(harness
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from(["fill", "other epoch", "fall back", "send", "open"]), max_size=30))
+@given(st.lists(st.sampled_from(["fill", "fall back", "send", "open"]), max_size=30))
 def test_each_epoch_sends_every_filled_block_from_the_first(steps):
     names = [f"transport-{number}" for number in range(32)]
     harness, epoch, layer = Harness(*names), 1, 0
@@ -98,10 +96,8 @@ def test_each_epoch_sends_every_filled_block_from_the_first(steps):
     sent = []
     for step in steps:
         if step == "fill" and layer < 3:
-            harness.fill(1, 0, layer)
+            harness.fill(0, layer)
             layer += 1
-        elif step == "other epoch":
-            assert harness.fill(2, 1, 0) == []
         elif step == "fall back":
             send = harness.sender._table.sends[A]
             if send.transport:
@@ -147,7 +143,7 @@ def test_an_impossible_send_is_refused_at_once(harness):
     with pytest.raises(TransferRefused, match="sender's staging has"):
         harness.open(A, 5)
     with pytest.raises(TransferRefused, match="num_tokens"):
-        harness.sender.open(A, "host:1", 1, 5, 1.0, 1, 0.0)
+        harness.sender.open(A, "host:1", 1, 5, 1.0, 0.0)
     harness.open(A, 1)
     with pytest.raises(TransferRefused, match="being sent already"):
         harness.open(A, 1)
@@ -162,7 +158,7 @@ def test_every_state_has_a_timeout(harness, stage):
     if stage == "committing":
         for rank in range(2):
             for layer in range(3):
-                harness.fill(1, rank, layer, last=layer == 2)
+                harness.fill(rank, layer, last=layer == 2)
         harness.sent()
     harness.now = 2.9
     assert harness.sender.expire(harness.now) == []
@@ -180,19 +176,19 @@ def test_every_state_has_a_timeout(harness, stage):
 def test_a_failed_send_keeps_its_extent_until_its_writer_has_stopped(harness, end):
     """The engine is not told of the failure, so it writes until the prompt is computed."""
     harness.open()
-    harness.fill(1, 0, 0)
+    harness.fill(0, 0)
     harness.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_CANCELLED)
     assert harness.open(B) == []
     harness.now = 1.0
     assert harness.sender.expire(harness.now) == []
-    assert harness.fill(1, 0, 1) == []
+    assert harness.fill(0, 1) == []
     if end == "abort":
         harness.sender.abort(A, harness.now)
         harness.now += LIMITS.linger_s
         effects = harness.sender.expire(harness.now)
     elif end == "last frames":
-        assert harness.fill(1, 0, 2, last=True) == []
-        effects = harness.fill(1, 1, 2, last=True)
+        assert harness.fill(0, 2, last=True) == []
+        effects = harness.fill(1, 2, last=True)
     else:
         harness.sender.abort(B, harness.now)
         harness.now = LIMITS.writer_timeout_s
@@ -205,13 +201,13 @@ def test_a_failed_send_keeps_its_extent_until_its_writer_has_stopped(harness, en
 
 def test_an_aborted_extent_stays_reserved_while_the_engine_may_write(harness):
     harness.open()
-    harness.fill(1, 0, 0)
+    harness.fill(0, 0)
     (stop,) = harness.sender.abort(A, harness.now)
     (frame,) = frames.decode(stop.farewell)
     assert (frame.kind, frame.handoff_id) == (FrameKind.ABORT, A)
     assert harness.sender.num_live == 0
     assert harness.sender.arena_statistics().used_bytes == ARENA_BYTES
-    assert harness.fill(1, 0, 1) == []
+    assert harness.fill(0, 1) == []
     harness.now = 0.5
     harness.sender.expire(harness.now)
     harness.assert_empty()
@@ -223,7 +219,7 @@ def test_an_aborted_extent_stays_reserved_while_the_engine_may_write(harness):
 def test_a_rank_cannot_name_bytes_outside_its_extent(harness, wrong):
     harness.open()
     place = {"rank": 0, "layer": 0, "first_block": 0, "num_blocks": 4, **wrong}
-    _, ended = harness.sender.fill(pb.LocalFrame(handoff_id=A, epoch=1, **place), harness.now)
+    _, ended = harness.sender.fill(pb.LocalFrame(handoff_id=A, **place), harness.now)
     assert (ended.committed, ended.reason) == (False, pb.REFUSAL_REASON_MALFORMED)
 
 
@@ -239,7 +235,7 @@ def test_a_refusal_and_a_lost_push_end_a_send_with_the_reason(harness):
 def everything(harness, *, last=True):
     for rank in range(2):
         for layer in range(3):
-            harness.fill(1, rank, layer, last=last and layer == 2)
+            harness.fill(rank, layer, last=last and layer == 2)
 
 
 def offering(*names):

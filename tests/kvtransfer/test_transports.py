@@ -80,7 +80,7 @@ async def test_a_send_fails_when_every_transport_alters_its_bytes(start, handoff
     # The checksums are those of the correct bytes, but staging holds others.
     one.data = good
     filled = [
-        filled_frame(one.handoff_id, 1, 1, layer, 0, 8, b"other", last=layer == 2)
+        filled_frame(one.handoff_id, 1, layer, 0, 8, b"other", last=layer == 2)
         for layer in range(3)
     ]
     sender.port.send_frames(filled)

@@ -272,9 +272,7 @@ def spec(
 def plan(
     handoff_id: bytes, target: str, num_tokens: int, commit_timeout_s: float = WAIT_S
 ) -> cluster_pb2.HandoffPlan:
-    made = cluster_pb2.HandoffPlan(
-        handoff_id=handoff_id, epoch=1, target=target, num_tokens=num_tokens
-    )
+    made = cluster_pb2.HandoffPlan(handoff_id=handoff_id, target=target, num_tokens=num_tokens)
     made.commit_timeout.FromMicroseconds(round(commit_timeout_s * 1e6))
     return made
 

@@ -813,14 +813,12 @@ class HandoffPlan(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
     COMMIT_TIMEOUT_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     SKIP_TOKENS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     """16 random bytes, never reused."""
-    epoch: _builtins.int
     target: _builtins.str
     """KvTransfer address of the decode worker."""
     num_tokens: _builtins.int
@@ -840,7 +838,6 @@ class HandoffPlan(_message.Message):
         self,
         *,
         handoff_id: _builtins.bytes = ...,
-        epoch: _builtins.int = ...,
         target: _builtins.str = ...,
         commit_timeout: _duration_pb2.Duration | None = ...,
         num_tokens: _builtins.int = ...,
@@ -848,7 +845,7 @@ class HandoffPlan(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["commit_timeout", b"commit_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_timeout", b"commit_timeout", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_tokens", b"num_tokens", "skip_tokens", b"skip_tokens", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_timeout", b"commit_timeout", "handoff_id", b"handoff_id", "num_tokens", b"num_tokens", "skip_tokens", b"skip_tokens", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -630,14 +630,11 @@ class LocalOpenSend(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     WAIT_MS_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     target: _builtins.str
     num_blocks: _builtins.int
     num_tokens: _builtins.int
     wait_ms: _builtins.int
-    epoch: _builtins.int
-    """Epoch of the first open and of the engine's LocalFrames; 0 means 1."""
     def __init__(
         self,
         *,
@@ -646,11 +643,10 @@ class LocalOpenSend(_message.Message):
         num_blocks: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         wait_ms: _builtins.int = ...,
-        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "target", b"target", "wait_ms", b"wait_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "target", b"target", "wait_ms", b"wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -705,7 +701,6 @@ class LocalFrame(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HANDOFF_ID_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     LAYER_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
@@ -713,7 +708,6 @@ class LocalFrame(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
-    epoch: _builtins.int
     rank: _builtins.int
     layer: _builtins.int
     first_block: _builtins.int
@@ -726,7 +720,6 @@ class LocalFrame(_message.Message):
         self,
         *,
         handoff_id: _builtins.bytes = ...,
-        epoch: _builtins.int = ...,
         rank: _builtins.int = ...,
         layer: _builtins.int = ...,
         first_block: _builtins.int = ...,
@@ -736,7 +729,7 @@ class LocalFrame(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "epoch", b"epoch", "first_block", b"first_block", "handoff_id", b"handoff_id", "last", b"last", "layer", b"layer", "num_blocks", b"num_blocks", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "first_block", b"first_block", "handoff_id", b"handoff_id", "last", b"last", "layer", b"layer", "num_blocks", b"num_blocks", "rank", b"rank"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -948,7 +941,6 @@ class LocalClaimed(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     FRAMES_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
     NUM_FRAMES_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """Position of this rank's bytes in the segment: layer l, block b is at offset + (l * num_blocks +
@@ -956,7 +948,6 @@ class LocalClaimed(_message.Message):
     """
     num_blocks: _builtins.int
     num_tokens: _builtins.int
-    epoch: _builtins.int
     num_frames: _builtins.int
     """Total number of frames, including those already seen."""
     @_builtins.property
@@ -973,12 +964,11 @@ class LocalClaimed(_message.Message):
         num_blocks: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         frames: _abc.Iterable[Global___LocalFrame] | None = ...,
-        epoch: _builtins.int = ...,
         num_frames: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "frames", b"frames", "num_blocks", b"num_blocks", "num_frames", b"num_frames", "num_tokens", b"num_tokens", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frames", b"frames", "num_blocks", b"num_blocks", "num_frames", b"num_frames", "num_tokens", b"num_tokens", "offset", b"offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
