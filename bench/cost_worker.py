@@ -300,11 +300,12 @@ class DirectService:
         running = asyncio.create_task(decoder.run())
         try:
             while isinstance(message := await context.read(), inference_pb2.SessionRequest):
-                stream = message.submit.stream
-                event = inference_pb2.SessionEvent(stream=stream)
-                first, *rest = self._session.of(event, 0, self._num_tokens)
-                await send(first)
-                decoder.add(stream, rest)
+                for one in message.batch or (message,):
+                    stream = one.submit.stream
+                    event = inference_pb2.SessionEvent(stream=stream)
+                    first, *rest = self._session.of(event, 0, self._num_tokens)
+                    await send(first)
+                    decoder.add(stream, rest)
         finally:
             running.cancel()
 

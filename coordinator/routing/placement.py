@@ -45,8 +45,9 @@ _AHEAD = {
 # They are parked when steps exceed the whole target; the gap between the two avoids flapping.
 _JOIN_SHARE = 0.9
 # In an elastic cell, a request that has waited for this share of its lane's max_queue_s is placed
-# even where it delays others.
-_MUST_PLACE_SHARE = 1 / 6
+# even where it delays others. Late interactive requests make others late when they are placed while
+# the cell is still beyond its capacity, so their share leaves only enough time to be placed.
+_MUST_PLACE_SHARE = {common_pb2.LANE_INTERACTIVE: 0.8, _BATCH: 1 / 6}
 
 _Found = TypeVar("_Found")
 
@@ -354,9 +355,10 @@ class Placer:
         submission, num_known = request.submission, len(request.token_ids)
         most = max_output_tokens(submission, self._workers.max_model_len)
         waited_s = self.router.now - request.state_since
-        lane = lane_config(self._config.lanes, submission.lane)
+        longest_s = lane_config(self._config.lanes, submission.lane).max_queue_s
+        share = _MUST_PLACE_SHARE[self._lane_of(request)]
         # A stream that lost its worker goes on at once: its client sees the pause.
-        must_place = num_known > 0 or waited_s > _MUST_PLACE_SHARE * lane.max_queue_s
+        must_place = num_known > 0 or waited_s > share * longest_s
         is_batch = submission.lane == _BATCH
         return Demand(
             num_tokens=request.num_tokens,

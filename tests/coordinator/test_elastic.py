@@ -99,6 +99,15 @@ def test_decodes_share_one_worker_and_the_other_computes_prompts_whatever_the_po
         assert found.reader.worker != decoder
 
 
+def test_a_prompt_beside_decodes_pays_no_base_of_its_own():
+    """A step that computes prompts and decodes is one forward pass."""
+    cell = Cell("a")
+    alone_s = cell.place().reader.work_s
+    cell.start()
+    speed = cell.router.load(key("a")).prompt_speed
+    assert cell.place().reader.work_s * speed == pytest.approx(alone_s - MODEL.prefill_s(1))
+
+
 def test_decodes_are_spread_evenly_over_the_fewest_workers_that_hold_them():
     cell = Cell("a", "b", "c", "d")
     for _ in range(2 * FULL):
