@@ -144,15 +144,21 @@ class Load:
 
 async def decode_follows_outputs(cluster: Cluster, client: BatonClient) -> None:
     """Sends short prompts with long outputs: only the decode pool grows."""
-    prompts = [prompt(8) for _ in range(16)]
-    answers = [
-        asyncio.create_task(client.complete(one, max_tokens=60, timeout_s=WAIT_S))
-        for one in prompts
-    ]
-    grown = await until(cluster, lambda event: serving(event, DECODE) >= 2)
-    assert serving(grown, PREFILL) == 1
-    for one, answer in zip(prompts, await asyncio.gather(*answers), strict=True):
-        assert answer.token_ids == cluster.expected(one, 60)
+    grown = asyncio.Event()
+
+    async def ask() -> None:
+        # The load lasts until the new worker serves: otherwise the pool might shrink before that.
+        while not grown.is_set():
+            one = prompt(8)
+            answer = await client.complete(one, max_tokens=60, timeout_s=WAIT_S)
+            assert answer.token_ids == cluster.expected(one, 60)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(16):
+            group.create_task(ask())
+        event = await until(cluster, lambda event: serving(event, DECODE) >= 2)
+        grown.set()
+    assert serving(event, PREFILL) == 1
 
 
 async def prefill_follows_prompts(
