@@ -30,7 +30,7 @@ SEND_BLOCKS = 4
 
 @dataclass
 class Send:
-    """One attempt to hand over, as the sending worker's engine sees it.
+    """One handoff, as the sending worker's engine sees it.
 
     Attributes:
         progress: Number of `runs` that each rank has filled.
@@ -128,7 +128,7 @@ class Prefill:
 
     def abort(self, send: Send) -> None:
         """Aborts from the main process, after the engine has stopped writing."""
-        if self._has(send):
+        if self.alive:
             send.writing, send.aborted = False, True
             self._abort(self._main, send, is_known=True)
 
@@ -176,10 +176,6 @@ class Prefill:
                     begin, data = self._run(send, rank, *run)
                     begin += send.offset
                     assert self.memory[begin : begin + len(data)] == data, (send, rank, run)
-
-    def _has(self, send: Send) -> bool:
-        """Returns whether the worker lives and this is its latest send of the handoff."""
-        return self.alive and self.sends[send.handoff_id] is send
 
     def _run(self, send: Send, rank: int, layer: int, first: int, blocks: int) -> tuple[int, bytes]:
         layout = self.world.layout

@@ -33,7 +33,7 @@ class Harness:
     def fill(self, rank, layer, *, handoff_id=A, num_blocks=4, last=False, offset=0):
         start = offset + LAYOUT.offset(rank, layer, 0, num_blocks)
         size = num_blocks * LAYOUT.block_bytes
-        data = bytes([16 + rank * 4 + layer]) * size
+        data = bytes([1 + rank * 4 + layer]) * size
         self.memory[start : start + size] = data
         return self.sender.fill(
             pb.LocalFrame(
