@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -83,6 +84,11 @@ class Attempt:
             send=send,
             receive=receive,
             adapter=self.spec.adapter,
+            due_in_s=(
+                self.spec.first_token_due_us / 1e6
+                if self.spec.HasField("first_token_due_us")
+                else math.inf
+            ),
         )
 
     def running(self) -> cluster_pb2.RunningRequest:

@@ -6,6 +6,7 @@ outputs of one step as one list, so that a step costs one message, however many 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -99,6 +100,7 @@ class EngineRequest:
         send: Handoff to push; None: none.
         receive: Handoff to load; None: none.
         adapter: Name of the LoRA adapter; empty: none.
+        due_in_s: Seconds until the first token is due; infinite without a TTFT target.
     """
 
     request_id: str
@@ -111,6 +113,7 @@ class EngineRequest:
     send: SendHandoff | None = None
     receive: ReceiveHandoff | None = None
     adapter: str = ""
+    due_in_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)

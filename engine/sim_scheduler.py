@@ -310,6 +310,7 @@ class Scheduler:
             priority=request.order[0],
             waited_s=now - request.submitted_at,
             running=running,
+            due_in_s=request.request.due_in_s - (now - request.submitted_at),
         )
 
     def _num_expected(self, request: LiveRequest) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from baton.engine.base import EngineRequest, Logprob, RequestRejected
 from baton.engine.vllm_forced_tokens import EXTRA_ARG
+from baton.engine.vllm_scheduler import DUE_AT
 from baton.runtime.sampling import OPTIONAL_FIELDS, given, needs_exact_state
 from baton.v1 import common_pb2
 
@@ -107,8 +110,11 @@ def _structured_outputs(source: common_pb2.StructuredOutput) -> StructuredOutput
 
 
 def _transfer_params(request: EngineRequest) -> dict[str, Any]:
-    """Returns the handoff parameters that the connector reads as request.kv_transfer_params."""
+    """Returns what the connector and the scheduler read as request.kv_transfer_params."""
     params: dict[str, Any] = {}
+    if request.due_in_s < math.inf:
+        # For engine/vllm_scheduler.py, by the clock of vLLM's Request.arrival_time.
+        params[DUE_AT] = time.time() + request.due_in_s
     if request.send is not None:
         params["baton_send"] = {
             "handoff_id": request.send.handoff_id.hex(),

@@ -31,6 +31,8 @@ from baton.runtime.step_budget import Prompt, Streams, prompt_order
 # Key in kv_connector_extra_config; the value has the keys "socket" (the transfer service's control
 # socket) and "prior" (LatencyModel's fields).
 STEPS = "steps"
+# Key in a request's kv_transfer_params: when its first token is due, by time.time.
+DUE_AT = "baton_due_at"
 
 # Seconds after which the cached part of a waiting prompt is looked up again, and most look-ups of
 # one step: one takes some 50 us for a prompt of 1,500 tokens.
@@ -165,6 +167,7 @@ class BatonScheduler(Scheduler):
             priority=request.priority,
             waited_s=max(0.0, now - request.arrival_time),
             running=running,
+            due_in_s=(request.kv_transfer_params or {}).get(DUE_AT, math.inf) - now,
         )
         return _Candidate(request, prompt, prompt_order(prompt, model))
 

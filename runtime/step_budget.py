@@ -10,10 +10,11 @@ predicted time stays within a limit:
 - Without interactive streams, the limit is `StepTargets.prompt_step_s`, so that a short prompt that
   arrives never waits behind a whole long one.
 
-Prompts get tokens in the order of `prompt_order`: lane, then the shortest remaining computation,
-less a share of the time that the prompt has waited. No prompt starves: within its lane, a prompt is
-overtaken only by prompts that arrived within (remaining seconds / _AGING) after it, and a batch
-prompt that has waited for long is ordered like an interactive one.
+Prompts get tokens in the order of `prompt_order`: lane, then prompts that can still meet their TTFT
+target before those that cannot, then the shortest remaining computation, less a share of the time
+that the prompt has waited. No prompt starves: after `_LANE_WAIT_S` a prompt is ordered like an
+interactive one that can be in time. Among those, only prompts that arrived within (remaining
+seconds / _AGING) after a prompt overtake it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _MEAN_MARGIN = 0.97
 _MOST_GAPS_BEHIND = 10
 # Seconds of remaining computation that one second of waiting is worth.
 _AGING = 0.05
-# After this wait, a prompt of any lane is ordered like an interactive one.
+# After this wait, a prompt is ordered like an interactive one that can be in time.
 _LANE_WAIT_S = 30.0
 # Share of a step's prompt tokens that goes to the oldest running prompt.
 _OLDEST_SHARE = 0.1
@@ -87,6 +88,7 @@ class Prompt(NamedTuple):
         priority: Lane: 0 for interactive; larger values go later.
         waited_s: Seconds since the request arrived at the worker.
         running: Whether it holds KV blocks.
+        due_in_s: Seconds until its first token is due; infinite without a TTFT target.
     """
 
     num_done: int
@@ -94,6 +96,7 @@ class Prompt(NamedTuple):
     priority: int
     waited_s: float
     running: bool
+    due_in_s: float = math.inf
 
     @property
     def lane(self) -> int:
@@ -151,10 +154,11 @@ class StreamPace:
         self.at, self.num_tokens = now, num_tokens
 
 
-def prompt_order(prompt: Prompt, model: LatencyModel) -> tuple[int, float, float]:
+def prompt_order(prompt: Prompt, model: LatencyModel) -> tuple[int, bool, float, float]:
     """Sort key of the prompts of a step; smaller values go first."""
     left_s = prompt.num_left * max(model.prefill_per_token_s, _LEAST_S)
-    return prompt.lane, left_s - _AGING * prompt.waited_s, -prompt.waited_s
+    is_late = left_s > prompt.due_in_s and prompt.waited_s < _LANE_WAIT_S
+    return prompt.lane, is_late, left_s - _AGING * prompt.waited_s, -prompt.waited_s
 
 
 def step_limit_s(targets: StepTargets, streams: Streams) -> float:

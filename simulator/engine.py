@@ -142,6 +142,8 @@ class Engine:
             last_at=self.host.now - 2 * shape.delay_s if num_known else math.nan,
             arrived_at=self.host.now,
         )
+        if spec.HasField("first_token_due_us"):
+            request.due_at = self.host.now + spec.first_token_due_us / 1e6
         self._requests[request.key] = request
         wait_s = 0.0
         if is_handoff and not shape.handoff_stalls:
@@ -476,6 +478,7 @@ class Engine:
                 priority=one.priority,
                 waited_s=now - one.arrived_at,
                 running=one.num_computed > one.num_cached,
+                due_in_s=one.due_at - now,
             )
             for one in self._prefilling
         ]

@@ -78,6 +78,7 @@ class SimulatedRequest:
         last_at: When the latest token was made before the request joined the batch, here or
             elsewhere; nan before the first token.
         arrived_at: When the request arrived at the engine.
+        due_at: When its first token is due; infinite without a TTFT target.
         pace: Compares its tokens since it joined the batch with the ITL target.
     """
 
@@ -100,6 +101,7 @@ class SimulatedRequest:
     ended: bool = False
     last_at: float = math.nan
     arrived_at: float = 0.0
+    due_at: float = math.inf
     pace: StreamPace | None = None
 
     @property

@@ -139,6 +139,9 @@ class ElasticRule:
                 continue
             if demand.waits_for_others and (load.num_prefills or load.prompt_speed < _LATE_SPEED):
                 continue
+            if demand.must_place and not demand.continues and load.has_late_prompt(now):
+                # Late prompts hold room for their outputs while the engine computes others first.
+                continue
             choice = self._read(one, demand)
             cost_s = choice.predicted_s + _WORK_WEIGHT * choice.work_s * load.prompt_speed
             if choice.predicted_s > demand.due_in_s:

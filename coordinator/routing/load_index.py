@@ -37,6 +37,7 @@ class LoadIndex:
         step_targets: StepTargets | None = None,
     ) -> None:
         self._step_targets = step_targets
+        self.now = 0.0
         self._max_prefills, self._max_decodes = max_prefill_requests, max_decode_requests
         self.entries: dict[WorkerKey, WorkerLoad] = {}
         self._pools: dict[WorkerKey, Pool] = {}
@@ -94,7 +95,7 @@ class LoadIndex:
         """Updates all indexes after a change of a worker's load or pool."""
         worker, pool = entry.key, self._pools.get(entry.key)
         if self._step_targets is not None:
-            entry.predict_prompt_speed(self._step_targets)
+            entry.predict_prompt_speed(self._step_targets, self.now)
         if self.computes_prompts(pool) and entry.num_prefills < self._max_prefills:
             self.open_prefill |= entry.bit
             self.by_queue.set(worker, entry.free_at)

@@ -218,11 +218,9 @@ class Placer:
             placement: placement that `place` returned for the request.
             yields: whether the request may be preempted if it is a batch request.
         """
-        session, urgent = request.submission.session_id, request.submission.lane != _BATCH
+        urgent = request.submission.lane != _BATCH
         if placement.prefill is not None:
-            self.router.assign_prefill(
-                request.key, placement.prefill, self.prompts.hashes_of(request), session
-            )
+            self._assign_prompt(request, placement.prefill)
             worker = placement.prefill.worker
             # A decode worker that hands over its own request delays no prompt in the prefill pool.
             in_pool = self.router.pool(worker) is Pool.PREFILL
@@ -230,15 +228,13 @@ class Placer:
                 self.batch_prompts.begins(request.key, worker)
         if placement.decode is not None:
             if placement.local is not None:
-                self.router.assign_prefill(
-                    request.key, placement.local, self.prompts.hashes_of(request), session
-                )
+                self._assign_prompt(request, placement.local)
             elif placement.prefill is None:
                 self._local_prompts.begins(placement.decode)
             self.router.assign_decode(
                 request.key,
                 placement.decode,
-                session,
+                request.submission.session_id,
                 urgent=urgent,
                 yields=yields and not urgent,
                 num_mean_tokens=self._num_mean_tokens(request),
@@ -350,6 +346,16 @@ class Placer:
                 worker = self._workers.get(key)
                 if worker is not None:
                     self.refresh(worker)
+
+    def _assign_prompt(self, request: Request, choice: PrefillChoice) -> None:
+        self.router.assign_prefill(
+            request.key,
+            choice,
+            self.prompts.hashes_of(request),
+            request.submission.session_id,
+            # A stream that continues is never late: its first token has been sent.
+            math.inf if request.num_known else request.due_at,
+        )
 
     def _demand(self, request: Request) -> Demand:
         submission, num_known = request.submission, len(request.token_ids)

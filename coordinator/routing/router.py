@@ -75,7 +75,6 @@ class Router:
 
     Attributes:
         index: prefix index; `apply_cache` updates it.
-        now: time by the core's clock; the caller sets it before each use.
     """
 
     def __init__(
@@ -84,7 +83,6 @@ class Router:
         max_decode_requests: int,
         step_targets: StepTargets | None = None,
     ) -> None:
-        self.now = 0.0
         self.index = PrefixIndex()
         self._loads = LoadIndex(max_prefill_requests, max_decode_requests, step_targets)
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
@@ -92,6 +90,15 @@ class Router:
         self._num_urgent = 0
         # The worker that got the most recent batch decode.
         self._packed: WorkerKey | None = None
+
+    @property
+    def now(self) -> float:
+        """Time by the core's clock; the caller sets it before each use."""
+        return self._loads.now
+
+    @now.setter
+    def now(self, now: float) -> None:
+        self._loads.now = now
 
     # ---- Members.
 
@@ -176,10 +183,19 @@ class Router:
         choice: PrefillChoice,
         prompt_hashes: Sequence[int],
         session: str = "",
+        due_at: float = math.inf,
     ) -> None:
-        """Adds a prompt to the load of its chosen worker; session "" means no session."""
+        """Adds a prompt to the load of its chosen worker.
+
+        Args:
+            request_id: ID of the request.
+            choice: choice that the router or the placement rule returned for the request.
+            prompt_hashes: hashes of the prompt's blocks.
+            session: session ID; "" means no session.
+            due_at: when the first token is due, by the core's clock; infinite: no target.
+        """
         entry = self._loads.entries[choice.worker]
-        entry.assign_prefill(request_id, choice.work_s, choice.num_work_tokens, self.now)
+        entry.assign_prefill(request_id, choice.work_s, choice.num_work_tokens, self.now, due_at)
         self.index.expect(request_id, choice.worker, prompt_hashes)
         self._loads.file(entry)
         if session:

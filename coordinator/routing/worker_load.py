@@ -76,10 +76,17 @@ class _Decode:
 
 
 class _Prefill(NamedTuple):
-    """A prompt assigned to a worker: predicted seconds, and tokens to compute."""
+    """A prompt assigned to a worker.
+
+    Attributes:
+        work_s: predicted seconds of its computation on an idle worker.
+        num_tokens: tokens to compute.
+        due_at: when its first token is due, by the core's clock.
+    """
 
     work_s: float
     num_tokens: int
+    due_at: float
 
 
 class Ahead(NamedTuple):
@@ -135,7 +142,7 @@ class WorkerLoad:
     # its first keys were deleted.
     _prefills: OrderedDict[str, _Prefill] = field(default_factory=OrderedDict)
     _decodes: dict[str, _Decode] = field(default_factory=dict)
-    # Sum of the work in _prefills, and the time when the present first prompt became the first.
+    # Sum of `work_s` in _prefills, and the time when the present first prompt became the first.
     _queued_s: float = 0.0
     _first_since: float = -math.inf
     _unassigned_tokens: int = 0
@@ -185,25 +192,33 @@ class WorkerLoad:
     def ahead_s(self, num_tokens: int, now: float) -> float:
         """Predicted seconds of prefill work that goes before a prompt of `num_tokens` tokens.
 
-        A worker computes its shortest prompts first (runtime/step_budget.py). A longer prompt
-        delays a shorter one by the rest of the step that is under way.
+        A worker computes first the prompts that can be in time, the shortest first
+        (runtime/step_budget.py). Others delay such a prompt by the rest of the step that is under
+        way.
         """
         left_s = self.queued_s(now)
         if not left_s:
             return 0.0
-        work_s, has_longer = 0.0, False
+        work_s, has_others = 0.0, False
         for prefill in self._prefills.values():
-            if prefill.num_tokens <= num_tokens:
-                work_s += prefill.work_s
+            if prefill.num_tokens <= num_tokens and prefill.due_at >= now:
+                work_s += prefill.work_s / self.prompt_speed
             else:
-                has_longer = True
-        return min(left_s, work_s + (_REST_OF_STEP_S if has_longer else 0.0))
+                has_others = True
+        return min(left_s, work_s + (_REST_OF_STEP_S if has_others else 0.0))
 
-    def predict_prompt_speed(self, targets: StepTargets) -> None:
-        """Updates `prompt_speed` after a change of the assigned decodes."""
+    def has_late_prompt(self, now: float) -> bool:
+        """Whether the first token of an assigned prompt is overdue."""
+        return any(one.due_at < now for one in self._prefills.values())
+
+    def predict_prompt_speed(self, targets: StepTargets, now: float) -> None:
+        """Updates `prompt_speed`, and the queue with it, after a change of the decodes."""
         saved_s = 0.0 if self.num_urgent else math.inf
         streams = Streams(len(self._decodes), self.mean_tokens, saved_s)
-        self.prompt_speed = prompt_speed(self.traits.latency.model, targets, streams)
+        speed = prompt_speed(self.traits.latency.model, targets, streams)
+        if speed != self.prompt_speed:
+            self.free_at = now + self.queued_s(now) * self.prompt_speed / speed
+            self.prompt_speed = speed
 
     def is_full(self, ahead: Ahead, now: float) -> bool:
         """Whether the worker's queue is at the limit, so that it takes no further prompt."""
@@ -236,14 +251,21 @@ class WorkerLoad:
         return self._first_since + first.work_s * share
 
     def assign_prefill(
-        self, request_id: str, work_s: float, num_tokens: int, now: float = 0.0
+        self,
+        request_id: str,
+        work_s: float,
+        num_tokens: int,
+        now: float = 0.0,
+        due_at: float = math.inf,
     ) -> None:
+        """Adds a prompt that takes `work_s` seconds at the present speed."""
         assert request_id not in self._prefills
         if not self._prefills:
             self._first_since = now
-        self._prefills[request_id] = _Prefill(work_s, num_tokens)
-        self._queued_s += work_s
         self.free_at = max(self.free_at, now) + work_s
+        work_s *= self.prompt_speed
+        self._prefills[request_id] = _Prefill(work_s, num_tokens, due_at)
+        self._queued_s += work_s
         self.queued_tokens += num_tokens
 
     def end_prefill(self, request_id: str, now: float = 0.0) -> None:
@@ -257,7 +279,7 @@ class WorkerLoad:
             # Rounding errors of float subtraction would keep the sum from returning to 0.
             self._queued_s = self._queued_s - ended.work_s if self._prefills else 0.0
             # Restarting at `now` drops the prediction error of the prompt that ended.
-            self.free_at = now + self._queued_s
+            self.free_at = now + self._queued_s / self.prompt_speed
 
     def hold_up(self, num_tokens: int, share: float, now: float) -> None:
         """Records a prompt computed here that makes steps of the running decodes too long.

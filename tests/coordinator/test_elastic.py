@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from baton.coordinator.routing.choices import PrefillChoice
 from baton.coordinator.routing.elastic import Demand, ElasticRule
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerTraits
@@ -69,13 +70,15 @@ class Cell:
         values = {"num_output_tokens": 100, "due_in_s": math.inf, "itl_s": ITL_S}
         return Demand(num_tokens=num_tokens, num_mean_tokens=num_tokens, **(values | changes))
 
-    def start(self, num_tokens: int = 1000, *, computed: bool = True, **demand):
+    def start(
+        self, num_tokens: int = 1000, *, computed: bool = True, due_at: float = math.inf, **demand
+    ):
         """Places a request; its prompt is computed unless `computed` is false."""
         found = self.place(num_tokens, **demand)
         assert found is not None
         name = f"r{self._num_placed}"
         self._num_placed += 1
-        self.router.assign_prefill(name, found.reader, [])
+        self.router.assign_prefill(name, found.reader, [], due_at=due_at)
         self.router.assign_decode(name, found.decoder, urgent=True, num_mean_tokens=num_tokens)
         if computed:
             self.router.first_token(name, found.reader.worker, found.decoder.worker)
@@ -180,9 +183,43 @@ def test_a_late_request_gets_only_a_fast_worker_without_prompts():
     for _ in range(FULL):
         decoder = cell.start().decoder.worker
     assert cell.place(waits_for_others=True).reader.worker != decoder
-    cell.start(1000, computed=False)
+    cell.start(500, computed=False)
     assert cell.place(waits_for_others=True) is None
     assert cell.place(must_place=True) is not None
+
+
+def test_overdue_prompts_are_behind_a_prompt_that_can_be_in_time():
+    cell = Cell("a")
+    for name in "xyz":
+        cell.router.assign_prefill(name, PrefillChoice(key("a"), 0.0, 0.15, 1500, 0), [], due_at=1)
+    assert cell.place(1600) is None
+    for name in "xyz":
+        cell.router.release(name, key("a"), None)
+        cell.router.assign_prefill(name, PrefillChoice(key("a"), 0.0, 0.15, 1500, 0), [], due_at=-1)
+    found = cell.place(1600).reader
+    # Of the step that is under way, up to 100 ms are left.
+    assert found.work_s < found.predicted_s <= found.work_s + 0.1
+
+
+def test_a_worker_gets_one_late_request_at_a_time_even_after_a_long_wait():
+    cell = Cell("a")
+    cell.start(1500, computed=False, due_at=-1.0)
+    assert cell.place(must_place=True) is None
+    assert cell.place(must_place=True, continues=True) is not None
+    assert cell.place() is not None
+
+
+def test_prompts_take_longer_once_a_worker_decodes():
+    """Their work was predicted for a worker that decodes nothing."""
+    cell = Cell("a")
+    cell.start(3000, computed=False)
+    load = cell.router.load(key("a"))
+    alone_s = load.queued_s(0.0) * load.prompt_speed
+    for _ in range(4):
+        cell.start(16, computed=False, continues=True)
+    assert load.queued_s(0.0) * load.prompt_speed == pytest.approx(
+        alone_s + 4 * MODEL.prefill_per_token_s * 16, rel=0.1
+    )
 
 
 def test_a_request_without_room_in_the_kv_caches_waits():

@@ -109,6 +109,32 @@ def test_the_lane_goes_first_then_the_shortest_prompt() -> None:
     assert ordered([batch, long, short]) == [short, long, batch]
 
 
+def test_a_prompt_that_cannot_be_in_time_goes_behind_those_that_can() -> None:
+    """It needs 0.1 s more. After half a minute it is ordered like the others."""
+    long = Prompt(0, 5000, 0, 0.0, running=False, due_in_s=0.6)
+    cases = ((0.09, 1.0, False), (0.11, 1.0, True), (-1.0, 31.0, True))
+    for due_in_s, waited_s, is_first in cases:
+        short = Prompt(0, 1000, 0, waited_s, running=True, due_in_s=due_in_s)
+        assert (ordered([long, short])[0] is short) == is_first
+    batch = Prompt(0, 10, 1, 20.0, running=False)
+    late = Prompt(0, 1000, 0, 1.0, running=False, due_in_s=-1.0)
+    assert ordered([batch, late]) == [late, batch]
+
+
+def test_a_late_prompt_does_not_starve_while_prompts_in_time_keep_coming() -> None:
+    left, waited_s, step_s = 2000, 0.0, 0.05
+    for _ in range(4000):
+        late = Prompt(2000 - left, left, 0, waited_s, left < 2000, due_in_s=-waited_s)
+        fresh = [Prompt(0, 2000, 0, 0.0, running=False, due_in_s=1.0) for _ in range(2)]
+        found = ordered([*fresh, late])
+        grants = prompt_tokens(MODEL, TARGETS, Streams(4, 4000, 0.0), found, 512)
+        left -= grants[found.index(late)]
+        waited_s += step_s
+        if left <= 0:
+            return
+    raise AssertionError(f"{left} tokens are left after {waited_s} s")
+
+
 def test_a_long_prompt_is_overtaken_only_by_prompts_that_came_soon_after_it() -> None:
     """Twenty times its remaining computation: 5,000 tokens of 0.1 ms each, so 10 s."""
     for waited_s, is_first in ((9.0, False), (11.0, True)):

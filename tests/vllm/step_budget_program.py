@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ from vllm.v1.request import Request
 
 from baton.engine import vllm_step_budget
 from baton.engine.base import EngineDead
+from baton.engine.vllm_scheduler import DUE_AT
 from baton.engine.vllm_step_budget import use_step_budget
 from baton.kvtransfer.connector import vllm_connector
 from baton.runtime.step_budget import StepTargets
@@ -181,6 +183,20 @@ def short_beside_long() -> dict[str, Any]:
     return {"steps": steps}
 
 
+def late_beside_in_time() -> dict[str, Any]:
+    """A short prompt that is overdue waits beside a long one that can be in time."""
+    engine = Engine(60, asynchronous=False, targets=TARGETS["normal"])
+    engine.add("stream", range(5), URGENT, 100)
+    engine.step()
+    now = time.time()
+    engine.add("long", range(1000, 1240), URGENT, 1, {DUE_AT: now + 600})
+    engine.add("overdue", range(2000, 2010), URGENT, 1, {DUE_AT: now - 1})
+    steps = []
+    while "overdue" in engine.scheduler.requests:
+        steps.append(engine.step())
+    return {"steps": steps}
+
+
 def another_vllm() -> dict[str, Any]:
     """Starts a vLLM that lacks two names."""
     scheduling = SimpleNamespace(scheduler_cls=None, enable_chunked_prefill=True)
@@ -229,6 +245,7 @@ def main(num_seeds: int) -> dict[str, Any]:
         "another vLLM": another_vllm(),
         "whole prompts": whole_prompts(),
         "short beside long": short_beside_long(),
+        "late beside in time": late_beside_in_time(),
         "handoffs at the floor": handoffs_at_the_floor(),
     }
 

@@ -44,6 +44,14 @@ def test_a_short_prompt_overtakes_a_long_one_beside_a_stream(made: dict[str, Any
     assert sum(step.get("short", 0) for step in steps) == 10
 
 
+def test_a_prompt_that_is_overdue_waits_for_one_that_can_be_in_time(made: dict[str, Any]) -> None:
+    steps = made["late beside in time"]["steps"]
+    assert sum(step.get("long", 0) for step in steps) == 240
+    assert sum(step.get("overdue", 0) for step in steps) == 10
+    first = next(number for number, step in enumerate(steps) if "overdue" in step)
+    assert sum(step.get("long", 0) for step in steps[:first]) > 120
+
+
 def test_handoffs_start_although_prompts_use_up_each_step(made: dict[str, Any]) -> None:
     case = made["handoffs at the floor"]
     assert case["num_started"] == 32

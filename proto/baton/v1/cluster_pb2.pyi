@@ -687,6 +687,7 @@ class RequestSpec(_message.Message):
     HANDLE_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    FIRST_TOKEN_DUE_US_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of the request between coordinator and workers: "TENANT/ID" with the client's ID, or only
     the ID for the default tenant.
@@ -707,6 +708,10 @@ class RequestSpec(_message.Message):
     """Tenant of the request. A restarted coordinator lets only this tenant resume it."""
     adapter: _builtins.str
     """LoRA adapter, one of Hello.model.adapters; empty: the base model."""
+    first_token_due_us: _builtins.int
+    """Microseconds until the first token is due by the request's TTFT target; negative when that time
+    has passed. Absent: there is no target, or the first token has been made.
+    """
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -737,12 +742,15 @@ class RequestSpec(_message.Message):
         handle: _builtins.int = ...,
         tenant: _builtins.str = ...,
         adapter: _builtins.str = ...,
+        first_token_due_us: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_due_us", b"_first_token_due_us", "first_token_due_us", b"first_token_due_us", "sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "handle", b"handle", "known_text_chars", b"known_text_chars", "known_token_ids", b"known_token_ids", "lane", b"lane", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_due_us", b"_first_token_due_us", "adapter", b"adapter", "attempt", b"attempt", "first_token_due_us", b"first_token_due_us", "handle", b"handle", "known_text_chars", b"known_text_chars", "known_token_ids", b"known_token_ids", "lane", b"lane", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__first_token_due_us: _TypeAlias = _typing.Literal["first_token_due_us"]  # noqa: Y015
+    _WhichOneofArgType__first_token_due_us: _TypeAlias = _typing.Literal["_first_token_due_us", b"_first_token_due_us"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_due_us) -> _WhichOneofReturnType__first_token_due_us | None: ...
 
 Global___RequestSpec: _TypeAlias = RequestSpec  # noqa: Y015
 
