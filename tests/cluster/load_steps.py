@@ -37,6 +37,8 @@ SPEED = {
     "step_per_request_ms": 5.0,
     "step_per_kv_token_ms": 0.0,
 }
+# Most requests of a Load without an answer.
+_MOST_UNANSWERED = 64
 LIMITS = {"min_workers": 1, "max_workers": 3}
 SALTS = itertools.count(1)
 
@@ -112,17 +114,24 @@ async def decoding(client, tokens, num_tokens):
 
 
 class Load:
-    """Sends requests at a rate that a test can change, and checks every answer."""
+    """Sends requests at a rate that a test can change, and checks every answer.
+
+    On a busy machine it sends fewer: at most `_MOST_UNANSWERED` wait for an answer. Otherwise the
+    coordinator would rightly refuse some, because they could not end within their timeout.
+    """
 
     def __init__(self, cluster, client):
         self.rate = 1.0
+        self._num_unanswered = 0
         self._cluster, self._client = cluster, client
         self._ttfts_s: deque[float] = deque(maxlen=8)
 
     async def run(self):
         async with asyncio.TaskGroup() as group:
             while self.rate:
-                group.create_task(self._one())
+                if self._num_unanswered < _MOST_UNANSWERED:
+                    self._num_unanswered += 1
+                    group.create_task(self._one())
                 await asyncio.sleep(1 / self.rate)
 
     async def within(self, ttft_s):
@@ -139,6 +148,7 @@ class Load:
             if ttft_s is None and isinstance(event, Tokens):
                 ttft_s = time.monotonic() - begun_at
         assert tuple(stream.token_ids) == self._cluster.expected(tokens, 2)
+        self._num_unanswered -= 1
         self._ttfts_s.append(ttft_s)
 
 

@@ -197,7 +197,7 @@ def test_overdue_prompts_are_behind_a_prompt_that_can_be_in_time():
         cell.router.release(name, key("a"), None)
         cell.router.assign_prefill(name, PrefillChoice(key("a"), 0.0, 0.15, 1500, 0), [], due_at=-1)
     found = cell.place(1600).reader
-    # Of the step that is under way, up to 100 ms are left.
+    # Up to 100 ms of the step under way are left.
     assert found.work_s < found.predicted_s <= found.work_s + 0.1
 
 

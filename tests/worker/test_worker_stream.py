@@ -154,7 +154,10 @@ async def test_a_fenced_worker_stops_at_once(coordinator, start_worker, capsys):
     stream = await coordinator.stream()
     await coordinator.command(stream, decode=decode("r", [5], max_tokens=900))
     await some_outputs(stream, 1)
-    stream.end(grpc.StatusCode.ABORTED, "it was silent")
+    # gRPC hides the reason if the stream ends during a write. The worker then attaches again, and a
+    # coordinator refuses that for the same reason.
+    coordinator.refusal = (grpc.StatusCode.ABORTED, "it was silent")
+    stream.end(*coordinator.refusal)
     assert await worker.exit_code() == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         "baton worker w1: fenced by the coordinator: it was silent"
