@@ -395,6 +395,8 @@ class Core:
         before = self.step_targets()
         self.scaler.set_targets(event.targets, now)
         self.stats.recent.targets = in_config(self.scaler.targets)
+        self.placers.set_targets(self.stats.recent.targets)
+        self._room_freed()
         if (targets := self.step_targets()) != before:
             for worker in self.workers:
                 self._emit(ev.SendCommand(worker.key, targets))

@@ -30,7 +30,6 @@ from baton.coordinator.state.requests import (
     Submission,
     WorkerKey,
 )
-from baton.coordinator.state.scaling_config import in_seconds
 from baton.coordinator.state.slow_steps import Stall
 from baton.coordinator.state.timers import Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
@@ -432,11 +431,7 @@ class RequestLifecycle:
 
     def _due_at(self, submission: Submission) -> float:
         """Returns when the first token is due, by the core's clock; infinite without a target."""
-        target_s = submission.slo_ttft_s
-        if target_s is None:
-            targets = self._config.targets
-            is_batch = submission.lane == common_pb2.LANE_BATCH
-            target_s = in_seconds(targets.batch if is_batch else targets.interactive).ttft_s
+        target_s = submission.slo_ttft_s or self.stats.recent.ttft_target_s(submission.lane)
         return math.inf if target_s is None else submission.arrived_at + target_s
 
     def _deadline(self, submission: Submission) -> float:

@@ -50,6 +50,12 @@ class LoadIndex:
         self.by_yielding: LeastLoaded[WorkerKey] = LeastLoaded()
         self._by_host: dict[str, LeastLoaded[WorkerKey]] = {}
 
+    def set_step_targets(self, targets: StepTargets) -> None:
+        """Changes the step targets of an elastic cell, and the predictions that follow."""
+        self._step_targets = targets
+        for entry in self.entries.values():
+            self.file(entry)
+
     def get(self, worker: WorkerKey | None) -> WorkerLoad | None:
         return self.entries.get(worker) if worker is not None else None
 

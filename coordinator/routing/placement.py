@@ -30,6 +30,7 @@ from baton.coordinator.state.pools import POOL_OF, Pool
 from baton.coordinator.state.requests import Request, WorkerKey
 from baton.coordinator.state.scaling_config import in_seconds
 from baton.coordinator.state.workers import AttachedWorkers, Worker
+from baton.runtime.config import LaneTargetsConfig
 from baton.runtime.step_budget import StepTargets
 from baton.v1 import common_pb2
 
@@ -66,6 +67,7 @@ class Placer:
         latency: Latency models by worker kind.
         outputs: Prediction of output lengths; shared by all fleets.
         crowded: The placer adds the decode workers that get interactive work.
+        targets: Latency targets of the lanes.
 
     Attributes:
         router: load of each worker; read-only for callers.
@@ -81,16 +83,16 @@ class Placer:
         latency: LatencyRegistry,
         outputs: OutputLengths,
         crowded: dict[WorkerKey, None],
+        targets: LaneTargetsConfig,
     ) -> None:
         self._config, self._workers, self._latency = config, workers, latency
-        itl_s = in_seconds(config.targets.interactive).itl_s
-        self._elastic_itl_s = math.inf if itl_s is None else itl_s
-        step_targets = StepTargets.of(config.steps, itl_s)
+        self._elastic_itl_s = math.inf
         self.router = Router(
             config.max_prefill_requests,
             config.max_decode_requests,
-            step_targets if config.elastic else None,
+            StepTargets() if config.elastic else None,
         )
+        self.set_targets(targets)
         self._rule = ElasticRule(self.router) if config.elastic else None
         self._outputs, self._crowded = outputs, crowded
         self._itl_target_s = config.lanes.interactive.itl_ms / 1e3
@@ -100,6 +102,13 @@ class Placer:
         self.predictions = Predictions(
             self.router, workers, self.prompts, self.batch_prompts, outputs, config
         )
+
+    def set_targets(self, targets: LaneTargetsConfig) -> None:
+        """Places from now on by these latency targets; strict cells have no use for them."""
+        if self._config.elastic:
+            itl_s = in_seconds(targets.interactive).itl_s
+            self._elastic_itl_s = math.inf if itl_s is None else itl_s
+            self.router.set_step_targets(StepTargets.of(self._config.steps, itl_s))
 
     # ---- Members.
 

@@ -15,6 +15,7 @@ from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.requests import RequestKey, WorkerKey
 from baton.coordinator.state.workers import Worker, WorkerRegistry
+from baton.runtime.config import LaneTargetsConfig
 from baton.v1 import cluster_pb2
 
 
@@ -30,6 +31,7 @@ class Placers:
     ) -> None:
         self._config, self._workers, self._latency = config, workers, latency
         self._outputs = OutputLengths()
+        self._targets = config.targets
         self._now = 0.0
         self.crowded: dict[WorkerKey, None] = {}
         self._placers: dict[Fleet, Placer] = {}
@@ -43,12 +45,23 @@ class Placers:
         for placer in self._placers.values():
             placer.router.now = now
 
+    def set_targets(self, targets: LaneTargetsConfig) -> None:
+        """Changes the latency targets that requests are placed by."""
+        self._targets = targets
+        for placer in self._placers.values():
+            placer.set_targets(targets)
+
     def of(self, fleet: Fleet) -> Placer:
         """Returns the placer of a fleet; creates it if it does not exist."""
         placer = self._placers.get(fleet)
         if placer is None:
             placer = self._placers[fleet] = Placer(
-                self._config, fleet.workers, self._latency, self._outputs, self.crowded
+                self._config,
+                fleet.workers,
+                self._latency,
+                self._outputs,
+                self.crowded,
+                self._targets,
             )
             placer.router.now = self._now
         return placer

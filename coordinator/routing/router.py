@@ -100,6 +100,10 @@ class Router:
     def now(self, now: float) -> None:
         self._loads.now = now
 
+    def set_step_targets(self, targets: StepTargets) -> None:
+        """Changes the targets of the workers' steps; only in an elastic cell."""
+        self._loads.set_step_targets(targets)
+
     # ---- Members.
 
     def add_worker(self, worker: WorkerKey, traits: WorkerTraits, pool: Pool | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -11,6 +11,7 @@ from baton.coordinator.routing.choices import PrefillChoice
 from baton.coordinator.routing.elastic import Demand, ElasticRule
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerTraits
+from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.block_hashes import block_hashes
@@ -38,6 +39,11 @@ class FixedLatency:
 
     def decode_step_s(self, num_requests: int, num_kv_tokens: int) -> float:
         return self.model.decode_step_s(num_requests, num_kv_tokens)
+
+
+def change(world, **changes) -> None:
+    targets = replace(world.core.scaler.targets["interactive"], **changes)
+    world.handle(ev.TargetsRequested({"interactive": targets}))
 
 
 def key(name: str) -> WorkerKey:
@@ -239,6 +245,23 @@ def test_without_workers_a_request_waits_and_is_not_late():
     cell = Cell()
     assert cell.place() is None
     assert not cell.is_late(1000, due_in_s=0.0)
+
+
+def test_changed_targets_count_for_the_next_request(new_world):
+    """`baton targets` changes what the coordinator places by, not only the workers' steps."""
+    # A decode step takes 20 ms, and 5 ms per request.
+    latency = LatencyModel(1e-4, 1e-6, 0.0, 0.020, 0.005, 0.0)
+    world = new_world(elastic=True, latency=latency).pair()
+    change(world, itl_s=0.032, ttft_s=1000)
+
+    for _ in range(12):
+        world.submit(num_prompt=20)
+    assert sum(one.attempt > 0 for one in world.core.running()) == 4
+    change(world, itl_s=0.042)
+    assert sum(one.attempt > 0 for one in world.core.running()) == 8
+    change(world, itl_s=1.0, ttft_s=0.0001)
+    world.submit()
+    assert [one.is_late for one in world.core.running()] == [False] * 12 + [True]
 
 
 def test_only_requests_of_the_interactive_lane_go_behind_the_others(new_world):
