@@ -259,7 +259,7 @@ def test_changed_targets_count_for_the_next_request(new_world):
     assert sum(one.attempt > 0 for one in world.core.running()) == 4
     change(world, itl_s=0.042)
     assert sum(one.attempt > 0 for one in world.core.running()) == 8
-    change(world, itl_s=1.0, ttft_s=0.0001)
+    change(world, itl_s=1.0, ttft_s=1e-6)
     world.submit()
     assert [one.is_late for one in world.core.running()] == [False] * 12 + [True]
 
