@@ -250,7 +250,7 @@ def test_without_workers_a_request_waits_and_is_not_late():
 def test_changed_targets_count_for_the_next_request(new_world):
     """`baton targets` changes what the coordinator places by, not only the workers' steps."""
     # A decode step takes 20 ms, and 5 ms per request.
-    latency = LatencyModel(1e-4, 1e-6, 0.0, 0.020, 0.005, 0.0)
+    latency = LatencyModel(1e-4, 1e-5, 0.0, 0.020, 0.005, 0.0)
     world = new_world(elastic=True, latency=latency).pair()
     change(world, itl_s=0.032, ttft_s=1000)
 
@@ -259,9 +259,12 @@ def test_changed_targets_count_for_the_next_request(new_world):
     assert sum(one.attempt > 0 for one in world.core.running()) == 4
     change(world, itl_s=0.042)
     assert sum(one.attempt > 0 for one in world.core.running()) == 8
-    change(world, itl_s=1.0, ttft_s=1e-6)
-    world.submit()
-    assert [one.is_late for one in world.core.running()] == [False] * 12 + [True]
+    world = new_world(elastic=True, latency=latency).pair()
+    change(world, ttft_s=0.001)
+    world.submit(num_prompt=900)
+    (request,) = world.core.running()
+    assert request.due_at == request.submission.arrived_at + 0.001
+    assert request.is_late
 
 
 def test_only_requests_of_the_interactive_lane_go_behind_the_others(new_world):
