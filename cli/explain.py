@@ -9,7 +9,9 @@ import typer
 from baton.cli import options
 
 if TYPE_CHECKING:
-    from baton.v1.admin_pb2 import RequestInfo, Stall
+    from google.protobuf.duration_pb2 import Duration
+
+    from baton.v1.admin_pb2 import PlacementInfo, RequestInfo, Stall
 
 
 Id = Annotated[
@@ -151,6 +153,26 @@ def _head(info: RequestInfo) -> list[str]:
         target_ms = info.ttft_target.ToNanoseconds() / 1e6
         late = "late" if info.budget.ttft_us > target_ms * 1e3 else "in time"
         lines.append(f"first token {late}: the target is {target_ms:.0f} ms")
+    if info.HasField("placement"):
+        lines.append(_placement(info.placement))
     if info.error:
         lines.append(f"failed: {info.error}")
     return lines
+
+
+def _placement(placement: PlacementInfo) -> str:
+    """Says which workers were chosen, and what was predicted of them."""
+
+    def ms(one: Duration) -> str:
+        return f"{one.ToNanoseconds() / 1e6:.1f} ms"
+
+    text = f"prompt on {placement.prompt_worker_id}"
+    if placement.HasField("computation"):
+        queue, computation = ms(placement.queue), ms(placement.computation)
+        text += f" (predicted: queue {queue}, computation {computation})"
+    if placement.cached_tokens:
+        text += f" with {placement.cached_tokens} tokens cached"
+    if not placement.decode_worker_id:
+        return f"placed: {text}"
+    where = f"decode on {placement.decode_worker_id}"
+    return f"placed: {text}, {where} (predicted: {ms(placement.step)} per step)"

@@ -108,6 +108,7 @@ def load_config(
     listen: str | None = None,
     num_prefill: int | None = None,
     num_decode: int | None = None,
+    elastic: bool | None = None,
     autoscale: bool | None = None,
     http_listen: str | None = None,
     launcher: LauncherName | None = None,
@@ -133,12 +134,30 @@ def load_config(
             "coordinator": {"listen": listen},
             "prefill": {"workers": num_prefill},
             "decode": {"workers": num_decode},
+            "elastic": elastic,
             "scaling": {"autoscale": autoscale},
             "http": {"listen": http_listen},
             "launcher": launcher and launcher.value,
             "worker": {"revision": revision},
         },
     )
+
+
+def halves(
+    workers: int | None, prefill: int | None, decode: int | None
+) -> tuple[int | None, int | None]:
+    """Returns the pools' sizes for --workers, or those of --prefill and --decode without it.
+
+    Raises:
+        typer.BadParameter: --workers is used with one of the others.
+    """
+    if workers is None:
+        return prefill, decode
+    if prefill is not None or decode is not None:
+        raise typer.BadParameter(
+            "cannot be used with --prefill or --decode", param_hint="--workers"
+        )
+    return workers // 2, workers - workers // 2
 
 
 def parse_engine_args(arguments: list[str]) -> dict[str, Any]:

@@ -46,6 +46,16 @@ def up(
     decode: Annotated[
         int | None, typer.Option("--decode", min=0, help="Number of decode workers.")
     ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            "--workers",
+            min=1,
+            max=options.MOST,
+            help="Number of workers of an elastic cell, which needs no split; instead of "
+            "--prefill and --decode.",
+        ),
+    ] = None,
     autoscale: Annotated[
         bool | None,
         typer.Option(
@@ -81,6 +91,7 @@ def up(
     from baton.cli.demo_models import with_demo_model
     from baton.runtime import lifecycle, logs
 
+    prefill, decode = options.halves(workers, prefill, decode)
     effective = options.load_config(
         config,
         model=model,
@@ -93,6 +104,7 @@ def up(
         listen=listen,
         num_prefill=prefill,
         num_decode=decode,
+        elastic=True if workers is not None else None,
         autoscale=autoscale,
         http_listen="" if no_http else None,
         launcher=launcher,

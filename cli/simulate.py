@@ -92,12 +92,7 @@ def simulate(
         for option, value in (("--policy", policy), ("--picture", picture)):
             if value is not None:
                 raise typer.BadParameter("cannot be used with --compare", param_hint=option)
-    if workers is not None:
-        if prefill is not None or decode is not None:
-            raise typer.BadParameter(
-                "cannot be used with --prefill or --decode", param_hint="--workers"
-            )
-        prefill, decode = workers // 2, workers - workers // 2
+    prefill, decode = options.halves(workers, prefill, decode)
     policy = policy or PolicyName.BATON
     options.check_writable(json_file, "--json")
     options.check_writable(picture, "--picture")

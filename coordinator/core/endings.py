@@ -52,6 +52,7 @@ def ended_request(
         ttft_target_s=stats.ttft_target_s(request),
         itl_target_s=stats.itl_target_s(request),
         stalls=stalls,
+        predicted=request.predicted,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from baton.coordinator.state.requests import WorkerKey
+from baton.coordinator.state.requests import Predicted, WorkerKey
 
 
 class PrefillChoice(NamedTuple):
@@ -70,6 +70,27 @@ class Placement(NamedTuple):
     def handoff(self) -> bool:
         """Whether the prefill worker hands the prompt's KV cache over to the decode worker."""
         return self.prefill is not None and self.decode is not None
+
+    @property
+    def predicted(self) -> Predicted:
+        """The predictions that the workers were chosen by."""
+        reader, decode = self.prefill or self.local, self.decode
+        decode_worker, step_s = (decode.worker[0], decode.predicted_s) if decode else ("", 0.0)
+        if reader is None:
+            assert decode is not None
+            # The choice compared seconds per worker, but kept only those of the steps.
+            return Predicted(
+                decode_worker, None, None, decode.num_cached_tokens, decode_worker, step_s
+            )
+        queue_s = max(0.0, reader.predicted_s - reader.work_s)
+        return Predicted(
+            reader.worker[0],
+            queue_s,
+            reader.work_s,
+            reader.num_cached_tokens,
+            decode_worker,
+            step_s,
+        )
 
 
 class RoomWanted(NamedTuple):

@@ -20,7 +20,7 @@ from baton.coordinator.server.status import MAX_SAMPLES, sample, status
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.lanes import LANES, lane_config
 from baton.coordinator.state.pools import POOL_OF
-from baton.coordinator.state.requests import EndedRequest, Request
+from baton.coordinator.state.requests import EndedRequest, Predicted, Request
 from baton.coordinator.state.workers import Worker
 from baton.coordinator.telemetry.budget import latency_budget
 from baton.coordinator.telemetry.times import duration, timestamp
@@ -135,7 +135,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return self._core.running_request(request.request_id, request.tenant)
 
     def _explain(self, request: Request | EndedRequest, info: admin_pb2.RequestInfo) -> None:
-        """Adds details that only GetRequest returns: budget so far, targets and stalls."""
+        """Adds what only GetRequest returns: budget so far, targets, placement and stalls."""
         core, now = self._core, self._shell.now()
         if isinstance(request, EndedRequest):
             ended_at, session = request.ended_at, request.session
@@ -149,6 +149,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         for target, seconds in zip((info.ttft_target, info.itl_target), targets_s, strict=True):
             if seconds is not None:
                 target.FromMicroseconds(round(seconds * 1e6))
+        if request.predicted is not None:
+            info.placement.CopyFrom(_placement_info(request.predicted))
         slow = self._shell.client_stalls(session, arrived_at, ended_at)
         for stall in sorted((*found, *slow), key=lambda one: one.start_us):
             info.stalls.add(
@@ -408,6 +410,20 @@ def _latency_info(latency: KindLatency) -> admin_pb2.LatencyInfo:
 
 def _step_errors(errors: StepErrors | None) -> admin_pb2.StepErrors | None:
     return admin_pb2.StepErrors(p50=errors.p50, p90=errors.p90) if errors else None
+
+
+def _placement_info(predicted: Predicted) -> admin_pb2.PlacementInfo:
+    info = admin_pb2.PlacementInfo(
+        prompt_worker_id=predicted.prompt_worker,
+        cached_tokens=predicted.num_cached,
+        decode_worker_id=predicted.decode_worker,
+    )
+    if predicted.queue_s is not None and predicted.computation_s is not None:
+        info.queue.CopyFrom(duration(predicted.queue_s))
+        info.computation.CopyFrom(duration(predicted.computation_s))
+    if predicted.decode_worker:
+        info.step.CopyFrom(duration(predicted.step_s))
+    return info
 
 
 def _request_info(request: Request | EndedRequest, now: float) -> admin_pb2.RequestInfo:

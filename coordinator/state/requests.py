@@ -160,6 +160,26 @@ class Prediction(NamedTuple):
     work_s: float
 
 
+class Predicted(NamedTuple):
+    """What the coordinator predicted when it chose the workers of an attempt.
+
+    Attributes:
+        prompt_worker: ID of the worker that computes the prompt.
+        queue_s: seconds until that worker begins with the prompt; None: not predicted.
+        computation_s: seconds of the prompt's computation there; None: not predicted.
+        num_cached: prompt tokens in that worker's prefix cache.
+        decode_worker: ID of the worker that decodes; "": the request ends with its first token.
+        step_s: seconds of a decode step there with this request; 0 without a decode worker.
+    """
+
+    prompt_worker: str
+    queue_s: float | None
+    computation_s: float | None
+    num_cached: int
+    decode_worker: str
+    step_s: float
+
+
 @dataclass(slots=True)
 class Interruption:
     """A time in which a request had no worker or waited for its next worker's first token.
@@ -215,6 +235,8 @@ class Request:
         num_charged: Number of output tokens that the tenant was charged for.
         gaps_us: Microseconds between the tokens.
         prediction: Predicted time to first token, if it shows how good predictions are; else None.
+        predicted: Predictions that the workers of the latest attempt were chosen by; None: there
+            was no choice.
         recent_deltas: Deltas that the client was sent, if only this worker can continue the
             output; None: other workers can continue it.
     """
@@ -260,6 +282,7 @@ class Request:
     last_token_at: float | None = None
     num_charged: int = field(init=False)
     gaps_us: array[int] = field(default_factory=lambda: array("I"))
+    predicted: Predicted | None = None
     prediction: Prediction | None = None
     recent_deltas: RecentDeltas | None = None
 
@@ -375,6 +398,7 @@ class EndedRequest:
         session: Client session that the request came from.
         ttft_target_s, itl_target_s: Targets of the request; None: no target.
         stalls: Longest gaps between tokens that exceeded the target.
+        predicted: As in Request.
     """
 
     request_id: str
@@ -397,3 +421,4 @@ class EndedRequest:
     ttft_target_s: float | None = None
     itl_target_s: float | None = None
     stalls: tuple[Stall, ...] = ()
+    predicted: Predicted | None = None

@@ -554,10 +554,13 @@ def test_a_second_ctrl_c_ends_all_processes_at_once(tmp_path):
         up.close()
 
 
-def test_sigterm_stops_up_too(tmp_path):
-    up = Process(*UP, home=tmp_path)
+def test_a_single_elastic_worker_serves_and_sigterm_stops_up_too(tmp_path, baton_here):
+    up = Process(*UP, "--workers", "1", home=tmp_path)
     try:
-        up.line("^ready ")
+        here = {"BATON_ADDRESS": up.line(r"^ready grpc=(\S+)").group(1)}
+        assert baton_here("generate", "hello", "--max-tokens", "8", env=here).out.strip()
+        (worker,) = json.loads(baton_here("workers", "--json", env=here).out)
+        assert worker["worker_id"] == "decode-0"
         assert up.stop(signal.SIGTERM) == (0, [])
     finally:
         up.close()

@@ -1,6 +1,7 @@
 """`baton explain` and `baton doctor` as text and as JSON."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -51,6 +52,10 @@ def test_a_waterfall_and_its_stalls(answers, stalled, capsys):
     lines = out.splitlines()
     assert lines[0] == f"{stalled.request_id}: finished (length), interactive, tenant default"
     assert "first token in time: the target is 500 ms" in lines
+    assert any(
+        re.fullmatch(r"placed: prompt on .*, decode on d0 \(predicted: [0-9.]+ ms per step\)", line)
+        for line in lines
+    )
     total_ms = stalled.budget.total_us / 1e3
     assert f"the stages add up to {total_ms:.1f} of {total_ms:.1f} ms" in lines
     stages = {line.split()[0] for line in lines if line}
@@ -77,7 +82,12 @@ def test_a_request_without_stalls_or_targets(answers, capsys):
     info = cell.explain("r0")
     answers(info)
     explain.explain("r0")
-    assert "no gap between tokens was over the target of 50 ms" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "no gap between tokens was over the target of 50 ms" in out
+    computation_ms = info.placement.computation.ToNanoseconds() / 1e6
+    assert computation_ms > 0
+    placed = f"placed: prompt on p0 (predicted: queue 0.0 ms, computation {computation_ms:.1f} ms)"
+    assert f"{placed}, decode on d0 (predicted: " in out
     info.ClearField("itl_target")
     explain.explain("r0")
     assert "no target for the gap between tokens" in capsys.readouterr().out

@@ -73,6 +73,7 @@ def test_a_malformed_address_is_exit_2(baton_here, address):
         ("generate", "hi", "--lane", "fast"),
         ("generate", "hi", "--max-tokens", "many"),
         ("up", "--prefill", "-1"),
+        ("up", "--workers", "2", "--decode", "1"),
         ("up", "--engine-arg", "x"),
         ("worker", "--role", "prefill"),
         ("nonsense",),

@@ -721,6 +721,7 @@ class RequestInfo(_message.Message):
     STALLS_FIELD_NUMBER: _builtins.int
     TTFT_TARGET_FIELD_NUMBER: _builtins.int
     ITL_TARGET_FIELD_NUMBER: _builtins.int
+    PLACEMENT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     state: Global___RequestState.ValueType
     lane: _common_pb2.Lane.ValueType
@@ -752,6 +753,12 @@ class RequestInfo(_message.Message):
 
     @_builtins.property
     def itl_target(self) -> _duration_pb2.Duration: ...
+    @_builtins.property
+    def placement(self) -> Global___PlacementInfo:
+        """Why the latest attempt runs where it does. Set by GetRequest; absent before the first attempt,
+        and for requests that a restarted coordinator found on a worker.
+        """
+
     def __init__(
         self,
         *,
@@ -773,14 +780,63 @@ class RequestInfo(_message.Message):
         stalls: _abc.Iterable[Global___Stall] | None = ...,
         ttft_target: _duration_pb2.Duration | None = ...,
         itl_target: _duration_pb2.Duration | None = ...,
+        placement: Global___PlacementInfo | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "arrived_at", b"arrived_at", "budget", b"budget", "itl_target", b"itl_target", "ttft_target", b"ttft_target"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "arrived_at", b"arrived_at", "budget", b"budget", "itl_target", b"itl_target", "placement", b"placement", "ttft_target", b"ttft_target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "arrived_at", b"arrived_at", "attempt", b"attempt", "budget", b"budget", "completion_tokens", b"completion_tokens", "decode_worker_id", b"decode_worker_id", "error", b"error", "error_code", b"error_code", "finish_reason", b"finish_reason", "itl_target", b"itl_target", "lane", b"lane", "prefill_worker_id", b"prefill_worker_id", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "stalls", b"stalls", "state", b"state", "tenant", b"tenant", "ttft_target", b"ttft_target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "arrived_at", b"arrived_at", "attempt", b"attempt", "budget", b"budget", "completion_tokens", b"completion_tokens", "decode_worker_id", b"decode_worker_id", "error", b"error", "error_code", b"error_code", "finish_reason", b"finish_reason", "itl_target", b"itl_target", "lane", b"lane", "placement", b"placement", "prefill_worker_id", b"prefill_worker_id", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "stalls", b"stalls", "state", b"state", "tenant", b"tenant", "ttft_target", b"ttft_target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestInfo: _TypeAlias = RequestInfo  # noqa: Y015
+
+@_typing.final
+class PlacementInfo(_message.Message):
+    """What the coordinator predicted when it chose the workers of a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_WORKER_ID_FIELD_NUMBER: _builtins.int
+    QUEUE_FIELD_NUMBER: _builtins.int
+    COMPUTATION_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_ID_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    prompt_worker_id: _builtins.str
+    """Worker that computes the prompt."""
+    cached_tokens: _builtins.int
+    """Prompt tokens in that worker's prefix cache."""
+    decode_worker_id: _builtins.str
+    """Worker that decodes; empty if the request ends with its first token."""
+    @_builtins.property
+    def queue(self) -> _duration_pb2.Duration:
+        """Predicted time until that worker begins with the prompt; absent if it was not predicted."""
+
+    @_builtins.property
+    def computation(self) -> _duration_pb2.Duration:
+        """Predicted time of the prompt's computation; absent if it was not predicted."""
+
+    @_builtins.property
+    def step(self) -> _duration_pb2.Duration:
+        """Predicted time of a decode step there with this request; absent without a decode worker."""
+
+    def __init__(
+        self,
+        *,
+        prompt_worker_id: _builtins.str = ...,
+        queue: _duration_pb2.Duration | None = ...,
+        computation: _duration_pb2.Duration | None = ...,
+        cached_tokens: _builtins.int = ...,
+        decode_worker_id: _builtins.str = ...,
+        step: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["computation", b"computation", "queue", b"queue", "step", b"step"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computation", b"computation", "decode_worker_id", b"decode_worker_id", "prompt_worker_id", b"prompt_worker_id", "queue", b"queue", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacementInfo: _TypeAlias = PlacementInfo  # noqa: Y015
 
 @_typing.final
 class Stall(_message.Message):
