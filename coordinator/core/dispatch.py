@@ -8,7 +8,7 @@ from baton.coordinator.core.adoption import Adoption
 from baton.coordinator.core.request_lifecycle import RequestLifecycle
 from baton.coordinator.rollouts.retiring import gone_error
 from baton.coordinator.rollouts.rollout import Rollouts
-from baton.coordinator.routing.choices import Placement
+from baton.coordinator.routing.choices import NoPlacement, Placement
 from baton.coordinator.routing.placement import Placer
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.state.config import CoreConfig
@@ -63,15 +63,15 @@ class Dispatcher:
                     self._lifecycle.fail(request, gone_error(request.fleet), now)
                 continue
             placer = self._placers.of(request.fleet)
-            if placer.is_late(request):
+            placement = placer.place(request)
+            if placement is NoPlacement.LATE:
                 self._lifecycle.lanes.defer(request)
                 continue
-            placement = placer.place(request)
             if self._made_room(placer, request, placement, now):
                 placement = placer.place(request)
-            if placement is None and self._made_decode_room(placer, request, now):
+            if placement is NoPlacement.FULL and self._made_decode_room(placer, request, now):
                 placement = placer.place(request)
-            if placement is None:
+            if isinstance(placement, NoPlacement):
                 room_at = min(room_at, placer.room_at(request))
                 if self._never_fits_beside(placer, request):
                     self._lifecycle.lanes.skip(request.fleet)
@@ -125,7 +125,7 @@ class Dispatcher:
         return self._lifecycle.lanes.is_due(request) and placer.is_crowded_out(request)
 
     def _made_room(
-        self, placer: Placer, request: Request, placement: Placement | None, now: float
+        self, placer: Placer, request: Request, placement: Placement | NoPlacement, now: float
     ) -> bool:
         """Parks a batch prompt if that makes room for the request; returns whether it did."""
         long_prompt_tokens = self._config.lanes.long_prompt_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from baton.coordinator.routing.choices import Placement
+from baton.coordinator.routing.choices import NoPlacement, Placement
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerLoad
 from baton.coordinator.state.requests import RequestKey, WorkerKey
@@ -41,7 +41,7 @@ class BatchPrompts:
             if not self._num_at[worker]:
                 del self._num_at[worker]
 
-    def that_yields(self, placement: Placement | None) -> RequestKey | None:
+    def that_yields(self, placement: Placement | NoPlacement) -> RequestKey | None:
         """The batch prompt to preempt for an interactive prompt; None if preemption does not help.
 
         Preemption helps only if the interactive prompt would wait for longer than one step, because
@@ -50,11 +50,11 @@ class BatchPrompts:
         more than the interactive prompt gains.
 
         Args:
-            placement: Planned placement of the interactive request; None: no worker has room.
+            placement: Planned placement of the interactive request, or why there is none.
         """
         if not self._worker_of:
             return None
-        if placement is None:
+        if isinstance(placement, NoPlacement):
             # The queue of every prefill worker is full.
             soonest = self._router.idlest_prefill()
             wait_s = soonest.queued_s(self._router.now) if soonest is not None else math.inf

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import NamedTuple
 
 from baton.coordinator.state.requests import Predicted, WorkerKey
@@ -91,6 +92,18 @@ class Placement(NamedTuple):
             decode_worker,
             step_s,
         )
+
+
+class NoPlacement(Enum):
+    """Why a request is not placed now.
+
+    Members:
+        FULL: a worker that it needs is full; it keeps its turn.
+        LATE: no worker can produce its first token within its TTFT target; others go first.
+    """
+
+    FULL = "full"
+    LATE = "late"
 
 
 class RoomWanted(NamedTuple):

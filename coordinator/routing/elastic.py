@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
+from baton.coordinator.routing.choices import DecodeChoice, NoPlacement, PrefillChoice
 from baton.coordinator.routing.prefix_index import PrefixMatch
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerLoad
@@ -54,6 +54,7 @@ class Demand(NamedTuple):
         num_mean_tokens: KV tokens of the request at half of its mean output.
         due_in_s: Seconds until the first token is due; infinite if it has no target.
         itl_s: ITL target of interactive requests, in seconds.
+        others_go_first_if_late: Whether it is not placed if its first token would be late.
         waits_for_others: Whether it is placed only where it delays no request that can be in time.
         must_place: Whether it may break the ITL target of others.
         continues: Whether it is a stream that goes on elsewhere: it waits for no prompts.
@@ -65,6 +66,7 @@ class Demand(NamedTuple):
     num_mean_tokens: int
     due_in_s: float
     itl_s: float
+    others_go_first_if_late: bool = False
     waits_for_others: bool = False
     must_place: bool = False
     continues: bool = False
@@ -89,10 +91,12 @@ class _Candidate(NamedTuple):
     Attributes:
         load: the worker's load.
         num_cached_blocks: leading blocks of the prompt in the worker's prefix cache.
+        read: the worker as the prompt's reader.
     """
 
     load: WorkerLoad
     num_cached_blocks: int
+    read: PrefillChoice
 
 
 class ElasticRule:
@@ -106,25 +110,26 @@ class ElasticRule:
         self._router = router
         self._pressure = 0.0
 
-    def place(self, match: PrefixMatch, demand: Demand) -> ElasticPlacement | None:
-        """Returns the workers for a request; None: it waits."""
+    def place(self, match: PrefixMatch, demand: Demand) -> ElasticPlacement | NoPlacement:
+        """Returns the workers for a request, or why it waits."""
         found = self._candidates(match, demand)
+        soonest_s = min((one.read.predicted_s for one in found), default=0.0)
+        if demand.others_go_first_if_late and demand.due_in_s < soonest_s:
+            return NoPlacement.LATE
         reader = self._reader(found, demand)
-        if reader is None or not demand.num_output_tokens:
-            return ElasticPlacement(reader, None) if reader is not None else None
+        if reader is None:
+            return NoPlacement.FULL
+        if not demand.num_output_tokens:
+            return ElasticPlacement(reader, None)
         decoder = self._decoder(found, demand)
-        return ElasticPlacement(reader, decoder) if decoder is not None else None
-
-    def is_late(self, match: PrefixMatch, demand: Demand) -> bool:
-        """Whether no worker can produce the first token within the TTFT target."""
-        found = self._candidates(match, demand)
-        return bool(found) and demand.due_in_s < min(
-            self._read(one, demand).predicted_s for one in found
-        )
+        return ElasticPlacement(reader, decoder) if decoder is not None else NoPlacement.FULL
 
     def _candidates(self, match: PrefixMatch, demand: Demand) -> list[_Candidate]:
         found = self._router.elastic_candidates(match, demand.session)
-        return [_Candidate(load, num_blocks) for load, num_blocks in found]
+        return [
+            _Candidate(load, num_blocks, self._read(load, num_blocks, demand))
+            for load, num_blocks in found
+        ]
 
     # ---- Reader.
 
@@ -142,7 +147,7 @@ class ElasticRule:
             if demand.must_place and not demand.continues and load.has_late_prompt(now):
                 # Late prompts hold room for their outputs while the engine computes others first.
                 continue
-            choice = self._read(one, demand)
+            choice = one.read
             cost_s = choice.predicted_s + _WORK_WEIGHT * choice.work_s * load.prompt_speed
             if choice.predicted_s > demand.due_in_s:
                 cost_s += _TOO_LATE_S
@@ -152,12 +157,11 @@ class ElasticRule:
         # A slower worker would not be sooner: it was compared with this queue.
         return best if ahead_s < AHEAD_S or demand.continues else None
 
-    def _read(self, one: _Candidate, demand: Demand) -> PrefillChoice:
-        load = one.load
+    def _read(self, load: WorkerLoad, num_cached_blocks: int, demand: Demand) -> PrefillChoice:
         size = load.traits.block_size_tokens
         # The last token is always computed, because the next token is sampled from its logits.
         most = (demand.num_tokens - 1) // size * size
-        num_cached = min(one.num_cached_blocks * size, most)
+        num_cached = min(num_cached_blocks * size, most)
         num_new = demand.num_tokens - num_cached
         work_s = load.traits.latency.prefill_s(num_new)
         if load.num_decodes:

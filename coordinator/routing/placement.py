@@ -13,7 +13,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from baton.coordinator.routing.batch_prompts import BatchPrompts
-from baton.coordinator.routing.choices import DecodeChoice, Placement, PrefillChoice, RoomWanted
+from baton.coordinator.routing.choices import (
+    DecodeChoice,
+    NoPlacement,
+    Placement,
+    PrefillChoice,
+    RoomWanted,
+)
 from baton.coordinator.routing.elastic import AHEAD_S, Demand, ElasticRule
 from baton.coordinator.routing.latency import LatencyRegistry
 from baton.coordinator.routing.local_prompts import LocalPrompts
@@ -141,24 +147,15 @@ class Placer:
 
     # ---- Requests.
 
-    def place(self, request: Request) -> Placement | None:
-        """Picks workers for the request whose turn it is; None if a worker that it needs is full.
-
-        A worker that lost the request before gets it again only if no other worker is available.
-        A suspect (a request that may have crashed workers) gets only workers without unanswered
-        requests, so that a crash loses no other request.
-        """
-        return self._among_wanted(request, self._place)
-
-    def is_late(self, request: Request) -> bool:
-        """Whether no worker can produce the request's first token within its TTFT target.
+    def place(self, request: Request) -> Placement | NoPlacement:
+        """Picks workers for the request whose turn it is, or says why it waits.
 
         Only elastic cells distinguish late requests, and only among those that wait in the
-        interactive lane.
+        interactive lane. A worker that lost the request before gets it again only if no other
+        worker is available. A suspect (a request that may have crashed workers) gets only workers
+        without unanswered requests, so that a crash loses no other request.
         """
-        if self._rule is None or request.is_late or self._lane_of(request) == _BATCH:
-            return False
-        return self._rule.is_late(self.prompts.match(request), self._demand(request))
+        return self._among_wanted(request, self._place)
 
     def by_handoff(self, request: Request, source: Worker, within_s: float) -> Placement | None:
         """Plans a handoff of a running request from its decode worker to another decode worker.
@@ -324,10 +321,11 @@ class Placer:
         """The lane that the request's prompt is computed in."""
         return request.submission.ordered_in(self._config.lanes.long_prompt_tokens)
 
-    def _among_wanted(
-        self, request: Request, look: Callable[[Request], _Found | None]
-    ) -> _Found | None:
-        """Calls `look` while the workers that the request must avoid take no work."""
+    def _among_wanted(self, request: Request, look: Callable[[Request], _Found]) -> _Found:
+        """Calls `look` while the workers that the request must avoid take no work.
+
+        If it finds nothing, those that have lost the request may take it.
+        """
         if not request.avoid and not request.suspect:
             return look(request)
         # Lists instead of sets: their order decides between equally good workers, and must be the
@@ -338,7 +336,7 @@ class Placer:
         )
         with self._closed([*closed, *shunned]):
             found = look(request)
-        if found is None and shunned:
+        if shunned and (found is None or isinstance(found, NoPlacement)):
             with self._closed(closed):
                 found = look(request)
         return found
@@ -384,16 +382,17 @@ class Placer:
             # A stream that goes on elsewhere has had its first token.
             due_in_s=math.inf if num_known else request.due_at - self.router.now,
             itl_s=self._elastic_itl_s,
+            others_go_first_if_late=not request.is_late and self._lane_of(request) != _BATCH,
             waits_for_others=(request.is_late or is_batch) and not must_place,
             must_place=must_place,
             continues=num_known > 0,
             session=submission.session_id,
         )
 
-    def _place_elastic(self, rule: ElasticRule, request: Request) -> Placement | None:
+    def _place_elastic(self, rule: ElasticRule, request: Request) -> Placement | NoPlacement:
         found = rule.place(self.prompts.match(request), self._demand(request))
-        if found is None:
-            return None
+        if isinstance(found, NoPlacement):
+            return found
         if found.decoder is None:
             return Placement(found.reader, None)
         decoder = found.decoder.worker
@@ -403,7 +402,7 @@ class Placer:
                 return split
         return Placement(None, found.decoder, local=found.reader._replace(worker=decoder))
 
-    def _place(self, request: Request) -> Placement | None:
+    def _place(self, request: Request) -> Placement | NoPlacement:
         if self._rule is not None:
             return self._place_elastic(self._rule, request)
         submission, match = request.submission, self.prompts.match(request)
@@ -417,14 +416,14 @@ class Placer:
         if local is not None:
             return Placement(None, local)
         if prefill is None:
-            return None
+            return NoPlacement.FULL
         decode = self._choose_decode(request, match, most, prefill.worker)
         if decode is None:
-            return None
+            return NoPlacement.FULL
         if (split := self._split(request, prefill, decode)) is not None:
             return split
         unsplit = self._choose_decode(request, match, most, None)
-        return Placement(None, unsplit) if unsplit is not None else None
+        return Placement(None, unsplit) if unsplit is not None else NoPlacement.FULL
 
     def _room_wanted(self, request: Request) -> RoomWanted | None:
         submission, match = request.submission, self.prompts.match(request)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from baton.coordinator.routing.choices import PrefillChoice
+from baton.coordinator.routing.choices import NoPlacement, PrefillChoice
 from baton.coordinator.routing.elastic import Demand, ElasticRule
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerTraits
@@ -24,8 +24,9 @@ BLOCK = 16
 # A prompt token takes 0.1 ms. A decode step takes 30 ms, 1 ms per request and 1 us per KV token.
 MODEL = LatencyModel(0.02, 1e-4, 0.0, 0.030, 0.001, 1e-6)
 ITL_S = 0.05
+FULL = NoPlacement.FULL
 # Most requests of 1,000 tokens that decode on one worker within 92 % of the ITL target.
-FULL = 8
+MOST = 8
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,8 @@ class Cell:
         return self.rule.place(self.match(prompt), self.demand(num_tokens, **demand))
 
     def is_late(self, num_tokens: int, due_in_s: float) -> bool:
-        return self.rule.is_late(self.match(), self.demand(num_tokens, due_in_s=due_in_s))
+        demand = {"due_in_s": due_in_s, "others_go_first_if_late": True}
+        return self.place(num_tokens, **demand) is NoPlacement.LATE
 
     @staticmethod
     def demand(num_tokens: int, **changes) -> Demand:
@@ -81,7 +83,7 @@ class Cell:
     ):
         """Places a request; its prompt is computed unless `computed` is false."""
         found = self.place(num_tokens, **demand)
-        assert found is not None
+        assert found is not FULL
         name = f"r{self._num_placed}"
         self._num_placed += 1
         self.router.assign_prefill(name, found.reader, [], due_at=due_at)
@@ -102,7 +104,7 @@ class Cell:
 def test_decodes_share_one_worker_and_the_other_computes_prompts_whatever_the_pools(workers):
     cell = Cell(*workers)
     decoder = cell.start().decoder.worker
-    for _ in range(FULL - 1):
+    for _ in range(MOST - 1):
         found = cell.start()
         assert found.decoder.worker == decoder
         assert found.reader.worker != decoder
@@ -119,27 +121,27 @@ def test_a_prompt_beside_decodes_pays_no_base_of_its_own():
 
 def test_decodes_are_spread_evenly_over_the_fewest_workers_that_hold_them():
     cell = Cell("a", "b", "c", "d")
-    for _ in range(2 * FULL):
+    for _ in range(2 * MOST):
         cell.start()
-    assert sorted(cell.num_decodes()) == [0, 0, FULL, FULL]
+    assert sorted(cell.num_decodes()) == [0, 0, MOST, MOST]
     cell.start()
-    assert sorted(cell.num_decodes()) == [0, 1, FULL, FULL]
-    for _ in range(FULL - 4):
+    assert sorted(cell.num_decodes()) == [0, 1, MOST, MOST]
+    for _ in range(MOST - 4):
         cell.start()
     # Three workers are needed now, so the emptiest gets the next ones.
-    assert sorted(cell.num_decodes()) == [0, FULL - 3, FULL, FULL]
+    assert sorted(cell.num_decodes()) == [0, MOST - 3, MOST, MOST]
 
 
 def test_a_request_waits_when_one_more_decode_would_break_the_itl_target():
     cell = Cell("a")
     for _ in range(100):
-        if cell.place() is None:
+        if cell.place() is FULL:
             break
         cell.start()
     # 30 ms, and 2 ms per request.
     assert cell.num_decodes() == [10]
     # After a long wait it is placed in any case.
-    assert cell.place(must_place=True) is not None
+    assert cell.place(must_place=True) is not FULL
 
 
 def test_an_itl_target_that_no_worker_can_keep_makes_no_request_wait():
@@ -157,8 +159,8 @@ def test_a_prompt_goes_where_it_is_computed_soonest():
     # 150 ms of work lie before it there. Beside a decode it would take three times as long.
     assert cell.start(1600, computed=False).reader.worker == reader.worker
     # Now 300 ms lie before a long prompt, and it waits. A short one overtakes.
-    assert cell.place(1700) is None
-    assert cell.place(100) is not None
+    assert cell.place(1700) is FULL
+    assert cell.place(100) is not FULL
 
 
 def test_a_prefix_hit_outweighs_an_idle_worker():
@@ -186,19 +188,19 @@ def test_a_request_is_late_when_no_worker_can_be_in_time():
 
 def test_a_late_request_gets_only_a_fast_worker_without_prompts():
     cell = Cell("a", "b")
-    for _ in range(FULL):
+    for _ in range(MOST):
         decoder = cell.start().decoder.worker
     assert cell.place(waits_for_others=True).reader.worker != decoder
     cell.start(500, computed=False)
-    assert cell.place(waits_for_others=True) is None
-    assert cell.place(must_place=True) is not None
+    assert cell.place(waits_for_others=True) is FULL
+    assert cell.place(must_place=True) is not FULL
 
 
 def test_overdue_prompts_are_behind_a_prompt_that_can_be_in_time():
     cell = Cell("a")
     for name in "xyz":
         cell.router.assign_prefill(name, PrefillChoice(key("a"), 0.0, 0.15, 1500, 0), [], due_at=1)
-    assert cell.place(1600) is None
+    assert cell.place(1600) is FULL
     for name in "xyz":
         cell.router.release(name, key("a"), None)
         cell.router.assign_prefill(name, PrefillChoice(key("a"), 0.0, 0.15, 1500, 0), [], due_at=-1)
@@ -210,9 +212,9 @@ def test_overdue_prompts_are_behind_a_prompt_that_can_be_in_time():
 def test_a_worker_gets_one_late_request_at_a_time_even_after_a_long_wait():
     cell = Cell("a")
     cell.start(1500, computed=False, due_at=-1.0)
-    assert cell.place(must_place=True) is None
-    assert cell.place(must_place=True, continues=True) is not None
-    assert cell.place() is not None
+    assert cell.place(must_place=True) is FULL
+    assert cell.place(must_place=True, continues=True) is not FULL
+    assert cell.place() is not FULL
 
 
 def test_prompts_take_longer_once_a_worker_decodes():
@@ -233,8 +235,8 @@ def test_a_request_without_room_in_the_kv_caches_waits():
     cell.start(3000)
     cell.start(3000)
     assert sorted(cell.num_decodes()) == [1, 1]
-    assert cell.place(3000) is None
-    assert cell.place(500) is not None
+    assert cell.place(3000) is FULL
+    assert cell.place(500) is not FULL
 
 
 def test_a_request_that_ends_with_its_first_token_needs_no_decoder():
@@ -243,7 +245,7 @@ def test_a_request_that_ends_with_its_first_token_needs_no_decoder():
 
 def test_without_workers_a_request_waits_and_is_not_late():
     cell = Cell()
-    assert cell.place() is None
+    assert cell.place() is FULL
     assert not cell.is_late(1000, due_in_s=0.0)
 
 
