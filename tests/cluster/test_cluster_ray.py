@@ -29,7 +29,7 @@ from baton.runtime.closing import Closing
 from baton.runtime.config import parse
 
 pytest.importorskip("ray")
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 # Timeout of a wait in seconds; it only bounds a test that hangs. Ray alone may take minutes to
 # start workers on a busy machine.

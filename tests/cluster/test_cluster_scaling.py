@@ -6,9 +6,13 @@ import os
 import signal
 
 import load_steps
+import pytest
 from load_steps import DECODE, baton, decoding, ids, prompt, until
 
 from baton.client import AdminClient, BatonClient
+
+# Several waits for a pool that grows, each up to the limit of a worker's start.
+pytestmark = pytest.mark.timeout(900)
 
 
 async def test_pools_follow_the_load_and_no_request_fails(up):
