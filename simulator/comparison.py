@@ -102,6 +102,7 @@ def setups(config: BatonConfig) -> list[Setup]:
         ),
         Setup("elastic", "static", own, prefill + decode - own, elastic=True),
         Setup("Baton, autoscaled", "baton", own, prefill + decode - own),
+        Setup("elastic, autoscaled", "baton", own, prefill + decode - own, elastic=True),
         Setup("HPA, autoscaled", "hpa", own, prefill + decode - own),
     ]
 
@@ -206,7 +207,7 @@ def concluded(rows: Sequence[Row], targets: Targets) -> Conclusion:
         f"instead of {_number(other.tpot_ms[99], 1)} ms."
     )
     for row in rows:
-        if row.setup.elastic:
+        if row.setup.elastic and row.setup.policy == "static":
             text += (
                 f" An elastic cell, without a split, attains {100 * row.figures.attained:.1f} %."
             )

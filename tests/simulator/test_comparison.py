@@ -49,11 +49,13 @@ def test_rows_are_colocated_serving_all_splits_elastic_and_the_autoscalers():
         ("3 prefill + 1 decode", "static", 3, 1),
         ("elastic", "static", 1, 3),
         ("Baton, autoscaled", "baton", 1, 3),
+        ("elastic, autoscaled", "baton", 1, 3),
         ("HPA, autoscaled", "hpa", 1, 3),
     ]
     assert [one.ratio for one in found if one.is_split] == ["1:3", "1:1", "3:1"]
     applied = [one.applied(config(1, 3)).elastic for one in found]
-    assert [one.name for one, elastic in zip(found, applied, strict=True) if elastic] == ["elastic"]
+    elastic = [one.name for one, is_elastic in zip(found, applied, strict=True) if is_elastic]
+    assert elastic == ["elastic", "elastic, autoscaled"]
 
 
 def test_colocated_serving_is_also_compared_with_the_configured_step_size():
@@ -172,7 +174,8 @@ def test_the_conclusion_names_the_best_split_and_its_distance_to_the_best_coloca
     assert "5.0 points more than" in comparison.concluded([PLAIN, better], Targets()).text
     elastic = row("elastic", 0.99)
     elastic = replace(elastic, setup=replace(elastic.setup, elastic=True))
-    found = comparison.concluded([PLAIN, better, elastic], Targets())
+    autoscaled = replace(elastic, setup=replace(elastic.setup, policy="baton"))
+    found = comparison.concluded([PLAIN, better, elastic, autoscaled], Targets())
     assert found.text.endswith(" An elastic cell, without a split, attains 99.0 %.")
     assert found.best is elastic
     equal = row("1 prefill + 1 decode", 0.9)
