@@ -83,8 +83,8 @@ def test_fewer_than_two_workers_cannot_be_split(prefill, decode):
 
 
 def test_two_workers_of_one_pool_can_be_split():
-    assert [one.prefill for one in comparison.setups(config(2, 0))[1:]] == [1] * 4
-    assert [one.prefill for one in comparison.setups(config(0, 2))[1:]] == [1] * 4
+    assert [one.prefill for one in comparison.setups(config(2, 0))[1:]] == [1] * 5
+    assert [one.prefill for one in comparison.setups(config(0, 2))[1:]] == [1] * 5
 
 
 def test_each_row_equals_the_single_simulation(tmp_path):
