@@ -75,11 +75,17 @@ class LatencyModel:
 
     def prefill_s(self, num_tokens: int) -> float:
         """Seconds for a whole prompt alone in one step; `num_tokens` excludes cached tokens."""
-        return (
-            self.prefill_base_s
-            + self.prefill_per_token_s * num_tokens
-            + self.prefill_per_token_squared_s * num_tokens**2
-        )
+        return self.prefill_base_s + self.chunk_s(0, num_tokens)
+
+    def chunk_s(self, num_done: int, num_tokens: int) -> float:
+        """Seconds that a prompt chunk adds to a step that computes something else as well.
+
+        Args:
+            num_done: Tokens of the prompt that earlier steps computed.
+            num_tokens: Tokens of the chunk.
+        """
+        squares = num_tokens * (2 * num_done + num_tokens)
+        return self.prefill_per_token_s * num_tokens + self.prefill_per_token_squared_s * squares
 
     def decode_step_s(self, num_requests: int, num_kv_tokens: int) -> float:
         """Seconds for one token of each of `num_requests` with `num_kv_tokens` in total."""

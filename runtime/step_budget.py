@@ -204,7 +204,7 @@ def prompt_tokens(
         count = max(0, min(most, prompt.num_left - grants[index], room))
         grants[index] += count
         room -= count
-        left_s -= _chunk_s(model, begin, count)
+        left_s -= model.chunk_s(begin, count)
 
     oldest = _oldest_running(prompts)
     if oldest is not None:
@@ -245,11 +245,6 @@ def _streams_s(model: LatencyModel, streams: Streams) -> float:
     return model.mixed_step_s(1, 0, streams.num_streams, streams.num_kv_tokens) - (
         model.prefill_per_token_s
     )
-
-
-def _chunk_s(model: LatencyModel, num_done: int, num_tokens: int) -> float:
-    squares = num_tokens * (2 * num_done + num_tokens)
-    return model.prefill_per_token_s * num_tokens + model.prefill_per_token_squared_s * squares
 
 
 def _fits(model: LatencyModel, num_done: int, seconds: float) -> int:

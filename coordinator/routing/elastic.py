@@ -163,10 +163,10 @@ class ElasticRule:
         most = (demand.num_tokens - 1) // size * size
         num_cached = min(num_cached_blocks * size, most)
         num_new = demand.num_tokens - num_cached
-        work_s = load.traits.latency.prefill_s(num_new)
-        if load.num_decodes:
-            # A step with decodes pays its base for them, and `prompt_speed` counts it.
-            work_s -= load.traits.latency.prefill_s(1)
+        latency = load.traits.latency
+        # A step with decodes pays its base for them, and `prompt_speed` counts it.
+        alone = not load.num_decodes
+        work_s = latency.prefill_s(num_new) if alone else latency.model.chunk_s(0, num_new)
         work_s /= load.prompt_speed
         predicted_s = load.ahead_s(num_new, self._router.now) + work_s
         return PrefillChoice(load.key, predicted_s, work_s, num_new, num_cached)

@@ -11,9 +11,6 @@ from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import StepTargets, Streams, prompt_speed
 
-# Half of the longest step without decodes (steps.prompt_step_ms), in seconds.
-_REST_OF_STEP_S = 0.1
-
 
 class Latency(Protocol):
     """Predicted seconds of prefills and decode steps on a worker kind (runtime/latency.py).
@@ -146,6 +143,8 @@ class WorkerLoad:
     _queued_s: float = 0.0
     _first_since: float = -math.inf
     _unassigned_tokens: int = 0
+    # Mean time until a step without decodes ends.
+    _rest_of_step_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.free_tokens = self.traits.kv_tokens
@@ -205,14 +204,15 @@ class WorkerLoad:
                 work_s += prefill.work_s / self.prompt_speed
             else:
                 has_others = True
-        return min(left_s, work_s + (_REST_OF_STEP_S if has_others else 0.0))
+        return min(left_s, work_s + (self._rest_of_step_s if has_others else 0.0))
 
     def has_late_prompt(self, now: float) -> bool:
         """Whether the first token of an assigned prompt is overdue."""
         return any(one.due_at < now for one in self._prefills.values())
 
     def predict_prompt_speed(self, targets: StepTargets, now: float) -> None:
-        """Updates `prompt_speed`, and the queue with it, after a change of the decodes."""
+        """Updates `prompt_speed`, and the queue with it, after a change of decodes or targets."""
+        self._rest_of_step_s = targets.prompt_step_s / 2
         saved_s = 0.0 if self.num_urgent else math.inf
         streams = Streams(len(self._decodes), self.mean_tokens, saved_s)
         speed = prompt_speed(self.traits.latency.model, targets, streams)

@@ -116,7 +116,7 @@ def test_a_prompt_beside_decodes_pays_no_base_of_its_own():
     alone_s = cell.place().reader.work_s
     cell.start()
     speed = cell.router.load(key("a")).prompt_speed
-    assert cell.place().reader.work_s * speed == pytest.approx(alone_s - MODEL.prefill_s(1))
+    assert cell.place().reader.work_s * speed == pytest.approx(alone_s - MODEL.prefill_base_s)
 
 
 def test_decodes_are_spread_evenly_over_the_fewest_workers_that_hold_them():
@@ -207,6 +207,16 @@ def test_overdue_prompts_are_behind_a_prompt_that_can_be_in_time():
     found = cell.place(1600).reader
     # Up to 100 ms of the step under way are left.
     assert found.work_s < found.predicted_s <= found.work_s + 0.1
+
+
+def test_half_a_step_without_decodes_may_be_left_before_a_shorter_prompt():
+    cell = Cell("a")
+    choice = PrefillChoice(key("a"), 0.0, 0.5, 5000, 0)
+    cell.router.assign_prefill("long", choice, [])
+    for prompt_step_s in (0.2, 0.1):
+        cell.router.set_step_targets(StepTargets(ITL_S, ITL_S, prompt_step_s))
+        found = cell.place(100).reader
+        assert found.predicted_s - found.work_s == pytest.approx(prompt_step_s / 2)
 
 
 def test_a_worker_gets_one_late_request_at_a_time_even_after_a_long_wait():
