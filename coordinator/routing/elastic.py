@@ -1,7 +1,8 @@
 """The placement rule of an elastic cell: any worker may compute a prompt and decode its output.
 
-All costs are predicted seconds. The rule compares all workers of a small cell; in a large one, the
-least loaded workers, those that hold the prompt's prefix, and the session's last workers.
+All costs are predicted seconds. The rule compares all workers of a small cell. A large cell is
+divided into groups, and the rule compares the workers of the least loaded group, those that hold
+the prompt's prefix, and the session's last workers.
 
 1. The reader computes the prompt: the worker where the first token comes soonest, behind the
    prompts that its engine computes first and at the speed that its decodes leave. Prefix hits

@@ -36,8 +36,6 @@ _NETWORK_BYTES_PER_S, _MEMORY_BYTES_PER_S = 1e9, 5e9
 _PACKED_ITL = 1.15
 # Maximum number of sessions; the least recently used are dropped.
 _MAX_SESSIONS = 65536
-# A placement in an elastic cell compares all workers of a cell that is not larger than this.
-_MAX_COMPARED = 16
 
 
 @dataclass(slots=True)
@@ -306,20 +304,21 @@ class Router:
         """Workers that a placement in an elastic cell compares.
 
         Returns:
-            All workers of a small cell that get work. Of a large cell, those that choices of a
-            prefill or a decode worker compare. With each, the number of leading prompt blocks in
-            its prefix cache.
+            The workers of the least loaded group that get work, the workers with the longest
+            prefixes, and the session's last workers. With each, the number of leading prompt
+            blocks in its prefix cache.
         """
         loads = self._loads
-        if len(loads.entries) <= _MAX_COMPARED:
-            return [
-                (entry, match.blocks_of(entry.key))
-                for entry in loads.entries.values()
-                if loads.pool(entry.key) is not None
-            ]
-        found = self._prefill_candidates(match, session)
-        found |= self._decode_candidates(match, session, None, apart=False)
-        return [(loads.entries[worker], num_blocks) for worker, num_blocks in found.items()]
+        group = loads.least_loaded_group()
+        found = {entry.key: entry for entry in group if loads.pool(entry.key) is not None}
+        if loads.num_groups > 1:
+            last = self._sessions.get(session) or _Session()
+            holders = match.longest(_NUM_HOLDERS, loads.open_prefill | loads.open_decode)
+            for worker in (*holders, last.prefill, last.decode):
+                entry = loads.get(worker)
+                if entry is not None and loads.pool(entry.key) is not None:
+                    found[entry.key] = entry
+        return [(entry, match.blocks_of(worker)) for worker, entry in found.items()]
 
     def takes_prompts(self, entry: WorkerLoad) -> bool:
         """Whether a worker is below its limit of prompts."""

@@ -240,6 +240,21 @@ def test_prompts_take_longer_once_a_worker_decodes():
     )
 
 
+def test_a_large_cell_is_divided_into_groups_that_share_the_load():
+    cell = Cell(*(f"w{number}" for number in range(80)))
+    assert len(cell.router.elastic_candidates(cell.match(), "")) == 27
+    decoders = {cell.start().decoder.worker for _ in range(3 * MOST)}
+    # Each group packs its outputs on one worker.
+    assert len(decoders) == 3
+    prompt = list(range(1600))
+    events = cluster_pb2.CacheEvents(stored=block_hashes(prompt, BLOCK))
+    for worker in (key(f"w{number}") for number in range(80)):
+        if worker not in decoders:
+            cell.router.apply_cache(worker, events)
+            assert cell.place(len(prompt), prompt).reader.worker == worker
+            cell.router.apply_cache(worker, cluster_pb2.CacheEvents(reset=True))
+
+
 def test_a_request_without_room_in_the_kv_caches_waits():
     cell = Cell("a", "b", kv_tokens=4000)
     cell.start(3000)
