@@ -9,7 +9,7 @@ from http_gateway import gateway
 
 from baton.client import AdminClient, BatonClient
 from baton.client.errors import UnauthenticatedError
-from baton.gateway import coordinator_queries
+from baton.gateway import cell, coordinator_queries
 from baton.gateway.coordinator_queries import QueryLimiter
 from baton.gateway.error_responses import HttpError
 
@@ -74,8 +74,9 @@ async def front(start_coordinator, keys):
 
 
 async def test_invalid_keys_open_no_connections(front, monkeypatch):
-    # With this timeout every query gets its turn, even on a slow machine.
+    # With these timeouts every query gets its turn and its answer, even on a slow machine.
     monkeypatch.setattr(coordinator_queries, "_QUEUE_TIMEOUT_S", WAIT_S)
+    monkeypatch.setattr(cell, "_QUERY_TIMEOUT_S", WAIT_S)
     client, relay, user, operator = front
 
     async def status(path, key):

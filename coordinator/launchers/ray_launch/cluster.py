@@ -23,6 +23,9 @@ NAME_PREFIX = "baton."
 # Object store size of a local Ray: the minimum that Ray accepts, because Baton does not use it.
 _OBJECT_STORE_BYTES = 80_000_000
 _DIAL_TIMEOUT_S = 5.0
+# How long an actor of the namespace may take to name its coordinator. One that does not answer is
+# killed, so the limit is far above what a live actor needs on a busy host.
+_ACTOR_TIMEOUT_S = 60.0
 
 
 class Refused(Exception):
@@ -79,7 +82,7 @@ def _reap(opening: wire.Open) -> None:
             continue
         try:
             actor = ray.get_actor(name)
-            other = ray.get(actor.coordinator.remote(), timeout=_DIAL_TIMEOUT_S)
+            other = ray.get(actor.coordinator.remote(), timeout=_ACTOR_TIMEOUT_S)
         except ValueError:
             # The actor has ended in the meantime.
             continue
