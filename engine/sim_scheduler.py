@@ -99,7 +99,9 @@ class LiveRequest:
         if self.order[0] > 0 or targets.itl_s is None:
             return math.inf
         if self.pace is None:
-            self.pace = StreamPace(now, len(self.tokens))
+            # After a handoff, the gap since the first token counts too.
+            handed_over = self.request.receive is not None
+            self.pace = StreamPace(self.submitted_at if handed_over else now, len(self.tokens))
         self.pace.advance(targets, now, len(self.tokens))
         return self.pace.saved_s
 

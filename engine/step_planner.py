@@ -71,7 +71,7 @@ class StepPlanner:
         if self._num_steps % _CLEAN_INTERVAL == 0:
             self._paces = {name: one for name, one in self._paces.items() if name in running}
 
-    def saved_s(self, name: str, num_tokens: int) -> float:
+    def saved_s(self, name: str, num_tokens: int, waited_s: float = 0.0) -> float:
         """Seconds by which a stream will be ahead of its ITL target when the step begins.
 
         Infinite without an ITL target.
@@ -79,12 +79,14 @@ class StepPlanner:
         Args:
             name: The stream's request.
             num_tokens: Its output tokens, including those of the steps under way.
+            waited_s: Seconds from its latest token until now, if that token was made elsewhere;
+                counts when the stream is new.
         """
         if self.targets.itl_s is None:
             return math.inf
         pace = self._paces.get(name)
         if pace is None:
-            pace = self._paces[name] = StreamPace(self._begins_at, num_tokens)
+            pace = self._paces[name] = StreamPace(self._begins_at - waited_s, num_tokens)
         pace.advance(self.targets, self._begins_at, num_tokens)
         return pace.saved_s
 

@@ -117,7 +117,7 @@ class BatonScheduler(Scheduler):
         chunks = [self._candidate(one, now, model) for one in self.running if _is_prompt(one)]
         arrivals, coming, blocked = self._divided(now, model)
         prompts = sorted([*chunks, *arrivals], key=_rank)
-        streams = self._streams(decodes)
+        streams = self._streams(decodes, now)
         # vLLM asks requests for their handoff only while tokens are left in the step.
         per_request = 1 + self.num_spec_tokens
         room = max(0, self._most_tokens - streams.num_tokens)
@@ -139,7 +139,7 @@ class BatonScheduler(Scheduler):
         total: int = streams.num_tokens + sum(grants) + reserve
         return max(1, min(total, int(self._most_tokens)))
 
-    def _streams(self, decodes: Sequence[Request]) -> Streams:
+    def _streams(self, decodes: Sequence[Request], now: float) -> Streams:
         num_tokens = num_kv_tokens = 0
         saved_s = math.inf
         for request in decodes:
@@ -151,7 +151,10 @@ class BatonScheduler(Scheduler):
             # Batch streams have no ITL target.
             if request.priority <= 0:
                 num_outputs = request.num_output_tokens + pending
-                saved_s = min(saved_s, self.planner.saved_s(request.request_id, num_outputs))
+                # The prefill worker made the first token just before this request arrived.
+                waited_s = max(0.0, now - request.arrival_time) if _awaits_handoff(request) else 0.0
+                found_s = self.planner.saved_s(request.request_id, num_outputs, waited_s)
+                saved_s = min(saved_s, found_s)
         num_drafts = num_tokens - len(decodes)
         return Streams(len(decodes), num_kv_tokens, saved_s, num_drafts)
 
@@ -255,7 +258,7 @@ def _is_prompt(request: Request) -> bool:
 
 
 def _awaits_handoff(request: Request) -> bool:
-    """Whether a request that has not run yet starts from a handoff."""
+    """Whether a request starts from a handoff, or did so and was never preempted."""
     return not request.num_preemptions and "baton_receive" in (request.kv_transfer_params or {})
 
 

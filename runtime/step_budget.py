@@ -134,7 +134,8 @@ class StreamPace:
     """Compares the tokens of one stream with its ITL target.
 
     Attributes:
-        at: When `num_tokens` was counted, in seconds.
+        at: When `num_tokens` was counted, in seconds. A new stream begins at its latest token, even
+            if another worker has made it.
         num_tokens: Output tokens of the stream so far.
         saved_s: Seconds by which the stream is ahead of its ITL target; negative when it is late.
     """

@@ -260,7 +260,9 @@ class Engine:
 
     def _join(self, request: SimulatedRequest) -> None:
         request.joined_at_step, request.num_sent = self._step, 0
-        request.pace = StreamPace(self.host.now, 0)
+        # After a handoff, the gap since the first token counts too.
+        last_at = self.host.now if math.isnan(request.last_at) else request.last_at
+        request.pace = StreamPace(last_at, 0)
         self._decoding[request] = None
         self._kv_decoding += request.num_tokens
         heapq.heappush(

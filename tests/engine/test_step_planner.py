@@ -54,6 +54,15 @@ def test_a_stream_saves_time_with_each_token_that_comes_early() -> None:
     assert planner.saved_s("r", 11) == pytest.approx(10 * MEAN_MARGIN * 0.05 - 0.1)
 
 
+def test_a_stream_that_was_handed_over_begins_with_the_gap_since_its_first_token() -> None:
+    planner = StepPlanner(PRIOR, lambda: TARGETS)
+    planner.begin(10.0, ("r",))
+    assert planner.saved_s("r", 0, waited_s=0.03) == pytest.approx(-0.03)
+    planner.begin(10.04, ("r",))
+    # Only the first call takes the wait into account.
+    assert planner.saved_s("r", 1, waited_s=0.07) == pytest.approx(MEAN_MARGIN * 0.05 - 0.07)
+
+
 def test_a_step_made_while_another_runs_begins_when_that_one_ends() -> None:
     planner = StepPlanner(PRIOR, lambda: TARGETS)
     planner.begin(10.0, ("r",))
