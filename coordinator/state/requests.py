@@ -161,7 +161,7 @@ class Prediction(NamedTuple):
 
 
 class Predicted(NamedTuple):
-    """What the coordinator predicted when it chose the workers of an attempt.
+    """Predictions of the coordinator when it chose the workers of an attempt.
 
     Attributes:
         prompt_worker: ID of the worker that computes the prompt.

@@ -792,7 +792,7 @@ Global___RequestInfo: _TypeAlias = RequestInfo  # noqa: Y015
 
 @_typing.final
 class PlacementInfo(_message.Message):
-    """What the coordinator predicted when it chose the workers of a request."""
+    """Predictions of the coordinator when it chose the workers of a request."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
