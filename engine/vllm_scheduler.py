@@ -151,8 +151,10 @@ class BatonScheduler(Scheduler):
             # Batch streams have no ITL target.
             if request.priority <= 0:
                 num_outputs = request.num_output_tokens + pending
-                # The prefill worker made the first token just before this request arrived.
-                waited_s = max(0.0, now - request.arrival_time) if _awaits_handoff(request) else 0.0
+                waited_s = 0.0
+                if not num_outputs and _is_handed_over(request):
+                    # The prefill worker made the first token just before this request arrived.
+                    waited_s = max(0.0, now - request.arrival_time)
                 found_s = self.planner.saved_s(request.request_id, num_outputs, waited_s)
                 saved_s = min(saved_s, found_s)
         num_drafts = num_tokens - len(decodes)
@@ -200,7 +202,7 @@ class BatonScheduler(Scheduler):
         arrivals: list[_Candidate] = []
         coming: list[Request] = []
         for request in self.waiting:
-            waits = request in self.deferred_waiting or _awaits_handoff(request)
+            waits = request in self.deferred_waiting or _is_handed_over(request)
             if waits or request.status not in _STARTS:
                 coming.append(request)
             else:
@@ -257,8 +259,8 @@ def _is_prompt(request: Request) -> bool:
     return bool(num_computed < request.num_tokens - 1 or not num_computed)
 
 
-def _awaits_handoff(request: Request) -> bool:
-    """Whether a request starts from a handoff, or did so and was never preempted."""
+def _is_handed_over(request: Request) -> bool:
+    """Whether a request starts from a handoff and has not been preempted since."""
     return not request.num_preemptions and "baton_receive" in (request.kv_transfer_params or {})
 
 

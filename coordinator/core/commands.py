@@ -109,8 +109,8 @@ class Commands:
         # Duration.FromMicroseconds does the same at several times the cost.
         seconds, micros = divmod(max(1, round((request.deadline - now) * 1e6)), 10**6)
         spec.timeout.seconds, spec.timeout.nanos = seconds, micros * 1000
-        if request.due_at < math.inf and not request.num_known:
-            spec.first_token_due_us = round((request.due_at - now) * 1e6)
+        if (due_at := request.first_token_due_at) < math.inf:
+            spec.first_token_due_us = round((due_at - now) * 1e6)
 
     def _handoff_plan(self, request: Request) -> cluster_pb2.HandoffPlan:
         decoder = self._workers.get(request.decode)

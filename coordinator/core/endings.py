@@ -49,8 +49,8 @@ def ended_request(
         error_code=error.code if error is not None else 0,
         error=str(error) if error is not None else "",
         session=request.submission.to.session,
-        ttft_target_s=stats.ttft_target_s(request),
-        itl_target_s=stats.itl_target_s(request),
+        ttft_target_s=stats.ttft_target_s(request.submission),
+        itl_target_s=stats.itl_target_s(request.submission),
         stalls=stalls,
         predicted=request.predicted,
     )

@@ -231,7 +231,7 @@ class RequestLifecycle:
     def stalls(self, request: Request) -> tuple[Stall, ...]:
         """Returns the longest gaps between a request's tokens that exceed its target, up to now."""
         worker = self._workers.get(request.decode)
-        target_s = self.stats.itl_target_s(request)
+        target_s = self.stats.itl_target_s(request.submission)
         return stalls(request, target_s, worker.slow_steps if worker is not None else ())
 
     def deltas(self) -> list[tuple[StreamKey, bytes]]:
@@ -432,7 +432,7 @@ class RequestLifecycle:
 
     def _due_at(self, submission: Submission) -> float:
         """Returns when the first token is due, by the core's clock; infinite without a target."""
-        target_s = submission.slo_ttft_s or self.stats.recent.ttft_target_s(submission.lane)
+        target_s = self.stats.ttft_target_s(submission)
         return math.inf if target_s is None else submission.arrived_at + target_s
 
     def _deadline(self, submission: Submission) -> float:

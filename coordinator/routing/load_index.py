@@ -72,8 +72,7 @@ class LoadIndex:
         """The group with the fewest requests per worker that gets work; empty without workers.
 
         A placement in an elastic cell compares the workers of one group, because comparing
-        hundreds for each request would cost too much. A group of some thirty workers attains as
-        much as a larger one.
+        hundreds for each request would cost too much.
         """
         if len(self._groups) < 2:
             return self._groups[0] if self._groups else ()

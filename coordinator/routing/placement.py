@@ -360,8 +360,7 @@ class Placer:
             choice,
             self.prompts.hashes_of(request),
             request.submission.session_id,
-            # A stream that continues is never late: its first token has been sent.
-            math.inf if request.num_known else request.due_at,
+            request.first_token_due_at,
         )
 
     def _demand(self, request: Request) -> Demand:
@@ -379,8 +378,7 @@ class Placer:
                 0 if most == 1 else self._outputs.expected(submission.lane, most, num_known)
             ),
             num_mean_tokens=self._num_mean_tokens(request),
-            # A stream that goes on elsewhere has had its first token.
-            due_in_s=math.inf if num_known else request.due_at - self.router.now,
+            due_in_s=request.first_token_due_at - self.router.now,
             itl_s=self._elastic_itl_s,
             others_go_first_if_late=not request.is_late and self._lane_of(request) != _BATCH,
             waits_for_others=(request.is_late or is_batch) and not must_place,

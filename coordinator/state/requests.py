@@ -301,6 +301,11 @@ class Request:
         """Number of this attempt on workers; never used twice for one key."""
         return self.attempts_before + self.attempt
 
+    @property
+    def first_token_due_at(self) -> float:
+        """Like `due_at`, but infinite once the output has begun: such a request is never late."""
+        return math.inf if self.token_ids else self.due_at
+
     def known_prompt(self, num_known: int) -> Sequence[int]:
         """Returns the known output tokens that the prefill worker computes with the prompt.
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import LANES
 from baton.coordinator.state.pools import POOL_OF
-from baton.coordinator.state.requests import EndedRequest, Request
+from baton.coordinator.state.requests import EndedRequest, Request, Submission
 from baton.coordinator.state.workers import Worker
 from baton.coordinator.telemetry.fleet_stats import FleetStats
 from baton.coordinator.telemetry.recent import Recent, Stage
@@ -215,19 +215,17 @@ class CoreStats:
             submission.tenant,
             request.num_prompt_tokens,
             ttft_s,
-            self.ttft_target_s(request),
+            self.ttft_target_s(request.submission),
             stages,
         )
 
-    def ttft_target_s(self, request: Request) -> float | None:
+    def ttft_target_s(self, submission: Submission) -> float | None:
         """Target for the request's time to first token; None: no target."""
-        lane = request.submission.lane
-        return request.submission.slo_ttft_s or self.recent.ttft_target_s(lane)
+        return submission.slo_ttft_s or self.recent.ttft_target_s(submission.lane)
 
-    def itl_target_s(self, request: Request) -> float | None:
+    def itl_target_s(self, submission: Submission) -> float | None:
         """Target for the gap between the request's tokens; None: no target."""
-        lane = request.submission.lane
-        return request.submission.slo_itl_s or self.recent.itl_target_s(lane)
+        return submission.slo_itl_s or self.recent.itl_target_s(submission.lane)
 
     def ended(self, request: Request, record: EndedRequest, outcome: str) -> None:
         lane = self.lanes[record.lane]

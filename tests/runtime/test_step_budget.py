@@ -122,17 +122,8 @@ def test_a_prompt_that_cannot_be_in_time_goes_behind_those_that_can() -> None:
 
 
 def test_a_late_prompt_does_not_starve_while_prompts_in_time_keep_coming() -> None:
-    left, waited_s, step_s = 2000, 0.0, 0.05
-    for _ in range(4000):
-        late = Prompt(2000 - left, left, 0, waited_s, left < 2000, due_in_s=-waited_s)
-        fresh = [Prompt(0, 2000, 0, 0.0, running=False, due_in_s=1.0) for _ in range(2)]
-        found = ordered([*fresh, late])
-        grants = prompt_tokens(MODEL, TARGETS, Streams(4, 4000, 0.0), found, 512)
-        left -= grants[found.index(late)]
-        waited_s += step_s
-        if left <= 0:
-            return
-    raise AssertionError(f"{left} tokens are left after {waited_s} s")
+    fresh = Prompt(0, 2000, 0, 0.0, running=False, due_in_s=1.0)
+    assert_computed(4000, [fresh, fresh], is_late=True)
 
 
 def test_a_long_prompt_is_overtaken_only_by_prompts_that_came_soon_after_it() -> None:
@@ -144,29 +135,27 @@ def test_a_long_prompt_is_overtaken_only_by_prompts_that_came_soon_after_it() ->
 
 def test_no_prompt_starves_while_short_ones_keep_coming() -> None:
     """Short prompts take more than a step's tokens in each step; the long one has no blocks yet."""
-    left, waited_s, step_s = 2000, 0.0, 0.05
-    for _ in range(4000):
-        short = Prompt(0, 2000, 0, 0.0, running=False)
-        long = Prompt(2000 - left, left, 0, waited_s, running=left < 2000)
-        found = ordered([Prompt(0, 500, 0, 0.0, False), short, long])
-        grants = prompt_tokens(MODEL, TARGETS, Streams(4, 4000, 0.0), found, 512)
-        left -= grants[found.index(long)]
-        waited_s += step_s
-        if left <= 0:
-            return
-    raise AssertionError(f"{left} tokens are left after {waited_s} s")
+    short = Prompt(0, 2000, 0, 0.0, running=False)
+    assert_computed(4000, [Prompt(0, 500, 0, 0.0, False), short])
 
 
 def test_a_batch_prompt_does_not_starve_while_interactive_prompts_keep_coming() -> None:
     """Interactive prompts take more than a step's tokens in each step."""
+    fresh = Prompt(0, 2000, 0, 0.0, running=False)
+    assert_computed(6000, [fresh, fresh, Prompt(500, 2000, 0, 1.0, running=True)], priority=1)
+
+
+def assert_computed(
+    num_steps: int, others: list[Prompt], *, priority: int = 0, is_late: bool = False
+) -> None:
+    """Asserts that 2,000 tokens are computed although each step begins with these others."""
     left, waited_s, step_s = 2000, 0.0, 0.05
-    for _ in range(6000):
-        batch = Prompt(2000 - left, left, 1, waited_s, running=left < 2000)
-        fresh = [Prompt(0, 2000, 0, 0.0, running=False) for _ in range(2)]
-        running = Prompt(500, 2000, 0, 1.0, running=True)
-        found = ordered([*fresh, running, batch])
+    for _ in range(num_steps):
+        due_in_s = -waited_s if is_late else math.inf
+        one = Prompt(2000 - left, left, priority, waited_s, left < 2000, due_in_s)
+        found = ordered([*others, one])
         grants = prompt_tokens(MODEL, TARGETS, Streams(4, 4000, 0.0), found, 512)
-        left -= grants[found.index(batch)]
+        left -= grants[next(index for index, each in enumerate(found) if each is one)]
         waited_s += step_s
         if left <= 0:
             return
