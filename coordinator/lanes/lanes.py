@@ -98,7 +98,7 @@ class Lanes:
         return queues.submitted_work_us[lane] / 1e6 if queues is not None else 0.0
 
     def wait_s(
-        self, submission: Submission, fleet: Fleet, work_s: float, num_workers: int
+        self, submission: Submission, fleet: Fleet, work_s: float, num_workers: float
     ) -> float:
         """Predicts how long a request that arrives now would wait for its turn, in seconds.
 
@@ -106,7 +106,7 @@ class Lanes:
             submission: The request, which is not queued.
             fleet: The fleet that it would wait for.
             work_s: Its own prefill work, in seconds.
-            num_workers: Number of workers that compute prompts.
+            num_workers: Number of workers that compute prompts; a worker at half speed counts half.
         """
         queues = self._fleets.get(fleet)
         if queues is None:

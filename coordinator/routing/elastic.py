@@ -125,6 +125,16 @@ class ElasticRule:
         decoder = self._decoder(found, demand)
         return ElasticPlacement(reader, decoder) if decoder is not None else NoPlacement.FULL
 
+    def soonest(self, match: PrefixMatch, num_tokens: int, session: str) -> PrefillChoice | None:
+        """Returns where the first token of a prompt would come soonest; None: there is no worker.
+
+        Unlike `place`, it counts the prompts ahead, however many.
+        """
+        found = self._candidates(
+            match, Demand(num_tokens, 0, 0, math.inf, math.inf, session=session)
+        )
+        return min((one.read for one in found), key=lambda one: one.predicted_s, default=None)
+
     def _candidates(self, match: PrefixMatch, demand: Demand) -> list[_Candidate]:
         found = self._router.elastic_candidates(match, demand.session)
         return [

@@ -64,6 +64,17 @@ class LoadIndex:
             self.file(entry)
 
     @property
+    def prompt_speed(self) -> float:
+        """Speed of all workers that compute prompts together; an idle worker counts 1.
+
+        The workers of the least loaded group stand for all.
+        """
+        if self._step_targets is None:
+            return float(self.num_prefill_workers)
+        speeds = [one.prompt_speed for one in self.least_loaded_group() if one.key in self._pools]
+        return self.num_prefill_workers * sum(speeds) / len(speeds) if speeds else 0.0
+
+    @property
     def num_groups(self) -> int:
         """Number of groups that a placement in an elastic cell chooses from."""
         return len(self._groups)

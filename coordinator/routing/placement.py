@@ -106,7 +106,7 @@ class Placer:
         self.batch_prompts = BatchPrompts(self.router, workers)
         self.prompts = PromptBlocks(self.router, workers)
         self.predictions = Predictions(
-            self.router, workers, self.prompts, self.batch_prompts, outputs, config
+            self.router, workers, self.prompts, self.batch_prompts, outputs, config, self._rule
         )
 
     def set_targets(self, targets: LaneTargetsConfig) -> None:

@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Callable
 
 from baton.coordinator.routing.batch_prompts import BatchPrompts
+from baton.coordinator.routing.choices import PrefillChoice
+from baton.coordinator.routing.elastic import ElasticRule
 from baton.coordinator.routing.output_lengths import OutputLengths, max_output_tokens
 from baton.coordinator.routing.prefix_index import PrefixMatch
 from baton.coordinator.routing.prompt_blocks import PromptBlocks
@@ -30,6 +32,7 @@ class Predictions:
         batch_prompts: Batch prompts that may be preempted for interactive prompts.
         outputs: Prediction of output lengths.
         config: Source of the latency model for unmeasured workers and of the long-prompt limit.
+        rule: Placement rule of an elastic cell; None: prompts go to prefill workers.
     """
 
     def __init__(
@@ -40,8 +43,10 @@ class Predictions:
         batch_prompts: BatchPrompts,
         outputs: OutputLengths,
         config: CoreConfig,
+        rule: ElasticRule | None,
     ) -> None:
         self._router, self._workers, self._prompts = router, workers, prompts
+        self._rule = rule
         self._batch_prompts, self._outputs = batch_prompts, outputs
         self._unmeasured = config.latency
         self._long_prompt_tokens = config.lanes.long_prompt_tokens
@@ -76,7 +81,7 @@ class Predictions:
         return prefill_s, num_tokens, self._outputs.mean(submission.lane, most or num_tokens)
 
     def ttft(
-        self, submission: Submission, hashes: array[int], in_lane_s: Callable[[float, int], float]
+        self, submission: Submission, hashes: array[int], in_lane_s: Callable[[float, float], float]
     ) -> Prediction | None:
         """Predicts the time to first token of a request, including all queues ahead of it.
 
@@ -84,19 +89,17 @@ class Predictions:
             submission: the request, which is not queued.
             hashes: hashes of the prompt's blocks.
             in_lane_s: function that predicts the seconds of waiting in the lane; its arguments are
-                the seconds of the request's own work and the number of prefill workers.
+                the seconds of the request's own work and the number of prefill workers. A worker
+                that computes prompts at half speed beside its decodes counts half.
 
         Returns:
-            None while there is no prefill worker.
+            None while no worker computes prompts.
         """
-        num_workers = self._router.num_prefill_workers
-        if not num_workers:
-            return None
-        choice = self._router.choose_prefill(
-            self._router.match(hashes), len(submission.prompt_token_ids), submission.session_id
-        )
+        num_tokens, session = len(submission.prompt_token_ids), submission.session_id
+        choice = self._soonest(self._router.match(hashes), num_tokens, session)
         if choice is None:
             return None
+        num_workers = self._router.prompt_speed
         wait_s = choice.predicted_s - choice.work_s
         entry, worker = self._router.load(choice.worker), self._workers.get(choice.worker)
         if (
@@ -112,18 +115,16 @@ class Predictions:
         return Prediction(wait_s, choice.work_s)
 
     def at_a_prefill_worker_s(self, request: Request, match: PrefixMatch) -> float:
-        """Predicted seconds until a request's next token if a prefill worker queued it now.
+        """Predicted seconds until a request's next token if it were queued at a worker now.
 
         Args:
             request: the request.
             match: prefix match of the request's prompt.
 
         Returns:
-            Seconds; infinite if there is no prefill worker.
+            Seconds; infinite if no worker computes prompts.
         """
-        choice = self._router.choose_prefill(
-            match, request.num_prefill_tokens, request.submission.session_id
-        )
+        choice = self._soonest(match, request.num_prefill_tokens, request.submission.session_id)
         return choice.predicted_s if choice is not None else math.inf
 
     def here_s(self, request: Request) -> float:
@@ -150,11 +151,17 @@ class Predictions:
             waiting_s: seconds of prefill work that wait in the lanes.
 
         Returns:
-            Seconds; infinite if there is no prefill worker.
+            Seconds; infinite if no worker computes prompts.
         """
-        num_workers = self._router.num_prefill_workers
-        queued_s = waiting_s / num_workers if num_workers else 0.0
+        speed = self._router.prompt_speed
+        queued_s = waiting_s / speed if speed else 0.0
         return self.at_a_prefill_worker_s(request, self._prompts.match(request)) + queued_s
+
+    def _soonest(self, match: PrefixMatch, num_tokens: int, session: str) -> PrefillChoice | None:
+        """Where a prompt would be computed if it were queued at a worker now."""
+        if self._rule is not None:
+            return self._rule.soonest(match, num_tokens, session)
+        return self._router.choose_prefill(match, num_tokens, session)
 
     def _unmeasured_prefill_s(self, num_tokens: int) -> float:
         """Prefill seconds by the configured latency model, without any cached prefix."""

@@ -137,6 +137,11 @@ class Router:
         """Number of workers in the prefill pool, including full workers."""
         return self._loads.num_prefill_workers
 
+    @property
+    def prompt_speed(self) -> float:
+        """Speed of all workers that compute prompts together; an idle worker counts 1."""
+        return self._loads.prompt_speed
+
     def idlest_prefill(self) -> WorkerLoad | None:
         """The prefill worker with the shortest queue; None if all are full."""
         return self._loads.get(self._loads.by_queue.least())

@@ -6,16 +6,18 @@ import math
 from dataclasses import dataclass, replace
 
 import pytest
+from virtual_cell import VirtualCell, WorkerShape
 
 from baton.coordinator.routing.choices import NoPlacement, PrefillChoice
 from baton.coordinator.routing.elastic import Demand, ElasticRule
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerTraits
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.block_hashes import block_hashes
-from baton.runtime.config import LaneTargetsConfig, TargetsConfig
+from baton.runtime.config import LaneTargetsConfig, TargetsConfig, parse
 from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import StepTargets
 from baton.v1 import cluster_pb2, common_pb2
@@ -304,3 +306,26 @@ def test_only_requests_of_the_interactive_lane_go_behind_the_others(new_world):
     late = {one.submission.lane for one in waiting if one.is_late}
     assert late == {common_pb2.LANE_INTERACTIVE}
     assert {one.submission.lane for one in waiting} > late
+
+
+def test_admission_predicts_a_first_token_at_the_speed_that_decodes_leave():
+    values = {
+        "model": "simulated",
+        "elastic": True,
+        "latency": {"prefill_per_token_ms": 0.1, "step_base_ms": 10, "step_per_request_ms": 1},
+        "scaling": {"targets": {"interactive": {"ttft_ms": 60000, "itl_ms": 20}}},
+    }
+    made = VirtualCell(CoreConfig.of(parse(values, "test")))
+    shape = WorkerShape(LatencyModel(0.005, 1e-4, 0.0, 0.010, 0.001, 0.0))
+    made.add_worker("a", common_pb2.ROLE_PREFILL, shape)
+    made.add_worker("b", common_pb2.ROLE_DECODE, shape)
+    made.run(made.now + 1)
+    idle = made.submit(1000, 2, slo_ttft_s=0.3)
+    made.run(made.now + 1)
+    assert idle.ttft_s <= 0.3
+    # Both workers decode as many requests as the ITL target allows.
+    for _ in range(16):
+        made.submit(16, 2000)
+        made.run(made.now + 0.1)
+    busy = made.submit(1000, 2, slo_ttft_s=0.3)
+    assert busy.error.reason == "TOO_LATE"
