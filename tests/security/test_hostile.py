@@ -98,14 +98,15 @@ async def test_concurrent_calls_have_a_limit(start_coordinator):
         stub = inference_pb2_grpc.InferenceStub(channel)
         sessions = [stub.Session() for _ in range(2)]
         submit = inference_pb2.Submit(stream=1, request=inference_pb2.GenerateRequest(text="a"))
-        for session in sessions:
-            await session.write(inference_pb2.SessionRequest(submit=submit))
+        async with asyncio.timeout(WAIT_S):
+            for session in sessions:
+                await session.write(inference_pb2.SessionRequest(submit=submit))
+                # After an answer, the coordinator counts the call.
+                assert isinstance(await session.read(), inference_pb2.SessionEvents)
         async with rpc.channel(running.address) as other:
             async with asyncio.timeout(WAIT_S):
-                while True:
-                    call = inference_pb2_grpc.InferenceStub(other).Session()
-                    if await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
-                        break
+                call = inference_pb2_grpc.InferenceStub(other).Session()
+                assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             for session in sessions:
                 session.cancel()
             # The cancelled calls no longer count.
