@@ -77,15 +77,19 @@ def _reap(opening: wire.Open) -> None:
     Raises:
         Refused: The other coordinator is still running.
     """
+    actors = {}
     for name in list_named_actors():
-        if not name.startswith(NAME_PREFIX):
-            continue
+        # An actor that has ended in the meantime is not found.
+        with contextlib.suppress(ValueError):
+            if name.startswith(NAME_PREFIX):
+                actors[name] = ray.get_actor(name)
+    answers = {name: actor.coordinator.remote() for name, actor in actors.items()}
+    if answers:
+        # All actors answer within one timeout, however many they are.
+        ray.wait(list(answers.values()), num_returns=len(answers), timeout=_ACTOR_TIMEOUT_S)
+    for name, answer in answers.items():
         try:
-            actor = ray.get_actor(name)
-            other = ray.get(actor.coordinator.remote(), timeout=_ACTOR_TIMEOUT_S)
-        except ValueError:
-            # The actor has ended in the meantime.
-            continue
+            other = ray.get(answer, timeout=0)
         except Exception:
             other = ""
         if other not in ("", opening.coordinator) and _answers(other):
@@ -94,7 +98,7 @@ def _reap(opening: wire.Open) -> None:
                 "give each coordinator its own"
             )
         print(f"baton: ended {name}, left by an earlier coordinator", file=sys.stderr, flush=True)
-        ray.kill(actor, no_restart=True)
+        ray.kill(actors[name], no_restart=True)
 
 
 def _answers(address: str) -> bool:
