@@ -14,7 +14,6 @@ from baton.load import stats
 
 # Token IDs of the demo tokenizer without special tokens.
 TOKEN_IDS = range(5, 430)
-LONG_SHARE = 0.25
 PERCENTILES = (50, 90, 99)
 
 
@@ -36,6 +35,15 @@ class Kind:
 
 
 SHORT, LONG = Kind("short", 64, 64), Kind("long", 1500, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Which share of the requests is of which kind."""
+
+    short: Kind = SHORT
+    long: Kind = LONG
+    long_share: float = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +75,19 @@ class Answer:
 Send: TypeAlias = Callable[[Arrival], Awaitable[Timed | None]]
 
 
-def arrivals(seed: str, rate: float, count: int) -> list[Arrival]:
+def arrivals(seed: str, rate: float, count: int, mix: Mix = Mix()) -> list[Arrival]:
     """Returns Poisson arrivals. Another rate gives the same requests with scaled times.
 
     Args:
         seed: Seed of times, kinds and prompts.
         rate: Requests/s.
         count: Number of requests.
+        mix: Kinds of the requests.
     """
     source, at, made = random.Random(seed), 0.0, []
     for _ in range(count):
         at += source.expovariate(1.0)
-        kind = LONG if source.random() < LONG_SHARE else SHORT
+        kind = mix.long if source.random() < mix.long_share else mix.short
         prompt = source.choices(TOKEN_IDS, k=kind.prompt_tokens)
         made.append(Arrival(at / rate, kind, prompt))
     return made
@@ -116,7 +125,7 @@ def summary(answers: Sequence[Answer], slo: Slo) -> dict[str, float]:
         **_ttfts("ttft", timed),
     }
     for kind in (SHORT, LONG):
-        of_kind = [one for one in answers if one.arrival.kind == kind]
+        of_kind = [one for one in answers if one.arrival.kind.name == kind.name]
         made[f"{kind.name}_met_share"] = share_met(of_kind, slo) if of_kind else float("nan")
         made |= _ttfts(f"{kind.name}_ttft", [one.timed for one in of_kind if one.timed])
     made |= {
@@ -135,7 +144,7 @@ def stages(answers: Sequence[Answer]) -> Iterator[tuple[str, str, list[float]]]:
     for kind in (SHORT, LONG):
         found: dict[str, list[float]] = {}
         for one in answers:
-            if one.arrival.kind != kind or one.timed is None or one.timed.budget is None:
+            if one.arrival.kind.name != kind.name or one.timed is None or one.timed.budget is None:
                 continue
             for stage in dict.fromkeys(entry.stage for entry in one.timed.budget.stages):
                 found.setdefault(stage, []).append(one.timed.stage_s(stage) * 1e3)

@@ -232,6 +232,13 @@ def module(name: str, arguments: list[str]) -> Iterator[Process]:
 
 
 @contextlib.contextmanager
+def code(text: str) -> Iterator[None]:
+    """Runs Python code as a process."""
+    with _running([sys.executable, "-c", text], {}):
+        yield
+
+
+@contextlib.contextmanager
 def _running(
     command: list[str], environment: dict[str, str]
 ) -> Iterator[tuple[subprocess.Popen[str], Path]]:

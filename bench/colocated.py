@@ -1,0 +1,233 @@
+"""Compares Baton with two plain vLLM servers under a mixed load, on two cores.
+
+`python -m baton.bench.colocated --help`. Every system has the same two engines, each on one core:
+Baton's prefill and decode worker, strict and elastic, and two plain servers behind round robin and
+behind least loaded. All get the same requests at the same times, one system after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import statistics
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, Literal, get_args
+
+import aiohttp
+
+from baton.bench import interrupts, mixed_load, streams, systems
+from baton.bench.mixed_load import Answer, Arrival, Mix, Slo
+from baton.bench.streams import Timed
+from baton.client.client import BatonClient
+from baton.load import stats
+from baton.runtime import demo_model
+from baton.simulator.colocated import Balancer
+
+MODEL = "demo-88m"
+SLO = Slo(ttft_s=3.0, itl_s=0.05)
+READY_TIMEOUT_S = 300.0
+# A pause after requests that do not count, which end a vLLM rank's spinning.
+SPIN_S = 1.5
+# Requests before the counted ones: every system has measured or compiled its steps then.
+UNCOUNTED_RATE = 2.0
+# The process that keeps a core half busy: seconds of work, then of sleep.
+HALF_BUSY = (
+    "import os, time\n"
+    "os.sched_setaffinity(0, {%d})\n"
+    "while True:\n"
+    "    end = time.perf_counter() + 0.02\n"
+    "    while time.perf_counter() < end: pass\n"
+    "    time.sleep(0.02)\n"
+)
+MIXES = {
+    "quarter": Mix(),
+    "long": Mix(long_share=0.7),
+    "short": Mix(short=mixed_load.Kind("short", 64, 256), long_share=0.0),
+}
+
+System = Literal["strict", "elastic", "round robin", "least loaded"]
+SYSTEMS: tuple[System, ...] = get_args(System)
+
+
+def plain_sender(http: aiohttp.ClientSession, server: systems.Process) -> mixed_load.Send:
+    async def send(arrival: Arrival) -> Timed:
+        number = arrival.kind.output_tokens
+        return await streams.through_vllm(http, server.address, arrival.prompt, number)
+
+    return send
+
+
+def round_robin(senders: Sequence[mixed_load.Send]) -> mixed_load.Send:
+    turns = itertools.cycle(senders)
+
+    async def send(arrival: Arrival) -> Timed | None:
+        return await next(turns)(arrival)
+
+    return send
+
+
+def least_loaded(
+    http: aiohttp.ClientSession, servers: Sequence[systems.Process]
+) -> mixed_load.Send:
+    balancer = Balancer(len(servers))
+    senders = [plain_sender(http, server) for server in servers]
+
+    async def send(arrival: Arrival) -> Timed | None:
+        index = balancer.send()
+        try:
+            return await senders[index](arrival)
+        finally:
+            balancer.finished(index)
+
+    return send
+
+
+@contextlib.asynccontextmanager
+async def plain(
+    arguments: dict[str, Any], cores: tuple[str, str], wanted: Sequence[System]
+) -> AsyncIterator[dict[System, mixed_load.Send]]:
+    """Two plain servers, and the balancers in front of them."""
+    timeout = aiohttp.ClientTimeout(total=streams.REQUEST_TIMEOUT_S)
+    with systems.plain_pair(demo_model.ensure(MODEL), arguments, cores) as servers:
+        async with aiohttp.ClientSession(timeout=timeout) as http:
+            senders = {
+                "round robin": round_robin([plain_sender(http, one) for one in servers]),
+                "least loaded": least_loaded(http, servers),
+            }
+            yield {name: senders[name] for name in wanted if name in senders}
+
+
+@contextlib.asynccontextmanager
+async def baton(
+    arguments: dict[str, Any], cores: tuple[str, str], *, elastic: bool
+) -> AsyncIterator[mixed_load.Send]:
+    settings = {
+        "elastic": elastic,
+        "scaling": {
+            "targets": {"interactive": {"ttft_ms": SLO.ttft_s * 1e3, "itl_ms": SLO.itl_s * 1e3}}
+        },
+    }
+    with systems.baton(demo_model.ensure(MODEL), arguments, cores, settings) as cluster:
+        async with BatonClient(cluster.coordinator.address) as client:
+            await client.wait_ready(READY_TIMEOUT_S)
+
+            async def send(arrival: Arrival) -> Timed:
+                number = arrival.kind.output_tokens
+                return await streams.through_baton(client, arrival.prompt, number)
+
+            yield send
+
+
+def row(system: System, case: dict[str, Any], answers: list[Answer]) -> dict[str, Any]:
+    """Returns the figures of one run."""
+    found = mixed_load.summary(answers, SLO)
+    names = ("short_ttft_p50_ms", "short_ttft_p90_ms", "long_ttft_p50_ms", "itl_p99_ms")
+    shares = ("met_share", "short_met_share", "long_met_share")
+    return {
+        "system": system,
+        **case,
+        **{name: round(found[name], 1) for name in names},
+        **{name: round(found[name], 3) for name in shares},
+    }
+
+
+def budget(answers: list[Answer]) -> dict[str, list[float]]:
+    """Returns the median and the 90th percentile of each stage, in ms, for Baton's requests."""
+    return {
+        f"{kind} {stage}": [
+            round(statistics.median(values), 1),
+            round(stats.percentile(values, 90), 1),
+        ]
+        for kind, stage, values in mixed_load.stages(answers)
+    }
+
+
+@contextlib.contextmanager
+def half_busy(core: str, *, wanted: bool) -> Iterator[None]:
+    """Keeps a core half busy with another process."""
+    if not wanted:
+        yield
+        return
+    with systems.code(HALF_BUSY % int(core)):
+        yield
+
+
+async def measure(given: argparse.Namespace) -> None:
+    """Prints one line of JSON per run."""
+    arguments = systems.engine_args(MODEL, 64)
+    arguments["max_num_batched_tokens"] = 2048
+    cores = sorted(os.sched_getaffinity(0))
+    pair = str(cores[0]), str(cores[1 % len(cores)])
+    cases = [
+        {"mix": mix, "rate": rate, "seed": seed, "half_busy": busy}
+        for mix, rate in given.cases
+        for busy in ([False, True] if given.half_busy else [False])
+        for seed in given.seeds
+    ]
+
+    async def run(system: System, send: mixed_load.Send) -> None:
+        uncounted = mixed_load.arrivals(f"first {system}", UNCOUNTED_RATE, given.uncounted)
+        await mixed_load.open_loop(send, uncounted)
+        for case in cases:
+            await asyncio.sleep(SPIN_S)
+            # No prompt occurs twice, so prefix caches have no effect.
+            seed = f"{case['mix']} {case['rate']} {case['half_busy']} {case['seed']}"
+            seed += "" if system != "least loaded" else " again"
+            load = mixed_load.arrivals(seed, case["rate"], given.requests, MIXES[case["mix"]])
+            with half_busy(pair[0], wanted=case["half_busy"]):
+                answers = await mixed_load.open_loop(send, load)
+            print(json.dumps(row(system, case, answers)), flush=True)
+            if given.budget and system in ("strict", "elastic"):
+                print(json.dumps(budget(answers)), file=sys.stderr, flush=True)
+
+    if {"round robin", "least loaded"} & set(given.systems):
+        async with plain(arguments, pair, given.systems) as senders:
+            for name, send in senders.items():
+                await run(name, send)
+    for name in given.systems:
+        if name in ("strict", "elastic"):
+            async with baton(arguments, pair, elastic=name == "elastic") as send:
+                await run(name, send)
+
+
+def case(text: str) -> tuple[str, float]:
+    mix, _, rate = text.partition(":")
+    if mix not in MIXES:
+        raise argparse.ArgumentTypeError(f"{text!r}: the mix must be one of {', '.join(MIXES)}")
+    return mix, float(rate)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS)
+    parser.add_argument(
+        "--cases",
+        type=case,
+        nargs="+",
+        default=[("quarter", 1.2), ("quarter", 2.0), ("quarter", 3.2), ("long", 1.8)],
+        help="MIX:RATE in requests/s. Mixes: quarter (a quarter of the prompts is long), long "
+        "(70 %% are), short (none is, with 256 tokens of output).",
+    )
+    parser.add_argument("--requests", type=int, default=60, help="Requests of one run.")
+    parser.add_argument(
+        "--uncounted", type=int, default=16, help="Requests before the counted ones."
+    )
+    parser.add_argument("--seeds", nargs="+", default=["1"], help="Seeds of the requests.")
+    parser.add_argument(
+        "--half-busy", action="store_true", help="Repeat each run with one core half busy."
+    )
+    parser.add_argument(
+        "--budget", action="store_true", help="Print the stages of Baton's requests to stderr."
+    )
+    given = parser.parse_args()
+    interrupts.on_sigterm()
+    asyncio.run(measure(given))
+
+
+if __name__ == "__main__":
+    main()
