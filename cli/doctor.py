@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
 from baton.cli import options
 
+if TYPE_CHECKING:
+    from baton.client import AdminClient
+    from baton.v1 import admin_pb2
 
-def doctor(address: options.Address = None, as_json: options.Json = False) -> None:
+    _Asked: TypeAlias = tuple[
+        admin_pb2.GetStatusResponse, list[admin_pb2.WorkerInfo], list[admin_pb2.RequestInfo]
+    ]
+
+
+def doctor(
+    address: options.Address = None,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="Simulate the latest requests with colocated serving, the present split and an "
+            "elastic cell.",
+        ),
+    ] = False,
+    as_json: options.Json = False,
+) -> None:
     """Find out what is slow now, and what to change first.
 
-    Each finding names the slow stage and the evidence.
+    Each finding names the slow stage and the evidence. With --compare, it says instead which way of
+    serving would suit the latest requests best.
 
-    Exit codes: 0 healthy, 1 there are findings.
+    Exit codes: 0 healthy, 1 there are findings. With --compare: 0 compared, 1 too little is known.
     """
+    if compare:
+        _compare(address, as_json=as_json)
+        return
     from baton.cli.admin_calls import call_admin
     from baton.cli.output import print_json
     from baton.client.doctor import diagnose, summary
@@ -42,3 +66,35 @@ def doctor(address: options.Address = None, as_json: options.Json = False) -> No
                 print(f"   - {line}")
             print(f"   first: {one.first}")
     raise typer.Exit(1 if findings else 0)
+
+
+def _compare(address: str | None, *, as_json: bool) -> None:
+    from baton.cli.admin_calls import call_admin
+    from baton.cli.output import print_json
+    from baton.cli.simulate_compare import print_rows, simulated_rows
+    from baton.simulator import comparison
+    from baton.simulator.measured import NotMeasured, measured
+
+    async def ask(admin: AdminClient) -> _Asked:
+        requests = await admin.list_requests(include_ended=True)
+        return await admin.get_status(), await admin.list_workers(), requests
+
+    try:
+        cell = measured(*call_admin(address, ask))
+    except NotMeasured as missing:
+        typer.echo(f"baton: {missing}", err=True)
+        raise typer.Exit(1) from None
+    rows = simulated_rows(cell.config, cell.arrivals, cell.setups())
+    best, text = cell.best(rows), cell.conclusion(rows)
+    if as_json:
+        print_json(
+            {"conclusion": text, "best": best.setup.name, "rows": comparison.rows_as_json(rows)}
+        )
+        return
+    lasted_s = cell.arrivals[-1].at_s
+    print(
+        f"The latest {len(cell.arrivals)} requests that ended, which arrived in {lasted_s:.0f} s:"
+    )
+    print()
+    print_rows(rows, best, cell.targets, "--json has all")
+    print(text)

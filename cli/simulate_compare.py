@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from baton.coordinator.state.scaling_config import Targets
     from baton.load.traces import Arrival
     from baton.runtime.config import BatonConfig
     from baton.simulator.comparison import Row, Setup
@@ -23,30 +24,39 @@ def compare(config: BatonConfig, arrivals: Sequence[Arrival], json_file: Path | 
     Raises:
         ValueError: there are too few workers, or a request is too long.
     """
-    from baton.cli.output import print_table
     from baton.coordinator.state.scaling_config import scaling_config
     from baton.simulator import comparison
 
     targets = dict(scaling_config(config).targets)["interactive"]
-    rows = _rows(config, arrivals, comparison.setups(config))
+    rows = simulated_rows(config, arrivals, comparison.setups(config))
     found = comparison.concluded(rows, targets)
     if json_file is not None:
         text = json.dumps(comparison.as_json(rows, found), indent=1)
         json_file.write_text(text + "\n", encoding="utf-8")
-    print_table(
-        comparison.COLUMNS,
-        comparison.table(rows, found.best),
-        "",
-        spare=comparison.SPARE,
-        left_out_hint="--json FILE has all",
-    )
-    print()
-    print(comparison.legend(targets))
+    print_rows(rows, found.best, targets, "--json FILE has all")
     print(f"best: {found.rule}.")
     print(found.text)
 
 
-def _rows(config: BatonConfig, arrivals: Sequence[Arrival], setups: Sequence[Setup]) -> list[Row]:
+def print_rows(rows: Sequence[Row], best: Row, targets: Targets, left_out_hint: str) -> None:
+    """Prints the table of a comparison, and what its columns mean."""
+    from baton.cli.output import print_table
+    from baton.simulator import comparison
+
+    print_table(
+        comparison.COLUMNS,
+        comparison.table(rows, best),
+        "",
+        spare=comparison.SPARE,
+        left_out_hint=left_out_hint,
+    )
+    print()
+    print(comparison.legend(targets))
+
+
+def simulated_rows(
+    config: BatonConfig, arrivals: Sequence[Arrival], setups: Sequence[Setup]
+) -> list[Row]:
     """Runs the simulations; shows their progress on standard error if that is a terminal."""
     from concurrent.futures.process import BrokenProcessPool
 

@@ -94,7 +94,7 @@ def setups(config: BatonConfig) -> list[Setup]:
         )
     own = max(1, min(prefill, prefill + decode - 1))
     return [
-        *_colocated(config),
+        *colocated(config),
         *(
             Setup(f"{one} prefill + {prefill + decode - one} decode", "static", one, rest)
             for one in splits(prefill + decode, own)
@@ -107,7 +107,7 @@ def setups(config: BatonConfig) -> list[Setup]:
     ]
 
 
-def _colocated(config: BatonConfig) -> list[Setup]:
+def colocated(config: BatonConfig) -> list[Setup]:
     """Returns plain servers with vLLM's default step size, and with the configured step size."""
     configured = config.simulated.max_num_batched_tokens
     return [
@@ -296,19 +296,26 @@ def _number(value: float, digits: int) -> str:
 
 
 def as_json(rows: Sequence[Row], conclusion: Conclusion) -> dict[str, Any]:
-    """Returns the rows as JSON; their figures have the keys of a single simulation."""
+    """Returns a comparison as JSON."""
     return {
         "kind": "simulate-compare",
         "best": conclusion.best.setup.name,
         "rule": conclusion.rule,
         "conclusion": conclusion.text,
         "rows": [
-            {
-                **asdict(row.setup),
-                "best": row is conclusion.best,
-                **{name: plain(value) for name, value in asdict(row.figures).items()},
-                "failures": dict(row.failures),
-            }
-            for row in rows
+            {**one, "best": row is conclusion.best}
+            for one, row in zip(rows_as_json(rows), rows, strict=True)
         ],
     }
+
+
+def rows_as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Returns the rows as JSON; their figures have the keys of a single simulation."""
+    return [
+        {
+            **asdict(row.setup),
+            **{name: plain(value) for name, value in asdict(row.figures).items()},
+            "failures": dict(row.failures),
+        }
+        for row in rows
+    ]

@@ -70,6 +70,15 @@ class LiveCell(VirtualCell):
         asked = admin_pb2.GetStatusRequest(include_history=include_history)
         return asyncio.run(self._admin.GetStatus(asked, None))
 
+    def list_workers(self) -> list[admin_pb2.WorkerInfo]:
+        return list(
+            asyncio.run(self._admin.ListWorkers(admin_pb2.ListWorkersRequest(), None)).workers
+        )
+
+    def list_requests(self) -> list[admin_pb2.RequestInfo]:
+        asked = admin_pb2.ListRequestsRequest(include_ended=True)
+        return list(asyncio.run(self._admin.ListRequests(asked, None)).requests)
+
     def sample(self) -> None:
         self._admin.sample()
 

@@ -949,11 +949,14 @@ class GetStatusResponse(_message.Message):
     NUM_WORKERS_UNRESPONSIVE_FIELD_NUMBER: _builtins.int
     COLD_STARTS_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
+    ELASTIC_FIELD_NUMBER: _builtins.int
     num_recoveries: _builtins.int
     """Attempts that failed and continued on another worker, and preemptions of batch requests."""
     num_parked: _builtins.int
     num_workers_lost: _builtins.int
     num_workers_unresponsive: _builtins.int
+    elastic: _builtins.bool
+    """Whether any worker may compute prompts and decode (configuration key `elastic`)."""
     @_builtins.property
     def at(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -998,10 +1001,11 @@ class GetStatusResponse(_message.Message):
         num_workers_unresponsive: _builtins.int = ...,
         cold_starts: _abc.Iterable[Global___ColdStart] | None = ...,
         history: _abc.Iterable[Global___StatusSample] | None = ...,
+        elastic: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "decode", b"decode", "handoffs", b"handoffs", "model", b"model", "uptime", b"uptime", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "cold_starts", b"cold_starts", "decode", b"decode", "handoffs", b"handoffs", "history", b"history", "lanes", b"lanes", "model", b"model", "num_parked", b"num_parked", "num_recoveries", b"num_recoveries", "num_workers_lost", b"num_workers_lost", "num_workers_unresponsive", b"num_workers_unresponsive", "pools", b"pools", "uptime", b"uptime", "window", b"window", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "cold_starts", b"cold_starts", "decode", b"decode", "elastic", b"elastic", "handoffs", b"handoffs", "history", b"history", "lanes", b"lanes", "model", b"model", "num_parked", b"num_parked", "num_recoveries", b"num_recoveries", "num_workers_lost", b"num_workers_lost", "num_workers_unresponsive", b"num_workers_unresponsive", "pools", b"pools", "uptime", b"uptime", "window", b"window", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

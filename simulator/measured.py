@@ -1,0 +1,161 @@
+"""Compares ways to serve the load that a live cell has just served (`baton doctor --compare`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from baton.coordinator.state.scaling_config import Targets, scaling_config
+from baton.load.traces import Arrival
+from baton.runtime.config import BatonConfig, parse
+from baton.simulator import comparison
+from baton.simulator.comparison import Row, Setup
+from baton.v1 import admin_pb2, cluster_pb2, common_pb2
+
+# Fewer requests, or steps behind the latency model, say little about a load.
+LEAST_REQUESTS, LEAST_STEPS = 50, 100
+
+
+class NotMeasured(ValueError):
+    """The cell has not measured enough for a comparison; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCell:
+    """A live cell as the simulator sees it.
+
+    Attributes:
+        config: The cell's number of workers, their measured step costs, and its targets.
+        arrivals: The latest requests that ended, in order of arrival.
+        is_elastic: Whether any worker of the cell computes prompts and decodes.
+    """
+
+    config: BatonConfig
+    arrivals: Sequence[Arrival]
+    is_elastic: bool
+
+    @property
+    def targets(self) -> Targets:
+        """The targets of the interactive lane."""
+        return dict(scaling_config(self.config).targets)["interactive"]
+
+    def setups(self) -> list[Setup]:
+        """Returns colocated serving, the present split, and the same workers without a split."""
+        prefill, decode = self.config.prefill.workers, self.config.decode.workers
+        found = comparison.colocated(self.config)
+        if prefill and decode:
+            found.append(Setup(f"{prefill} prefill + {decode} decode", "static", prefill, decode))
+        return [*found, Setup("elastic", "static", prefill, decode, elastic=True)]
+
+    def is_present(self, setup: Setup) -> bool:
+        """Whether the cell is set up like this now."""
+        return setup.policy == "static" and setup.elastic == self.is_elastic
+
+    def best(self, rows: Sequence[Row]) -> Row:
+        """Returns the row that attains most; of equal ones the present, then an elastic cell."""
+
+        def rank(row: Row) -> tuple[float, bool, bool]:
+            attained = round(row.figures.attained, 3)
+            return attained, self.is_present(row.setup), row.setup.elastic
+
+        return max(rows, key=rank)
+
+    def conclusion(self, rows: Sequence[Row]) -> str:
+        """Says which way would have served the load best, and by how much."""
+        best = self.best(rows)
+        present = next((row for row in rows if self.is_present(row.setup)), None)
+        text = f"Best for this load: {best.setup.name}, with {_percent(best)} attained"
+        if present is None:
+            return f"{text}."
+        if present is best:
+            return f"{text}. The cell is set up like this."
+        points = 100 * (best.figures.attained - present.figures.attained)
+        return (
+            f"{text}, {points:.1f} points more than the present cell "
+            f"({present.setup.name}, {_percent(present)})."
+        )
+
+
+def measured(
+    status: admin_pb2.GetStatusResponse,
+    workers: Sequence[admin_pb2.WorkerInfo],
+    requests: Sequence[admin_pb2.RequestInfo],
+) -> MeasuredCell:
+    """Describes a live cell for the simulator.
+
+    Args:
+        status: The cell's status.
+        workers: All its workers.
+        requests: Its requests, those that ended recently included.
+
+    Raises:
+        NotMeasured: There are too few requests, too few measured steps, or no serving worker; or
+            the workers differ in their measured speed.
+    """
+    serving = [one for one in workers if one.state == cluster_pb2.WORKER_STATE_SERVING]
+    if len(serving) < 2:
+        raise NotMeasured(f"{len(serving)} workers serve; a comparison needs at least 2")
+    worker = serving[0]
+    kinds = {one.latency.SerializeToString() for one in serving}
+    if len(kinds) > 1:
+        raise NotMeasured("the workers have different step costs; a comparison needs equal ones")
+    if worker.latency.num_samples < LEAST_STEPS:
+        raise NotMeasured(
+            f"{worker.latency.num_samples} steps are measured; a comparison needs {LEAST_STEPS}"
+        )
+    arrivals = _arrivals(requests)
+    if len(arrivals) < LEAST_REQUESTS:
+        raise NotMeasured(
+            f"{len(arrivals)} requests have ended; a comparison needs {LEAST_REQUESTS}"
+        )
+    lane = next(one for one in status.lanes if one.info.lane == common_pb2.LANE_INTERACTIVE)
+    latency, capacity = worker.latency, worker.capacity
+    roles = [one.role for one in serving]
+    values = {
+        "elastic": status.elastic,
+        "prefill": {"workers": roles.count(common_pb2.ROLE_PREFILL)},
+        "decode": {"workers": roles.count(common_pb2.ROLE_DECODE)},
+        "simulated": {
+            "prefill_base_ms": latency.prefill_base_ms,
+            "prefill_per_token_ms": latency.prefill_per_token_ms,
+            "prefill_per_token_squared_ms": latency.prefill_per_token_squared_ms,
+            "step_base_ms": latency.step_base_ms,
+            "step_per_request_ms": latency.step_per_request_ms,
+            "step_per_kv_token_ms": latency.step_per_kv_token_ms,
+            "mixed_base_ms": latency.mixed_base_ms,
+            "kv_tokens": capacity.kv_tokens,
+            "block_size_tokens": capacity.block_size_tokens,
+            "max_num_seqs": capacity.max_num_seqs,
+            "max_num_batched_tokens": capacity.max_num_batched_tokens,
+            "max_model_len": worker.model.max_model_len,
+        },
+        "scaling": {
+            "targets": {
+                "interactive": {
+                    "ttft_ms": lane.targets.ttft_ms or None,
+                    "itl_ms": lane.targets.itl_ms or None,
+                    "percentile": lane.targets.percentile,
+                }
+            }
+        },
+    }
+    return MeasuredCell(parse(values, "the cell"), arrivals, status.elastic)
+
+
+def _arrivals(requests: Sequence[admin_pb2.RequestInfo]) -> list[Arrival]:
+    ended = [
+        one
+        for one in requests
+        if one.state == admin_pb2.REQUEST_STATE_FINISHED and one.completion_tokens
+    ]
+    times = [one.arrived_at.ToNanoseconds() / 1e9 for one in ended]
+    begin = min(times, default=0.0)
+    found = [
+        Arrival(at - begin, one.prompt_tokens, one.completion_tokens)
+        for at, one in zip(times, ended, strict=True)
+    ]
+    return sorted(found, key=lambda one: one.at_s)
+
+
+def _percent(row: Row) -> str:
+    return f"{100 * row.figures.attained:.1f} %"
