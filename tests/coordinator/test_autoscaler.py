@@ -154,7 +154,11 @@ def test_a_pool_shrinks_only_after_the_window_and_step_by_step():
     before = days.size(Pool.PREFILL)
     decision = days.passes(90, rate=1)
     assert days.size(Pool.PREFILL) == before
-    assert "were needed within 120 s" in decision.prefill.reason
+    # The reason names the burst that keeps the workers.
+    assert f"{before} were needed " in decision.prefill.reason
+    ago_s = int(decision.prefill.reason.split(" were needed ")[1].split(" s ago")[0])
+    assert 80 <= ago_s <= 100
+    assert "(kept for 120 s)" in decision.prefill.reason
     sizes = []
     for _ in range(40):
         days.passes(5, rate=1)

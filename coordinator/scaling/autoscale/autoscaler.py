@@ -249,7 +249,12 @@ def _decision(
     sizes, why = {}, {}
     for pool in POOLS:
         sizes[pool], why[pool] = sizing.bounded(
-            members[pool].current, needed[pool], most[pool], config, pool
+            members[pool].current,
+            needed[pool],
+            most[pool],
+            sizing.last_needed_s(states[pool].wanted, most[pool], now),
+            config,
+            pool,
         )
     actions: list[Action] = []
     flip = sizing.flips(sizes, members, needed, states, recent, config, now)

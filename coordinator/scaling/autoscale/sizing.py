@@ -134,10 +134,16 @@ def kept(
     return found
 
 
+def last_needed_s(wanted: Sequence[tuple[float, int]], number: int, now: float) -> float | None:
+    """Seconds since this many workers were needed last; None: not within the window."""
+    return min((now - at for at, needed in wanted if needed >= number), default=None)
+
+
 def bounded(
     current: int,
     needed: int,
     most: int,
+    needed_ago_s: float | None,
     config: ScalingConfig,
     pool: Pool,
 ) -> tuple[int, str]:
@@ -147,6 +153,7 @@ def bounded(
         current: present number of workers.
         needed: number of workers that the present load needs.
         most: lower limit for shrinking, from `kept`.
+        needed_ago_s: how long ago that many were needed; None: unknown.
         config: limits and step sizes.
         pool: the pool.
     """
@@ -170,7 +177,12 @@ def bounded(
     if within < current:
         if limits.floor >= current:
             return current, f"at least {limits.floor} allowed"
-        return current, f"{most} were needed within {config.window_s:g} s"
+        if needed_ago_s is None:
+            return current, f"{most} were needed within {config.window_s:g} s"
+        return (
+            current,
+            f"{most} were needed {needed_ago_s:.0f} s ago (kept for {config.window_s:g} s)",
+        )
     return current, ""
 
 
