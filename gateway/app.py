@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton import __version__
 from baton.client.errors import NotFoundError
@@ -26,6 +26,13 @@ from baton.gateway.dashboard.data import overview
 from baton.gateway.dashboard.data import request as render_request
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
 from baton.gateway.generation import CHAT, COMPLETIONS, Generation
+from baton.gateway.messages_route import (
+    COUNT_TOKENS,
+    MESSAGES,
+    MessagesRoute,
+    count_tokens,
+    error_response,
+)
 from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.gateway.metrics_auth import MetricsAuth
 from baton.gateway.tokenize_routes import TokenizeRoutes
@@ -71,7 +78,7 @@ class Gateway:
         config: HttpConfig,
         security: SecurityConfig | None = None,
     ) -> None:
-        self.stats = GatewayStats((COMPLETIONS, CHAT), cells.failovers)
+        self.stats = GatewayStats((COMPLETIONS, CHAT, MESSAGES), cells.failovers)
         self.refusals = Refusals()
         self._metrics_auth = MetricsAuth(security or SecurityConfig(), self.refusals)
         self._registry = GatewayCollector(self.stats).registry()
@@ -86,9 +93,11 @@ class Gateway:
             for cell in cells
         }
         tokenizing = TokenizeRoutes(cells)
-        self._generations = {
+        self._generations: dict[str, ASGIApp] = {
             route: Generation(route, cells, config, self.stats) for route in (COMPLETIONS, CHAT)
         }
+        messages = Generation(MESSAGES, cells, config, self.stats)
+        self._generations[MESSAGES] = MessagesRoute(messages, config, self.stats)
         self._other_routes = Starlette(
             routes=[
                 *(
@@ -108,6 +117,15 @@ class Gateway:
                         ("/detokenize", tokenizing.detokenize),
                     )
                 ),
+                Route(
+                    COUNT_TOKENS,
+                    self._counted(
+                        COUNT_TOKENS,
+                        self._with_body(count_tokens(tokenizing.tokenize)),
+                        error_response,
+                    ),
+                    methods=["POST"],
+                ),
                 Route("/metrics", self._counted("/metrics", self._metrics)),
                 *self._dashboard(),
             ],
@@ -124,20 +142,30 @@ class Gateway:
             await self._other_routes(scope, receive, send)
 
     def _counted(
-        self, route: str, answer: Callable[[Request], Awaitable[Response]]
+        self,
+        route: str,
+        answer: Callable[[Request], Awaitable[Response]],
+        error_response: Callable[[HttpError], Response] | None = None,
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Wraps an endpoint: turns errors into error responses and counts the request."""
+        """Wraps an endpoint: turns errors into error responses and counts the request.
+
+        Args:
+            route: The route's name in the metrics.
+            answer: The endpoint.
+            error_response: Makes the response of an error; None: in OpenAI's form.
+        """
+        as_response = error_response or _response
 
         async def endpoint(request: Request) -> Response:
             try:
                 response = await answer(request)
             except HttpError as problem:
-                response = _response(problem)
+                response = as_response(problem)
             except body_reader.ClientDisconnected:
                 response = Response(status_code=CLIENT_CLOSED_REQUEST)
             except Exception:
                 _log.exception("%s failed", route)
-                response = _response(HttpError(500, "internal error", kind="server_error"))
+                response = as_response(HttpError(500, "internal error", kind="server_error"))
             self.stats.requests[route, response.status_code] += 1
             return response
 

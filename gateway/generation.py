@@ -27,6 +27,7 @@ from baton.gateway.cell import Cell
 from baton.gateway.cells import Cells
 from baton.gateway.coordinator_queries import request_credential
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
+from baton.gateway.messages_route import MESSAGES
 from baton.gateway.metrics import GatewayStats, RouteStats
 from baton.gateway.parsed_request import ParsedRequest
 from baton.gateway.rendered_prompt import RenderedPrompt, render_prompts
@@ -43,6 +44,10 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+# The routes that serve chats; other routes have converted those of MESSAGES.
+_CHATS = (CHAT, MESSAGES)
+# How the IDs of requests without one begin.
+_ID_PREFIXES = {COMPLETIONS: "cmpl", CHAT: "chatcmpl", MESSAGES: "msg"}
 _JSON = (b"content-type", b"application/json")
 _SSE = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -72,8 +77,9 @@ class Exchange:
         self._route, self._receive, self._send = route, receive, send
         self._headers = Headers(scope=scope)
         self._started_at = time.monotonic()
-        chat = route.path == CHAT
-        self._id = self._headers.get("x-request-id") or parsed_request.new_request_id(chat=chat)
+        self._id = self._headers.get("x-request-id") or parsed_request.new_request_id(
+            _ID_PREFIXES[route.path]
+        )
         self._streams: list[TokenStream] = []
         # The cells that the request was sent to first and last.
         self._first: Cell | None = None
@@ -183,7 +189,7 @@ class Exchange:
 
     def _parse_body(self, body: bytes) -> tuple[ParsedRequest, ChatBody | None]:
         chat: ChatBody | None = None
-        if self._route.path == CHAT:
+        if self._route.path in _CHATS:
             chat = body_parser.parse_body(body, request_bodies.ChatBody)
             request = parsed_request.from_chat_body(chat, self._set_request_id(chat), self._headers)
         else:

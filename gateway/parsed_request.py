@@ -96,9 +96,9 @@ class ParsedRequest:
             yield self.prompts[index // self.n], options
 
 
-def new_request_id(*, chat: bool) -> str:
+def new_request_id(prefix: str) -> str:
     """Generates an ID for a request without one."""
-    return f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}"
+    return f"{prefix}-{secrets.token_hex(12)}"
 
 
 def from_completion_body(

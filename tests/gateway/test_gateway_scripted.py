@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 
 import httpx2 as httpx
 import pytest
@@ -9,6 +10,7 @@ from google.rpc import code_pb2
 from openai import APIError, RateLimitError
 from scripted_inference import accepted, delta, failed, finished
 
+from baton import gateway as gateway_package
 from baton.client import errors
 from baton.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
 from baton.v1 import common_pb2
@@ -485,3 +487,17 @@ async def test_a_stop_drains_requests_until_the_timeout(
             assert error["type"] == "service_unavailable_error"
             assert error["message"] == "the gateway stopped; its drain timeout of 0.2 s was over"
         assert await gateway.serving == 0
+
+
+async def test_without_vllm_messages_are_refused_with_the_way_to_add_them(scripted, monkeypatch):
+    monkeypatch.setitem(sys.modules, "baton.gateway.anthropic_messages", None)
+    monkeypatch.delattr(gateway_package, "anthropic_messages", raising=False)
+    body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}
+    async with httpx.AsyncClient() as http:
+        for route in ("/v1/messages", "/v1/messages/count_tokens"):
+            answer = await http.post(f"{scripted.url}{route}", json=body)
+            assert answer.status_code == 501
+            told = answer.json()
+            assert told["type"] == "error"
+            assert told["error"]["type"] == "api_error"
+            assert "install baton[vllm]" in told["error"]["message"]

@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 
+import anthropic
 import httpx2 as httpx
 import pytest
 import pytest_asyncio
@@ -82,6 +83,42 @@ class Gateway:
             answer = await asked
         assert answer.status_code == 200, answer.text
         return submits[0].request, answer
+
+    async def message(self, text, *, reason=STOP, stream=False, headers=None, **body):
+        """Sends a request of the Messages API; returns the submitted request and the message.
+
+        A stream is added up by Anthropic's client.
+        """
+        body = {"model": "scripted", "max_tokens": 100, "messages": TURNS, **body}
+        async with self.anthropic() as client:
+
+            async def ask():
+                if not stream:
+                    return await client.messages.create(**body, extra_headers=headers)
+                async with client.messages.stream(**body, extra_headers=headers) as events:
+                    return await events.get_final_message()
+
+            asked = asyncio.create_task(ask())
+            submitted = asyncio.create_task(self.answer(text, reason))
+            await asyncio.wait({asked, submitted}, return_when=asyncio.FIRST_COMPLETED)
+            if asked.done() and not submitted.done():
+                # The gateway has refused the request.
+                submitted.cancel()
+            found = await asked
+            return await submitted, found
+
+    async def answer(self, text, reason):
+        """Answers the next request with this text; returns the request."""
+        self._connection = self._connection or await self._model.connection()
+        submit = await self._connection.submitted()
+        for event in self._model.events(submit.stream, text, reason):
+            self._connection.send(event)
+        return submit.request
+
+    def anthropic(self):
+        http = anthropic.DefaultAsyncHttpxClient(verify=False)
+        options = {"max_retries": 0, "timeout": WAIT_S, "http_client": http}
+        return anthropic.AsyncAnthropic(base_url=self.url, api_key="key", **options)
 
     async def said(self, text, **options):
         """Returns the choices and the usage; checks that a stream adds up to the same."""
@@ -269,3 +306,117 @@ async def test_errors_of_the_parsers_name_the_field(gateway):
     assert error["param"] == "tools[0].function.name"
     error = await gateway.refused(tools=[TOOL], tool_choice="required", top_logprobs=3)
     assert error["param"] == "top_logprobs"
+
+
+# ---- Anthropic's Messages API.
+
+WEATHER = {"name": "weather", "input_schema": PARAMETERS}
+
+
+def blocks(message):
+    """The content of a message, without generated IDs and signatures."""
+    left_out = {"id", "signature", "citations", "caller"}
+    return [one.model_dump(exclude_none=True, exclude=left_out) for one in message.content]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_messages_have_text_thinking_and_tool_use(gateway, stream):
+    off = {"thinking": {"type": "disabled"}, "stream": stream}
+    request, found = await gateway.message("It is cold.", system="Be brief.", **off)
+    assert blocks(found) == [{"type": "text", "text": "It is cold."}]
+    assert (found.type, found.role, found.stop_reason) == ("message", "assistant", "end_turn")
+    assert found.usage.output_tokens > 0
+    assert [one.role for one in request.chat.messages] == ["system", "user"]
+    assert request.sampling.max_tokens == 100
+    assert request.authorization == "Bearer key"
+    assert found.id.startswith("msg-")
+    text = f"{THINK}Oslo is north{ANSWER}{call(OSLO)}"
+    request, found = await gateway.message(text, tools=[WEATHER], stream=stream)
+    assert blocks(found) == [
+        {"type": "thinking", "thinking": "Oslo is north"},
+        {"type": "tool_use", "name": "weather", "input": {"city": "Oslo"}},
+    ]
+    assert found.stop_reason == "tool_use"
+    assert found.content[1].id
+    assert [one["function"]["name"] for one in json.loads(request.chat.tools)] == ["weather"]
+    _, found = await gateway.message("It is", reason=LENGTH, **off)
+    assert found.stop_reason == "max_tokens"
+
+
+async def test_the_events_of_a_streamed_message_are_in_anthropics_order(gateway):
+    async with gateway.anthropic() as client:
+        body = {"model": "scripted", "max_tokens": 9, "messages": TURNS}
+        thinking = {"type": "disabled"}
+        asked = asyncio.create_task(client.messages.create(**body, thinking=thinking, stream=True))
+        await gateway.answer("It is cold.", STOP)
+        events = [event async for event in await asked]
+    kinds = [event.type for event in events]
+    assert kinds[:2] == ["message_start", "content_block_start"]
+    assert set(kinds[2:-3]) == {"content_block_delta"}
+    assert kinds[-3:] == ["content_block_stop", "message_delta", "message_stop"]
+    assert "".join(event.delta.text for event in events[2:-3]) == "It is cold."
+    assert events[0].message.usage.output_tokens == 0
+    assert events[-2].usage.output_tokens == len(events) - 5
+
+
+async def test_tool_results_and_the_session_reach_the_coordinator(gateway):
+    turns = [
+        *TURNS,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Oslo"}}
+            ],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "t1", "content": "-3 C"}],
+        },
+    ]
+    system = [
+        {"type": "text", "text": "x-anthropic-billing-header: turn=7"},
+        {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
+    ]
+    options = {"messages": turns, "system": system, "tools": [WEATHER], "stop_sequences": ["END"]}
+    options["metadata"] = {"user_id": "user-1"}
+    request, _ = await gateway.message("Cold.", **options)
+    told = [(one.role, one.content) for one in request.chat.messages]
+    # The billing header changes with each turn and would spoil the prefix cache.
+    assert told[0] == ("system", "Be brief.")
+    assert told[-1] == ("tool", "-3 C")
+    assert list(request.sampling.stop) == ["END"]
+    assert request.session_id == "user-1"
+    headers = {"x-claude-code-session-id": "session-1"}
+    request, _ = await gateway.message("Cold.", headers=headers, **options)
+    assert request.session_id == "session-1"
+
+
+async def test_errors_of_messages_have_anthropics_form(gateway):
+    async with gateway.anthropic() as client:
+        body = {"model": "scripted", "max_tokens": 9, "messages": TURNS}
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            await client.messages.create(**{**body, "max_tokens": 0})
+        assert refused.value.body["type"] == "error"
+        told = refused.value.body["error"]
+        assert told["type"] == "invalid_request_error"
+        assert told["message"] == "max_tokens is 0: max_tokens must be positive"
+        with pytest.raises(anthropic.BadRequestError, match=r"messages.0.role is 'robot'"):
+            await client.messages.create(
+                **{**body, "messages": [{"role": "robot", "content": "a"}]}
+            )
+        source = {"type": "url", "url": "http://a/b.png"}
+        image = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+        with pytest.raises(anthropic.BadRequestError, match="image_url"):
+            await client.messages.create(**{**body, "messages": image})
+        with pytest.raises(anthropic.BadRequestError) as refused:
+            await client.messages.count_tokens(model="scripted", messages=[])
+        assert refused.value.body["error"]["type"] == "invalid_request_error"
+
+
+async def test_tokens_of_messages_are_counted(gateway):
+    async with gateway.anthropic() as client:
+        counted = await client.messages.count_tokens(model="scripted", messages=TURNS)
+    async with httpx.AsyncClient(timeout=WAIT_S) as http:
+        body = {"model": "scripted", "messages": TURNS}
+        answer = await http.post(f"{gateway.url}/tokenize", json=body)
+    assert counted.input_tokens == answer.json()["count"] > 0

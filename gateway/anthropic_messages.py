@@ -1,0 +1,118 @@
+"""Converts Anthropic's Messages API to and from chat completions, with vLLM's converters.
+
+Source: vllm/entrypoints/anthropic/serving.py; https://docs.anthropic.com/en/api/messages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from vllm.entrypoints.anthropic.protocol import (
+    AnthropicCountTokensRequest,
+    AnthropicMessagesRequest,
+)
+from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+
+from baton.gateway.error_responses import HttpError
+from baton.runtime.errors import shown
+
+B = TypeVar("B", bound=BaseModel)
+
+# The conversions use no attribute of the instance, whose constructor needs an engine.
+_CONVERTER: Any = object.__new__(AnthropicServingMessages)
+# Fields of the converted request that the chat route does not have. A thinking budget is a hint:
+# models end their reasoning themselves.
+_LEFT_OUT = ("thinking_token_budget", "max_completion_tokens")
+
+
+def chat_body(body: bytes) -> dict[str, Any]:
+    """Converts the body of /v1/messages to that of /v1/chat/completions.
+
+    Raises:
+        HttpError: The body is not a request of the Messages API.
+    """
+    request = _parsed(body, AnthropicMessagesRequest)
+    chat = _converted(request)
+    user = (request.metadata or {}).get("user_id")
+    if isinstance(user, str) and user:
+        # Claude Code names its session there. Its requests share a prefix.
+        chat["prompt_cache_key"] = user
+    return chat
+
+
+def tokenize_body(body: bytes) -> dict[str, Any]:
+    """Converts the body of /v1/messages/count_tokens to that of /tokenize.
+
+    Raises:
+        HttpError: The body is not a request of the Messages API.
+    """
+    chat = _converted(_parsed(body, AnthropicCountTokensRequest))
+    wanted = ("model", "messages", "tools", "chat_template_kwargs")
+    return {name: chat[name] for name in wanted if name in chat}
+
+
+def message(response: bytes) -> bytes:
+    """Converts a chat completion to a message."""
+    completion = ChatCompletionResponse.model_validate_json(response)
+    converted = _CONVERTER.messages_full_converter(completion)
+    found: dict[str, Any] = converted.model_dump(exclude_none=True)
+    # Clients expect these fields, also if they are null.
+    found |= {name: getattr(converted, name) for name in ("stop_reason", "stop_sequence")}
+    return json.dumps(found).encode()
+
+
+async def events(chunks: AsyncIterator[str]) -> AsyncIterator[bytes]:
+    """Converts the chunks of a streamed chat completion to the events of a streamed message.
+
+    Args:
+        chunks: Server-sent events, "data: ..." each.
+    """
+    async for event in _CONVERTER.message_stream_converter(_with_role_first(chunks)):
+        yield event.encode()
+
+
+async def _with_role_first(chunks: AsyncIterator[str]) -> AsyncIterator[str]:
+    """Puts a chunk without content first: the converter makes the message's start from it."""
+    first = True
+    async for chunk in chunks:
+        if first:
+            first = False
+            start = json.loads(chunk.removeprefix("data: "))
+            for choice in start["choices"]:
+                choice["delta"], choice["finish_reason"] = {"role": "assistant"}, None
+            if start.get("usage"):
+                start["usage"] |= {"completion_tokens": 0}
+            yield f"data: {json.dumps(start)}\n\n"
+        yield chunk
+
+
+def _converted(request: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> dict[str, Any]:
+    try:
+        # Most chat templates refuse a system turn after the first one.
+        chat = AnthropicServingMessages.to_chat_completion_request(
+            request, merge_inline_system=True
+        )
+    except ValueError as error:
+        raise HttpError(400, str(error), code="invalid_value") from None
+    found: dict[str, Any] = chat.model_dump(
+        mode="json", exclude_unset=True, exclude_none=True, by_alias=True
+    )
+    return {name: value for name, value in found.items() if name not in _LEFT_OUT}
+
+
+def _parsed(body: bytes, kind: type[B]) -> B:
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        path = ".".join(map(str, problem["loc"]))
+        reason = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "json_invalid":
+            raise HttpError(400, f"the body is not JSON: {reason}", code="invalid_json") from None
+        given = "" if problem["type"] == "missing" else f" is {shown(problem['input'])}"
+        where = f"{path}{given}: " if path else ""
+        raise HttpError(400, f"{where}{reason}", param=path or None) from None
