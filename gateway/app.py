@@ -118,6 +118,10 @@ class Gateway:
                     )
                 ),
                 Route(
+                    "/tokenizer_info",
+                    self._counted("/tokenizer_info", partial(_tokenizer_info, tokenizing)),
+                ),
+                Route(
                     COUNT_TOKENS,
                     self._counted(
                         COUNT_TOKENS,
@@ -295,6 +299,10 @@ class Gateway:
         kind = _ERROR_KINDS.get(error.status_code, error_responses.INVALID_REQUEST)
         problem = HttpError(error.status_code, message, kind=kind, code="no_such_route")
         return _response(problem, error.headers)
+
+
+async def _tokenizer_info(tokenizing: TokenizeRoutes, request: Request) -> Response:
+    return JSONResponse(await tokenizing.info(request.headers))
 
 
 async def _fetch_overview(cell: Cell, authorization: str) -> dict[str, object]:

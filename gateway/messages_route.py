@@ -21,12 +21,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.gateway import body_reader
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
 from baton.gateway.metrics import GatewayStats
+from baton.gateway.parsed_request import session_in
 from baton.runtime import logs
 from baton.runtime.config import HttpConfig
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
-# Headers of coding agents that name their session. Its requests share a prefix.
-_SESSION_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "x-session-id", "session-id")
 # Anthropic's error types by HTTP status; https://docs.anthropic.com/en/api/errors.
 _ERROR_TYPES = {
     401: "authentication_error",
@@ -87,9 +86,9 @@ class MessagesRoute:
             refusal = error_response(problem, headers.get("x-request-id", ""))
             await refusal(scope, receive, send)
             return
-        session = next((headers[name] for name in _SESSION_HEADERS if headers.get(name)), None)
-        if session is not None:
-            chat["prompt_cache_key"] = session
+        if session_in(headers) is not None:
+            # Agents put the user into the metadata, and the session into a header.
+            chat.pop("prompt_cache_key", None)
         sent = json.dumps(chat).encode()
         async with _Reply(send, converter) as reply:
             await self._chat(_as_chat(scope, len(sent)), _received(sent, receive), reply.send)

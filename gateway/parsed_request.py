@@ -13,6 +13,8 @@ from baton.client.request import LaneName, SamplingOptions
 from baton.gateway.error_responses import invalid_value
 from baton.gateway.request_bodies import ChatBody, CompletionBody, GenerationBody, StreamOptions
 
+# Headers of coding agents and proxies that name a session, in order of precedence.
+SESSION_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "x-session-id", "session-id")
 # OpenAI's default max_tokens of /v1/completions.
 _DEFAULT_COMPLETION_TOKENS = 16
 # gRPC fields by the body field that a request used, in addition to error_responses.py.
@@ -182,6 +184,8 @@ def _options(body: GenerationBody, headers: Mapping[str, str]) -> RequestOptions
     found["cut_max_tokens"] = True
     for name, value in (
         ("model", body.model),
+        # A later value of a name replaces an earlier one.
+        ("session_id", session_in(headers)),
         ("session_id", body.session_id),
         ("session_id", body.prompt_cache_key),
         ("tenant", headers.get("x-baton-tenant")),
@@ -197,6 +201,11 @@ def _options(body: GenerationBody, headers: Mapping[str, str]) -> RequestOptions
         except ValueError:
             raise invalid_value("logit_bias", body.logit_bias, "keys must be token ids") from None
     return cast("RequestOptions", found | _structured(body))
+
+
+def session_in(headers: Mapping[str, str]) -> str | None:
+    """Returns the session that a request's headers name, if any."""
+    return next((value for name in SESSION_HEADERS if (value := headers.get(name))), None)
 
 
 def _structured(body: GenerationBody) -> dict[str, Any]:

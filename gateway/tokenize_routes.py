@@ -1,4 +1,4 @@
-"""The routes /tokenize and /detokenize, compatible with vLLM."""
+"""The routes /tokenize, /detokenize and /tokenizer_info, compatible with vLLM."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class DetokenizeBody(request_bodies.BodyModel):
 
 
 class TokenizeRoutes:
-    """Serves both routes with the tokenizers of the cells' models.
+    """Serves the routes with the tokenizers of the cells' models.
 
     Args:
         cells: The cells behind the gateway.
@@ -89,6 +89,11 @@ class TokenizeRoutes:
         return {
             "prompt": await self._in_thread(lambda: tokenizer.decode(body_fields.tokens, False))
         }
+
+    async def info(self, headers: Mapping[str, str]) -> dict[str, object]:
+        """Returns the settings of the first model's tokenizer. Raises HttpError."""
+        _, tokenizer = await self._served(None, headers)
+        return tokenizer.info()
 
     async def _served(
         self, name: str | None, headers: Mapping[str, str]

@@ -76,7 +76,9 @@ class Tokenizer:
         _set_post_processor(self._tokenizer, settings, self._special_tokens)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._template = _chat_template(directory, settings)
+        source = _template_source(directory, settings)
+        self._template = _template(directory, source) if source is not None else None
+        self._settings = {**settings, **self._special_tokens, "chat_template": source}
         config = _read_json(directory / "config.json")
         config = config.get("text_config", config)
         self.has_latent_attention = "kv_lora_rank" in config if config else None
@@ -187,6 +189,15 @@ class Tokenizer:
                 [message["role"] for message in messages],
                 f"the model's chat template refuses them: {shown(str(error))}",
             ) from None
+
+    def info(self) -> dict[str, Any]:
+        """The settings of tokenizer_config.json, with the special tokens and the chat template."""
+        left_out = ("vocab_file", "merges_file")
+        return {
+            name: value
+            for name, value in self._settings.items()
+            if value is not None and name not in left_out
+        }
 
     def close(self) -> None:
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -304,7 +315,7 @@ def _max_token_chars(tokenizer: Any) -> int | None:
     return max(map(len, tokenizer.get_vocab(with_added_tokens=True)))
 
 
-def _chat_template(directory: Path, settings: Mapping[str, Any]) -> jinja2.Template | None:
+def _template_source(directory: Path, settings: Mapping[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     source: Any = settings.get("chat_template")
     if path.is_file():
@@ -312,8 +323,10 @@ def _chat_template(directory: Path, settings: Mapping[str, Any]) -> jinja2.Templ
     if isinstance(source, list):
         named = {one.get("name"): one.get("template") for one in source}
         source = named.get("default")
-    if not isinstance(source, str):
-        return None
+    return source if isinstance(source, str) else None
+
+
+def _template(directory: Path, source: str) -> jinja2.Template:
     try:
         return _environment().from_string(source)
     except jinja2.TemplateError as error:

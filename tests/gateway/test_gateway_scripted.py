@@ -501,3 +501,25 @@ async def test_without_vllm_messages_are_refused_with_the_way_to_add_them(script
             assert told["type"] == "error"
             assert told["error"]["type"] == "api_error"
             assert "install baton[vllm]" in told["error"]["message"]
+
+
+async def test_headers_of_agents_name_the_session(scripted, inference):
+    body = {"prompt": [1, 2], "max_tokens": 1}
+    key = {"prompt_cache_key": "key"}
+    sent = [
+        ({}, {"session-id": "s4", "x-session-id": "s3"}, "s3"),
+        ({}, {"session-id": "s4", "x-claude-code-session-id": "s1"}, "s1"),
+        (key, {"x-session-affinity": "s2"}, "key"),
+    ]
+    connection = None
+    async with httpx.AsyncClient(base_url=scripted.url) as http:
+        for more, headers, session in sent:
+            route = "/v1/completions"
+            asked = asyncio.create_task(http.post(route, json={**body, **more}, headers=headers))
+            connection = connection or await inference.connection()
+            submit = await connection.submitted()
+            assert submit.request.session_id == session
+            connection.send(accepted(submit.stream))
+            connection.send(delta(submit.stream, 0, [1], "a"))
+            connection.send(finished(submit.stream))
+            assert (await asked).status_code == 200

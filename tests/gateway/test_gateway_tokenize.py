@@ -77,3 +77,12 @@ async def test_a_refused_content_type_is_reported_although_the_body_is_unread(po
     answer = await post("/tokenize", None, **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (415, "content-type")
     assert answer.headers["connection"] == "close"
+
+
+async def test_the_tokenizers_settings_are_told(gateway):
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S) as http:
+        answer = await http.get("/tokenizer_info")
+    told = answer.json()
+    assert answer.status_code == 200
+    assert {"tokenizer_class", "chat_template", "eos_token"} <= told.keys()
+    assert isinstance(told["eos_token"], str)
