@@ -29,19 +29,40 @@ _CONVERTER: Any = object.__new__(AnthropicServingMessages)
 _LEFT_OUT = ("thinking_token_budget", "max_completion_tokens")
 
 
-def chat_body(body: bytes) -> dict[str, Any]:
-    """Converts the body of /v1/messages to that of /v1/chat/completions.
+class MessageConversion:
+    """A request of /v1/messages.
+
+    Args:
+        body: The request's body.
+
+    Attributes:
+        chat: The body of the chat completion.
 
     Raises:
         HttpError: The body is not a request of the Messages API.
     """
-    request = _parsed(body, AnthropicMessagesRequest)
-    chat = _converted(request)
-    user = (request.metadata or {}).get("user_id")
-    if isinstance(user, str) and user:
-        # Claude Code names its session there. Its requests share a prefix.
-        chat["prompt_cache_key"] = user
-    return chat
+
+    def __init__(self, body: bytes) -> None:
+        request = _parsed(body, AnthropicMessagesRequest)
+        self.chat = _converted(request)
+        user = (request.metadata or {}).get("user_id")
+        if isinstance(user, str) and user:
+            # Claude Code names its session there. Its requests share a prefix.
+            self.chat["prompt_cache_key"] = user
+
+    def whole(self, response: bytes) -> bytes:
+        """Converts a chat completion to a message."""
+        completion = ChatCompletionResponse.model_validate_json(response)
+        converted = _CONVERTER.messages_full_converter(completion)
+        found: dict[str, Any] = converted.model_dump(exclude_none=True)
+        # Clients expect these fields, also if they are null.
+        found |= {name: getattr(converted, name) for name in ("stop_reason", "stop_sequence")}
+        return json.dumps(found).encode()
+
+    async def events(self, chunks: AsyncIterator[str]) -> AsyncIterator[bytes]:
+        """Converts the chunks of a streamed chat completion to the events of a message."""
+        async for event in _CONVERTER.message_stream_converter(_with_role_first(chunks)):
+            yield event.encode()
 
 
 def tokenize_body(body: bytes) -> dict[str, Any]:
@@ -53,26 +74,6 @@ def tokenize_body(body: bytes) -> dict[str, Any]:
     chat = _converted(_parsed(body, AnthropicCountTokensRequest))
     wanted = ("model", "messages", "tools", "chat_template_kwargs")
     return {name: chat[name] for name in wanted if name in chat}
-
-
-def message(response: bytes) -> bytes:
-    """Converts a chat completion to a message."""
-    completion = ChatCompletionResponse.model_validate_json(response)
-    converted = _CONVERTER.messages_full_converter(completion)
-    found: dict[str, Any] = converted.model_dump(exclude_none=True)
-    # Clients expect these fields, also if they are null.
-    found |= {name: getattr(converted, name) for name in ("stop_reason", "stop_sequence")}
-    return json.dumps(found).encode()
-
-
-async def events(chunks: AsyncIterator[str]) -> AsyncIterator[bytes]:
-    """Converts the chunks of a streamed chat completion to the events of a streamed message.
-
-    Args:
-        chunks: Server-sent events, "data: ..." each.
-    """
-    async for event in _CONVERTER.message_stream_converter(_with_role_first(chunks)):
-        yield event.encode()
 
 
 async def _with_role_first(chunks: AsyncIterator[str]) -> AsyncIterator[str]:

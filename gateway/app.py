@@ -19,20 +19,15 @@ from baton import __version__
 from baton.client.errors import NotFoundError
 from baton.gateway import body_reader, dashboard, error_responses
 from baton.gateway.admin_credential import use_credential
+from baton.gateway.anthropic_route import COUNT_TOKENS, MESSAGES, Messages, count_tokens
 from baton.gateway.cell import Cell
 from baton.gateway.cells import Cells
+from baton.gateway.converted_route import ConvertedRoute, error_response
 from baton.gateway.coordinator_queries import PerCallerQuery, QueryLimiter, request_credential
 from baton.gateway.dashboard.data import overview
 from baton.gateway.dashboard.data import request as render_request
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
 from baton.gateway.generation import CHAT, COMPLETIONS, Generation
-from baton.gateway.messages_route import (
-    COUNT_TOKENS,
-    MESSAGES,
-    MessagesRoute,
-    count_tokens,
-    error_response,
-)
 from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.gateway.metrics_auth import MetricsAuth
 from baton.gateway.tokenize_routes import TokenizeRoutes
@@ -96,8 +91,9 @@ class Gateway:
         self._generations: dict[str, ASGIApp] = {
             route: Generation(route, cells, config, self.stats) for route in (COMPLETIONS, CHAT)
         }
-        messages = Generation(MESSAGES, cells, config, self.stats)
-        self._generations[MESSAGES] = MessagesRoute(messages, config, self.stats)
+        for dialect in (Messages(),):
+            chat = Generation(dialect.path, cells, config, self.stats)
+            self._generations[dialect.path] = ConvertedRoute(dialect, chat, config, self.stats)
         self._other_routes = Starlette(
             routes=[
                 *(
@@ -126,7 +122,7 @@ class Gateway:
                     self._counted(
                         COUNT_TOKENS,
                         self._with_body(count_tokens(tokenizing.tokenize)),
-                        error_response,
+                        partial(error_response, Messages()),
                     ),
                     methods=["POST"],
                 ),

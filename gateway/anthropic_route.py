@@ -1,0 +1,62 @@
+"""Anthropic's Messages API: its errors, and counting tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from starlette.datastructures import Headers
+
+from baton.gateway.converted_route import Conversion, vllm_module, with_bearer
+from baton.gateway.parsed_request import session_in
+
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+_MODULE = "anthropic_messages"
+# Anthropic's error types by HTTP status; https://docs.anthropic.com/en/api/errors.
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class Messages:
+    """The dialect of /v1/messages."""
+
+    path, module = MESSAGES, _MODULE
+
+    def begin(self, module: ModuleType, body: bytes, headers: Headers) -> Conversion:
+        conversion: Conversion = module.MessageConversion(body)
+        if session_in(headers) is not None:
+            # Agents put the user into the metadata, and the session into a header.
+            conversion.chat.pop("prompt_cache_key", None)
+        return conversion
+
+    def error_body(self, status: int, error: dict[str, Any], request_id: str) -> bytes:
+        default = "invalid_request_error" if status < 500 else "api_error"
+        told = {"type": _ERROR_TYPES.get(status, default), "message": error["message"]}
+        body = {"type": "error", "error": told}
+        return json.dumps(body | ({"request_id": request_id} if request_id else {})).encode()
+
+    def error_event(self, error: dict[str, Any], request_id: str) -> bytes:
+        return b"event: error\ndata: " + self.error_body(500, error, request_id) + b"\n\n"
+
+
+def count_tokens(
+    tokenize: Callable[[bytes, Mapping[str, str]], Awaitable[dict[str, object]]],
+) -> Callable[[bytes, Mapping[str, str]], Awaitable[dict[str, object]]]:
+    """Returns the answer of /v1/messages/count_tokens, from that of /tokenize."""
+
+    async def answer(body: bytes, headers: Mapping[str, str]) -> dict[str, object]:
+        module = await vllm_module(_MODULE)
+        sent = json.dumps(module.tokenize_body(body)).encode()
+        found = await tokenize(sent, with_bearer(Headers(headers)))
+        return {"input_tokens": found["count"]}
+
+    return answer
