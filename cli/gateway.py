@@ -101,7 +101,8 @@ def gateway(
             security=effective.security,
         )
     )
-    if any(place.parsers is not None for place in places):
+    if "vllm" in sys.modules:
+        # Imported for output parsers, or at the first request of a route that needs its converters.
         quick_exit.skip_cleanup(code)
     raise typer.Exit(code)
 

@@ -22,7 +22,7 @@ from baton.gateway.admin_credential import use_credential
 from baton.gateway.anthropic_route import COUNT_TOKENS, MESSAGES, Messages, count_tokens
 from baton.gateway.cell import Cell
 from baton.gateway.cells import Cells
-from baton.gateway.converted_route import ConvertedRoute, error_response
+from baton.gateway.converted_route import ConvertedRoute, Dialect, error_response
 from baton.gateway.coordinator_queries import PerCallerQuery, QueryLimiter, request_credential
 from baton.gateway.dashboard.data import overview
 from baton.gateway.dashboard.data import request as render_request
@@ -30,6 +30,8 @@ from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
 from baton.gateway.generation import CHAT, COMPLETIONS, Generation
 from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.gateway.metrics_auth import MetricsAuth
+from baton.gateway.response_store import ResponseStore
+from baton.gateway.responses_route import RESPONSES, Responses
 from baton.gateway.tokenize_routes import TokenizeRoutes
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import RemoteError, shown
@@ -73,7 +75,7 @@ class Gateway:
         config: HttpConfig,
         security: SecurityConfig | None = None,
     ) -> None:
-        self.stats = GatewayStats((COMPLETIONS, CHAT, MESSAGES), cells.failovers)
+        self.stats = GatewayStats((COMPLETIONS, CHAT, MESSAGES, RESPONSES), cells.failovers)
         self.refusals = Refusals()
         self._metrics_auth = MetricsAuth(security or SecurityConfig(), self.refusals)
         self._registry = GatewayCollector(self.stats).registry()
@@ -91,7 +93,9 @@ class Gateway:
         self._generations: dict[str, ASGIApp] = {
             route: Generation(route, cells, config, self.stats) for route in (COMPLETIONS, CHAT)
         }
-        for dialect in (Messages(),):
+        responses = Responses(ResponseStore(config.stored_responses_bytes))
+        dialects: tuple[Dialect, ...] = (Messages(), responses)
+        for dialect in dialects:
             chat = Generation(dialect.path, cells, config, self.stats)
             self._generations[dialect.path] = ConvertedRoute(dialect, chat, config, self.stats)
         self._other_routes = Starlette(
@@ -112,6 +116,11 @@ class Gateway:
                         ("/tokenize", tokenizing.tokenize),
                         ("/detokenize", tokenizing.detokenize),
                     )
+                ),
+                Route(
+                    f"{RESPONSES}/{{id}}",
+                    self._counted(RESPONSES, responses.stored),
+                    methods=["GET", "DELETE"],
                 ),
                 Route(
                     "/tokenizer_info",

@@ -32,6 +32,7 @@ from baton.gateway.metrics import GatewayStats, RouteStats
 from baton.gateway.parsed_request import ParsedRequest
 from baton.gateway.rendered_prompt import RenderedPrompt, render_prompts
 from baton.gateway.request_bodies import ChatBody, GenerationBody
+from baton.gateway.responses_route import RESPONSES
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import RemoteError
 
@@ -44,10 +45,10 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-# The routes that serve chats; other routes have converted those of MESSAGES.
-_CHATS = (CHAT, MESSAGES)
+# The routes that serve chats; requests of all but CHAT have been converted to chats.
+_CHATS = (CHAT, MESSAGES, RESPONSES)
 # How the IDs of requests without one begin.
-_ID_PREFIXES = {COMPLETIONS: "cmpl", CHAT: "chatcmpl", MESSAGES: "msg"}
+_ID_PREFIXES = {COMPLETIONS: "cmpl", CHAT: "chatcmpl", MESSAGES: "msg", RESPONSES: "resp"}
 _JSON = (b"content-type", b"application/json")
 _SSE = [
     (b"content-type", b"text/event-stream; charset=utf-8"),

@@ -44,6 +44,12 @@ class HttpConfig(Section):
         128, description="Answers of one HTTP request: its number of prompts times n."
     )
     max_body_bytes: PositiveInt = Field(8 * 2**20, description="Size of one request's body.")
+    stored_responses_bytes: int = Field(
+        64 * 2**20,
+        ge=0,
+        description="Memory for finished responses of /v1/responses, which previous_response_id "
+        "names; each is kept for an hour at most. 0: none is stored.",
+    )
     max_header_bytes: PositiveInt = Field(
         32 * 2**10, description="Size of one request's request line and headers."
     )

@@ -10,6 +10,7 @@ import anthropic
 import httpx2 as httpx
 import pytest
 import pytest_asyncio
+from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient, NotFoundError
 from scripted_inference import ScriptedInference, accepted, delta, finished, serving
 from tokenizers import Tokenizer
 
@@ -84,6 +85,38 @@ class Gateway:
         assert answer.status_code == 200, answer.text
         return submits[0].request, answer
 
+    async def response(self, text, *, reason=STOP, stream=False, key="key", **body):
+        """Sends a request of the Responses API; returns the submitted request and the response.
+
+        A stream is added up by OpenAI's client.
+        """
+        body = {"model": "scripted", "input": "How cold is it in Oslo?", **body}
+        async with self.openai(key) as client:
+
+            async def ask():
+                if not stream:
+                    return await client.responses.create(**body)
+                async with client.responses.stream(**body) as events:
+                    return await events.get_final_response()
+
+            return await self._answered(ask(), text, reason)
+
+    def openai(self, key="key"):
+        http = DefaultAsyncHttpxClient(verify=False)
+        options = {"max_retries": 0, "timeout": WAIT_S, "http_client": http}
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, **options)
+
+    async def _answered(self, asking, text, reason):
+        """Answers a request with this text; returns the submitted request and the response."""
+        asked = asyncio.create_task(asking)
+        submitted = asyncio.create_task(self.answer(text, reason))
+        await asyncio.wait({asked, submitted}, return_when=asyncio.FIRST_COMPLETED)
+        if asked.done() and not submitted.done():
+            # The gateway has refused the request.
+            submitted.cancel()
+        found = await asked
+        return await submitted, found
+
     async def message(self, text, *, reason=STOP, stream=False, headers=None, **body):
         """Sends a request of the Messages API; returns the submitted request and the message.
 
@@ -98,14 +131,7 @@ class Gateway:
                 async with client.messages.stream(**body, extra_headers=headers) as events:
                     return await events.get_final_message()
 
-            asked = asyncio.create_task(ask())
-            submitted = asyncio.create_task(self.answer(text, reason))
-            await asyncio.wait({asked, submitted}, return_when=asyncio.FIRST_COMPLETED)
-            if asked.done() and not submitted.done():
-                # The gateway has refused the request.
-                submitted.cancel()
-            found = await asked
-            return await submitted, found
+            return await self._answered(ask(), text, reason)
 
     async def answer(self, text, reason):
         """Answers the next request with this text; returns the request."""
@@ -420,3 +446,134 @@ async def test_tokens_of_messages_are_counted(gateway):
         body = {"model": "scripted", "messages": TURNS}
         answer = await http.post(f"{gateway.url}/tokenize", json=body)
     assert counted.input_tokens == answer.json()["count"] > 0
+
+
+# ---- OpenAI's Responses API.
+
+RESPONSES_TOOL = {"type": "function", "strict": False, **TOOL["function"]}
+
+
+def items(response):
+    """The output of a response, without generated IDs."""
+    found = []
+    for one in response.output:
+        if one.type == "function_call":
+            assert one.call_id
+            found.append((one.name, json.loads(one.arguments)))
+        else:
+            found.append((one.type, "".join(part.text for part in one.content)))
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_responses_have_text_reasoning_and_function_calls(gateway, stream):
+    off = {"reasoning": {"effort": "none"}, "stream": stream}
+    request, found = await gateway.response("It is cold.", instructions="Be brief.", **off)
+    assert items(found) == [("message", "It is cold.")]
+    assert (found.status, found.object) == ("completed", "response")
+    assert found.usage.output_tokens > 0
+    assert [one.role for one in request.chat.messages] == ["system", "user"]
+    text = f"{THINK}Oslo is north{ANSWER}{call(OSLO)}"
+    options = {"tools": [RESPONSES_TOOL], "max_output_tokens": 50, "stream": stream}
+    request, found = await gateway.response(text, **options)
+    assert items(found) == [("reasoning", "Oslo is north"), ("weather", {"city": "Oslo"})]
+    assert request.sampling.max_tokens == 50
+    assert [one["function"]["name"] for one in json.loads(request.chat.tools)] == ["weather"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_response_that_was_cut_off_is_incomplete(gateway, stream):
+    async with gateway.openai() as client:
+        body = {"model": "scripted", "input": "a", "reasoning": {"effort": "none"}}
+        asked = asyncio.create_task(client.responses.create(**body, stream=stream))
+        await gateway.answer("It is", LENGTH)
+        found = await asked
+        if stream:
+            *_, last = [event async for event in found]
+            assert last.type == "response.incomplete"
+            found = last.response
+    assert found.status == "incomplete"
+    assert found.incomplete_details.reason == "max_output_tokens"
+    assert items(found) == [("message", "It is")]
+
+
+async def test_the_events_of_a_streamed_response_are_in_openais_order(gateway):
+    async with gateway.openai() as client:
+        body = {"model": "scripted", "input": "a", "reasoning": {"effort": "none"}}
+        asked = asyncio.create_task(client.responses.create(**body, stream=True))
+        await gateway.answer("It is cold.", STOP)
+        events = [event async for event in await asked]
+    kinds = [event.type.removeprefix("response.") for event in events]
+    opened = ["created", "in_progress", "output_item.added", "content_part.added"]
+    assert kinds[:4] == opened
+    assert set(kinds[4:-4]) == {"output_text.delta"}
+    closed = ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert kinds[-4:] == closed
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].response.output[0].id == events[2].item.id
+
+
+async def test_a_stored_response_is_continued_read_and_deleted_by_its_caller_only(gateway):
+    off = {"reasoning": {"effort": "none"}}
+    first, one = await gateway.response("It is cold.", **off)
+    second, two = await gateway.response("-3 C", previous_response_id=one.id, input="How?", **off)
+    told = [(turn.role, turn.content) for turn in second.chat.messages]
+    assert told == [
+        ("user", "How cold is it in Oslo?"),
+        ("assistant", "It is cold."),
+        ("user", "How?"),
+    ]
+    # The conversation's requests find their KV cache again.
+    assert first.session_id == second.session_id == one.id
+    async with gateway.openai() as client, gateway.openai("another") as other:
+        assert (await client.responses.retrieve(two.id)).output_text == "-3 C"
+        with pytest.raises(NotFoundError):
+            await other.responses.retrieve(two.id)
+        body = {"model": "scripted", "input": "a", "previous_response_id": two.id}
+        with pytest.raises(BadRequestError, match="is not stored here"):
+            await other.responses.create(**body)
+        await client.responses.delete(two.id)
+        with pytest.raises(NotFoundError, match="is not stored here"):
+            await client.responses.retrieve(two.id)
+        _, gone = await gateway.response("No.", store=False, **off)
+        with pytest.raises(NotFoundError):
+            await client.responses.retrieve(gone.id)
+
+
+async def test_an_agents_turns_reach_the_coordinator_as_a_chat(gateway):
+    """Codex sends instructions, developer texts, text parts, calls and their outputs."""
+
+    def said(role, kind, text):
+        return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+
+    turns = [
+        said("developer", "input_text", "Use the tools."),
+        said("user", "input_text", "How cold is it in Oslo?"),
+        {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": OSLO},
+        {"type": "function_call_output", "call_id": "c1", "output": "-3 C"},
+        said("assistant", "output_text", "It is cold."),
+        said("user", "input_text", "Thanks."),
+    ]
+    options = {"instructions": "Be brief.", "tools": [RESPONSES_TOOL], "store": False}
+    options["include"] = ["reasoning.encrypted_content"]
+    request, _ = await gateway.response("Bye.", input=turns, prompt_cache_key="s", **options)
+    told = [(turn.role, turn.content) for turn in request.chat.messages]
+    assert told == [
+        ("system", "Be brief.\nUse the tools."),
+        ("user", "How cold is it in Oslo?"),
+        ("assistant", ""),
+        ("tool", "-3 C"),
+        ("assistant", "It is cold."),
+        ("user", "Thanks."),
+    ]
+    assert request.session_id == "s"
+
+
+async def test_errors_of_responses_have_openais_form(gateway):
+    async with gateway.openai() as client:
+        with pytest.raises(BadRequestError, match="background is True; must be false") as refused:
+            await client.responses.create(model="scripted", input="a", background=True)
+        assert refused.value.type == "invalid_request_error"
+        with pytest.raises(BadRequestError, match="max_output_tokens") as refused:
+            await client.responses.create(model="scripted", input="a", max_output_tokens="x")
+        assert refused.value.param == "max_output_tokens"

@@ -1,0 +1,334 @@
+"""Converts OpenAI's Responses API to and from chat completions, with vLLM's converters.
+
+Source: vllm/entrypoints/openai/responses/; https://platform.openai.com/docs/api-reference/responses.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from openai.types.responses import ResponseIncompleteEvent
+from pydantic import ValidationError
+from vllm.entrypoints.generate.base.protocol import DeltaMessage, FunctionCall
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.entrypoints.openai.responses.protocol import (
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseCompletedEvent,
+    ResponseCreatedEvent,
+    ResponseInProgressEvent,
+    ResponsesRequest,
+    ResponsesResponse,
+    ResponseUsage,
+)
+from vllm.entrypoints.openai.responses.streaming_events import (
+    SimpleStreamingEventProcessor,
+    split_delta,
+)
+from vllm.entrypoints.openai.responses.utils import (
+    build_response_output_items,
+    construct_chat_messages_with_tool_call,
+    construct_input_messages,
+    construct_tool_dicts,
+)
+from vllm.exceptions import VLLMValidationError
+
+from baton.gateway.error_responses import HttpError, invalid_value
+from baton.gateway.response_store import StoredResponse
+from baton.runtime.errors import shown
+
+# Fields that chats have as well, under the same name.
+_SAME = (
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "chat_template_kwargs",
+    "prompt_cache_key",
+    "priority",
+)
+# Fields of a chat's turn.
+_TURN = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning"}
+_DONE = "data: [DONE]"
+
+
+class ResponseConversion:
+    """A request of /v1/responses.
+
+    Args:
+        body: The request's body.
+        previous: Finds the response of `previous_response_id`; raises HttpError.
+        store: Takes the finished response, if the request allows to store it.
+
+    Attributes:
+        chat: The body of the chat completion.
+        root_id: ID of the first response of the conversation.
+
+    Raises:
+        HttpError: The body is not a request of the Responses API, or not supported.
+    """
+
+    def __init__(
+        self,
+        body: bytes,
+        previous: Callable[[str], StoredResponse],
+        store: Callable[[StoredResponse], None],
+    ) -> None:
+        self._request = _parsed(body)
+        self._store = store
+        self._sequence_number = 0
+        request, root = self._request, self._request.request_id
+        history: Sequence[dict[str, Any]] = ()
+        if request.previous_response_id is not None:
+            before = previous(request.previous_response_id)
+            history, root = before.messages, before.root_id
+        self.root_id = root
+        messages = construct_input_messages(
+            request_instructions=request.instructions,
+            request_input=request.input,
+            prev_msg=list(history),
+        )
+        self._messages = _as_chat_turns(messages)
+        self.chat = self._chat()
+
+    def _chat(self) -> dict[str, Any]:
+        request = self._request
+        found: dict[str, Any] = {"messages": self._messages, "request_id": request.request_id}
+        given = request.model_dump(mode="json", exclude_unset=True, exclude_none=True)
+        found |= {name: given[name] for name in _SAME if name in given}
+        # The responses of a chain share a prefix.
+        found.setdefault("prompt_cache_key", self.root_id)
+        if request.max_output_tokens is not None:
+            found["max_completion_tokens"] = request.max_output_tokens
+        if request.stream:
+            found |= {"stream": True, "stream_options": {"include_usage": True}}
+        tools = construct_tool_dicts(request.tools, request.tool_choice)
+        if tools:
+            found["tools"] = _without_none(tools)
+            found["tool_choice"] = _tool_choice(given.get("tool_choice", "auto"))
+            if request.parallel_tool_calls is not None:
+                found["parallel_tool_calls"] = request.parallel_tool_calls
+        if request.reasoning is not None and request.reasoning.effort is not None:
+            found["reasoning_effort"] = request.reasoning.effort
+        wanted = given.get("text", {}).get("format", {"type": "text"})
+        if wanted["type"] == "json_schema":
+            schema = request.text.format.schema_
+            named = {"name": wanted.get("name", "response"), "schema": schema}
+            found["response_format"] = {"type": "json_schema", "json_schema": named}
+        elif wanted["type"] == "json_object":
+            found["response_format"] = wanted
+        return found
+
+    def whole(self, response: bytes) -> bytes:
+        """Converts a chat completion to a response."""
+        completion = ChatCompletionResponse.model_validate_json(response)
+        choice = completion.choices[0]
+        calls = [
+            FunctionCall(id=one.id, name=one.function.name, arguments=one.function.arguments)
+            for one in choice.message.tool_calls
+        ]
+        items = build_response_output_items(
+            choice.message.reasoning, choice.message.content, calls, None, self._request.tools
+        )
+        usage = json.loads(response)["usage"]
+        found = self._finished(
+            completion.model, completion.created, items, choice.finish_reason, usage
+        )
+        return json.dumps(_as_json(found)).encode()
+
+    async def events(self, chunks: AsyncIterator[str]) -> AsyncIterator[bytes]:
+        """Converts the chunks of a streamed chat completion to the events of a response."""
+        processor = SimpleStreamingEventProcessor(tools=self._request.tools)
+        head: dict[str, Any] = {}
+        reason, usage = None, None
+        async for text in chunks:
+            if text == _DONE:
+                break
+            chunk = json.loads(text.removeprefix("data: "))
+            if not head:
+                head = chunk
+                begun = self._response(head["model"], head["created"], [], "in_progress")
+                for kind, name in (
+                    (ResponseCreatedEvent, "response.created"),
+                    (ResponseInProgressEvent, "response.in_progress"),
+                ):
+                    yield self._about(kind, name, begun)
+            usage = chunk.get("usage") or usage
+            for choice in chunk["choices"]:
+                reason = choice["finish_reason"] or reason
+                for delta in split_delta(DeltaMessage.model_validate(choice["delta"])):
+                    for event in self._emitted(processor, delta):
+                        yield self._event(event)
+        for event in processor.close_current():
+            yield self._event(event)
+        items = processor.output_items
+        found = self._finished(head["model"], head["created"], items, reason, usage)
+        done, name = ResponseCompletedEvent, "response.completed"
+        if found.status == "incomplete":
+            done, name = ResponseIncompleteEvent, "response.incomplete"
+        yield self._about(done, name, found)
+
+    @staticmethod
+    def _emitted(processor: Any, delta: DeltaMessage) -> list[Any]:
+        state, call = processor.resolve_target_state(delta)
+        if state.name == "NONE":
+            return []
+        events = []
+        if processor.needs_transition(state, call):
+            events = [*processor.close_current(), *processor.open(state, call)]
+        return [*events, *processor.emit_delta(delta, None)]
+
+    def _about(self, kind: Any, name: str, response: ResponsesResponse) -> bytes:
+        """Renders an event that contains the whole response."""
+        # Not validated: vLLM's form differs from OpenAI's (_as_json).
+        event = kind.model_construct(type=name, sequence_number=-1, response=_as_json(response))
+        return self._event(event)
+
+    def _event(self, event: Any) -> bytes:
+        if hasattr(event, "sequence_number"):
+            event.sequence_number = self._sequence_number
+        self._sequence_number += 1
+        data = event.model_dump_json(by_alias=True, warnings=False)
+        return f"event: {event.type}\ndata: {data}\n\n".encode()
+
+    def _finished(
+        self,
+        model: str,
+        created: int,
+        items: list[Any],
+        reason: str | None,
+        usage: dict[str, Any] | None,
+    ) -> ResponsesResponse:
+        """Returns the finished response, and stores it if the request allows it."""
+        status = {"length": "incomplete", "abort": "cancelled"}.get(reason or "", "completed")
+        found = self._response(model, created, items, status, usage)
+        if self._request.store:
+            answered = construct_chat_messages_with_tool_call(items)
+            turns = [*self._messages, *_as_chat_turns(answered)]
+            self._store(StoredResponse(found.id, self.root_id, turns, _as_json(found)))
+        return found
+
+    def _response(
+        self,
+        model: str,
+        created: int,
+        items: list[Any],
+        status: str,
+        usage: dict[str, Any] | None = None,
+    ) -> ResponsesResponse:
+        request = self._request
+        sampling = SimpleNamespace(
+            temperature=1.0 if request.temperature is None else request.temperature,
+            top_p=1.0 if request.top_p is None else request.top_p,
+            max_tokens=request.max_output_tokens or 0,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            logprobs=None,
+        )
+        return ResponsesResponse.from_request(
+            request,
+            sampling,
+            model_name=model,
+            created_time=created,
+            output=items,
+            status=status,
+            usage=_usage(usage) if usage is not None else None,
+        )
+
+
+def _usage(usage: dict[str, Any]) -> ResponseUsage:
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    reasoned = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens", 0)
+    return ResponseUsage(
+        input_tokens=usage["prompt_tokens"],
+        input_tokens_details=InputTokensDetails(cached_tokens=cached, cache_write_tokens=0),
+        output_tokens=usage["completion_tokens"],
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=reasoned),
+        total_tokens=usage["total_tokens"],
+    )
+
+
+def _as_json(response: ResponsesResponse) -> dict[str, Any]:
+    found: dict[str, Any] = response.model_dump(mode="json", by_alias=True)
+    # vLLM's form has a number here, OpenAI's has null without a limit.
+    found["max_output_tokens"] = found["max_output_tokens"] or None
+    return found | {"error": None}
+
+
+def _as_chat_turns(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Returns the turns in the form of the chat route.
+
+    The parts of a text have other names in the Responses API. Instructions of developers are
+    system texts, and most chat templates take one system turn, at the beginning.
+    """
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        turn = {name: one for name, one in _without_none(dict(message)).items() if name in _TURN}
+        if turn["role"] == "developer":
+            turn["role"] = "system"
+        if isinstance(turn.get("content"), list):
+            turn["content"] = [_as_text_part(part) for part in turn["content"]]
+        if len(turns) == 1 and turns[0]["role"] == turn["role"] == "system":
+            turns[0]["content"] = [*_parts(turns[0]), *_parts(turn)]
+        else:
+            turns.append(turn)
+    return turns
+
+
+def _as_text_part(part: Any) -> Any:
+    if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
+        return {"type": "text", "text": part.get("text", "")}
+    return part
+
+
+def _parts(turn: dict[str, Any]) -> list[Any]:
+    content = turn.get("content", "")
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+def _tool_choice(choice: Any) -> Any:
+    if isinstance(choice, dict):
+        return {"type": "function", "function": {"name": choice.get("name", "")}}
+    return choice
+
+
+def _without_none(value: Any) -> Any:
+    """Removes null fields, which the chat route would refuse in some places."""
+    if isinstance(value, dict):
+        return {name: _without_none(one) for name, one in value.items() if one is not None}
+    if isinstance(value, list):
+        return [_without_none(one) for one in value]
+    return value
+
+
+def _parsed(body: bytes) -> ResponsesRequest:
+    try:
+        request = ResponsesRequest.model_validate_json(body)
+    except VLLMValidationError as error:
+        raise HttpError(400, str(error), code="invalid_value") from None
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        reason = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "json_invalid":
+            raise HttpError(400, f"the body is not JSON: {reason}", code="invalid_json") from None
+        path = ".".join(map(str, problem["loc"]))
+        given = "" if problem["type"] == "missing" else f" is {shown(problem['input'])}"
+        where = f"{path}{given}: " if path else ""
+        raise HttpError(400, f"{where}{reason}", param=path or None) from None
+    for name, allowed in (("background", False), ("top_logprobs", 0), ("truncation", "disabled")):
+        value = getattr(request, name)
+        if value and value != allowed:
+            raise invalid_value(name, value, f"must be {json.dumps(allowed)} or left out")
+    return request

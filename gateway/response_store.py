@@ -1,0 +1,85 @@
+"""Keeps finished responses of the Responses API for a while, in the memory of the gateway."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+# As long as a conversation usually pauses.
+_EXPIRES_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A finished response.
+
+    Attributes:
+        id: ID of the response.
+        root_id: ID of the first response of the conversation.
+        messages: The conversation so far as chat messages, with this response's output.
+        body: The response as JSON.
+    """
+
+    id: str
+    root_id: str
+    messages: list[dict[str, Any]]
+    body: dict[str, Any]
+
+
+class ResponseStore:
+    """Responses by caller and ID. The oldest go first when their bytes exceed the limit.
+
+    Args:
+        max_bytes: Limit of all responses together, as JSON; 0: nothing is stored.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._responses: OrderedDict[tuple[bytes, str], tuple[StoredResponse, int, float]]
+        self._responses = OrderedDict()
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._responses)
+
+    def add(self, credential: str, response: StoredResponse) -> None:
+        """Stores a response for the caller with this credential."""
+        num_bytes = len(json.dumps(response.messages)) + len(json.dumps(response.body))
+        if num_bytes > self.max_bytes:
+            return
+        key = _key(credential, response.id)
+        self._remove(key)
+        self._responses[key] = (response, num_bytes, time.monotonic() + _EXPIRES_S)
+        self._num_bytes += num_bytes
+        while self._num_bytes > self.max_bytes or self._is_expired(next(iter(self._responses))):
+            self._remove(next(iter(self._responses)))
+
+    def find(self, credential: str, response_id: str) -> StoredResponse | None:
+        """Returns a response that the same caller has stored; None if there is none."""
+        key = _key(credential, response_id)
+        if key in self._responses and self._is_expired(key):
+            self._remove(key)
+        found = self._responses.get(key)
+        return found[0] if found is not None else None
+
+    def delete(self, credential: str, response_id: str) -> bool:
+        """Deletes a response; returns whether there was one."""
+        there = self.find(credential, response_id) is not None
+        self._remove(_key(credential, response_id))
+        return there
+
+    def _is_expired(self, key: tuple[bytes, str]) -> bool:
+        return self._responses[key][2] <= time.monotonic()
+
+    def _remove(self, key: tuple[bytes, str]) -> None:
+        removed = self._responses.pop(key, None)
+        self._num_bytes -= removed[1] if removed is not None else 0
+
+
+def _key(credential: str, response_id: str) -> tuple[bytes, str]:
+    # No secret stays in memory.
+    return hashlib.sha256(credential.encode()).digest(), response_id

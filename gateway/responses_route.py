@@ -1,0 +1,77 @@
+"""OpenAI's Responses API: its errors, and stored responses."""
+
+from __future__ import annotations
+
+import json
+from types import ModuleType
+from typing import Any, cast
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from baton.gateway.converted_route import Conversion
+from baton.gateway.coordinator_queries import request_credential
+from baton.gateway.error_responses import HttpError
+from baton.gateway.parsed_request import session_in
+from baton.gateway.response_store import ResponseStore, StoredResponse
+
+RESPONSES = "/v1/responses"
+
+
+class Responses:
+    """The dialect of /v1/responses.
+
+    Args:
+        store: The stored responses.
+    """
+
+    path, module = RESPONSES, "openai_responses"
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store = store
+
+    def begin(self, module: ModuleType, body: bytes, headers: Headers) -> Conversion:
+        credential = request_credential(headers)
+
+        def previous(response_id: str) -> StoredResponse:
+            found = self._store.find(credential, response_id)
+            if found is None:
+                raise self._not_stored(400, response_id, "previous_response_id")
+            return found
+
+        def keep(response: StoredResponse) -> None:
+            self._store.add(credential, response)
+
+        conversion = module.ResponseConversion(body, previous, keep)
+        if session_in(headers) and conversion.chat["prompt_cache_key"] == conversion.root_id:
+            # The client has given no key, and the agent's session spans its conversations.
+            del conversion.chat["prompt_cache_key"]
+        return cast("Conversion", conversion)
+
+    def error_body(self, status: int, error: dict[str, Any], request_id: str) -> bytes:
+        return json.dumps({"error": error}).encode()
+
+    def error_event(self, error: dict[str, Any], request_id: str) -> bytes:
+        told = {"type": "error", **{name: error[name] for name in ("code", "message", "param")}}
+        return b"event: error\ndata: " + json.dumps(told).encode() + b"\n\n"
+
+    async def stored(self, request: Request) -> Response:
+        """Answers GET and DELETE of a stored response."""
+        credential, name = request_credential(request.headers), request.path_params["id"]
+        if request.method == "DELETE":
+            if not self._store.delete(credential, name):
+                raise self._not_stored(404, name)
+            return JSONResponse({"id": name, "object": "response", "deleted": True})
+        found = self._store.find(credential, name)
+        if found is None:
+            raise self._not_stored(404, name)
+        return JSONResponse(found.body)
+
+    def _not_stored(self, status: int, name: str, param: str | None = None) -> HttpError:
+        if not self._store.max_bytes:
+            message = "this gateway stores no responses: http.stored_responses_bytes is 0"
+        else:
+            message = f"response {name[:80]!r} is not stored here, or not any more"
+        code = "previous_response_not_found" if param else "not_found"
+        return HttpError(status, message, param=param, code=code)
