@@ -100,7 +100,7 @@ async def baton(cluster, *arguments):
     def run():
         env = os.environ | {"BATON_ADDRESS": cluster.address}
         return subprocess.run(
-            [*COMMAND, *arguments], env=env, capture_output=True, text=True, timeout=WAIT_S
+            [*COMMAND, *arguments], env=env, capture_output=True, text=True, timeout=2 * START_S
         )
 
     done = await asyncio.to_thread(run)
@@ -234,7 +234,7 @@ async def flips_and_deaths(
     Returns:
         ID of the new decode worker; two other workers serve prefill.
     """
-    code, told, said = await baton(cluster, "scale", "decode", "2", "--wait", "60")
+    code, told, said = await baton(cluster, "scale", "decode", "2", "--wait", f"{START_S:g}")
     assert (code, told.split(";")[0]) == (0, "decode is to have 2 workers"), said
     event = await until(cluster, lambda event: serving(event, DECODE) == 2)
     flipped, stays = sorted(ids(event, DECODE), reverse=True)
@@ -242,7 +242,7 @@ async def flips_and_deaths(
     # Some outputs move to another worker; all stay complete.
     prompts = [prompt(20) for _ in range(6)]
     streams = [await decoding(client, one, 120) for one in prompts]
-    code, _, said = await baton(cluster, "flip", flipped, "prefill", "--wait", "60")
+    code, _, said = await baton(cluster, "flip", flipped, "prefill", "--wait", f"{START_S:g}")
     assert code == 0, said
     late = prompt(200)
     answers = [asyncio.create_task(client.complete(late, max_tokens=4)) for _ in range(4)]

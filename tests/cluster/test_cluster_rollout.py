@@ -10,7 +10,7 @@ import signal
 import subprocess
 
 import psutil
-from processes import COMMAND
+from processes import COMMAND, START_S
 
 from baton.client import AdminClient, BatonClient, Tokens
 from baton.v1 import admin_pb2
@@ -32,7 +32,7 @@ async def baton(cluster, *arguments):
     def run():
         env = os.environ | {"BATON_ADDRESS": cluster.address}
         return subprocess.run(
-            [*COMMAND, *arguments], env=env, capture_output=True, text=True, timeout=180
+            [*COMMAND, *arguments], env=env, capture_output=True, text=True, timeout=2 * START_S
         )
 
     done = await asyncio.to_thread(run)
@@ -105,7 +105,7 @@ async def test_start_promote_and_abort_under_load(up):
         told = await baton(
             cluster,
             *("rollout", "start", "--revision", "r2", "--share", "50%", "--decode", "2"),
-            *("--engine-arg", "max-num-seqs=32", "--wait", "90"),
+            *("--engine-arg", "max-num-seqs=32", "--wait", f"{START_S:g}"),
         )
         assert "1 prefill and 2 decode workers are being started" in told
         # The canary serves with one worker in each pool; the third may start later.
@@ -141,12 +141,22 @@ async def test_start_promote_and_abort_under_load(up):
         assert "rollout of r2" in shown
         assert "engine_args.max_num_seqs: 32" in shown
 
-        told = await baton(cluster, "rollout", "promote", "--wait", "90")
+        told = await baton(cluster, "rollout", "promote", "--wait", f"{START_S:g}")
         assert "set worker.revision: r2" in told
         # The pools keep their sizes.
         await only(cluster, "r2", 2)
 
-        await baton(cluster, "rollout", "start", "--revision", "r3", "--share", "1", "--wait", "90")
+        await baton(
+            cluster,
+            "rollout",
+            "start",
+            "--revision",
+            "r3",
+            "--share",
+            "1",
+            "--wait",
+            f"{START_S:g}",
+        )
         tokens = prompt()
         stream = await decoding(client, tokens, 400)
         assert "finish the" in await baton(cluster, "rollout", "abort")
