@@ -89,7 +89,7 @@ class Worker:
             common_pb2.ROLE_PREFILL: config.prefill.max_requests_per_worker,
             common_pb2.ROLE_DECODE: config.decode.max_requests_per_worker,
         }
-        if config.elastic:
+        if config.is_elastic:
             # Any worker may hold prompts and decodes at the same time.
             most = dict.fromkeys(most, sum(most.values()))
         self._max_requests = {role: _REQUESTS_FACTOR * number for role, number in most.items()}

@@ -59,7 +59,7 @@ def status(
         num_parked=window.counts["parked"],
         num_workers_lost=window.counts["workers_lost"],
         num_workers_unresponsive=window.counts["workers_unresponsive"],
-        elastic=config.elastic,
+        elastic=config.is_elastic,
     )
     found.at.FromMicroseconds(round(wall_s * 1e6))
     for start in reversed(stats.latest_cold_starts):

@@ -75,7 +75,7 @@ class CoreConfig:
             max_prefill_requests=config.prefill.max_requests_per_worker,
             max_decode_requests=config.decode.max_requests_per_worker,
             heartbeat_s=coordinator.heartbeat_s,
-            elastic=config.elastic,
+            elastic=config.is_elastic,
             local_prefill=config.decode.local_prefill,
             latency=LatencyModel.from_config(config.latency),
             lanes=config.lanes,

@@ -72,10 +72,11 @@ class BatonConfig(Section):
     http: HttpConfig = Field(default_factory=HttpConfig)
     security: SecurityConfig = Field(default_factory=SecurityConfig)
     tracing: TracingConfig = Field(default_factory=TracingConfig)
-    elastic: bool = Field(
-        False,
+    elastic: bool | None = Field(
+        None,
         description="Whether any worker may compute prompts and decode, so that the split into "
-        "pools does not matter; false: strict roles.",
+        "pools does not matter; false: strict roles. null: true if both pools have the same "
+        "engine_args, decode.local_prefill is true and steps.scheduler is baton.",
     )
     latency: LatencyConfig = Field(default_factory=LatencyConfig)
     simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)
@@ -129,6 +130,16 @@ class BatonConfig(Section):
         """Ranks per engine of a pool; 0 if the configured value is invalid (vLLM reports that)."""
         size = self.tensor_parallel_size(pool)
         return size if isinstance(size, int) and size > 0 else 0
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether any worker may compute prompts and decode."""
+        if self.elastic is not None:
+            return self.elastic
+        prefill, decode = (
+            self.engine_args | one.engine_args for one in (self.prefill, self.decode)
+        )
+        return prefill == decode and self.decode.local_prefill and self.steps.scheduler == "baton"
 
     @property
     def model_name(self) -> str:

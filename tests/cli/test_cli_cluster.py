@@ -95,7 +95,9 @@ def cluster(tmp_path_factory):
     """The address of a running `baton up`; none of its processes may remain afterwards."""
     home = tmp_path_factory.mktemp("up")
     # The long timeout keeps a stopped worker attached while slow commands inspect it.
-    up = start_up(home=home, config=f"{CONFIG}coordinator: {{worker_timeout_s: 600}}\n")
+    up = start_up(
+        home=home, config=f"{CONFIG}elastic: false\ncoordinator: {{worker_timeout_s: 600}}\n"
+    )
     try:
         yield up.line(r"^ready grpc=(127\.0\.0\.1:\d+) http=http://127\.0\.0\.1:\d+$").group(1)
         assert up.stop() == (0, []), up.err()[-3000:]

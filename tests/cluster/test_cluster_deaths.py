@@ -13,7 +13,8 @@ from baton.v1 import admin_pb2
 PROMPT = list(range(5, 305))
 # Timeout of a wait in seconds; it only bounds a test that hangs.
 SOON_S = 120.0
-DECODING = {"simulated": {"step_base_ms": 20}}
+# Prompts and outputs run on workers of their own.
+DECODING = {"elastic": False, "simulated": {"step_base_ms": 20}}
 # These times are short, but longer than a process of a busy machine may stay without CPU time.
 DYING = {**DECODING, "coordinator": {"worker_silent_s": 1.5, "worker_timeout_s": 4}}
 POOLS = {"p": "prefill", "d": "decode"}
@@ -54,7 +55,8 @@ async def completed(stream):
 def sections(pool, **coordinator):
     """Returns configuration sections; prompts take long when a prefill worker will be killed."""
     simulated = {"step_base_ms": 20} | ({"prefill_per_token_ms": 8} if pool == "p" else {})
-    return {"simulated": simulated, "coordinator": {**DYING["coordinator"], **coordinator}}
+    timing = {**DYING["coordinator"], **coordinator}
+    return {**DYING, "simulated": simulated, "coordinator": timing}
 
 
 @pytest.mark.parametrize("other", ["beside it", "in its place", "under its name"])

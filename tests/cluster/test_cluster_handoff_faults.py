@@ -134,6 +134,7 @@ def direct_pair(tmp_path_factory, model):
     with Cluster(
         tmp_path_factory.mktemp("direct"),
         model,
+        elastic=False,
         coordinator={"worker_timeout_s": 10},
         simulated=SLOW,
         kv_transfer={**KV_TRANSFER, "idle_timeout_s": LEASE_S},
@@ -156,6 +157,7 @@ def relayed_pair(tmp_path_factory, model):
     with Cluster(
         tmp_path_factory.mktemp("relayed"),
         model,
+        elastic=False,
         coordinator={"handoff_timeout_s": HANDOFF_TIMEOUT_S, "max_recovery_s": RECOVERY_S},
         simulated=SLOW,
         kv_transfer={

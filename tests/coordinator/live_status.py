@@ -26,11 +26,16 @@ MODEL = LatencyModel(
 
 
 class LiveCell(VirtualCell):
-    """A cell with an Admin service; `sections` are sections of the configuration."""
+    """A cell with strict roles and an Admin service; `sections` are configuration sections."""
 
     def __init__(self, **sections: object) -> None:
         self.config: BatonConfig = parse(
-            {"served_model_name": "simulated", "decode": {"local_prefill": False}, **sections},
+            {
+                "served_model_name": "simulated",
+                "elastic": False,
+                "decode": {"local_prefill": False},
+                **sections,
+            },
             "test",
         )
         super().__init__(CoreConfig.of(self.config))

@@ -31,6 +31,7 @@ def cell(
 ) -> VirtualCell:
     values = {
         "model": "simulated",
+        "elastic": False,
         "decode": {"local_prefill": local_prefill},
         "lanes": {"interactive": interactive},
         "tenants": tenants or {},

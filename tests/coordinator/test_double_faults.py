@@ -36,7 +36,7 @@ OUTAGE_S = 0.65
 
 def streaming_cell() -> RestartedCell:
     """Returns a cell in which all streams decode and all workers have sent heartbeats for 10 s."""
-    cell = RestartedCell(CoreConfig.of(parse({"model": "simulated"}, "test")))
+    cell = RestartedCell(CoreConfig.of(parse({"model": "simulated", "elastic": False}, "test")))
     for index in range(4):
         cell.add_worker(f"p{index}", common_pb2.ROLE_PREFILL, SHAPE)
         cell.add_worker(f"d{index}", common_pb2.ROLE_DECODE, SHAPE)

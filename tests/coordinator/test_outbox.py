@@ -187,7 +187,7 @@ async def test_tokens_of_one_worker_message_may_fill_several_messages():
 
 @pytest_asyncio.fixture
 async def shell(say_hello):
-    config = replace(CoreConfig.of(BatonConfig()), model_name="demo")
+    config = replace(CoreConfig.of(BatonConfig(elastic=False)), model_name="demo")
     shell = Shell(Core(config))
     shell.attach(say_hello("p", common_pb2.ROLE_PREFILL), object())
     shell.attach(say_hello("d", common_pb2.ROLE_DECODE), object())

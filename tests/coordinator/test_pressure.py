@@ -34,6 +34,7 @@ def cell(
     free = {"max_queued": 10**6, "max_queue_s": 3600}
     values = {
         "model": "simulated",
+        "elastic": False,
         "coordinator": {"max_running_requests": 10**6},
         "decode": {"local_prefill": local_prefill},
         "tenants": tenants or {},

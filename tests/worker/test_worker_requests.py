@@ -297,7 +297,7 @@ async def test_a_newer_attempt_ends_the_older(coordinator, start_worker, vocabul
 
 
 async def test_a_rejected_request_does_not_affect_others(coordinator, start_worker):
-    start_worker(decode={"max_requests_per_worker": 1}, simulated=SLOW)
+    start_worker(elastic=False, decode={"max_requests_per_worker": 1}, simulated=SLOW)
     stream = await coordinator.stream()
     bad = cluster_pb2.DecodeCommand(spec=spec("bad", [10**6], max_tokens=5))
     await coordinator.command(stream, decode=bad)
