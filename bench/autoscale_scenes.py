@@ -114,6 +114,8 @@ def core_config(latency: LatencyModel, *, local_prefill: bool) -> CoreConfig:
     values = {
         "model": "simulated",
         "coordinator": {"max_running_requests": 10**6},
+        # The figures of docs/autoscaling.md are those of strict roles.
+        "elastic": False,
         "decode": {"local_prefill": local_prefill},
         "lanes": {"interactive": {**free, "itl_ms": round(ITL_S * 1e3)}},
     }

@@ -164,6 +164,8 @@ async def serving(load: Load, cores: set[int], sections: dict[str, Any]) -> Asyn
         "engine": "simulated",
         "log_level": "warning",
         "prefill": {"max_requests_per_worker": load.num_requests},
+        # Every request has a handoff.
+        "elastic": False,
         "decode": {"max_requests_per_worker": load.num_requests},
         **sections,
     }

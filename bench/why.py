@@ -51,6 +51,7 @@ SETTINGS = {
         "interactive": {"ttft_ms": round(SLO.ttft_s * 1e3), "itl_ms": round(SLO.itl_s * 1e3)},
         "batch": {"ttft_ms": round(SLO.ttft_s * 1e3)},
     },
+    "elastic": False,
     "decode": {"local_prefill": True},
 }
 READY_TIMEOUT_S = 300.0

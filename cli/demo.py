@@ -62,6 +62,8 @@ async def demo(arguments: list[str]) -> None:
 async def _cluster(arguments: list[str], log: IO[str]) -> AsyncIterator[str]:
     """Runs `baton up`; yields its address, and stops it with all its processes."""
     command = [sys.executable, "-m", "baton.cli", "up", "--listen", "127.0.0.1:0", "--no-http"]
+    # Shows a handoff: an idle elastic cell would answer on one worker.
+    command.append("--no-elastic")
     command += [part for argument in ENGINE_ARGS for part in ("--engine-arg", argument)]
     print("starting a coordinator, one prefill and one decode worker", flush=True)
     up = await asyncio.create_subprocess_exec(

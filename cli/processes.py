@@ -56,6 +56,13 @@ def up(
             "--prefill and --decode.",
         ),
     ] = None,
+    elastic: Annotated[
+        bool | None,
+        typer.Option(
+            "--elastic/--no-elastic",
+            help="Let any worker compute prompts and decode, or give each pool its own work.",
+        ),
+    ] = None,
     autoscale: Annotated[
         bool | None,
         typer.Option(
@@ -92,6 +99,8 @@ def up(
     from baton.runtime import lifecycle, logs
 
     prefill, decode = options.halves(workers, prefill, decode)
+    if workers is not None and elastic is False:
+        raise typer.BadParameter("cannot be used with --no-elastic", param_hint="--workers")
     effective = options.load_config(
         config,
         model=model,
@@ -104,7 +113,7 @@ def up(
         listen=listen,
         num_prefill=prefill,
         num_decode=decode,
-        elastic=True if workers is not None else None,
+        elastic=True if workers is not None else elastic,
         autoscale=autoscale,
         http_listen="" if no_http else None,
         launcher=launcher,
