@@ -18,7 +18,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def shared_cluster(tmp_path_factory: pytest.TempPathFactory, model: str) -> Iterator[Cluster]:
     adapters = {name: f"adapters/{name}" for name in ADAPTERS}
-    with Cluster(tmp_path_factory.mktemp("cluster"), model, lora_adapters=adapters) as cluster:
+    sections = {"elastic": False, "lora_adapters": adapters}
+    with Cluster(tmp_path_factory.mktemp("cluster"), model, **sections) as cluster:
         cluster.start_worker("prefill", "p1")
         cluster.start_worker("decode", "d1")
         yield cluster

@@ -14,7 +14,9 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 async def test_the_handoff_is_in_the_client_s_trace(new_cluster):
     async with OtlpCollector() as collector:
-        cluster = new_cluster("p1", "d1", tracing={"otlp_endpoint": collector.endpoint})
+        cluster = new_cluster(
+            "p1", "d1", elastic=False, tracing={"otlp_endpoint": collector.endpoint}
+        )
         await cluster.serving()
         async with BatonClient(cluster.address) as client:
             await client.complete([7] * 600, max_tokens=4)
