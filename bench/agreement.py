@@ -34,6 +34,7 @@ from baton.load.stats import Goal
 from baton.load.traces import Arrival
 from baton.runtime import demo_model
 from baton.runtime.config import parse
+from baton.simulator.measured import step_costs
 from baton.simulator.report import Figures
 from baton.simulator.run import simulate
 from baton.v1 import admin_pb2, common_pb2
@@ -94,18 +95,12 @@ async def live(arguments: argparse.Namespace, requests: list[Planned]) -> Live:
 
 def replay(worker: admin_pb2.WorkerInfo, requests: list[Planned]) -> Figures:
     """Simulates the same requests with workers that have the measured step times."""
-    latency = worker.latency
     config = parse(
         {
             "model": "simulated",
             "engine": "simulated",
             "simulated": {
-                "prefill_base_ms": latency.prefill_base_ms,
-                "prefill_per_token_ms": latency.prefill_per_token_ms,
-                "prefill_per_token_squared_ms": latency.prefill_per_token_squared_ms,
-                "step_base_ms": latency.step_base_ms,
-                "step_per_request_ms": latency.step_per_request_ms,
-                "step_per_kv_token_ms": latency.step_per_kv_token_ms,
+                **step_costs(worker.latency),
                 "max_model_len": ENGINE_ARGS["max_model_len"],
                 "max_num_batched_tokens": ENGINE_ARGS["max_num_batched_tokens"],
                 "max_num_seqs": ENGINE_ARGS["max_num_seqs"],

@@ -26,7 +26,6 @@ from baton.bench.streams import Timed
 from baton.client.client import BatonClient
 from baton.load import stats
 from baton.runtime import demo_model
-from baton.simulator.colocated import Balancer
 
 MODEL = "demo-88m"
 SLO = Slo(ttft_s=3.0, itl_s=0.05)
@@ -71,22 +70,6 @@ def round_robin(senders: Sequence[mixed_load.Send]) -> mixed_load.Send:
     return send
 
 
-def least_loaded(
-    http: aiohttp.ClientSession, servers: Sequence[systems.Process]
-) -> mixed_load.Send:
-    balancer = Balancer(len(servers))
-    senders = [plain_sender(http, server) for server in servers]
-
-    async def send(arrival: Arrival) -> Timed | None:
-        index = balancer.send()
-        try:
-            return await senders[index](arrival)
-        finally:
-            balancer.finished(index)
-
-    return send
-
-
 @contextlib.asynccontextmanager
 async def plain(
     arguments: dict[str, Any], cores: tuple[str, str], wanted: Sequence[System]
@@ -95,11 +78,12 @@ async def plain(
     timeout = aiohttp.ClientTimeout(total=streams.REQUEST_TIMEOUT_S)
     with systems.plain_pair(demo_model.ensure(MODEL), arguments, cores) as servers:
         async with aiohttp.ClientSession(timeout=timeout) as http:
-            senders = {
-                "round robin": round_robin([plain_sender(http, one) for one in servers]),
-                "least loaded": least_loaded(http, servers),
+            senders = [plain_sender(http, one) for one in servers]
+            balancers = {
+                "round robin": round_robin(senders),
+                "least loaded": streams.least_loaded(senders),
             }
-            yield {name: senders[name] for name in wanted if name in senders}
+            yield {name: balancers[name] for name in wanted if name in balancers}
 
 
 @contextlib.asynccontextmanager

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import aiohttp
 
@@ -89,6 +89,8 @@ class Timed:
 
 Prompt: TypeAlias = list[int]
 Send: TypeAlias = Callable[[Prompt], Awaitable[Timed]]
+Request = TypeVar("Request")
+Reply = TypeVar("Reply")
 
 
 async def closed_loop(send: Send, prompts: Sequence[Prompt], concurrency: int) -> list[Timed]:
@@ -109,14 +111,16 @@ async def closed_loop(send: Send, prompts: Sequence[Prompt], concurrency: int) -
     return [answers[index] for index in range(len(prompts))]
 
 
-def least_loaded(senders: Sequence[Send]) -> Send:
-    """Returns a balancer: each prompt goes to the sender with the fewest prompts in flight."""
+def least_loaded(
+    senders: Sequence[Callable[[Request], Awaitable[Reply]]],
+) -> Callable[[Request], Awaitable[Reply]]:
+    """Returns a balancer: each request goes to the sender with the fewest requests in flight."""
     balancer = Balancer(len(senders))
 
-    async def send(prompt: Prompt) -> Timed:
+    async def send(request: Request) -> Reply:
         index = balancer.send()
         try:
-            return await senders[index](prompt)
+            return await senders[index](request)
         finally:
             balancer.finished(index)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton.coordinator.state.scaling_config import Targets, scaling_config
+from baton.coordinator.state.scaling_config import Targets, in_seconds
 from baton.load.traces import Arrival
 from baton.runtime.config import BatonConfig, parse
 from baton.simulator import comparison
@@ -27,17 +27,15 @@ class MeasuredCell:
     Attributes:
         config: The cell's number of workers, their measured step costs, and its targets.
         arrivals: The latest requests that ended, in order of arrival.
-        is_elastic: Whether any worker of the cell computes prompts and decodes.
     """
 
     config: BatonConfig
     arrivals: Sequence[Arrival]
-    is_elastic: bool
 
     @property
     def targets(self) -> Targets:
         """The targets of the interactive lane."""
-        return dict(scaling_config(self.config).targets)["interactive"]
+        return in_seconds(self.config.scaling.targets.interactive)
 
     def setups(self) -> list[Setup]:
         """Returns colocated serving, the present split, and the same workers without a split."""
@@ -49,7 +47,7 @@ class MeasuredCell:
 
     def is_present(self, setup: Setup) -> bool:
         """Whether the cell is set up like this now."""
-        return setup.policy == "static" and setup.elastic == self.is_elastic
+        return setup.policy == "static" and setup.elastic == self.config.is_elastic
 
     def best(self, rows: Sequence[Row]) -> Row:
         """Returns the row that attains most; of equal ones the present, then an elastic cell."""
@@ -109,20 +107,14 @@ def measured(
             f"{len(arrivals)} requests have ended; a comparison needs {LEAST_REQUESTS}"
         )
     lane = next(one for one in status.lanes if one.info.lane == common_pb2.LANE_INTERACTIVE)
-    latency, capacity = worker.latency, worker.capacity
+    capacity = worker.capacity
     roles = [one.role for one in serving]
     values = {
         "elastic": status.elastic,
         "prefill": {"workers": roles.count(common_pb2.ROLE_PREFILL)},
         "decode": {"workers": roles.count(common_pb2.ROLE_DECODE)},
         "simulated": {
-            "prefill_base_ms": latency.prefill_base_ms,
-            "prefill_per_token_ms": latency.prefill_per_token_ms,
-            "prefill_per_token_squared_ms": latency.prefill_per_token_squared_ms,
-            "step_base_ms": latency.step_base_ms,
-            "step_per_request_ms": latency.step_per_request_ms,
-            "step_per_kv_token_ms": latency.step_per_kv_token_ms,
-            "mixed_base_ms": latency.mixed_base_ms,
+            **step_costs(worker.latency),
             "kv_tokens": capacity.kv_tokens,
             "block_size_tokens": capacity.block_size_tokens,
             "max_num_seqs": capacity.max_num_seqs,
@@ -139,7 +131,20 @@ def measured(
             }
         },
     }
-    return MeasuredCell(parse(values, "the cell"), arrivals, status.elastic)
+    return MeasuredCell(parse(values, "the cell"), arrivals)
+
+
+def step_costs(latency: admin_pb2.LatencyInfo) -> dict[str, float]:
+    """Returns the measured step costs as keys of the configuration's section `simulated`."""
+    return {
+        "prefill_base_ms": latency.prefill_base_ms,
+        "prefill_per_token_ms": latency.prefill_per_token_ms,
+        "prefill_per_token_squared_ms": latency.prefill_per_token_squared_ms,
+        "step_base_ms": latency.step_base_ms,
+        "step_per_request_ms": latency.step_per_request_ms,
+        "step_per_kv_token_ms": latency.step_per_kv_token_ms,
+        "mixed_base_ms": latency.mixed_base_ms,
+    }
 
 
 def _arrivals(requests: Sequence[admin_pb2.RequestInfo]) -> list[Arrival]:
