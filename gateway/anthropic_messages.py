@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensRequest,
     AnthropicMessagesRequest,
@@ -17,10 +16,8 @@ from vllm.entrypoints.anthropic.protocol import (
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
+from baton.gateway.body_parser import parse_as
 from baton.gateway.error_responses import HttpError
-from baton.runtime.errors import shown
-
-B = TypeVar("B", bound=BaseModel)
 
 # The conversions use no attribute of the instance, whose constructor needs an engine.
 _CONVERTER: Any = object.__new__(AnthropicServingMessages)
@@ -43,7 +40,7 @@ class MessageConversion:
     """
 
     def __init__(self, body: bytes) -> None:
-        request = _parsed(body, AnthropicMessagesRequest)
+        request = parse_as(body, AnthropicMessagesRequest)
         self.chat = _converted(request)
         user = (request.metadata or {}).get("user_id")
         if isinstance(user, str) and user:
@@ -71,7 +68,7 @@ def tokenize_body(body: bytes) -> dict[str, Any]:
     Raises:
         HttpError: The body is not a request of the Messages API.
     """
-    chat = _converted(_parsed(body, AnthropicCountTokensRequest))
+    chat = _converted(parse_as(body, AnthropicCountTokensRequest))
     wanted = ("model", "messages", "tools", "chat_template_kwargs")
     return {name: chat[name] for name in wanted if name in chat}
 
@@ -103,17 +100,3 @@ def _converted(request: AnthropicMessagesRequest | AnthropicCountTokensRequest) 
         mode="json", exclude_unset=True, exclude_none=True, by_alias=True
     )
     return {name: value for name, value in found.items() if name not in _LEFT_OUT}
-
-
-def _parsed(body: bytes, kind: type[B]) -> B:
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        path = ".".join(map(str, problem["loc"]))
-        reason = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] == "json_invalid":
-            raise HttpError(400, f"the body is not JSON: {reason}", code="invalid_json") from None
-        given = "" if problem["type"] == "missing" else f" is {shown(problem['input'])}"
-        where = f"{path}{given}: " if path else ""
-        raise HttpError(400, f"{where}{reason}", param=path or None) from None

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import pydantic_core
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from baton.gateway.error_responses import HttpError, invalid_value
 from baton.gateway.request_bodies import BodyModel
@@ -17,6 +17,7 @@ from baton.runtime.errors import shown
 from baton.runtime.names import did_you_mean
 
 B = TypeVar("B", bound=BodyModel)
+M = TypeVar("M", bound=BaseModel)
 
 _MAX_NAME_CHARS = 80
 
@@ -69,6 +70,25 @@ def parse_body(body: bytes, kind: type[B]) -> B:
         return kind.model_validate(values)
     except ValidationError as error:
         raise _explain(error, values) from None
+
+
+def parse_as(body: bytes, kind: type[M]) -> M:
+    """Parses a body with a class of another library, which decides about unknown fields.
+
+    Raises:
+        HttpError: The body is not JSON, or a field is wrong.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        reason = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "json_invalid":
+            raise HttpError(400, f"the body is not JSON: {reason}", code="invalid_json") from None
+        path = ".".join(map(str, problem["loc"]))
+        given = "" if problem["type"] == "missing" else f" is {shown(problem['input'])}"
+        where = f"{path}{given}: " if path else ""
+        raise HttpError(400, f"{where}{reason}", param=path or None) from None
 
 
 def _is_validated(name: str, value: object, known: set[str]) -> bool:

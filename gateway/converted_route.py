@@ -131,9 +131,8 @@ class ConvertedRoute:
 
 def error_response(dialect: Dialect, problem: HttpError, request_id: str = "") -> Response:
     """Returns a response in the form of a dialect for an error."""
-    error = json.loads(problem.body())["error"]
     response = Response(
-        dialect.error_body(problem.status, error, request_id),
+        dialect.error_body(problem.status, problem.fields(), request_id),
         problem.status,
         media_type="application/json",
     )

@@ -79,14 +79,17 @@ class HttpError(Exception):
         self.status, self.kind, self.param, self.code = status, kind, param, code
         self.retry_after_s, self.permanent = retry_after_s, permanent
 
-    def body(self) -> bytes:
-        error = {
+    def fields(self) -> dict[str, str | None]:
+        """The error in OpenAI's form."""
+        return {
             "message": str(self),
             "type": self.kind,
             "param": self.param,
             "code": self.code,
         }
-        return json.dumps({"error": error}).encode()
+
+    def body(self) -> bytes:
+        return json.dumps({"error": self.fields()}).encode()
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         found = []

@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from openai.types.responses import ResponseIncompleteEvent
-from pydantic import ValidationError
 from vllm.entrypoints.generate.base.protocol import DeltaMessage, FunctionCall
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.openai.responses.protocol import (
@@ -36,9 +35,9 @@ from vllm.entrypoints.openai.responses.utils import (
 )
 from vllm.exceptions import VLLMValidationError
 
+from baton.gateway.body_parser import parse_as
 from baton.gateway.error_responses import HttpError, invalid_value
 from baton.gateway.response_store import StoredResponse
-from baton.runtime.errors import shown
 
 # Fields that chats have as well, under the same name.
 _SAME = (
@@ -315,18 +314,9 @@ def _without_none(value: Any) -> Any:
 
 def _parsed(body: bytes) -> ResponsesRequest:
     try:
-        request = ResponsesRequest.model_validate_json(body)
+        request = parse_as(body, ResponsesRequest)
     except VLLMValidationError as error:
         raise HttpError(400, str(error), code="invalid_value") from None
-    except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        reason = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] == "json_invalid":
-            raise HttpError(400, f"the body is not JSON: {reason}", code="invalid_json") from None
-        path = ".".join(map(str, problem["loc"]))
-        given = "" if problem["type"] == "missing" else f" is {shown(problem['input'])}"
-        where = f"{path}{given}: " if path else ""
-        raise HttpError(400, f"{where}{reason}", param=path or None) from None
     for name, allowed in (("background", False), ("top_logprobs", 0), ("truncation", "disabled")):
         value = getattr(request, name)
         if value and value != allowed:
