@@ -143,6 +143,8 @@ class EngineOutput:
         timings: Only in the first output: durations of the request's stages since its submission.
             The engine leaves the numbers of tokens in this message unset.
         num_cached_tokens: Only in the first output: prompt tokens from this engine's prefix cache.
+        num_host_tokens: Only in the first output: prompt tokens loaded from this worker's host
+            memory (kv_store.host_bytes).
         num_handoff_tokens: Only in the first output: prompt tokens loaded from the handoff.
         error: The reason, with Finish.ERROR.
     """
@@ -156,6 +158,7 @@ class EngineOutput:
     prompt_logprobs: Sequence[Sequence[Logprob]] = ()
     timings: cluster_pb2.StageTimings | None = None
     num_cached_tokens: int = 0
+    num_host_tokens: int = 0
     num_handoff_tokens: int = 0
     error: str = ""
 
@@ -181,7 +184,7 @@ class StepSample:
 
 @dataclass(frozen=True, slots=True)
 class CacheChange:
-    """Change of an engine's prefix cache, by block hash (runtime/block_hashes.py).
+    """Change of one tier of an engine's KV blocks, by block hash (runtime/block_hashes.py).
 
     An engine with other hashes computes these hashes for its report. The order of events is:
     `cleared`, then `removed`, then `stored`. A block is stored after the block before it and
@@ -205,10 +208,14 @@ class EngineStep:
     Attributes:
         outputs: Outputs of the step's requests; may be empty.
         cache: Change of the prefix cache since the last step; None for no change.
+        host_cache: Change of the blocks that host memory holds; None for no change. A prompt finds
+            them behind the blocks that it finds in the prefix cache. A block may be in both. A
+            block in host memory may lack the block before it.
     """
 
     outputs: list[EngineOutput] = field(default_factory=list)
     cache: CacheChange | None = None
+    host_cache: CacheChange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +253,7 @@ class EngineInfo:
         model: The model and its limits.
         layout: Layout of the KV cache, which handoffs use.
         kv_tokens: Size of the KV cache in tokens.
+        host_kv_tokens: Size of the KV store in host memory in tokens; 0: none.
         max_num_seqs: Most requests of one step.
         max_num_batched_tokens: Most tokens of one step, which is the size of a prefill chunk.
         supports_forced_tokens: Whether known tokens can be replayed with the exact sampling state.
@@ -266,6 +274,7 @@ class EngineInfo:
     keeps_prefixes: bool
     weights_s: float = 0.0
     kv_s: float = 0.0
+    host_kv_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from baton.runtime.config.scaling import ScalingSection
 from baton.runtime.config.steps import StepsConfig
 from baton.runtime.config.tracing import TracingConfig
 from baton.runtime.config.workers import DecodePoolConfig, PoolConfig, SimulatedConfig, WorkerConfig
+from baton.runtime.kv_store_config import KvStoreConfig
 from baton.runtime.kv_transfer_config import KvTransferConfig
 from baton.runtime.names import TENANT_NAMES, is_tenant
 from baton.runtime.section import Section
@@ -69,6 +70,7 @@ class BatonConfig(Section):
     decode: DecodePoolConfig = Field(default_factory=DecodePoolConfig)
     worker: WorkerConfig = Field(default_factory=WorkerConfig)
     kv_transfer: KvTransferConfig = Field(default_factory=KvTransferConfig)
+    kv_store: KvStoreConfig = Field(default_factory=KvStoreConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
     security: SecurityConfig = Field(default_factory=SecurityConfig)
     tracing: TracingConfig = Field(default_factory=TracingConfig)

@@ -45,6 +45,26 @@ WORKER_STATE_DRAINING: WorkerState.ValueType  # 3
 WORKER_STATE_STOPPED: WorkerState.ValueType  # 4
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
+class _CacheTier:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CacheTierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheTier.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CACHE_TIER_UNSPECIFIED: _CacheTier.ValueType  # 0
+    """The engine's prefix cache, on the device."""
+    CACHE_TIER_HOST: _CacheTier.ValueType  # 1
+    """The KV store in host memory. It may lack blocks before a block that it holds."""
+
+class CacheTier(_CacheTier, metaclass=_CacheTierEnumTypeWrapper):
+    """Where a worker keeps KV blocks."""
+
+CACHE_TIER_UNSPECIFIED: CacheTier.ValueType  # 0
+"""The engine's prefix cache, on the device."""
+CACHE_TIER_HOST: CacheTier.ValueType  # 1
+"""The KV store in host memory. It may lack blocks before a block that it holds."""
+Global___CacheTier: _TypeAlias = CacheTier  # noqa: Y015
+
 @_typing.final
 class WorkerMessage(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
@@ -352,6 +372,7 @@ class Capacity(_message.Message):
     MAX_RECEIVE_BYTES_FIELD_NUMBER: _builtins.int
     SUPPORTS_FORCED_TOKENS_FIELD_NUMBER: _builtins.int
     KEEPS_PREFIXES_FIELD_NUMBER: _builtins.int
+    HOST_KV_TOKENS_FIELD_NUMBER: _builtins.int
     kv_tokens: _builtins.int
     block_size_tokens: _builtins.int
     max_num_seqs: _builtins.int
@@ -367,6 +388,8 @@ class Capacity(_message.Message):
     """
     keeps_prefixes: _builtins.bool
     """Whether prefix caching is on, so that the KV blocks of a cancelled prompt stay usable."""
+    host_kv_tokens: _builtins.int
+    """Size of the KV store in host memory in tokens; 0: none."""
     def __init__(
         self,
         *,
@@ -378,10 +401,11 @@ class Capacity(_message.Message):
         max_receive_bytes: _builtins.int = ...,
         supports_forced_tokens: _builtins.bool = ...,
         keeps_prefixes: _builtins.bool = ...,
+        host_kv_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "keeps_prefixes", b"keeps_prefixes", "kv_tokens", b"kv_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_receive_bytes", b"max_receive_bytes", "max_send_bytes", b"max_send_bytes", "supports_forced_tokens", b"supports_forced_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "host_kv_tokens", b"host_kv_tokens", "keeps_prefixes", b"keeps_prefixes", "kv_tokens", b"kv_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_receive_bytes", b"max_receive_bytes", "max_send_bytes", b"max_send_bytes", "supports_forced_tokens", b"supports_forced_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1190,6 +1214,7 @@ class StageTimings(_message.Message):
     HANDOFF_WAIT_US_FIELD_NUMBER: _builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_HANDOFF_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_HOST_TOKENS_FIELD_NUMBER: _builtins.int
     queue_us: _builtins.int
     """From the command's arrival until the first engine step of the request."""
     run_us: _builtins.int
@@ -1199,6 +1224,8 @@ class StageTimings(_message.Message):
     num_cached_tokens: _builtins.int
     num_handoff_tokens: _builtins.int
     """Prompt tokens loaded from the handoff; 0 if the handoff failed and the prompt was recomputed."""
+    num_host_tokens: _builtins.int
+    """Prompt tokens loaded from the worker's own KV store in host memory."""
     def __init__(
         self,
         *,
@@ -1207,10 +1234,11 @@ class StageTimings(_message.Message):
         handoff_wait_us: _builtins.int = ...,
         num_cached_tokens: _builtins.int = ...,
         num_handoff_tokens: _builtins.int = ...,
+        num_host_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_wait_us", b"handoff_wait_us", "num_cached_tokens", b"num_cached_tokens", "num_handoff_tokens", b"num_handoff_tokens", "queue_us", b"queue_us", "run_us", b"run_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_wait_us", b"handoff_wait_us", "num_cached_tokens", b"num_cached_tokens", "num_handoff_tokens", b"num_handoff_tokens", "num_host_tokens", b"num_host_tokens", "queue_us", b"queue_us", "run_us", b"run_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1333,7 +1361,7 @@ Global___WorkerStateChanged: _TypeAlias = WorkerStateChanged  # noqa: Y015
 
 @_typing.final
 class CacheEvents(_message.Message):
-    """Changes of the worker's prefix cache since the previous CacheEvents. Apply `reset` first, then
+    """Changes of one tier since the previous CacheEvents of that tier. Apply `reset` first, then
     `removed`, then `stored`. The message is numbered and resent like outputs, and comes before the
     step that reports the first token of a prompt with stored blocks. Changes are coalesced: a block
     that was stored and removed in between does not appear. A message has at most 16,384 hashes; more
@@ -1350,10 +1378,12 @@ class CacheEvents(_message.Message):
     RESET_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     REMOVED_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
     reset: _builtins.bool
     """Forget all blocks that this worker reported before: its cache was cleared, or the worker
     reports to a new coordinator generation and sends its whole cache again.
     """
+    tier: Global___CacheTier.ValueType
     @_builtins.property
     def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -1364,10 +1394,11 @@ class CacheEvents(_message.Message):
         reset: _builtins.bool = ...,
         stored: _abc.Iterable[_builtins.int] | None = ...,
         removed: _abc.Iterable[_builtins.int] | None = ...,
+        tier: Global___CacheTier.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed", b"removed", "reset", b"reset", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed", b"removed", "reset", b"reset", "stored", b"stored", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
