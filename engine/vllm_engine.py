@@ -51,6 +51,7 @@ from baton.engine.vllm_request import engine_core_requests
 from baton.engine.vllm_setup import VllmSetup
 from baton.engine.vllm_step_targets import write_targets
 from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE
+from baton.kvtransfer.connector.host_tier import HOST_CHANGE, HOST_LOADS
 from baton.kvtransfer.connector.scheduler_half import CUT_OFF, PREFIX_GONE
 from baton.kvtransfer.connector.step_work import STEP_WORK
 from baton.runtime import affinity
@@ -78,6 +79,7 @@ class VllmEngine:
         adapters: Directory or hub ID of each LoRA adapter, by name.
         scheduler: What fills a step with prompt tokens (steps.scheduler).
         prior: Latency model of Baton's scheduler until it has measured steps.
+        host_bytes: Host memory for KV blocks that the cache evicts; 0: none.
     """
 
     def __init__(
@@ -90,6 +92,7 @@ class VllmEngine:
         *,
         scheduler: Literal["baton", "vllm"] = "baton",
         prior: LatencyModel = _PRIOR,
+        host_bytes: int = 0,
     ) -> None:
         self._adapters = adapters or {}
         self._lora_requests = lora_requests(self._adapters)
@@ -99,6 +102,7 @@ class VllmEngine:
         self._live: dict[str, LiveRequest] = {}
         self._by_internal_id: dict[str, LiveRequest] = {}
         self._prior = prior if scheduler == "baton" else None
+        self._host_bytes = host_bytes
         self._counter = itertools.count(1)
         self._stats = SchedulerStats()
         self._num_steps = 0
@@ -133,6 +137,7 @@ class VllmEngine:
             self._transfer_socket,
             self._traces,
             self._prior,
+            self._host_bytes,
         )
         config = setup.config
         renderer = renderer_from_config(config)
@@ -258,6 +263,11 @@ class VllmEngine:
         self._sample(reports.get(STEP_WORK), timestamp)
         if (change := reports.get(CACHE_CHANGE)) is not None:
             step.cache = CacheChange(**change)
+        if (change := reports.get(HOST_CHANGE)) is not None:
+            step.host_cache = CacheChange(**change)
+        for internal_id, num_tokens in reports.get(HOST_LOADS, {}).items():
+            if (live := self._by_internal_id.get(internal_id)) is not None:
+                live.num_host_tokens = num_tokens
         for internal_id in reports.get(PREFIX_GONE, ()):
             # The request waits in vLLM until it is aborted, and may be reported again until then.
             if (live := self._by_internal_id.get(internal_id)) is not None:

@@ -27,6 +27,7 @@ class LiveRequest:
         pending_text: Text that became final with the known tokens but was not sent with them.
         scheduled_at: When vLLM first ran the request, by vLLM's clock.
         prefill_stats: vLLM's statistics of the prompt.
+        num_host_tokens: Prompt tokens loaded from host memory.
         reported: True once an output was returned.
         cut: True if the first token is out and another worker continues the request.
         retried: True if the request was run again after a failed load.
@@ -40,6 +41,7 @@ class LiveRequest:
     pending_text: str = ""
     scheduled_at: float | None = None
     prefill_stats: PrefillStats | None = None
+    num_host_tokens: int = 0
     reported: bool = False
     cut: bool = False
     retried: bool = False
@@ -89,7 +91,9 @@ class LiveRequest:
             )
             if (stats := self.prefill_stats) is not None:
                 output.num_cached_tokens = stats.num_local_cached_tokens
-                output.num_handoff_tokens = stats.num_external_cached_tokens
+                output.num_host_tokens = self.num_host_tokens
+                num_external = stats.num_external_cached_tokens
+                output.num_handoff_tokens = max(0, num_external - self.num_host_tokens)
             if made.prompt_logprobs:
                 output.prompt_logprobs = logprobs(made.prompt_logprobs)
         return output

@@ -73,7 +73,8 @@ class BatonScheduler(Scheduler):
         self.waiting = FCFSRequestQueue()
         # Most tokens of a prompt in the step that is made next; others have no limit.
         self._most: dict[str, int] = {}
-        # Tokens of waiting prompts in the prefix cache, and when they were looked up.
+        # Tokens of waiting prompts in the prefix cache and behind them in host memory, and when
+        # they were looked up.
         self._cached: dict[str, tuple[int, float]] = {}
         self._num_lookups = 0
         self._warms_up = True
@@ -114,7 +115,14 @@ class BatonScheduler(Scheduler):
         """Orders the requests and bounds their prompts; returns the step's number of tokens."""
         now, model, self._num_lookups = time.time(), self.planner.model, 0
         decodes = [one for one in self.running if not _is_prompt(one)]
-        chunks = [self._candidate(one, now, model) for one in self.running if _is_prompt(one)]
+        # Prompts that have just been loaded from host memory hold blocks, as running ones do.
+        loaded = [
+            one
+            for one in self.kv_holding_waiting
+            if one.request_id in self.finished_recving_kv_req_ids
+        ]
+        begun = [*(one for one in self.running if _is_prompt(one)), *loaded]
+        chunks = [self._candidate(one, now, model) for one in begun]
         arrivals, coming, blocked = self._divided(now, model)
         prompts = sorted([*chunks, *arrivals], key=_rank)
         streams = self._streams(decodes, now)
@@ -131,12 +139,16 @@ class BatonScheduler(Scheduler):
         granted = {
             one.request.request_id: grant for one, grant in zip(prompts, grants, strict=True)
         }
+        # vLLM starts nothing behind a loaded prompt that gets no token.
+        granted |= {one.request_id: max(1, granted[one.request_id]) for one in loaded}
         # In place: vLLM keeps references to this list.
-        self.running[:] = [*decodes, *(one.request for one in sorted(chunks, key=_rank))]
+        is_loaded = set(loaded)
+        ordered = [one.request for one in sorted(chunks, key=_rank)]
+        self.running[:] = [*decodes, *(one for one in ordered if one not in is_loaded)]
         self._order_waiting(arrivals, coming, blocked, granted)
         self._most = granted | {one.request_id: per_request for one in coming}
         self._most |= {one.request_id: 0 for one in blocked}
-        total: int = streams.num_tokens + sum(grants) + reserve
+        total: int = streams.num_tokens + sum(granted.values()) + reserve
         return max(1, min(total, int(self._most_tokens)))
 
     def _streams(self, decodes: Sequence[Request], now: float) -> Streams:
@@ -162,7 +174,8 @@ class BatonScheduler(Scheduler):
 
     def _candidate(self, request: Request, now: float, model: LatencyModel) -> _Candidate:
         num_done = request.num_computed_tokens
-        running = request.status == RequestStatus.RUNNING
+        # A prompt that was loaded from host memory waits, and holds its blocks.
+        running = request.status not in _STARTS
         if not running:
             num_done = self._num_cached(request, now)
         prompt = Prompt(
@@ -177,7 +190,7 @@ class BatonScheduler(Scheduler):
         return _Candidate(request, prompt, prompt_order(prompt, model))
 
     def _num_cached(self, request: Request, now: float) -> int:
-        """Tokens of a waiting prompt that are in the prefix cache, looked up once a second."""
+        """Tokens of a waiting prompt that need not be computed, looked up once a second."""
         num_cached, looked_up_at = self._cached.get(request.request_id, (0, 0.0))
         if now - looked_up_at > _LOOKUP_AGAIN_S and self._num_lookups < _MAX_LOOKUPS:
             self._num_lookups += 1
@@ -186,6 +199,7 @@ class BatonScheduler(Scheduler):
                     name: one for name, one in self._cached.items() if name in self.requests
                 }
             num_cached = self.kv_cache_manager.get_computed_blocks(request)[1]
+            num_cached += self.connector.num_stored_tokens(request, num_cached)
             self._cached[request.request_id] = (num_cached, now)
         return int(num_cached)
 

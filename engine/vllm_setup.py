@@ -25,6 +25,7 @@ from baton.engine.vllm_lora import revision_of
 from baton.engine.vllm_refusals import refuse_speculation
 from baton.engine.vllm_step_budget import use_step_budget
 from baton.kvtransfer import engine_stages
+from baton.kvtransfer.connector.host_tier import HOST_BYTES, host_options
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.latency import LatencyModel
 from baton.runtime.orphans import EndsWithParent
@@ -59,6 +60,7 @@ class VllmSetup:
         transfer_socket: str,
         traces: Path,
         prior: LatencyModel | None = None,
+        host_bytes: int = 0,
     ) -> VllmSetup:
         """Configures vLLM; takes seconds.
 
@@ -71,6 +73,7 @@ class VllmSetup:
             traces: Directory that profiled ranks write into.
             prior: Latency model of Baton's scheduler until it has measured steps; None: vLLM's own
                 scheduler runs.
+            host_bytes: Host memory for blocks that the cache evicts; 0: none.
 
         Raises:
             EngineDead: Baton does not serve this model or these settings.
@@ -96,6 +99,8 @@ class VllmSetup:
             # Without it an engine core outlives a killed worker, and ranks outlive a killed engine
             # core: they may go on loading for minutes, or wait forever for a dead rank.
             "leash": EndsWithParent(),
+            # Without prefix caching, vLLM finds no block again.
+            **(host_options(host_bytes) if config.cache_config.enable_prefix_caching else {}),
         }
         if prior is not None:
             use_step_budget(config, prior, transfer_socket)
@@ -107,6 +112,15 @@ class VllmSetup:
         # vLLM keeps one block as a placeholder that no request gets.
         num_blocks = max(0, (self.config.cache_config.num_gpu_blocks or 0) - 1)
         return num_blocks * int(self.config.cache_config.block_size)
+
+    @property
+    def host_kv_tokens(self) -> int:
+        """Number of tokens that host memory holds, at most."""
+        extra = self.config.kv_transfer_config.kv_connector_extra_config
+        layout = self.layout
+        block_bytes = layout.block_bytes * layout.num_layers * layout.tp_size
+        num_blocks = extra.get(HOST_BYTES, 0) // block_bytes
+        return int(num_blocks * layout.block_size_tokens)
 
     @property
     def has_recording(self) -> bool:
@@ -143,6 +157,7 @@ class VllmSetup:
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
             supports_forced_tokens=config.speculative_config is None,
             keeps_prefixes=caching,
+            host_kv_tokens=self.host_kv_tokens,
             weights_s=weights_at - begun_at,
             kv_s=ended_at.get(engine_stages.KV, weights_at) - weights_at,
         )

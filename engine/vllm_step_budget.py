@@ -38,6 +38,8 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "max_num_active_reqs",
         "num_spec_tokens",
         "deferred_waiting",
+        "kv_holding_waiting",
+        "finished_recving_kv_req_ids",
         "kv_cache_manager",
         "block_size",
         "waiting",

@@ -6,7 +6,11 @@ from typing import Annotated
 
 from pydantic import Field
 
+from baton.runtime.free_memory import free_bytes
 from baton.runtime.section import Section
+
+# Share of the free memory that a worker takes by default, and the most that it takes.
+_SHARE, _MOST_BYTES = 0.1, 32 * 2**30
 
 
 class KvStoreConfig(Section):
@@ -18,3 +22,9 @@ class KvStoreConfig(Section):
         "its engine's cache evicts, in bytes; 0: off. null: a tenth of the memory that is free "
         "when the worker starts, at most 32 GiB.",
     )
+
+    def resolved_host_bytes(self) -> int:
+        """Returns host_bytes, or its default for the memory that is free now."""
+        if self.host_bytes is not None:
+            return self.host_bytes
+        return min(_MOST_BYTES, int(_SHARE * free_bytes()))

@@ -59,6 +59,7 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
         config.lora_adapters,
         scheduler=config.steps.scheduler,
         prior=LatencyModel.from_config(config.latency),
+        host_bytes=config.kv_store.resolved_host_bytes(),
     )
     return engine
 

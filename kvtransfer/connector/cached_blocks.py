@@ -1,4 +1,4 @@
-"""Translates vLLM's prefix cache to Baton's block hashes.
+"""Translates vLLM's prefix cache, and the host memory below it, to Baton's block hashes.
 
 vLLM reports cached blocks by its own hashes, which depend on its settings and on more than tokens.
 Its events also carry the tokens, so this module can name the blocks as the coordinator names the
@@ -7,7 +7,7 @@ blocks of a prompt.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,15 +22,52 @@ Name: TypeAlias = int | bytes
 
 @dataclass(slots=True)
 class _Block:
-    """A cached block.
+    """A block whose hash is known.
 
     Attributes:
         hash: Baton's hash.
-        num_copies: Number of equal blocks; vLLM may cache a block twice, and reports each copy.
+        num_copies: Number of equal blocks in the cache; vLLM may cache a block twice, and reports
+            each copy. 0: only host memory has the block, or gets it.
     """
 
     hash: int
     num_copies: int = 1
+
+
+class _Changes:
+    """Blocks that were stored and removed since the last report, each in order."""
+
+    def __init__(self) -> None:
+        self._stored: dict[int, None] = {}
+        self._removed: dict[int, None] = {}
+        self._cleared = False
+
+    def store(self, block_hash: int) -> None:
+        if block_hash in self._removed:
+            del self._removed[block_hash]
+        else:
+            self._stored[block_hash] = None
+
+    def remove(self, block_hash: int) -> None:
+        if block_hash in self._stored:
+            del self._stored[block_hash]
+        else:
+            self._removed[block_hash] = None
+
+    def clear(self) -> None:
+        self._stored, self._removed, self._cleared = {}, {}, True
+
+    def take(self) -> dict[str, Any] | None:
+        """Returns the changes since the last call as fields of CacheChange (engine/base.py)."""
+        if not (self._stored or self._removed or self._cleared):
+            return None
+        change = {
+            "stored": list(self._stored),
+            "removed": list(self._removed),
+            "cleared": self._cleared,
+        }
+        self._stored, self._removed, self._cleared = {}, {}, False
+        return change
 
 
 class CachedBlocks:
@@ -38,15 +75,18 @@ class CachedBlocks:
 
     Blocks that depend on more than tokens and the adapter (images, salted prompts) are left out,
     with all blocks behind them, because the hash of a prompt's tokens must not find them. Memory is
-    bounded by the size of the cache.
+    bounded by the size of the cache and of the host memory.
+
+    The methods about host memory take vLLM's hashes of blocks that were in the cache when their
+    copy was ordered.
     """
 
     def __init__(self, block_size_tokens: int) -> None:
         self._block_size_tokens = block_size_tokens
         self._blocks: dict[Name, _Block] = {}
-        self._stored: dict[int, None] = {}
-        self._removed: dict[int, None] = {}
-        self._cleared = False
+        self._changes, self._host_changes = _Changes(), _Changes()
+        # Blocks in host memory (True) and on their way there (False).
+        self._in_host: dict[Name, bool] = {}
 
     def stored(
         self,
@@ -75,14 +115,10 @@ class CachedBlocks:
         for index, (name, block_hash) in enumerate(zip(names, hashes, strict=True)):
             if extra_keys is not None and tuple(extra_keys[index] or ()) != plain:
                 return
-            if (block := self._blocks.get(name)) is not None:
-                block.num_copies += 1
-                continue
-            self._blocks[name] = _Block(block_hash)
-            if block_hash in self._removed:
-                del self._removed[block_hash]
-            else:
-                self._stored[block_hash] = None
+            block = self._blocks.setdefault(name, _Block(block_hash, num_copies=0))
+            block.num_copies += 1
+            if block.num_copies == 1:
+                self._changes.store(block_hash)
 
     def removed(self, names: Sequence[Name]) -> None:
         """Takes a BlockRemoved event."""
@@ -90,27 +126,57 @@ class CachedBlocks:
             if (block := self._blocks.get(name)) is None:
                 continue
             block.num_copies -= 1
-            if block.num_copies:
-                continue
-            del self._blocks[name]
-            if block.hash in self._stored:
-                del self._stored[block.hash]
-            else:
-                self._removed[block.hash] = None
+            if not block.num_copies:
+                self._changes.remove(block.hash)
+                self._forget_unused(name)
 
     def cleared(self) -> None:
         """Takes an AllBlocksCleared event."""
-        self._blocks, self._stored, self._removed = {}, {}, {}
-        self._cleared = True
+        self._changes.clear()
+        for name in list(self._blocks):
+            self._blocks[name].num_copies = 0
+            self._forget_unused(name)
 
     def take(self) -> dict[str, Any] | None:
-        """Returns the changes since the last call as fields of CacheChange (engine/base.py)."""
-        if not (self._stored or self._removed or self._cleared):
-            return None
-        change = {
-            "stored": list(self._stored),
-            "removed": list(self._removed),
-            "cleared": self._cleared,
-        }
-        self._stored, self._removed, self._cleared = {}, {}, False
-        return change
+        """Returns the cache's changes since the last call as fields of CacheChange."""
+        return self._changes.take()
+
+    # ---- Host memory
+
+    def go_to_host(self, names: Iterable[Name]) -> None:
+        """Notes that blocks are being copied to host memory."""
+        for name in names:
+            self._in_host[name] = False
+
+    def arrive_in_host(self, names: Iterable[Name]) -> None:
+        """Notes that host memory holds blocks."""
+        for name in names:
+            self._in_host[name] = True
+            if (block := self._blocks.get(name)) is not None:
+                self._host_changes.store(block.hash)
+
+    def leave_host(self, names: Iterable[Name]) -> None:
+        """Notes that host memory no longer holds, or does not get, blocks."""
+        for name in names:
+            was_there = self._in_host.pop(name, False)
+            if (block := self._blocks.get(name)) is not None:
+                if was_there:
+                    self._host_changes.remove(block.hash)
+                self._forget_unused(name)
+
+    def clear_host(self) -> None:
+        """Notes that host memory holds nothing."""
+        self._host_changes.clear()
+        names, self._in_host = list(self._in_host), {}
+        for name in names:
+            self._forget_unused(name)
+
+    def take_host(self) -> dict[str, Any] | None:
+        """Returns host memory's changes since the last call as fields of CacheChange."""
+        return self._host_changes.take()
+
+    def _forget_unused(self, name: Name) -> None:
+        """Forgets a block that is neither in the cache nor in host memory, nor on its way there."""
+        block = self._blocks.get(name)
+        if block is not None and not block.num_copies and name not in self._in_host:
+            del self._blocks[name]

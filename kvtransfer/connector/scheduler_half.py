@@ -156,6 +156,11 @@ class SchedulerHalf:
         self._end(receive)
         return 0
 
+    def receives(self, request_id: str) -> bool:
+        """Returns whether a request still waits for a handoff, or loads it next."""
+        receive = self._receives.get(request_id)
+        return receive is not None and not receive.over
+
     @staticmethod
     def _usable_tokens(receive: _Receive, request: Request) -> int:
         # The engine computes at least one token, because it samples from that token's logits.

@@ -14,6 +14,9 @@ Receiving. While the handoff is not committed, the connector tells the scheduler
 and the request waits without blocks. The step that first runs the request loads the whole handoff
 synchronously, into the blocks that the scheduler gave to the request. Every failure (refused,
 expired, altered bytes) ends with the engine computing the prompt itself.
+
+Keeping. Blocks that the engine's cache evicts stay in host memory (host_tier.py); a request without
+a handoff loads them from there.
 """
 
 from __future__ import annotations
@@ -42,6 +45,13 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from baton.kvtransfer import engine_stages
 from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE, CachedBlocks
 from baton.kvtransfer.connector.handoff_step import HandoffStep, LoadReport
+from baton.kvtransfer.connector.host_tier import (
+    HOST_BYTES,
+    HOST_CHANGE,
+    HOST_LOADS,
+    HostTier,
+    make_rank_half,
+)
 from baton.kvtransfer.connector.rank_half import RankHalf
 from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
 from baton.kvtransfer.control import EnginePort
@@ -51,6 +61,13 @@ from baton.runtime import affinity, quick_exit
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+        OffloadingConnectorMetadata,
+        OffloadingWorkerMetadata,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+        OffloadingConnectorWorker,
+    )
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -62,9 +79,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Step orders that vLLM carries from the scheduler's half to the ranks."""
+    """Step orders that vLLM carries from the scheduler's half to the ranks.
+
+    Attributes:
+        step: Work for handoffs.
+        host: Copies from and to host memory; None without a host tier.
+    """
 
     step: HandoffStep = field(default_factory=HandoffStep)
+    host: OffloadingConnectorMetadata | None = None
 
 
 @dataclass
@@ -73,11 +96,16 @@ class RankReport(KVConnectorWorkerMetadata):
 
     loads: LoadReport
     is_cut_off: bool = False
+    host: OffloadingWorkerMetadata | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, RankReport)
         self.loads.add(other.loads)
         self.is_cut_off = self.is_cut_off or other.is_cut_off
+        if self.host is None or other.host is None:
+            self.host = self.host or other.host
+        else:
+            self.host = self.host.aggregate(other.host)
         return self
 
 
@@ -131,16 +159,26 @@ class BatonConnector(KVConnectorBase_V1):
         self._cache_events: list[KVCacheEvent] = []
         self._cached = CachedBlocks(self._layout.block_size_tokens)
         self._ranks: RankHalf | None = None
+        self._host: HostTier | None = None
+        self._host_copies: OffloadingConnectorWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
             # vLLM's scheduler spins while its ranks compute; it must not take their cores.
             affinity.avoid_cores(extra["rank_cpus"])
             self._scheduler = SchedulerHalf(self._port, self._layout)
+            self._host = HostTier.make(vllm_config, kv_cache_config, self._cached)
         else:
             self._socket_path = extra["socket"]
             self._ranks = RankHalf(
                 self._socket_path, self._port, get_tensor_model_parallel_rank(), self._layout
             )
+            self._host_copies = make_rank_half(vllm_config, kv_cache_config)
             self._note_stage(engine_stages.WEIGHTS)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
+        # vLLM's offloading copies whole blocks of a layer.
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        return "LBHNC" if extra.get(HOST_BYTES) else None
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -156,6 +194,8 @@ class BatonConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._ranks is not None:
             self._ranks.close()
+        if self._host_copies is not None:
+            self._host_copies.shutdown()
         self._port.close()
         # vLLM calls this at the end of its process, in each rank first: the engine core waits for
         # the ranks, and the worker waits for the engine core. A process that ends with an error
@@ -170,10 +210,10 @@ class BatonConnector(KVConnectorBase_V1):
         assert self._ranks is not None, "vLLM called a rank's method beside the scheduler"
         return self._ranks
 
-    def _step(self) -> HandoffStep:
+    def _orders(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, StepMetadata)
-        return metadata.step
+        return metadata
 
     def _note_stage(self, stage: str) -> None:
         if get_tensor_model_parallel_rank() == 0:
@@ -181,14 +221,24 @@ class BatonConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._rank_half.register(kv_caches)
+        if self._host_copies is not None:
+            self._host_copies.register_kv_caches(kv_caches)
         self._note_stage(engine_stages.KV)
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        # vLLM calls this first in every step: copies of blocks that get new owners end here.
+        assert isinstance(kv_connector_metadata, StepMetadata)
+        if self._host_copies is not None:
+            self._host_copies.handle_preemptions(kv_connector_metadata.host)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
-        self._rank_half.begin_step(self._step())
+        self._rank_half.begin_step(self._orders().step)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self._rank_half.load(self._step())
+        if self._host_copies is not None:
+            self._host_copies.start_kv_transfers(self._orders().host)
+        self._rank_half.load(self._orders().step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return
@@ -204,13 +254,22 @@ class BatonConnector(KVConnectorBase_V1):
 
     def wait_for_save(self) -> None:
         self._rank_half.end_step()
+        if self._host_copies is not None:
+            self._host_copies.prepare_store_kv(self._orders().host)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        if self._host_copies is None:
+            return None, None
+        sent, received = self._host_copies.get_finished(finished_req_ids)
+        return sent, received
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._rank_half.take_invalid_block_ids()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report, is_cut_off = self._rank_half.take_report(), not self._rank_half.alive
-        return RankReport(report, is_cut_off) if report or is_cut_off else None
+        host = self._host_copies.build_connector_worker_meta() if self._host_copies else None
+        return RankReport(report, is_cut_off, host) if report or is_cut_off or host else None
 
     # ---- scheduler
 
@@ -221,19 +280,47 @@ class BatonConnector(KVConnectorBase_V1):
 
     def on_new_request(self, request: Request) -> None:
         self._scheduler_half.add(request)
+        if self._host is not None:
+            self._host.add(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self._scheduler_half.num_loadable_tokens(request, num_computed_tokens), False
+        num_tokens = self._scheduler_half.num_loadable_tokens(request, num_computed_tokens)
+        if self._host is None or self._scheduler_half.receives(request.request_id):
+            return num_tokens, False
+        num_tokens = self._host.num_loadable_tokens(request, num_computed_tokens)
+        return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._scheduler_half.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        block_ids = blocks.get_block_ids()[0]
+        if num_external_tokens and not self._scheduler_half.receives(request.request_id):
+            assert self._host is not None, "the tokens come from a handoff or from host memory"
+            self._scheduler_half.allocated(request, block_ids, 0)
+            self._host.allocated(request, blocks, num_external_tokens)
+        else:
+            self._scheduler_half.allocated(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return StepMetadata(self._scheduler_half.step(scheduler_output))
+        step = self._scheduler_half.step(scheduler_output)
+        host = self._host.step(scheduler_output) if self._host is not None else None
+        return StepMetadata(step, host)
+
+    def has_pending_push_work(self) -> bool:
+        return self._host is not None and self._host.has_work
+
+    def reset_cache(self) -> bool | None:
+        if self._host is not None:
+            self._host.clear()
+        return True
+
+    def num_stored_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Tells Baton's scheduler (engine/vllm_scheduler.py); see HostTier."""
+        if self._host is None or self._scheduler_half.receives(request.request_id):
+            return 0
+        return self._host.num_stored_tokens(request, num_computed_tokens)
 
     def latest_step_work(self) -> list[float] | None:
         """Tells Baton's scheduler (engine/vllm_scheduler.py); see SchedulerHalf."""
@@ -247,6 +334,11 @@ class BatonConnector(KVConnectorBase_V1):
         told = self._scheduler.finish_step()
         if (change := self._cache_change(self._cache_events)) is not None:
             told[CACHE_CHANGE] = change
+        if self._host is not None:
+            if (change := self._cached.take_host()) is not None:
+                told[HOST_CHANGE] = change
+            if loads := self._host.take_loads():
+                told[HOST_LOADS] = loads
         return StepStats(told)
 
     def _cache_change(self, events: Sequence[KVCacheEvent]) -> Any:
@@ -281,8 +373,14 @@ class BatonConnector(KVConnectorBase_V1):
         if isinstance(told, RankReport):
             self._scheduler_half.reported(told.loads, is_cut_off=told.is_cut_off)
         invalid = connector_output.invalid_block_ids
-        if untrusted := self._scheduler_half.distrust(invalid):
+        untrusted = self._scheduler_half.distrust(invalid)
+        if untrusted:
             self._known_cache_manager.evict_blocks(untrusted)
+        if self._host is not None:
+            if untrusted or invalid:
+                self._host.distrust({*untrusted, *invalid})
+            report = told.host if isinstance(told, RankReport) else None
+            self._host.reported(connector_output, report)
 
     @property
     def _known_cache_manager(self) -> KVCacheManager:
@@ -293,4 +391,6 @@ class BatonConnector(KVConnectorBase_V1):
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._scheduler_half.finished(request, block_ids)
+        if self._host is not None:
+            self._host.finished(request)
         return False, None

@@ -134,3 +134,57 @@ def test_applying_every_change_gives_the_cache(steps: list[tuple]) -> None:
                 take()
     take()
     assert known == set(pool)
+
+
+def test_blocks_in_host_memory_are_reported_while_they_are_there():
+    cached = with_prompt()
+    cached.go_to_host([b"a", b"b"])
+    assert cached.take_host() is None
+    cached.arrive_in_host([b"a", b"b"])
+    assert cached.take_host() == changed(stored=HASHES[:2])
+    cached.take()
+    # Their names stay known after the cache has evicted them.
+    cached.removed([b"b", b"a"])
+    assert cached.take() == changed(removed=[HASHES[1], HASHES[0]])
+    assert cached.take_host() is None
+    cached.leave_host([b"b"])
+    assert cached.take_host() == changed(removed=[HASHES[1]])
+    # A block that comes back into the cache from host memory has its place behind its parent.
+    cached.stored(b"a", [b"b"], PROMPT[BLOCK_SIZE : 2 * BLOCK_SIZE], None)
+    assert cached.take() == changed(stored=[HASHES[1]])
+
+
+def test_a_block_evicted_on_its_way_to_host_memory_is_known_when_it_arrives():
+    cached = with_prompt()
+    cached.go_to_host([b"a"])
+    cached.removed([b"b", b"a"])
+    cached.arrive_in_host([b"a"])
+    assert cached.take_host() == changed(stored=HASHES[:1])
+
+
+def test_blocks_without_a_known_hash_are_not_reported_from_host_memory():
+    cached = CachedBlocks(BLOCK_SIZE)
+    cached.go_to_host([b"salted"])
+    cached.arrive_in_host([b"salted"])
+    cached.leave_host([b"salted"])
+    assert cached.take_host() is None
+
+
+def test_a_copy_that_failed_is_not_reported():
+    cached = with_prompt()
+    cached.go_to_host([b"a"])
+    cached.leave_host([b"a"])
+    assert cached.take_host() is None
+
+
+def test_cleared_tiers_do_not_change_each_other():
+    cached = with_prompt()
+    cached.go_to_host([b"a", b"b"])
+    cached.arrive_in_host([b"a", b"b"])
+    cached.take(), cached.take_host()
+    cached.cleared()
+    assert cached.take() == changed(cleared=True)
+    assert cached.take_host() is None
+    cached.clear_host()
+    assert cached.take_host() == changed(cleared=True)
+    assert not cached._blocks, "blocks in no tier are forgotten"

@@ -6,6 +6,9 @@ import vllm_cases as cases
 
 MODEL, RANKS = "demo-2-layers", 2
 SHARED = 4 * cases.BLOCK_SIZE
+# Of one rank: a cache of 64 blocks, and host memory for four times as many.
+CACHE_BYTES = 2 * 2**20
+HOST_BYTES = 4 * CACHE_BYTES
 LENGTHS = [1, 31, 32, 33, cases.CHUNK, cases.CHUNK + 1, 3 * cases.CHUNK + 5]
 
 

@@ -44,6 +44,8 @@ class Side:
         # Blocks in the prefix cache, by the reports of the steps.
         self._cached: set[int] = set()
         self.num_evicted = 0
+        # Blocks in host memory, by the reports of the steps.
+        self.in_host: set[int] = set()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -60,6 +62,11 @@ class Side:
                 self._cached.difference_update(step.cache.removed)
                 self._cached.update(step.cache.stored)
                 self.num_evicted += len(step.cache.removed)
+            if step.host_cache is not None:
+                assert self.in_host.issuperset(step.host_cache.removed)
+                assert self.in_host.isdisjoint(step.host_cache.stored)
+                self.in_host.difference_update(step.host_cache.removed)
+                self.in_host.update(step.host_cache.stored)
             for output in step.outputs:
                 self._outputs[output.request_id].put_nowait(output)
 
@@ -105,12 +112,14 @@ class Side:
 
 
 @contextlib.asynccontextmanager
-async def side(model: str, ranks: int, socket_path: str, **engine_args: Any) -> AsyncIterator[Side]:
+async def side(
+    model: str, ranks: int, socket_path: str, host_bytes: int = 0, **engine_args: Any
+) -> AsyncIterator[Side]:
     async with contextlib.AsyncExitStack() as stack:
         transfer = await TransferClient.start(STAGING, socket_path)
         stack.push_async_callback(transfer.close)
         arguments = {**ENGINE_ARGS, "tensor_parallel_size": ranks, **engine_args}
-        engine = VllmEngine(model, "m", arguments, socket_path)
+        engine = VllmEngine(model, "m", arguments, socket_path, host_bytes=host_bytes)
         stack.push_async_callback(engine.stop)
         info = await engine.start()
         await transfer.configure(info.layout.fingerprint())
@@ -155,6 +164,7 @@ async def hand_over(prefill: Side, decode: Side, case: cases.Case) -> dict[str, 
         "name": name,
         "token_ids": first + rest,
         "num_cached_by_prefill": computed.num_cached_tokens,
+        "num_host_by_prefill": computed.num_host_tokens,
         "num_cached_by_decode": loaded.num_cached_tokens,
         "num_loaded": loaded.num_handoff_tokens,
         "said_by_prefill": said_by_prefill,

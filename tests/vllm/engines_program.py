@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from engine_cases import HOST_BYTES
 from engine_failures import failures
 from engine_handoffs import TIMEOUT_S, handed_over, side
 
@@ -41,7 +42,9 @@ async def run(model: str, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
         async with asyncio.TaskGroup() as group:
             sides = []
             for name in ("p.sock", "d.sock"):
-                begun = stack.enter_async_context(side(model, ranks, str(directory / name)))
+                begun = stack.enter_async_context(
+                    side(model, ranks, str(directory / name), host_bytes=HOST_BYTES)
+                )
                 sides.append(group.create_task(begun))
                 await an_engine_loads()
         prefill, decode = (each.result() for each in sides)

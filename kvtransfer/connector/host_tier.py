@@ -1,0 +1,208 @@
+"""Keeps KV blocks in host memory when the engine's cache evicts them, by vLLM's offloading.
+
+Every full block of a prompt or an answer is copied to host memory, once, after the step that
+computed it. A prompt whose first blocks are in the engine's cache loads the blocks after them from
+host memory. It waits with its blocks reserved, and the other requests go on meanwhile.
+
+vLLM's OffloadingConnector does the same; its two halves run inside Baton's connector here, and not
+beside it in a MultiConnector, for these reasons. A request that loads a handoff must not ask for
+host memory at the same time. Blocks that a handoff failed to fill must not be stored: vLLM would
+store them under a valid name. The coordinator needs to know which blocks can be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+    RequestGroupState,
+    RequestOffloadState,
+    TransferJobStatus,
+)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
+    OffloadingConnectorWorker,
+)
+from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.request import RequestStatus
+
+from baton.kvtransfer.connector.cached_blocks import CachedBlocks
+from baton.kvtransfer.connector.host_memory import HostMemory
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+        OffloadingConnectorMetadata,
+        OffloadingWorkerMetadata,
+    )
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+# Key in kv_connector_extra_config, by vLLM's name: bytes of host memory of all ranks.
+HOST_BYTES = "cpu_bytes_to_use"
+# Key in SchedulerStats.kv_connector_stats; the value is the result of `CachedBlocks.take_host`.
+HOST_CHANGE = "baton_host_cache"
+# Key in SchedulerStats.kv_connector_stats: numbers of prompt tokens that requests load from host
+# memory, by the engine's request id.
+HOST_LOADS = "baton_host_loads"
+
+# Fields of vLLM's private state that HostTier uses.
+_FIELDS: dict[type, tuple[str, ...]] = {
+    TransferJobStatus: ("is_store", "keys", "deferred_fence_block_ids"),
+    RequestOffloadState: ("req_context", "group_states", "max_offload_tokens"),
+    RequestGroupState: ("offload_keys",),
+}
+
+
+def host_options(host_bytes: int) -> dict[str, Any]:
+    """Returns the entries of kv_connector_extra_config that turn the host tier on."""
+    # By default vLLM keeps prompts only. The next turn of a conversation needs the answers too.
+    return {HOST_BYTES: host_bytes, "offload_prompt_only": False}
+
+
+def _memory(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> HostMemory | None:
+    """Returns the host memory; None if it is off or holds no block."""
+    if not vllm_config.kv_transfer_config.kv_connector_extra_config.get(HOST_BYTES):
+        return None
+    memory = HostMemory(build_offloading_config(vllm_config, kv_cache_config))
+    return memory if memory.num_chunks else None
+
+
+class HostTier:
+    """The scheduler's half: decides which blocks each step stores and loads.
+
+    Args:
+        memory: Description of the host memory.
+        scheduler: vLLM's half beside the scheduler.
+    """
+
+    def __init__(self, memory: HostMemory, scheduler: OffloadingConnectorScheduler) -> None:
+        self._blocks = memory.get_manager()
+        self._scheduler = scheduler
+        self._loads: dict[str, int] = {}
+
+    @classmethod
+    def make(
+        cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, reports: CachedBlocks
+    ) -> HostTier | None:
+        """Returns None if the tier is off or its memory holds no block.
+
+        Raises:
+            ValueError: The installed vLLM lacks a name that this class uses.
+        """
+        memory = _memory(vllm_config, kv_cache_config)
+        if memory is None:
+            return None
+        memory.report_to(reports)
+        scheduler = OffloadingConnectorScheduler(memory, vllm_config, kv_cache_config)
+        if missing := _missing(scheduler):
+            raise ValueError(
+                f"vLLM {vllm.__version__} lacks {', '.join(missing)}, which the KV store in host "
+                "memory uses; install the version that Baton requires, or set kv_store.host_bytes "
+                "to 0"
+            )
+        return cls(memory, scheduler)
+
+    def add(self, request: Request) -> None:
+        """Takes a request that was given to the engine."""
+        self._scheduler.on_new_request(request)
+
+    def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
+        """Returns how many tokens a request loads behind those in the engine's cache.
+
+        None: the blocks are on their way; vLLM asks again.
+        """
+        num_tokens: int | None
+        num_tokens, _ = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
+        return num_tokens
+
+    def num_stored_tokens(self, request: Request, num_computed_tokens: int) -> int:
+        """Returns about how many tokens a waiting request would load; changes nothing."""
+        state = self._scheduler._req_status.get(request.request_id)
+        if state is None or request.skip_reading_prefix_cache:
+            return 0
+        state.update_offload_keys()
+        size: int = self._scheduler.config.kv_group_configs[0].tokens_per_chunk
+        num_found = 0
+        for key in state.group_states[0].offload_keys[num_computed_tokens // size :]:
+            if self._blocks.lookup(key, state.req_context) is not LookupResult.HIT:
+                break
+            num_found += 1
+        return num_found * size
+
+    def allocated(self, request: Request, blocks: KVCacheBlocks, num_loaded_tokens: int) -> None:
+        """Takes the blocks of a request that loads this many tokens from host memory."""
+        self._loads[request.request_id] = num_loaded_tokens
+        self._scheduler.update_state_after_alloc(request, blocks, num_loaded_tokens)
+
+    def step(self, output: SchedulerOutput) -> OffloadingConnectorMetadata:
+        """Returns the copies of a step that vLLM has scheduled, and those that wait for it."""
+        return self._scheduler.build_connector_meta(output)
+
+    def distrust(self, block_ids: Collection[int]) -> None:
+        """Drops what was copied from blocks whose content turned out wrong.
+
+        Called before `reported` takes the same step's report. Copies of these blocks cannot have
+        ended before: a rank begins to store a block at the earliest in the step after the one that
+        fills it.
+
+        Args:
+            block_ids: Blocks of the engine's cache.
+        """
+        wrong = set(block_ids)
+        for job in self._scheduler._jobs.values():
+            if job.is_store and not wrong.isdisjoint(job.deferred_fence_block_ids or ()):
+                self._blocks.drop(job.keys)
+
+    def reported(self, output: KVConnectorOutput, report: OffloadingWorkerMetadata | None) -> None:
+        """Takes the ranks' report on copies that have ended."""
+        self._scheduler.update_connector_output(replace(output, kv_connector_worker_meta=report))
+
+    def finished(self, request: Request) -> None:
+        """Takes the end of a request."""
+        if request.status == RequestStatus.FINISHED_ERROR:
+            # Its blocks may be wrong; vLLM would store them as if its prompt had been computed.
+            state = self._scheduler._req_status.get(request.request_id)
+            if state is not None:
+                state.max_offload_tokens = 0
+        self._scheduler.request_finished(request)
+
+    def take_loads(self) -> dict[str, int]:
+        """Returns the loads since the last call, see HOST_LOADS."""
+        loads, self._loads = self._loads, {}
+        return loads
+
+    @property
+    def has_work(self) -> bool:
+        """Whether copies are under way, for which the engine must go on stepping."""
+        return bool(self._scheduler.has_pending_push_work())
+
+    def clear(self) -> None:
+        """Forgets all blocks."""
+        self._scheduler.reset_cache()
+
+
+def _missing(scheduler: OffloadingConnectorScheduler) -> list[str]:
+    found = [
+        f"{owner.__name__}.{name}"
+        for owner, names in _FIELDS.items()
+        for name in set(names).difference(field.name for field in fields(owner))
+    ]
+    return found + [name for name in ("_jobs", "_req_status") if not hasattr(scheduler, name)]
+
+
+def make_rank_half(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> OffloadingConnectorWorker | None:
+    """Returns the rank's half, which copies; None if the tier is off or its memory is too small."""
+    memory = _memory(vllm_config, kv_cache_config)
+    if memory is None:
+        return None
+    return OffloadingConnectorWorker(memory, vllm_config, kv_cache_config)

@@ -1,0 +1,121 @@
+"""A prefill and a decode engine that keep evicted blocks in host memory."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import vllm_cases as cases
+from engine_cases import CACHE_BYTES, HOST_BYTES
+from engine_handoffs import TIMEOUT_S, Side, hand_over, left_behind, side
+from engines_program import an_engine_loads
+
+from baton.engine.base import EngineRequest
+from baton.runtime.block_hashes import block_hashes
+from baton.v1 import common_pb2
+
+NUM_OUTPUTS = 40
+
+
+def greedy(max_tokens: int = NUM_OUTPUTS) -> common_pb2.SamplingParams:
+    return common_pb2.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+async def ask(one: Side, name: str, prompt: list[int]) -> dict[str, Any]:
+    tokens, first = await one.finish(EngineRequest(name, prompt, greedy()))
+    return {
+        "tokens": tokens,
+        "num_cached": first.num_cached_tokens,
+        "num_host": first.num_host_tokens,
+        "num_handoff": first.num_handoff_tokens,
+    }
+
+
+async def evict(one: Side, name: str) -> None:
+    """Fills the whole cache with other prompts."""
+    for n in range(4):
+        await ask(one, f"{name}-{n}", cases.prompt(900, 1000 + 7 * n + len(name)))
+
+
+async def conversation(one: Side, other: Side) -> dict[str, Any]:
+    """Turns of one conversation; other prompts take the cache between them.
+
+    Args:
+        one: Engine that serves the conversation.
+        other: Engine that computes the same prompts without anything kept.
+    """
+    prompt = cases.prompt(330, 81)
+    made = {"first": await ask(one, "first", prompt)}
+    await evict(one, "a")
+    made["again"] = await ask(one, "again", prompt)
+    await evict(one, "b")
+    turn = [*prompt, *made["first"]["tokens"], *cases.prompt(50, 82)]
+    made["next"] = await ask(one, "next", turn)
+    made["next, cached"] = await ask(one, "next, cached", turn)
+    made["next, computed"] = await ask(other, "next, computed", turn)
+    await evict(one, "c")
+    # Equal prompts that arrive together load the same blocks.
+    both = await asyncio.gather(ask(one, "twin 1", turn), ask(one, "twin 2", turn))
+    made["twin 1"], made["twin 2"] = both
+    # All tokens of this prompt are stored; vLLM computes the last one to sample the next.
+    whole = prompt[: 10 * cases.BLOCK_SIZE]
+    await evict(one, "d")
+    made["whole"] = await ask(one, "whole", whole)
+    made["whole, computed"] = await ask(other, "whole, computed", whole)
+    made["num_reported"] = sum(1 for each in _hashes(turn) if each in one.in_host)
+    return made
+
+
+def _hashes(prompt: list[int]) -> Sequence[int]:
+    return block_hashes(prompt, cases.BLOCK_SIZE)
+
+
+async def handoffs(prefill: Side, decode: Side) -> dict[str, Any]:
+    """A handoff whose blocks come from host memory, and one with a wrong block."""
+    case = cases.greedy("computed", cases.prompt(330, 83), 12)
+    made = {"computed": await hand_over(prefill, decode, case)}
+    await evict(prefill, "e")
+    await evict(decode, "f")
+    made["from host"] = await hand_over(prefill, decode, {**case, "name": "from host"})
+    spoiled = {**cases.greedy("spoiled", cases.prompt(340, 84), 12), "spoiled_rank": 0}
+    made["spoiled"] = await hand_over(prefill, decode, spoiled)
+    await evict(decode, "g")
+    # Nothing of the wrong handoff may have been stored.
+    made["after"] = await ask(decode, "after", spoiled["prompt"])
+    made["right"] = await ask(prefill, "right", spoiled["prompt"])
+    return made
+
+
+async def run(model: str) -> dict[str, Any]:
+    async with contextlib.AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
+        async with asyncio.TaskGroup() as group:
+            sides = []
+            for name in ("p.sock", "d.sock"):
+                begun = stack.enter_async_context(
+                    side(
+                        model,
+                        1,
+                        str(directory / name),
+                        host_bytes=HOST_BYTES,
+                        kv_cache_memory_bytes=CACHE_BYTES,
+                    )
+                )
+                sides.append(group.create_task(begun))
+                await an_engine_loads()
+        prefill, decode = (each.result() for each in sides)
+        async with asyncio.timeout(TIMEOUT_S):
+            made = {"conversation": await conversation(decode, prefill)}
+            made["handoffs"] = await handoffs(prefill, decode)
+            made["left"] = await left_behind(prefill, decode)
+            made["host_kv_tokens"] = decode.info.host_kv_tokens
+            made["num_in_host"] = [len(prefill.in_host), len(decode.in_host)]
+    return made
+
+
+def main(model: str) -> dict[str, Any]:
+    return asyncio.run(run(model))

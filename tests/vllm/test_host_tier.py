@@ -1,0 +1,97 @@
+"""Blocks that the engine's cache evicts come back from host memory, and no wrong block does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import vllm_cases as cases
+from engine_cases import HOST_BYTES, MODEL
+from vllm_programs import Program
+
+from baton.runtime import demo_model
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Results of one engine of each role."""
+    directory = tmp_path_factory.mktemp("host-tier")
+    with Program("host_tier_program", demo_model.ensure(MODEL), directory=directory) as program:
+        results: dict[str, Any] = program.result()
+    return results
+
+
+@pytest.fixture
+def turns(made: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = made["conversation"]
+    return found
+
+
+@pytest.fixture
+def handoffs(made: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = made["handoffs"]
+    return found
+
+
+def whole_blocks(num_tokens: int) -> int:
+    return num_tokens // cases.BLOCK_SIZE * cases.BLOCK_SIZE
+
+
+def test_an_evicted_prompt_comes_back(turns: dict[str, Any]) -> None:
+    assert turns["again"]["tokens"] == turns["first"]["tokens"]
+    assert turns["again"]["num_cached"] == 0
+    assert turns["again"]["num_host"] == whole_blocks(330)
+
+
+def test_the_next_turn_finds_the_answer_too(turns: dict[str, Any]) -> None:
+    assert turns["next"]["num_host"] == whole_blocks(330 + len(turns["first"]["tokens"]))
+    assert turns["next"]["tokens"] == turns["next, computed"]["tokens"]
+    assert turns["next, computed"]["num_host"] == 0
+    # Loaded blocks are in the engine's cache.
+    assert turns["next, cached"]["num_cached"] == whole_blocks(420)
+    assert turns["next, cached"]["tokens"] == turns["next"]["tokens"]
+
+
+def test_equal_prompts_load_their_blocks_once(turns: dict[str, Any]) -> None:
+    twins = [turns["twin 1"], turns["twin 2"]]
+    assert [one["tokens"] for one in twins] == [turns["next"]["tokens"]] * 2
+    assert sorted(one["num_host"] for one in twins) == [0, whole_blocks(420)]
+    assert [one["num_host"] + one["num_cached"] for one in twins] == [whole_blocks(420)] * 2
+
+
+def test_a_prompt_of_stored_blocks_only_computes_its_last_token(turns: dict[str, Any]) -> None:
+    assert turns["whole"]["num_host"] == whole_blocks(330)
+    assert turns["whole"]["tokens"] == turns["whole, computed"]["tokens"]
+
+
+def test_blocks_in_host_memory_are_reported(made: dict[str, Any], turns: dict[str, Any]) -> None:
+    assert turns["num_reported"] == whole_blocks(420) // cases.BLOCK_SIZE
+    assert made["host_kv_tokens"] == 4 * 64 * cases.BLOCK_SIZE
+    assert all(0 < num <= made["host_kv_tokens"] // cases.BLOCK_SIZE for num in made["num_in_host"])
+
+
+def test_blocks_from_host_memory_are_handed_over(handoffs: dict[str, Any]) -> None:
+    first, second = handoffs["computed"], handoffs["from host"]
+    assert second["num_host_by_prefill"] == whole_blocks(330)
+    assert second["num_loaded"] == 330
+    assert second["token_ids"] == first["token_ids"]
+
+
+def test_nothing_of_a_wrong_handoff_is_stored(handoffs: dict[str, Any]) -> None:
+    spoiled, right = handoffs["spoiled"], handoffs["right"]["tokens"]
+    assert spoiled["num_loaded"] == 0
+    assert spoiled["token_ids"] == right[: len(spoiled["token_ids"])]
+    # The prompt was computed after the handoff failed, and these blocks were stored.
+    assert handoffs["after"]["num_host"] == whole_blocks(340)
+    assert handoffs["after"]["tokens"] == right
+
+
+def test_nothing_is_left_in_use(made: dict[str, Any]) -> None:
+    assert [one for left in made["left"] for one in left.values() if one] == []
+
+
+def test_host_memory_is_bounded_by_its_setting(made: dict[str, Any]) -> None:
+    # A block of the demo model has 32 KiB in all layers.
+    assert made["host_kv_tokens"] // cases.BLOCK_SIZE * 2**15 <= HOST_BYTES
