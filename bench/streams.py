@@ -28,12 +28,16 @@ class Timed:
         times_s: Arrival of each token.
         budget: Latency budget of the request; Baton only.
         prefilled_s: Answer of the prefill server; NIXL only.
+        num_prompt_tokens: Tokens of the prompt, if the caller sets them.
+        num_cached_tokens: Prompt tokens that were not computed, as the server reports them.
     """
 
     token_ids: list[int] = field(default_factory=list)
     times_s: list[float] = field(default_factory=list)
     budget: LatencyBudget | None = None
     prefilled_s: float | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
 
     @property
     def ttft_s(self) -> float:
@@ -128,13 +132,18 @@ def least_loaded(
 
 
 async def through_baton(
-    client: BatonClient, prompt: Prompt, max_tokens: int, lane: LaneName = "interactive"
+    client: BatonClient,
+    prompt: Prompt,
+    max_tokens: int,
+    lane: LaneName = "interactive",
+    session_id: str = "",
 ) -> Timed:
     timed, start = Timed(), time.perf_counter()
     stream = client.generate(
         prompt,
         max_tokens=max_tokens,
         lane=lane,
+        session_id=session_id,
         temperature=0,
         ignore_eos=True,
         timeout_s=REQUEST_TIMEOUT_S,
@@ -144,6 +153,7 @@ async def through_baton(
             timed.add(event.token_ids, time.perf_counter() - start)
         elif isinstance(event, Finished):
             timed.budget = event.budget
+            timed.num_cached_tokens = event.usage.cached_prompt_tokens
     return timed
 
 
@@ -162,7 +172,11 @@ async def through_vllm(
         async for line in response.content:
             if not line.startswith(b"data: {"):
                 continue
-            choice = json.loads(line[6:])["choices"]
+            chunk = json.loads(line[6:])
+            if (usage := chunk.get("usage")) is not None:
+                details = usage.get("prompt_tokens_details") or {}
+                timed.num_cached_tokens = details.get("cached_tokens") or 0
+            choice = chunk["choices"]
             if choice and (token_ids := choice[0].get("token_ids")):
                 timed.add(token_ids, time.perf_counter() - start)
     return timed

@@ -95,8 +95,9 @@ class HostMemory(CPUOffloadingSpec):  # type: ignore[misc]
 
     def get_manager(self) -> HostBlocks:
         if self._blocks is None:
-            assert self._reports is not None, "report_to comes before get_manager"
-            self._blocks = HostBlocks(self.num_chunks, self._reports)
+            # In a plain vLLM (bench/conversation.py) the changes are not read.
+            reports = self._reports or CachedBlocks(self.tokens_per_block[0])
+            self._blocks = HostBlocks(self.num_chunks, reports)
         return self._blocks
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
