@@ -84,6 +84,7 @@ class Attempt:
             send=send,
             receive=receive,
             adapter=self.spec.adapter,
+            cache_salt=self.spec.cache_salt,
             due_in_s=(
                 self.spec.first_token_due_us / 1e6
                 if self.spec.HasField("first_token_due_us")

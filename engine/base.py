@@ -100,6 +100,7 @@ class EngineRequest:
         send: Handoff to push; None: none.
         receive: Handoff to load; None: none.
         adapter: Name of the LoRA adapter; empty: none.
+        cache_salt: The request finds only KV blocks of requests with the same salt; empty: none.
         due_in_s: Seconds until the first token is due; infinite without a TTFT target.
     """
 
@@ -113,6 +114,7 @@ class EngineRequest:
     send: SendHandoff | None = None
     receive: ReceiveHandoff | None = None
     adapter: str = ""
+    cache_salt: str = ""
     due_in_s: float = math.inf
 
 

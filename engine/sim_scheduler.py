@@ -111,7 +111,8 @@ class LiveRequest:
         if len(self.hashes) < num_blocks:
             begin = len(self.hashes) * block_size_tokens
             rest = self.tokens[begin : num_blocks * block_size_tokens]
-            parent = self.hashes[-1] if self.hashes else root_of(self.request.adapter)
+            root = root_of(self.request.adapter, self.request.cache_salt)
+            parent = self.hashes[-1] if self.hashes else root
             self.hashes.extend(block_hashes(rest, block_size_tokens, parent))
         return self.hashes[:num_blocks]
 

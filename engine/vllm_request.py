@@ -74,6 +74,7 @@ def engine_core_requests(
             params.min_tokens = max(0, params.min_tokens - num_known)
     run = copy.copy(shown)
     run.prompt_token_ids, run.sampling_params = prompt, params
+    run.cache_salt = request.cache_salt or None
     return shown, run
 
 

@@ -13,16 +13,18 @@ from collections.abc import Sequence
 import xxhash
 
 ROOT = 0
-"""Parent hash of a prompt's first block, for the base model."""
+"""Parent hash of a prompt's first block, for the base model and without a salt."""
 
 
-def root_of(adapter: str) -> int:
-    """Parent hash of the first block of a prompt that is computed with a LoRA adapter.
+def root_of(adapter: str, cache_salt: str = "") -> int:
+    """Parent hash of the first block of a prompt with an adapter or a salt.
 
     Args:
-        adapter: Name of the adapter; empty for the base model.
+        adapter: Name of the LoRA adapter; empty for the base model.
+        cache_salt: Requests find only blocks of requests with the same salt.
     """
-    return xxhash.xxh3_64_intdigest(f"adapter {adapter}".encode()) if adapter else ROOT
+    root = xxhash.xxh3_64_intdigest(f"adapter {adapter}".encode()) if adapter else ROOT
+    return xxhash.xxh3_64_intdigest(f"salt {cache_salt}".encode(), root) if cache_salt else root
 
 
 def block_hashes(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -21,6 +21,13 @@ class KvStoreConfig(Section):
         description="Host memory in which each worker keeps KV blocks of prompts and answers that "
         "its engine's cache evicts, in bytes; 0: off. null: a tenth of the memory that is free "
         "when the worker starts, at most 32 GiB.",
+    )
+    share: Literal["tenant", "all"] = Field(
+        "tenant",
+        description="Requests that may use the KV blocks of a request, in the engines' caches and "
+        "in the KV store: those of the same tenant (tenant), or all. With all, a tenant can find "
+        "out by the time to first token that another tenant has sent the same beginning of a "
+        "prompt.",
     )
 
     def resolved_host_bytes(self) -> int:

@@ -119,7 +119,9 @@ class Engine:
         num_cached = 0
         if self._cache is not None:
             hashes = block_hashes(
-                spec.prompt_token_ids, shape.block_size_tokens, root_of(spec.adapter)
+                spec.prompt_token_ids,
+                shape.block_size_tokens,
+                root_of(spec.adapter, spec.cache_salt),
             )
             num_cached = 0 if is_handoff else min(self._cache.num_cached(hashes), total - 1)
         num_uncomputed = num_known or 1 if is_handoff else total - num_cached

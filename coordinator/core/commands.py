@@ -25,6 +25,7 @@ def _spec(request: Request) -> cluster_pb2.RequestSpec:
         traceparent=submission.traceparent,
         tenant=submission.tenant,
         adapter=submission.adapter,
+        cache_salt=submission.cache_salt,
     )
 
 

@@ -28,9 +28,8 @@ class PromptBlocks:
         worker = self._workers.first
         if worker is None:
             return array("Q")
-        return block_hashes(
-            submission.prompt_token_ids, block_size_of(worker.hello), root_of(submission.adapter)
-        )
+        root = root_of(submission.adapter, submission.cache_salt)
+        return block_hashes(submission.prompt_token_ids, block_size_of(worker.hello), root)
 
     def hashes_of(self, request: Request) -> array[int]:
         """The hashes of a request's prompt; cached in the request."""

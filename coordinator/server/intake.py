@@ -301,6 +301,7 @@ class Intake:
             tokenizer.extra_eos_token_ids,
             tokenizer.decode,
         )
+        tenant = _tenant(request, caller)
         traceparent = request.traceparent if _TRACEPARENT.fullmatch(request.traceparent) else ""
         return Submission(
             to=to,
@@ -318,9 +319,15 @@ class Intake:
             slo_ttft_s=request.slo.ttft_ms / 1e3 or None,
             slo_itl_s=request.slo.itl_ms / 1e3 or None,
             adapter="" if request.model == limits.name else request.model,
-            tenant=_tenant(request, caller),
+            tenant=tenant,
+            cache_salt=self._cache_salt(tenant),
             revision=request.resume.revision,
         )
+
+    def _cache_salt(self, tenant: str) -> str:
+        """Returns what keeps the KV blocks of a tenant from other tenants' requests."""
+        is_shared = self._config.kv_store.share == "all" or tenant == DEFAULT_TENANT
+        return "" if is_shared else tenant
 
     def _running(self, request: inference_pb2.GenerateRequest, caller: Caller) -> Request | None:
         """The running request with the same ID and tenant; None if there is none."""

@@ -113,6 +113,7 @@ class Submission:
         slo_ttft_s, slo_itl_s: Targets that the caller asked for; None: the lane's targets apply.
         tenant: The tenant that is charged for the request.
         adapter: Name of the LoRA adapter that computes the request; empty: none.
+        cache_salt: The request finds only KV blocks of requests with the same salt.
         revision: Revision that computed the known tokens; empty: not known.
     """
 
@@ -132,6 +133,7 @@ class Submission:
     slo_itl_s: float | None = None
     tenant: str = DEFAULT_TENANT
     adapter: str = ""
+    cache_salt: str = ""
     revision: str = ""
 
     @property

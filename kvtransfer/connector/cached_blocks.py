@@ -73,9 +73,9 @@ class _Changes:
 class CachedBlocks:
     """Follows vLLM's cache events (vllm/distributed/kv_events.py) in their order.
 
-    Blocks that depend on more than tokens and the adapter (images, salted prompts) are left out,
-    with all blocks behind them, because the hash of a prompt's tokens must not find them. Memory is
-    bounded by the size of the cache and of the host memory.
+    Blocks that depend on more than tokens, the adapter and the salt (images) are left out, with all
+    blocks behind them, because the hash of a prompt's tokens must not find them. Memory is bounded
+    by the size of the cache and of the host memory.
 
     The methods about host memory take vLLM's hashes of blocks that were in the cache when their
     copy was ordered.
@@ -105,15 +105,20 @@ class CachedBlocks:
             extra_keys: For each block, the keys that it depends on beside tokens; None: none.
             adapter: Name of the adapter, which is also the first of the extra keys.
         """
-        before = self._blocks.get(parent) if parent is not None else _Block(root_of(adapter))
-        if before is None:
+        keys = [tuple(each or ()) for each in extra_keys or [()] * len(names)]
+        plain = (adapter,) if adapter else ()
+        if parent is None:
+            salt, keys[0] = _salt(keys[0], plain)
+            before = root_of(adapter, salt)
+        elif (found := self._blocks.get(parent)) is not None:
+            before = found.hash
+        else:
             return
-        hashes = block_hashes(token_ids, self._block_size_tokens, before.hash)
+        hashes = block_hashes(token_ids, self._block_size_tokens, before)
         if len(hashes) != len(names):
             return
-        plain = (adapter,) if adapter else ()
-        for index, (name, block_hash) in enumerate(zip(names, hashes, strict=True)):
-            if extra_keys is not None and tuple(extra_keys[index] or ()) != plain:
+        for name, block_hash, extra in zip(names, hashes, keys, strict=True):
+            if extra != plain:
                 return
             block = self._blocks.setdefault(name, _Block(block_hash, num_copies=0))
             block.num_copies += 1
@@ -123,7 +128,7 @@ class CachedBlocks:
     def removed(self, names: Sequence[Name]) -> None:
         """Takes a BlockRemoved event."""
         for name in names:
-            if (block := self._blocks.get(name)) is None:
+            if (block := self._blocks.get(name)) is None or not block.num_copies:
                 continue
             block.num_copies -= 1
             if not block.num_copies:
@@ -180,3 +185,14 @@ class CachedBlocks:
         block = self._blocks.get(name)
         if block is not None and not block.num_copies and name not in self._in_host:
             del self._blocks[name]
+
+
+def _salt(keys: tuple[object, ...], plain: tuple[str, ...]) -> tuple[str, tuple[object, ...]]:
+    """Returns the salt among the extra keys of a prompt's first block, and the other keys.
+
+    vLLM reports the salt as a text behind the adapter's name.
+    """
+    match keys:
+        case (*others, str(salt)) if tuple(others) == plain:
+            return salt, plain
+    return "", keys

@@ -188,3 +188,27 @@ def test_cleared_tiers_do_not_change_each_other():
     cached.clear_host()
     assert cached.take_host() == changed(cleared=True)
     assert not cached._blocks, "blocks in no tier are forgotten"
+
+
+def test_blocks_with_a_salt_are_named_as_the_prompts_with_that_salt():
+    cached = CachedBlocks(BLOCK_SIZE)
+    keys = [("poet", "search"), ("poet",)]
+    cached.stored(None, [b"a", b"b"], PROMPT[: 2 * BLOCK_SIZE], keys, "poet")
+    cached.stored(b"b", [b"c"], PROMPT[2 * BLOCK_SIZE : 3 * BLOCK_SIZE], [("poet",)], "poet")
+    hashes = list(block_hashes(PROMPT, BLOCK_SIZE, root_of("poet", "search")))
+    assert cached.take() == changed(stored=hashes[:3])
+    assert not set(hashes) & set(block_hashes(PROMPT, BLOCK_SIZE, root_of("poet")))
+
+
+def test_a_block_with_an_unknown_copy_goes_once():
+    cached = CachedBlocks(BLOCK_SIZE)
+    cached.stored(b"unknown", [b"a"], PROMPT[:BLOCK_SIZE], None)
+    cached.stored(None, [b"a"], PROMPT[:BLOCK_SIZE], None)
+    cached.go_to_host([b"a"])
+    cached.take()
+    cached.removed([b"a"])
+    cached.removed([b"a"])
+    cached.stored(None, [b"a"], PROMPT[:BLOCK_SIZE], None)
+    assert cached.take() is None, "removed and stored again"
+    cached.removed([b"a"])
+    assert cached.take() == changed(removed=HASHES[:1])

@@ -15,7 +15,7 @@ from engine_handoffs import TIMEOUT_S, Side, hand_over, left_behind, side
 from engines_program import an_engine_loads
 
 from baton.engine.base import EngineRequest
-from baton.runtime.block_hashes import block_hashes
+from baton.runtime.block_hashes import block_hashes, root_of
 from baton.v1 import common_pb2
 
 NUM_OUTPUTS = 40
@@ -25,8 +25,9 @@ def greedy(max_tokens: int = NUM_OUTPUTS) -> common_pb2.SamplingParams:
     return common_pb2.SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
-async def ask(one: Side, name: str, prompt: list[int]) -> dict[str, Any]:
-    tokens, first = await one.finish(EngineRequest(name, prompt, greedy()))
+async def ask(one: Side, name: str, prompt: list[int], cache_salt: str = "") -> dict[str, Any]:
+    request = EngineRequest(name, prompt, greedy(), cache_salt=cache_salt)
+    tokens, first = await one.finish(request)
     return {
         "tokens": tokens,
         "num_cached": first.num_cached_tokens,
@@ -67,11 +68,16 @@ async def conversation(one: Side, other: Side) -> dict[str, Any]:
     made["whole"] = await ask(one, "whole", whole)
     made["whole, computed"] = await ask(other, "whole, computed", whole)
     made["num_reported"] = sum(1 for each in _hashes(turn) if each in one.in_host)
+    # Another tenant finds nothing of it, on the device or in host memory.
+    made["other tenant"] = await ask(one, "other tenant", turn, "search")
+    made["other tenant again"] = await ask(one, "other tenant again", turn, "search")
+    salted = _hashes(turn, "search")
+    made["num_reported_salted"] = sum(1 for each in salted if each in one.in_host)
     return made
 
 
-def _hashes(prompt: list[int]) -> Sequence[int]:
-    return block_hashes(prompt, cases.BLOCK_SIZE)
+def _hashes(prompt: list[int], cache_salt: str = "") -> Sequence[int]:
+    return block_hashes(prompt, cases.BLOCK_SIZE, root_of("", cache_salt))
 
 
 async def handoffs(prefill: Side, decode: Side) -> dict[str, Any]:

@@ -72,6 +72,14 @@ def test_blocks_in_host_memory_are_reported(made: dict[str, Any], turns: dict[st
     assert all(0 < num <= made["host_kv_tokens"] // cases.BLOCK_SIZE for num in made["num_in_host"])
 
 
+def test_tenants_do_not_find_each_others_blocks(turns: dict[str, Any]) -> None:
+    other, again = turns["other tenant"], turns["other tenant again"]
+    assert (other["num_cached"], other["num_host"]) == (0, 0)
+    assert again["num_cached"] == whole_blocks(420)
+    assert [other["tokens"], again["tokens"]] == [turns["next"]["tokens"]] * 2
+    assert turns["num_reported_salted"] >= whole_blocks(420) // cases.BLOCK_SIZE - 1
+
+
 def test_blocks_from_host_memory_are_handed_over(handoffs: dict[str, Any]) -> None:
     first, second = handoffs["computed"], handoffs["from host"]
     assert second["num_host_by_prefill"] == whole_blocks(330)

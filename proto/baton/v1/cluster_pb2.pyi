@@ -712,6 +712,7 @@ class RequestSpec(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_DUE_US_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of the request between coordinator and workers: "TENANT/ID" with the client's ID, or only
     the ID for the default tenant.
@@ -736,6 +737,8 @@ class RequestSpec(_message.Message):
     """Microseconds until the first token is due by the request's TTFT target; negative when that time
     has passed. Absent: there is no target, or the first token has been made.
     """
+    cache_salt: _builtins.str
+    """The request finds only KV blocks of requests with the same salt, in every tier; empty: none."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -767,10 +770,11 @@ class RequestSpec(_message.Message):
         tenant: _builtins.str = ...,
         adapter: _builtins.str = ...,
         first_token_due_us: _builtins.int | None = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_due_us", b"_first_token_due_us", "first_token_due_us", b"first_token_due_us", "sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_due_us", b"_first_token_due_us", "adapter", b"adapter", "attempt", b"attempt", "first_token_due_us", b"first_token_due_us", "handle", b"handle", "known_text_chars", b"known_text_chars", "known_token_ids", b"known_token_ids", "lane", b"lane", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_due_us", b"_first_token_due_us", "adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "first_token_due_us", b"first_token_due_us", "handle", b"handle", "known_text_chars", b"known_text_chars", "known_token_ids", b"known_token_ids", "lane", b"lane", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token_due_us: _TypeAlias = _typing.Literal["first_token_due_us"]  # noqa: Y015
     _WhichOneofArgType__first_token_due_us: _TypeAlias = _typing.Literal["_first_token_due_us", b"_first_token_due_us"]  # noqa: Y015
@@ -1370,7 +1374,8 @@ class CacheEvents(_message.Message):
 
     The hash of a full block of Capacity.block_size_tokens tokens is xxh3_64 over its token IDs, as
     little-endian 4-byte words, seeded with the hash of the previous block; the seed of the first
-    block is 0. A block is stored after the previous block and removed before it.
+    block is 0, or follows from adapter and salt (root_of of runtime/block_hashes.py). A block is
+    stored after the previous block and removed before it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
