@@ -6,9 +6,10 @@ import vllm_cases as cases
 
 MODEL, RANKS = "demo-2-layers", 2
 SHARED = 4 * cases.BLOCK_SIZE
-# Of one rank: a cache of 64 blocks, and host memory for four times as many.
-CACHE_BYTES = 2 * 2**20
-HOST_BYTES = 4 * CACHE_BYTES
+# The caches have 64 blocks; host memory holds four times as many. A block has 32 KiB in all layers
+# and ranks.
+NUM_HOST_BLOCKS = 4 * 64
+HOST_BYTES = NUM_HOST_BLOCKS * 2**15
 LENGTHS = [1, 31, 32, 33, cases.CHUNK, cases.CHUNK + 1, 3 * cases.CHUNK + 5]
 
 

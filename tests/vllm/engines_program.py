@@ -12,7 +12,8 @@ from typing import Any
 import psutil
 from engine_cases import HOST_BYTES
 from engine_failures import failures
-from engine_handoffs import TIMEOUT_S, handed_over, side
+from engine_handoffs import TIMEOUT_S, handed_over, left_behind, side
+from engine_host_tier import host_tier
 
 
 def shared_segments() -> list[str]:
@@ -49,6 +50,8 @@ async def run(model: str, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
                 await an_engine_loads()
         prefill, decode = (each.result() for each in sides)
         made = await handed_over(prefill, decode, given)
+        made["host tier"] = await host_tier(prefill, decode)
+        made["left"] += await left_behind(prefill, decode)
         made["segments"] = shared_segments()
         # This comes last because it ends the decode engine.
         made["failures"] = await failures(decode)

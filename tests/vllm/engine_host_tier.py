@@ -1,18 +1,13 @@
-"""A prefill and a decode engine that keep evicted blocks in host memory."""
+"""Cases of a prefill and a decode engine that keep evicted blocks in host memory."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import vllm_cases as cases
-from engine_cases import CACHE_BYTES, HOST_BYTES
-from engine_handoffs import TIMEOUT_S, Side, hand_over, left_behind, side
-from engines_program import an_engine_loads
+from engine_handoffs import TIMEOUT_S, Side, hand_over
 
 from baton.engine.base import EngineRequest
 from baton.runtime.block_hashes import block_hashes, root_of
@@ -96,32 +91,13 @@ async def handoffs(prefill: Side, decode: Side) -> dict[str, Any]:
     return made
 
 
-async def run(model: str) -> dict[str, Any]:
-    async with contextlib.AsyncExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
-        async with asyncio.TaskGroup() as group:
-            sides = []
-            for name in ("p.sock", "d.sock"):
-                begun = stack.enter_async_context(
-                    side(
-                        model,
-                        1,
-                        str(directory / name),
-                        host_bytes=HOST_BYTES,
-                        kv_cache_memory_bytes=CACHE_BYTES,
-                    )
-                )
-                sides.append(group.create_task(begun))
-                await an_engine_loads()
-        prefill, decode = (each.result() for each in sides)
-        async with asyncio.timeout(TIMEOUT_S):
-            made = {"conversation": await conversation(decode, prefill)}
-            made["handoffs"] = await handoffs(prefill, decode)
-            made["left"] = await left_behind(prefill, decode)
-            made["host_kv_tokens"] = decode.info.host_kv_tokens
-            made["num_in_host"] = [len(prefill.in_host), len(decode.in_host)]
-    return made
-
-
-def main(model: str) -> dict[str, Any]:
-    return asyncio.run(run(model))
+async def host_tier(prefill: Side, decode: Side) -> dict[str, Any]:
+    """Runs all cases and returns their results."""
+    async with asyncio.timeout(TIMEOUT_S):
+        made = {"conversation": await conversation(decode, prefill)}
+        made["handoffs"] = await handoffs(prefill, decode)
+    return {
+        **made,
+        "host_kv_tokens": decode.info.host_kv_tokens,
+        "num_in_host": [len(prefill.in_host), len(decode.in_host)],
+    }
