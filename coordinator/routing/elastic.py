@@ -44,6 +44,8 @@ _WORK_WEIGHT = 1.0
 _UNREACHABLE = 2.0
 # Added to the cost of a reader that would miss the TTFT target, in seconds: any other is better.
 _TOO_LATE_S = 1000.0
+# A late prompt joins another late prompt on a worker that must compute at most this share of it.
+_SMALL_SHARE = 0.5
 
 
 class Demand(NamedTuple):
@@ -152,10 +154,17 @@ class ElasticRule:
                 continue
             if demand.waits_for_others and (load.num_prefills or load.prompt_speed < _LATE_SPEED):
                 continue
-            if demand.must_place and not demand.continues and load.has_late_prompt(now):
-                # Late prompts hold room for their outputs while the engine computes others first.
-                continue
             choice = one.read
+            if (
+                demand.must_place
+                and not demand.continues
+                and load.has_late_prompt(now)
+                and choice.num_work_tokens > _SMALL_SHARE * demand.num_tokens
+            ):
+                # Late prompts hold room for their outputs while the engine computes others first.
+                # A prompt that the worker mostly holds goes there anyway: computing it elsewhere
+                # would make the other prompts later.
+                continue
             cost_s = choice.predicted_s + _WORK_WEIGHT * choice.work_s * load.prompt_speed
             if choice.predicted_s > demand.due_in_s:
                 cost_s += _TOO_LATE_S
