@@ -11,7 +11,7 @@ from baton.cli import options
 if TYPE_CHECKING:
     from google.protobuf.duration_pb2 import Duration
 
-    from baton.v1.admin_pb2 import PlacementInfo, RequestInfo, Stall
+    from baton.v1.admin_pb2 import PlacementInfo, PromptTokens, RequestInfo, Stall
 
 
 Id = Annotated[
@@ -155,6 +155,8 @@ def _head(info: RequestInfo) -> list[str]:
         lines.append(f"first token {late}: the target is {target_ms:.0f} ms")
     if info.HasField("placement"):
         lines.append(_placement(info.placement))
+    if info.HasField("prompt_sources"):
+        lines.append(_sources(info.prompt_sources))
     if info.error:
         lines.append(f"failed: {info.error}")
     return lines
@@ -170,9 +172,28 @@ def _placement(placement: PlacementInfo) -> str:
     if placement.HasField("computation"):
         queue, computation = ms(placement.queue), ms(placement.computation)
         text += f" (predicted: queue {queue}, computation {computation})"
-    if placement.cached_tokens:
-        text += f" with {placement.cached_tokens} tokens cached"
+    held = [
+        f"{count} tokens {where}"
+        for count, where in (
+            (placement.cached_tokens, "cached"),
+            (placement.host_tokens, "in host memory"),
+        )
+        if count
+    ]
+    if held:
+        text += f" with {' and '.join(held)}"
     if not placement.decode_worker_id:
         return f"placed: {text}"
     where = f"decode on {placement.decode_worker_id}"
     return f"placed: {text}, {where} (predicted: {ms(placement.step)} per step)"
+
+
+def _sources(found: PromptTokens) -> str:
+    """Says where the KV cache of the prompt came from."""
+    parts = [
+        f"{found.device} from the device cache",
+        f"{found.host} from host memory",
+        f"{found.computed} computed",
+    ]
+    text = f"prompt tokens: {', '.join(parts)}"
+    return f"{text}; {found.handoff} handed over to the decode worker" if found.handoff else text

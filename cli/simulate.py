@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from baton.cli import options
+
+if TYPE_CHECKING:
+    from baton.runtime.config import BatonConfig
 
 
 class PolicyName(StrEnum):
@@ -58,6 +61,14 @@ def simulate(
     factor: Annotated[
         float, typer.Option("--factor", help="Factor on the request rate of the trace.")
     ] = 1.0,
+    host_kv_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--host-kv-tokens",
+            min=0,
+            help="Tokens that each worker keeps in host memory; default: by kv_store.host_bytes.",
+        ),
+    ] = None,
     json_file: Annotated[
         Path | None,
         typer.Option(
@@ -99,6 +110,8 @@ def simulate(
     effective = options.load_config(
         config, engine=options.EngineName.SIMULATED, num_prefill=prefill, num_decode=decode
     )
+    if host_kv_tokens is not None:
+        effective = _with_host_tokens(effective, host_kv_tokens)
     try:
         arrivals = traces.read(trace)
         if factor != 1.0:
@@ -118,6 +131,12 @@ def simulate(
         ["within the targets", f"{figures.attained:.2%}"],
         ["TTFT within", f"{figures.ttft_within:.2%}"],
         ["TPOT within", f"{figures.tpot_within:.2%}"],
+        ["prompt tokens cached", f"{figures.hits.device:.2%}"],
+        ["prompt tokens from host memory", f"{figures.hits.host:.2%}"],
+        [
+            "hits of an infinite cache",
+            f"{figures.hits.of_infinite:.1%} of {figures.hits.infinite:.2%}",
+        ],
         ["goodput per GPU", f"{figures.goodput_per_gpu:.4f}/s"],
         ["GPU-hours", f"{figures.gpu_hours:.3f}"],
         ["cold starts", f"{figures.num_cold_starts}, {figures.cold_start_s:.0f} s"],
@@ -132,3 +151,12 @@ def simulate(
         targets = dict(scaling_config(effective).targets)["interactive"]
         title = f"{options.file_name(trace)}, {policy.value}"
         picture.write_text(svg(found.record.moments, targets, title), encoding="utf-8")
+
+
+def _with_host_tokens(config: BatonConfig, num_tokens: int) -> BatonConfig:
+    """Returns the configuration with room for this many tokens in each worker's host memory."""
+    simulated = config.simulated
+    num_blocks = -(-num_tokens // simulated.block_size_tokens)
+    host_bytes = num_blocks * simulated.num_layers * simulated.block_bytes
+    store = config.kv_store.model_copy(update={"host_bytes": host_bytes})
+    return config.model_copy(update={"kv_store": store})

@@ -12,6 +12,7 @@ from baton.cli import top_tables
 from baton.cli.top_tables import BAD, DIM, GOOD, HEAD
 from baton.client.watcher import View
 from baton.runtime.enum_names import role_name
+from baton.v1 import admin_pb2
 
 # Terminals with at least this many columns show workers and decisions side by side.
 _WIDE = 120
@@ -90,9 +91,19 @@ def _header(view: View, width: int) -> Text:
             (f"  {view.address}", ""),
             (f"   model {model}", ""),
             (f"   up {_span(up_s)}", ""),
+            (_hits(view.status.prompt_tokens), ""),
         ],
         width,
     )
+
+
+def _hits(found: admin_pb2.PromptTokens) -> str:
+    """Share of the prompt tokens that were not computed, by the tier that they came from."""
+    total = found.device + found.host + found.computed
+    if not total:
+        return ""
+    text = f"   prompt tokens: {found.device / total:.0%} cached"
+    return f"{text}, {found.host / total:.0%} from host memory" if found.host else text
 
 
 def _health(view: View, problem: str, age_s: float, width: int) -> Text:

@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from baton.engine.base import CacheChange
+from baton.engine.sim_changes import ChangeLog
 
 
 class BlockPool:
@@ -29,8 +30,7 @@ class BlockPool:
         self._num_holders = [0] * num_blocks
         self._cached: dict[int, int] = {}
         self._hashes: dict[int, int] = {}
-        # Hashes that changed since the last `take_change`, with whether each is cached now.
-        self._changed: dict[int, bool] = {}
+        self._changes = ChangeLog()
 
     @property
     def num_used_blocks(self) -> int:
@@ -95,7 +95,7 @@ class BlockPool:
         for block, block_hash in zip(self._held[request_id][first_block:], hashes, strict=False):
             if block_hash not in self._cached and block not in self._hashes:
                 self._cached[block_hash], self._hashes[block] = block, block_hash
-                self._change(block_hash, present=True)
+                self._changes.record(block_hash, present=True)
 
     def free(self, request_id: str) -> None:
         """Frees all blocks of a request."""
@@ -109,13 +109,7 @@ class BlockPool:
 
     def take_change(self) -> CacheChange | None:
         """Returns the cache's changes since the last call; None for no change."""
-        if not self._changed:
-            return None
-        changed, self._changed = self._changed, {}
-        return CacheChange(
-            stored=[one for one, present in changed.items() if present],
-            removed=[one for one, present in changed.items() if not present],
-        )
+        return self._changes.take()
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if a block is leaked, counted wrong, or cached under a wrong hash."""
@@ -134,11 +128,6 @@ class BlockPool:
         block, _ = self._free.popitem(last=False)
         if (block_hash := self._hashes.pop(block, None)) is not None:
             del self._cached[block_hash]
-            self._change(block_hash, present=False)
+            self._changes.record(block_hash, present=False)
         self._num_holders[block] = 1
         return block
-
-    def _change(self, block_hash: int, *, present: bool) -> None:
-        # The latest change comes last, so that the order of the report is the order of the changes.
-        self._changed.pop(block_hash, None)
-        self._changed[block_hash] = present

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from baton.engine.base import EngineRequest
 from baton.engine.sim_blocks import BlockPool
 from baton.engine.sim_handoff import HandoffSend
+from baton.engine.sim_host_tier import HostTier
 from baton.engine.sim_text import OutputText
 from baton.engine.sim_tokens import TokenChain
 from baton.runtime.block_hashes import block_hashes, root_of
@@ -44,9 +45,12 @@ class LiveRequest:
         num_computed_here: The part of num_computed that came neither from a handoff nor from the
             cache.
         num_cached_tokens: Prompt tokens that the prefix cache gave at the last start.
+        num_host_tokens: Prompt tokens that were loaded from host memory at the last start.
         num_cached_blocks: Blocks that were put into the prefix cache.
-        num_expected_cached_blocks: Blocks that the prefix cache probably holds for a waiting
-            request.
+        num_stored_blocks: Blocks that were copied to host memory.
+        num_expected_cached_blocks: Blocks that the prefix cache or host memory probably holds for a
+            waiting request.
+        has_blocks: Whether a waiting request holds its blocks, because it has loaded some of them.
         run: Number of preemptions; work of an earlier run is void.
         pace: Compares its tokens with the ITL target; None before its first decode step here.
         receive_deadline: Deadline of the handoff, by time.monotonic. None without a handoff, and
@@ -74,6 +78,9 @@ class LiveRequest:
     num_handoff_tokens: int = 0
     num_cached_tokens: int = 0
     num_cached_blocks: int = 0
+    num_host_tokens: int = 0
+    num_stored_blocks: int = 0
+    has_blocks: bool = False
     reported: bool = False
 
     @property
@@ -133,6 +140,20 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
+class _Load:
+    """A request whose blocks come from host memory; it holds its blocks meanwhile.
+
+    Attributes:
+        num_blocks: Blocks in the prefix cache and from host memory together.
+        ends_at: When the load ends, by time.monotonic.
+    """
+
+    request: LiveRequest
+    num_blocks: int
+    ends_at: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Policy:
     """The policy of runtime/step_budget.py for the step that begins at `now`."""
 
@@ -175,6 +196,8 @@ class Scheduler:
         on_start: Called when a request has got its blocks, before its missing tokens are counted.
         model: Predicts the time of a step; None: steps have no limit.
         targets: Targets of a step's time; None: likewise.
+        host: KV store in host memory; None: there is none.
+        load_block_s: Seconds to load one block from host memory.
     """
 
     blocks: BlockPool
@@ -185,8 +208,13 @@ class Scheduler:
     caching_block_tokens: int = 0
     model: LatencyModel | None = None
     targets: StepTargets | None = None
+    host: HostTier | None = None
+    load_block_s: float = 0.0
     running: list[LiveRequest] = field(default_factory=list)
     _waiting: list[tuple[tuple[int, int], LiveRequest]] = field(default_factory=list)
+    # In order of their ends: one load follows the other.
+    _loads: dict[str, _Load] = field(default_factory=dict)
+    _now: float = 0.0
 
     @property
     def waiting(self) -> Iterator[LiveRequest]:
@@ -194,7 +222,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._loads)
+
+    @property
+    def next_load_at(self) -> float | None:
+        """When the next load from host memory ends, by time.monotonic; None: there is none."""
+        first = next(iter(self._loads.values()), None)
+        return first.ends_at if first is not None else None
 
     def add(self, request: LiveRequest) -> None:
         heapq.heappush(self._waiting, (request.order, request))
@@ -204,6 +238,9 @@ class Scheduler:
         request.live = False
         if request in self.running:
             self.running.remove(request)
+        elif self._loads.pop(request.id, None) is not None:
+            assert self.host is not None
+            self.host.end_load(request.id)
         else:
             self._waiting = [entry for entry in self._waiting if entry[1] is not request]
             heapq.heapify(self._waiting)
@@ -215,11 +252,14 @@ class Scheduler:
         self.blocks.free(request.id)
         request.run += 1
         request.num_computed = request.num_computed_here = request.num_cached_blocks = 0
-        request.num_expected_cached_blocks = 0
+        request.num_expected_cached_blocks = request.num_stored_blocks = 0
+        request.has_blocks = False
         self.add(request)
 
     def schedule(self, now: float) -> list[Work]:
         """Returns the next step's work at `now`, by time.monotonic; empty if nothing can run."""
+        self._now = now
+        self._end_loads()
         if self.model is not None and self.targets is not None:
             return self._schedule_by_targets(_Policy(self.model, self.targets, now))
         work, preempted = self._compute(self.running)
@@ -283,15 +323,22 @@ class Scheduler:
         # Only requests that can get a place take part in the distribution.
         waiting = waiting[:num_places]
         prompts = waiting + self._running_prompts(policy)
-        started = list[Work]()
+        started, is_full = list[Work](), False
         num_left = {request.id: prompt.num_left for prompt, request in waiting}
         for request, grant in policy.grants(work, prompts, self.max_num_batched_tokens):
             if request.id not in num_left or not (grant or num_left[request.id] == 1):
                 continue
-            if len(started) == budget or not self._take_blocks(request):
+            if len(started) == budget:
                 break
+            if is_full and not request.has_blocks:
+                continue
+            if not self._take_blocks(request):
+                is_full = True
+                continue
             self._waiting.remove((request.order, request))
             heapq.heapify(self._waiting)
+            if request.id in self._loads:
+                continue
             if self._start(request) and request.is_decoding:
                 started.append(self._work(request, 1))
         return started
@@ -321,8 +368,10 @@ class Scheduler:
         receive = request.request.receive
         if request.receive_deadline is not None and receive is not None:
             return max(1, len(request.tokens) - receive.num_tokens)
+        if request.has_blocks:
+            return request.num_missing
         hashes = self._usable_hashes(request)
-        while request.num_expected_cached_blocks < len(hashes) and self.blocks.is_cached(
+        while request.num_expected_cached_blocks < len(hashes) and self._holds(
             hashes[request.num_expected_cached_blocks]
         ):
             request.num_expected_cached_blocks += 1
@@ -330,18 +379,24 @@ class Scheduler:
         return len(request.tokens) - num_cached
 
     def _admit(self, budget: int) -> list[Work]:
-        """Starts waiting requests in order, until a ready request finds no room."""
+        """Starts waiting requests in order, until a ready request finds no room.
+
+        Requests that have loaded their blocks start nevertheless: the one without room may need
+        their blocks.
+        """
         work, put_back = list[Work](), list[tuple[tuple[int, int], LiveRequest]]()
+        is_full = False
         while self._waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             entry = heapq.heappop(self._waiting)
             request = entry[1]
-            if not self.is_ready(request):
+            if not self.is_ready(request) or (is_full and not request.has_blocks):
                 put_back.append(entry)
                 continue
             if not self._take_blocks(request):
                 put_back.append(entry)
-                break
-            if not self._start(request):
+                is_full = True
+                continue
+            if request.id in self._loads or not self._start(request):
                 continue
             num_tokens = min(request.num_missing, budget)
             budget -= num_tokens
@@ -372,7 +427,17 @@ class Scheduler:
         return request.block_hashes(len(request.tokens) - 1, size)
 
     def _take_blocks(self, request: LiveRequest) -> bool:
-        """Allocates a request's blocks, including those in the prefix cache."""
+        """Allocates a request's blocks, including those in the prefix cache.
+
+        If host memory holds the blocks that follow them, the request begins to load these blocks
+        and must not start yet.
+
+        Returns:
+            False if there is no room; nothing has changed then.
+        """
+        if request.has_blocks:
+            request.has_blocks = False
+            return True
         size, hashes = self.caching_block_tokens, self._usable_hashes(request)
         cached = self.blocks.start(request.id, len(request.tokens), hashes)
         if cached is None:
@@ -381,15 +446,64 @@ class Scheduler:
         request.num_cached_blocks = cached
         num_prompt_tokens = len(request.request.prompt_token_ids)
         request.num_cached_tokens = min(request.num_computed, num_prompt_tokens)
+        request.num_host_tokens = 0
+        # A handoff brings all blocks that are missing.
+        if self.host is not None and request.receive_deadline is None:
+            self._begin_load(request, self.host, hashes, cached)
         return True
 
-    def cache_blocks(self, request: LiveRequest) -> None:
-        """Puts a request's full computed blocks into the prefix cache."""
+    def _holds(self, block_hash: int) -> bool:
+        """Whether a block is in the prefix cache or in host memory."""
+        return self.blocks.is_cached(block_hash) or (
+            self.host is not None and self.host.holds(block_hash)
+        )
+
+    def _begin_load(
+        self, request: LiveRequest, host: HostTier, hashes: Sequence[int], num_cached: int
+    ) -> None:
+        """Loads the blocks that follow the first `num_cached` blocks, if host memory holds any."""
+        num_held = host.num_held(hashes, num_cached)
+        host.touch(hashes[: num_cached + num_held])
+        if not num_held:
+            return
+        host.begin_load(request.id, hashes[num_cached : num_cached + num_held])
+        begins_at = max([self._now, *(load.ends_at for load in self._loads.values())])
+        self._loads[request.id] = _Load(
+            request, num_cached + num_held, begins_at + num_held * self.load_block_s
+        )
+
+    def _end_loads(self) -> None:
+        """Lets requests whose loads have ended wait for their start, with their blocks."""
         size = self.caching_block_tokens
-        if size and request.num_computed // size > request.num_cached_blocks:
-            hashes = request.block_hashes(request.num_computed, size)
-            first, request.num_cached_blocks = request.num_cached_blocks, len(hashes)
+        for load in [one for one in self._loads.values() if one.ends_at <= self._now]:
+            request = load.request
+            assert self.host is not None
+            del self._loads[request.id]
+            self.host.end_load(request.id)
+            hashes = request.block_hashes(load.num_blocks * size, size)
+            first, request.num_cached_blocks = request.num_cached_blocks, load.num_blocks
             self.blocks.cache(request.id, first, hashes[first:])
+            request.num_computed = load.num_blocks * size
+            num_prompt_tokens = len(request.request.prompt_token_ids)
+            held = min(request.num_computed, num_prompt_tokens)
+            request.num_host_tokens = held - request.num_cached_tokens
+            request.has_blocks = True
+            self.add(request)
+
+    def cache_blocks(self, request: LiveRequest) -> None:
+        """Puts a request's full computed blocks into the prefix cache and into host memory."""
+        size = self.caching_block_tokens
+        if not size:
+            return
+        num_full = request.num_computed // size
+        if num_full > request.num_cached_blocks:
+            hashes = request.block_hashes(request.num_computed, size)
+            first, request.num_cached_blocks = request.num_cached_blocks, num_full
+            self.blocks.cache(request.id, first, hashes[first:])
+        if self.host is not None and num_full > request.num_stored_blocks:
+            hashes = request.block_hashes(request.num_computed, size)
+            first, request.num_stored_blocks = request.num_stored_blocks, num_full
+            self.host.store(hashes, first)
 
     @staticmethod
     def _work(request: LiveRequest, num_tokens: int) -> Work:

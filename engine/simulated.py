@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import tempfile
 from collections import deque
@@ -33,6 +34,7 @@ from baton.engine.base import (
 )
 from baton.engine.sim_blocks import BlockPool
 from baton.engine.sim_handoff import HandoffPort, WrongHandoff
+from baton.engine.sim_host_tier import HostTier
 from baton.engine.sim_sampling import Sampler
 from baton.engine.sim_scheduler import LiveRequest, Scheduler, Work
 from baton.engine.sim_text import OutputText
@@ -67,6 +69,7 @@ class SimulatedEngine:
         adapters: Names of LoRA adapters. With an adapter a prompt gets other tokens and KV bytes.
         follows_step_targets: Whether step targets limit the steps. Otherwise, and with a
             `time_scale` of 0, prompts are computed first come, first served.
+        host_kv_tokens: Size of the KV store in host memory in tokens; 0: none.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class SimulatedEngine:
         adapters: Sequence[str] = (),
         *,
         follows_step_targets: bool = True,
+        host_kv_tokens: int = 0,
     ) -> None:
         self._adapters = adapters
         self._model, self._served_name, self._settings = model, served_name, settings
@@ -97,6 +101,9 @@ class SimulatedEngine:
         self._blocks = BlockPool(
             settings.kv_tokens // settings.block_size_tokens, settings.block_size_tokens
         )
+        num_host_blocks = host_kv_tokens // settings.block_size_tokens
+        self._host = HostTier(num_host_blocks) if num_host_blocks else None
+        block_bytes = settings.num_layers * settings.block_bytes
         limits_steps = follows_step_targets and settings.time_scale > 0
         self._scheduler = Scheduler(
             self._blocks,
@@ -106,6 +113,8 @@ class SimulatedEngine:
             on_start=self._on_start,
             caching_block_tokens=settings.block_size_tokens if settings.prefix_caching else 0,
             model=self._latency.scaled(settings.time_scale) if limits_steps else None,
+            host=self._host,
+            load_block_s=block_bytes / settings.host_bytes_per_s * settings.time_scale,
         )
         self._requests: dict[str, LiveRequest] = {}
         self._arrivals = itertools.count()
@@ -156,6 +165,9 @@ class SimulatedEngine:
             max_num_batched_tokens=settings.max_num_batched_tokens,
             supports_forced_tokens=True,
             keeps_prefixes=settings.prefix_caching,
+            host_kv_tokens=(
+                self._host.num_blocks * settings.block_size_tokens if self._host is not None else 0
+            ),
             weights_s=monotonic() - begun_at,
         )
 
@@ -273,6 +285,10 @@ class SimulatedEngine:
             raise RuntimeError(
                 f"{self._blocks.num_used_blocks} KV blocks are held without a request"
             )
+        if self._host is not None:
+            self._host.check_integrity()
+            if not self._requests and self._host.num_loads:
+                raise RuntimeError(f"{self._host.num_loads} loads go on without a request")
 
     def _validated(self, request: EngineRequest, vocabulary: Vocabulary) -> int:
         """Checks a request; returns the most output tokens that it may have.
@@ -333,11 +349,13 @@ class SimulatedEngine:
             self._die(f"the simulated engine failed: {type(error).__name__}: {error}")
 
     async def _wait_for_work(self) -> None:
-        """Waits for a submit or an abort; only shortly while requests wait for handoffs."""
+        """Waits for a submit, an abort or a load; only shortly while requests wait for handoffs."""
         awaits_handoff = any(
             request.receive_deadline is not None for request in self._scheduler.waiting
         )
         timeout_s = _POLL_S if awaits_handoff else None
+        if (load_at := self._scheduler.next_load_at) is not None:
+            timeout_s = min(max(0.0, load_at - monotonic()), timeout_s or math.inf)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._has_work.wait()
@@ -429,11 +447,13 @@ class SimulatedEngine:
             handoff_wait_us=round((live.handoff_wait_s or 0.0) * 1e6),
         )
         output.num_cached_tokens = live.num_cached_tokens
+        output.num_host_tokens = live.num_host_tokens
         output.num_handoff_tokens = live.num_handoff_tokens
 
     def _publish(self, outputs: list[EngineOutput]) -> None:
         outputs, self._pending_outputs = [*self._pending_outputs, *outputs], []
-        self._steps.append(EngineStep(outputs, self._blocks.take_change()))
+        host_change = self._host.take_change() if self._host is not None else None
+        self._steps.append(EngineStep(outputs, self._blocks.take_change(), host_change))
         if len(self._steps) >= _MAX_STEPS_AHEAD:
             self._has_room.clear()
         self._has_steps.set()

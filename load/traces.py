@@ -225,6 +225,37 @@ def _arrival(path: Path, number: int, at_s: float, prompt: Any, output: Any) -> 
     return Arrival(at_s, lengths[0], lengths[1])
 
 
+def shared_prompt_tokens(arrivals: Sequence[Arrival], block_size_tokens: int) -> tuple[int, int]:
+    """Counts the prompt tokens that one infinite prefix cache would have served.
+
+    Args:
+        arrivals: Requests in order of time.
+        block_size_tokens: Tokens per block of the cache; only whole blocks are shared.
+
+    Returns:
+        Prompt tokens in blocks that an earlier prompt had too, and all prompt tokens.
+    """
+    # Longest part of each of the trace's blocks that a prompt had.
+    seen: dict[int, int] = {}
+    num_shared = num_tokens = 0
+    for one in arrivals:
+        shared, is_prefix = 0, True
+        for index, block in enumerate(one.block_ids):
+            had = max(
+                0, min(MOONCAKE_BLOCK_TOKENS, one.num_prompt_tokens - index * MOONCAKE_BLOCK_TOKENS)
+            )
+            before = min(seen.get(block, 0), had)
+            if is_prefix:
+                shared += before
+                is_prefix = before == MOONCAKE_BLOCK_TOKENS
+            seen[block] = max(seen.get(block, 0), had)
+        # The last token is always computed.
+        shared = min(shared, one.num_prompt_tokens - 1)
+        num_shared += shared // block_size_tokens * block_size_tokens
+        num_tokens += one.num_prompt_tokens
+    return num_shared, num_tokens
+
+
 def scaled(arrivals: Sequence[Arrival], factor: float, seed: int = 0) -> list[Arrival]:
     """Returns a trace with `factor` times as many requests and the same shape over time.
 

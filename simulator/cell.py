@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -89,6 +90,8 @@ class SimulatedCell(VirtualTime):
     Attributes:
         record: Request times as seen by clients, and the cost of the workers.
         gaps: Gaps between tokens.
+        prompt_tokens: Tokens of the prompts that got a first token, by source: "device", "host"
+            (memory) and "computed".
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class SimulatedCell(VirtualTime):
     ) -> None:
         super().__init__()
         self.gaps = GapHistogram()
+        self.prompt_tokens: Counter[str] = Counter()
         self.record = Record(START_S, gpus or dict.fromkeys(Pool, 1))
         settings = ScalingSettings(policy.config, autoscale=True, drain_s=_DRAIN_S)
         self.core = Core(replace(config, scaling=settings), random.Random(seed).randbytes, policy)

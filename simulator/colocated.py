@@ -9,6 +9,7 @@ message takes as long as between a coordinator and a worker.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from baton.coordinator.state import events as ev
@@ -58,6 +59,8 @@ class ColocatedCell(VirtualTime):
         record: Request times as seen by clients, and the cost of the workers, which count as
             decode workers.
         gaps: Gaps between tokens.
+        prompt_tokens: Tokens of the prompts that got a first token, by source: "device", "host"
+            (memory) and "computed".
         engines: The workers.
     """
 
@@ -66,6 +69,7 @@ class ColocatedCell(VirtualTime):
             raise ValueError(f"num_workers is {num_workers}; must be at least 1")
         super().__init__()
         self.gaps = GapHistogram()
+        self.prompt_tokens: Counter[str] = Counter()
         self.record = Record(START_S, dict.fromkeys(Pool, gpus))
         self._delay_s = shape.delay_s
         self._balancer = Balancer(num_workers)

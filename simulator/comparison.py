@@ -252,11 +252,12 @@ COLUMNS = (
     ">ITL p99",
     ">MEAN ITL p99",
     ">FAILED",
+    ">HITS",
     ">GPU-HOURS",
     "",
 )
 # Columns that a narrow terminal lacks, the first to go first.
-SPARE = ("ITL p50", "TTFT p90", "TTFT p50", "FAILED", "ITL p99")
+SPARE = ("HITS", "ITL p50", "TTFT p90", "TTFT p50", "FAILED", "ITL p99")
 
 
 def legend(targets: Targets) -> str:
@@ -268,6 +269,7 @@ def legend(targets: Targets) -> str:
     ]
     return (
         f"Times are in ms. attained: requests with {' and '.join(limits) or 'all their tokens'}.\n"
+        "hits: prompt tokens that were not computed.\n"
         "colocated, N/step: plain servers with chunked prefill, at most N tokens per step."
     )
 
@@ -282,6 +284,7 @@ def table(rows: Sequence[Row], best: Row) -> list[list[str]]:
             *(_number(found.itl_ms[percent], 1) for percent in (50, 99)),
             _number(found.tpot_ms[99], 1),
             str(found.num_failed),
+            f"{found.hits.total:.1%}",
             f"{found.gpu_hours:.3f}",
             "best" if row is best else "",
         ]

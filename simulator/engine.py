@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -47,6 +47,7 @@ class Host(Protocol):
 
     now: float
     gaps: GapHistogram
+    prompt_tokens: Counter[str]
 
     def at(self, when: float, action: Callable[..., object], *arguments: object) -> None: ...
     def send(self, worker: Engine, event: ev.Event) -> None: ...
@@ -81,9 +82,13 @@ class Engine:
         self._awaiting_first_output: list[SimulatedRequest] = []
         self._samples: deque[cluster_pb2.StepSample] = deque(maxlen=_SAMPLES)
         self._sampled_at = 0.0
-        self._cache = (
-            PrefixCache(shape.kv_tokens, shape.block_size_tokens) if shape.prefix_caching else None
-        )
+        self._cache = self._host_cache = None
+        if shape.prefix_caching:
+            self._cache = PrefixCache(shape.kv_tokens, shape.block_size_tokens)
+        if shape.host_kv_tokens:
+            self._host_cache = PrefixCache(
+                shape.host_kv_tokens, shape.block_size_tokens, cluster_pb2.CACHE_TIER_HOST
+            )
 
     # ---- Commands of the coordinator.
 
@@ -116,15 +121,16 @@ class Engine:
         num_prompt = len(spec.prompt_token_ids)
         total = num_prompt + num_known
         hashes: Sequence[int] = ()
-        num_cached = 0
+        num_cached = num_host = 0
         if self._cache is not None:
             hashes = block_hashes(
                 spec.prompt_token_ids,
                 shape.block_size_tokens,
                 root_of(spec.adapter, spec.cache_salt),
             )
-            num_cached = 0 if is_handoff else min(self._cache.num_cached(hashes), total - 1)
-        num_uncomputed = num_known or 1 if is_handoff else total - num_cached
+            if not is_handoff:
+                num_cached, num_host = self._held(hashes, total)
+        num_uncomputed = num_known or 1 if is_handoff else total - num_cached - num_host
         request = SimulatedRequest(
             request_id=spec.request_id,
             attempt=spec.attempt,
@@ -136,8 +142,10 @@ class Engine:
             num_tokens=total,
             num_outputs_left=1 if prefill_only else max(1, spec.sampling.max_tokens - num_known),
             offset=num_known,
+            num_prompt_tokens=num_prompt,
             hashes=hashes,
             num_cached=num_cached,
+            num_host=num_host,
             is_handoff=is_handoff,
             # The first token was made elsewhere. Its report to the coordinator and this command
             # took one message delay each.
@@ -150,7 +158,23 @@ class Engine:
         wait_s = 0.0
         if is_handoff and not shape.handoff_stalls:
             wait_s = shape.handoff_s + shape.handoff_per_token_s * num_prompt
+        if num_host:
+            # Like vLLM's, the load runs beside the steps of other requests.
+            wait_s = num_host * shape.kv_bytes_per_token / shape.host_bytes_per_s
         self.host.at(self.host.now + wait_s, self._arrive, request)
+
+    def _held(self, hashes: Sequence[int], num_tokens: int) -> tuple[int, int]:
+        """Returns the prompt tokens in the prefix cache, and those behind them in host memory.
+
+        The last of `num_tokens` tokens is always computed.
+        """
+        if self._cache is None:
+            return 0, 0
+        num_cached = min(self._cache.num_cached(hashes), num_tokens - 1)
+        if self._host_cache is None:
+            return num_cached, 0
+        num_host = self._host_cache.num_cached(hashes, num_cached)
+        return num_cached, min(num_host, num_tokens - 1 - num_cached)
 
     def _arrive(self, request: SimulatedRequest) -> None:
         if not request.ended and not self.stopped:
@@ -265,6 +289,8 @@ class Engine:
         # After a handoff, the gap since the first token counts too.
         last_at = self.host.now if math.isnan(request.last_at) else request.last_at
         request.pace = StreamPace(last_at, 0)
+        if request.is_handoff and not request.first_sent:
+            self._cache_blocks(request)
         self._decoding[request] = None
         self._kv_decoding += request.num_tokens
         heapq.heappush(
@@ -340,12 +366,9 @@ class Engine:
 
     def _compute_again(self, request: SimulatedRequest) -> None:
         """Lets a preempted request wait for room; then its KV cache is computed again."""
-        request.num_cached = 0
-        if self._cache is not None:
-            cached = self._cache.num_cached(request.hashes)
-            request.num_cached = min(cached, request.num_tokens - 1)
-        request.num_computed = request.num_cached
-        request.num_uncomputed = request.num_tokens - request.num_cached
+        request.num_cached, request.num_host = self._held(request.hashes, request.num_tokens)
+        request.num_computed = request.num_held
+        request.num_uncomputed = request.num_tokens - request.num_held
         self._swapped.appendleft(request)
 
     def _run_over(self, version: int) -> None:
@@ -429,8 +452,16 @@ class Engine:
         output = cluster_pb2.RequestOutput(request_id=request.request_id, attempt=request.attempt)
         output.delta.offset = request.offset
         output.delta.token_ids.extend(itertools.repeat(_TOKEN, count))
-        if not request.first_sent and request.num_cached:
-            output.timings.num_cached_tokens = request.num_cached
+        if not request.first_sent:
+            if request.num_held:
+                output.timings.num_cached_tokens = request.num_cached
+                output.timings.num_host_tokens = request.num_host
+            if not request.is_handoff:
+                self.host.prompt_tokens.update(
+                    device=request.num_cached,
+                    host=request.num_host,
+                    computed=max(0, request.num_prompt_tokens - request.num_held),
+                )
         request.first_sent = True
         request.offset += count
         request.num_sent += count
@@ -443,8 +474,7 @@ class Engine:
         targets = shape.steps
         work = self._in_turn(batch) if targets is None else self._within(targets, batch)
         chunks = [
-            PrefillChunk(request.num_computed - request.num_cached, count)
-            for request, count in work
+            PrefillChunk(request.num_computed - request.num_held, count) for request, count in work
         ]
         took_s = shape.model.step_s(chunks, batch, self._kv_decoding) + stall_s
         sample = cluster_pb2.StepSample(
@@ -477,11 +507,11 @@ class Engine:
         model, now = self.shape.model, self.host.now
         prompts = [
             Prompt(
-                num_done=one.num_computed - one.num_cached,
+                num_done=one.num_computed - one.num_held,
                 num_left=one.num_uncomputed,
                 priority=one.priority,
                 waited_s=now - one.arrived_at,
-                running=one.num_computed > one.num_cached,
+                running=one.num_computed > one.num_held,
                 due_in_s=one.due_at - now,
             )
             for one in self._prefilling
@@ -540,6 +570,7 @@ class Engine:
         request.last_at = self.host.now
         request.num_sent = 0
         output = self._output(request, 1)
+        self._cache_blocks(request)
         request.num_outputs_left -= 1
         request.num_tokens += 1
         if request.num_outputs_left:
@@ -550,15 +581,15 @@ class Engine:
         output.finished.reason = _LENGTH if whole else _UNSPECIFIED
         request.ended = True
         self._requests.pop(request.key, None)
-        self._cache_blocks(request)
         return output
 
     def _cache_blocks(self, request: SimulatedRequest) -> None:
-        """Puts the blocks of a request that left the batch into the prefix cache."""
-        if self._cache is not None:
-            changes = self._cache.keep(request.hashes, request.num_computed)
-            if changes is not None:
-                self.host.send(self, ev.WorkerCache(self.key, changes))
+        """Puts the computed blocks of a request into the prefix cache and into host memory."""
+        for cache in (self._cache, self._host_cache):
+            if cache is not None:
+                changes = cache.keep(request.hashes, request.num_computed)
+                if changes is not None:
+                    self.host.send(self, ev.WorkerCache(self.key, changes))
 
     # ---- Reports.
 

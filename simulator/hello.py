@@ -21,6 +21,10 @@ class EngineLimits(Protocol):
     def max_model_len(self) -> int: ...
     @property
     def prefix_caching(self) -> bool: ...
+    @property
+    def host_kv_tokens(self) -> int: ...
+    @property
+    def kv_bytes_per_token(self) -> float: ...
 
 
 def hello(
@@ -40,11 +44,12 @@ def hello(
             model="simulated",
             num_layers=1,
             block_size_tokens=shape.block_size_tokens,
-            block_bytes=1024,
+            block_bytes=round(shape.kv_bytes_per_token * shape.block_size_tokens),
             tp_size=1,
         ),
         capacity=cluster_pb2.Capacity(
             kv_tokens=kv_tokens,
+            host_kv_tokens=shape.host_kv_tokens,
             block_size_tokens=shape.block_size_tokens,
             max_num_seqs=shape.max_num_seqs,
             max_num_batched_tokens=shape.max_num_batched_tokens,

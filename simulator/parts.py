@@ -31,6 +31,9 @@ class Shape:
         handoff_s, handoff_per_token_s: Duration of the transfer of a prompt's KV cache.
         handoff_stalls: Whether the decode worker makes no steps during a handoff.
         delay_s: Delay of every message between worker and coordinator.
+        host_kv_tokens: Tokens that the KV store in host memory holds; 0: none.
+        kv_bytes_per_token: Bytes of KV cache per token.
+        host_bytes_per_s: Bytes per second that a load from host memory moves.
         flush_s: Longest time for which tokens in the middle of an output are held back, so that
             several steps are simulated as one event.
     """
@@ -52,6 +55,9 @@ class Shape:
     delay_s: float = 0.001
     prefix_caching: bool = False
     flush_s: float = 2.0
+    host_kv_tokens: int = 0
+    kv_bytes_per_token: float = 64.0
+    host_bytes_per_s: float = 10e9
 
 
 @dataclass(slots=True, eq=False)
@@ -68,8 +74,10 @@ class SimulatedRequest:
         num_tokens: Tokens that the KV cache holds once the request runs.
         num_outputs_left: Output tokens still to be made.
         offset: Position of the next output token that is sent to the coordinator.
+        num_prompt_tokens: Tokens of the prompt.
         hashes: Hashes of the prompt's blocks.
         num_cached: Prompt tokens that came from the prefix cache.
+        num_host: Prompt tokens that were loaded from host memory.
         is_handoff: Whether the KV cache comes from a prefill worker.
         joined_at_step: Engine step at which the request joined the decode batch.
         num_sent: Output tokens sent to the coordinator since the request joined.
@@ -92,8 +100,10 @@ class SimulatedRequest:
     num_tokens: int
     num_outputs_left: int
     offset: int
+    num_prompt_tokens: int
     hashes: Sequence[int]
     num_cached: int = 0
+    num_host: int = 0
     is_handoff: bool = False
     joined_at_step: int = -1
     num_sent: int = 0
@@ -107,6 +117,11 @@ class SimulatedRequest:
     @property
     def key(self) -> tuple[str, int]:
         return self.request_id, self.attempt
+
+    @property
+    def num_held(self) -> int:
+        """Prompt tokens that were not computed here, apart from those of a handoff."""
+        return self.num_cached + self.num_host
 
 
 @dataclass(slots=True)
@@ -141,23 +156,39 @@ class Run:
 
 
 class PrefixCache:
-    """Cached blocks of requests that have ended; evicts the least recently used block."""
+    """KV blocks of one tier that stay after their requests; the least recently used leave first.
 
-    def __init__(self, num_tokens: int, block_size_tokens: int) -> None:
+    Of the blocks of one prompt, the last block leaves first, so that the rest is still a prefix.
+
+    Args:
+        num_tokens: Size in tokens.
+        block_size_tokens: Tokens per block.
+        tier: The tier, for the reports to the coordinator.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        block_size_tokens: int,
+        tier: cluster_pb2.CacheTier.ValueType = cluster_pb2.CACHE_TIER_UNSPECIFIED,
+    ) -> None:
         self._num_blocks = num_tokens // block_size_tokens
-        self._block_size_tokens = block_size_tokens
+        self._block_size_tokens, self._tier = block_size_tokens, tier
         # Block hashes, the least recently used first.
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
-    def num_cached(self, hashes: Sequence[int]) -> int:
-        """Returns how many prompt tokens are cached, and marks their blocks as just used."""
-        found = 0
-        for one in hashes:
-            if one not in self._blocks:
-                break
-            self._blocks.move_to_end(one)
-            found += 1
-        return found * self._block_size_tokens
+    def num_cached(self, hashes: Sequence[int], begin_tokens: int = 0) -> int:
+        """Returns how many prompt tokens are held from `begin_tokens` on, without a gap.
+
+        The blocks up to there, as far as they are held, count as just used.
+        """
+        begin = end = begin_tokens // self._block_size_tokens
+        while end < len(hashes) and hashes[end] in self._blocks:
+            end += 1
+        for one in reversed(hashes[:end]):
+            if one in self._blocks:
+                self._blocks.move_to_end(one)
+        return (end - begin) * self._block_size_tokens
 
     def keep(self, hashes: Sequence[int], num_tokens: int) -> cluster_pb2.CacheEvents | None:
         """Stores the full blocks of the first `num_tokens` tokens.
@@ -165,14 +196,18 @@ class PrefixCache:
         Returns:
             The blocks that were stored and evicted; None if there are none.
         """
-        stored, removed, blocks = array("Q"), array("Q"), self._blocks
-        for one in hashes[: num_tokens // self._block_size_tokens]:
-            if one not in blocks:
-                stored.append(one)
+        blocks, kept = self._blocks, hashes[: num_tokens // self._block_size_tokens]
+        stored = array("Q", (one for one in kept if one not in blocks))
+        for one in reversed(kept):
             blocks[one] = None
             blocks.move_to_end(one)
+        removed = array("Q")
         while len(blocks) > self._num_blocks:
             removed.append(blocks.popitem(last=False)[0])
         if not stored and not removed:
             return None
-        return cluster_pb2.CacheEvents(stored=stored, removed=removed)
+        # Of a prompt that is larger than the tier, only the first blocks stay.
+        gone = set(removed)
+        return cluster_pb2.CacheEvents(
+            stored=[one for one in stored if one not in gone], removed=removed, tier=self._tier
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,6 +13,50 @@ from baton.load import stats
 from baton.load.gap_histogram import GapHistogram
 from baton.load.results import PERCENTS, plain, targets
 from baton.simulator.record import Record
+
+
+@dataclass(frozen=True, slots=True)
+class PromptHits:
+    """Prompt tokens that were not computed.
+
+    Attributes:
+        device, host: Share of the prompt tokens from prefix caches and from host memory.
+        infinite: Share that one infinite cache for the whole trace would have had: tokens in blocks
+            that an earlier prompt had too.
+    """
+
+    device: float
+    host: float
+    infinite: float
+
+    @classmethod
+    def of(cls, prompt_tokens: Mapping[str, int], most_hits: tuple[int, int]) -> PromptHits:
+        """Returns the shares.
+
+        Args:
+            prompt_tokens: Tokens by source: "device", "host" and "computed".
+            most_hits: Tokens that an infinite cache would have had, and all prompt tokens.
+        """
+        total = max(1, sum(prompt_tokens.values()))
+        num_shared, num_tokens = most_hits
+        return cls(
+            prompt_tokens.get("device", 0) / total,
+            prompt_tokens.get("host", 0) / total,
+            num_shared / max(1, num_tokens),
+        )
+
+    @property
+    def total(self) -> float:
+        """Share of the prompt tokens that were not computed."""
+        return self.device + self.host
+
+    @property
+    def of_infinite(self) -> float:
+        """The part of an infinite cache's hits; 1 if the trace shares nothing."""
+        return self.total / self.infinite if self.infinite else 1.0
+
+
+NO_HITS = PromptHits(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +90,12 @@ class Figures:
     num_cold_starts: int
     cold_start_s: float
     num_events: int
+    hits: PromptHits = NO_HITS
 
 
-def figures(record: Record, gaps: GapHistogram, limits: Targets) -> Figures:
+def figures(
+    record: Record, gaps: GapHistogram, limits: Targets, hits: PromptHits = NO_HITS
+) -> Figures:
     """Computes the figures of a whole simulation."""
     ttfts, tpots, lasted = list[float](), list[float](), list[float]()
     num_failed = num_attained = num_ttft = num_tpot = 0
@@ -89,6 +137,7 @@ def figures(record: Record, gaps: GapHistogram, limits: Targets) -> Figures:
         num_cold_starts=record.num_cold_starts,
         cold_start_s=record.cold_start_s,
         num_events=len(record.events),
+        hits=hits,
     )
 
 

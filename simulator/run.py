@@ -10,6 +10,7 @@ from baton.coordinator.scaling.autoscale import queueing
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import ScalingConfig, in_seconds, scaling_config
+from baton.load import traces
 from baton.load.traces import Arrival
 from baton.runtime.config import BatonConfig
 from baton.runtime.latency import LatencyModel
@@ -20,7 +21,7 @@ from baton.simulator.colocated import ColocatedCell
 from baton.simulator.parts import Shape
 from baton.simulator.policies import Baton, Policy, Static
 from baton.simulator.record import Record
-from baton.simulator.report import Figures, figures
+from baton.simulator.report import Figures, PromptHits, figures
 
 COLOCATED = "colocated"
 POLICIES = ("baton", "static", COLOCATED, "hpa", "planner", "hindsight")
@@ -58,13 +59,15 @@ def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> S
     scaling, shape = scaling_config(config), shape_of(config)
     targets = dict(scaling.targets)["interactive"]
     lasts_s = arrivals[-1].at_s + 1.0
+    most_hits = traces.shared_prompt_tokens(arrivals, shape.block_size_tokens)
     if policy == COLOCATED:
         number = config.prefill.workers + config.decode.workers
         if not number:
             raise ValueError("prefill.workers and decode.workers are 0; one must be at least 1")
         plain = ColocatedCell(replace(shape, steps=None), number, scaling.limits(Pool.DECODE).gpus)
         record = plain.run(arrivals, lasts_s)
-        return Simulation(figures(record, plain.gaps, targets), record)
+        found = figures(record, plain.gaps, targets, PromptHits.of(plain.prompt_tokens, most_hits))
+        return Simulation(found, record)
     core = replace(CoreConfig.of(config), model_name="simulated", latency=shape.model)
     cell = SimulatedCell(
         core,
@@ -76,7 +79,8 @@ def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> S
     )
     sizes = {Pool.PREFILL: config.prefill.workers, Pool.DECODE: config.decode.workers}
     record = cell.run(arrivals, sizes, lasts_s)
-    return Simulation(figures(record, cell.gaps, targets), record)
+    hits = PromptHits.of(cell.prompt_tokens, most_hits)
+    return Simulation(figures(record, cell.gaps, targets, hits), record)
 
 
 def shape_of(config: BatonConfig) -> Shape:
@@ -90,6 +94,9 @@ def shape_of(config: BatonConfig) -> Shape:
         max_num_batched_tokens=engine.max_num_batched_tokens,
         max_model_len=engine.max_model_len,
         prefix_caching=engine.prefix_caching,
+        host_kv_tokens=engine.host_kv_tokens(config.kv_store.host_bytes),
+        kv_bytes_per_token=engine.kv_bytes_per_token,
+        host_bytes_per_s=engine.host_bytes_per_s,
         steps=StepTargets.of(config.steps, itl_s) if config.steps.scheduler == "baton" else None,
     )
 

@@ -1,4 +1,4 @@
-"""Reports net changes of this worker's prefix cache to the coordinator, in batches."""
+"""Reports net changes of one tier of this worker's KV blocks to the coordinator, in batches."""
 
 from __future__ import annotations
 
@@ -14,23 +14,32 @@ _MANY = 256
 
 
 class CacheReports:
-    """Collects an engine's cache changes and posts them as CacheEvents.
+    """Collects the changes of one tier and posts them as CacheEvents.
 
-    Memory is bounded by the size of the engine's cache.
+    Memory is bounded by the size of the tier.
 
     Args:
         outbox: Keeps the messages until they are acknowledged.
+        tier: Where the engine keeps the blocks.
     """
 
-    def __init__(self, outbox: Outbox) -> None:
-        self._outbox = outbox
-        # All cached blocks, and those that the coordinator knows, in the order of storing; then the
+    def __init__(
+        self,
+        outbox: Outbox,
+        tier: cluster_pb2.CacheTier.ValueType = cluster_pb2.CACHE_TIER_UNSPECIFIED,
+    ) -> None:
+        self._outbox, self._tier = outbox, tier
+        # All held blocks, and those that the coordinator knows, in the order of storing; then the
         # blocks that were stored or removed and not yet reported.
         self._held: dict[int, None] = {}
         self._reported: dict[int, None] = {}
         self._stored: dict[int, None] = {}
         self._removed: dict[int, None] = {}
         self._reset = False
+
+    def __len__(self) -> int:
+        """Number of blocks that the tier holds."""
+        return len(self._held)
 
     def take(self, change: CacheChange) -> None:
         """Adds the changes of one step; posts a message if many changes are pending."""
@@ -60,7 +69,7 @@ class CacheReports:
         self._reported.update(dict.fromkeys(stored))
         while stored or removed or reset:
             events = cluster_pb2.CacheEvents(
-                reset=reset, removed=_cut(removed, MAX_HASHES_PER_MESSAGE)
+                reset=reset, removed=_cut(removed, MAX_HASHES_PER_MESSAGE), tier=self._tier
             )
             if not removed:
                 events.stored.extend(_cut(stored, MAX_HASHES_PER_MESSAGE - len(events.removed)))
@@ -68,7 +77,7 @@ class CacheReports:
             reset = False
 
     def report_all(self) -> None:
-        """Posts the whole cache, after a coordinator without knowledge welcomed this worker."""
+        """Posts the whole tier, after a coordinator without knowledge welcomed this worker."""
         held = self._held
         self._clear()
         self._held = held

@@ -99,6 +99,7 @@ class WorkerHost:
             fingerprint=info.layout.fingerprint(),
             capacity=cluster_pb2.Capacity(
                 kv_tokens=info.kv_tokens,
+                host_kv_tokens=info.host_kv_tokens,
                 block_size_tokens=info.layout.block_size_tokens,
                 max_num_seqs=info.max_num_seqs,
                 max_num_batched_tokens=info.max_num_batched_tokens,
@@ -161,10 +162,12 @@ class WorkerHost:
         self._collector.snapshot = Snapshot(
             report,
             transfer,
-            self._runner.num_tokens,
-            dict(self._runner.num_ended),
-            self._runner.num_handoff_tokens,
-            self._handoffs.counts(),
+            num_tokens=self._runner.num_tokens,
+            num_ended=dict(self._runner.num_ended),
+            num_handoff_tokens=self._runner.num_handoff_tokens,
+            num_host_tokens=self._runner.num_host_tokens,
+            num_host_blocks=self._runner.num_host_blocks,
+            handoffs=self._handoffs.counts(),
         )
         return report
 

@@ -38,6 +38,7 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
             transfer_socket,
             adapters=sorted(config.lora_adapters),
             follows_step_targets=config.steps.scheduler == "baton",
+            host_kv_tokens=config.simulated.host_kv_tokens(config.kv_store.host_bytes),
         )
     try:
         with lifecycle.gc_disabled():

@@ -35,6 +35,8 @@ class Snapshot:
     num_tokens: int = 0
     num_ended: Mapping[str, int] = field(default_factory=dict)
     num_handoff_tokens: int = 0
+    num_host_tokens: int = 0
+    num_host_blocks: int = 0
     handoffs: HandoffCounts = field(default_factory=HandoffCounts)
 
 
@@ -87,6 +89,16 @@ class WorkerCollector(Collector):
         yield self._counter("engine_steps", "Steps that the engine has run.", load.num_steps)
         yield self._counter(
             "generation_tokens", "Output tokens reported.", self.snapshot.num_tokens
+        )
+        yield self._gauge(
+            "host_kv_blocks",
+            "KV blocks that the KV store in host memory holds.",
+            self.snapshot.num_host_blocks,
+        )
+        yield self._counter(
+            "host_prompt_tokens",
+            "Prompt tokens loaded from the KV store in host memory.",
+            self.snapshot.num_host_tokens,
         )
         yield self._split(
             CounterMetricFamily,

@@ -77,6 +77,7 @@ class Runner:
         use_handles: Whether outputs may use handles: only while their coordinator is attached.
         num_ended: Ended attempts by outcome.
         num_handoff_tokens: Prompt tokens loaded from handoffs.
+        num_host_tokens: Prompt tokens loaded from the KV store in host memory.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Runner:
         self._engine, self._outbox, self.max_requests = engine, outbox, max_requests
         self._transfer, self._handoffs = transfer, handoffs
         self._cache = CacheReports(outbox)
+        self._host_cache = CacheReports(outbox, cluster_pb2.CACHE_TIER_HOST)
         self.idle = asyncio.Event()
         self.idle.set()
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -116,7 +118,12 @@ class Runner:
         self.num_tokens = 0
         self.use_handles = True
         self.num_ended: dict[str, int] = {}
-        self.num_handoff_tokens = 0
+        self.num_handoff_tokens = self.num_host_tokens = 0
+
+    @property
+    def num_host_blocks(self) -> int:
+        """Number of KV blocks in the KV store in host memory."""
+        return len(self._host_cache)
 
     def running(self) -> list[cluster_pb2.RunningRequest]:
         """Running requests, and finished ones whose end is unacknowledged, for adoption in a Hello.
@@ -169,7 +176,7 @@ class Runner:
     def keep_only(self, adopted: frozenset[tuple[str, int]]) -> None:
         """Ends all attempts except these (request id, attempt), for a new coordinator.
 
-        It also ends handoffs without a request, and reports the whole prefix cache.
+        It also ends handoffs without a request, and reports all cached blocks.
         """
         for held in list(self._held.values()):
             if (held.attempt.spec.request_id, held.attempt.spec.attempt) not in adopted:
@@ -179,10 +186,12 @@ class Runner:
         self._drop_unowned_handoffs()
         self._ended.clear()
         self._cache.report_all()
+        self._host_cache.report_all()
 
     def report_cache(self) -> None:
-        """Posts pending prefix cache changes."""
+        """Posts pending changes of the prefix cache and of the KV store in host memory."""
         self._cache.flush()
+        self._host_cache.flush()
 
     def fail_all(self, error: BatonError) -> None:
         """Fails every request with an error."""
@@ -297,13 +306,15 @@ class Runner:
             self._num_steps += 1
             if step.cache is not None:
                 self._cache.take(step.cache)
+            if step.host_cache is not None:
+                self._host_cache.take(step.host_cache)
             # Cache changes are sent before the outputs that depend on them: stored blocks before
             # the prompt's first token, removed blocks before the request that misses them.
             if any(
                 output.timings is not None or output.finish is Finish.PREFIX_GONE
                 for output in step.outputs
             ):
-                self._cache.flush()
+                self.report_cache()
             message = cluster_pb2.StepOutputs(step=self._num_steps)
             for output in step.outputs:
                 held = self._by_engine_id.get(output.request_id)
@@ -316,6 +327,7 @@ class Runner:
     def _take(self, held: _Held, output: EngineOutput, step: cluster_pb2.StepOutputs) -> None:
         self.num_tokens += len(output.token_ids)
         self.num_handoff_tokens += output.num_handoff_tokens
+        self.num_host_tokens += output.num_host_tokens
         if self.use_handles and held.attempt.report_token(output, step.tokens):
             held.policy.on_output(held.attempt, output)
             return

@@ -53,6 +53,7 @@ def ended_request(
         itl_target_s=stats.itl_target_s(request.submission),
         stalls=stalls,
         predicted=request.predicted,
+        prompt_sources=request.prompt_sources,
     )
 
 

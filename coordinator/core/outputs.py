@@ -244,7 +244,7 @@ def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOu
         return
     if output.HasField("timings") and request.prefill_timings is None:
         request.prefill_timings = _copied(output.timings)
-        lifecycle.lanes.cached(request, output.timings.num_cached_tokens)
+        lifecycle.prompt_computed(request, now)
     if output.HasField("failed"):
         _failed(lifecycle, request, worker, output.failed, now)
         return
@@ -303,7 +303,7 @@ def _first_decode_output(step: _Step, request: Request, output: cluster_pb2.Requ
     if request.decode_timings is None and output.HasField("timings"):
         request.decode_timings = _copied(output.timings)
         if request.prefill is None:
-            lifecycle.lanes.cached(request, output.timings.num_cached_tokens)
+            lifecycle.prompt_computed(request, step.now)
     if not output.HasField("failed"):
         lifecycle.decoding(request, step.now)
 

@@ -178,6 +178,13 @@ class RequestLifecycle:
         self.lanes.dispatched(request, 0)
         self._assignments.adopt(request, worker)
 
+    def prompt_computed(self, request: Request, now: float) -> None:
+        """Records where the KV cache of a prompt came from, which its worker has just reported."""
+        sources = request.prompt_sources
+        assert sources is not None
+        self.lanes.cached(request, sources.device + sources.host)
+        self.stats.prompt_computed(sources, now)
+
     def dispatch(self, request: Request, placement: Placement, now: float) -> None:
         """Sends the next attempt of a queued request to its workers."""
         self._advance(request, RequestState.PREFILLING, now)
@@ -508,11 +515,11 @@ class RequestLifecycle:
         stop: str,
         budget: common_pb2.LatencyBudget,
     ) -> None:
-        timings = request.prefill_timings or request.decode_timings
+        sources = request.prompt_sources
         usage = common_pb2.Usage(
             prompt_tokens=request.num_prompt_tokens,
             completion_tokens=len(request.token_ids),
-            cached_prompt_tokens=timings.num_cached_tokens if timings is not None else 0,
+            cached_prompt_tokens=sources.device + sources.host if sources is not None else 0,
         )
         self.out.append(
             ev.SendFinished(

@@ -13,10 +13,13 @@ class PrefillChoice(NamedTuple):
 
     Attributes:
         worker: the prefill worker.
-        predicted_s: seconds until the first token: the worker's queue plus the prompt's own work.
-        work_s: seconds of the prompt's own work; `assign_prefill` adds them to the worker's load.
+        predicted_s: seconds until the first token: the worker's queue, the load from host memory
+            and the prompt's own work.
+        work_s: seconds of the prompt's computation; `assign_prefill` adds them to the worker's
+            load. A load from host memory delays no other prompt.
         num_work_tokens: tokens of the prompt that the worker must compute.
         num_cached_tokens: tokens of the prompt that the worker's prefix cache should hold.
+        num_host_tokens: tokens that the worker should load from its host memory.
     """
 
     worker: WorkerKey
@@ -24,6 +27,7 @@ class PrefillChoice(NamedTuple):
     work_s: float
     num_work_tokens: int
     num_cached_tokens: int
+    num_host_tokens: int = 0
 
 
 class DecodeChoice(NamedTuple):
@@ -36,6 +40,8 @@ class DecodeChoice(NamedTuple):
         num_cached_tokens: tokens of the prompt in the worker's prefix cache; the handoff can skip
             them.
         num_tokens: tokens of the prompt and of the output generated so far.
+        num_host_tokens: tokens behind the cached ones in the worker's host memory. A handoff cannot
+            skip them, because they may be evicted before it arrives.
     """
 
     worker: WorkerKey
@@ -43,11 +49,12 @@ class DecodeChoice(NamedTuple):
     num_kv_tokens: int
     num_cached_tokens: int
     num_tokens: int
+    num_host_tokens: int = 0
 
     @property
     def num_new_tokens(self) -> int:
         """Tokens that the decode worker computes if there is no handoff; at least 1."""
-        return max(1, self.num_tokens - self.num_cached_tokens)
+        return max(1, self.num_tokens - self.num_cached_tokens - self.num_host_tokens)
 
 
 class Placement(NamedTuple):
@@ -81,7 +88,13 @@ class Placement(NamedTuple):
             assert decode is not None
             # The choice compared seconds per worker, but kept only those of the steps.
             return Predicted(
-                decode_worker, None, None, decode.num_cached_tokens, decode_worker, step_s
+                decode_worker,
+                None,
+                None,
+                decode.num_cached_tokens,
+                decode_worker,
+                step_s,
+                decode.num_host_tokens,
             )
         queue_s = max(0.0, reader.predicted_s - reader.work_s)
         return Predicted(
@@ -91,6 +104,7 @@ class Placement(NamedTuple):
             reader.num_cached_tokens,
             decode_worker,
             step_s,
+            reader.num_host_tokens,
         )
 
 

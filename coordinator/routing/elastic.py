@@ -21,7 +21,7 @@ import math
 from typing import NamedTuple
 
 from baton.coordinator.routing.choices import DecodeChoice, NoPlacement, PrefillChoice
-from baton.coordinator.routing.prefix_index import PrefixMatch
+from baton.coordinator.routing.prefix_match import HeldPrefix, PrefixMatch
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerLoad
 
@@ -44,6 +44,8 @@ _WORK_WEIGHT = 1.0
 _UNREACHABLE = 2.0
 # Added to the cost of a reader that would miss the TTFT target, in seconds: any other is better.
 _TOO_LATE_S = 1000.0
+# A late prompt joins another late prompt on a worker that must compute at most this share of it.
+_SMALL_SHARE = 0.5
 
 
 class Demand(NamedTuple):
@@ -91,12 +93,12 @@ class _Candidate(NamedTuple):
 
     Attributes:
         load: the worker's load.
-        num_cached_blocks: leading blocks of the prompt in the worker's prefix cache.
+        held: the prefix of the prompt that the worker holds.
         read: the worker as the prompt's reader.
     """
 
     load: WorkerLoad
-    num_cached_blocks: int
+    held: HeldPrefix
     read: PrefillChoice
 
 
@@ -137,10 +139,7 @@ class ElasticRule:
 
     def _candidates(self, match: PrefixMatch, demand: Demand) -> list[_Candidate]:
         found = self._router.elastic_candidates(match, demand.session)
-        return [
-            _Candidate(load, num_blocks, self._read(load, num_blocks, demand))
-            for load, num_blocks in found
-        ]
+        return [_Candidate(load, held, self._read(load, held, demand)) for load, held in found]
 
     # ---- Reader.
 
@@ -155,10 +154,17 @@ class ElasticRule:
                 continue
             if demand.waits_for_others and (load.num_prefills or load.prompt_speed < _LATE_SPEED):
                 continue
-            if demand.must_place and not demand.continues and load.has_late_prompt(now):
-                # Late prompts hold room for their outputs while the engine computes others first.
-                continue
             choice = one.read
+            if (
+                demand.must_place
+                and not demand.continues
+                and load.has_late_prompt(now)
+                and choice.num_work_tokens > _SMALL_SHARE * demand.num_tokens
+            ):
+                # Late prompts hold room for their outputs while the engine computes others first.
+                # A prompt that the worker mostly holds goes there anyway: computing it elsewhere
+                # would make the other prompts later.
+                continue
             cost_s = choice.predicted_s + _WORK_WEIGHT * choice.work_s * load.prompt_speed
             if choice.predicted_s > demand.due_in_s:
                 cost_s += _TOO_LATE_S
@@ -168,19 +174,18 @@ class ElasticRule:
         # A slower worker would not be sooner: it was compared with this queue.
         return best if ahead_s < AHEAD_S or demand.continues else None
 
-    def _read(self, load: WorkerLoad, num_cached_blocks: int, demand: Demand) -> PrefillChoice:
+    def _read(self, load: WorkerLoad, held: HeldPrefix, demand: Demand) -> PrefillChoice:
         size = load.traits.block_size_tokens
         # The last token is always computed, because the next token is sampled from its logits.
-        most = (demand.num_tokens - 1) // size * size
-        num_cached = min(num_cached_blocks * size, most)
-        num_new = demand.num_tokens - num_cached
+        hits = load.traits.hits(held, (demand.num_tokens - 1) // size * size)
+        num_new = demand.num_tokens - hits.num_tokens
         latency = load.traits.latency
         # A step with decodes pays its base for them, and `prompt_speed` counts it.
         alone = not load.num_decodes
         work_s = latency.prefill_s(num_new) if alone else latency.model.chunk_s(0, num_new)
         work_s /= load.prompt_speed
-        predicted_s = load.ahead_s(num_new, self._router.now) + work_s
-        return PrefillChoice(load.key, predicted_s, work_s, num_new, num_cached)
+        wait_s = load.ahead_s(num_new, self._router.now) + load.traits.load_s(hits.num_host)
+        return PrefillChoice(load.key, wait_s + work_s, work_s, num_new, *hits)
 
     # ---- Decoder.
 
@@ -241,14 +246,14 @@ class ElasticRule:
     @staticmethod
     def _decode(one: _Candidate, demand: Demand) -> DecodeChoice:
         load = one.load
+        hits = load.traits.hits(one.held, demand.num_tokens)
         return DecodeChoice(
             load.key,
             predicted_s=load.mean_itl_s(1, demand.num_mean_tokens),
             num_kv_tokens=load.in_blocks(demand.num_tokens + demand.num_output_tokens),
-            num_cached_tokens=min(
-                one.num_cached_blocks * load.traits.block_size_tokens, demand.num_tokens
-            ),
+            num_cached_tokens=hits.num_cached,
             num_tokens=demand.num_tokens,
+            num_host_tokens=hits.num_host,
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 
 from baton.coordinator.routing.choices import DecodeChoice
-from baton.coordinator.routing.prefix_index import PrefixMatch
+from baton.coordinator.routing.prefix_match import PrefixMatch
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import Latency, WorkerLoad, WorkerTraits
 from baton.coordinator.state.lanes import Lane
@@ -58,7 +58,7 @@ class LocalPrompts:
         """
         held = self._router.longest_decode(match)
         least_s = min(
-            latency.prefill_s(max(1, num_tokens - held * block_size))
+            latency.prefill_s(max(1, num_tokens - held.num_total * block_size))
             for latency, block_size in self._kinds
         )
         return least_s <= there_s * _LOCAL_SHARE
@@ -75,7 +75,9 @@ class LocalPrompts:
             there_s: seconds that a prefill worker needs, including its queue.
             lane: lane of the request.
         """
-        here_s = _outputs_step_s(entry) + entry.traits.latency.prefill_s(choice.num_new_tokens)
+        traits = entry.traits
+        work_s = traits.latency.prefill_s(choice.num_new_tokens)
+        here_s = _outputs_step_s(entry) + traits.load_s(choice.num_host_tokens) + work_s
         return here_s <= there_s * _LOCAL_SHARE and self._bear(
             entry, _longest_step_s(entry, choice), lane
         )

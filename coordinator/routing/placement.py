@@ -25,7 +25,7 @@ from baton.coordinator.routing.latency import LatencyRegistry
 from baton.coordinator.routing.local_prompts import LocalPrompts
 from baton.coordinator.routing.output_lengths import OutputLengths, max_output_tokens
 from baton.coordinator.routing.predictions import Predictions
-from baton.coordinator.routing.prefix_index import PrefixMatch
+from baton.coordinator.routing.prefix_match import PrefixMatch
 from baton.coordinator.routing.prompt_blocks import PromptBlocks
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import Ahead

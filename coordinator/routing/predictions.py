@@ -10,7 +10,7 @@ from baton.coordinator.routing.batch_prompts import BatchPrompts
 from baton.coordinator.routing.choices import PrefillChoice
 from baton.coordinator.routing.elastic import ElasticRule
 from baton.coordinator.routing.output_lengths import OutputLengths, max_output_tokens
-from baton.coordinator.routing.prefix_index import PrefixMatch
+from baton.coordinator.routing.prefix_match import HeldPrefix, PrefixMatch
 from baton.coordinator.routing.prompt_blocks import PromptBlocks
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerLoad
@@ -52,13 +52,13 @@ class Predictions:
         self._long_prompt_tokens = config.lanes.long_prompt_tokens
 
     def prefill_s(self, request: Request) -> float:
-        """Predicted seconds of prefill work of a waiting request."""
+        """Predicted seconds to load and compute the prompt of a waiting request."""
         entry, num_tokens = self._router.idlest_prefill(), request.num_prefill_tokens
         if entry is None:
             # Requests count as work even before the first worker has attached.
             return self._unmeasured_prefill_s(num_tokens)
-        num_blocks = self._prompts.match(request).blocks_of(entry.key)
-        return _prefill_s(entry, num_tokens, num_blocks)
+        held = self._prompts.match(request).held_by(entry.key)
+        return _prefill_s(entry, num_tokens, held)
 
     def demand(self, submission: Submission, hashes: array[int]) -> tuple[float, int, float]:
         """Predicted demand of a request on the prefill and decode pools.
@@ -75,8 +75,8 @@ class Predictions:
         if entry is None:
             prefill_s = self._unmeasured_prefill_s(num_tokens)
         else:
-            num_blocks = self._router.longest_prefill(self._router.match(hashes))
-            prefill_s = _prefill_s(entry, num_tokens, num_blocks)
+            held = self._router.longest_prefill(self._router.match(hashes))
+            prefill_s = _prefill_s(entry, num_tokens, held)
         most = max_output_tokens(submission, self._workers.max_model_len)
         return prefill_s, num_tokens, self._outputs.mean(submission.lane, most or num_tokens)
 
@@ -168,7 +168,6 @@ class Predictions:
         return self._unmeasured.prefill_s(max(1, num_tokens))
 
 
-def _prefill_s(entry: WorkerLoad, num_tokens: int, num_cached_blocks: int) -> float:
-    """Predicted prefill seconds on a worker that has this many of the prompt's blocks cached."""
-    num_cached = num_cached_blocks * entry.traits.block_size_tokens
-    return entry.traits.latency.prefill_s(max(1, num_tokens - num_cached))
+def _prefill_s(entry: WorkerLoad, num_tokens: int, held: HeldPrefix) -> float:
+    """Predicted prefill seconds on a worker that holds this prefix of the prompt."""
+    return entry.traits.prompt_s(num_tokens, entry.traits.hits(held, num_tokens))

@@ -1,15 +1,16 @@
-"""Index of the KV blocks in each worker's prefix cache, used to route a prompt to its prefix.
+"""Index of the KV blocks that each worker holds, used to route a prompt to its prefix.
 
-Blocks are identified by chained hashes (runtime/block_hashes.py). The index has two sources: the
-workers' cache reports, which are exact, and the coordinator's expectations. A prompt that was sent
-to a worker and is not computed yet is expected to be in its cache soon; this keeps a burst of equal
-prompts together.
+Blocks are identified by chained hashes (runtime/block_hashes.py). A worker holds blocks in two
+tiers: its engine's prefix cache on the device, and its KV store in host memory. The index has two
+sources: the workers' reports, which are exact, and the coordinator's expectations. A prompt that
+was sent to a worker and is not computed yet is expected to be in its prefix cache soon; this keeps
+a burst of equal prompts together.
 
-The index assumes that a worker with a block also holds all earlier blocks of the prompt, which is
-true for engines that evict a prefix from its end. Therefore prefix lengths are found by binary
-search. If a cache has a gap nevertheless, the index overestimates the worker, and the worker
-computes the missing blocks; after a handoff that left these blocks out, it computes the whole
-prompt.
+The index assumes that a worker with a block on its device also holds all earlier blocks of the
+prompt there, which is true for engines that evict a prefix from its end. Therefore prefix lengths
+are found by binary search. If a cache has a gap nevertheless, the index overestimates the worker,
+and the worker computes the missing blocks; after a handoff that left these blocks out, it computes
+the whole prompt. Host memory may have gaps (coordinator/routing/prefix_match.py).
 
 Sets of workers are bit masks, one bit per worker.
 """
@@ -17,208 +18,57 @@ Sets of workers are bit masks, one bit per worker.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from heapq import nlargest
-from itertools import islice
-from operator import itemgetter
-from typing import NamedTuple, TypeAlias
+from enum import Enum
 
+from baton.coordinator.routing.prefix_match import Expected, PrefixMatch, Probe
+from baton.coordinator.routing.tier_index import TierIndex
 from baton.coordinator.state.requests import WorkerKey
 
 
-@dataclass(slots=True, eq=False)
-class _Cache:
-    """One worker's part of the index.
+class Tier(Enum):
+    """Where a worker keeps KV blocks."""
 
-    Attributes:
-        slot: index of the worker's bit in bit masks.
-        max_blocks: maximum number of blocks indexed for the worker.
-        held: hashes that the worker has reported.
-        expected: IDs of the requests whose prompts are expected in the cache.
-    """
-
-    worker: WorkerKey
-    slot: int
-    max_blocks: int
-    held: set[int] = field(default_factory=set)
-    expected: set[str] = field(default_factory=set)
-
-
-class _Expected(NamedTuple):
-    worker: WorkerKey
-    hashes: Sequence[int]
-
-
-# Expected requests by worker; workers and requests are each ordered by time, the latest last.
-_Probe: TypeAlias = dict[WorkerKey, dict[str, None]]
-
-
-class PrefixMatch:
-    """The prefix of one prompt that each worker holds; valid until the index changes.
-
-    Args:
-        hashes: Block hashes of the prompt.
-        blocks: The index's worker masks by block hash.
-        caches: The index's caches by worker.
-        workers: The index's workers by slot.
-        expected: The index's expected prompts by request ID.
-        probes: Pairs (num_blocks, requests by worker): expected prompts that share at least
-            num_blocks blocks, in ascending order; each is a subset of the previous one.
-        turn: Slot that comes first among workers with equally long prefixes.
-    """
-
-    __slots__ = (
-        "_blocks",
-        "_caches",
-        "_expected",
-        "_expecting",
-        "_hashes",
-        "_is_new",
-        "_masks",
-        "_probes",
-        "_turn",
-        "_workers",
-    )
-
-    def __init__(
-        self,
-        hashes: Sequence[int],
-        blocks: dict[int, int],
-        caches: dict[WorkerKey, _Cache],
-        workers: list[WorkerKey | None],
-        expected: dict[str, _Expected],
-        probes: list[tuple[int, _Probe]],
-        turn: int,
-    ) -> None:
-        self._hashes, self._blocks, self._caches = hashes, blocks, caches
-        self._workers, self._expected, self._probes = workers, expected, probes
-        self._turn = turn
-        # No worker holds the prompt's first block or is expected to hold it soon.
-        self._is_new = not probes and not (len(hashes) and blocks.get(hashes[0]))
-        # Results of look-ups so far, by number of blocks.
-        self._masks: dict[int, int] = {}
-        self._expecting: dict[WorkerKey, int] = {}
-
-    def blocks_of(self, worker: WorkerKey) -> int:
-        """Number of the prompt's first blocks that a worker holds or is expected to hold soon."""
-        if self._is_new:
-            return 0
-        cache = self._caches.get(worker)
-        if cache is None:
-            return 0
-        held = self._deepest(1 << cache.slot, len(self._hashes))
-        for depth, probe in reversed(self._probes):
-            if 2 * depth <= held:
-                break
-            if worker in probe:
-                return max(held, self._common(probe[worker], depth))
-        return held
-
-    def longest(self, limit: int, among: int = -1) -> dict[WorkerKey, int]:
-        """Up to `limit` workers with the longest prefixes, with the number of blocks of each.
-
-        If more workers with equal prefixes exist than fit, queries take turns among them.
-
-        Args:
-            limit: maximum number of workers; at least 1.
-            among: mask of the workers to consider (PrefixIndex.bit).
-        """
-        if self._is_new:
-            return {}
-        found, turn, left = dict[WorkerKey, int](), self._turn, among
-        num_blocks = len(self._hashes)
-        while len(found) < limit and (num_blocks := self._deepest(left, num_blocks)):
-            mask = self._masks[num_blocks] & left
-            left ^= mask
-            while mask and len(found) < limit:
-                ahead = mask >> turn << turn or mask
-                bit = ahead & -ahead
-                mask ^= bit
-                worker = self._workers[bit.bit_length() - 1]
-                assert worker is not None
-                found[worker] = num_blocks
-            num_blocks -= 1
-        for worker, num_blocks in self._expected_by_worker(limit).items():
-            if found.get(worker, 0) < num_blocks and among >> self._caches[worker].slot & 1:
-                found[worker] = num_blocks
-        if len(found) <= limit:
-            return found
-        return dict(nlargest(limit, found.items(), key=itemgetter(1)))
-
-    def _deepest(self, among: int, most: int) -> int:
-        """Longest prefix, in blocks and at most `most`, that any worker in `among` holds."""
-        hashes, blocks, masks = self._hashes, self._blocks, self._masks
-        low, high, middle = 0, most, 1
-        # Tries 1, 2, 4, ... blocks until no worker holds that many, then does a binary search.
-        doubling = True
-        while low < high:
-            mask = masks.get(middle, -1)
-            if mask < 0:
-                mask = masks[middle] = blocks.get(hashes[middle - 1], 0)
-            if mask & among:
-                low = middle
-            else:
-                high, doubling = middle - 1, False
-            middle = min(2 * middle, high) if doubling else (low + high + 1) // 2
-        return low
-
-    def _expected_by_worker(self, limit: int) -> dict[WorkerKey, int]:
-        """Expected prefix blocks of the workers to which the most similar prompts were sent."""
-        found = self._expecting
-        for depth, probe in reversed(self._probes):
-            if len(found) >= limit:
-                break
-            for worker in islice(reversed(probe), limit):
-                if worker not in found:
-                    found[worker] = self._common(probe[worker], depth)
-        return found
-
-    def _common(self, requests: dict[str, None], least: int) -> int:
-        """Number of first blocks that the latest of these requests shares with the prompt.
-
-        At least `least`. Only the latest request is compared; an earlier request may share up to
-        twice as many blocks. Chained hashes are equal up to some block and never after it.
-        """
-        hashes, others = self._hashes, self._expected[next(reversed(requests))].hashes
-        low, high = least, min(len(hashes), len(others), 2 * least)
-        while low < high:
-            middle = (low + high) // 2
-            if hashes[middle] == others[middle]:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+    DEVICE = "device"
+    HOST = "host"
 
 
 class PrefixIndex:
     """Prefix index, updated with the workers' cache events and queried by the router.
 
-    Memory is bounded: at most `max_blocks` blocks are indexed per worker, and blocks reported
-    beyond that are ignored. An expectation lasts until its request has a first token.
+    Memory is bounded by the sizes of the workers' tiers. An expectation lasts until its request
+    has a first token.
     """
 
     def __init__(self) -> None:
-        self._caches: dict[WorkerKey, _Cache] = {}
+        # IDs of the requests whose prompts are expected in a worker's cache.
+        self._expected_at: dict[WorkerKey, set[str]] = {}
+        # A worker's slot is the index of its bit in masks.
+        self._slots: dict[WorkerKey, int] = {}
         self._workers: list[WorkerKey | None] = []
         self._turn = 0
         self._free_slots: list[int] = []
-        # Mask of the workers that hold a block, by block hash; never 0.
-        self._blocks: dict[int, int] = {}
-        self._expected: dict[str, _Expected] = {}
+        self._tiers = {tier: TierIndex() for tier in Tier}
+        self._expected: dict[str, Expected] = {}
         # Expected requests by the hashes of blocks 1, 2, 4, 8, ... of their prompts. Two prompts
         # that share n blocks also share the largest power of two that is at most n.
-        self._probes: dict[int, _Probe] = {}
+        self._probes: dict[int, Probe] = {}
         # Cached latest query (hashes, result): a prompt is looked up several times in a row.
         self._latest: tuple[Sequence[int], PrefixMatch] | None = None
 
     @property
     def num_blocks(self) -> int:
-        """Number of distinct blocks in the index."""
-        return len(self._blocks)
+        """Number of distinct blocks in the index, counted once per tier."""
+        return sum(len(index.masks) for index in self._tiers.values())
 
-    def add(self, worker: WorkerKey, max_blocks: int) -> None:
-        """Adds a worker with an empty cache of at most `max_blocks` blocks."""
-        assert worker not in self._caches
+    def add(self, worker: WorkerKey, max_blocks: int, max_host_blocks: int = 0) -> None:
+        """Adds a worker without blocks.
+
+        Args:
+            worker: the worker.
+            max_blocks: size of its prefix cache.
+            max_host_blocks: size of its KV store in host memory; 0: none.
+        """
+        assert worker not in self._slots
         self._latest = None
         if self._free_slots:
             slot = self._free_slots.pop()
@@ -226,79 +76,53 @@ class PrefixIndex:
         else:
             slot = len(self._workers)
             self._workers.append(worker)
-        self._caches[worker] = _Cache(worker, slot, max_blocks)
+        self._slots[worker], self._expected_at[worker] = slot, set()
+        self._tiers[Tier.DEVICE].add(worker, 1 << slot, max_blocks)
+        self._tiers[Tier.HOST].add(worker, 1 << slot, max_host_blocks)
 
     def bit(self, worker: WorkerKey) -> int:
         """The worker's mask; it stays the same until `forget`."""
-        return 1 << self._caches[worker].slot
+        return 1 << self._slots[worker]
 
     # ---- Cache events; events of unknown workers are ignored.
 
-    def stored(self, worker: WorkerKey, hashes: Sequence[int]) -> None:
-        cache = self._caches.get(worker)
-        if cache is None:
-            return
+    def stored(self, worker: WorkerKey, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
         self._latest = None
-        held, blocks, bit = cache.held, self._blocks, 1 << cache.slot
-        before, after = 0, bit
-        for block in hashes:
-            if block in held or len(held) == cache.max_blocks:
-                continue
-            held.add(block)
-            mask = blocks.get(block, 0)
-            # Neighbours with the same holders share one mask object, which saves memory.
-            if mask is not before:
-                before, after = mask, mask | bit
-            blocks[block] = after
+        self._tiers[tier].stored(worker, hashes)
 
-    def removed(self, worker: WorkerKey, hashes: Sequence[int]) -> None:
-        cache = self._caches.get(worker)
-        if cache is None:
-            return
+    def removed(self, worker: WorkerKey, hashes: Sequence[int], tier: Tier = Tier.DEVICE) -> None:
         self._latest = None
-        held, blocks, bit = cache.held, self._blocks, 1 << cache.slot
-        before, after = bit, 0
-        for block in hashes:
-            if block not in held:
-                continue
-            held.remove(block)
-            mask = blocks[block]
-            if mask is not before:
-                before, after = mask, mask ^ bit
-            if after:
-                blocks[block] = after
-            else:
-                del blocks[block]
+        self._tiers[tier].removed(worker, hashes)
 
-    def cleared(self, worker: WorkerKey) -> None:
-        """Removes all blocks that a worker has reported."""
-        if worker in self._caches:
-            self.removed(worker, list(self._caches[worker].held))
+    def cleared(self, worker: WorkerKey, tier: Tier = Tier.DEVICE) -> None:
+        """Removes all blocks that a worker has reported for a tier."""
+        self._latest = None
+        self._tiers[tier].cleared(worker)
 
     def forget(self, worker: WorkerKey) -> None:
         """Removes a worker and the expectations for its cache."""
-        cache = self._caches.get(worker)
-        if cache is None:
+        if worker not in self._slots:
             return
-        self.cleared(worker)
-        for request_id in list(cache.expected):
+        for request_id in list(self._expected_at[worker]):
             self.settle(request_id)
         self._latest = None
-        del self._caches[worker]
-        self._workers[cache.slot] = None
-        self._free_slots.append(cache.slot)
+        for index in self._tiers.values():
+            index.forget(worker)
+        del self._expected_at[worker]
+        slot = self._slots.pop(worker)
+        self._workers[slot] = None
+        self._free_slots.append(slot)
 
     # ---- Expectations.
 
     def expect(self, request_id: str, worker: WorkerKey, hashes: Sequence[int]) -> None:
         """Records that a worker's cache will soon hold a prompt. Costs O(log blocks)."""
         assert request_id not in self._expected
-        cache = self._caches.get(worker)
-        if cache is None or not hashes:
+        if worker not in self._slots or not hashes:
             return
         self._latest = None
-        cache.expected.add(request_id)
-        self._expected[request_id] = _Expected(worker, hashes)
+        self._expected_at[worker].add(request_id)
+        self._expected[request_id] = Expected(worker, hashes)
         for depth in _depths(len(hashes)):
             probe = self._probes.setdefault(hashes[depth - 1], {})
             # pop() and re-insertion move the worker to the end.
@@ -314,7 +138,7 @@ class PrefixIndex:
         if expected is None:
             return
         self._latest = None
-        self._caches[expected.worker].expected.remove(request_id)
+        self._expected_at[expected.worker].remove(request_id)
         for depth in _depths(len(expected.hashes)):
             block = expected.hashes[depth - 1]
             probe = self._probes[block]
@@ -328,9 +152,10 @@ class PrefixIndex:
     # ---- Queries.
 
     def match(self, hashes: Sequence[int]) -> PrefixMatch:
-        """The number of a prompt's first blocks that each worker holds.
+        """The prefix of a prompt that each worker holds, by tier.
 
-        A query costs O(log n) look-ups for a longest prefix of n blocks.
+        A query costs O(log n) look-ups for a longest prefix of n blocks on the device. The first
+        query across tiers looks up the prompt's blocks, at most MAX_TESTED_BLOCKS.
 
         Args:
             hashes: block hashes of the prompt; the caller must not change them afterwards.
@@ -340,8 +165,9 @@ class PrefixIndex:
         self._turn = (self._turn + 1) % max(1, len(self._workers))
         found = PrefixMatch(
             hashes,
-            self._blocks,
-            self._caches,
+            self._tiers[Tier.DEVICE].masks,
+            self._tiers[Tier.HOST].masks,
+            self._slots,
             self._workers,
             self._expected,
             self._probes_of(hashes),
@@ -350,8 +176,8 @@ class PrefixIndex:
         self._latest = hashes, found
         return found
 
-    def _probes_of(self, hashes: Sequence[int]) -> list[tuple[int, _Probe]]:
-        found = list[tuple[int, _Probe]]()
+    def _probes_of(self, hashes: Sequence[int]) -> list[tuple[int, Probe]]:
+        found = list[tuple[int, Probe]]()
         for depth in _depths(len(hashes)):
             probe = self._probes.get(hashes[depth - 1])
             if probe is None:
@@ -360,21 +186,19 @@ class PrefixIndex:
         return found
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the masks differ from the workers' caches."""
-        masks: dict[int, int] = {}
-        for cache in self._caches.values():
-            assert self._workers[cache.slot] == cache.worker
-            assert len(cache.held) <= cache.max_blocks
-            for block in cache.held:
-                masks[block] = masks.get(block, 0) | 1 << cache.slot
-        assert masks == self._blocks
+        """Raises AssertionError if the masks differ from the workers' blocks."""
+        for worker, slot in self._slots.items():
+            assert self._workers[slot] == worker
+        bits = {worker: 1 << slot for worker, slot in self._slots.items()}
+        for index in self._tiers.values():
+            index.check_integrity(bits)
         probed = set[str]()
         for probe in self._probes.values():
             for worker, requests in probe.items():
                 assert requests
                 assert all(self._expected[one].worker == worker for one in requests)
                 probed.update(requests)
-        expected = [one for cache in self._caches.values() for one in cache.expected]
+        expected = [one for requests in self._expected_at.values() for one in requests]
         assert probed == set(expected) == self._expected.keys()
         assert len(expected) == len(set(expected))
 

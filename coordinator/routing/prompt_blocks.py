@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from baton.coordinator.routing.prefix_index import PrefixMatch
+from baton.coordinator.routing.prefix_match import PrefixMatch
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_traits import block_size_of
 from baton.coordinator.state.requests import Request, Submission

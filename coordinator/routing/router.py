@@ -16,8 +16,15 @@ from typing import NamedTuple
 
 from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
 from baton.coordinator.routing.load_index import LoadIndex
-from baton.coordinator.routing.prefix_index import PrefixIndex, PrefixMatch
-from baton.coordinator.routing.worker_load import ANYTHING_AHEAD, Ahead, WorkerLoad, WorkerTraits
+from baton.coordinator.routing.prefix_index import PrefixIndex, Tier
+from baton.coordinator.routing.prefix_match import NOTHING_HELD, HeldPrefix, PrefixMatch
+from baton.coordinator.routing.worker_load import (
+    ANYTHING_AHEAD,
+    Ahead,
+    PromptHits,
+    WorkerLoad,
+    WorkerTraits,
+)
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.step_budget import StepTargets
@@ -36,6 +43,11 @@ _NETWORK_BYTES_PER_S, _MEMORY_BYTES_PER_S = 1e9, 5e9
 _PACKED_ITL = 1.15
 # Maximum number of sessions; the least recently used are dropped.
 _MAX_SESSIONS = 65536
+# Tiers by their value in CacheEvents; reports of other tiers are ignored.
+_TIERS = {
+    cluster_pb2.CACHE_TIER_UNSPECIFIED: Tier.DEVICE,
+    cluster_pb2.CACHE_TIER_HOST: Tier.HOST,
+}
 
 
 @dataclass(slots=True)
@@ -51,13 +63,13 @@ class _Target(NamedTuple):
         entry: load of the worker.
         itl_s: predicted seconds per step with the request.
         num_kv_tokens: KV tokens that the request needs.
-        num_cached_tokens: tokens of the request in the worker's prefix cache.
+        hits: tokens of the request that the worker holds.
     """
 
     entry: WorkerLoad
     itl_s: float
     num_kv_tokens: int
-    num_cached_tokens: int
+    hits: PromptHits
 
 
 class Router:
@@ -106,7 +118,8 @@ class Router:
 
     def add_worker(self, worker: WorkerKey, traits: WorkerTraits, pool: Pool | None) -> None:
         """Adds a worker whose cache is empty or not known yet; `pool` as in `set_pool`."""
-        self.index.add(worker, traits.kv_tokens // traits.block_size_tokens)
+        size = traits.block_size_tokens
+        self.index.add(worker, traits.kv_tokens // size, traits.host_kv_tokens // size)
         self._loads.add(WorkerLoad(worker, traits, self.index.bit(worker)))
         self.set_pool(worker, pool)
 
@@ -157,13 +170,13 @@ class Router:
         """Maximum number of requests on a decode worker, regardless of its KV room."""
         return self._loads.most_decodes(entry)
 
-    def longest_prefill(self, match: PrefixMatch) -> int:
-        """Longest prefix of a prompt, in blocks, on any prefill worker with room."""
-        return max(match.longest(1, self._loads.open_prefill).values(), default=0)
+    def longest_prefill(self, match: PrefixMatch) -> HeldPrefix:
+        """Longest prefix of a prompt on any prefill worker with room."""
+        return _longest(match, self._loads.open_prefill)
 
-    def longest_decode(self, match: PrefixMatch) -> int:
-        """Longest prefix of a prompt, in blocks, on any decode worker with room."""
-        return max(match.longest(1, self._loads.open_decode).values(), default=0)
+    def longest_decode(self, match: PrefixMatch) -> HeldPrefix:
+        """Longest prefix of a prompt on any decode worker with room."""
+        return _longest(match, self._loads.open_decode)
 
     def report_kv(self, worker: WorkerKey, kv_tokens_used: int) -> None:
         """Updates a worker's load from the number of KV tokens that it reports as used."""
@@ -172,11 +185,14 @@ class Router:
             self._loads.file(entry)
 
     def apply_cache(self, worker: WorkerKey, changes: cluster_pb2.CacheEvents) -> None:
-        """Applies changes of a worker's prefix cache to the index."""
+        """Applies changes of one tier of a worker to the index."""
+        tier = _TIERS.get(changes.tier)
+        if tier is None:
+            return
         if changes.reset:
-            self.index.cleared(worker)
-        self.index.removed(worker, changes.removed)
-        self.index.stored(worker, changes.stored)
+            self.index.cleared(worker, tier)
+        self.index.removed(worker, changes.removed, tier)
+        self.index.stored(worker, changes.stored, tier)
 
     # ---- Requests.
 
@@ -305,25 +321,26 @@ class Router:
 
     # ---- Choices.
 
-    def elastic_candidates(self, match: PrefixMatch, session: str) -> list[tuple[WorkerLoad, int]]:
+    def elastic_candidates(
+        self, match: PrefixMatch, session: str
+    ) -> list[tuple[WorkerLoad, HeldPrefix]]:
         """Workers that a placement in an elastic cell compares.
 
         Returns:
             The workers of the least loaded group that get work, the workers with the longest
-            prefixes, and the session's last workers. With each, the number of leading prompt
-            blocks in its prefix cache.
+            prefixes, and the session's last workers. With each, the prefix that it holds.
         """
         loads = self._loads
         group = loads.least_loaded_group()
         found = {entry.key: entry for entry in group if loads.pool(entry.key) is not None}
         if loads.num_groups > 1:
             last = self._sessions.get(session) or _Session()
-            holders = match.longest(_NUM_HOLDERS, loads.open_prefill | loads.open_decode)
+            holders = match.holders(_NUM_HOLDERS, loads.open_prefill | loads.open_decode)
             for worker in (*holders, last.prefill, last.decode):
                 entry = loads.get(worker)
                 if entry is not None and loads.pool(entry.key) is not None:
                     found[entry.key] = entry
-        return [(entry, match.blocks_of(worker)) for worker, entry in found.items()]
+        return [(entry, match.held_by(worker)) for worker, entry in found.items()]
 
     def takes_prompts(self, entry: WorkerLoad) -> bool:
         """Whether a worker is below its limit of prompts."""
@@ -340,7 +357,7 @@ class Router:
         session: str = "",
         ahead: Ahead = ANYTHING_AHEAD,
     ) -> PrefillChoice | None:
-        """The prefill worker with the least cost: queue time plus weighted prefill work.
+        """The prefill worker with the least cost: queue and load time plus weighted prefill work.
 
         Among workers with equal costs the session's last worker comes first, then the worker with
         the longest prefix, then the least loaded worker.
@@ -356,25 +373,26 @@ class Router:
             None if every worker is full.
         """
         loads = self._loads
-        best: tuple[WorkerKey, float, float, int] | None = None
+        best: tuple[WorkerKey, float, float, PromptHits] | None = None
         least, factor = math.inf, 1 + _WORK_WEIGHT
-        for worker, num_blocks in self._prefill_candidates(match, session).items():
+        for worker, held in self._prefill_candidates(match, session).items():
             entry = loads.entries[worker]
             traits = entry.traits
             if entry.is_full(ahead, self.now):
                 continue
+            size = traits.block_size_tokens
             # The worker always computes the last token, because it yields the first output token.
-            cached = min(num_blocks * traits.block_size_tokens, num_tokens - 1)
-            cached -= cached % traits.block_size_tokens
-            work_s = traits.latency.prefill_s(num_tokens - cached)
-            queued_s = entry.queued_s(self.now)
-            cost = queued_s + work_s * factor
+            hits = traits.hits(held, (num_tokens - 1) // size * size)
+            work_s = traits.latency.prefill_s(num_tokens - hits.num_tokens)
+            wait_s = entry.queued_s(self.now) + traits.load_s(hits.num_host)
+            cost = wait_s + work_s * factor
             if cost < least:
-                least, best = cost, (worker, queued_s, work_s, cached)
+                least, best = cost, (worker, wait_s, work_s, hits)
         if best is None:
             return None
-        worker, queued_s, work_s, cached = best
-        return PrefillChoice(worker, queued_s + work_s, work_s, num_tokens - cached, cached)
+        worker, wait_s, work_s, hits = best
+        num_new = num_tokens - hits.num_tokens
+        return PrefillChoice(worker, wait_s + work_s, work_s, num_new, *hits)
 
     def by_handoff(self, worker: WorkerKey, num_tokens: int) -> PrefillChoice:
         """Predicts the cost for a worker to hand over a request that it was decoding.
@@ -399,17 +417,17 @@ class Router:
         """The loads of the workers that `choose_prefill` compares."""
         return [self._loads.entries[one] for one in self._prefill_candidates(match, session)]
 
-    def _prefill_candidates(self, match: PrefixMatch, session: str) -> dict[WorkerKey, int]:
-        """The workers that `choose_prefill` compares, with each worker's cached prompt blocks."""
+    def _prefill_candidates(self, match: PrefixMatch, session: str) -> dict[WorkerKey, HeldPrefix]:
+        """The workers that `choose_prefill` compares, with the prefix that each holds."""
         loads, last = self._loads, self._sessions.get(session)
         sticky = last.prefill if last is not None else None
-        candidates: dict[WorkerKey, int] = {}
+        candidates: dict[WorkerKey, HeldPrefix] = {}
         if sticky is not None and sticky in loads.by_queue:
-            candidates[sticky] = match.blocks_of(sticky)
-        candidates |= match.longest(_NUM_HOLDERS, loads.open_prefill)
+            candidates[sticky] = match.held_by(sticky)
+        candidates |= match.holders(_NUM_HOLDERS, loads.open_prefill)
         idlest = loads.by_queue.least()
         if idlest is not None and idlest not in candidates:
-            candidates[idlest] = match.blocks_of(idlest)
+            candidates[idlest] = match.held_by(idlest)
         return candidates
 
     def choose_decode(
@@ -443,36 +461,38 @@ class Router:
         source = self._loads.get(prefill)
         best: _Target | None = None
         least = True, math.inf
-        for worker, num_blocks in self._decode_candidates(
-            match, session, source, apart=yields
-        ).items():
+        for worker, held in self._decode_candidates(match, session, source, apart=yields).items():
             entry = self._loads.entries[worker]
-            found = self._target(entry, num_blocks, num_tokens, num_output_tokens)
+            found = self._target(entry, held, num_tokens, num_output_tokens)
             if found is None:
                 continue
             is_slow = found.itl_s > max_itl_s and entry.num_decodes > 0
             if yields and is_slow and not entry.may_yield:
                 continue
-            rest = num_tokens - found.num_cached_tokens
-            cost = found.itl_s * num_output_tokens + self._begin_s(source, entry, rest)
+            cost = found.itl_s * num_output_tokens + self._begin_s(source, found, num_tokens)
             if (is_slow and not yields, cost) < least:
                 least, best = (is_slow and not yields, cost), found
         if best is None:
             return None
         packed = self._loads.get(self._packed) if yields and self._num_urgent else None
         if packed is not None and packed.key in self._loads.by_itl:
-            num_blocks = match.blocks_of(packed.key)
-            found = self._target(packed, num_blocks, num_tokens, num_output_tokens)
+            held = match.held_by(packed.key)
+            found = self._target(packed, held, num_tokens, num_output_tokens)
             if found is not None and self._joins(found, best, source, max_itl_s):
                 best = found
         return DecodeChoice(
-            best.entry.key, best.itl_s, best.num_kv_tokens, best.num_cached_tokens, num_tokens
+            best.entry.key,
+            best.itl_s,
+            best.num_kv_tokens,
+            best.hits.num_cached,
+            num_tokens,
+            best.hits.num_host,
         )
 
     def _decode_candidates(
         self, match: PrefixMatch, session: str, source: WorkerLoad | None, *, apart: bool
-    ) -> dict[WorkerKey, int]:
-        """The workers that `choose_decode` compares, with each worker's cached prompt blocks.
+    ) -> dict[WorkerKey, HeldPrefix]:
+        """The workers that `choose_decode` compares, with the prefix that each holds.
 
         These are: the session's last worker, the workers with the longest prefixes, the fastest
         worker, the worker with most room (if it has no room, no worker has), the fastest worker on
@@ -481,26 +501,26 @@ class Router:
         """
         loads, last = self._loads, self._sessions.get(session)
         sticky = last.decode if last is not None else None
-        candidates: dict[WorkerKey, int] = {}
+        candidates: dict[WorkerKey, HeldPrefix] = {}
         if sticky is not None and sticky in loads.by_itl:
-            candidates[sticky] = match.blocks_of(sticky)
-        candidates |= match.longest(_NUM_HOLDERS, loads.open_decode)
+            candidates[sticky] = match.held_by(sticky)
+        candidates |= match.holders(_NUM_HOLDERS, loads.open_decode)
         near = loads.fastest_on(source.traits.host_id) if source is not None else None
         alone = loads.by_itl_apart.least() if apart else None
         for idle in (loads.by_itl.least(), loads.by_room.least(), near, alone):
             if idle is not None and idle not in candidates:
-                candidates[idle] = match.blocks_of(idle)
+                candidates[idle] = match.held_by(idle)
         return candidates
 
     @staticmethod
     def _target(
-        entry: WorkerLoad, num_blocks: int, num_tokens: int, num_output_tokens: int
+        entry: WorkerLoad, held: HeldPrefix, num_tokens: int, num_output_tokens: int
     ) -> _Target | None:
         """Predicted step time and KV use of a request on a worker; None if it has no room.
 
         Args:
             entry: load of the worker.
-            num_blocks: blocks of the prompt in the worker's prefix cache.
+            held: prefix of the prompt that the worker holds.
             num_tokens: tokens of the prompt and of the output generated so far.
             num_output_tokens: expected number of further output tokens.
         """
@@ -508,8 +528,8 @@ class Router:
         # An empty worker takes any request; the engine refuses a request that is too large for it.
         if needed > entry.free_tokens and entry.num_decodes:
             return None
-        cached = min(num_blocks * entry.traits.block_size_tokens, num_tokens)
-        return _Target(entry, entry.itl_with_s(1, needed), needed, cached)
+        hits = entry.traits.hits(held, num_tokens)
+        return _Target(entry, entry.itl_with_s(1, needed), needed, hits)
 
     def _joins(
         self, packed: _Target, best: _Target, source: WorkerLoad | None, max_itl_s: float
@@ -527,20 +547,31 @@ class Router:
         if entry.num_urgent and packed.itl_s > _PACKED_ITL * best.itl_s:
             return False
         is_near = source is not None and source.traits.host_id == other.traits.host_id
-        return packed.num_cached_tokens >= best.num_cached_tokens and (
+        return packed.hits.num_cached >= best.hits.num_cached and (
             not is_near or entry.traits.host_id == other.traits.host_id
         )
 
-    def _begin_s(self, source: WorkerLoad | None, target: WorkerLoad, num_tokens: int) -> float:
-        """Seconds until the target has this many prompt tokens, by handoff or by computing them."""
+    def _begin_s(self, source: WorkerLoad | None, target: _Target, num_tokens: int) -> float:
+        """Seconds until the target has a prompt of `num_tokens` tokens.
+
+        It gets the tokens that it has not cached by handoff, or loads and computes them.
+        """
+        traits = target.entry.traits
         if source is None:
-            return target.traits.latency.prefill_s(max(1, num_tokens))
-        near = source.traits.host_id == target.traits.host_id
+            return traits.prompt_s(num_tokens, target.hits)
+        near = source.traits.host_id == traits.host_id
         speed = _MEMORY_BYTES_PER_S if near else _NETWORK_BYTES_PER_S
-        return num_tokens * source.traits.kv_bytes_per_token / speed
+        num_sent = num_tokens - target.hits.num_cached
+        return num_sent * source.traits.kv_bytes_per_token / speed
 
     def check_integrity(self) -> None:
         """Raises AssertionError if sums or masks differ from the entries they summarize."""
         assert self._num_urgent == sum(one.num_urgent for one in self._loads.entries.values())
         self.index.check_integrity()
         self._loads.check_integrity()
+
+
+def _longest(match: PrefixMatch, among: int) -> HeldPrefix:
+    """Longest prefix on any worker in a mask."""
+    found = match.holders(1, among).values()
+    return max(found, key=lambda held: (held.num_total, held.num_device), default=NOTHING_HELD)

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from baton.coordinator.routing.prefix_match import HeldPrefix
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import StepTargets, Streams, prompt_speed
@@ -25,6 +26,26 @@ class Latency(Protocol):
     def decode_step_s(self, num_requests: int, num_kv_tokens: int) -> float: ...
 
 
+# Time until the first bytes of a load from host memory have arrived.
+_LOAD_BASE_S = 0.001
+
+
+class PromptHits(NamedTuple):
+    """Tokens of a prompt that a worker need not compute.
+
+    Attributes:
+        num_cached: tokens in the engine's prefix cache.
+        num_host: tokens behind them that it loads from its KV store in host memory.
+    """
+
+    num_cached: int
+    num_host: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_cached + self.num_host
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerTraits:
     """Fixed properties of a worker that routing needs.
@@ -33,8 +54,10 @@ class WorkerTraits:
         latency: latency model of the worker's kind; its fit may change while it is used here.
         host_id: workers with equal host IDs share memory.
         kv_tokens: size of the KV cache in tokens.
+        host_kv_tokens: size of the KV store in host memory in tokens; 0: none.
+        host_bytes_per_s: bandwidth between host memory and the engine's cache, all ranks together.
         block_size_tokens: tokens per KV block.
-        kv_bytes_per_token: bytes that a handoff moves per token, over all layers and ranks.
+        kv_bytes_per_token: bytes of KV cache per token, over all layers and ranks.
         chunk_tokens: maximum number of prompt tokens computed in one step.
         max_seqs: maximum number of requests in one engine step; further requests wait in the
             engine.
@@ -47,11 +70,30 @@ class WorkerTraits:
     kv_bytes_per_token: int = 0
     chunk_tokens: int = 2048
     max_seqs: int = 2**31
+    host_kv_tokens: int = 0
+    host_bytes_per_s: float = math.inf
 
     def __post_init__(self) -> None:
         for name in ("kv_tokens", "block_size_tokens", "chunk_tokens", "max_seqs"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; must be at least 1")
+
+    def hits(self, held: HeldPrefix, most_tokens: int) -> PromptHits:
+        """The tokens that a held prefix saves, at most `most_tokens`."""
+        size = self.block_size_tokens
+        num_cached = min(held.num_device * size, most_tokens)
+        return PromptHits(num_cached, min(held.num_total * size, most_tokens) - num_cached)
+
+    def load_s(self, num_tokens: int) -> float:
+        """Seconds to load the KV cache of this many tokens from host memory."""
+        if not num_tokens:
+            return 0.0
+        return _LOAD_BASE_S + num_tokens * self.kv_bytes_per_token / self.host_bytes_per_s
+
+    def prompt_s(self, num_tokens: int, hits: PromptHits) -> float:
+        """Seconds to load and compute a prompt of `num_tokens` tokens on an idle worker."""
+        num_new = max(1, num_tokens - hits.num_tokens)
+        return self.latency.prefill_s(num_new) + self.load_s(hits.num_host)
 
 
 @dataclass(slots=True)

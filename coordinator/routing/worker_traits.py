@@ -10,6 +10,10 @@ from baton.runtime import kv_fingerprint
 from baton.runtime.latency import LatencyModel
 from baton.v1 import cluster_pb2
 
+# Assumed bandwidth between host memory and the device of one rank: less than PCIe 4.0 x16 gives,
+# because the blocks of a prompt are not contiguous.
+_HOST_BYTES_PER_S = 10e9
+
 
 def block_size_of(hello: cluster_pb2.Hello) -> int:
     """Tokens per KV block."""
@@ -40,6 +44,8 @@ def traits_of(hello: cluster_pb2.Hello, latency: LatencyRegistry) -> WorkerTrait
         kv_bytes_per_token=handoff_bytes(hello, block_size) // block_size,
         chunk_tokens=chunk_tokens,
         max_seqs=hello.capacity.max_num_seqs or 2**31,
+        host_kv_tokens=hello.capacity.host_kv_tokens,
+        host_bytes_per_s=_HOST_BYTES_PER_S * kv_fingerprint.num_shards(hello.fingerprint),
     )
 
 

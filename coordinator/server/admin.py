@@ -152,6 +152,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 target.FromMicroseconds(round(seconds * 1e6))
         if request.predicted is not None:
             info.placement.CopyFrom(_placement_info(request.predicted))
+        if request.prompt_sources is not None:
+            info.prompt_sources.CopyFrom(admin_pb2.PromptTokens(**request.prompt_sources._asdict()))
         slow = self._shell.client_stalls(session, arrived_at, ended_at)
         for stall in sorted((*found, *slow), key=lambda one: one.start_us):
             info.stalls.add(
@@ -417,6 +419,7 @@ def _placement_info(predicted: Predicted) -> admin_pb2.PlacementInfo:
     info = admin_pb2.PlacementInfo(
         prompt_worker_id=predicted.prompt_worker,
         cached_tokens=predicted.num_cached,
+        host_tokens=predicted.num_host,
         decode_worker_id=predicted.decode_worker,
     )
     if predicted.queue_s is not None and predicted.computation_s is not None:

@@ -86,6 +86,14 @@ class CoreCollector(Collector):
         tokens.add_metric(["prompt"], stats.num_prompt_tokens)
         tokens.add_metric(["output"], stats.num_output_tokens)
         yield tokens
+        prompts = CounterMetricFamily(
+            "baton_prompt_tokens",
+            "Tokens of computed prompts. device: from a prefix cache; host: from host memory.",
+            labels=["source"],
+        )
+        for source, count in tuple(stats.prompt_tokens.items()):
+            prompts.add_metric([source], count)
+        yield prompts
         for name, documentation, counts in (
             ("baton_sheds", "Requests refused for overload.", stats.sheds),
             ("baton_rejections", "Requests refused as invalid.", stats.rejections),

@@ -60,6 +60,7 @@ def status(
         num_workers_lost=window.counts["workers_lost"],
         num_workers_unresponsive=window.counts["workers_unresponsive"],
         elastic=config.is_elastic,
+        prompt_tokens=admin_pb2.PromptTokens(**window.prompt_tokens),
     )
     found.at.FromMicroseconds(round(wall_s * 1e6))
     for start in reversed(stats.latest_cold_starts):

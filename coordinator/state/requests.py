@@ -167,11 +167,13 @@ class Predicted(NamedTuple):
 
     Attributes:
         prompt_worker: ID of the worker that computes the prompt.
-        queue_s: seconds until that worker begins with the prompt; None: not predicted.
+        queue_s: seconds until that worker begins to compute the prompt, including the load from
+            host memory; None: not predicted.
         computation_s: seconds of the prompt's computation there; None: not predicted.
         num_cached: prompt tokens in that worker's prefix cache.
         decode_worker: ID of the worker that decodes; "": the request ends with its first token.
         step_s: seconds of a decode step there with this request; 0 without a decode worker.
+        num_host: prompt tokens in the host memory of the worker that computes the prompt.
     """
 
     prompt_worker: str
@@ -180,6 +182,23 @@ class Predicted(NamedTuple):
     num_cached: int
     decode_worker: str
     step_s: float
+    num_host: int = 0
+
+
+class PromptSources(NamedTuple):
+    """Prompt tokens of one attempt by the place that their KV cache came from.
+
+    Attributes:
+        device: from the prefix cache of the worker that computed the rest of the prompt.
+        host: loaded from that worker's host memory.
+        computed: computed by that worker.
+        handoff: handed over to the decode worker.
+    """
+
+    device: int
+    host: int
+    computed: int
+    handoff: int
 
 
 @dataclass(slots=True)
@@ -294,6 +313,19 @@ class Request:
         self.num_charged = len(self.token_ids)
 
     @property
+    def prompt_sources(self) -> PromptSources | None:
+        """Where the prompt's KV cache came from in the latest attempt; None: not known yet."""
+        timings = self.prefill_timings or self.decode_timings
+        if timings is None:
+            return None
+        device, host = timings.num_cached_tokens, timings.num_host_tokens
+        handoff = 0
+        if self.prefill_timings is not None and self.decode_timings is not None:
+            handoff = self.decode_timings.num_handoff_tokens
+        computed = max(0, self.num_prompt_tokens - device - host)
+        return PromptSources(device, host, computed, handoff)
+
+    @property
     def id(self) -> str:
         """The client's id of the request."""
         return self.submission.request_id
@@ -405,7 +437,7 @@ class EndedRequest:
         session: Client session that the request came from.
         ttft_target_s, itl_target_s: Targets of the request; None: no target.
         stalls: Longest gaps between tokens that exceeded the target.
-        predicted: As in Request.
+        predicted, prompt_sources: As in Request.
     """
 
     request_id: str
@@ -429,3 +461,4 @@ class EndedRequest:
     itl_target_s: float | None = None
     stalls: tuple[Stall, ...] = ()
     predicted: Predicted | None = None
+    prompt_sources: PromptSources | None = None

@@ -183,15 +183,17 @@ class Window:
         exposed: seconds that committed handoffs delayed their requests.
         counts: "handoff_fallbacks", "handoff_failures", "recoveries", "parked", "workers_lost",
             "workers_unresponsive".
+        prompt_tokens: tokens of computed prompts by source, as in CoreStats.
     """
 
-    __slots__ = ("batch", "counts", "exposed", "lanes", "mixed_steps", "steps")
+    __slots__ = ("batch", "counts", "exposed", "lanes", "mixed_steps", "prompt_tokens", "steps")
 
     def __init__(self) -> None:
         self.lanes = {lane: LaneWindow() for lane in LANES}
         self.steps, self.mixed_steps, self.batch = Sketch(), Sketch(), Sketch()
         self.exposed = Sketch()
         self.counts: Counter[str] = Counter()
+        self.prompt_tokens: Counter[str] = Counter()
 
     def add(self, other: Window) -> None:
         for lane, window in other.lanes.items():
@@ -199,6 +201,7 @@ class Window:
         for name in ("steps", "mixed_steps", "batch", "exposed"):
             getattr(self, name).add(getattr(other, name))
         self.counts.update(other.counts)
+        self.prompt_tokens.update(other.prompt_tokens)
 
     def decode_steps(self, steps: Sequence[cluster_pb2.StepSample]) -> None:
         """Records the steps of one load report of a decode worker."""

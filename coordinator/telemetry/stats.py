@@ -9,7 +9,7 @@ from typing import NamedTuple
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import LANES
 from baton.coordinator.state.pools import POOL_OF
-from baton.coordinator.state.requests import EndedRequest, Request, Submission
+from baton.coordinator.state.requests import EndedRequest, PromptSources, Request, Submission
 from baton.coordinator.state.workers import Worker
 from baton.coordinator.telemetry.fleet_stats import FleetStats
 from baton.coordinator.telemetry.recent import Recent, Stage
@@ -108,6 +108,8 @@ class CoreStats:
         demand: demand by lane; the autoscaler sizes the pools by it.
         requests: ended requests by lane and outcome (finish reason, or error code's name; lower
             case).
+        prompt_tokens: tokens of the prompts that were computed, by source: "device", "host" and
+            "computed" (PromptSources). A prompt that is computed again counts again.
         sheds: submissions refused for overload, by reason.
         rejections: invalid submissions, by the error code's name; counted by the gRPC server.
         handoffs: committed handoffs, by transport.
@@ -138,6 +140,7 @@ class CoreStats:
         self.rejections: Counter[str] = Counter()
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
+        self.prompt_tokens: Counter[str] = Counter(device=0, host=0, computed=0)
         self.handoffs: Counter[str] = Counter()
         self.handoff_bytes: Counter[str] = Counter()
         self.num_handoff_fallbacks = 0
@@ -218,6 +221,14 @@ class CoreStats:
             self.ttft_target_s(request.submission),
             stages,
         )
+
+    def prompt_computed(self, sources: PromptSources, now: float) -> None:
+        """Counts the tokens of a prompt whose worker has its whole KV cache."""
+        window = self.recent.at(now).prompt_tokens
+        for counts in (self.prompt_tokens, window):
+            counts["device"] += sources.device
+            counts["host"] += sources.host
+            counts["computed"] += sources.computed
 
     def ttft_target_s(self, submission: Submission) -> float | None:
         """Target for the request's time to first token; None: no target."""

@@ -100,6 +100,10 @@ class SimulatedConfig(Section):
     )
     num_layers: Count = Field(4, description="Layers whose KV blocks a handoff moves.")
     block_bytes: Count = Field(1024, ge=64, description="Bytes of one KV block in one layer.")
+    host_bytes_per_s: PositiveInt = Field(
+        10_000_000_000,
+        description="Bytes per second that a load of KV blocks from host memory moves.",
+    )
     max_num_seqs: Count = Field(64, description="Requests in one step.")
     max_num_batched_tokens: Count = Field(2048, description="Tokens in one step.")
     mean_output_tokens: int = Field(
@@ -109,3 +113,20 @@ class SimulatedConfig(Section):
         "between half and one and a half times the mean; the answer ends there with finish reason "
         "stop. 0: answers end at max_tokens, as they do for requests with ignore_eos.",
     )
+
+    @property
+    def kv_bytes_per_token(self) -> float:
+        """Bytes of KV cache per token, over all layers."""
+        return self.num_layers * self.block_bytes / self.block_size_tokens
+
+    def host_kv_tokens(self, host_bytes: int | None) -> int:
+        """Tokens that a simulated worker's KV store holds in host memory.
+
+        Args:
+            host_bytes: `kv_store.host_bytes`; None: as many tokens as the KV cache.
+        """
+        if not self.prefix_caching:
+            return 0
+        if host_bytes is None:
+            return self.kv_tokens
+        return host_bytes // (self.num_layers * self.block_bytes) * self.block_size_tokens

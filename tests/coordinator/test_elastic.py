@@ -229,6 +229,28 @@ def test_a_worker_gets_one_late_request_at_a_time_even_after_a_long_wait():
     assert cell.place() is not FULL
 
 
+def test_a_late_prompt_joins_another_where_it_is_mostly_held():
+    cell = Cell("a", "b")
+    prompt = list(range(1600))
+    events = cluster_pb2.CacheEvents(
+        stored=block_hashes(prompt[:1200], BLOCK), tier=cluster_pb2.CACHE_TIER_HOST
+    )
+    for name in "ab":
+        late = PrefillChoice(key(name), 0.0, 0.1, 1000, 0)
+        cell.router.assign_prefill(f"late-{name}", late, [], due_at=-1.0)
+    assert cell.place(len(prompt), prompt, must_place=True) is FULL
+    cell.router.add_worker(
+        key("c"),
+        WorkerTraits(FixedLatency(), "h", 65536, BLOCK, host_kv_tokens=4096),
+        Pool.PREFILL,
+    )
+    cell.router.apply_cache(key("c"), events)
+    late = PrefillChoice(key("c"), 0.0, 0.1, 1000, 0)
+    cell.router.assign_prefill("late-c", late, [], due_at=-1.0)
+    assert cell.place(len(prompt), prompt, must_place=True).reader.worker == key("c")
+    assert cell.place(2500, list(range(2500)), must_place=True) is FULL
+
+
 def test_prompts_take_longer_once_a_worker_decodes():
     """Their work was predicted for a worker that decodes nothing."""
     cell = Cell("a")

@@ -40,6 +40,7 @@ class WorkerShape:
         delay_s: Delay of every message between the worker and the coordinator.
         handoff_s: Seconds from the first token until the decode worker has the KV cache.
         prefix_caching: Whether computed blocks are kept for later prompts.
+        host_kv_tokens, kv_bytes_per_token: As in the worker's Hello.
     """
 
     model: LatencyModel
@@ -52,6 +53,8 @@ class WorkerShape:
     delay_s: float = 0.001
     handoff_s: float = 0.002
     prefix_caching: bool = True
+    host_kv_tokens: int = 0
+    kv_bytes_per_token: float = 64.0
 
 
 @dataclass(slots=True)

@@ -10,6 +10,9 @@ from baton.v1 import cluster_pb2, common_pb2
 from baton.worker.cache_reports import MAX_HASHES_PER_MESSAGE, CacheReports
 from baton.worker.outbox import Outbox
 
+# In the order in which a worker reports them.
+TIERS = (cluster_pb2.CACHE_TIER_UNSPECIFIED, cluster_pb2.CACHE_TIER_HOST)
+
 
 def prefill(name: str, prompt: list[int]) -> cluster_pb2.PrefillCommand:
     return cluster_pb2.PrefillCommand(spec=spec(name, prompt, max_tokens=2))
@@ -82,6 +85,17 @@ def test_large_reports_take_several_messages_and_small_ones_wait() -> None:
     assert known.blocks == set(range(40_000))
 
 
+async def tiers(stream, *, reset: bool) -> dict[int, set[int]]:
+    """The blocks of each tier in the next messages, one for each tier."""
+    found = {}
+    for tier in TIERS:
+        events = (await stream.next("cache")).cache
+        assert events.tier == tier
+        assert (events.reset, len(events.removed)) == (reset, 0)
+        found[tier] = set(events.stored)
+    return found
+
+
 async def test_a_prompts_blocks_are_reported_before_its_first_token_and_again_to_a_new_coordinator(
     coordinator, start_worker
 ):
@@ -89,9 +103,9 @@ async def test_a_prompts_blocks_are_reported_before_its_first_token_and_again_to
     stream = await coordinator.stream()
     prompt = list(range(2, 102))
     await stream.send(seq=1, prefill=prefill("a", prompt))
-    known = Known()
-    known.apply((await stream.next("cache")).cache)
-    assert known.blocks == set(block_hashes(prompt, 16))
+    assert await tiers(stream, reset=False) == {
+        tier: set(block_hashes(prompt, 16)) for tier in TIERS
+    }
     (output,) = (await stream.next("step")).step.outputs
     assert output.timings.num_cached_tokens == 0
 
@@ -103,7 +117,4 @@ async def test_a_prompts_blocks_are_reported_before_its_first_token_and_again_to
     coordinator.generation, coordinator.received = 2, 0
     stream.end()
     again = await coordinator.stream()
-    events = (await again.next("cache")).cache
-    assert events.reset
-    known.apply(events)
-    assert known.blocks == set(block_hashes(prompt, 16))
+    assert await tiers(again, reset=True) == {tier: set(block_hashes(prompt, 16)) for tier in TIERS}

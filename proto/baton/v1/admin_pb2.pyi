@@ -722,6 +722,7 @@ class RequestInfo(_message.Message):
     TTFT_TARGET_FIELD_NUMBER: _builtins.int
     ITL_TARGET_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
+    PROMPT_SOURCES_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     state: Global___RequestState.ValueType
     lane: _common_pb2.Lane.ValueType
@@ -759,6 +760,12 @@ class RequestInfo(_message.Message):
         and for requests that a restarted coordinator found on a worker.
         """
 
+    @_builtins.property
+    def prompt_sources(self) -> Global___PromptTokens:
+        """Where the prompt's KV cache came from in the latest attempt. Set by GetRequest, once the worker
+        that computes the prompt has reported it.
+        """
+
     def __init__(
         self,
         *,
@@ -781,14 +788,49 @@ class RequestInfo(_message.Message):
         ttft_target: _duration_pb2.Duration | None = ...,
         itl_target: _duration_pb2.Duration | None = ...,
         placement: Global___PlacementInfo | None = ...,
+        prompt_sources: Global___PromptTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "arrived_at", b"arrived_at", "budget", b"budget", "itl_target", b"itl_target", "placement", b"placement", "ttft_target", b"ttft_target"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "arrived_at", b"arrived_at", "budget", b"budget", "itl_target", b"itl_target", "placement", b"placement", "prompt_sources", b"prompt_sources", "ttft_target", b"ttft_target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "arrived_at", b"arrived_at", "attempt", b"attempt", "budget", b"budget", "completion_tokens", b"completion_tokens", "decode_worker_id", b"decode_worker_id", "error", b"error", "error_code", b"error_code", "finish_reason", b"finish_reason", "itl_target", b"itl_target", "lane", b"lane", "placement", b"placement", "prefill_worker_id", b"prefill_worker_id", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "stalls", b"stalls", "state", b"state", "tenant", b"tenant", "ttft_target", b"ttft_target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "arrived_at", b"arrived_at", "attempt", b"attempt", "budget", b"budget", "completion_tokens", b"completion_tokens", "decode_worker_id", b"decode_worker_id", "error", b"error", "error_code", b"error_code", "finish_reason", b"finish_reason", "itl_target", b"itl_target", "lane", b"lane", "placement", b"placement", "prefill_worker_id", b"prefill_worker_id", "prompt_sources", b"prompt_sources", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "stalls", b"stalls", "state", b"state", "tenant", b"tenant", "ttft_target", b"ttft_target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RequestInfo: _TypeAlias = RequestInfo  # noqa: Y015
+
+@_typing.final
+class PromptTokens(_message.Message):
+    """Prompt tokens by the place that their KV cache came from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    COMPUTED_FIELD_NUMBER: _builtins.int
+    HANDOFF_FIELD_NUMBER: _builtins.int
+    device: _builtins.int
+    """From the prefix cache of the worker that computed the rest of the prompt."""
+    host: _builtins.int
+    """Loaded from that worker's host memory."""
+    computed: _builtins.int
+    """Computed by that worker."""
+    handoff: _builtins.int
+    """Handed over to the decode worker. The decode worker had the other tokens in its prefix cache."""
+    def __init__(
+        self,
+        *,
+        device: _builtins.int = ...,
+        host: _builtins.int = ...,
+        computed: _builtins.int = ...,
+        handoff: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "device", b"device", "handoff", b"handoff", "host", b"host"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptTokens: _TypeAlias = PromptTokens  # noqa: Y015
 
 @_typing.final
 class PlacementInfo(_message.Message):
@@ -802,15 +844,18 @@ class PlacementInfo(_message.Message):
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_ID_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    HOST_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_worker_id: _builtins.str
     """Worker that computes the prompt."""
     cached_tokens: _builtins.int
     """Prompt tokens in that worker's prefix cache."""
     decode_worker_id: _builtins.str
     """Worker that decodes; empty if the request ends with its first token."""
+    host_tokens: _builtins.int
+    """Prompt tokens in the host memory of the worker that computes the prompt."""
     @_builtins.property
     def queue(self) -> _duration_pb2.Duration:
-        """Predicted time until that worker begins with the prompt; absent if it was not predicted."""
+        """Predicted time until that worker begins to compute the prompt; absent if it was not predicted."""
 
     @_builtins.property
     def computation(self) -> _duration_pb2.Duration:
@@ -829,10 +874,11 @@ class PlacementInfo(_message.Message):
         cached_tokens: _builtins.int = ...,
         decode_worker_id: _builtins.str = ...,
         step: _duration_pb2.Duration | None = ...,
+        host_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["computation", b"computation", "queue", b"queue", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computation", b"computation", "decode_worker_id", b"decode_worker_id", "prompt_worker_id", b"prompt_worker_id", "queue", b"queue", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computation", b"computation", "decode_worker_id", b"decode_worker_id", "host_tokens", b"host_tokens", "prompt_worker_id", b"prompt_worker_id", "queue", b"queue", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -950,6 +996,7 @@ class GetStatusResponse(_message.Message):
     COLD_STARTS_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
     ELASTIC_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     num_recoveries: _builtins.int
     """Attempts that failed and continued on another worker, and preemptions of batch requests."""
     num_parked: _builtins.int
@@ -983,6 +1030,10 @@ class GetStatusResponse(_message.Message):
     def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___StatusSample]:
         """Samples a few seconds apart, oldest first; the last one is current."""
 
+    @_builtins.property
+    def prompt_tokens(self) -> Global___PromptTokens:
+        """Prompt tokens of the requests that got their first token; `handoff` is not set."""
+
     def __init__(
         self,
         *,
@@ -1002,10 +1053,11 @@ class GetStatusResponse(_message.Message):
         cold_starts: _abc.Iterable[Global___ColdStart] | None = ...,
         history: _abc.Iterable[Global___StatusSample] | None = ...,
         elastic: _builtins.bool = ...,
+        prompt_tokens: Global___PromptTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "decode", b"decode", "handoffs", b"handoffs", "model", b"model", "uptime", b"uptime", "window", b"window"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "decode", b"decode", "handoffs", b"handoffs", "model", b"model", "prompt_tokens", b"prompt_tokens", "uptime", b"uptime", "window", b"window"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "cold_starts", b"cold_starts", "decode", b"decode", "elastic", b"elastic", "handoffs", b"handoffs", "history", b"history", "lanes", b"lanes", "model", b"model", "num_parked", b"num_parked", "num_recoveries", b"num_recoveries", "num_workers_lost", b"num_workers_lost", "num_workers_unresponsive", b"num_workers_unresponsive", "pools", b"pools", "uptime", b"uptime", "window", b"window", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "cold_starts", b"cold_starts", "decode", b"decode", "elastic", b"elastic", "handoffs", b"handoffs", "history", b"history", "lanes", b"lanes", "model", b"model", "num_parked", b"num_parked", "num_recoveries", b"num_recoveries", "num_workers_lost", b"num_workers_lost", "num_workers_unresponsive", b"num_workers_unresponsive", "pools", b"pools", "prompt_tokens", b"prompt_tokens", "uptime", b"uptime", "window", b"window", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,180 @@
+"""Placement weighs blocks in a worker's host memory: loading them, or computing them elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from baton.coordinator.routing.choices import PrefillChoice
+from baton.coordinator.routing.elastic import Demand, ElasticRule
+from baton.coordinator.routing.prefix_match import HeldPrefix
+from baton.coordinator.routing.router import Router
+from baton.coordinator.routing.worker_load import PromptHits, WorkerTraits
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.pools import Pool
+from baton.runtime.block_hashes import block_hashes
+from baton.runtime.latency import LatencyModel
+from baton.runtime.step_budget import StepTargets
+from baton.v1 import cluster_pb2, common_pb2
+
+BLOCK = 16
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
+# A prompt token takes 0.1 ms to compute and 0.01 ms to load.
+MODEL = LatencyModel(0.02, 1e-4, 0.0, 0.030, 0.001, 1e-6)
+PROMPT = list(range(3200))
+
+
+class Fixed:
+    model = MODEL
+    prefill_s = staticmethod(MODEL.prefill_s)
+    decode_step_s = staticmethod(MODEL.decode_step_s)
+
+
+def traits(**changes) -> WorkerTraits:
+    values = {
+        "kv_bytes_per_token": 100_000,
+        "host_kv_tokens": 65536,
+        "host_bytes_per_s": 1e10,
+        **changes,
+    }
+    return WorkerTraits(Fixed(), "h", 65536, BLOCK, **values)
+
+
+def router(*names: str, **changes) -> Router:
+    found = Router(256, 256, StepTargets(0.05, 0.06, 0.2))
+    for name in names:
+        found.add_worker((name, 1), traits(**changes), Pool.PREFILL)
+    return found
+
+
+def holds(found: Router, name: str, num_blocks: int, tier: int, begin: int = 0) -> None:
+    hashes = block_hashes(PROMPT, BLOCK)[begin:num_blocks]
+    found.apply_cache((name, 1), cluster_pb2.CacheEvents(stored=hashes, tier=tier))
+
+
+def test_a_prompt_saves_its_device_blocks_and_loads_the_host_blocks_behind_them():
+    kind = traits()
+    assert kind.hits(HeldPrefix(2, 5), 1000) == PromptHits(32, 48)
+    assert kind.hits(HeldPrefix(2, 5), 40) == PromptHits(32, 8)
+    assert kind.hits(HeldPrefix(5, 5), 48) == PromptHits(48, 0)
+    assert kind.load_s(0) == 0
+    assert kind.load_s(1000) == pytest.approx(0.01, abs=0.002)
+    assert kind.prompt_s(100, PromptHits(32, 48)) == pytest.approx(
+        MODEL.prefill_s(20) + kind.load_s(48)
+    )
+
+
+@pytest.mark.parametrize("tier", [cluster_pb2.CACHE_TIER_UNSPECIFIED, cluster_pb2.CACHE_TIER_HOST])
+def test_a_worker_that_holds_the_prefix_in_any_tier_is_preferred(tier):
+    found = router("a", "b", "c")
+    holds(found, "b", 150, tier)
+    match = found.match(block_hashes(PROMPT, BLOCK))
+    choice = found.choose_prefill(match, len(PROMPT))
+    assert choice.worker == ("b", 1)
+    host = tier == cluster_pb2.CACHE_TIER_HOST
+    assert (choice.num_cached_tokens, choice.num_host_tokens) == ((0, 2400) if host else (2400, 0))
+    assert choice.num_work_tokens == 800
+    load_s = traits().load_s(choice.num_host_tokens)
+    assert choice.predicted_s == pytest.approx(MODEL.prefill_s(800) + load_s)
+    placed = ElasticRule(found).place(match, Demand(len(PROMPT), 10, 3200, 10.0, 0.05))
+    assert placed.reader == choice
+
+
+def test_blocks_on_the_device_are_preferred_to_blocks_in_host_memory():
+    found = router("a", "b", "c")
+    holds(found, "a", 150, cluster_pb2.CACHE_TIER_HOST)
+    holds(found, "b", 150, cluster_pb2.CACHE_TIER_UNSPECIFIED)
+    holds(found, "c", 150, cluster_pb2.CACHE_TIER_HOST)
+    match = found.match(block_hashes(PROMPT, BLOCK))
+    assert found.choose_prefill(match, len(PROMPT)).worker == ("b", 1)
+    placed = ElasticRule(found).place(match, Demand(len(PROMPT), 10, 3200, 10.0, 0.05))
+    assert placed.reader.worker == ("b", 1)
+
+
+def test_a_slow_load_is_not_preferred_to_computing():
+    found = router("a", "b", host_bytes_per_s=1e8)
+    holds(found, "b", 150, cluster_pb2.CACHE_TIER_HOST)
+    match = found.match(block_hashes(PROMPT, BLOCK))
+    placed = ElasticRule(found).place(match, Demand(len(PROMPT), 10, 3200, 10.0, 0.05))
+    assert placed.reader.worker == ("a", 1)
+
+
+def test_a_tier_that_the_coordinator_does_not_know_is_ignored():
+    found = router("a")
+    holds(found, "a", 150, 7)
+    assert found.match(block_hashes(PROMPT, BLOCK)).held_by(("a", 1)) == HeldPrefix(0, 0)
+
+
+@pytest.mark.parametrize("num_queued", [0, 1, 8, 20])
+def test_a_host_hit_is_left_when_the_queue_is_longer_than_what_it_saves(num_queued):
+    found = router("a", "b")
+    holds(found, "b", 150, cluster_pb2.CACHE_TIER_HOST)
+    queued = PrefillChoice(("b", 1), 0.0, 0.1, 800, 0)
+    for number in range(num_queued):
+        found.assign_prefill(f"q{number}", queued, [])
+    match = found.match(block_hashes(PROMPT, BLOCK))
+    rule = ElasticRule(found)
+    soonest = rule.soonest(match, len(PROMPT), "")
+    # The hit saves 2,400 tokens: 240 ms less 25 ms for the load.
+    assert soonest.worker == (("b", 1) if num_queued <= 1 else ("a", 1))
+    # Work counts more than waiting: computing the tokens again also delays others.
+    placed = rule.place(match, Demand(len(PROMPT), 10, 3200, 10.0, 0.05))
+    assert placed.reader.worker == (("b", 1) if num_queued <= 1 else ("a", 1))
+    weighed = found.choose_prefill(match, len(PROMPT))
+    assert weighed.worker == (("b", 1) if num_queued <= 8 else ("a", 1))
+
+
+def cell(new_world, **changes):
+    """A core with workers "p" and "d" that have a KV store in host memory."""
+    world = new_world(**changes)
+    capacity = cluster_pb2.Capacity(
+        kv_tokens=65536,
+        host_kv_tokens=4096,
+        block_size_tokens=BLOCK,
+        max_num_seqs=64,
+        max_num_batched_tokens=2048,
+        max_send_bytes=2**20,
+        max_receive_bytes=2**20,
+        supports_forced_tokens=True,
+        keeps_prefixes=True,
+    )
+    world.attach("p", PREFILL, capacity=capacity)
+    world.attach("d", DECODE, capacity=capacity)
+    return world
+
+
+def keeps(world, worker: str, num_blocks: int, tier: int) -> None:
+    hashes = block_hashes(range(num_blocks * BLOCK), BLOCK)
+    world.handle(ev.WorkerCache((worker, 1), cluster_pb2.CacheEvents(stored=hashes, tier=tier)))
+
+
+@pytest.mark.parametrize(
+    ("tier", "skipped"),
+    [(cluster_pb2.CACHE_TIER_UNSPECIFIED, 64), (cluster_pb2.CACHE_TIER_HOST, 0)],
+)
+def test_a_handoff_leaves_out_only_what_the_receiver_has_on_its_device(new_world, tier, skipped):
+    world = cell(new_world, local_prefill=False)
+    keeps(world, "d", 4, tier)
+    world.submit(num_prompt=100)
+    (command,) = world.commands["p"]
+    assert command.handoff.skip_tokens == skipped
+
+
+@pytest.mark.parametrize("holder", ["p", "d"])
+def test_the_next_turn_of_a_conversation_goes_to_the_worker_that_kept_it(new_world, holder):
+    world = cell(new_world, elastic=True)
+    keeps(world, holder, 50, cluster_pb2.CACHE_TIER_HOST)
+    world.submit(num_prompt=900)
+    (request,) = world.core.running()
+    assert request.predicted.prompt_worker == holder
+    assert (request.predicted.num_cached, request.predicted.num_host) == (0, 800)
+
+
+def test_usage_and_explain_count_tokens_from_host_memory(new_world, out):
+    world = new_world().pair()
+    to = world.submit(num_prompt=100)
+    timings = {"num_cached_tokens": 32, "num_host_tokens": 48}
+    world.step("p", out("r1", [5], finish=common_pb2.FINISH_REASON_STOP, timings=timings))
+    assert world.last(to).usage.cached_prompt_tokens == 80
+    (record,) = world.core.recently_ended()
+    assert record.prompt_sources == (32, 48, 20, 0)
+    assert world.core.stats.prompt_tokens == {"device": 32, "host": 48, "computed": 20}

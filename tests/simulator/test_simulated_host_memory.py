@@ -1,0 +1,136 @@
+"""Simulated workers with a KV store in host memory, compared with one infinite cache."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from baton.cli.main import app
+from baton.load.traces import MOONCAKE_BLOCK_TOKENS, Arrival, shared_prompt_tokens
+from baton.runtime.block_hashes import block_hashes
+from baton.runtime.config import parse
+from baton.simulator.parts import PrefixCache
+from baton.simulator.run import simulate
+from baton.v1 import cluster_pb2
+
+NUM_CONVERSATIONS, NUM_TURNS = 23, 4
+# Turns of one conversation are this far apart, in seconds.
+TURN_S = 30.0
+
+
+def conversations() -> list[Arrival]:
+    """Conversations whose turns each add two blocks, one conversation after the other."""
+    found = []
+    for turn in range(NUM_TURNS):
+        for number in range(NUM_CONVERSATIONS):
+            num_blocks = 2 * (turn + 1)
+            blocks = tuple(1000 * (number + 1) + block for block in range(num_blocks))
+            at_s = turn * TURN_S + number * TURN_S / NUM_CONVERSATIONS
+            found.append(Arrival(at_s, num_blocks * MOONCAKE_BLOCK_TOKENS, 8, blocks))
+    return found
+
+
+def served(policy="static", *, host_kv_tokens=0, **simulated):
+    values = {
+        "simulated": {
+            "prefill_per_token_ms": 0.1,
+            "step_base_ms": 10,
+            "kv_tokens": 10240,
+            "block_size_tokens": 512,
+            "block_bytes": 4096,
+            "max_model_len": 8192,
+            **simulated,
+        },
+        # A block has 4 layers of 4,096 bytes.
+        "kv_store": {"host_bytes": host_kv_tokens // 512 * 4 * 4096},
+        "scaling": {"targets": {"interactive": {"ttft_ms": 5000, "itl_ms": 50}}},
+        "prefill": {"workers": 1},
+        "decode": {"workers": 1},
+        "elastic": True,
+    }
+    found = simulate(parse(values, "test"), conversations(), policy)
+    assert not found.figures.num_failed
+    return found.figures
+
+
+def test_host_memory_of_the_size_of_the_trace_hits_what_an_infinite_cache_hits():
+    without, kept = served(), served(host_kv_tokens=200_000)
+    # A turn shares all blocks but its last two with the turn before it.
+    shared = sum(2 * turn for turn in range(NUM_TURNS))
+    assert kept.hits.infinite == pytest.approx(shared / sum(range(2, 2 * NUM_TURNS + 1, 2)))
+    assert without.hits.of_infinite < 0.5
+    assert without.hits.host == 0
+    assert kept.hits.of_infinite > 0.95
+    assert kept.hits.host > 0.3
+    assert kept.ttft_ms[90] < without.ttft_ms[90]
+
+
+def test_colocated_servers_have_the_same_host_memory():
+    without, kept = served("colocated"), served("colocated", host_kv_tokens=200_000)
+    assert without.hits.host == 0
+    assert kept.hits.total > without.hits.total
+    # Their balancer does not look for the prefix, so half of the turns go elsewhere.
+    assert kept.hits.of_infinite < 0.9
+
+
+def test_a_slow_load_delays_the_first_token():
+    quick = served(host_kv_tokens=200_000)
+    # The blocks of 512 tokens take 0.1 s, twice as long as to compute them.
+    slow = served(host_kv_tokens=200_000, host_bytes_per_s=160_000)
+    assert slow.ttft_ms[50] > quick.ttft_ms[50]
+
+
+def test_a_full_cache_evicts_the_longest_unused_prompt_from_its_end():
+    cache = PrefixCache(10, 1, cluster_pb2.CACHE_TIER_HOST)
+    first, second = (list(block_hashes(range(n, n + 6), 1)) for n in (0, 100))
+    assert list(cache.keep(first, 6).stored) == first
+    assert cache.num_cached(first) == 6
+    change = cache.keep(second, 6)
+    assert (list(change.stored), set(change.removed)) == (second, set(first[4:]))
+    assert change.tier == cluster_pb2.CACHE_TIER_HOST
+    assert cache.num_cached(first) == 4
+    assert cache.num_cached(second, 2) == 4
+    assert cache.keep(first, 4) is None
+    long = list(block_hashes(range(200, 220), 1))
+    assert list(cache.keep(long, 20).stored) == long[:10]
+    assert cache.num_cached(long) == 10
+
+
+def test_an_infinite_cache_serves_whole_blocks_of_earlier_prompts():
+    arrivals = [
+        Arrival(0.0, 1000, 1, (1, 2)),
+        Arrival(1.0, 1024, 1, (1, 2)),
+        Arrival(2.0, 1024, 1, (1, 2)),
+        Arrival(3.0, 600, 1, (3, 2)),
+        Arrival(4.0, 600, 1),
+    ]
+    # The second prompt shares 1,000 tokens; the third all but the last, which is computed.
+    assert shared_prompt_tokens(arrivals, 16) == (992 + 1008, 4248)
+    assert shared_prompt_tokens(arrivals, 512) == (512 + 512, 4248)
+
+
+def test_the_command_prints_hits_by_tier(tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    rows = [
+        {
+            "timestamp": round(one.at_s * 1e3),
+            "input_length": one.num_prompt_tokens,
+            "output_length": one.num_output_tokens,
+            "hash_ids": one.block_ids,
+        }
+        for one in conversations()
+    ]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = tmp_path / "baton.yaml"
+    config.write_text("simulated: {kv_tokens: 10240, max_model_len: 8192}\nelastic: true\n")
+    arguments = ["simulate", str(trace), "--config", str(config), "--policy", "static"]
+    out = tmp_path / "out.json"
+    for num_tokens in (0, 100_000):
+        more = ["--host-kv-tokens", str(num_tokens), "--json", str(out)]
+        found = CliRunner().invoke(app, [*arguments, *more])
+        assert found.exit_code == 0, found.output
+        hits = json.loads(out.read_text())["hits"]
+        assert (hits["host"] > 0.3) == (num_tokens > 0)
+        assert f"{hits['host']:.2%}" in found.output
