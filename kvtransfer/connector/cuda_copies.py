@@ -133,6 +133,11 @@ class CudaCopies(BlockCopies):
         """Whether staging itself is pinned."""
         return bool(self._pinned)
 
+    def bind_thread(self) -> None:
+        # A new thread uses GPU 0. Waiting for an event there would make a CUDA context on GPU 0,
+        # in memory that the rank of GPU 0 has given to its KV cache.
+        torch.cuda.set_device(self._device)
+
     def prepare(self, block_ids: Sequence[int]) -> torch.Tensor:
         # Pinned memory, because the host would wait for a copy from other memory. Torch keeps it
         # until the stream has read it, and keeps the result until `kernels`, its only user, has

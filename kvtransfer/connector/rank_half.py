@@ -98,7 +98,9 @@ class RankHalf:
         else:
             # Only one thread may use a port.
             port = EnginePort(self._socket_path)
-            self._notifier = NotifierThread(Notifier(port, self._shard), port)
+            self._notifier = NotifierThread(
+                Notifier(port, self._shard), port, prepare=self._copies.bind_thread
+            )
 
     @property
     def alive(self) -> bool:

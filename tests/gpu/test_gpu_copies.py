@@ -264,6 +264,7 @@ def test_another_thread_can_wait_for_a_copy(make_copies, staging):
     wrong, threads = [], []
 
     def wait(copy, start, value):
+        copies.bind_thread()
         copy.wait()
         got = staging[start : start + 64 * size].view(torch.bfloat16)
         if not bool((got == value).all()):
