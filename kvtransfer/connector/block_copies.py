@@ -49,6 +49,9 @@ class BlockCopies(ABC):
         """Copies runs that follow each other in `blocks` from the cache to staging.
 
         It copies what the caller's stream has written before.
+
+        Raises:
+            TimeoutError: Earlier copies have not ended in time. Nothing is copied.
         """
 
     @abstractmethod

@@ -122,6 +122,9 @@ class CudaCopies(BlockCopies):
         self._out = torch.cuda.Stream(self._device)
         self._in = torch.cuda.Stream(self._device)
         self._touched: Any = None
+        # Whether the last wait for a slot timed out. The next waits do not wait again until a slot
+        # is free, so that a bus that stands still delays the model once and not in every layer.
+        self._stalled = False
         self._closed = False
         self._pinned = pin and _pin(staging, self._device)
         # Torch must not free either ring while a stream uses it: `close` waits for all streams.
@@ -149,8 +152,9 @@ class CudaCopies(BlockCopies):
     def gather(self, layer: int, blocks: torch.Tensor, runs: Sequence[Run]) -> Copy:
         slot = next(self._outgoing)
         if slot.host is not None:
-            if not slot.left.wait(_SLOT_TIMEOUT_S):
-                raise TimeoutError(f"no copy to staging has ended in {_SLOT_TIMEOUT_S} s")
+            self._stalled = not slot.left.wait(0 if self._stalled else _SLOT_TIMEOUT_S)
+            if self._stalled:
+                raise TimeoutError(f"no copy to staging has ended in {_SLOT_TIMEOUT_S:g} s")
             slot.left.clear()
         begin, count = runs[0].begin, sum(run.num_blocks for run in runs)
         assert count <= self.max_blocks, f"{count} blocks in one gather; at most {self.max_blocks}"

@@ -127,6 +127,16 @@ class Notifier:
         """
         self.flush()
         self._port.abort_send(handoff_id)
+        self.stopped(handoff_id)
+
+    def stopped(self, handoff_id: bytes) -> None:
+        """Tells the service that this rank writes no more, while other ranks may write on.
+
+        The receiver refuses the commit, because blocks are missing. The service keeps the staging
+        until every rank has sent its last frame. After `ended`, in contrast, it frees the staging
+        soon, which only the scheduler's half may ask for: it stops all ranks.
+        """
+        self.flush()
         last = kv_transfer_pb2.LocalFrame(handoff_id=handoff_id, rank=self._shard, last=True)
         self._port.send_frames([last])
 
@@ -177,6 +187,9 @@ class NotifierThread:
 
     def ended(self, handoff_id: bytes) -> None:
         self._put(partial(self._notifier.ended, handoff_id))
+
+    def stopped(self, handoff_id: bytes) -> None:
+        self._put(partial(self._notifier.stopped, handoff_id))
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Waits for queued notifications to be sent, then closes the port. Idempotent.
