@@ -22,7 +22,7 @@ from baton.engine.vllm_config import (
 )
 from baton.engine.vllm_forced_tokens import use_forced_tokens
 from baton.engine.vllm_lora import revision_of
-from baton.engine.vllm_refusals import refuse_speculation
+from baton.engine.vllm_refusals import refuse_executor, refuse_speculation
 from baton.engine.vllm_step_budget import use_step_budget
 from baton.kvtransfer import engine_stages
 from baton.kvtransfer.layout import KvLayout
@@ -81,6 +81,7 @@ class VllmSetup:
         # vLLM's own server does the same, because this process has threads.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         config = args.create_engine_config()
+        refuse_executor(config.parallel_config)
         refuse_speculation(config.speculative_config)
         use_forced_tokens(config)
         described = [
