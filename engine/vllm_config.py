@@ -157,6 +157,21 @@ def _profiler_config(given: dict[str, Any], traces: Path) -> ProfilerConfig:
         raise EngineDead(f"engine_args.profiler_config: {message}") from None
 
 
+def leave_room(cache: Any, num_bytes: int, total_bytes: int) -> None:
+    """Makes vLLM leave memory of each GPU to Baton, which allocates it after vLLM's cache.
+
+    A size that the user has given in bytes (`kv_cache_memory_bytes`) stays as it is.
+
+    Args:
+        cache: vLLM's CacheConfig.
+        num_bytes: Bytes that Baton allocates on each GPU.
+        total_bytes: Memory of one GPU.
+    """
+    share = cache.gpu_memory_utilization - num_bytes / total_bytes
+    # vLLM itself reports a share that is too small for the model.
+    cache.gpu_memory_utilization = max(share, 0.01)
+
+
 def keep_sockets_in(directory: Path) -> None:
     """Makes vLLM put its Unix sockets and temporary files into a directory that Baton removes.
 

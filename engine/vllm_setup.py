@@ -10,6 +10,7 @@ from typing import Any
 
 import vllm
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 
 from baton.engine.base import EngineInfo
 from baton.engine.vllm_config import (
@@ -19,12 +20,14 @@ from baton.engine.vllm_config import (
     checked_args,
     keep_sockets_in,
     layout_of,
+    leave_room,
 )
 from baton.engine.vllm_forced_tokens import use_forced_tokens
 from baton.engine.vllm_lora import revision_of
 from baton.engine.vllm_refusals import refuse_executor, refuse_speculation
 from baton.engine.vllm_step_budget import use_step_budget
 from baton.kvtransfer import engine_stages
+from baton.kvtransfer.connector.cuda_copies import scratch_bytes
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.latency import LatencyModel
 from baton.runtime.orphans import EndsWithParent
@@ -89,6 +92,9 @@ class VllmSetup:
             for name, path in sorted(adapters.items())
         ]
         layout = layout_of(config, served_name, described)
+        if current_platform.is_cuda():
+            scratch = scratch_bytes(layout.block_bytes)
+            leave_room(config.cache_config, scratch, current_platform.get_device_total_memory())
         rank_cpus = bind_threads(config)
         config.kv_transfer_config.kv_connector_extra_config = {
             "socket": transfer_socket,

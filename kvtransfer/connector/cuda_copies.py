@@ -117,7 +117,7 @@ class CudaCopies(BlockCopies):
     ) -> None:
         self._cache, self._device = cache, cache.device
         self._staging, self._words = staging, cache.words(staging)
-        self.max_blocks = max(1, slot_bytes // cache.block_bytes)
+        self.max_blocks = _blocks_per_slot(cache.block_bytes, slot_bytes)
         self._kernels = torch.cuda.Stream(self._device)
         self._out = torch.cuda.Stream(self._device)
         self._in = torch.cuda.Stream(self._device)
@@ -248,6 +248,19 @@ class CudaCopies(BlockCopies):
         if not self._pinned:
             host = torch.empty(num_words, dtype=self._cache.word, pin_memory=True)
         return _Slot(words, host)
+
+
+def scratch_bytes(block_bytes: int) -> int:
+    """Returns the GPU memory of both scratch rings of one rank.
+
+    Args:
+        block_bytes: Bytes of one block of one layer on one rank.
+    """
+    return 2 * _NUM_SLOTS * _blocks_per_slot(block_bytes, FRAME_TARGET_BYTES) * block_bytes
+
+
+def _blocks_per_slot(block_bytes: int, slot_bytes: int) -> int:
+    return max(1, slot_bytes // block_bytes)
 
 
 def _pin(staging: torch.Tensor, device: torch.device) -> bool:

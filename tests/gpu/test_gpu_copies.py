@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.kvtransfer.connector.block_copies import Run
-from baton.kvtransfer.connector.cuda_copies import CudaCopies
+from baton.kvtransfer.connector.cuda_copies import CudaCopies, scratch_bytes
 from baton.kvtransfer.connector.host_copies import HostCopies
 from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.connector.rank_half import open_copies
@@ -254,6 +254,13 @@ def test_a_scatter_runs_between_the_steps_around_it(make_copies, staging):
         staging[BASE : BASE + LAYERS * 100 * size].fill_(0)
         for layer, rows in enumerate(loaded):
             assert bool((rows == 16 * step + layer).all()), (step, layer)
+
+
+def test_the_scratch_takes_the_memory_that_vllm_leaves(make_copies):
+    cache, size = make_cache("LBNHC", torch.bfloat16), make_layout(torch.bfloat16).block_bytes
+    before = torch.cuda.memory_allocated()
+    make_copies(cache)
+    assert torch.cuda.memory_allocated() - before == scratch_bytes(size)
 
 
 def test_another_thread_can_wait_for_a_copy(make_copies, staging):

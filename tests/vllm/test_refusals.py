@@ -319,20 +319,3 @@ def test_the_connector_refuses_caches_that_do_not_keep_every_token(tmp_path: Pat
         "window": False,
         "several tokens in one state": False,
     }
-
-
-def test_backends_that_arrange_a_cache_equally_have_one_name(tmp_path: Path) -> None:
-    """The modules of FlashInfer and CUTLASS need a GPU, so their methods do not run here."""
-    with Program("cache_content_program", directory=tmp_path) as program:
-        told = program.result()
-    stored = told["stored"]
-    assert {"FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "TRITON_MLA", "FLASHMLA"} <= set(stored)
-    latent = {name for name in stored if name.endswith("MLA")}
-    assert {stored[name] for name in latent} == {"latent,rope"}
-    assert {stored[name] for name in stored.keys() - latent} == {"keys,values"}
-    assert told["named"] == [
-        *["keys,values"] * 3,
-        *["latent,rope"] * 2,
-        "FLASH_ATTN+B12X",
-        "FLASHMLA+FLASH_ATTN",
-    ]

@@ -1,4 +1,4 @@
-"""Reports where vLLM's CUDA backends put a token's keys and values in its cache."""
+"""Reports what Baton knows of vLLM on CUDA GPUs, beside what vLLM's code says."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from typing import Any
 from unittest import mock
 
 import torch
+from vllm.config import CacheConfig
 from vllm.v1.attention.backend import AttentionType, MLAAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from baton.engine.vllm_config import KEYS_THEN_VALUES, LATENT_THEN_ROPE, content_of
+from baton.engine.vllm_config import KEYS_THEN_VALUES, LATENT_THEN_ROPE, content_of, leave_room
+from baton.kvtransfer.connector.cuda_copies import scratch_bytes
 
+GPU_BYTES = 80 * 2**30
 BLOCKS, HEADS, TOKENS, HEAD_SIZE = 3, 2, 4, 8
 
 
 def main() -> dict[str, Any]:
     said = {name: _stores(name) for name in KEYS_THEN_VALUES | LATENT_THEN_ROPE}
     return {
+        "left": _left_bytes(64 * 2**10),
+        "left_by_large_blocks": _left_bytes(3 * 2**20),
         "stored": {name: each for name, each in said.items() if each is not None},
         "named": [
             content_of(["FLASH_ATTN"]),
@@ -30,6 +35,13 @@ def main() -> dict[str, Any]:
             content_of(["FLASHMLA", "FLASH_ATTN"]),
         ],
     }
+
+
+def _left_bytes(block_bytes: int) -> int:
+    """Returns by how many bytes vLLM's share of a GPU shrinks for Baton's scratch."""
+    cache = CacheConfig(gpu_memory_utilization=0.92)
+    leave_room(cache, scratch_bytes(block_bytes), GPU_BYTES)
+    return round((0.92 - cache.gpu_memory_utilization) * GPU_BYTES)
 
 
 def _stores(name: str) -> str | None:
