@@ -35,6 +35,48 @@ from baton.v1 import common_pb2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class CheckedModel:
+    """A model that Baton can serve with these engine arguments, as vLLM configures it.
+
+    Attributes:
+        config: vLLM's configuration.
+        layout: Layout of the KV cache.
+        adapters: LoRA adapters that the engine loads.
+    """
+
+    config: VllmConfig
+    layout: KvLayout
+    adapters: Sequence[common_pb2.LoraAdapter]
+
+    @classmethod
+    def make(
+        cls,
+        model: str,
+        served_name: str,
+        engine_args: dict[str, Any],
+        adapters: Mapping[str, str],
+        traces: Path,
+    ) -> CheckedModel:
+        """Builds vLLM's configuration without loading weights; takes seconds.
+
+        Args: See VllmSetup.make.
+
+        Raises:
+            EngineDead: Baton does not serve this model or these settings.
+            Exception: vLLM refuses the arguments.
+        """
+        args = RefusingEngineArgs(**checked_args(model, served_name, engine_args, adapters, traces))
+        config = args.create_engine_config()
+        refuse_executor(config.parallel_config)
+        refuse_speculation(config.speculative_config)
+        described = [
+            common_pb2.LoraAdapter(name=name, revision=revision_of(path))
+            for name, path in sorted(adapters.items())
+        ]
+        return cls(config, layout_of(config, served_name, described), described)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class VllmSetup:
     """Configuration of one engine.
 
@@ -80,18 +122,11 @@ class VllmSetup:
             Exception: vLLM refuses the arguments.
         """
         keep_sockets_in(Path(transfer_socket).parent)
-        args = RefusingEngineArgs(**checked_args(model, served_name, engine_args, adapters, traces))
         # vLLM's own server does the same, because this process has threads.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        config = args.create_engine_config()
-        refuse_executor(config.parallel_config)
-        refuse_speculation(config.speculative_config)
+        checked = CheckedModel.make(model, served_name, engine_args, adapters, traces)
+        config, layout = checked.config, checked.layout
         use_forced_tokens(config)
-        described = [
-            common_pb2.LoraAdapter(name=name, revision=revision_of(path))
-            for name, path in sorted(adapters.items())
-        ]
-        layout = layout_of(config, served_name, described)
         if current_platform.is_cuda():
             scratch = scratch_bytes(layout.block_bytes)
             leave_room(config.cache_config, scratch, current_platform.get_device_total_memory())
@@ -106,7 +141,7 @@ class VllmSetup:
         }
         if prior is not None:
             use_step_budget(config, prior, transfer_socket)
-        return cls(config, layout, described, rank_cpus, transfer_socket)
+        return cls(config, layout, checked.adapters, rank_cpus, transfer_socket)
 
     @property
     def kv_tokens(self) -> int:

@@ -263,6 +263,22 @@ def test_the_scratch_takes_the_memory_that_vllm_leaves(make_copies):
     assert torch.cuda.memory_allocated() - before == scratch_bytes(size)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch sees one GPU")
+def test_a_thread_that_waits_for_copies_uses_the_gpu_of_its_rank(make_copies):
+    with torch.cuda.device(1):
+        copies = make_copies(make_cache("LBNHC", torch.bfloat16))
+    used = []
+
+    def wait():
+        copies.bind_thread()
+        used.append(torch.cuda.current_device())
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join(30)
+    assert used == [1]
+
+
 def test_another_thread_can_wait_for_a_copy(make_copies, staging):
     """As the notifier does, while the rank launches on."""
     cache = make_cache("LBNHC", torch.bfloat16)
