@@ -12,7 +12,9 @@ from vllm.config import CacheConfig
 from vllm.v1.attention.backend import AttentionType, MLAAttentionImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from baton.engine.base import EngineDead
 from baton.engine.vllm_config import KEYS_THEN_VALUES, LATENT_THEN_ROPE, content_of, leave_room
+from baton.engine.vllm_refusals import refuse_executor
 from baton.kvtransfer.connector.cuda_copies import scratch_bytes
 
 GPU_BYTES = 80 * 2**30
@@ -22,6 +24,8 @@ BLOCKS, HEADS, TOKENS, HEAD_SIZE = 3, 2, 4, 8
 def main() -> dict[str, Any]:
     said = {name: _stores(name) for name in KEYS_THEN_VALUES | LATENT_THEN_ROPE}
     return {
+        "refused": _refused(uses_ray=True),
+        "not_refused": _refused(uses_ray=False),
         "left": _left_bytes(64 * 2**10),
         "left_by_large_blocks": _left_bytes(3 * 2**20),
         "stored": {name: each for name, each in said.items() if each is not None},
@@ -35,6 +39,15 @@ def main() -> dict[str, Any]:
             content_of(["FLASHMLA", "FLASH_ATTN"]),
         ],
     }
+
+
+def _refused(*, uses_ray: bool) -> str:
+    """Returns the refusal of an executor that vLLM has chosen itself."""
+    try:
+        refuse_executor(SimpleNamespace(use_ray=uses_ray))
+    except EngineDead as error:
+        return str(error)
+    return ""
 
 
 def _left_bytes(block_bytes: int) -> int:

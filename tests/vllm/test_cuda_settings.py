@@ -22,6 +22,11 @@ def test_vllm_leaves_each_gpu_the_memory_of_the_copies(told: dict[str, Any]) -> 
     assert told["left_by_large_blocks"] == pytest.approx(2 * 32 * 3 * 2**20, abs=1000)
 
 
+def test_rays_executor_is_refused_also_when_vllm_chooses_it(told: dict[str, Any]) -> None:
+    assert told["refused"].startswith("engine_args.distributed_executor_backend: is not set, and ")
+    assert told["not_refused"] == ""
+
+
 def test_backends_that_arrange_a_cache_equally_have_one_name(told: dict[str, Any]) -> None:
     """The modules of FlashInfer and CUTLASS need a GPU, so their methods do not run here."""
     stored = told["stored"]
