@@ -35,8 +35,8 @@ from baton.bench.soak_handoffs import (
     Outcome,
     Undue,
 )
-from baton.bench.transfer_workers import Watch, Worker
 from baton.kvtransfer.control import ServiceGone, TransferRefused, checksum
+from baton.kvtransfer.loopback import Watch, Worker
 from baton.load import stats
 from baton.runtime.config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2 as pb

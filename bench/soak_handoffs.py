@@ -7,9 +7,9 @@ import random
 from dataclasses import dataclass, field
 from enum import Enum
 
-from baton.bench.transfer_workers import Worker
 from baton.kvtransfer.control import checksum, filled_frame, split_blocks
 from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.loopback import Worker
 from baton.load import stats
 
 MIB = 2**20

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from baton.bench import bare_stream, copies, interrupts, nixl_transfer, transfer_workers
+from baton.bench import bare_stream, copies, interrupts, nixl_transfer
 from baton.bench.copies import CopyCounter
 from baton.bench.transport_driver import (
     GB,
@@ -33,6 +33,7 @@ from baton.bench.transport_driver import (
     Shape,
     write_content,
 )
+from baton.kvtransfer import loopback
 from baton.kvtransfer.control import TransferError
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES
 from baton.load import stats
@@ -86,9 +87,7 @@ class Bench:
         sending = KvTransferConfig(send_bytes=self.staging_bytes, receive_bytes=2**20, **common)
         receiving = KvTransferConfig(send_bytes=2**20, receive_bytes=self.staging_bytes, **common)
         self.memcpy_gb_s.extend(memcpy_gb_s(shape.handoff_bytes, MEMCPY_REPEATS))
-        async with transfer_workers.pair(
-            sending, receiving, self.directory, shape.layout
-        ) as workers:
+        async with loopback.pair(sending, receiving, self.directory, shape.layout) as workers:
             driver = Driver(*workers, shape, transport)
             try:
                 # Warm-up: touches every page of both segments, computes the checksums, and opens
@@ -114,7 +113,7 @@ class Bench:
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(copies.in_environment(counter.environment))
             workers = await stack.enter_async_context(
-                transfer_workers.pair(config, config, self.directory, shape.layout)
+                loopback.pair(config, config, self.directory, shape.layout)
             )
             driver = Driver(*workers, shape, transport)
             stack.callback(driver.close)
@@ -148,7 +147,7 @@ def memcpy_gb_s(handoff_bytes: int, repeats: int) -> list[float]:
 
 
 async def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
-    staging_bytes = min(STAGING_BYTES, transfer_workers.free_shared_bytes() * 2 // 5)
+    staging_bytes = min(STAGING_BYTES, loopback.free_shared_bytes() * 2 // 5)
     shapes = [SHAPES[name].fitting(staging_bytes) for name in arguments.shapes]
     main, seconds = shapes[0], arguments.seconds
     results: dict[str, Any] = {

@@ -16,10 +16,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from baton.bench.transfer_workers import Worker
 from baton.kvtransfer.control import TransferError, checksum, split_blocks
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES
 from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.loopback import Worker
 from baton.load import stats
 from baton.v1 import kv_transfer_pb2 as pb
 

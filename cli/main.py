@@ -18,6 +18,7 @@ import typer
 from baton.cli import (
     bench,
     certs,
+    check,
     config,
     connection,
     doctor,
@@ -49,6 +50,7 @@ app.command("up")(processes.up)
 app.command("coordinator")(processes.coordinator)
 app.command("worker")(processes.worker)
 app.command("gateway")(gateway.gateway)
+app.command("check")(check.check)
 app.command("generate")(generate.generate)
 app.command("pools")(listings.pools)
 app.command("workers")(listings.workers)

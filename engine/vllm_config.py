@@ -36,6 +36,15 @@ _log = logging.getLogger(__name__)
 _CACHE_SIZE_ARGS = ("kv_cache_memory_bytes", "gpu_memory_utilization", "num_gpu_blocks_override")
 _CPU_CACHE_BYTES = 2**30
 RECORDING = f"{Recording.__module__}.{Recording.__qualname__}"
+# CUDA backends that store each token's keys, then its values, per head. In vLLM 0.32 they split the
+# last axis of [blocks, heads, tokens, 2 * head size] in two halves (`do_kv_cache_update`). fp8
+# changes the type of the values, which the fingerprint names too.
+KEYS_THEN_VALUES = frozenset({"FLASH_ATTN", "FLASHINFER", "TRITON_ATTN", "FLEX_ATTENTION"})
+# CUDA backends that store each token's latent, then its rotary key: the cache is written by vLLM's
+# `concat_and_cache_mla` for all of them.
+LATENT_THEN_ROPE = frozenset(
+    {"FLASHMLA", "FLASH_ATTN_MLA", "FLASHINFER_MLA", "CUTLASS_MLA", "TRITON_MLA"}
+)
 # Arguments that Baton sets itself. Users must not set them.
 _OWN_ARGS = (
     "model",
@@ -146,6 +155,21 @@ def _profiler_config(given: dict[str, Any], traces: Path) -> ProfilerConfig:
     except (TypeError, ValueError) as error:
         message = " ".join(str(error).split())
         raise EngineDead(f"engine_args.profiler_config: {message}") from None
+
+
+def leave_room(cache: Any, num_bytes: int, total_bytes: int) -> None:
+    """Makes vLLM leave memory of each GPU to Baton, which allocates it after vLLM's cache.
+
+    A size that the user has given in bytes (`kv_cache_memory_bytes`) stays as it is.
+
+    Args:
+        cache: vLLM's CacheConfig.
+        num_bytes: Bytes that Baton allocates on each GPU.
+        total_bytes: Memory of one GPU.
+    """
+    share = cache.gpu_memory_utilization - num_bytes / total_bytes
+    # vLLM itself reports a share that is too small for the model.
+    cache.gpu_memory_utilization = max(share, 0.01)
 
 
 def keep_sockets_in(directory: Path) -> None:
@@ -281,9 +305,12 @@ def _content(config: Any, backends: Sequence[Any]) -> str:
     """Returns a name for how the attention kernels arrange a token's keys and values.
 
     Two backends may have blocks of one size whose bytes differ in meaning; so do the CPU's own
-    kernels for different instruction sets.
+    kernels for different instruction sets. Backends of one arrangement have one name, so that
+    workers on different GPUs (FlashAttention on one, FlashInfer on the other) accept each other.
     """
     model, cache = config.model_config, config.cache_config
+    if current_platform.is_cuda():
+        return content_of([backend.get_name() for backend in backends])
     names = "+".join(backend.get_name() for backend in backends)
     if not current_platform.is_cpu() or model.use_mla:
         return names
@@ -291,6 +318,19 @@ def _content(config: Any, backends: Sequence[Any]) -> str:
 
     isa = _get_attn_isa(model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
     return f"{names}:{isa}"
+
+
+def content_of(backends: Sequence[str]) -> str:
+    """Returns the name of an arrangement on CUDA; that of the backends if it is not known.
+
+    Args:
+        backends: Names of the attention backends that the layers use.
+    """
+    if KEYS_THEN_VALUES.issuperset(backends):
+        return "keys,values"
+    if LATENT_THEN_ROPE.issuperset(backends):
+        return "latent,rope"
+    return "+".join(backends)
 
 
 def _of_adapters(adapters: Sequence[common_pb2.LoraAdapter]) -> str:

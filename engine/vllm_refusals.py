@@ -21,6 +21,8 @@ _ONE_ONLY = {
     "decode_context_parallel_size": _EVERY_TOKEN,
     "nnodes": "every rank must be on its worker's host",
 }
+# Executors that may place ranks on other hosts.
+_REMOTE_EXECUTORS = ("ray", "external_launcher")
 # Speculative methods whose draft has no KV cache of its own.
 _CACHELESS_DRAFTS = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
 # Model settings that determine the bytes of a token's keys and values in one layer.
@@ -30,7 +32,7 @@ _QUANTIZED = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 
 def refuse_settings(engine_args: Mapping[str, Any]) -> None:
-    """Refuses settings that spread the cache over hosts or ranks, or that change the scheduling.
+    """Refuses settings that spread a worker over hosts, or that change cache or scheduling.
 
     Raises:
         EngineDead: Names the argument, its value, and what to do.
@@ -41,11 +43,34 @@ def refuse_settings(engine_args: Mapping[str, Any]) -> None:
                 f"engine_args.{name}: is {size}; Baton supports 1, because {why}: leave it out, "
                 "or serve the model with plain vLLM"
             )
+    if (backend := engine_args.get("distributed_executor_backend")) in _REMOTE_EXECUTORS:
+        _refuse_executor(f"is {backend!r}")
     if (scheduler := engine_args.get("scheduler_cls")) is not None:
         raise EngineDead(
             f"engine_args.scheduler_cls: is {scheduler!r}; Baton supports its own and vLLM's, "
             "because handoffs are loaded and sent by what they do in a step: set steps.scheduler"
         )
+
+
+def refuse_executor(parallel: Any) -> None:
+    """Refuses an executor that vLLM itself has chosen: Ray's, in a Ray placement group.
+
+    Args:
+        parallel: vLLM's ParallelConfig.
+
+    Raises:
+        EngineDead: Names the argument and what to do.
+    """
+    if parallel.use_ray:
+        _refuse_executor("is not set, and vLLM has chosen Ray")
+
+
+def _refuse_executor(state: str) -> None:
+    raise EngineDead(
+        f"engine_args.distributed_executor_backend: {state}; Baton supports mp and uni, because "
+        "every rank must be on its worker's host: set it to mp (`launcher: ray` starts whole "
+        "workers on other hosts)"
+    )
 
 
 def refuse_cache(cache: Any, model: Any) -> None:

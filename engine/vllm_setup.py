@@ -10,6 +10,7 @@ from typing import Any
 
 import vllm
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 
 from baton.engine.base import EngineInfo
 from baton.engine.vllm_config import (
@@ -19,17 +20,61 @@ from baton.engine.vllm_config import (
     checked_args,
     keep_sockets_in,
     layout_of,
+    leave_room,
 )
 from baton.engine.vllm_forced_tokens import use_forced_tokens
 from baton.engine.vllm_lora import revision_of
-from baton.engine.vllm_refusals import refuse_speculation
+from baton.engine.vllm_refusals import refuse_executor, refuse_speculation
 from baton.engine.vllm_step_budget import use_step_budget
 from baton.kvtransfer import engine_stages
+from baton.kvtransfer.connector.cuda_copies import scratch_bytes
 from baton.kvtransfer.connector.host_tier import HOST_BYTES, host_options
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.latency import LatencyModel
 from baton.runtime.orphans import EndsWithParent
 from baton.v1 import common_pb2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CheckedModel:
+    """A model that Baton can serve with these engine arguments, as vLLM configures it.
+
+    Attributes:
+        config: vLLM's configuration.
+        layout: Layout of the KV cache.
+        adapters: LoRA adapters that the engine loads.
+    """
+
+    config: VllmConfig
+    layout: KvLayout
+    adapters: Sequence[common_pb2.LoraAdapter]
+
+    @classmethod
+    def make(
+        cls,
+        model: str,
+        served_name: str,
+        engine_args: dict[str, Any],
+        adapters: Mapping[str, str],
+        traces: Path,
+    ) -> CheckedModel:
+        """Builds vLLM's configuration without loading weights; takes seconds.
+
+        Args: See VllmSetup.make.
+
+        Raises:
+            EngineDead: Baton does not serve this model or these settings.
+            Exception: vLLM refuses the arguments.
+        """
+        args = RefusingEngineArgs(**checked_args(model, served_name, engine_args, adapters, traces))
+        config = args.create_engine_config()
+        refuse_executor(config.parallel_config)
+        refuse_speculation(config.speculative_config)
+        described = [
+            common_pb2.LoraAdapter(name=name, revision=revision_of(path))
+            for name, path in sorted(adapters.items())
+        ]
+        return cls(config, layout_of(config, served_name, described), described)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,17 +125,14 @@ class VllmSetup:
             Exception: vLLM refuses the arguments.
         """
         keep_sockets_in(Path(transfer_socket).parent)
-        args = RefusingEngineArgs(**checked_args(model, served_name, engine_args, adapters, traces))
         # vLLM's own server does the same, because this process has threads.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
-        config = args.create_engine_config()
-        refuse_speculation(config.speculative_config)
+        checked = CheckedModel.make(model, served_name, engine_args, adapters, traces)
+        config, layout = checked.config, checked.layout
         use_forced_tokens(config)
-        described = [
-            common_pb2.LoraAdapter(name=name, revision=revision_of(path))
-            for name, path in sorted(adapters.items())
-        ]
-        layout = layout_of(config, served_name, described)
+        if current_platform.is_cuda():
+            scratch = scratch_bytes(layout.block_bytes)
+            leave_room(config.cache_config, scratch, current_platform.get_device_total_memory())
         rank_cpus = bind_threads(config)
         config.kv_transfer_config.kv_connector_extra_config = {
             "socket": transfer_socket,
@@ -104,7 +146,7 @@ class VllmSetup:
         }
         if prior is not None:
             use_step_budget(config, prior, transfer_socket)
-        return cls(config, layout, described, rank_cpus, transfer_socket)
+        return cls(config, layout, checked.adapters, rank_cpus, transfer_socket)
 
     @property
     def kv_tokens(self) -> int:

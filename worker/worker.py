@@ -18,6 +18,7 @@ from typing import Any
 
 from baton.engine.base import Engine, EngineDead, EngineInfo
 from baton.engine.warm_up import warm_up
+from baton.kvtransfer import staging_size
 from baton.kvtransfer.addresses import with_listen_address
 from baton.kvtransfer.control import ServiceGone, TransferClient, TransferError
 from baton.runtime import exposure, lifecycle, tracing, worker_directory
@@ -153,6 +154,12 @@ class Worker:
         self._mark("weights", begun_at, kv_at)
         self._mark("kv", kv_at, kv_at + info.kv_s)
         self._mark("warm_up", kv_at + info.kv_s)
+
+        problem = staging_size.shortage(
+            info.layout, info.model.max_model_len, transfer.send_bytes, transfer.receive_bytes
+        )
+        if problem is not None:
+            _log.warning(problem)
 
         # 3. From here on the transfer service accepts handoffs.
         try:

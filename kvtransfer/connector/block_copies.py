@@ -37,6 +37,10 @@ class BlockCopies(ABC):
     max_blocks: int
 
     @abstractmethod
+    def bind_thread(self) -> None:
+        """Prepares the calling thread to wait for copies; called once in such a thread."""
+
+    @abstractmethod
     def prepare(self, block_ids: Sequence[int]) -> Any:
         """Converts a step's block IDs to the form of the other calls; the same for all layers."""
 
@@ -45,6 +49,9 @@ class BlockCopies(ABC):
         """Copies runs that follow each other in `blocks` from the cache to staging.
 
         It copies what the caller's stream has written before.
+
+        Raises:
+            TimeoutError: Earlier copies have not ended in time. Nothing is copied.
         """
 
     @abstractmethod

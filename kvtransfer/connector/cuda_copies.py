@@ -117,11 +117,14 @@ class CudaCopies(BlockCopies):
     ) -> None:
         self._cache, self._device = cache, cache.device
         self._staging, self._words = staging, cache.words(staging)
-        self.max_blocks = max(1, slot_bytes // cache.block_bytes)
+        self.max_blocks = _blocks_per_slot(cache.block_bytes, slot_bytes)
         self._kernels = torch.cuda.Stream(self._device)
         self._out = torch.cuda.Stream(self._device)
         self._in = torch.cuda.Stream(self._device)
         self._touched: Any = None
+        # Whether the last wait for a slot timed out. The next waits do not wait again until a slot
+        # is free, so that a bus that stands still delays the model once and not in every layer.
+        self._stalled = False
         self._closed = False
         self._pinned = pin and _pin(staging, self._device)
         # Torch must not free either ring while a stream uses it: `close` waits for all streams.
@@ -132,6 +135,11 @@ class CudaCopies(BlockCopies):
     def pinned(self) -> bool:
         """Whether staging itself is pinned."""
         return bool(self._pinned)
+
+    def bind_thread(self) -> None:
+        # A new thread uses GPU 0. Waiting for an event there would make a CUDA context on GPU 0,
+        # in memory that the rank of GPU 0 has given to its KV cache.
+        torch.cuda.set_device(self._device)
 
     def prepare(self, block_ids: Sequence[int]) -> torch.Tensor:
         # Pinned memory, because the host would wait for a copy from other memory. Torch keeps it
@@ -144,8 +152,9 @@ class CudaCopies(BlockCopies):
     def gather(self, layer: int, blocks: torch.Tensor, runs: Sequence[Run]) -> Copy:
         slot = next(self._outgoing)
         if slot.host is not None:
-            if not slot.left.wait(_SLOT_TIMEOUT_S):
-                raise TimeoutError(f"no copy to staging has ended in {_SLOT_TIMEOUT_S} s")
+            self._stalled = not slot.left.wait(0 if self._stalled else _SLOT_TIMEOUT_S)
+            if self._stalled:
+                raise TimeoutError(f"no copy to staging has ended in {_SLOT_TIMEOUT_S:g} s")
             slot.left.clear()
         begin, count = runs[0].begin, sum(run.num_blocks for run in runs)
         assert count <= self.max_blocks, f"{count} blocks in one gather; at most {self.max_blocks}"
@@ -239,6 +248,19 @@ class CudaCopies(BlockCopies):
         if not self._pinned:
             host = torch.empty(num_words, dtype=self._cache.word, pin_memory=True)
         return _Slot(words, host)
+
+
+def scratch_bytes(block_bytes: int) -> int:
+    """Returns the GPU memory of both scratch rings of one rank.
+
+    Args:
+        block_bytes: Bytes of one block of one layer on one rank.
+    """
+    return 2 * _NUM_SLOTS * _blocks_per_slot(block_bytes, FRAME_TARGET_BYTES) * block_bytes
+
+
+def _blocks_per_slot(block_bytes: int, slot_bytes: int) -> int:
+    return max(1, slot_bytes // block_bytes)
 
 
 def _pin(staging: torch.Tensor, device: torch.device) -> bool:

@@ -51,6 +51,9 @@ class HostCopies(BlockCopies):
         for layer in cache.layers:
             _prefault(layer.untyped_storage())
 
+    def bind_thread(self) -> None:
+        return
+
     def prepare(self, block_ids: Sequence[int]) -> Sequence[int]:
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self._num_blocks:
             raise ValueError(f"block ids are {block_ids}; must be below {self._num_blocks}")

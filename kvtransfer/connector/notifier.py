@@ -127,6 +127,16 @@ class Notifier:
         """
         self.flush()
         self._port.abort_send(handoff_id)
+        self.stopped(handoff_id)
+
+    def stopped(self, handoff_id: bytes) -> None:
+        """Tells the service that this rank writes no more, while other ranks may write on.
+
+        The receiver refuses the commit, because blocks are missing. The service keeps the staging
+        until every rank has sent its last frame. After `ended`, in contrast, it frees the staging
+        soon, which only the scheduler's half may ask for: it stops all ranks.
+        """
+        self.flush()
         last = kv_transfer_pb2.LocalFrame(handoff_id=handoff_id, rank=self._shard, last=True)
         self._port.send_frames([last])
 
@@ -140,6 +150,13 @@ class NotifierThread:
     The thread owns the notifier and its port until `close`. A caller waits only while the queue is
     full, for at most put_timeout_s. After that the thread counts as dead: it takes no more calls,
     and the handoffs under way expire at the service.
+
+    Args:
+        notifier: The notifier.
+        port: The notifier's port.
+        prepare: Called in the thread before anything else (BlockCopies.bind_thread).
+        max_queued: Most calls that wait.
+        put_timeout_s: Longest wait of a caller while the queue is full, in seconds.
     """
 
     def __init__(
@@ -147,10 +164,12 @@ class NotifierThread:
         notifier: Notifier,
         port: EnginePort,
         *,
+        prepare: Callable[[], None],
         max_queued: int = _MAX_QUEUED,
         put_timeout_s: float = _PUT_TIMEOUT_S,
     ) -> None:
         self._notifier, self._port, self._put_timeout_s = notifier, port, put_timeout_s
+        self._prepare = prepare
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(max_queued)
         self._taking = True
         self._thread = threading.Thread(target=self._run, name="baton-notifier", daemon=True)
@@ -168,6 +187,9 @@ class NotifierThread:
 
     def ended(self, handoff_id: bytes) -> None:
         self._put(partial(self._notifier.ended, handoff_id))
+
+    def stopped(self, handoff_id: bytes) -> None:
+        self._put(partial(self._notifier.stopped, handoff_id))
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Waits for queued notifications to be sent, then closes the port. Idempotent.
@@ -204,5 +226,11 @@ class NotifierThread:
             self._taking = False
 
     def _run(self) -> None:
+        try:
+            self._prepare()
+        except RuntimeError as error:
+            logger.error("the notifier thread cannot start: %s", error)
+            self._taking = False
+            return
         while (call := self._queue.get()) is not None:
             call()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.control import Claim, EnginePort, split_blocks
 from baton.kvtransfer.layout import KvLayout
 from baton.v1 import kv_transfer_pb2
+
+logger = logging.getLogger(__name__)
 
 
 def open_copies(cache: PagedCache, staging: torch.Tensor) -> BlockCopies:
@@ -77,6 +80,8 @@ class RankHalf:
         # layer, in groups of which each goes into one gather.
         self._blocks: Any = None
         self._groups: list[list[_Piece]] = []
+        # Incomplete handoffs of which this rank sends nothing more.
+        self._given_up: set[bytes] = set()
         # Layers, by the engine's names, whose blocks this step has not gathered yet.
         self._unsaved: dict[str, None] = {}
         # Loads of the step under way whose copies may not have ended.
@@ -98,7 +103,9 @@ class RankHalf:
         else:
             # Only one thread may use a port.
             port = EnginePort(self._socket_path)
-            self._notifier = NotifierThread(Notifier(port, self._shard), port)
+            self._notifier = NotifierThread(
+                Notifier(port, self._shard), port, prepare=self._copies.bind_thread
+            )
 
     @property
     def alive(self) -> bool:
@@ -112,12 +119,15 @@ class RankHalf:
         if not self._sends:
             return
         for handoff_id in step.ended:
+            self._given_up.discard(handoff_id)
             self._notifier.ended(handoff_id)
-        self._groups = list(self._grouped(step.pushes)) if self._notifier.alive else []
+        pushes = [push for push in step.pushes if push.handoff_id not in self._given_up]
+        self._given_up -= {push.handoff_id for push in step.pushes if push.last}
+        self._groups = list(self._grouped(pushes)) if self._notifier.alive else []
         if self._groups:
             self._unsaved = dict.fromkeys(self._known_cache.indices)
             self._blocks = self._copies.prepare(
-                [block_id for push in step.pushes for block_id in push.block_ids]
+                [block_id for push in pushes for block_id in push.block_ids]
             )
 
     def _grouped(self, pushes: list[Push]) -> Iterator[list[_Piece]]:
@@ -144,7 +154,7 @@ class RankHalf:
         layer, layout = self._known_cache.indices[layer_name], self._layout
         del self._unsaved[layer_name]
         ends_step = not self._unsaved
-        for group in self._groups:
+        for index, group in enumerate(self._groups):
             filled = []
             for piece in group:
                 push = piece.push
@@ -164,9 +174,33 @@ class RankHalf:
                 Run(piece.begin, piece.num_blocks, each.offset)
                 for piece, each in zip(group, filled, strict=True)
             ]
-            self._notifier.filled(self._copies.gather(layer, self._blocks, runs), filled)
+            try:
+                copy = self._copies.gather(layer, self._blocks, runs)
+            except TimeoutError as error:
+                self._give_up(index, error)
+                break
+            self._notifier.filled(copy, filled)
         if ends_step:
             self._notifier.flush()
+
+    def _give_up(self, index: int, why: Exception) -> None:
+        """Stops the handoffs with pieces in the groups from this index on; the engine goes on.
+
+        Nothing more of these handoffs is written, because their staging may soon belong to others.
+        """
+        pushes = [piece.push for group in self._groups[index:] for piece in group]
+        stopped = {push.handoff_id for push in pushes}
+        logger.error("%s: this rank gives %d handoffs up", why, len(stopped))
+        for handoff_id in stopped:
+            self._notifier.stopped(handoff_id)
+        self._given_up |= {push.handoff_id for push in pushes if not push.last}
+        # The pieces of a stopped handoff are the last ones of their group, because pushes are in
+        # order: the rest of the group still follows each other.
+        kept = [
+            [piece for piece in group if piece.push.handoff_id not in stopped]
+            for group in self._groups[:index]
+        ]
+        self._groups = [group for group in kept if group]
 
     def end_step(self) -> None:
         """Finishes the step's gathers after the last kernels have been launched.
@@ -183,7 +217,7 @@ class RankHalf:
             self.save(layer_name)
         if self._groups:
             self._copies.join()
-        self._groups, self._blocks = [], None
+        self._groups, self._blocks, self._unsaved = [], None, {}
 
     def load(self, step: HandoffStep) -> None:
         """Claims the step's loads and begins to copy them into the cache."""

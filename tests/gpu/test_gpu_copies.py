@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.kvtransfer.connector.block_copies import Run
-from baton.kvtransfer.connector.cuda_copies import CudaCopies
+from baton.kvtransfer.connector.cuda_copies import CudaCopies, scratch_bytes
 from baton.kvtransfer.connector.host_copies import HostCopies
 from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.connector.rank_half import open_copies
@@ -256,6 +256,29 @@ def test_a_scatter_runs_between_the_steps_around_it(make_copies, staging):
             assert bool((rows == 16 * step + layer).all()), (step, layer)
 
 
+def test_the_scratch_takes_the_memory_that_vllm_leaves(make_copies):
+    cache, size = make_cache("LBNHC", torch.bfloat16), make_layout(torch.bfloat16).block_bytes
+    before = torch.cuda.memory_allocated()
+    make_copies(cache)
+    assert torch.cuda.memory_allocated() - before == scratch_bytes(size)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="torch sees one GPU")
+def test_a_thread_that_waits_for_copies_uses_the_gpu_of_its_rank(make_copies):
+    with torch.cuda.device(1):
+        copies = make_copies(make_cache("LBNHC", torch.bfloat16))
+    used = []
+
+    def wait():
+        copies.bind_thread()
+        used.append(torch.cuda.current_device())
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    thread.join(30)
+    assert used == [1]
+
+
 def test_another_thread_can_wait_for_a_copy(make_copies, staging):
     """As the notifier does, while the rank launches on."""
     cache = make_cache("LBNHC", torch.bfloat16)
@@ -264,6 +287,7 @@ def test_another_thread_can_wait_for_a_copy(make_copies, staging):
     wrong, threads = [], []
 
     def wait(copy, start, value):
+        copies.bind_thread()
         copy.wait()
         got = staging[start : start + 64 * size].view(torch.bfloat16)
         if not bool((got == value).all()):

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import random
 import secrets
 
@@ -266,6 +267,82 @@ async def test_an_incomplete_handoff_that_ends_leaves_nothing(workers):
     sender.step(ended=[handoff_id])
     await empty(sender)
     await empty(receiver)
+
+
+def stalling(rank, monkeypatch, *calls):
+    """Makes the gathers of these numbers time out, as a bus that stands still does."""
+    gather, number = rank._copies.gather, itertools.count()
+
+    def gather_or_stall(*args):
+        if next(number) in calls:
+            raise TimeoutError("no copy to staging has ended in 5 s")
+        return gather(*args)
+
+    monkeypatch.setattr(rank._copies, "gather", gather_or_stall)
+
+
+async def test_a_stalled_bus_fails_the_handoff_and_not_the_step(workers, monkeypatch):
+    sender, receiver = workers
+    broken_id, broken_at = await opened(sender, receiver, 4)
+    whole_id, whole_at = await opened(sender, receiver, 2)
+    stalling(sender.rank, monkeypatch, 1)
+    # The second layer's gather stalls; the rest of the prompt comes in a later step.
+    sender.step([Push(broken_id, broken_at, 0, 4, [4, 3], False)])
+    memory = sender.port.memory[broken_at : broken_at + 4 * LAYERS * BLOCK_BYTES]
+    before = bytes(memory)
+    sender.step(
+        [
+            Push(broken_id, broken_at, 2, 4, [2, 1], True),
+            Push(whole_id, whole_at, 0, 2, [6, 5], True),
+        ],
+        compute=writes({1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6}),
+    )
+    # Its staging may belong to another handoff by now, so nothing is written there.
+    assert bytes(memory) == before
+    memory.release()
+    await committed(receiver, whole_id)
+    assert receiver.step(loads=[Load(whole_id, 2 * TOKENS, 0, [7, 8])]) == set()
+    for layer, cache in enumerate(receiver.caches.values()):
+        assert bool((cache[7] == 6 + 100 * layer).all()), layer
+        assert bool((cache[8] == 5 + 100 * layer).all()), layer
+    await until_failed(sender)
+    await empty(sender)
+    await empty(receiver)
+
+
+async def test_a_rank_that_stalls_leaves_the_staging_to_the_other_rank(tmp_path, monkeypatch):
+    layout = dataclasses.replace(LAYOUT, tp_size=2)
+    sides = []
+    for number in range(2):
+        config = KvTransferConfig(send_bytes=2**22, receive_bytes=2**22)
+        client = await TransferClient.start(config, str(tmp_path / f"{number}.sock"))
+        await client.configure(layout.fingerprint())
+        sides.append([Worker(client, "cpu", range(4), rank, layout) for rank in range(2)])
+    try:
+        (stalled, other), (receiver, _) = sides
+        stalling(stalled.rank, monkeypatch, 0)
+        handoff_id, offset = await opened(stalled, receiver, 4)
+        first = Push(handoff_id, offset, 0, 4, [4, 3], False)
+        for one in (stalled, other):
+            one.step([first])
+        await until_failed(stalled)
+        assert (await stalled.client.stats()).send_bytes_used == 8 * LAYERS * BLOCK_BYTES
+        for one in (stalled, other):
+            one.step([Push(handoff_id, offset, 2, 4, [2, 1], True)])
+        await empty(stalled)
+        await empty(receiver)
+    finally:
+        for side in sides:
+            for one in side:
+                one.rank.close()
+                one.port.close()
+            await side[0].client.close()
+
+
+async def until_failed(worker):
+    async with asyncio.timeout(20):
+        while not (await worker.client.stats()).handoffs_failed:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_load_of_the_end_of_a_handoff_leaves_out_cached_blocks(workers):

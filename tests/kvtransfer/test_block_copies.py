@@ -192,6 +192,10 @@ class Event:
             raise self._error
 
 
+def nothing():
+    """Prepares no thread."""
+
+
 @dataclasses.dataclass
 class Rank:
     """One rank's frames of a handoff, which a notifier reports."""
@@ -219,7 +223,10 @@ async def sending(pair, handoff):
     await one.open(sender, receiver.client.address)
     path = sender.client.socket_path
     ports = [EnginePort(path) for _ in range(2)]
-    threads = [NotifierThread(Notifier(port, rank), port) for rank, port in enumerate(ports)]
+    threads = [
+        NotifierThread(Notifier(port, rank), port, prepare=nothing)
+        for rank, port in enumerate(ports)
+    ]
     yield sender, receiver, one, threads
     for thread in threads:
         thread.close()
@@ -307,7 +314,9 @@ async def test_a_copy_that_fails_ends_its_handoff(sending, layout):
 async def test_a_full_queue_ends_the_thread_after_the_put_timeout(start):
     worker = await start()
     port = EnginePort(worker.client.socket_path)
-    thread = NotifierThread(Notifier(port, 0), port, max_queued=2, put_timeout_s=0.05)
+    thread = NotifierThread(
+        Notifier(port, 0), port, prepare=nothing, max_queued=2, put_timeout_s=0.05
+    )
     events = [Event() for _ in range(4)]
     for event in events[:3]:
         thread.filled(event, [])
@@ -321,10 +330,46 @@ async def test_a_full_queue_ends_the_thread_after_the_put_timeout(start):
     assert not port.alive
 
 
+async def test_the_thread_is_prepared_before_it_waits_for_a_copy(start):
+    """On a GPU the thread must choose its device first."""
+    worker = await start()
+    port = EnginePort(worker.client.socket_path)
+    called = []
+
+    class Noting:
+        def wait(self):
+            called.append(("wait", threading.get_ident()))
+
+    def prepare():
+        called.append(("prepare", threading.get_ident()))
+
+    thread = NotifierThread(Notifier(port, 0), port, prepare=prepare)
+    thread.filled(Noting(), [])
+    thread.close()
+    assert [name for name, _ in called] == ["prepare", "wait"]
+    assert {ident for _, ident in called}.isdisjoint({threading.get_ident()})
+
+
+async def test_a_thread_that_cannot_be_prepared_hands_over_nothing(start):
+    worker = await start()
+    port = EnginePort(worker.client.socket_path)
+
+    def prepare():
+        raise RuntimeError("CUDA error: no such device")
+
+    thread = NotifierThread(Notifier(port, 0), port, prepare=prepare)
+    async with asyncio.timeout(120):
+        while thread.alive:
+            await asyncio.sleep(0.01)
+    thread.flush()
+    thread.close()
+    assert not port.alive
+
+
 async def test_close_waits_for_copies_with_a_timeout(start):
     worker = await start()
     port = EnginePort(worker.client.socket_path)
-    thread = NotifierThread(Notifier(port, 0), port)
+    thread = NotifierThread(Notifier(port, 0), port, prepare=nothing)
     stuck = Event()
     thread.filled(stuck, [])
     thread.close(timeout_s=0.05)
@@ -339,7 +384,7 @@ async def test_close_waits_for_copies_with_a_timeout(start):
 async def test_copies_end_without_a_service(start, layout, handoff):
     worker = await start()
     port = EnginePort(worker.client.socket_path)
-    thread = NotifierThread(Notifier(port, 0), port)
+    thread = NotifierThread(Notifier(port, 0), port, prepare=nothing)
     one = handoff(4)
     one.offset = 0
     filled = Rank(one, layout, 0).filled(port, 0)

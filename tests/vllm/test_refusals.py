@@ -105,6 +105,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "prefill_context_parallel_size": ("llama", {"prefill_context_parallel_size": 2}),
     "decode_context_parallel_size": ("llama", {"decode_context_parallel_size": 2}),
     "nnodes": ("llama", {"nnodes": 2}),
+    "ray": ("llama", {"distributed_executor_backend": "ray", "tensor_parallel_size": 2}),
+    "external_launcher": ("llama", {"distributed_executor_backend": "external_launcher"}),
     "scheduler_cls": ("llama", {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}),
     "scheduling_policy": ("llama", {"scheduling_policy": "fcfs"}),
     "worker_extension_cls": ("llama", {"worker_extension_cls": "somebodys.Extension"}),
@@ -213,6 +215,15 @@ def test_parallel_settings_that_split_the_cache_otherwise_are_refused(
     said: dict[str, str], name: str
 ) -> None:
     assert said[name].startswith(f"engine_args.{name}: is 2; Baton supports 1, because ")
+
+
+@pytest.mark.parametrize("backend", ["ray", "external_launcher"])
+def test_executors_that_may_place_ranks_on_other_hosts_are_refused(
+    said: dict[str, str], backend: str
+) -> None:
+    message = said[backend]
+    assert message.startswith(f"engine_args.distributed_executor_backend: is {backend!r}; ")
+    assert "every rank must be on its worker's host" in message
 
 
 def test_another_scheduler_class_is_refused(said: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Plays workers for real transfer services.
+"""Real transfer services on this host without engines: measurements use them.
 
 One `Worker` object plays both the worker's main process and the engine's process.
 """
@@ -18,7 +18,7 @@ import psutil
 from baton.kvtransfer.arena import SEGMENT_DIRECTORY
 from baton.kvtransfer.control import EnginePort, ServiceGone, TransferClient
 from baton.kvtransfer.layout import KvLayout
-from baton.runtime.config import KvTransferConfig
+from baton.runtime.kv_transfer_config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2 as pb
 
 

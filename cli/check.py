@@ -1,0 +1,152 @@
+"""`baton check`: says whether Baton can serve a model, before any weights are loaded."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from baton.cli import options
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def check(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Local directory or Hugging Face model ID; default: the model of --config, or "
+            "glossary.",
+        ),
+    ] = None,
+    config: options.ConfigFile = None,
+    engine_arg: options.EngineArgs = None,
+    prompt_tokens: Annotated[
+        int,
+        typer.Option(
+            "--prompt-tokens", min=1, max=options.MOST, help="Length of the prompt to hand over."
+        ),
+    ] = 4000,
+    write: Annotated[
+        Path | None,
+        typer.Option(
+            "--write",
+            metavar="FILE",
+            help="Write a configuration for baton up to this file, which must not exist yet.",
+        ),
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Check whether Baton can serve a model.
+
+    No weights are loaded. The command also prints the size of the KV cache, measures how long a
+    handoff takes over the transports of this host, and says whether the staging holds the longest
+    prompt.
+
+    Exit codes: 0 the model can be served, 2 it is refused.
+    """
+    from baton.cli.exit_codes import USAGE
+    from baton.cli.output import print_json
+    from baton.runtime import demo_model, quick_exit
+
+    if write is not None and (write.exists() or write.is_symlink()):
+        raise typer.BadParameter(f"{write} exists already", param_hint="--write")
+    options.check_writable(write, "--write")
+    given = options.load_config(config, model=model, engine_args=engine_arg)
+    # Imported by name and late: the command line also runs where a worker's libraries are missing.
+    model_check = importlib.import_module("baton.worker.model_check")
+    directory = demo_model.ensure(given.model, weights=False)
+    resolved = given.model_copy(update={"model": directory, "served_model_name": given.model_name})
+    try:
+        found = model_check.check(resolved, prompt_tokens)
+    except model_check.Refused as refused:
+        quick_exit.skip_cleanup(USAGE)
+        if not as_json:
+            raise
+        print_json({"model": given.model, "can_be_served": False, "reason": str(refused)})
+        raise typer.Exit(USAGE) from None
+    if as_json:
+        print_json({"can_be_served": True, **asdict(found), "model": given.model})
+    else:
+        _print(given.model, found)
+    if write is not None:
+        _write(write, model_check.starting_config(given, found))
+        if not as_json:
+            print(f"\nWritten to {write}. Start it with: baton up --config {write}")
+    # vLLM's libraries take seconds to end, and print.
+    quick_exit.skip_cleanup(0)
+
+
+def _print(model: str, found: Any) -> None:
+    """Prints a ModelCheck (worker/model_check.py)."""
+    from baton.cli.output import print_table
+
+    layout, staging = found.layout, found.staging
+    ranks = f", {layout.tp_size} ranks" if layout.tp_size > 1 else ""
+    print(f"{model} ({found.architecture}) can be served, on {found.device}{ranks}\n")
+    prompt = f"prompt of {found.prompt_tokens:,} tokens"
+    rows = [
+        ("token", _size(found.bytes_per_token), f"{layout.num_layers} layers, {layout.dtype}"),
+        ("block", _size(found.bytes_per_block), f"{layout.block_size_tokens} tokens"),
+        (prompt, _size(found.prompt_bytes), f"{layout.num_blocks(found.prompt_tokens):,} blocks"),
+    ]
+    print_table(("KV CACHE OF A", ">SIZE", "HOLDS"), rows, "")
+    print()
+    rows_of_transports = [
+        (
+            each.name,
+            "-" if each.bytes_per_s is None else f"{each.bytes_per_s / 1e9:.2f} GB/s",
+            "-" if each.handoff_s is None else f"{each.handoff_s * 1e3:.1f} ms",
+            each.note,
+        )
+        for each in found.transports
+    ]
+    columns = ("TRANSPORT", ">SPEED", f">{found.prompt_tokens:,} TOKENS", "NOTE")
+    print_table(columns, rows_of_transports, "")
+    print("A request waits for less: a layer is sent while the next ones are computed.\n")
+    for key, size in (("send", staging.send_bytes), ("receive", staging.receive_bytes)):
+        print(f"kv_transfer.{key}_bytes: {size} ({_size(size)})")
+    print(
+        f"Staging holds prompts of up to {staging.max_prompt_tokens:,} tokens; "
+        f"max_model_len is {found.max_model_len:,}."
+    )
+    if not staging.fits:
+        print("One worker computes and decodes longer prompts. To hand over prompts of up to")
+        print(
+            f"{staging.suggested_prompt_tokens:,} tokens, set both to {staging.suggested_bytes} "
+            f"({_size(staging.suggested_bytes)})."
+        )
+        if staging.suggested_prompt_tokens < found.max_model_len:
+            print(
+                f"This host has {_size(staging.room_bytes)} for the staging of all workers (90 % "
+                "of the free\n/dev/shm, at most half of the available memory). For longer prompts, "
+                "enlarge /dev/shm\nor lower engine_args.max_model_len."
+            )
+
+
+def _size(num_bytes: float) -> str:
+    unit = 0
+    while num_bytes >= 1024 and unit < len(_UNITS) - 1:
+        num_bytes, unit = num_bytes / 1024, unit + 1
+    return f"{num_bytes:.1f} {_UNITS[unit]}"
+
+
+def _write(path: Path, values: dict[str, Any]) -> None:
+    """Writes a configuration file that does not exist yet.
+
+    Raises:
+        ConfigError: The values are no valid configuration.
+        OSError: The file exists by now, or cannot be written.
+    """
+    import yaml
+
+    from baton.runtime.config import parse
+
+    parse(values, str(path))
+    text = yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    with path.open("x", encoding="utf-8") as file:
+        file.write(f"# Made by `baton check --write`; for `baton up --config`.\n{text}")

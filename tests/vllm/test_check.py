@@ -1,0 +1,189 @@
+"""`baton check` with vLLM's own configuration code, without weights."""
+
+import json
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from test_refusals import DECODER, MODELS
+from vllm_programs import Program
+
+from baton.runtime import demo_model
+from baton.runtime.config import load
+
+pytestmark = [pytest.mark.vllm]
+
+TIMEOUT_S = 200
+# Staging for two blocks of the demo model (256 KiB each), and for its longest prompt.
+SMALL_BYTES = 2 * 256 * 2**10
+
+
+class Told:
+    """The answers of all commands, and the files that they were given and wrote."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.demo = demo_model.ensure("demo", weights=False, root=directory / "models")
+        for name in ("mamba", "mistral"):
+            (directory / name).mkdir()
+            (directory / name / "config.json").write_text(json.dumps(MODELS[name]))
+        (directory / "empty").mkdir()
+        self.small, self.made = directory / "small.yaml", directory / "made.yaml"
+        transfer = {"send_bytes": SMALL_BYTES, "receive_bytes": 2 * SMALL_BYTES}
+        self.small.write_text(
+            yaml.safe_dump({"model": self.demo, "log_level": "error", "kv_transfer": transfer})
+        )
+        taken = directory / "taken.yaml"
+        taken.write_text("model: mine\n")
+        pools = directory / "pools.yaml"
+        pools.write_text(
+            yaml.safe_dump({"model": self.demo, "decode": {"engine_args": {"block_size": 64}}})
+        )
+        windows = "disable_sliding_window=true"
+        commands = {
+            "small": ["--config", str(self.small), "--write", str(self.made), "--json"],
+            "mamba": [str(directory / "mamba")],
+            "mamba as json": [str(directory / "mamba"), "--json"],
+            "window": [str(directory / "mistral"), "--json"],
+            "window off": [str(directory / "mistral"), "--engine-arg", windows],
+            "argument": [self.demo, "--engine-arg", "max_modle_len=10"],
+            "vllm": [self.demo, "--engine-arg", "max_model_len=-5"],
+            "nowhere": ["/nowhere/model"],
+            "empty": [str(directory / "empty")],
+            "hub": ["nobody/nothing"],
+            "pools": ["--config", str(pools)],
+            "taken": [self.demo, "--write", str(taken)],
+        }
+        with Program("check_program", commands, directory=directory) as program:
+            self.answers: dict[str, dict[str, Any]] = program.result()
+
+    def json(self, name: str) -> Any:
+        return json.loads(self.answers[name]["out"])
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    return Told(tmp_path_factory.mktemp("check"))
+
+
+def test_a_model_that_can_be_served_is_described_without_weights(told: Told) -> None:
+    assert not list(Path(told.demo).glob("*.safetensors"))
+    assert told.answers["small"]["code"] == 0
+    found = told.json("small")
+    assert found["can_be_served"]
+    assert (found["model"], found["architecture"]) == (told.demo, "LlamaForCausalLM")
+    # 4 layers, 2 heads of 64 keys and 64 values, in bfloat16.
+    assert found["bytes_per_token"] == 4 * 2 * 128 * 2
+    block_tokens = found["layout"]["block_size_tokens"]
+    assert found["bytes_per_block"] == block_tokens * 2048
+    assert found["prompt_tokens"] == 4000
+    num_blocks = -(-4000 // block_tokens)
+    assert found["prompt_bytes"] == num_blocks * found["bytes_per_block"]
+
+
+def test_the_transports_of_this_host_are_measured(told: Told) -> None:
+    by_name = {each["name"]: each for each in told.json("small")["transports"]}
+    assert [name for name, each in by_name.items() if each["configured"]] == ["shm", "grpc"]
+    for name in ("shm", "grpc"):
+        # The measured handoff has the size of the prompt's.
+        moved = by_name[name]["bytes_per_s"] * by_name[name]["handoff_s"]
+        assert moved == pytest.approx(told.json("small")["prompt_bytes"])
+    assert by_name["nccl"]["handoff_s"] is None
+    # torch's CPU build has no NCCL, but gloo.
+    assert by_name["nccl"]["note"].startswith("not usable here: ")
+    assert by_name["gloo"]["note"].startswith("not measured; ")
+
+
+def test_staging_that_is_too_small_is_enlarged_in_the_written_configuration(told: Told) -> None:
+    found = told.json("small")
+    staging = found["staging"]
+    block_tokens = found["layout"]["block_size_tokens"]
+    # The smaller side decides.
+    assert staging["max_prompt_tokens"] == SMALL_BYTES // found["bytes_per_block"] * block_tokens
+    assert not staging["fits"]
+    assert staging["suggested_prompt_tokens"] == found["max_model_len"] == 4096
+    written = load(str(told.made))
+    assert written.model == told.demo
+    assert written.log_level == "error"
+    assert written.engine_args == {"max_model_len": 4096}
+    assert written.kv_transfer.send_bytes == staging["suggested_bytes"]
+    assert written.kv_transfer.receive_bytes == staging["suggested_bytes"]
+
+
+def test_baton_up_accepts_the_written_configuration(told: Told) -> None:
+    command = ["up", "--config", str(told.made), "--engine", "simulated"]
+    command += ["--listen", "127.0.0.1:0", "--no-http"]
+    up = subprocess.Popen(
+        [sys.executable, "-m", "baton.cli", *command],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"HOME": str(told.directory)},
+        text=True,
+    )
+    try:
+        assert up.stdout is not None
+        assert select.select([up.stdout], [], [], TIMEOUT_S)[0]
+        assert up.stdout.readline().startswith("ready grpc=127.0.0.1:")
+        up.terminate()
+        assert up.wait(TIMEOUT_S) == 0
+    finally:
+        up.kill()
+        up.communicate()
+
+
+def test_a_refused_model_names_its_kind_and_what_to_do(told: Told) -> None:
+    refused = told.answers["mamba"]
+    assert (refused["code"], refused["out"]) == (2, "")
+    said = f"baton: model: {told.directory / 'mamba'} (MambaForCausalLM) has no attention: "
+    assert said in refused["err"]
+    assert "serve it with plain vLLM" in refused["err"]
+    assert told.answers["mamba as json"]["code"] == 2
+    as_json = told.json("mamba as json")
+    assert not as_json["can_be_served"]
+    assert "(MambaForCausalLM) has no attention" in as_json["reason"]
+
+
+def test_an_engine_argument_may_turn_a_refusal_off(told: Told) -> None:
+    assert told.answers["window"]["code"] == 2
+    assert "engine_args.disable_sliding_window" in told.json("window")["reason"]
+    served = told.answers["window off"]
+    assert served["code"] == 0
+    assert "(MistralForCausalLM) can be served, on cpu" in served["out"]
+    # Without a sliding window, the context is as long as the window was.
+    assert f"max_model_len is {MODELS['mistral']['sliding_window']:,}" in served["out"]
+    assert DECODER["num_hidden_layers"] == 4
+    assert "4 layers" in served["out"]
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("argument", "engine_args.max_modle_len: is no vLLM engine argument; did you mean"),
+        ("vllm", "vLLM refuses it: "),
+        ("nowhere", "model: is '/nowhere/model'; there is no such directory"),
+        ("empty", "this directory has none of config.json, params.json"),
+        ("hub", "model: nobody/nothing: cannot be read from the hub: "),
+        ("pools", "decode workers could not load the KV caches of prefill workers: "),
+        ("taken", "--write: "),
+    ],
+)
+def test_a_refusal_takes_one_line_and_exits_with_code_2(
+    told: Told, name: str, expected: str
+) -> None:
+    answer = told.answers[name]
+    assert (answer["code"], answer["out"]) == (2, "")
+    assert expected in answer["err"]
+    assert "Traceback" not in answer["err"]
+
+
+def test_a_file_that_exists_is_kept(told: Told) -> None:
+    assert (told.directory / "taken.yaml").read_text() == "model: mine\n"
+    assert "exists already" in told.answers["taken"]["err"]
+
+
+def test_pools_whose_caches_differ_are_refused_with_both_values(told: Told) -> None:
+    assert "block_size_tokens is 64, here 128" in told.answers["pools"]["err"]
