@@ -6,7 +6,8 @@ therefore so long that they only bound hangs.
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,13 +61,17 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    *addresses: str, query_timeout_s: float = WAIT_S, **limits
+    *addresses: str,
+    query_timeout_s: float = WAIT_S,
+    clock: Callable[[], float] = time.time,
+    **limits,
 ) -> AsyncIterator[Running]:
     """Runs a gateway in front of one cell per address.
 
     Args:
         addresses: Addresses of the cells' coordinators.
         query_timeout_s: Longest wait for a coordinator's model description or health.
+        clock: Time of files and batches.
         limits: Fields of HttpConfig.
     """
     accepted: list[connections.Connection] = []
@@ -93,7 +98,7 @@ async def running(
         config = HttpConfig(**{"drain_timeout_s": 5.0, **long, **limits})
         places = [server.CellEndpoints([address]) for address in addresses]
         task = asyncio.create_task(
-            server.serve(config, places, listener, ready=ready.set, stop=stop)
+            server.serve(config, places, listener, ready=ready.set, stop=stop, clock=clock)
         )
         await asyncio.wait_for(ready.wait(), WAIT_S)
         try:
