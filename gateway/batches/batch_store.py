@@ -184,8 +184,12 @@ class BatchStore:
                 _add_line(db, batch.id, line)
         return data is not None
 
-    def begin_lines(self, batch_id: str, now: int) -> None:
-        """Ends the validation. Raises WrongFile if there are no lines."""
+    def begin_lines(self, batch_id: str, now: int) -> int:
+        """Ends the validation; returns the number of wrong lines.
+
+        Raises:
+            WrongFile: There are no lines.
+        """
         with self._database.transaction() as db:
             total, failed = db.execute(
                 "SELECT count(*), count(result) FROM lines WHERE batch_id = ?", (batch_id,)
@@ -196,6 +200,7 @@ class BatchStore:
             db.execute(
                 "UPDATE batches SET total = ?, failed = ? WHERE id = ?", (total, failed, batch_id)
             )
+        return int(failed)
 
     def fail(self, batch_id: str, problem: WrongFile, now: int) -> None:
         """Ends a batch whose input file cannot be used."""

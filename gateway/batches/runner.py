@@ -166,10 +166,11 @@ class BatchRunner(AsyncClosing):
             number = 0
             while await self.thread.call(self.batches.read_input, batch, parser, number):
                 number += 1
-            await self.thread.call(self.batches.begin_lines, batch.id, self.now())
+            num_wrong = await self.thread.call(self.batches.begin_lines, batch.id, self.now())
         except WrongFile as problem:
             await self.thread.call(self.batches.fail, batch.id, problem, self.now())
             return False
+        self._stats.lines["failed"] += num_wrong
         return True
 
     async def _run_lines(self, batch: OpenBatch) -> None:
@@ -225,7 +226,7 @@ def _headers(batch: OpenBatch) -> list[tuple[bytes, bytes]]:
     Every try has another ID, because the coordinator may still know the last one.
     """
     found = {
-        "x-request-id": f"batch_req_{secrets.token_hex(12)}",
+        "x-request-id": f"req_{secrets.token_hex(12)}",
         "x-baton-lane": "batch",
         "authorization": batch.authorization,
         "x-baton-tenant": batch.tenant,

@@ -25,6 +25,7 @@ from baton.runtime.config import HttpConfig
 # With import-mode=importlib a folder's helper modules are not importable by themselves.
 sys.path.append(str(Path(__file__).parents[1] / "cluster"))
 sys.path.append(str(Path(__file__).parents[1] / "client"))
+sys.path.append(str(Path(__file__).parent))
 
 from cluster_fixtures import cluster, model, shared_cluster
 from processes import Cluster
@@ -53,10 +54,10 @@ class Running:
         return parts.hostname, parts.port
 
     def openai(self, **options) -> AsyncOpenAI:
-        options = {"max_retries": 0, "timeout": WAIT_S, **options}
+        options = {"api_key": "none", "max_retries": 0, "timeout": WAIT_S, **options}
         # verify=False: reading the system's certificate authorities takes long; no test uses TLS.
         http = DefaultAsyncHttpxClient(verify=False)
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", http_client=http, **options)
+        return AsyncOpenAI(base_url=f"{self.url}/v1", http_client=http, **options)
 
 
 @asynccontextmanager
