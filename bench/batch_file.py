@@ -27,7 +27,7 @@ import urllib.request
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import openai
 
@@ -38,7 +38,8 @@ from baton.engine.sim_tokens import Vocabulary, expected_tokens
 from baton.load import stats
 from baton.runtime import demo_model
 
-MODEL, ROUTE = "batch-file", "/v1/completions"
+MODEL = "batch-file"
+ROUTE: Final = "/v1/completions"
 # Shares of the lines after which each process is killed.
 KILL_GATEWAY, KILL_COORDINATOR, KILL_WORKER = 0.4, 0.6, 0.8
 # Tokens of a line, and of an interactive request.

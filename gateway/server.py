@@ -11,6 +11,7 @@ import ssl
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, cast
 
@@ -102,6 +103,8 @@ def setup_logs() -> None:
     """Sends uvicorn's log lines to the same place as Baton's."""
     # uvicorn's warnings are about malformed requests, which the gateway counts as refusals.
     logs.adopt("uvicorn", logging.ERROR)
+    # Its warnings are about malformed uploads, which are answered with an error.
+    logs.adopt("python_multipart", logging.ERROR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,16 +159,17 @@ async def serve(
         )
     stop = stop if stop is not None else stop_requested()
     query_limiter = QueryLimiter()
+    # What this imports belongs to the frozen heap.
+    database = await _open_database(config)
     async with frozen_heap(), contextlib.AsyncExitStack() as stack:
+        if database is not None:
+            stack.callback(database.close)
         cells = Cells()
         for endpoints in cell_endpoints:
             cells.add(
                 await _open(endpoints, cells, len(cell_endpoints) > 1, tls, query_limiter, stack)
             )
         await stack.enter_async_context(cells)
-        database = await _open_database(config)
-        if database is not None:
-            stack.callback(database.close)
         gateway = Gateway(cells, query_limiter, config, security, database, clock)
         if gateway.batches is not None:
             await stack.enter_async_context(gateway.batches)
@@ -206,6 +210,7 @@ async def _open_database(config: HttpConfig) -> Database | None:
     missing = [name for name in ("openai", "python_multipart") if find_spec(name) is None]
     if missing:
         raise ConfigError(f"http.batches.dir: needs {' and '.join(missing)} (install baton[http])")
+    await asyncio.to_thread(import_module, "baton.gateway.batches.routes")
     return await asyncio.to_thread(Database, directory)
 
 

@@ -164,7 +164,7 @@ class BatchRunner(AsyncClosing):
         try:
             await self.thread.call(self.batches.begin_validation, batch.id)
             number = 0
-            while await self.thread.call(self.batches.read_input, batch, parser, number):
+            while await self.thread.call(self._read_input, batch, parser, number):
                 number += 1
             num_wrong = await self.thread.call(self.batches.begin_lines, batch.id, self.now())
         except WrongFile as problem:
@@ -172,6 +172,12 @@ class BatchRunner(AsyncClosing):
             return False
         self._stats.lines["failed"] += num_wrong
         return True
+
+    def _read_input(self, batch: OpenBatch, parser: InputParser, number: int) -> bool:
+        """Adds the lines of a chunk of the input file; returns whether there may be more."""
+        if self.files.is_full:
+            raise WrongFile("storage_full", "no room for the lines (http.batches.max_bytes)")
+        return self.batches.read_input(batch, parser, number)
 
     async def _run_lines(self, batch: OpenBatch) -> None:
         """Runs the lines without a result; returns when every line has one."""

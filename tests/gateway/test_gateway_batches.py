@@ -366,7 +366,8 @@ async def test_wrong_requests_name_what_is_wrong(openai, batching):
             assert refused.value.param == param
     form = "multipart/form-data; boundary=x"
     part = b'--x\r\ncontent-disposition: form-data; name="%s"%s\r\n\r\na\r\n'
-    async with httpx.AsyncClient(base_url=batching.url, timeout=WAIT_S) as http:
+    key = {"authorization": "Bearer none"}
+    async with httpx.AsyncClient(base_url=batching.url, timeout=WAIT_S, headers=key) as http:
         for kind, body, status in (
             ("application/json", b"{}", 415),
             ("multipart/form-data", b"", 400),
@@ -376,12 +377,22 @@ async def test_wrong_requests_name_what_is_wrong(openai, batching):
             (form, part % (b"file", b'; filename="a"') + b"--x--\r\n", 400),
             (form, part % (b"other", b"") + b"--x--\r\n", 400),
             (form, part % (b"purpose", b"") * 9 + b"--x--\r\n", 400),
+            ("multipart/form-data; boundary=", b"--\r\n", 400),
+            ('multipart/form-data; boundary="\xff', b"--\xff\r\n", 400),
+            (form, b"--x\r\ncontent-disposition: \xff\r\n\r\na\r\n--x--\r\n", 400),
+            (form, b"--x\r\n" + b"a: b\r\n" * 5000 + b"\r\na\r\n--x--\r\n", 400),
         ):
             answer = await http.post(
-                "/v1/files", content=body, headers={"content-type": kind, "connection": "close"}
+                "/v1/files",
+                content=body,
+                headers={"content-type": kind.encode("latin-1"), "connection": "close"},
             )
             assert answer.status_code == status, (kind, body, answer.text)
             assert answer.json()["error"]["type"] == "invalid_request_error"
+        for path in ("/v1/files?limit=" + "9" * 9000, "/v1/files?order=up", "/v1/batches?x=1"):
+            assert (await http.get(path)).status_code == 400
+        assert (await http.head(f"/v1/files/{file.id}")).status_code == 200
+        assert (await http.head(f"/v1/files/{file.id}/content")).status_code == 200
         answer = await http.put("/v1/files")
         assert answer.status_code == 405
         answer = await http.post(
