@@ -226,9 +226,9 @@ class BatchRoutes:
             created = await runner.thread.call(runner.batches.create, new, runner.now())
         except StoreFull as full:
             raise _full(full) from None
+        runner.start(created)
         batch = await runner.thread.call(runner.batches.find, owner, created.id)
         assert batch is not None
-        runner.start(created)
         return batch
 
     async def _admitted(self, request: Request) -> bytes:

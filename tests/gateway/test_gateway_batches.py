@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ from openai import AsyncOpenAI
 from processes import Cluster
 from scripted_inference import accepted, delta, failed, finished
 
+from baton.gateway.batches import runner
 from baton.runtime import errors
 from baton.v1 import common_pb2
 
@@ -627,6 +629,53 @@ async def test_a_killed_gateway_goes_on_where_it_was(cluster, tmp_path, director
             assert (counts.total, counts.completed, counts.failed) == (num_lines, num_lines, 0)
             done, _ = await results(openai, batch)
             right_results(done, num_lines)
+
+
+async def test_a_stopped_gateway_goes_on_where_it_was(start_gateway, cluster, directory):
+    num_lines, limits = 100, directory | {"max_running": 4}
+    lines = [with_body(f"request-{n}", max_tokens=20) for n in range(num_lines)]
+    async with (
+        start_gateway(cluster.address, batches=limits) as gateway,
+        gateway.openai() as openai,
+    ):
+        batch = await submit(openai, *lines)
+        await until(openai, batch, lambda one: one.request_counts.completed >= 10)
+    async with (
+        start_gateway(cluster.address, batches=limits) as gateway,
+        gateway.openai() as openai,
+    ):
+        batch = await openai.batches.retrieve(batch.id)
+        assert 10 <= batch.request_counts.completed < num_lines
+        batch = await ended(openai, batch)
+        assert batch.error_file_id is None
+        right_results(await content(openai, batch.output_file_id), num_lines)
+
+
+async def test_lines_wait_while_there_is_no_room_for_results(
+    start_gateway, cluster, directory, monkeypatch
+):
+    monkeypatch.setattr(runner, "_RETRY_S", 0.02)
+    limit, num_lines = 400_000, 400
+    async with (
+        start_gateway(cluster.address, batches=directory | {"max_bytes": limit}) as gateway,
+        gateway.openai() as openai,
+    ):
+        other = await upload(openai, b"x" * 200_000)
+        lines = [with_body(f"request-{n}", max_tokens=2) for n in range(num_lines)]
+        batch = await submit(openai, *lines)
+
+        async def num_bytes():
+            async with httpx.AsyncClient(timeout=WAIT_S) as http:
+                text = (await http.get(f"{gateway.url}/metrics")).text
+            return float(re.search(r"^baton_http_batches_bytes (\S+)$", text, re.MULTILINE)[1])
+
+        async with asyncio.timeout(WAIT_S):
+            while await num_bytes() <= limit:
+                batch = await openai.batches.retrieve(batch.id)
+                assert not is_ended(batch)
+        await openai.files.delete(other.id)
+        batch = await ended(openai, batch)
+        right_results(await content(openai, batch.output_file_id), num_lines)
 
 
 async def test_a_killed_coordinator_only_delays_lines(start_gateway, tmp_path, model, directory):
