@@ -25,6 +25,8 @@ from baton.runtime.config import BatchesConfig
 
 # The only completion window of OpenAI's API.
 WINDOW, WINDOW_S = "24h", 86_400
+# Lines of a batch that are read at a time.
+_LINES_AT_ONCE, _BYTES_AT_ONCE = 64, 2**20
 
 # OpenAI's error of the lines that were not executed, by the state in which the batch ended.
 _NOT_EXECUTED = {
@@ -185,7 +187,10 @@ class BatchStore:
         return data is not None
 
     def begin_lines(self, batch_id: str, now: int) -> int:
-        """Ends the validation; returns the number of wrong lines.
+        """Ends the validation, unless the batch was cancelled meanwhile.
+
+        Returns:
+            The number of wrong lines.
 
         Raises:
             WrongFile: There are no lines.
@@ -196,6 +201,8 @@ class BatchStore:
             ).fetchone()
             if not total:
                 raise WrongFile("empty_batch", "the input file has no lines")
+            if not _is_validating(db, batch_id):
+                return 0
             _advance(db, batch_id, Status.IN_PROGRESS, now)
             db.execute(
                 "UPDATE batches SET total = ?, failed = ? WHERE id = ?", (total, failed, batch_id)
@@ -208,20 +215,29 @@ class BatchStore:
             object="list", data=[BatchError(code=problem.code, message=str(problem))]
         ).model_dump_json()
         with self._database.transaction() as db:
+            if not _is_validating(db, batch_id):
+                return
             _advance(db, batch_id, Status.FAILED, now)
             db.execute("UPDATE batches SET errors = ? WHERE id = ?", (errors, batch_id))
             db.execute("DELETE FROM lines WHERE batch_id = ?", (batch_id,))
             self._end(db, batch_id, now)
 
-    def next_lines(self, batch_id: str, after: int, limit: int) -> list[Line]:
-        """Returns the next lines without a result, after a line number."""
+    def next_lines(self, batch_id: str, after: int) -> list[Line]:
+        """Returns some of the lines without a result after a line number; [] after the last."""
+        found, num_bytes = list[Line](), 0
         with self._database.transaction() as db:
-            found = db.execute(
+            rows = db.execute(
                 "SELECT number, custom_id, body FROM lines WHERE batch_id = ? AND number > ? "
                 "AND result IS NULL ORDER BY number LIMIT ?",
-                (batch_id, after, limit),
-            ).fetchall()
-        return [Line(*row) for row in found]
+                (batch_id, after, _LINES_AT_ONCE),
+            )
+            for row in rows:
+                found.append(Line(*row))
+                num_bytes += len(row["body"])
+                if num_bytes > _BYTES_AT_ONCE:
+                    break
+            rows.close()
+        return found
 
     def record(self, batch_id: str, line: Line, answer: Answer) -> bool:
         """Writes the result of a line, once; returns whether it succeeded."""
@@ -303,6 +319,10 @@ class BatchStore:
 def _row(db: sqlite3.Connection, batch_id: str) -> sqlite3.Row:
     row: sqlite3.Row = db.execute("SELECT * FROM batches WHERE id = ?", (batch_id,)).fetchone()
     return row
+
+
+def _is_validating(db: sqlite3.Connection, batch_id: str) -> bool:
+    return bool(_row(db, batch_id)["status"] == Status.VALIDATING)
 
 
 def _advance(db: sqlite3.Connection, batch_id: str, status: Status, now: int) -> None:

@@ -26,8 +26,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
-# Lines of a batch that are read from the database at a time.
-_LINES_AT_ONCE = 64
 # Seconds between two searches for what has expired, and between two tries after the disk failed or
 # while the store is full.
 _SWEEP_S, _RETRY_S = 30.0, 5.0
@@ -123,7 +121,7 @@ class BatchRunner(AsyncClosing):
         """Returns the next lines of a batch; None while there is no room for results."""
         if self.files.is_full:
             return None
-        return self.batches.next_lines(batch_id, after, _LINES_AT_ONCE)
+        return self.batches.next_lines(batch_id, after)
 
     async def _sweep_forever(self) -> None:
         while True:

@@ -37,7 +37,7 @@ class BatchesConfig(Section):
         "refused, and running batches wait for room.",
     )
     max_files: PositiveInt = Field(
-        1000, description="Uploaded files that are kept at a time; also the limit of batches."
+        10_000, description="Uploaded files that are kept at a time; also the limit of batches."
     )
     max_file_bytes: PositiveInt = Field(200 * 2**20, description="Size of one uploaded file.")
     max_lines: PositiveInt = Field(50_000, description="Lines of one batch.")

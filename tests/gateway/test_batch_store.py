@@ -70,7 +70,7 @@ def test_lines_may_cross_chunks(tmp_path):
             chunks = [data[start : start + size] for start in range(0, len(data), size)]
             batch = new_batch(batches, upload(files, *chunks))
             validate(batches, batch)
-            found = batches.next_lines(batch.id, 0, 10)
+            found = batches.next_lines(batch.id, 0)
             assert [(line.number, line.custom_id) for line in found] == [
                 (1, "a"),
                 (2, "b"),
@@ -78,18 +78,39 @@ def test_lines_may_cross_chunks(tmp_path):
             ]
 
 
+def test_lines_are_read_by_parts_of_bounded_size(tmp_path):
+    names = [f"{n}" for n in range(70)]
+    body = {"prompt": "x" * 1_100_000}
+    large = ({"custom_id": n, "method": "POST", "url": ROUTE, "body": body} for n in "ab")
+    data = lines(*names) + b"".join(b"\n" + json.dumps(one).encode() for one in large)
+    with opened(tmp_path) as (files, batches):
+        batch = new_batch(batches, upload(files, data))
+        batches.begin_validation(batch.id)
+        parser = InputParser(ROUTE, 2_000_000, 100)
+        assert batches.read_input(batch, parser, 0)
+        assert not batches.read_input(batch, parser, 1)
+        batches.begin_lines(batch.id, NOW_S)
+        after, sizes, found = 0, [], []
+        while part := batches.next_lines(batch.id, after):
+            after = part[-1].number
+            sizes.append(len(part))
+            found += [line.custom_id for line in part]
+        assert found == [*names, "a", "b"]
+        assert sizes == [64, 7, 1]
+
+
 def test_a_result_is_written_once(tmp_path):
     with opened(tmp_path) as (files, batches):
         batch = new_batch(batches, upload(files, lines("a", "b")))
         validate(batches, batch)
-        a, b = batches.next_lines(batch.id, 0, 10)
+        a, b = batches.next_lines(batch.id, 0)
         for _ in range(2):
             batches.record(batch.id, a, DONE)
     with opened(tmp_path) as (files, batches):
         (batch,) = batches.open_batches()
         assert (batch.status, batch.authorization) == (Status.IN_PROGRESS, SECRET)
-        assert batches.next_lines(batch.id, 0, 10) == [b]
-        assert batches.next_lines(batch.id, 2, 10) == []
+        assert batches.next_lines(batch.id, 0) == [b]
+        assert batches.next_lines(batch.id, 2) == []
         batches.record(batch.id, b, Answer(400, "req_2", b"{}", None))
         for _ in range(2):
             batches.finish(batch.id, Status.COMPLETED, NOW_S)
@@ -113,7 +134,7 @@ def test_an_interrupted_validation_begins_again(tmp_path):
         (batch,) = batches.open_batches()
         assert batch.status is Status.VALIDATING
         validate(batches, batch)
-        found = batches.next_lines(batch.id, 0, 10)
+        found = batches.next_lines(batch.id, 0)
         assert [line.custom_id for line in found] == ["a", "b", "c", "d"]
 
 
@@ -147,7 +168,7 @@ def test_credentials_and_prompts_do_not_outlive_what_needs_them(tmp_path):
         file_id = upload(files, lines("name-of-this-test"))
         batch = new_batch(batches, file_id)
         validate(batches, batch)
-        (line,) = batches.next_lines(batch.id, 0, 1)
+        (line,) = batches.next_lines(batch.id, 0)
         batches.record(batch.id, line, DONE)
         batches.finish(batch.id, Status.COMPLETED, NOW_S)
         found = batches.find(OWNER, batch.id)
