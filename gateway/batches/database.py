@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import functools
 import os
+import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +44,7 @@ class Database(Closing):
     """
 
     def __init__(self, directory: str) -> None:
-        path = Path(directory)
+        self._path = path = Path(directory)
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = _locked(path)
@@ -65,22 +66,34 @@ class Database(Closing):
     @contextlib.contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
         """Commits at the end of the `with` block; an exception undoes all changes."""
-        self._connection.execute("BEGIN IMMEDIATE")
+        db = self._connection
+        db.execute("BEGIN IMMEDIATE")
         try:
-            yield self._connection
+            yield db
+            db.execute("COMMIT")
         except BaseException:
-            self._connection.execute("ROLLBACK")
+            # SQLite may have undone the changes itself.
+            if db.in_transaction:
+                db.execute("ROLLBACK")
             raise
-        self._connection.execute("COMMIT")
 
     @property
     def num_bytes(self) -> int:
         """Size of the content; the file may be larger."""
-        pages, free, size = (
-            self._connection.execute(f"PRAGMA {name}").fetchone()[0]
-            for name in ("page_count", "freelist_count", "page_size")
-        )
-        return int((pages - free) * size)
+        return (self._pragma("page_count") - self._pragma("freelist_count")) * self._page_bytes
+
+    @property
+    def num_free_bytes(self) -> int:
+        """Free space of the disk and inside the database."""
+        inside = self._pragma("freelist_count") * self._page_bytes
+        return shutil.disk_usage(self._path).free + inside
+
+    @property
+    def _page_bytes(self) -> int:
+        return self._pragma("page_size")
+
+    def _pragma(self, name: str) -> int:
+        return int(self._connection.execute(f"PRAGMA {name}").fetchone()[0])
 
 
 def _locked(path: Path) -> int:

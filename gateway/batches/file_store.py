@@ -14,6 +14,8 @@ from baton.runtime.config import BatchesConfig
 
 # Bytes of an upload that are written or read at a time.
 CHUNK_BYTES = 256 * 2**10
+# Free space of the disk that is never used: SQLite needs some even to delete.
+RESERVE_BYTES = 64 * 2**20
 # Result lines that are read at a time.
 _RESULTS_AT_ONCE = 256
 
@@ -69,7 +71,10 @@ class FileStore:
     @property
     def is_full(self) -> bool:
         """Whether no more bytes fit."""
-        return self._database.num_bytes > self._config.max_bytes
+        database = self._database
+        return (
+            database.num_bytes > self._config.max_bytes or database.num_free_bytes < RESERVE_BYTES
+        )
 
     def check_room(self, num_bytes: int = 0) -> None:
         """Raises StoreFull if this many bytes do not fit."""
@@ -78,6 +83,10 @@ class FileStore:
             raise StoreFull(
                 f"files and results use {used} bytes; at most {limit} (http.batches.max_bytes): "
                 "delete files"
+            )
+        if (free := self._database.num_free_bytes) < RESERVE_BYTES + num_bytes:
+            raise StoreFull(
+                f"the disk of http.batches.dir has {free} bytes free; {RESERVE_BYTES} must stay"
             )
 
     def finish_upload(self, owner: bytes, file: FileObject) -> None:

@@ -7,6 +7,7 @@ those of the `openai` package. A caller sees the files and batches of its own cr
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated, Literal, TypeAlias, TypeVar
 
@@ -86,12 +87,15 @@ class BatchRoutes:
     def table(self) -> list[tuple[str, Endpoint, list[str]]]:
         """Returns the path, endpoint and methods of each route."""
         return [
-            (FILES, self.files, ["GET", "POST"]),
-            (f"{FILES}/{{id}}", self.file, ["GET", "DELETE"]),
-            (f"{FILES}/{{id}}/content", self.content, ["GET"]),
-            (BATCHES, self.batches, ["GET", "POST"]),
-            (f"{BATCHES}/{{id}}", self.batch, ["GET"]),
-            (f"{BATCHES}/{{id}}/cancel", self.cancel, ["POST"]),
+            (path, _answered(endpoint), methods)
+            for path, endpoint, methods in (
+                (FILES, self.files, ["GET", "POST"]),
+                (f"{FILES}/{{id}}", self.file, ["GET", "DELETE"]),
+                (f"{FILES}/{{id}}/content", self.content, ["GET"]),
+                (BATCHES, self.batches, ["GET", "POST"]),
+                (f"{BATCHES}/{{id}}", self.batch, ["GET"]),
+                (f"{BATCHES}/{{id}}/cancel", self.cancel, ["POST"]),
+            )
         ]
 
     async def files(self, request: Request) -> Response:
@@ -169,8 +173,6 @@ class BatchRoutes:
             upload = await read_upload(request, self._config)
             try:
                 return await self._stored(owner, upload)
-            except StoreFull as full:
-                raise _full(full) from None
             finally:
                 await upload.file.close()
 
@@ -220,12 +222,9 @@ class BatchRoutes:
             expires.seconds if expires is not None else round(self._config.batches.expires_s),
         )
         runner = self._runner
-        try:
-            # The lines are kept beside the file until they are done.
-            await runner.thread.call(runner.files.check_room, file.bytes)
-            created = await runner.thread.call(runner.batches.create, new, runner.now())
-        except StoreFull as full:
-            raise _full(full) from None
+        # The lines are kept beside the file until they are done.
+        await runner.thread.call(runner.files.check_room, file.bytes)
+        created = await runner.thread.call(runner.batches.create, new, runner.now())
         runner.start(created)
         batch = await runner.thread.call(runner.batches.find, owner, created.id)
         assert batch is not None
@@ -326,5 +325,15 @@ def _json(found: BaseModel) -> Response:
     return Response(found.model_dump_json(), media_type="application/json")
 
 
-def _full(full: StoreFull) -> HttpError:
-    return HttpError(507, str(full), kind="server_error", code="storage_full", permanent=True)
+def _answered(endpoint: Endpoint) -> Endpoint:
+    """Turns errors of a full store or disk into error responses."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except (StoreFull, sqlite3.OperationalError) as error:
+            raise HttpError(
+                507, str(error), kind="server_error", code="storage_full", permanent=True
+            ) from None
+
+    return answer

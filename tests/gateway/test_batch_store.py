@@ -7,9 +7,10 @@ import sqlite3
 import pytest
 from openai.types import FileObject
 
+from baton.gateway.batches import file_store
 from baton.gateway.batches.batch_store import BatchStore, NewBatch
 from baton.gateway.batches.database import Database
-from baton.gateway.batches.file_store import FileStore
+from baton.gateway.batches.file_store import FileStore, StoreFull
 from baton.gateway.batches.input_file import InputParser
 from baton.gateway.batches.route_call import Answer
 from baton.gateway.batches.status import TRANSITIONS, Status, advance
@@ -161,6 +162,30 @@ def test_an_unfinished_upload_is_dropped_at_the_next_start(tmp_path):
     with opened(tmp_path, max_bytes=250_000) as (files, _):
         assert files.read(OWNER, kept, 0).data == b"abc"
         files.check_room(100_000)
+
+
+def test_some_of_the_disk_stays_free(tmp_path, monkeypatch):
+    with opened(tmp_path) as (files, _):
+        upload(files, b"abc")
+        assert not files.is_full
+        monkeypatch.setattr(file_store, "RESERVE_BYTES", 2**62)
+        assert files.is_full
+        with pytest.raises(StoreFull, match=r"the disk of http\.batches\.dir has \d+ bytes free"):
+            upload(files, b"abc")
+
+
+def test_a_transaction_that_fails_leaves_nothing_behind(tmp_path):
+    with Database(str(tmp_path)) as database:
+        with database.transaction() as db:
+            (pages,) = db.execute("PRAGMA page_count").fetchone()
+            db.execute(f"PRAGMA max_page_count = {pages + 2}")
+        insert = "INSERT INTO chunks VALUES ('file', ?, ?)"
+        rows = [(0, b"x"), (1, b"x" * 100_000)]
+        with pytest.raises(sqlite3.OperationalError, match="full"), database.transaction() as db:
+            db.executemany(insert, rows)
+        with database.transaction() as db:
+            assert db.execute("SELECT count(*) FROM chunks").fetchone()[0] == 0
+            db.execute(insert, (0, b"x"))
 
 
 def test_credentials_and_prompts_do_not_outlive_what_needs_them(tmp_path):
