@@ -18,7 +18,7 @@ from openai import AsyncOpenAI
 from processes import Cluster
 from scripted_inference import accepted, delta, failed, finished
 
-from baton.gateway.batches import runner
+from baton.gateway.batches import route_call, runner
 from baton.runtime import errors
 from baton.v1 import common_pb2
 
@@ -493,6 +493,35 @@ async def test_lines_are_the_callers_requests_in_the_batch_lane(
         done, wrong = await results(openai, batch)
         assert not wrong
         assert [one["custom_id"] for one in done] == ["a", "b", "c"]
+
+
+async def test_only_refusals_of_now_run_again(
+    start_gateway, coordinator, inference, directory, monkeypatch
+):
+    monkeypatch.setattr(route_call, "_RETRY_S", 0.01)
+    async with (
+        start_gateway(coordinator, batches=directory | {"max_running": 1}) as gateway,
+        gateway.openai() as openai,
+    ):
+        batch = await submit(openai, *(with_body(name, model="scripted") for name in "abcd"))
+        connection = await inference.connection()
+        for error, again in (
+            (errors.Unavailable("no worker"), True),
+            (errors.AlreadyExists("the ID is in use"), True),
+            (errors.ResourceExhausted("large", reason="TOO_LARGE", retry_after_s=None), False),
+            (errors.Internal("two workers died"), False),
+            (errors.DeadlineExceeded("too long"), False),
+        ):
+            submitted = await connection.submitted()
+            connection.send(failed(submitted.stream, error))
+            if again:
+                submitted = await connection.submitted()
+                connection.send(failed(submitted.stream, error))
+        answer(connection, (await connection.submitted()).stream)
+        done, wrong = await results(openai, await ended(openai, batch))
+        assert [one["custom_id"] for one in done] == ["d"]
+        statuses = [(one["custom_id"], one["response"]["status_code"]) for one in wrong]
+        assert statuses == [("a", 429), ("b", 500), ("c", 504)]
 
 
 def answer(connection, stream):
