@@ -172,8 +172,10 @@ CELL_ROWS = (
                 [
                     ("open", "sum(baton_http_connections{CELL})"),
                     ("generations", "sum(baton_http_requests_running{CELL})"),
+                    ("batches", "sum(baton_http_batches_open{CELL})"),
                 ],
             ),
+            Panel("Lines of batches", "reqps", _rate("baton_http_batch_lines_total", "outcome")),
         ),
     ),
 )

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
+from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -20,6 +21,8 @@ from baton.client.errors import NotFoundError
 from baton.gateway import body_reader, dashboard, error_responses
 from baton.gateway.admin_credential import use_credential
 from baton.gateway.anthropic_route import COUNT_TOKENS, MESSAGES, Messages, count_tokens
+from baton.gateway.batches import BATCHES, FILES
+from baton.gateway.batches.database import Database
 from baton.gateway.cell import Cell
 from baton.gateway.cells import Cells
 from baton.gateway.converted_route import ConvertedRoute, Dialect, error_response
@@ -38,6 +41,9 @@ from baton.runtime.errors import RemoteError, shown
 from baton.runtime.refusals import Refusals
 from baton.runtime.security_config import SecurityConfig
 from baton.v1 import common_pb2
+
+if TYPE_CHECKING:
+    from baton.gateway.batches.runner import BatchRunner
 
 _log = logging.getLogger(__name__)
 
@@ -62,10 +68,13 @@ class Gateway:
         query_limiter: Limits the queries to the coordinators.
         config: Limits of requests.
         security: Says who may read the metrics; None: the default.
+        database: Keeps files and batches; None: there are none.
+        clock: Returns Unix time in seconds, for files and batches.
 
     Attributes:
         stats: Counts and latencies of requests, for the metrics.
         refusals: Counts of refused callers of this process, for the metrics.
+        batches: Runs batches, once the caller has opened it; None: there are none.
     """
 
     def __init__(
@@ -74,6 +83,8 @@ class Gateway:
         query_limiter: QueryLimiter,
         config: HttpConfig,
         security: SecurityConfig | None = None,
+        database: Database | None = None,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.stats = GatewayStats((COMPLETIONS, CHAT, MESSAGES, RESPONSES), cells.failovers)
         self.refusals = Refusals()
@@ -98,6 +109,16 @@ class Gateway:
         for dialect in dialects:
             chat = Generation(dialect.path, cells, config, self.stats)
             self._generations[dialect.path] = ConvertedRoute(dialect, chat, config, self.stats)
+        self.batches: BatchRunner | None = None
+        batch_routes = _batches_off()
+        if database is not None:
+            # The openai package takes a second and 30 MB.
+            from baton.gateway.batches.routes import BatchRoutes
+            from baton.gateway.batches.runner import BatchRunner
+
+            stats = self.stats.batches
+            self.batches = BatchRunner(database, self._generations, config, stats, clock)
+            batch_routes = BatchRoutes(self.batches, cells, config).table()
         self._other_routes = Starlette(
             routes=[
                 *(
@@ -134,6 +155,14 @@ class Gateway:
                         partial(error_response, Messages()),
                     ),
                     methods=["POST"],
+                ),
+                *(
+                    Route(
+                        path,
+                        self._counted(FILES if path.startswith(FILES) else BATCHES, answer),
+                        methods=methods,
+                    )
+                    for path, answer, methods in batch_routes
                 ),
                 Route("/metrics", self._counted("/metrics", self._metrics)),
                 *self._dashboard(),
@@ -304,6 +333,23 @@ class Gateway:
         kind = _ERROR_KINDS.get(error.status_code, error_responses.INVALID_REQUEST)
         problem = HttpError(error.status_code, message, kind=kind, code="no_such_route")
         return _response(problem, error.headers)
+
+
+def _batches_off() -> list[tuple[str, Callable[[Request], Awaitable[Response]], list[str]]]:
+    """Returns path, endpoint and methods of the routes of files and batches, which refuse."""
+
+    async def refuse(request: Request) -> Response:
+        message = (
+            "this gateway keeps no files and batches: set http.batches.dir to a directory for them"
+        )
+        raise HttpError(501, message, kind="server_error", code="batches_off", permanent=True)
+
+    methods = ["GET", "POST", "DELETE"]
+    return [
+        (path, refuse, methods)
+        for route in (FILES, BATCHES)
+        for path in (route, f"{route}/{{rest:path}}")
+    ]
 
 
 async def _tokenizer_info(tokenizing: TokenizeRoutes, request: Request) -> Response:

@@ -43,6 +43,11 @@ def request_credential(headers: Mapping[str, str]) -> str:
     return shown
 
 
+def caller_digest(credential: str) -> bytes:
+    """Identifies a caller by its credential without keeping the secret in memory or on disk."""
+    return hashlib.sha256(credential.encode()).digest()
+
+
 class QueryLimiter:
     """Limits how many queries are sent to the coordinators at a time; further queries queue.
 
@@ -128,7 +133,7 @@ class PerCallerQuery(Generic[T]):
 
     async def get(self, authorization: str) -> T:
         """Returns the result for a caller. Raises HttpError if the query failed."""
-        key = hashlib.sha256(authorization.encode()).digest()
+        key = caller_digest(authorization)
         result = self._cached_queries.get(key)
         if result is None:
             result = self._cached_queries[key] = CachedQuery(

@@ -30,6 +30,22 @@ class RouteStats:
         self.ttft, self.itl, self.e2e = Histogram(_TTFT_S), Histogram(_FAST_S), Histogram(_SLOW_S)
 
 
+class BatchStats:
+    """Batches of this gateway.
+
+    Attributes:
+        num_open: Number of batches that have not ended.
+        num_running: Number of lines that run.
+        lines: Number of lines since the gateway started, by outcome: "completed", "failed", or
+            "refused" (the line runs again).
+        num_bytes: Size of files and results.
+    """
+
+    def __init__(self) -> None:
+        self.num_open = self.num_running = self.num_bytes = 0
+        self.lines: Counter[str] = Counter()
+
+
 class GatewayStats:
     """Totals since the gateway started.
 
@@ -40,6 +56,7 @@ class GatewayStats:
         num_connections: Number of open connections.
         refused_connections: Number of connections closed for exceeding a limit, by reason.
         failovers: Number of requests served by another cell, by the unreachable cell's name.
+        batches: Counts of batches and their lines.
     """
 
     def __init__(self, routes: tuple[str, ...], failovers: Counter[str]) -> None:
@@ -49,6 +66,7 @@ class GatewayStats:
         self.num_connections = 0
         self.refused_connections: Counter[str] = Counter()
         self.failovers = failovers
+        self.batches = BatchStats()
 
 
 class GatewayCollector(Collector):
@@ -114,6 +132,18 @@ class GatewayCollector(Collector):
             "coordinator",
             stats.failovers,
         )
+        yield _counter(
+            "baton_http_batch_lines",
+            "Lines of batches that completed, failed, or were refused and run again, by outcome.",
+            "outcome",
+            stats.batches.lines,
+        )
+        for name, documentation, value in (
+            ("batches_open", "Batches that have not ended.", stats.batches.num_open),
+            ("batch_lines_running", "Lines of batches that run.", stats.batches.num_running),
+            ("batches_bytes", "Size of files and results of batches.", stats.batches.num_bytes),
+        ):
+            yield GaugeMetricFamily(f"baton_http_{name}", documentation, value=value)
 
 
 def _counter(name: str, documentation: str, label: str, counts: Counter[str]) -> Metric:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
+
+from baton.gateway.coordinator_queries import caller_digest
 
 # As long as a conversation usually pauses.
 _EXPIRES_S = 3600.0
@@ -81,5 +82,4 @@ class ResponseStore:
 
 
 def _key(credential: str, response_id: str) -> tuple[bytes, str]:
-    # No secret stays in memory.
-    return hashlib.sha256(credential.encode()).digest(), response_id
+    return caller_digest(credential), response_id

@@ -8,8 +8,11 @@ import logging
 import math
 import socket
 import ssl
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, cast
 
 import uvicorn
@@ -18,12 +21,14 @@ from baton.client import BatonClient, Tls
 from baton.client.watcher import Watcher
 from baton.gateway import admin_credential
 from baton.gateway.app import Gateway
+from baton.gateway.batches.database import Database
 from baton.gateway.cell import Cell, OutputParsersFactory
 from baton.gateway.cells import Cells
 from baton.gateway.connections import protocol_factory
 from baton.gateway.coordinator_queries import QueryLimiter
 from baton.runtime import logs
 from baton.runtime.config import HttpConfig
+from baton.runtime.config_error import ConfigError
 from baton.runtime.lifecycle import frozen_heap, stop_requested
 from baton.runtime.security_config import SecurityConfig
 from baton.runtime.tls import CONFIG_KEYS, Handshakes, TlsFiles
@@ -98,6 +103,8 @@ def setup_logs() -> None:
     """Sends uvicorn's log lines to the same place as Baton's."""
     # uvicorn's warnings are about malformed requests, which the gateway counts as refusals.
     logs.adopt("uvicorn", logging.ERROR)
+    # Its warnings are about malformed uploads, which are answered with an error.
+    logs.adopt("python_multipart", logging.ERROR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +128,7 @@ async def serve(
     ready: Callable[[], None],
     stop: asyncio.Event | None = None,
     security: SecurityConfig | None = None,
+    clock: Callable[[], float] = time.time,
 ) -> int:
     """Serves until `stop` is set, then drains for at most `config.drain_timeout_s`.
 
@@ -131,12 +139,13 @@ async def serve(
         ready: Called once when connections are accepted.
         stop: Set it to stop the gateway; None: SIGINT and SIGTERM stop it.
         security: TLS towards clients and coordinators, and access to metrics; None: the defaults.
+        clock: Returns Unix time in seconds, for files and batches.
 
     Returns:
         The exit code: 0 after a requested stop.
 
     Raises:
-        ConfigError: A file of `security` cannot be used.
+        ConfigError: A file of `security` or the directory of `config.batches` cannot be used.
     """
     security = security or SecurityConfig()
     tls, context, handshakes = None, None, None
@@ -150,14 +159,20 @@ async def serve(
         )
     stop = stop if stop is not None else stop_requested()
     query_limiter = QueryLimiter()
+    # What this imports belongs to the frozen heap.
+    database = await _open_database(config)
     async with frozen_heap(), contextlib.AsyncExitStack() as stack:
+        if database is not None:
+            stack.callback(database.close)
         cells = Cells()
         for endpoints in cell_endpoints:
             cells.add(
                 await _open(endpoints, cells, len(cell_endpoints) > 1, tls, query_limiter, stack)
             )
         await stack.enter_async_context(cells)
-        gateway = Gateway(cells, query_limiter, config, security)
+        gateway = Gateway(cells, query_limiter, config, security, database, clock)
+        if gateway.batches is not None:
+            await stack.enter_async_context(gateway.batches)
         gateway.refusals.handshakes = handshakes
         server = _Server(
             uvicorn.Config(
@@ -185,6 +200,18 @@ async def serve(
             ending.cancel()
             await asyncio.gather(ending, return_exceptions=True)
     return 0
+
+
+async def _open_database(config: HttpConfig) -> Database | None:
+    """Opens the database of files and batches; None if there are none."""
+    directory = config.batches.dir
+    if not directory:
+        return None
+    missing = [name for name in ("openai", "python_multipart") if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"http.batches.dir: needs {' and '.join(missing)} (install baton[http])")
+    await asyncio.to_thread(import_module, "baton.gateway.batches.routes")
+    return await asyncio.to_thread(Database, directory)
 
 
 async def _open(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from baton.runtime.config.baton_config import BatonConfig
 from baton.runtime.config.coordinator import CoordinatorConfig, LatencyConfig
 from baton.runtime.config.files import dump, load, parse, shown
-from baton.runtime.config.http import CellConfig, HttpConfig
+from baton.runtime.config.http import BatchesConfig, CellConfig, HttpConfig
 from baton.runtime.config.lanes import (
     BatchLaneConfig,
     InteractiveLaneConfig,
@@ -32,6 +32,7 @@ from baton.runtime.kv_transfer_config import KvTransferConfig
 
 __all__ = [
     "BatchLaneConfig",
+    "BatchesConfig",
     "BatonConfig",
     "CoordinatorConfig",
     "DecodePoolConfig",

@@ -19,6 +19,35 @@ class CellConfig(Section):
     reasoning_parser: str = Field("", description="Like the top-level key, for this cell.")
 
 
+class BatchesConfig(Section):
+    """Files and batches of OpenAI's API, which one gateway process keeps in a directory."""
+
+    dir: str = Field(
+        "",
+        description="Directory of this gateway process for files and batches; made if it does not "
+        "exist. Empty: the routes /v1/files and /v1/batches are off.",
+    )
+    max_running: PositiveInt = Field(
+        256,
+        description="Lines of all batches that run at the same time; the callers share them.",
+    )
+    max_bytes: PositiveInt = Field(
+        4 * 2**30,
+        description="Size of all files and results. At the limit, uploads and new batches are "
+        "refused, and running batches wait for room.",
+    )
+    max_files: PositiveInt = Field(
+        10_000, description="Uploaded files that are kept at a time; also the limit of batches."
+    )
+    max_file_bytes: PositiveInt = Field(200 * 2**20, description="Size of one uploaded file.")
+    max_lines: PositiveInt = Field(50_000, description="Lines of one batch.")
+    expires_s: PositiveSeconds = Field(
+        30 * 86400.0,
+        description="Files, results and ended batches are deleted after this, unless a request "
+        "sets another time.",
+    )
+
+
 class HttpConfig(Section):
     """The OpenAI-compatible gateway."""
 
@@ -50,6 +79,7 @@ class HttpConfig(Section):
         description="Memory for finished responses of /v1/responses, which previous_response_id "
         "names; each is kept for an hour at most. 0: none is stored.",
     )
+    batches: BatchesConfig = Field(default_factory=BatchesConfig)
     max_header_bytes: PositiveInt = Field(
         32 * 2**10, description="Size of one request's request line and headers."
     )

@@ -6,7 +6,8 @@ therefore so long that they only bound hangs.
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from baton.runtime.config import HttpConfig
 # With import-mode=importlib a folder's helper modules are not importable by themselves.
 sys.path.append(str(Path(__file__).parents[1] / "cluster"))
 sys.path.append(str(Path(__file__).parents[1] / "client"))
+sys.path.append(str(Path(__file__).parent))
 
 from cluster_fixtures import cluster, model, shared_cluster
 from processes import Cluster
@@ -52,21 +54,25 @@ class Running:
         return parts.hostname, parts.port
 
     def openai(self, **options) -> AsyncOpenAI:
-        options = {"max_retries": 0, "timeout": WAIT_S, **options}
+        options = {"api_key": "none", "max_retries": 0, "timeout": WAIT_S, **options}
         # verify=False: reading the system's certificate authorities takes long; no test uses TLS.
         http = DefaultAsyncHttpxClient(verify=False)
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", http_client=http, **options)
+        return AsyncOpenAI(base_url=f"{self.url}/v1", http_client=http, **options)
 
 
 @asynccontextmanager
 async def running(
-    *addresses: str, query_timeout_s: float = WAIT_S, **limits
+    *addresses: str,
+    query_timeout_s: float = WAIT_S,
+    clock: Callable[[], float] = time.time,
+    **limits,
 ) -> AsyncIterator[Running]:
     """Runs a gateway in front of one cell per address.
 
     Args:
         addresses: Addresses of the cells' coordinators.
         query_timeout_s: Longest wait for a coordinator's model description or health.
+        clock: Time of files and batches.
         limits: Fields of HttpConfig.
     """
     accepted: list[connections.Connection] = []
@@ -93,7 +99,7 @@ async def running(
         config = HttpConfig(**{"drain_timeout_s": 5.0, **long, **limits})
         places = [server.CellEndpoints([address]) for address in addresses]
         task = asyncio.create_task(
-            server.serve(config, places, listener, ready=ready.set, stop=stop)
+            server.serve(config, places, listener, ready=ready.set, stop=stop, clock=clock)
         )
         await asyncio.wait_for(ready.wait(), WAIT_S)
         try:

@@ -222,8 +222,9 @@ def thinker(tmp_path_factory):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def gateway(thinker, tmp_path_factory):
     """A `baton gateway` process in front of a coordinator whose events the test sends."""
-    config = tmp_path_factory.mktemp("gateway") / "baton.yaml"
-    config.write_text(json.dumps(CONFIG))
+    directory = tmp_path_factory.mktemp("gateway")
+    config, batches = directory / "baton.yaml", {"dir": str(directory / "batches")}
+    config.write_text(json.dumps({**CONFIG, "http": CONFIG["http"] | {"batches": batches}}))
     model = Model(thinker)
     async with serving(model) as (address, _):
         process = await asyncio.create_subprocess_exec(
@@ -577,3 +578,39 @@ async def test_errors_of_responses_have_openais_form(gateway):
         with pytest.raises(BadRequestError, match="max_output_tokens") as refused:
             await client.responses.create(model="scripted", input="a", max_output_tokens="x")
         assert refused.value.param == "max_output_tokens"
+
+
+# ---- Batches of both.
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "body"),
+    [
+        ("/v1/responses", {"input": "a", "reasoning": {"effort": "none"}}),
+        ("/v1/messages", {"messages": TURNS, "max_tokens": 9, "thinking": {"type": "disabled"}}),
+    ],
+)
+async def test_a_line_of_a_batch_may_be_a_response_or_a_message(gateway, endpoint, body):
+    body = {"model": "scripted", **body}
+    line = {"custom_id": "a", "method": "POST", "url": endpoint, "body": body}
+    async with gateway.openai() as client:
+        file = await client.files.create(file=json.dumps(line).encode(), purpose="batch")
+        batch = await client.batches.create(
+            input_file_id=file.id, endpoint=endpoint, completion_window="24h"
+        )
+        request = await gateway.answer("It is cold.", STOP)
+        assert request.lane == common_pb2.LANE_BATCH
+        assert request.authorization == "Bearer key"
+        async with asyncio.timeout(WAIT_S):
+            while batch.output_file_id is None:
+                await asyncio.sleep(0.05)
+                batch = await client.batches.retrieve(batch.id)
+        assert (batch.usage.input_tokens > 0, batch.usage.output_tokens > 0) == (True, True)
+        answer = json.loads((await client.files.content(batch.output_file_id)).text)["response"]
+        if endpoint == "/v1/messages":
+            assert answer["body"]["content"][0]["text"] == "It is cold."
+        else:
+            assert answer["body"]["output"][0]["content"][0]["text"] == "It is cold."
+            # The memory for stored responses is for conversations.
+            with pytest.raises(NotFoundError):
+                await client.responses.retrieve(answer["body"]["id"])

@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 from types import SimpleNamespace
 
+import httpx2 as httpx
 import pytest
 from http_gateway import gateway, metrics
 
@@ -83,6 +84,35 @@ async def test_the_dashboard_is_for_operators_only(start_coordinator, keys, path
         with await asyncio.to_thread(urllib.request.urlopen, page, timeout=WAIT_S) as answer:
             # The page itself contains no data of the cell.
             assert answer.status == 200
+
+
+async def test_only_admitted_callers_store_files_and_see_their_own(
+    start_coordinator, keys, tmp_path
+):
+    one, other = keys.add("one", tenant="a"), keys.add("other", tenant="b")
+    known, batches = {"api_keys_file": keys.path}, {"dir": str(tmp_path / "batches")}
+    async with (
+        start_coordinator(known) as running,
+        gateway(running.address, security=known, batches=batches) as address,
+        httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT_S) as http,
+    ):
+
+        def bearer(key: str) -> dict[str, str]:
+            return {"authorization": f"Bearer {key}"} if key else {}
+
+        async def upload(key: str) -> httpx.Response:
+            form = {"data": {"purpose": "batch"}, "files": {"file": ("a", b"{}")}}
+            return await http.post("/v1/files", headers=bearer(key), **form)
+
+        for key in ("", "guess"):
+            assert (await upload(key)).status_code == 401
+            assert (await http.post("/v1/batches", headers=bearer(key), json={})).status_code == 401
+        stored = await upload(one)
+        assert stored.status_code == 200, stored.text
+        path = f"/v1/files/{stored.json()['id']}"
+        seen = [(await http.get(path, headers=bearer(key))).status_code for key in (one, other, "")]
+        assert seen == [200, 404, 404]
+        assert (await http.delete(path, headers=bearer(other))).status_code == 404
 
 
 async def test_a_credential_that_cannot_be_sent_is_refused(start_coordinator, keys, log):

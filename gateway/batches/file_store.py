@@ -1,0 +1,250 @@
+"""Files of OpenAI's Files API in the database: uploads, and results of batches."""
+
+from __future__ import annotations
+
+import secrets
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from openai.types import FileObject
+
+from baton.gateway.batches.database import Database
+from baton.runtime.config import BatchesConfig
+
+# Bytes of an upload that are written or read at a time.
+CHUNK_BYTES = 256 * 2**10
+# Free space of the disk that is never used: SQLite needs some even to delete.
+RESERVE_BYTES = 64 * 2**20
+# Result lines that are read at a time.
+_RESULTS_AT_ONCE = 256
+
+
+class StoreFull(Exception):
+    """A limit of the store is reached; the message names its configuration key."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a file's content.
+
+    Attributes:
+        data: The bytes.
+        next: Position of the next part.
+    """
+
+    data: bytes
+    next: int
+
+
+class FileStore:
+    """Reads and writes files. All methods use the database's thread.
+
+    Args:
+        database: The database.
+        config: Limits.
+    """
+
+    def __init__(self, database: Database, config: BatchesConfig) -> None:
+        self._database, self._config = database, config
+        with database.transaction() as db:
+            # Uploads that the last process did not finish.
+            db.execute("DELETE FROM chunks WHERE file_id NOT IN (SELECT id FROM files)")
+
+    def begin_upload(self) -> str:
+        """Returns the ID of a new file. Raises StoreFull."""
+        with self._database.transaction() as db:
+            (count,) = db.execute("SELECT count(*) FROM files WHERE batch_id IS NULL").fetchone()
+        if count >= self._config.max_files:
+            raise StoreFull(
+                f"{count} files are kept; at most {self._config.max_files} "
+                "(http.batches.max_files): delete files"
+            )
+        return f"file-{secrets.token_hex(12)}"
+
+    def add_chunk(self, file_id: str, number: int, data: bytes) -> None:
+        """Adds the next part of an upload. Raises StoreFull."""
+        self.check_room(len(data))
+        with self._database.transaction() as db:
+            db.execute("INSERT INTO chunks VALUES (?, ?, ?)", (file_id, number, data))
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no more bytes fit."""
+        database = self._database
+        return (
+            database.num_bytes > self._config.max_bytes or database.num_free_bytes < RESERVE_BYTES
+        )
+
+    def check_room(self, num_bytes: int = 0) -> None:
+        """Raises StoreFull if this many bytes do not fit."""
+        used, limit = self._database.num_bytes, self._config.max_bytes
+        if used + num_bytes > limit:
+            raise StoreFull(
+                f"files and results use {used} bytes; at most {limit} (http.batches.max_bytes): "
+                "delete files"
+            )
+        if (free := self._database.num_free_bytes) < RESERVE_BYTES + num_bytes:
+            raise StoreFull(
+                f"the disk of http.batches.dir has {free} bytes free; {RESERVE_BYTES} must stay"
+            )
+
+    def finish_upload(self, owner: bytes, file: FileObject) -> None:
+        """Makes an upload visible to its owner."""
+        with self._database.transaction() as db:
+            db.execute(
+                "INSERT INTO files (id, owner, filename, purpose, bytes, created_at, expires_at) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (
+                    file.id,
+                    owner,
+                    file.filename,
+                    file.purpose,
+                    file.bytes,
+                    file.created_at,
+                    file.expires_at,
+                ),
+            )
+
+    def drop_upload(self, file_id: str) -> None:
+        """Deletes the chunks of an upload that failed."""
+        with self._database.transaction() as db:
+            db.execute("DELETE FROM chunks WHERE file_id = ?", (file_id,))
+
+    def find(self, owner: bytes, file_id: str) -> FileObject | None:
+        """Returns a file of this owner; None if there is none."""
+        with self._database.transaction() as db:
+            row = _row(db, owner, file_id)
+        return _file_object(row) if row is not None else None
+
+    def page(
+        self,
+        owner: bytes,
+        after: str | None,
+        limit: int,
+        *,
+        purpose: str | None = None,
+        ascending: bool = False,
+    ) -> tuple[list[FileObject], bool]:
+        """Returns a page of the owner's files, and whether more follow.
+
+        Raises:
+            LookupError: `after` is no file of the owner.
+        """
+        with self._database.transaction() as db:
+            found, more = page_of(
+                db, "files", owner, after, limit, purpose=purpose, ascending=ascending
+            )
+        return [_file_object(row) for row in found], more
+
+    def read(self, owner: bytes, file_id: str, position: int) -> Part | None:
+        """Returns the part of the content at a position.
+
+        Args:
+            owner: Owner of the file.
+            file_id: The file.
+            position: 0, or `next` of the part before.
+
+        Returns:
+            The part, empty at the end; None if there is no such file.
+        """
+        with self._database.transaction() as db:
+            row = _row(db, owner, file_id)
+            if row is None:
+                return None
+            if row["batch_id"] is None:
+                data = chunk(db, file_id, position)
+                return Part(data or b"", position + 1)
+            lines = db.execute(
+                "SELECT number, result FROM lines WHERE batch_id = ? AND number > ? "
+                "AND succeeded = ? ORDER BY number LIMIT ?",
+                (row["batch_id"], position, row["succeeded"], _RESULTS_AT_ONCE),
+            ).fetchall()
+        if not lines:
+            return Part(b"", position)
+        return Part(b"".join(line["result"] for line in lines), lines[-1]["number"])
+
+    def delete(self, owner: bytes, file_id: str) -> bool:
+        """Deletes a file; returns whether there was one."""
+        with self._database.transaction() as db:
+            row = _row(db, owner, file_id)
+            if row is not None:
+                _delete(db, row)
+        return row is not None
+
+    def delete_expired(self, now: int) -> None:
+        with self._database.transaction() as db:
+            for row in db.execute("SELECT * FROM files WHERE expires_at <= ?", (now,)).fetchall():
+                _delete(db, row)
+
+
+def chunk(db: sqlite3.Connection, file_id: str, number: int) -> bytes | None:
+    """Returns a chunk of an uploaded file; None after the last one."""
+    row = db.execute(
+        "SELECT data FROM chunks WHERE file_id = ? AND number = ?", (file_id, number)
+    ).fetchone()
+    return row["data"] if row is not None else None
+
+
+def page_of(
+    db: sqlite3.Connection,
+    table: str,
+    owner: bytes,
+    after: str | None,
+    limit: int,
+    *,
+    purpose: str | None = None,
+    ascending: bool = False,
+) -> tuple[Sequence[sqlite3.Row], bool]:
+    """Returns a page of an owner's rows in the order of their creation, and whether more follow.
+
+    Raises:
+        LookupError: `after` is no ID of a row of the owner.
+    """
+    where, values = "owner = ?", list[object]([owner])
+    if purpose is not None:
+        where, values = f"{where} AND purpose = ?", [*values, purpose]
+    if after is not None:
+        last = db.execute(
+            f"SELECT seq FROM {table} WHERE owner = ? AND id = ?", (owner, after)
+        ).fetchone()
+        if last is None:
+            raise LookupError(after)
+        where, values = f"{where} AND seq {'>' if ascending else '<'} ?", [*values, last["seq"]]
+    found = db.execute(
+        f"SELECT * FROM {table} WHERE {where} ORDER BY seq {'ASC' if ascending else 'DESC'} "
+        "LIMIT ?",
+        [*values, limit + 1],
+    ).fetchall()
+    return found[:limit], len(found) > limit
+
+
+def _row(db: sqlite3.Connection, owner: bytes, file_id: str) -> sqlite3.Row | None:
+    found: sqlite3.Row | None = db.execute(
+        "SELECT * FROM files WHERE owner = ? AND id = ?", (owner, file_id)
+    ).fetchone()
+    return found
+
+
+def _delete(db: sqlite3.Connection, row: sqlite3.Row) -> None:
+    db.execute("DELETE FROM chunks WHERE file_id = ?", (row["id"],))
+    if row["batch_id"] is not None:
+        # The content of a result file is in the lines.
+        db.execute(
+            "DELETE FROM lines WHERE batch_id = ? AND succeeded = ?",
+            (row["batch_id"], row["succeeded"]),
+        )
+    db.execute("DELETE FROM files WHERE id = ?", (row["id"],))
+
+
+def _file_object(row: sqlite3.Row) -> FileObject:
+    return FileObject(
+        id=row["id"],
+        object="file",
+        bytes=row["bytes"],
+        created_at=row["created_at"],
+        expires_at=row["expires_at"],
+        filename=row["filename"],
+        purpose=row["purpose"],
+        status="processed",
+    )

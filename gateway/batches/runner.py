@@ -1,0 +1,238 @@
+"""Runs the lines of all open batches on the generation routes of this gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Self, TypeVar
+
+from starlette.types import ASGIApp
+
+from baton.gateway.batches import route_call
+from baton.gateway.batches.batch_store import BatchStore, Line, OpenBatch
+from baton.gateway.batches.database import Database, DatabaseThread
+from baton.gateway.batches.file_store import FileStore
+from baton.gateway.batches.input_file import InputParser, WrongFile
+from baton.gateway.batches.line_queue import LineQueue
+from baton.gateway.batches.pace import FairSlots
+from baton.gateway.batches.status import Status
+from baton.gateway.metrics import BatchStats
+from baton.runtime.closing import AsyncClosing
+from baton.runtime.config import HttpConfig
+
+T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
+
+# Seconds between two searches for what has expired, and between two tries after the disk failed or
+# while the store is full.
+_SWEEP_S, _RETRY_S = 30.0, 5.0
+
+
+class BatchRunner(AsyncClosing):
+    """Validates batches, runs their lines, and ends them. Open it with `async with`.
+
+    A batch has one task. A line goes through the same route as a client's request, with the
+    caller's credential and tenant, in the batch lane.
+
+    Args:
+        database: The database.
+        routes: The generation routes by path.
+        config: Limits.
+        stats: Counts of lines, for the metrics.
+        clock: Returns Unix time in seconds.
+
+    Attributes:
+        thread: The thread that uses `files` and `batches`.
+        files: Files in the database.
+        batches: Batches in the database.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        routes: Mapping[str, ASGIApp],
+        config: HttpConfig,
+        stats: BatchStats,
+        clock: Callable[[], float],
+    ) -> None:
+        self.thread = DatabaseThread()
+        self.files = FileStore(database, config.batches)
+        self.batches = BatchStore(database, config.batches)
+        self._database, self._routes, self._config = database, routes, config
+        self._stats, self._clock = stats, clock
+        self._slots = FairSlots(config.batches.max_running)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        # Tasks that end a batch before its lines are done.
+        self._endings: dict[str, asyncio.Task[None]] = {}
+        self._sweeper: asyncio.Task[None] | None = None
+
+    def now(self) -> int:
+        """Unix time."""
+        return int(self._clock())
+
+    async def __aenter__(self) -> Self:
+        for batch in await self.thread.call(self.batches.open_batches):
+            if batch.status is Status.CANCELLING:
+                self.end(batch.id, Status.CANCELLED)
+            else:
+                self.start(batch)
+        self._sweeper = asyncio.create_task(self._sweep_forever(), name="expiry of batches")
+        return self
+
+    async def aclose(self) -> None:
+        """Cancels the running lines, which run again when the next process opens the directory."""
+        tasks = [*self._tasks.values(), *self._endings.values()]
+        tasks += [self._sweeper] if self._sweeper is not None else []
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.thread.aclose()
+
+    def start(self, batch: OpenBatch) -> None:
+        """Runs a batch from the state that it has in the database."""
+        name = f"batch {batch.id}"
+        self._tasks[batch.id] = asyncio.create_task(self._run(batch), name=name)
+        self._count()
+
+    def end(self, batch_id: str, status: Status) -> None:
+        """Cancels the lines that run, and ends the batch as cancelled or expired."""
+        if batch_id not in self._endings:
+            ending = asyncio.create_task(self._end(batch_id, status), name=f"end of {batch_id}")
+            self._endings[batch_id] = ending
+
+    async def sweep(self) -> None:
+        """Ends batches whose completion window is over, and deletes what has expired."""
+        due, self._stats.num_bytes = await self.thread.call(self._swept, self.now())
+        for batch_id in due:
+            self.end(batch_id, Status.EXPIRED)
+
+    # ---- Inside
+
+    def _swept(self, now: int) -> tuple[list[str], int]:
+        """Returns the batches whose completion window is over, and the used bytes."""
+        self.files.delete_expired(now)
+        self.batches.delete_old(now)
+        return self.batches.due(now), self._database.num_bytes
+
+    def _next_lines(self, batch_id: str, after: int) -> list[Line] | None:
+        """Returns the next lines of a batch; None while there is no room for results."""
+        if self.files.is_full:
+            return None
+        return self.batches.next_lines(batch_id, after)
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await self._retried("expiry of files and batches", self.sweep)
+            await asyncio.sleep(_SWEEP_S)
+
+    async def _run(self, batch: OpenBatch) -> None:
+        what = f"batch {batch.id}"
+        try:
+            if batch.status is Status.VALIDATING:
+                is_right = await self._retried(what, lambda: self._validate(batch))
+                if not is_right:
+                    return
+            await self._retried(what, lambda: self._run_lines(batch))
+            await self._retried(what, lambda: self._finish(batch.id, Status.COMPLETED))
+        finally:
+            del self._tasks[batch.id]
+            self._count()
+
+    async def _end(self, batch_id: str, status: Status) -> None:
+        task = self._tasks.get(batch_id)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+        try:
+            await self._retried(f"batch {batch_id}", lambda: self._finish(batch_id, status))
+        finally:
+            del self._endings[batch_id]
+            self._count()
+
+    async def _finish(self, batch_id: str, status: Status) -> None:
+        await self.thread.call(self.batches.finish, batch_id, status, self.now())
+
+    async def _validate(self, batch: OpenBatch) -> bool:
+        """Reads the input file; returns False if the batch has failed."""
+        limits = self._config
+        parser = InputParser(batch.endpoint, limits.max_body_bytes, limits.batches.max_lines)
+        try:
+            await self.thread.call(self.batches.begin_validation, batch.id)
+            number = 0
+            while await self.thread.call(self._read_input, batch, parser, number):
+                number += 1
+            num_wrong = await self.thread.call(self.batches.begin_lines, batch.id, self.now())
+        except WrongFile as problem:
+            await self.thread.call(self.batches.fail, batch.id, problem, self.now())
+            return False
+        self._stats.lines["failed"] += num_wrong
+        return True
+
+    def _read_input(self, batch: OpenBatch, parser: InputParser, number: int) -> bool:
+        """Adds the lines of a chunk of the input file; returns whether there may be more."""
+        if self.files.is_full:
+            raise WrongFile("storage_full", "no room for the lines (http.batches.max_bytes)")
+        return self.batches.read_input(batch, parser, number)
+
+    async def _run_lines(self, batch: OpenBatch) -> None:
+        """Runs the lines without a result; returns when every line has one."""
+
+        async def fetch(after: int) -> list[Line]:
+            while True:
+                found = await self.thread.call(self._next_lines, batch.id, after)
+                if found is not None:
+                    return found
+                await asyncio.sleep(_RETRY_S)
+
+        queue = LineQueue(fetch, self._config.batches.max_running)
+        async with asyncio.TaskGroup() as group:
+            while (line := await queue.get()) is not None:
+                await self._slots.take(batch.owner)
+                group.create_task(self._run_line(batch, line, queue))
+
+    async def _run_line(self, batch: OpenBatch, line: Line, queue: LineQueue) -> None:
+        self._count()
+        try:
+            answer = await route_call.post(
+                self._routes[batch.endpoint], batch.endpoint, line.body, _headers(batch)
+            )
+        finally:
+            self._slots.give_back(batch.owner)
+            self._count()
+        if answer.retry_after_s is not None:
+            self._stats.lines["refused"] += 1
+            queue.refused(line, answer.retry_after_s)
+            return
+        succeeded = await self.thread.call(self.batches.record, batch.id, line, answer)
+        self._stats.lines["completed" if succeeded else "failed"] += 1
+        queue.done()
+
+    async def _retried(self, what: str, step: Callable[[], Awaitable[T]]) -> T:
+        """Runs a step until the database lets it succeed: a full disk is no reason to give up."""
+        while True:
+            try:
+                return await step()
+            except Exception:
+                _log.exception("%s does not go on; trying again in %g s", what, _RETRY_S)
+                await asyncio.sleep(_RETRY_S)
+
+    def _count(self) -> None:
+        self._stats.num_open = len(self._tasks.keys() | self._endings.keys())
+        self._stats.num_running = self._slots.num_held
+
+
+def _headers(batch: OpenBatch) -> list[tuple[bytes, bytes]]:
+    """Returns the headers of a line's request.
+
+    Every try has another ID, because the coordinator may still know the last one.
+    """
+    found = {
+        "x-request-id": f"req_{secrets.token_hex(12)}",
+        "x-baton-lane": "batch",
+        "authorization": batch.authorization,
+        "x-baton-tenant": batch.tenant,
+    }
+    return [(name.encode(), value.encode("latin-1")) for name, value in found.items() if value]

@@ -1,0 +1,250 @@
+"""What the database of files and batches keeps when a process ends at any point."""
+
+import contextlib
+import json
+import sqlite3
+
+import pytest
+from openai.types import FileObject
+
+from baton.gateway.batches import file_store
+from baton.gateway.batches.batch_store import BatchStore, NewBatch
+from baton.gateway.batches.database import Database
+from baton.gateway.batches.file_store import FileStore, StoreFull
+from baton.gateway.batches.input_file import InputParser
+from baton.gateway.batches.route_call import Answer
+from baton.gateway.batches.status import TRANSITIONS, Status, advance
+from baton.runtime.config import BatchesConfig
+from baton.runtime.config_error import ConfigError
+
+ROUTE, OWNER, NOW_S = "/v1/completions", b"me", 1_800_000_000
+SECRET = "Bearer secret-of-this-test"
+DONE = Answer(200, "req_1", b'{"usage": {"prompt_tokens": 2, "completion_tokens": 3}}', None)
+
+
+@contextlib.contextmanager
+def opened(path, **limits):
+    config = BatchesConfig(**limits)
+    with Database(str(path)) as database:
+        yield FileStore(database, config), BatchStore(database, config)
+
+
+def upload(files, *chunks):
+    file = FileObject(
+        id=files.begin_upload(),
+        object="file",
+        bytes=sum(map(len, chunks)),
+        created_at=NOW_S,
+        expires_at=NOW_S + 1000,
+        filename="a",
+        purpose="batch",
+        status="processed",
+    )
+    for number, data in enumerate(chunks):
+        files.add_chunk(file.id, number, data)
+    files.finish_upload(OWNER, file)
+    return file.id
+
+
+def new_batch(batches, file_id):
+    new = NewBatch(OWNER, SECRET, "", ROUTE, file_id, None, 1000)
+    return batches.create(new, NOW_S)
+
+
+def lines(*names):
+    found = ({"custom_id": one, "method": "POST", "url": ROUTE, "body": {}} for one in names)
+    return b"\n".join(json.dumps(one).encode() for one in found)
+
+
+def validate(batches, batch):
+    batches.begin_validation(batch.id)
+    parser, number = InputParser(ROUTE, 1000, 100), 0
+    while batches.read_input(batch, parser, number):
+        number += 1
+    batches.begin_lines(batch.id, NOW_S)
+
+
+def test_lines_may_cross_chunks(tmp_path):
+    data = lines("a", "b", "c")
+    with opened(tmp_path) as (files, batches):
+        for size in (1, 7, 50, len(data)):
+            chunks = [data[start : start + size] for start in range(0, len(data), size)]
+            batch = new_batch(batches, upload(files, *chunks))
+            validate(batches, batch)
+            found = batches.next_lines(batch.id, 0)
+            assert [(line.number, line.custom_id) for line in found] == [
+                (1, "a"),
+                (2, "b"),
+                (3, "c"),
+            ]
+
+
+def test_lines_are_read_by_parts_of_bounded_size(tmp_path):
+    names = [f"{n}" for n in range(70)]
+    body = {"prompt": "x" * 1_100_000}
+    large = ({"custom_id": n, "method": "POST", "url": ROUTE, "body": body} for n in "ab")
+    data = lines(*names) + b"".join(b"\n" + json.dumps(one).encode() for one in large)
+    with opened(tmp_path) as (files, batches):
+        batch = new_batch(batches, upload(files, data))
+        batches.begin_validation(batch.id)
+        parser = InputParser(ROUTE, 2_000_000, 100)
+        assert batches.read_input(batch, parser, 0)
+        assert not batches.read_input(batch, parser, 1)
+        batches.begin_lines(batch.id, NOW_S)
+        after, sizes, found = 0, [], []
+        while part := batches.next_lines(batch.id, after):
+            after = part[-1].number
+            sizes.append(len(part))
+            found += [line.custom_id for line in part]
+        assert found == [*names, "a", "b"]
+        assert sizes == [64, 7, 1]
+
+
+def test_a_result_is_written_once(tmp_path):
+    with opened(tmp_path) as (files, batches):
+        batch = new_batch(batches, upload(files, lines("a", "b")))
+        validate(batches, batch)
+        a, b = batches.next_lines(batch.id, 0)
+        for _ in range(2):
+            batches.record(batch.id, a, DONE)
+    with opened(tmp_path) as (files, batches):
+        (batch,) = batches.open_batches()
+        assert (batch.status, batch.authorization) == (Status.IN_PROGRESS, SECRET)
+        assert batches.next_lines(batch.id, 0) == [b]
+        assert batches.next_lines(batch.id, 2) == []
+        batches.record(batch.id, b, Answer(400, "req_2", b"{}", None))
+        for _ in range(2):
+            batches.finish(batch.id, Status.COMPLETED, NOW_S)
+        found = batches.find(OWNER, batch.id)
+        counts, usage = found.request_counts, found.usage
+        assert (counts.total, counts.completed, counts.failed) == (2, 1, 1)
+        assert (usage.input_tokens, usage.output_tokens, usage.total_tokens) == (2, 3, 5)
+        assert not batches.open_batches()
+        for file_id, name in ((found.output_file_id, "a"), (found.error_file_id, "b")):
+            part = files.read(OWNER, file_id, 0)
+            assert json.loads(part.data)["custom_id"] == name
+            assert files.read(OWNER, file_id, part.next).data == b""
+
+
+def test_an_interrupted_validation_begins_again(tmp_path):
+    with opened(tmp_path) as (files, batches):
+        batch = new_batch(batches, upload(files, lines("a", "b") + b"\n", lines("c", "d")))
+        batches.begin_validation(batch.id)
+        assert batches.read_input(batch, InputParser(ROUTE, 1000, 100), 0)
+    with opened(tmp_path) as (files, batches):
+        (batch,) = batches.open_batches()
+        assert batch.status is Status.VALIDATING
+        validate(batches, batch)
+        found = batches.next_lines(batch.id, 0)
+        assert [line.custom_id for line in found] == ["a", "b", "c", "d"]
+
+
+def test_a_batch_cancelled_before_its_lines_are_counted_has_no_results(tmp_path):
+    with opened(tmp_path) as (files, batches):
+        batch = new_batch(batches, upload(files, lines("a") + b"\nbroken\n", lines("b")))
+        batches.begin_validation(batch.id)
+        assert batches.read_input(batch, InputParser(ROUTE, 1000, 100), 0)
+        assert batches.begin_cancel(batch.id, NOW_S)
+        batches.finish(batch.id, Status.COMPLETED, NOW_S)
+        found = batches.find(OWNER, batch.id)
+        assert (found.status, found.output_file_id, found.error_file_id) == (
+            "cancelled",
+            None,
+            None,
+        )
+        assert not batches.begin_cancel(batch.id, NOW_S)
+
+
+def test_an_unfinished_upload_is_dropped_at_the_next_start(tmp_path):
+    with opened(tmp_path) as (files, _):
+        files.add_chunk(files.begin_upload(), 0, b"x" * 200_000)
+        kept = upload(files, b"abc")
+    with opened(tmp_path, max_bytes=250_000) as (files, _):
+        assert files.read(OWNER, kept, 0).data == b"abc"
+        files.check_room(100_000)
+
+
+def test_some_of_the_disk_stays_free(tmp_path, monkeypatch):
+    with opened(tmp_path) as (files, _):
+        upload(files, b"abc")
+        assert not files.is_full
+        monkeypatch.setattr(file_store, "RESERVE_BYTES", 2**62)
+        assert files.is_full
+        with pytest.raises(StoreFull, match=r"the disk of http\.batches\.dir has \d+ bytes free"):
+            upload(files, b"abc")
+
+
+def test_a_transaction_that_fails_leaves_nothing_behind(tmp_path):
+    with Database(str(tmp_path)) as database:
+        with database.transaction() as db:
+            (pages,) = db.execute("PRAGMA page_count").fetchone()
+            db.execute(f"PRAGMA max_page_count = {pages + 2}")
+        insert = "INSERT INTO chunks VALUES ('file', ?, ?)"
+        rows = [(0, b"x"), (1, b"x" * 100_000)]
+        with pytest.raises(sqlite3.OperationalError, match="full"), database.transaction() as db:
+            db.executemany(insert, rows)
+        with database.transaction() as db:
+            assert db.execute("SELECT count(*) FROM chunks").fetchone()[0] == 0
+            db.execute(insert, (0, b"x"))
+
+
+def test_credentials_and_prompts_do_not_outlive_what_needs_them(tmp_path):
+    with opened(tmp_path) as (files, batches):
+        file_id = upload(files, lines("name-of-this-test"))
+        batch = new_batch(batches, file_id)
+        validate(batches, batch)
+        (line,) = batches.next_lines(batch.id, 0)
+        batches.record(batch.id, line, DONE)
+        batches.finish(batch.id, Status.COMPLETED, NOW_S)
+        found = batches.find(OWNER, batch.id)
+        for gone in (file_id, found.output_file_id):
+            assert files.delete(OWNER, gone)
+            assert files.read(OWNER, gone, 0) is None
+    # Closing has emptied the write-ahead log.
+    data = (tmp_path / "batches.sqlite").read_bytes()
+    assert batch.id.encode() in data
+    assert SECRET.encode() not in data
+    assert b"name-of-this-test" not in data
+
+
+def test_old_batches_are_deleted_with_their_results(tmp_path):
+    with opened(tmp_path, expires_s=500) as (files, batches):
+        batch = new_batch(batches, upload(files, lines("a")))
+        validate(batches, batch)
+        batches.finish(batch.id, Status.EXPIRED, NOW_S)
+        batches.delete_old(NOW_S + 999)
+        # Its results are kept for longer.
+        assert batches.find(OWNER, batch.id) is not None
+        files.delete_expired(NOW_S + 1000)
+        batches.delete_old(NOW_S + 1000)
+        assert batches.find(OWNER, batch.id) is None
+    with sqlite3.connect(tmp_path / "batches.sqlite") as db:
+        for table in ("files", "chunks", "batches", "lines"):
+            assert db.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
+    db.close()
+
+
+def test_only_moves_in_the_table_are_possible():
+    for old in Status:
+        for new in Status:
+            if new in TRANSITIONS[old]:
+                assert advance(old, new) is new
+            else:
+                with pytest.raises(ValueError, match="cannot become"):
+                    advance(old, new)
+
+
+def test_a_directory_that_cannot_be_used_is_named(tmp_path):
+    with opened(tmp_path):
+        pass
+    with sqlite3.connect(tmp_path / "batches.sqlite") as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(ConfigError, match=r"http\.batches\.dir: .* has version 99"):
+        Database(str(tmp_path))
+    (tmp_path / "batches.sqlite").write_bytes(b"no database" * 100)
+    with pytest.raises(ConfigError, match=r"http\.batches\.dir: cannot use .*not a database"):
+        Database(str(tmp_path))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"http\.batches\.dir: cannot use"):
+        Database(str(tmp_path / "file"))
