@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -16,6 +15,7 @@ from baton.engine.base import (
     ReceiveHandoff,
     SendHandoff,
 )
+from baton.engine.request_targets import due_in_s, own_itl_s
 from baton.runtime.errors import BatonError, Internal, Unavailable
 from baton.runtime.request_digest import request_digest
 from baton.v1 import cluster_pb2, common_pb2
@@ -84,11 +84,8 @@ class Attempt:
             send=send,
             receive=receive,
             adapter=self.spec.adapter,
-            due_in_s=(
-                self.spec.first_token_due_us / 1e6
-                if self.spec.HasField("first_token_due_us")
-                else math.inf
-            ),
+            due_in_s=due_in_s(self.spec),
+            itl_s=own_itl_s(self.spec),
         )
 
     def running(self) -> cluster_pb2.RunningRequest:

@@ -101,6 +101,7 @@ class EngineRequest:
         receive: Handoff to load; None: none.
         adapter: Name of the LoRA adapter; empty: none.
         due_in_s: Seconds until the first token is due; infinite without a TTFT target.
+        itl_s: ITL target that the client named, in seconds; None: the engine's target applies.
     """
 
     request_id: str
@@ -114,6 +115,7 @@ class EngineRequest:
     receive: ReceiveHandoff | None = None
     adapter: str = ""
     due_in_s: float = math.inf
+    itl_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ def _spec(request: Request) -> cluster_pb2.RequestSpec:
         traceparent=submission.traceparent,
         tenant=submission.tenant,
         adapter=submission.adapter,
+        itl_ms=0 if submission.slo_itl_s is None else max(1, round(submission.slo_itl_s * 1e3)),
     )
 
 
