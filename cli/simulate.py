@@ -82,7 +82,7 @@ def simulate(
 
     from baton.cli import simulate_compare
     from baton.cli.output import print_table
-    from baton.coordinator.state.scaling_config import scaling_config
+    from baton.coordinator.state.scaling_config import in_seconds
     from baton.load import traces
     from baton.simulator import report
     from baton.simulator.picture import svg
@@ -129,6 +129,6 @@ def simulate(
             json.dumps(report.as_json(figures, found.record), indent=1) + "\n", encoding="utf-8"
         )
     if picture is not None:
-        targets = dict(scaling_config(effective).targets)["interactive"]
+        targets = in_seconds(effective.scaling.targets.interactive)
         title = f"{options.file_name(trace)}, {policy.value}"
         picture.write_text(svg(found.record.moments, targets, title), encoding="utf-8")

@@ -13,6 +13,7 @@ from baton.coordinator.state.recent_deltas import RecentDeltas
 from baton.runtime.errors import BatonError
 from baton.runtime.names import DEFAULT_TENANT, request_name
 from baton.runtime.sampling import needs_exact_state
+from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Submission:
             coordinator's limit applies.
         traceparent: W3C trace context, which workers get too.
         session_id: The conversation that the request belongs to; empty: none.
-        slo_ttft_s, slo_itl_s: Targets that the caller asked for; None: the lane's targets apply.
+        slo_ttft, slo_itl_s: Targets that the caller asked for; None: the lane's targets apply.
         tenant: The tenant that is charged for the request.
         adapter: Name of the LoRA adapter that computes the request; empty: none.
         revision: Revision that computed the known tokens; empty: not known.
@@ -128,7 +129,7 @@ class Submission:
     known_stop: str | None = None
     traceparent: str = ""
     session_id: str = ""
-    slo_ttft_s: float | None = None
+    slo_ttft: TtftTarget | None = None
     slo_itl_s: float | None = None
     tenant: str = DEFAULT_TENANT
     adapter: str = ""
@@ -146,6 +147,15 @@ class Submission:
         """
         is_long = 0 < long_prompt_tokens < len(self.prompt_token_ids)
         return common_pb2.LANE_BATCH if is_long else self.lane
+
+    def ttft_target_s(self, of_lane: TtftTarget | None) -> float | None:
+        """Returns the target of the request's time to first token in seconds; None: no target.
+
+        Args:
+            of_lane: Target of requests that name none.
+        """
+        target = self.slo_ttft if self.slo_ttft is not None else of_lane
+        return None if target is None else target.of(len(self.prompt_token_ids))
 
 
 class Prediction(NamedTuple):

@@ -62,7 +62,7 @@ def test_demand_is_counted_at_arrival():
     # A prompt has 1,000 tokens and is computed in chunks of 512.
     assert lane(seen).num_arrived == 10
     assert lane(seen).work_s == pytest.approx(10 * 0.11)
-    assert lane(seen).works_s == pytest.approx((0.11,) * 10)
+    assert [one.work_s for one in lane(seen).works] == pytest.approx([0.11] * 10)
     assert lane(seen).queued_s + lane(seen, "batch").queued_s == pytest.approx(11 * 0.11)
     assert lane(seen).num_kv_tokens == 10 * (1000 + 25)
     assert lane(seen, "batch").num_arrived == 1

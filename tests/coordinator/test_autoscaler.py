@@ -16,6 +16,7 @@ from baton.coordinator.scaling.autoscale.types import (
     State,
     WorkerView,
 )
+from baton.coordinator.state.demand import Work
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Targets
 from baton.coordinator.state.scaling_decision import Drain, Flip, Want
@@ -56,7 +57,7 @@ class Days:
                 work_s=self.lane.work_s + count * work_s,
                 num_output_tokens=self.lane.num_output_tokens + count * output,
                 num_kv_tokens=self.lane.num_kv_tokens + count * 1000.0,
-                works_s=(work_s,) * 8,
+                works=(Work(work_s),) * 8,
                 **changes,
             )
             observation = Observation(
@@ -444,7 +445,7 @@ def test_targets_change_live():
 
 
 def test_a_backlog_beyond_all_measure_is_decided_on_at_once():
-    lane = LaneLoad(num_arrived=10, work_s=1.0, works_s=(0.1,) * 10, queued_s=1e12)
+    lane = LaneLoad(num_arrived=10, work_s=1.0, works=(Work(0.1),) * 10, queued_s=1e12)
     observation = Observation(1000.0, (), MODEL, (("interactive", lane),))
     need = prefill_need(observation, ScalingConfig(), (), 1.0, 1, 1000.0)
     assert need.workers == queueing.MOST

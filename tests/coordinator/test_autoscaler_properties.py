@@ -19,10 +19,12 @@ from baton.coordinator.scaling.autoscale.types import (
     State,
     WorkerView,
 )
+from baton.coordinator.state.demand import Work
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig
 from baton.coordinator.state.scaling_decision import Drain, Flip, Want
 from baton.runtime.latency import LatencyModel
+from baton.runtime.ttft_target import TtftTarget
 
 MODEL = LatencyModel(0.01, 0.0001, 0.0, 0.015, 0.0003, 1e-7)
 POOLS = (Pool.PREFILL, Pool.DECODE)
@@ -51,7 +53,7 @@ lane_loads = st.builds(
     work_s=numbers,
     num_output_tokens=numbers,
     num_kv_tokens=numbers,
-    works_s=st.lists(numbers, max_size=4).map(tuple),
+    works=st.lists(st.builds(Work, numbers, st.integers(0, 10**6)), max_size=4).map(tuple),
     queued_s=numbers,
     num_waiting=st.integers(0, 10**6),
     ttft_s=st.one_of(st.none(), numbers),
@@ -175,7 +177,7 @@ class Closed:
             work_s=self.arrived * self.work_s,
             num_output_tokens=self.arrived * self.output,
             num_kv_tokens=self.arrived * 1000,
-            works_s=(self.work_s,) * 8,
+            works=(Work(self.work_s),) * 8,
         )
         decoders = sum(
             one.pool is Pool.DECODE and one.phase is Phase.SERVING for one in self.members
@@ -252,7 +254,7 @@ def test_more_load_never_means_fewer_workers(
                 work_s=arrived * work_s,
                 num_output_tokens=arrived * output,
                 num_kv_tokens=arrived * 1000,
-                works_s=(work_s, work_s / 2),
+                works=(Work(work_s), Work(work_s / 2)),
                 queued_s=queued_s * scale,
                 num_waiting=round(waiting * scale),
             )
@@ -280,10 +282,11 @@ def test_more_load_never_means_fewer_workers(
     st.floats(0.05, 2),
 )
 def test_prefill_workers_grow_with_load_and_suffice(load, more, works, target_s):
-    number = queueing.prefill_workers(load, works, target_s, 0.05)
-    assert queueing.share_late(number, load, works, target_s) <= 0.05
-    assert queueing.prefill_workers(load + more, works, target_s, 0.05) >= number
-    assert queueing.prefill_workers(load, works, target_s / 2, 0.05) >= number or any(
+    prompts, target = [Work(one) for one in works], TtftTarget(target_s)
+    number = queueing.prefill_workers(load, prompts, target, 0.05)
+    assert queueing.share_late(number, load, prompts, target) <= 0.05
+    assert queueing.prefill_workers(load + more, prompts, target, 0.05) >= number
+    assert queueing.prefill_workers(load, prompts, target.scaled(0.5), 0.05) >= number or any(
         one >= target_s / 2 for one in works
     )
 

@@ -23,6 +23,7 @@ from baton.load.prompts import Prompts
 from baton.load.traces import Arrival
 from baton.runtime import errors, rpc
 from baton.runtime.block_hashes import block_hashes
+from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 VOCAB_SIZE = 432
@@ -218,7 +219,7 @@ def result(outcome, slo=ANY):
 
 
 async def test_an_open_loop_counts_all_its_requests():
-    answering, slo = Answering(), Slo(ttft_s=20.0, itl_s=1e-9)
+    answering, slo = Answering(), Slo(ttft=TtftTarget(20.0), itl_s=1e-9)
     async with generator(answering, slo=slo, tenant="acme") as made:
         plan = [*planned(30), *planned(10, tokens=1, lane="batch")]
         outcome = await made.open_loop(plan, 100, asyncio.Event())
