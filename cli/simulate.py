@@ -55,6 +55,23 @@ def simulate(
             help="Number of workers in total, split in halves; instead of --prefill and --decode.",
         ),
     ] = None,
+    ttft_ms: Annotated[
+        int | None,
+        typer.Option(
+            "--ttft-ms",
+            help="Target for the time to first token, in ms; default: scaling.targets.interactive.",
+        ),
+    ] = None,
+    ttft_ms_per_1k_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--ttft-ms-per-1k-tokens",
+            help="Added to the target for the time to first token per 1,000 prompt tokens, in ms.",
+        ),
+    ] = None,
+    itl_ms: Annotated[
+        int | None, typer.Option("--itl-ms", help="Target for the inter-token latency, in ms.")
+    ] = None,
     factor: Annotated[
         float, typer.Option("--factor", help="Factor on the request rate of the trace.")
     ] = 1.0,
@@ -97,7 +114,15 @@ def simulate(
     options.check_writable(json_file, "--json")
     options.check_writable(picture, "--picture")
     effective = options.load_config(
-        config, engine=options.EngineName.SIMULATED, num_prefill=prefill, num_decode=decode
+        config,
+        engine=options.EngineName.SIMULATED,
+        num_prefill=prefill,
+        num_decode=decode,
+        targets={
+            "ttft_ms": ttft_ms,
+            "ttft_ms_per_1k_tokens": ttft_ms_per_1k_tokens,
+            "itl_ms": itl_ms,
+        },
     )
     try:
         arrivals = traces.read(trace)

@@ -21,7 +21,7 @@ from baton.coordinator.scaling.autoscale.types import (
 )
 from baton.coordinator.state.demand import Work
 from baton.coordinator.state.pools import Pool
-from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig
+from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Targets
 from baton.coordinator.state.scaling_decision import Drain, Flip, Want
 from baton.runtime.latency import LatencyModel
 from baton.runtime.ttft_target import TtftTarget
@@ -43,6 +43,9 @@ configs = st.builds(
     max_down=st.sampled_from([0.0, 0.25, 1.0]),
     start_timeout_s=st.sampled_from([30.0, 600.0]),
     flip=st.booleans(),
+    targets=st.sampled_from(
+        [(("interactive", Targets(ttft_s_per_1k_tokens=slope_s)),) for slope_s in (0.0, 1.0)]
+    ),
 )
 numbers = st.one_of(
     st.floats(0, 1e6), st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 0.0, 1e300])
@@ -289,6 +292,22 @@ def test_prefill_workers_grow_with_load_and_suffice(load, more, works, target_s)
     assert queueing.prefill_workers(load, prompts, target.scaled(0.5), 0.05) >= number or any(
         one >= target_s / 2 for one in works
     )
+
+
+@settings(max_examples=100, deadline=None)
+@given(configs, st.lists(st.tuples(views, lane_loads, decode_loads), min_size=2, max_size=6))
+def test_with_one_target_for_all_prompts_their_lengths_change_no_decision(config, moments):
+    config = replace(config, targets=(("interactive", Targets()),))
+    states = [State(), State()]
+    for number, (workers, lane, decode) in enumerate(moments):
+        now = 1000.0 + 5.0 * number
+        bare = replace(lane, works=tuple(Work(one.work_s) for one in lane.works))
+        decisions = []
+        for index, load in enumerate((lane, bare)):
+            observation = Observation(now, workers, MODEL, (("interactive", load),), decode)
+            decision, states[index] = decide(observation, config, states[index], now)
+            decisions.append(decision)
+        assert decisions[0] == decisions[1]
 
 
 def test_gaps_and_clock_jumps_cost_the_memory_and_shrink_nothing():
