@@ -54,6 +54,20 @@ def test_a_stream_saves_time_with_each_token_that_comes_early() -> None:
     assert planner.pace("r", 11).saved_s == pytest.approx(10 * MEAN_MARGIN * 0.05 - 0.1)
 
 
+def test_a_step_keeps_the_tightest_target_of_its_streams() -> None:
+    planner = StepPlanner(PRIOR, lambda: TARGETS)
+    run(planner, 100_000, 12)
+    planner.begin(200.0, ("own", "other"))
+    prompt = Prompt(0, 9000, 0, 0.0, running=True)
+
+    def granted(*itls: float | None) -> int:
+        paces = [planner.pace(f"{len(itls)} {itl}", 1, itl_s=itl) for itl in itls]
+        limit_s = min(pace.limit_s(planner.targets) for pace in paces)
+        return planner.tokens(Streams(len(itls), 100, limit_s), [prompt], 8192)[0]
+
+    assert granted(0.02, None) < granted(None, None) == granted(0.2, None) < granted(0.2, 0.2)
+
+
 def test_a_stream_that_was_handed_over_begins_with_the_gap_since_its_first_token() -> None:
     planner = StepPlanner(PRIOR, lambda: TARGETS)
     planner.begin(10.0, ("r",))

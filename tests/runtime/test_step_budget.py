@@ -175,6 +175,19 @@ def test_a_stream_spends_what_it_has_saved_up_to_the_longest_gap() -> None:
         ) == pytest.approx(limit_s)
 
 
+def test_a_stream_keeps_the_target_that_its_request_named() -> None:
+    """Its longest gap changes in proportion to the target."""
+    for itl_s in (0.02, 0.2):
+        pace = StreamPace(0.0, 0, itl_s)
+        assert pace.limit_s(TARGETS) == pytest.approx(itl_s * MEAN_MARGIN)
+        pace.advance(TARGETS, 1.0, 100)
+        assert pace.saved_s == pytest.approx(100 * itl_s * MEAN_MARGIN - 1.0)
+        assert pace.limit_s(TARGETS) == pytest.approx(itl_s * 1.2 * GAP_MARGIN)
+    assert StreamPace(0.0, 0, 0.02).limit_s(StepTargets()) == pytest.approx(0.02 * MEAN_MARGIN)
+    assert StreamPace(0.0, 0).limit_s(TARGETS) == TARGETS.stream_limit_s()
+    assert math.isinf(StreamPace(0.0, 0).limit_s(StepTargets()))
+
+
 def test_a_stream_that_is_late_gets_shorter_steps() -> None:
     found = [Prompt(0, 5000, 0, 0.0, running=True)]
     in_time, late, later = (

@@ -116,6 +116,7 @@ def row(
         lasted_s=60.0,
         targets={},
         ttft_ms=dict.fromkeys(PERCENTS, ttft_ms),
+        ttft_ratio=dict.fromkeys(PERCENTS, ttft_ms / 500),
         itl_ms=times,
         tpot_ms=times,
         e2e_ms=times,
