@@ -15,9 +15,9 @@ from baton.engine.base import (
     ReceiveHandoff,
     SendHandoff,
 )
-from baton.engine.request_targets import due_in_s, own_itl_s
 from baton.runtime.errors import BatonError, Internal, Unavailable
 from baton.runtime.request_digest import request_digest
+from baton.runtime.request_targets import due_in_s, own_itl_s
 from baton.v1 import cluster_pb2, common_pb2
 
 _numbers = itertools.count(1)

@@ -31,7 +31,11 @@ class TtftTarget:
         Args:
             num_prompt_tokens: Tokens of the whole prompt, cached tokens included.
         """
-        return self.base_s + self.s_per_1k_tokens * num_prompt_tokens / 1000
+        return self.base_s + self.growth_s(num_prompt_tokens)
+
+    def growth_s(self, num_prompt_tokens: float) -> float:
+        """Returns the part of a request's target that grows with its prompt, in seconds."""
+        return self.s_per_1k_tokens * num_prompt_tokens / 1000
 
     def scaled(self, factor: float) -> TtftTarget:
         """Returns the target that is `factor` times as long for every request."""

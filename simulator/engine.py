@@ -20,10 +20,10 @@ from typing import Protocol
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import WorkerKey
-from baton.engine.request_targets import due_in_s, own_itl_s
 from baton.load.gap_histogram import GapHistogram
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.latency import PrefillChunk
+from baton.runtime.request_targets import due_in_s, own_itl_s
 from baton.runtime.step_budget import (
     Prompt,
     StepTargets,

@@ -131,7 +131,12 @@ class Admission:
         return None
 
     def forecast(
-        self, submission: Submission, hashes: array[int], fleet: Fleet, now: float
+        self,
+        submission: Submission,
+        hashes: array[int],
+        fleet: Fleet,
+        growth_s: float,
+        now: float,
     ) -> TtftForecast | None:
         """Predicts the time to first token of a request.
 
@@ -139,6 +144,7 @@ class Admission:
             submission: The request, which is not queued.
             hashes: Hashes of its prompt's blocks.
             fleet: The fleet that it would run on.
+            growth_s: As Request.growth_s.
             now: Current time by the core's clock.
 
         Returns:
@@ -152,7 +158,7 @@ class Admission:
             target_s = min(submission.timeout_s, target_s or submission.timeout_s)
         if target_s is None:
             return None
-        in_lane_s = partial(self._lanes.wait_s, submission, fleet)
+        in_lane_s = partial(self._lanes.wait_s, submission, fleet, growth_s)
         predictions = self._placers.of(fleet).predictions
         prediction = predictions.ttft(submission, hashes, in_lane_s)
         if prediction is None:

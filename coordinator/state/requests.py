@@ -154,8 +154,13 @@ class Submission:
         Args:
             of_lane: Target of requests that name none.
         """
-        target = self.slo_ttft if self.slo_ttft is not None else of_lane
+        target = self.slo_ttft or of_lane
         return None if target is None else target.of(len(self.prompt_token_ids))
+
+    def ttft_growth_s(self, of_lane: TtftTarget | None) -> float:
+        """Returns the part of that target that grows with the prompt; 0 without a target."""
+        target = self.slo_ttft or of_lane
+        return 0.0 if target is None else target.growth_s(len(self.prompt_token_ids))
 
 
 class Prediction(NamedTuple):
@@ -238,6 +243,8 @@ class Request:
         suspect: Whether a worker died while it computed only this request and other suspects.
         due_at: When the first token is due by the TTFT target, by the core's clock; infinite
             without a target.
+        growth_s: Part of its TTFT target that grows with its prompt, in seconds. It lets requests
+            that arrive this much later go first (lanes/tenants.py).
         is_late: Whether its first token cannot be in time, so that it goes behind all others
             (lanes/lanes.py); only in elastic cells.
         waits_until: Until when the request waits for a starting worker, by the core's clock
@@ -275,6 +282,7 @@ class Request:
     skip_tokens: int = 0
     hands_over_all: bool = False
     due_at: float = math.inf
+    growth_s: float = 0.0
     is_late: bool = False
     exposed_us: int | None = None
     prefill_timings: cluster_pb2.StageTimings | None = None

@@ -238,6 +238,10 @@ class CoreStats:
         """Target for the request's time to first token; None: no target."""
         return submission.ttft_target_s(self.recent.target(submission.lane).ttft)
 
+    def ttft_growth_s(self, submission: Submission) -> float:
+        """The part of that target that grows with the prompt, in seconds."""
+        return submission.ttft_growth_s(self.recent.target(submission.lane).ttft)
+
     def itl_target_s(self, submission: Submission) -> float | None:
         """Target for the gap between the request's tokens; None: no target."""
         return submission.slo_itl_s or self.recent.itl_target_s(submission.lane)

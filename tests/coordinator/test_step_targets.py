@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from baton.coordinator.state import events as ev
-from baton.engine.request_targets import own_itl_s
 from baton.runtime.config import StepsConfig
+from baton.runtime.request_targets import own_itl_s
 
 
 def milliseconds(targets) -> tuple[float | None, float | None, float]:
