@@ -1,5 +1,7 @@
 """Which request is next: two lanes, and in each lane the tenants ordered by fairness.
 
+A tenant's requests go in the order in which their first tokens are due (see TenantQueue).
+
 The interactive lane goes first. While both lanes have requests to start, the batch lane gets its
 share of the tokens; while only the batch lane has, it may use everything.
 
