@@ -16,6 +16,7 @@ from typing import NamedTuple
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import Targets
 from baton.load.traces import Arrival
+from baton.runtime.ttft_target import TtftTarget
 from baton.simulator.record import Record
 
 Sizes = Mapping[Pool, int]
@@ -39,17 +40,17 @@ def within(
 ) -> list[Within]:
     """Returns the counts of each window of arrival times, from `begins_s` on."""
     counts: list[list[int]] = []
-    most_ttft_s = math.inf if targets.ttft_s is None else targets.ttft_s
+    target = targets.ttft or TtftTarget(math.inf)
     most_itl_s = math.inf if targets.itl_s is None else targets.itl_s
-    for arrived, first, end, count in zip(
-        record.arrivals, record.firsts, record.ends, record.outputs, strict=True
+    for arrived, first, end, num_prompt, count in zip(
+        *(record.arrivals, record.firsts, record.ends, record.prompts, record.outputs), strict=True
     ):
         index = math.floor((arrived - record.began_at - begins_s) / window_s)
         while len(counts) <= index:
             counts.append([0, 0])
         if index < 0 or math.isnan(end) or math.isnan(first):
             continue
-        counts[index][0] += first - arrived <= most_ttft_s
+        counts[index][0] += first - arrived <= target.of(num_prompt)
         counts[index][1] += count < 2 or (end - first) / (count - 1) <= most_itl_s
     return [Within(*one) for one in counts]
 

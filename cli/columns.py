@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from baton.runtime.enum_names import enum_name, role_name
+from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import admin_pb2, cluster_pb2
 
 # A name that begins with ">" is aligned right.
@@ -43,6 +44,12 @@ def state_name(worker: admin_pb2.WorkerInfo | admin_pb2.WorkerStatus) -> str:
     if worker.unresponsive:
         return "silent"
     return enum_name(cluster_pb2.WorkerState.DESCRIPTOR, worker.state)
+
+
+def ttft_target(targets: admin_pb2.LaneTargets) -> str:
+    """A lane's TTFT target, such as "500 ms + 1000 ms/1k"; "-" if it has none."""
+    found = TtftTarget.from_ms(targets.ttft_ms, targets.ttft_ms_per_1k_tokens)
+    return found.brief if found is not None else "-"
 
 
 def share(used: int, total: int) -> str:

@@ -76,6 +76,13 @@ TtftMs = Annotated[
         "--ttft-ms", help="Goodput counts requests with at most this time to first token, in ms."
     ),
 ]
+TtftMsPer1kTokens = Annotated[
+    float,
+    typer.Option(
+        "--ttft-ms-per-1k-tokens",
+        help="Added to --ttft-ms per 1,000 prompt tokens, in ms.",
+    ),
+]
 ItlMs = Annotated[
     float | None,
     typer.Option(
@@ -95,14 +102,22 @@ _READY_TIMEOUT_S = 10.0
 _CLEAR = "\r\x1b[K"
 
 
-def slo(ttft_ms: float | None, itl_ms: float | None) -> Slo:
-    """Builds the latency goal; raises typer.BadParameter if a target is not more than 0."""
+def slo(ttft_ms: float | None, ttft_ms_per_1k_tokens: float, itl_ms: float | None) -> Slo:
+    """Builds the latency goal; raises typer.BadParameter for a target that is out of range."""
+    import math
+
     from baton.load.measured import Slo
+    from baton.runtime.ttft_target import TtftTarget
 
     for name, value in (("--ttft-ms", ttft_ms), ("--itl-ms", itl_ms)):
         if value is not None and not value > 0:
             raise typer.BadParameter(f"is {value:g}; must be more than 0", param_hint=name)
-    return Slo(None if ttft_ms is None else ttft_ms / 1e3, None if itl_ms is None else itl_ms / 1e3)
+    slope, option = ttft_ms_per_1k_tokens, "--ttft-ms-per-1k-tokens"
+    if not 0 <= slope < math.inf:
+        raise typer.BadParameter(f"is {slope:g}; must be finite and at least 0", param_hint=option)
+    if slope and ttft_ms is None:
+        raise typer.BadParameter("cannot be used without --ttft-ms", param_hint=option)
+    return Slo(TtftTarget.from_ms(ttft_ms, slope), None if itl_ms is None else itl_ms / 1e3)
 
 
 def cut(

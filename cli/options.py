@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -113,8 +114,11 @@ def load_config(
     http_listen: str | None = None,
     launcher: LauncherName | None = None,
     revision: str | None = None,
+    targets: Mapping[str, int | None] | None = None,
 ) -> BatonConfig:
     """Reads the configuration file; options of the command line override its values.
+
+    `targets` are keys of scaling.targets.interactive.
 
     Raises:
         ConfigError: The file or an option is invalid.
@@ -135,7 +139,7 @@ def load_config(
             "prefill": {"workers": num_prefill},
             "decode": {"workers": num_decode},
             "elastic": elastic,
-            "scaling": {"autoscale": autoscale},
+            "scaling": {"autoscale": autoscale, "targets": {"interactive": dict(targets or {})}},
             "http": {"listen": http_listen},
             "launcher": launcher and launcher.value,
             "worker": {"revision": revision},

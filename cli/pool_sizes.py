@@ -92,6 +92,16 @@ def targets(
             help="Target for the time to first token, in ms; 0 removes the target.",
         ),
     ] = None,
+    ttft_ms_per_1k_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--ttft-ms-per-1k-tokens",
+            min=0,
+            max=options.MOST,
+            help="Added to the target for the time to first token per 1,000 prompt tokens, in ms; "
+            "0: one target for all prompts.",
+        ),
+    ] = None,
     itl_ms: Annotated[
         int | None,
         typer.Option(
@@ -114,16 +124,21 @@ def targets(
 
     Autoscaling sizes the pools for these targets. Targets that are not given stay unchanged.
     """
+    from baton.cli.columns import ttft_target
     from baton.cli.output import plain, print_json, print_table
     from baton.runtime.enum_names import lane_name
     from baton.v1 import admin_pb2, common_pb2
 
     changed = []
-    if (ttft_ms, itl_ms, percentile) != (None, None, None):
+    if any(one is not None for one in (ttft_ms, ttft_ms_per_1k_tokens, itl_ms, percentile)):
         number = common_pb2.Lane.Value(f"LANE_{lane.value.upper()}")
         changed.append(
             admin_pb2.LaneTargets(
-                lane=number, ttft_ms=ttft_ms, itl_ms=itl_ms, percentile=percentile
+                lane=number,
+                ttft_ms=ttft_ms,
+                ttft_ms_per_1k_tokens=ttft_ms_per_1k_tokens,
+                itl_ms=itl_ms,
+                percentile=percentile,
             )
         )
     found = call_admin(address, lambda admin: admin.set_targets(changed))
@@ -134,7 +149,7 @@ def targets(
         [
             (
                 lane_name(one.lane),
-                f"{one.ttft_ms} ms" if one.ttft_ms else "-",
+                ttft_target(one),
                 f"{one.itl_ms} ms" if one.itl_ms else "-",
                 f"{one.percentile:g}",
             )

@@ -58,6 +58,23 @@ def simulate(
             help="Number of workers in total, split in halves; instead of --prefill and --decode.",
         ),
     ] = None,
+    ttft_ms: Annotated[
+        int | None,
+        typer.Option(
+            "--ttft-ms",
+            help="Target for the time to first token, in ms; default: scaling.targets.interactive.",
+        ),
+    ] = None,
+    ttft_ms_per_1k_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--ttft-ms-per-1k-tokens",
+            help="Added to the target for the time to first token per 1,000 prompt tokens, in ms.",
+        ),
+    ] = None,
+    itl_ms: Annotated[
+        int | None, typer.Option("--itl-ms", help="Target for the inter-token latency, in ms.")
+    ] = None,
     factor: Annotated[
         float, typer.Option("--factor", help="Factor on the request rate of the trace.")
     ] = 1.0,
@@ -93,7 +110,7 @@ def simulate(
 
     from baton.cli import simulate_compare
     from baton.cli.output import print_table
-    from baton.coordinator.state.scaling_config import scaling_config
+    from baton.coordinator.state.scaling_config import in_seconds
     from baton.load import traces
     from baton.simulator import report
     from baton.simulator.picture import svg
@@ -108,7 +125,15 @@ def simulate(
     options.check_writable(json_file, "--json")
     options.check_writable(picture, "--picture")
     effective = options.load_config(
-        config, engine=options.EngineName.SIMULATED, num_prefill=prefill, num_decode=decode
+        config,
+        engine=options.EngineName.SIMULATED,
+        num_prefill=prefill,
+        num_decode=decode,
+        targets={
+            "ttft_ms": ttft_ms,
+            "ttft_ms_per_1k_tokens": ttft_ms_per_1k_tokens,
+            "itl_ms": itl_ms,
+        },
     )
     if host_kv_tokens is not None:
         effective = _with_host_tokens(effective, host_kv_tokens)
@@ -148,7 +173,7 @@ def simulate(
             json.dumps(report.as_json(figures, found.record), indent=1) + "\n", encoding="utf-8"
         )
     if picture is not None:
-        targets = dict(scaling_config(effective).targets)["interactive"]
+        targets = in_seconds(effective.scaling.targets.interactive)
         title = f"{options.file_name(trace)}, {policy.value}"
         picture.write_text(svg(found.record.moments, targets, title), encoding="utf-8")
 

@@ -24,10 +24,10 @@ def compare(config: BatonConfig, arrivals: Sequence[Arrival], json_file: Path | 
     Raises:
         ValueError: there are too few workers, or a request is too long.
     """
-    from baton.coordinator.state.scaling_config import scaling_config
+    from baton.coordinator.state.scaling_config import in_seconds
     from baton.simulator import comparison
 
-    targets = dict(scaling_config(config).targets)["interactive"]
+    targets = in_seconds(config.scaling.targets.interactive)
     rows = simulated_rows(config, arrivals, comparison.setups(config))
     found = comparison.concluded(rows, targets)
     if json_file is not None:

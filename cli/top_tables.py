@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from baton.cli.columns import POOL_COLUMNS, pool_cells, share, shown, state_name
+from baton.cli.columns import POOL_COLUMNS, pool_cells, share, shown, state_name, ttft_target
 from baton.runtime.enum_names import lane_name, role_name
 from baton.v1 import admin_pb2
 
@@ -48,19 +48,26 @@ def lanes(status: admin_pb2.GetStatusResponse, width: int) -> RenderableType:
             str(sum(lane.sheds.values())),
         )
         targets = lane.targets
-        for name, values, target_ms, attained in (
-            ("TTFT", lane.ttft, targets.ttft_ms, _attained(lane, "ttft_attained")),
-            ("ITL", lane.itl, targets.itl_ms, _attained(lane, "itl_attained")),
+        # Every request has its own TTFT target.
+        late = [one > 1 for one in (lane.ttft_ratio.p50, lane.ttft_ratio.p95, lane.ttft_ratio.p99)]
+        itl_us, itls = targets.itl_ms * 1000, (lane.itl.p50_us, lane.itl.p95_us, lane.itl.p99_us)
+        slow = [0 < itl_us < one for one in itls]
+        itl_target = f"{targets.itl_ms} ms" if itl_us else "-"
+        for name, values, target, is_bad, attained in (
+            ("TTFT", lane.ttft, ttft_target(targets), late, _attained(lane, "ttft_attained")),
+            ("ITL", lane.itl, itl_target, slow, _attained(lane, "itl_attained")),
         ):
             rows.append(
                 (
                     *(counts if name == "TTFT" else ("",) * len(counts)),
                     Text(name, style=DIM),
                     *(
-                        _time(value_us, values.num, target_ms)
-                        for value_us in (values.p50_us, values.p95_us, values.p99_us)
+                        _time(value_us, values.num, bad=bad)
+                        for value_us, bad in zip(
+                            (values.p50_us, values.p95_us, values.p99_us), is_bad, strict=True
+                        )
                     ),
-                    f"{target_ms} ms" if target_ms else "-",
+                    target,
                     _kept(attained, targets.percentile),
                 )
             )
@@ -146,16 +153,15 @@ def _table(
     return table
 
 
-def _time(value_us: int, num: int, target_ms: int) -> Text:
+def _time(value_us: int, num: int, *, bad: bool) -> Text:
     if not num:
         return Text("-", style=DIM)
-    late = bool(target_ms) and value_us > target_ms * 1000
     value_ms = value_us / 1e3
     if value_ms >= 10_000:
         told = f"{value_ms / 1e3:.1f} s"
     else:
         told = f"{value_ms:.0f} ms" if value_ms >= 100 else f"{value_ms:.1f} ms"
-    return Text(told, style=BAD if late else "")
+    return Text(told, style=BAD if bad else "")
 
 
 def _attained(

@@ -35,10 +35,15 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Latency targets of a request in milliseconds; 0 means no target."""
+    """Latency targets of a request in milliseconds; 0 means no target.
+
+    `ttft_ms_per_1k_tokens` is added to `ttft_ms` per 1,000 prompt tokens; it must be 0 without
+    `ttft_ms`.
+    """
 
     ttft_ms: int = 0
     itl_ms: int = 0
+    ttft_ms_per_1k_tokens: int = 0
 
 
 # Text, chat turns (also as OpenAI's dictionaries {"role": ..., "content": ...}), or token IDs.
@@ -246,7 +251,12 @@ def _token_ids(ids: Sequence[int]) -> inference_pb2.TokenIds:
 def _set_option(request: inference_pb2.GenerateRequest, name: str, value: Any) -> None:
     sampling = request.sampling
     if name == "slo":
-        request.slo.CopyFrom(inference_pb2.Slo(ttft_ms=value.ttft_ms, itl_ms=value.itl_ms))
+        slo = inference_pb2.Slo(
+            ttft_ms=value.ttft_ms,
+            itl_ms=value.itl_ms,
+            ttft_ms_per_1k_tokens=value.ttft_ms_per_1k_tokens,
+        )
+        request.slo.CopyFrom(slo)
     elif name == "timeout_s":
         if not (math.isfinite(value) and value > 0 and math.isfinite(value * 1e9)):
             raise ValueError("must be a positive number of seconds")

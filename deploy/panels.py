@@ -71,7 +71,14 @@ CELL_ROWS = (
                     *_quantiles("gen_ai_server_time_to_first_token_seconds", INTERACTIVE),
                     _target("ttft"),
                 ],
-                "Time from the arrival of a request at the coordinator to its first token.",
+                "Time from the arrival of a request at the coordinator to its first token. The "
+                "line is the target of an empty prompt.",
+            ),
+            Panel(
+                "Time to first token / target",
+                "none",
+                _quantiles("baton_ttft_target_ratio", INTERACTIVE),
+                "Time to first token divided by the request's own target; above 1 it was missed.",
             ),
             Panel(
                 "Gaps between tokens",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -18,6 +17,7 @@ from baton.engine.base import (
 )
 from baton.runtime.errors import BatonError, Internal, Unavailable
 from baton.runtime.request_digest import request_digest
+from baton.runtime.request_targets import due_in_s, own_itl_s
 from baton.v1 import cluster_pb2, common_pb2
 
 _numbers = itertools.count(1)
@@ -85,11 +85,8 @@ class Attempt:
             receive=receive,
             adapter=self.spec.adapter,
             cache_salt=self.spec.cache_salt,
-            due_in_s=(
-                self.spec.first_token_due_us / 1e6
-                if self.spec.HasField("first_token_due_us")
-                else math.inf
-            ),
+            due_in_s=due_in_s(self.spec),
+            itl_s=own_itl_s(self.spec),
         )
 
     def running(self) -> cluster_pb2.RunningRequest:

@@ -102,6 +102,7 @@ class EngineRequest:
         adapter: Name of the LoRA adapter; empty: none.
         cache_salt: The request finds only KV blocks of requests with the same salt; empty: none.
         due_in_s: Seconds until the first token is due; infinite without a TTFT target.
+        itl_s: ITL target that the client named, in seconds; None: the engine's target applies.
     """
 
     request_id: str
@@ -116,6 +117,7 @@ class EngineRequest:
     adapter: str = ""
     cache_salt: str = ""
     due_in_s: float = math.inf
+    itl_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,17 +100,18 @@ class LiveRequest:
         """Whether the next step computes one token that follows computed ones."""
         return self.num_missing == 1 and self.num_computed > 0
 
-    def saved_s(self, targets: StepTargets, now: float) -> float:
-        """Seconds by which this stream is ahead of its ITL target; infinite without a target."""
+    def limit_s(self, targets: StepTargets, now: float) -> float:
+        """Longest step that this stream's ITL target allows; infinite without a target."""
         # Batch streams have no ITL target.
-        if self.order[0] > 0 or targets.itl_s is None:
+        if self.order[0] > 0:
             return math.inf
         if self.pace is None:
             # After a handoff, the gap since the first token counts too.
             handed_over = self.request.receive is not None
-            self.pace = StreamPace(self.submitted_at if handed_over else now, len(self.tokens))
+            begin = self.submitted_at if handed_over else now
+            self.pace = StreamPace(begin, len(self.tokens), self.request.itl_s)
         self.pace.advance(targets, now, len(self.tokens))
-        return self.pace.saved_s
+        return self.pace.limit_s(targets)
 
     def block_hashes(self, num_tokens: int, block_size_tokens: int) -> array[int]:
         """Returns the hashes of the full blocks of the first `num_tokens` tokens."""
@@ -174,8 +175,8 @@ class _Policy:
         streams = Streams(
             num_streams=len(decodes),
             num_kv_tokens=sum(len(request.tokens) for request in decodes),
-            saved_s=min(
-                (request.saved_s(self.targets, self.now) for request in decodes), default=math.inf
+            limit_s=min(
+                (request.limit_s(self.targets, self.now) for request in decodes), default=math.inf
             ),
         )
         ordered = self.ordered(prompts)

@@ -71,24 +71,24 @@ class StepPlanner:
         if self._num_steps % _CLEAN_INTERVAL == 0:
             self._paces = {name: one for name, one in self._paces.items() if name in running}
 
-    def saved_s(self, name: str, num_tokens: int, waited_s: float = 0.0) -> float:
-        """Seconds by which a stream will be ahead of its ITL target when the step begins.
-
-        Infinite without an ITL target.
+    def pace(
+        self, name: str, num_tokens: int, waited_s: float = 0.0, itl_s: float | None = None
+    ) -> StreamPace:
+        """How a stream compares with its ITL target when the step begins.
 
         Args:
             name: The stream's request.
             num_tokens: Its output tokens, including those of the steps under way.
             waited_s: Seconds from its latest token until now, if that token was made elsewhere;
                 counts when the stream is new.
+            itl_s: ITL target that the request named, in seconds; None: the worker's applies.
         """
-        if self.targets.itl_s is None:
-            return math.inf
         pace = self._paces.get(name)
         if pace is None:
-            pace = self._paces[name] = StreamPace(self._begins_at - waited_s, num_tokens)
+            begin = self._begins_at - waited_s
+            pace = self._paces[name] = StreamPace(begin, num_tokens, itl_s)
         pace.advance(self.targets, self._begins_at, num_tokens)
-        return pace.saved_s
+        return pace
 
     def tokens(
         self, streams: Streams, prompts: Sequence[Prompt], max_tokens: int, *, limit: bool = True
@@ -106,7 +106,8 @@ class StepPlanner:
             max_tokens = min(max_tokens, streams.num_tokens + most)
             targets = self.targets
         else:
-            targets = replace(self.targets, itl_s=None, prompt_step_s=_UNLIMITED_S)
+            targets = replace(self.targets, prompt_step_s=_UNLIMITED_S)
+            streams = streams._replace(limit_s=math.inf)
         return prompt_tokens(self.model, targets, streams, prompts, max_tokens)
 
     def made(self, step: object, work: Work | None) -> None:

@@ -17,7 +17,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from baton.engine.base import EngineRequest, Logprob, RequestRejected
 from baton.engine.vllm_forced_tokens import EXTRA_ARG
-from baton.engine.vllm_scheduler import DUE_AT
+from baton.engine.vllm_scheduler import DUE_AT, ITL
 from baton.runtime.sampling import OPTIONAL_FIELDS, given, needs_exact_state
 from baton.v1 import common_pb2
 
@@ -116,6 +116,8 @@ def _transfer_params(request: EngineRequest) -> dict[str, Any]:
     if request.due_in_s < math.inf:
         # For engine/vllm_scheduler.py, by the clock of vLLM's Request.arrival_time.
         params[DUE_AT] = time.time() + request.due_in_s
+    if request.itl_s is not None:
+        params[ITL] = request.itl_s
     if request.send is not None:
         params["baton_send"] = {
             "handoff_id": request.send.handoff_id.hex(),

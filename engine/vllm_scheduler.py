@@ -33,6 +33,7 @@ from baton.runtime.step_budget import Prompt, Streams, prompt_order
 STEPS = "steps"
 # Key in a request's kv_transfer_params: when its first token is due, by time.time.
 DUE_AT = "baton_due_at"
+ITL = "baton_itl_s"
 
 # Seconds after which the cached part of a waiting prompt is looked up again, and most look-ups of
 # one step: one takes some 50 us for a prompt of 1,500 tokens.
@@ -153,7 +154,7 @@ class BatonScheduler(Scheduler):
 
     def _streams(self, decodes: Sequence[Request], now: float) -> Streams:
         num_tokens = num_kv_tokens = 0
-        saved_s = math.inf
+        limit_s = math.inf
         for request in decodes:
             # Placeholders stand for tokens of steps under way (asynchronous scheduling).
             pending = request.num_output_placeholders
@@ -167,10 +168,11 @@ class BatonScheduler(Scheduler):
                 if not num_outputs and _is_handed_over(request):
                     # The prefill worker made the first token just before this request arrived.
                     waited_s = max(0.0, now - request.arrival_time)
-                found_s = self.planner.saved_s(request.request_id, num_outputs, waited_s)
-                saved_s = min(saved_s, found_s)
+                itl_s = (request.kv_transfer_params or {}).get(ITL)
+                pace = self.planner.pace(request.request_id, num_outputs, waited_s, itl_s)
+                limit_s = min(limit_s, pace.limit_s(self.planner.targets))
         num_drafts = num_tokens - len(decodes)
-        return Streams(len(decodes), num_kv_tokens, saved_s, num_drafts)
+        return Streams(len(decodes), num_kv_tokens, limit_s, num_drafts)
 
     def _candidate(self, request: Request, now: float, model: LatencyModel) -> _Candidate:
         num_done = request.num_computed_tokens

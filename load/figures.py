@@ -9,7 +9,7 @@ from typing import Any
 from baton.load.gap_histogram import GapHistogram
 from baton.load.generator import Outcome
 from baton.load.measured import Measured, Slo
-from baton.load.results import PERCENTS, plain, targets
+from baton.load.results import PERCENTS, limits, plain, targets
 
 # A warning is printed if the p99 delay of the generator itself exceeds both limits: milliseconds,
 # and a share of the median TTFT. Above them the measured latency includes the generator's delay.
@@ -143,7 +143,7 @@ class Result:
         return {
             "kind": self.kind,
             "load": self.load,
-            "targets": targets(self.slo.ttft_s, self.slo.itl_s),
+            "targets": targets(self.slo.ttft, self.slo.itl_s),
             "lasted_s": round(self.lasted_s, 3),
             "interrupted": self.interrupted,
             **plain(asdict(self.total)),
@@ -183,12 +183,8 @@ class Result:
             ["prompt tokens", f"{one.prompt_tokens_per_s:.0f}/s, {one.cached_share:.0%} cached"],
             ["output tokens", f"{one.output_tokens_per_s:.0f}/s"],
         ]
-        limits = targets(self.slo.ttft_s, self.slo.itl_s)
-        within = ", ".join(
-            f"{name} {limit:g} ms"
-            for name, limit in (("TTFT", limits["ttft_ms"]), ("mean ITL", limits["itl_ms"]))
-            if limit is not None
-        )
+        of = limits(self.slo.ttft, self.slo.itl_s)
+        within = ", ".join(f"{name} {limit}" for name, limit in of.items())
         goodput = f"{one.goodput_per_s:.2f} requests/s, {one.attained:.1%}"
         rows.append(["goodput", f"{goodput}{f' within {within}' if within else ''}"])
         rows += [

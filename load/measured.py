@@ -12,6 +12,7 @@ from google.rpc import code_pb2
 from baton.client.events import Usage
 from baton.load.gap_histogram import GapHistogram
 from baton.runtime.errors import RemoteError
+from baton.runtime.ttft_target import TtftTarget
 
 # Distinct failure reasons that are counted; any further reason counts as "OTHER".
 _MAX_REASONS = 32
@@ -23,11 +24,11 @@ class Slo:
     """Latency targets that a request must meet to count as goodput; None: no target.
 
     Attributes:
-        ttft_s: Longest time to first token.
+        ttft: Longest time to first token, by the tokens of the prompt.
         itl_s: Longest mean gap between the tokens of a request.
     """
 
-    ttft_s: float | None = None
+    ttft: TtftTarget | None = None
     itl_s: float | None = None
 
 
@@ -118,7 +119,8 @@ class Measured:
         if sample.num_tokens > 1:
             tpot_s = (sample.last_at - sample.first_at) / (sample.num_tokens - 1)
             self.tpot.add(tpot_s)
-        in_time = self.slo.ttft_s is None or ttft_s <= self.slo.ttft_s
+        target = self.slo.ttft
+        in_time = target is None or ttft_s <= target.of(usage.prompt_tokens)
         steady = self.slo.itl_s is None or tpot_s <= self.slo.itl_s
         self.num_ttft_within += in_time
         self.num_tpot_within += steady

@@ -6,15 +6,27 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from baton.runtime.ttft_target import TtftTarget
+
 PERCENTS = (50, 90, 95, 99)
 
 
-def targets(ttft_s: float | None, itl_s: float | None) -> dict[str, float | None]:
+def targets(ttft: TtftTarget | None, itl_s: float | None) -> dict[str, float | None]:
     """Returns the latency targets in milliseconds; None: no target."""
-    return {
-        name: None if value is None else round(value * 1e3, 6)
-        for name, value in (("ttft_ms", ttft_s), ("itl_ms", itl_s))
+    values = {
+        "ttft_ms": None if ttft is None else ttft.base_s,
+        "ttft_ms_per_1k_tokens": None if ttft is None else ttft.s_per_1k_tokens,
+        "itl_ms": itl_s,
     }
+    return {
+        name: None if value is None else round(value * 1e3, 6) for name, value in values.items()
+    }
+
+
+def limits(ttft: TtftTarget | None, itl_s: float | None) -> dict[str, str]:
+    """Returns the latency targets that are set in words, such as {"TTFT": "500 ms"}."""
+    itl = None if itl_s is None else TtftTarget(itl_s)
+    return {name: str(one) for name, one in (("TTFT", ttft), ("mean ITL", itl)) if one is not None}
 
 
 def plain(value: Any) -> Any:

@@ -10,7 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 PositiveSeconds = Annotated[float, Field(gt=0, le=1e8)]
 PositiveInt = Annotated[int, Field(ge=1, le=2**63 - 1)]
 # Numbers that are sent in 32-bit message fields.
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
+MAX_COUNT = 2**31 - 1
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+CountOrZero = Annotated[int, Field(ge=0, le=MAX_COUNT)]
 
 # Workers of one pool; the maximum is far above what one coordinator can serve.
 NumWorkers = Annotated[int, Field(ge=0, le=10_000)]

@@ -4,9 +4,10 @@ vLLM's scheduler and the simulated engine's scheduler use this one policy. A ste
 of every decoding stream first. The policy then fills the step with prompt tokens as long as its
 predicted time stays within a limit:
 
-- With interactive streams, the limit follows from their ITL target. A stream whose tokens came
-  faster than the target has saved time; a later step may spend it, up to the longest allowed gap. A
-  stream whose tokens came more slowly gets shorter steps until it has caught up.
+- With interactive streams, the limit follows from their ITL targets: the worker's, or the target
+  that a request named. A stream whose tokens came faster than its target has saved time; a later
+  step may spend it, up to the longest allowed gap. A stream whose tokens came more slowly gets
+  shorter steps until it has caught up. The stream with the tightest limit decides.
 - Without interactive streams, the limit is `StepTargets.prompt_step_s`, so that a short prompt that
   arrives never waits behind a whole long one.
 
@@ -57,8 +58,8 @@ class StepTargets:
     """Targets of a worker's steps, in seconds.
 
     Attributes:
-        itl_s: Target of a stream's mean gap between tokens; None: no target, so streams do not
-            limit steps.
+        itl_s: Target of a stream's mean gap between tokens, unless its request named one; None: no
+            target, so such streams do not limit steps.
         longest_gap_s: Longest step beside interactive streams; at least `itl_s`. Not used without
             `itl_s`.
         prompt_step_s: Longest step without interactive streams.
@@ -77,6 +78,29 @@ class StepTargets:
         longest_ms = config.longest_gap_ms
         longest_s = _LONGEST_GAP * itl_s if longest_ms is None else longest_ms / 1e3
         return cls(itl_s, max(itl_s, longest_s), prompt_step_s)
+
+    def of_stream(self, itl_s: float | None) -> StepTargets:
+        """Returns the targets beside a stream.
+
+        Args:
+            itl_s: ITL target that the stream's request named; None: it named none. The longest gap
+                changes in proportion.
+        """
+        if itl_s is None:
+            return self
+        longest = _LONGEST_GAP if self.itl_s is None else self.longest_gap_s / self.itl_s
+        return StepTargets(itl_s, itl_s * longest, self.prompt_step_s)
+
+    def stream_limit_s(self, saved_s: float = 0.0) -> float:
+        """Longest predicted time of a step beside a stream; infinite without an ITL target.
+
+        Args:
+            saved_s: Seconds by which the stream is ahead of its ITL target. The result may be
+                negative if the stream is late.
+        """
+        if self.itl_s is None:
+            return math.inf
+        return min(self.itl_s * _MEAN_MARGIN + saved_s, self.longest_gap_s * _GAP_MARGIN)
 
 
 class Prompt(NamedTuple):
@@ -110,14 +134,14 @@ class Streams(NamedTuple):
     Attributes:
         num_streams: Number of streams.
         num_kv_tokens: KV tokens that they attend to, in total.
-        saved_s: The smallest `StreamPace.saved_s` of the interactive streams. Infinite without
-            interactive streams, and without an ITL target.
+        limit_s: Longest time of the step that all interactive streams allow: the smallest
+            `StreamPace.limit_s`. Infinite without interactive streams, and without an ITL target.
         num_drafts: Drafts of speculation that the step verifies, beside one token per stream.
     """
 
     num_streams: int = 0
     num_kv_tokens: int = 0
-    saved_s: float = math.inf
+    limit_s: float = math.inf
     num_drafts: int = 0
 
     @property
@@ -137,22 +161,29 @@ class StreamPace:
         at: When `num_tokens` was counted, in seconds. A new stream begins at its latest token, even
             if another worker has made it.
         num_tokens: Output tokens of the stream so far.
+        itl_s: ITL target that its request named; None: the worker's target applies.
         saved_s: Seconds by which the stream is ahead of its ITL target; negative when it is late.
     """
 
     at: float
     num_tokens: int
+    itl_s: float | None = None
     saved_s: float = 0.0
 
     def advance(self, targets: StepTargets, now: float, num_tokens: int) -> None:
-        """Counts the tokens up to `now`; the targets are those of the time since `at`."""
-        if targets.itl_s is None:
+        """Counts the tokens up to `now`; `targets` are the worker's in the time since `at`."""
+        itl_s = targets.itl_s if self.itl_s is None else self.itl_s
+        if itl_s is None:
             self.saved_s = 0.0
         else:
-            allowed_s = targets.itl_s * _MEAN_MARGIN * (num_tokens - self.num_tokens)
+            allowed_s = itl_s * _MEAN_MARGIN * (num_tokens - self.num_tokens)
             saved_s = self.saved_s + allowed_s - (now - self.at)
-            self.saved_s = max(saved_s, -_MOST_GAPS_BEHIND * targets.itl_s)
+            self.saved_s = max(saved_s, -_MOST_GAPS_BEHIND * itl_s)
         self.at, self.num_tokens = now, num_tokens
+
+    def limit_s(self, targets: StepTargets) -> float:
+        """Longest predicted time of a step beside this stream; `targets` are the worker's."""
+        return targets.of_stream(self.itl_s).stream_limit_s(self.saved_s)
 
 
 def prompt_order(prompt: Prompt, model: LatencyModel) -> tuple[int, bool, float, float]:
@@ -164,10 +195,7 @@ def prompt_order(prompt: Prompt, model: LatencyModel) -> tuple[int, bool, float,
 
 def step_limit_s(targets: StepTargets, streams: Streams) -> float:
     """Longest predicted time of the next step, in seconds; may be negative."""
-    if targets.itl_s is None or math.isinf(streams.saved_s):
-        return targets.prompt_step_s
-    allowed_s = targets.itl_s * _MEAN_MARGIN + streams.saved_s
-    return min(allowed_s, targets.longest_gap_s * _GAP_MARGIN)
+    return targets.prompt_step_s if math.isinf(streams.limit_s) else streams.limit_s
 
 
 def prompt_tokens(
@@ -237,7 +265,7 @@ def _prompt_share(model: LatencyModel, targets: StepTargets, streams: Streams) -
 
 def _prompts_s(targets: StepTargets, streams: Streams, fixed_s: float) -> float:
     """Seconds of a step that its targets leave for prompt tokens."""
-    least_share = _LEAST_SHARE_ALONE if math.isinf(streams.saved_s) else _LEAST_SHARE
+    least_share = _LEAST_SHARE_ALONE if math.isinf(streams.limit_s) else _LEAST_SHARE
     return max(step_limit_s(targets, streams) - fixed_s, least_share * fixed_s)
 
 

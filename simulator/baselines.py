@@ -9,11 +9,13 @@ from collections.abc import Sequence
 from baton.coordinator.scaling.autoscale import queueing
 from baton.coordinator.scaling.autoscale.sizing import POOLS, Members, leaving
 from baton.coordinator.scaling.autoscale.types import LaneLoad, Observation
+from baton.coordinator.state.demand import Work
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import ScalingConfig, Targets
 from baton.coordinator.state.scaling_decision import Action, Decision, Drain, Want
 from baton.load.traces import Arrival
 from baton.runtime.latency import LatencyModel
+from baton.runtime.ttft_target import TtftTarget
 from baton.simulator.policies import decision
 
 
@@ -170,14 +172,17 @@ class Planner:
     def _step(self, pool: Pool, observation: Observation, load: LaneLoad, number: int) -> int:
         target = _targets(self.config)
         if pool is Pool.PREFILL:
-            if target.ttft_s is None or not load.works_s:
+            if target.ttft is None or not load.works:
                 return 0
-            own_s = sum(load.works_s) / len(load.works_s)
+            own_s = sum(one.work_s for one in load.works) / len(load.works)
+            # The target of a prompt of mean length.
+            num_tokens = sum(one.num_prompt_tokens for one in load.works) / len(load.works)
+            ttft_s = target.ttft.of(num_tokens)
             wait_s = load.queued_s / max(1, number)
-            if wait_s + own_s > target.ttft_s:
+            if wait_s + own_s > ttft_s:
                 return 1
             fewer = load.queued_s / max(1, number - 1) * number / max(1, number - 1) + own_s
-            return -1 if number > 1 and fewer < self._SAFE * target.ttft_s else 0
+            return -1 if number > 1 and fewer < self._SAFE * ttft_s else 0
         if target.itl_s is None:
             return 0
         now = observation.decode
@@ -234,11 +239,17 @@ def needed_sizes(
             index += 1
     for span, number in zip(spans, decoding, strict=True):
         works = [
-            latency.prefill_s(max(1, round(one.num_prompt_tokens * (1 - hit_share))))
+            Work(
+                latency.prefill_s(max(1, round(one.num_prompt_tokens * (1 - hit_share)))),
+                one.num_prompt_tokens,
+            )
             for one in span
         ]
         prefill = queueing.prefill_workers(
-            sum(works) / span_s, works, target.ttft_s or math.inf, target.may_miss
+            sum(one.work_s for one in works) / span_s,
+            works,
+            target.ttft or TtftTarget(math.inf),
+            target.may_miss,
         )
         limits = config.prefill, config.decode
         sizes = prefill, math.ceil(number / each)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from baton.coordinator.state.scaling_config import Targets
-from baton.load.results import plain
+from baton.load.results import limits, plain
 from baton.load.traces import Arrival
 from baton.runtime.config import BatonConfig
 from baton.simulator import processes
@@ -229,10 +229,7 @@ def _best(rows: Sequence[Row], targets: Targets) -> Row:
         found, enough = row.figures, _is_enough(row, targets)
         hours = round(found.gpu_hours, 3) if enough else 0.0
         # Among rows that attain equally much, the latency that is closest to its target decides.
-        used = (
-            found.ttft_ms[99] / 1e3 / (targets.ttft_s or math.inf),
-            found.tpot_ms[99] / 1e3 / (targets.itl_s or math.inf),
-        )
+        used = found.ttft_ratio[99], found.tpot_ms[99] / 1e3 / (targets.itl_s or math.inf)
         closest = max(math.inf if math.isnan(one) else one for one in used)
         return enough, -hours, round(found.attained, 4), -closest
 
@@ -262,13 +259,9 @@ SPARE = ("HITS", "ITL p50", "TTFT p90", "TTFT p50", "FAILED", "ITL p99")
 
 def legend(targets: Targets) -> str:
     """Explains the units, the column "attained" and the name of colocated rows."""
-    limits = [
-        f"{name} within {value_s * 1e3:g} ms"
-        for name, value_s in (("TTFT", targets.ttft_s), ("mean ITL", targets.itl_s))
-        if value_s is not None
-    ]
+    met = [f"{name} within {one}" for name, one in limits(targets.ttft, targets.itl_s).items()]
     return (
-        f"Times are in ms. attained: requests with {' and '.join(limits) or 'all their tokens'}.\n"
+        f"Times are in ms. attained: requests with {' and '.join(met) or 'all their tokens'}.\n"
         "hits: prompt tokens that were not computed.\n"
         "colocated, N/step: plain servers with chunked prefill, at most N tokens per step."
     )

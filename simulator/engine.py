@@ -23,6 +23,7 @@ from baton.coordinator.state.requests import WorkerKey
 from baton.load.gap_histogram import GapHistogram
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.latency import PrefillChunk
+from baton.runtime.request_targets import due_in_s, own_itl_s
 from baton.runtime.step_budget import (
     Prompt,
     StepTargets,
@@ -151,9 +152,9 @@ class Engine:
             # took one message delay each.
             last_at=self.host.now - 2 * shape.delay_s if num_known else math.nan,
             arrived_at=self.host.now,
+            due_at=self.host.now + due_in_s(spec),
+            itl_s=own_itl_s(spec),
         )
-        if spec.HasField("first_token_due_us"):
-            request.due_at = self.host.now + spec.first_token_due_us / 1e6
         self._requests[request.key] = request
         wait_s = 0.0
         if is_handoff and not shape.handoff_stalls:
@@ -288,7 +289,7 @@ class Engine:
         request.joined_at_step, request.num_sent = self._step, 0
         # After a handoff, the gap since the first token counts too.
         last_at = self.host.now if math.isnan(request.last_at) else request.last_at
-        request.pace = StreamPace(last_at, 0)
+        request.pace = StreamPace(last_at, 0, request.itl_s)
         if request.is_handoff and not request.first_sent:
             self._cache_blocks(request)
         self._decoding[request] = None
@@ -517,11 +518,11 @@ class Engine:
             for one in self._prefilling
         ]
         order = sorted(range(len(prompts)), key=lambda index: prompt_order(prompts[index], model))
-        saved_s = min((self._saved_s(one, targets) for one in self._decoding), default=math.inf)
+        limit_s = min((self._limit_s(one, targets) for one in self._decoding), default=math.inf)
         counts = prompt_tokens(
             model,
             targets,
-            Streams(batch, self._kv_decoding, saved_s),
+            Streams(batch, self._kv_decoding, limit_s),
             [prompts[index] for index in order],
             # A batch that fills the step still leaves room for one prompt token.
             max(self.shape.max_num_batched_tokens, batch + 1),
@@ -532,14 +533,14 @@ class Engine:
             if count
         ]
 
-    def _saved_s(self, request: SimulatedRequest, targets: StepTargets) -> float:
-        """Seconds by which a decoding request is ahead of its ITL target; batch has none."""
-        if request.priority or targets.itl_s is None:
+    def _limit_s(self, request: SimulatedRequest, targets: StepTargets) -> float:
+        """Longest step that a decoding request's ITL target allows; batch requests have none."""
+        if request.priority:
             return math.inf
         pace = request.pace
         assert pace is not None
         pace.advance(targets, self.host.now, self._step - request.joined_at_step)
-        return pace.saved_s
+        return pace.limit_s(targets)
 
     def _mixed_over(
         self,

@@ -125,6 +125,7 @@ def measured(
             "targets": {
                 "interactive": {
                     "ttft_ms": lane.targets.ttft_ms or None,
+                    "ttft_ms_per_1k_tokens": lane.targets.ttft_ms_per_1k_tokens,
                     "itl_ms": lane.targets.itl_ms or None,
                     "percentile": lane.targets.percentile,
                 }

@@ -87,6 +87,7 @@ class SimulatedRequest:
             elsewhere; nan before the first token.
         arrived_at: When the request arrived at the engine.
         due_at: When its first token is due; infinite without a TTFT target.
+        itl_s: ITL target that the client named; None: the worker's applies.
         pace: Compares its tokens since it joined the batch with the ITL target.
     """
 
@@ -112,6 +113,7 @@ class SimulatedRequest:
     last_at: float = math.nan
     arrived_at: float = 0.0
     due_at: float = math.inf
+    itl_s: float | None = None
     pace: StreamPace | None = None
 
     @property

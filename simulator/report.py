@@ -12,6 +12,7 @@ from baton.coordinator.state.scaling_config import Targets
 from baton.load import stats
 from baton.load.gap_histogram import GapHistogram
 from baton.load.results import PERCENTS, plain, targets
+from baton.runtime.ttft_target import TtftTarget
 from baton.simulator.record import Record
 
 
@@ -68,6 +69,7 @@ class Figures:
         attained: Share of all requests that ended well, with TTFT within its target and the mean
             gap between tokens (TPOT) within the ITL target.
         itl_within: Share of all gaps that are within the ITL target.
+        ttft_ratio: TTFT divided by the request's own target, by percentile; 0 without a target.
         goodput_per_gpu: Requests that met the targets, per second and paid GPU.
     """
 
@@ -76,6 +78,7 @@ class Figures:
     lasted_s: float
     targets: dict[str, float | None]
     ttft_ms: dict[int, float]
+    ttft_ratio: dict[int, float]
     itl_ms: dict[int, float]
     tpot_ms: dict[int, float]
     e2e_ms: dict[int, float]
@@ -97,35 +100,37 @@ def figures(
     record: Record, gaps: GapHistogram, limits: Targets, hits: PromptHits = NO_HITS
 ) -> Figures:
     """Computes the figures of a whole simulation."""
-    ttfts, tpots, lasted = list[float](), list[float](), list[float]()
+    ttfts, ratios, tpots, lasted = list[float](), list[float](), list[float](), list[float]()
     num_failed = num_attained = num_ttft = num_tpot = 0
-    most_ttft = math.inf if limits.ttft_s is None else limits.ttft_s
+    target = limits.ttft or TtftTarget(math.inf)
     most_itl = math.inf if limits.itl_s is None else limits.itl_s
-    for arrived, first, end, count in zip(
-        record.arrivals, record.firsts, record.ends, record.outputs, strict=True
+    for arrived, first, end, num_prompt, count in zip(
+        *(record.arrivals, record.firsts, record.ends, record.prompts, record.outputs), strict=True
     ):
         if math.isnan(end) or math.isnan(first):
             num_failed += 1
             continue
-        ttft_s = first - arrived
+        ttft_s, most_ttft_s = first - arrived, target.of(num_prompt)
         tpot_s = (end - first) / (count - 1) if count > 1 else 0.0
         ttfts.append(ttft_s)
+        ratios.append(ttft_s / most_ttft_s)
         lasted.append(end - arrived)
         if count > 1:
             tpots.append(tpot_s)
-        num_ttft += ttft_s <= most_ttft
+        num_ttft += ttft_s <= most_ttft_s
         num_tpot += tpot_s <= most_itl
-        num_attained += ttft_s <= most_ttft and tpot_s <= most_itl
+        num_attained += ttft_s <= most_ttft_s and tpot_s <= most_itl
     total = max(1, len(record.arrivals))
     return Figures(
         num_requests=len(record.arrivals),
         num_failed=num_failed,
         lasted_s=record.lasted_s,
-        targets=targets(limits.ttft_s, limits.itl_s),
-        ttft_ms=_percentiles(ttfts),
+        targets=targets(limits.ttft, limits.itl_s),
+        ttft_ms=_percentiles(ttfts, 1e3),
+        ttft_ratio=_percentiles(ratios),
         itl_ms={percent: gaps.percentile(percent) * 1e3 for percent in PERCENTS},
-        tpot_ms=_percentiles(tpots),
-        e2e_ms=_percentiles(lasted),
+        tpot_ms=_percentiles(tpots, 1e3),
+        e2e_ms=_percentiles(lasted, 1e3),
         attained=num_attained / total,
         ttft_within=num_ttft / total,
         tpot_within=num_tpot / total,
@@ -141,9 +146,9 @@ def figures(
     )
 
 
-def _percentiles(seconds: list[float]) -> dict[int, float]:
-    ordered = sorted(seconds)
-    return {percent: stats.percentile(ordered, percent) * 1e3 for percent in PERCENTS}
+def _percentiles(values: list[float], factor: float = 1.0) -> dict[int, float]:
+    ordered = sorted(values)
+    return {percent: stats.percentile(ordered, percent) * factor for percent in PERCENTS}
 
 
 def as_json(found: Figures, record: Record) -> dict[str, Any]:

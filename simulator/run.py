@@ -57,7 +57,7 @@ def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> S
             f"{longest}, the longest request of the trace"
         )
     scaling, shape = scaling_config(config), shape_of(config)
-    targets = dict(scaling.targets)["interactive"]
+    targets = in_seconds(config.scaling.targets.interactive)
     lasts_s = arrivals[-1].at_s + 1.0
     most_hits = traces.shared_prompt_tokens(arrivals, shape.block_size_tokens)
     if policy == COLOCATED:

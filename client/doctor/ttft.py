@@ -16,6 +16,7 @@ from baton.client.doctor.findings import (
     stage_share,
 )
 from baton.runtime.enum_names import role_name
+from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import admin_pb2, common_pb2
 
 # Minimum number of requests, and of waits, for a finding.
@@ -37,15 +38,17 @@ def ttft_findings(
     shed = _refusals(lane)
     if shed is not None:
         yield shed
-    target_us = lane.targets.ttft_ms * 1000
-    if not target_us:
+    if not lane.targets.ttft_ms:
         return
-    unfair = _unfair(lane)
-    if unfair is not None:
-        yield unfair
     oldest_us = lane.info.oldest_wait.ToNanoseconds() // 1000 if lane.info.num_queued else 0
     is_late = lane.ttft.num >= _MIN_REQUESTS and lane.ttft_attained < lane.targets.percentile / 100
-    is_stuck = oldest_us > 2 * target_us and lane.info.num_queued >= _MIN_REQUESTS
+    is_stuck = _oldest_ratio(lane) > 2 and lane.info.num_queued >= _MIN_REQUESTS
+    # Where targets grow with the prompt, a long wait may be in time.
+    unfair = None
+    if is_late or is_stuck or not lane.targets.ttft_ms_per_1k_tokens:
+        unfair = _unfair(lane)
+    if unfair is not None:
+        yield unfair
     if not (is_late or is_stuck) or any(pool.num_serving == 0 for pool in status.pools):
         return
     late: dict[int, int] = {one.stage: one.sum_us for one in lane.late}
@@ -59,7 +62,7 @@ def ttft_findings(
             finding = _network(lane, late)
         elif stage_share(late, _PREFILL) >= 0.5:
             finding = _slow_prefill(lane, late)
-        elif shed is None and max(lane.ttft.p99_us, oldest_us) >= _EXPLODED * target_us:
+        elif shed is None and max(lane.ttft_ratio.p99, _oldest_ratio(lane)) >= _EXPLODED:
             finding = _overload(status, lane, oldest_us)
         elif shed is None:
             finding = _queue(status, lane, late, oldest_us)
@@ -71,15 +74,25 @@ def _ttft_evidence(lane: admin_pb2.LaneStatus) -> str:
     """Evidence: TTFT percentiles and the target."""
     return (
         f"TTFT p50 {ms(lane.ttft.p50_us)}, p95 {ms(lane.ttft.p95_us)}, p99 "
-        f"{ms(lane.ttft.p99_us)}; the target is {lane.targets.ttft_ms} ms "
+        f"{ms(lane.ttft.p99_us)}; the target is {_target(lane)} "
         f"(p{lane.targets.percentile:g}), met by {percent(lane.ttft_attained)} of "
         f"{lane.ttft.num} requests"
     )
 
 
-def _times_target(lane: admin_pb2.LaneStatus, oldest_us: int = 0) -> float:
-    """TTFT as a multiple of its target."""
-    return max(lane.ttft.p95_us, oldest_us) / (lane.targets.ttft_ms * 1000)
+def _target(lane: admin_pb2.LaneStatus) -> TtftTarget | None:
+    return TtftTarget.from_ms(lane.targets.ttft_ms, lane.targets.ttft_ms_per_1k_tokens)
+
+
+def _oldest_ratio(lane: admin_pb2.LaneStatus) -> float:
+    """Wait of the request that has waited longest, as a multiple of its TTFT target."""
+    target_ns = lane.oldest_ttft_target.ToNanoseconds()
+    return lane.info.oldest_wait.ToNanoseconds() / target_ns if target_ns else 0.0
+
+
+def _times_target(lane: admin_pb2.LaneStatus, *, waits: bool = False) -> float:
+    """TTFT as a multiple of its target; `waits`: of the request that has waited longest too."""
+    return max(lane.ttft_ratio.p95, _oldest_ratio(lane) if waits else 0.0)
 
 
 def _network(lane: admin_pb2.LaneStatus, late: Mapping[int, int]) -> Finding:
@@ -142,7 +155,7 @@ def _queue(
         "queue",
         tuple(evidence),
         add_workers_advice(status),
-        _times_target(lane, oldest_us),
+        _times_target(lane, waits=True),
     )
 
 
@@ -166,7 +179,7 @@ def _overload(
         ),
         f"set lanes.{name}.ttft_ms, so that requests that would be late are refused at once with a "
         f"retry time; then {add_workers_advice(status)}",
-        _times_target(lane, oldest_us),
+        _times_target(lane, waits=True),
     )
 
 

@@ -70,14 +70,14 @@ class AdmissionCheck:
         refused = self._limit_error(submission, older, num_tokens, now, goes_on=goes_on)
         fleet = self._traffic.fleet_of(submission)
         hashes = self._placers.of(fleet).prompts.hashes(submission)
-        forecast = None
+        forecast, growth_s = None, self._stats.ttft_growth_s(submission)
         if refused is None:
-            forecast = self._admission.forecast(submission, hashes, fleet, now)
+            forecast = self._admission.forecast(submission, hashes, fleet, growth_s, now)
             if _is_late(forecast) and fleet is not self._traffic.stable:
                 # A canary must not cause requests to be refused.
                 tried, fleet = fleet, self._traffic.stable
                 hashes = self._placers.of(fleet).prompts.hashes(submission)
-                forecast = self._admission.forecast(submission, hashes, fleet, now)
+                forecast = self._admission.forecast(submission, hashes, fleet, growth_s, now)
                 if not _is_late(forecast):
                     self._stats.moved_to_stable(tried)
             if forecast is not None and _is_late(forecast):

@@ -26,6 +26,7 @@ def _spec(request: Request) -> cluster_pb2.RequestSpec:
         tenant=submission.tenant,
         adapter=submission.adapter,
         cache_salt=submission.cache_salt,
+        itl_ms=0 if submission.slo_itl_s is None else max(1, round(submission.slo_itl_s * 1e3)),
     )
 
 

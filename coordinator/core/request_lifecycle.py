@@ -435,6 +435,7 @@ class RequestLifecycle:
             prediction=prediction,
             attempts_before=before.attempt_number if before is not None else 0,
             due_at=self._due_at(submission),
+            growth_s=self.stats.ttft_growth_s(submission),
         )
 
     def _due_at(self, submission: Submission) -> float:

@@ -15,7 +15,6 @@ from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import LANES, Lane, lane_config
 from baton.coordinator.state.requests import Prediction, Request, Submission
 from baton.runtime import errors
-from baton.runtime.config import LanesConfig
 from baton.runtime.enum_names import lane_name
 from baton.v1 import common_pb2
 
@@ -132,7 +131,12 @@ class Admission:
         return None
 
     def forecast(
-        self, submission: Submission, hashes: array[int], fleet: Fleet, now: float
+        self,
+        submission: Submission,
+        hashes: array[int],
+        fleet: Fleet,
+        growth_s: float,
+        now: float,
     ) -> TtftForecast | None:
         """Predicts the time to first token of a request.
 
@@ -140,6 +144,7 @@ class Admission:
             submission: The request, which is not queued.
             hashes: Hashes of its prompt's blocks.
             fleet: The fleet that it would run on.
+            growth_s: As Request.growth_s.
             now: Current time by the core's clock.
 
         Returns:
@@ -148,12 +153,12 @@ class Admission:
         """
         if len(submission.known_token_ids):
             return None
-        target_s = _lane_ttft_s(self._config.lanes, submission)
+        target_s = submission.ttft_target_s(lane_config(self._config.lanes, submission.lane).ttft)
         if submission.timeout_s is not None:
             target_s = min(submission.timeout_s, target_s or submission.timeout_s)
         if target_s is None:
             return None
-        in_lane_s = partial(self._lanes.wait_s, submission, fleet)
+        in_lane_s = partial(self._lanes.wait_s, submission, fleet, growth_s)
         predictions = self._placers.of(fleet).predictions
         prediction = predictions.ttft(submission, hashes, in_lane_s)
         if prediction is None:
@@ -211,11 +216,3 @@ class Admission:
         # If the lane was full all the time, as many requests left during its wait as wait now.
         waited_s = self._lanes.now - oldest.submitted_at
         return max(_RETRY_AFTER_S, waited_s / self._lanes.num_queued(lane))
-
-
-def _lane_ttft_s(config: LanesConfig, submission: Submission) -> float | None:
-    """Returns the target for the time to first token, in seconds; None: no target."""
-    if submission.slo_ttft_s is not None:
-        return submission.slo_ttft_s
-    target_ms = lane_config(config, submission.lane).ttft_ms
-    return target_ms / 1e3 if target_ms else None

@@ -45,7 +45,7 @@ class LaneQueue:
         self.weight -= queue.weight
         self.work.remove(queue.work_us, now, left=False)
 
-    def ahead_s(self, tenant: Tenant | None, weight: float, work_s: float) -> float:
+    def ahead_s(self, tenant: Tenant | None, weight: float, work_s: float, turn_at: float) -> float:
         """Returns how much prefill work of this queue goes before a request that arrives now.
 
         Another tenant goes first only up to its fair share: its weight's worth of the work that the
@@ -55,15 +55,17 @@ class LaneQueue:
             tenant: The request's tenant; None: the tenant is not remembered.
             weight: The weight of that tenant.
             work_s: Prefill work of the request itself, in seconds.
+            turn_at: When it would have arrived by its place in its tenant's queue; see
+                TenantQueue.
 
         Returns:
             Seconds of prefill work on one worker.
         """
         queue = tenant.queues.get(self) if tenant is not None else None
-        own_s = queue.work_us / 1e6 if queue is not None else 0.0
+        own_s = queue.work_before_us(turn_at) / 1e6 if queue is not None else 0.0
         others_s, weights = self.work.work_s, self.weight
         if queue is not None and queue.item is not None:
-            others_s -= own_s
+            others_s -= queue.work_us / 1e6
         else:
             weights += weight
         if queue is not None and own_s and queue.tenant.slots is not None:

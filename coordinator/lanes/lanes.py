@@ -1,5 +1,7 @@
 """Which request is next: two lanes, and in each lane the tenants ordered by fairness.
 
+A tenant's requests go in the order in which their first tokens are due (see TenantQueue).
+
 The interactive lane goes first. While both lanes have requests to start, the batch lane gets its
 share of the tokens; while only the batch lane has, it may use everything.
 
@@ -98,13 +100,19 @@ class Lanes:
         return queues.submitted_work_us[lane] / 1e6 if queues is not None else 0.0
 
     def wait_s(
-        self, submission: Submission, fleet: Fleet, work_s: float, num_workers: float
+        self,
+        submission: Submission,
+        fleet: Fleet,
+        growth_s: float,
+        work_s: float,
+        num_workers: float,
     ) -> float:
         """Predicts how long a request that arrives now would wait for its turn, in seconds.
 
         Args:
             submission: The request, which is not queued.
             fleet: The fleet that it would wait for.
+            growth_s: As Request.growth_s.
             work_s: Its own prefill work, in seconds.
             num_workers: Number of workers that compute prompts; a worker at half speed counts half.
         """
@@ -118,7 +126,8 @@ class Lanes:
             first_s = queues.interactive.work.work_s / most_per_s
             most_per_s = num_workers
         weight = self._tenants.config(submission.tenant).weight
-        ahead_s = queue.ahead_s(self._tenants.find(submission.tenant), weight, work_s)
+        tenant = self._tenants.find(submission.tenant)
+        ahead_s = queue.ahead_s(tenant, weight, work_s, self.now + growth_s)
         wait_s = first_s + ahead_s / most_per_s
         if queue.work.work_s:
             # If KV blocks or concurrency are short, less leaves than prefill workers could compute.
@@ -186,7 +195,7 @@ class Lanes:
         entry.is_queued = True
         entry.has_returned = request.attempt > 0 or len(request.token_ids) > 0
         entry.work_us, entry.queued_at = round(work_s * 1e6), now
-        self._put_in(entry)
+        self._put_in(entry, now)
         waiting = self._waiting[request.submission.lane]
         waiting[request.key] = request
         if request.attempt:
@@ -380,7 +389,7 @@ class Lanes:
         self._reorder(tenant)
         entry.queue = tenant.queue(lane_queue)
         entry.owed_per_token = 0.0
-        self._put_in(entry)
+        self._put_in(entry, self.now)
         self._reorder(tenant)
 
     def _new_entry(self, request: Request, now: float, num_tokens: int) -> QueueEntry:
@@ -402,9 +411,9 @@ class Lanes:
             queues = self._fleets[fleet] = FleetQueues(fleet, self._batch_share)
         return queues
 
-    def _put_in(self, entry: QueueEntry) -> None:
+    def _put_in(self, entry: QueueEntry, now: float) -> None:
         queue, work_us = entry.queue, entry.work_us
-        queue.push(entry)
+        queue.push(entry, now)
         queue.work_us += work_us
         lane_queue = queue.lane_queue
         if queue.item is not None:

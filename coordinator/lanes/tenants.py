@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+import math
+from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from baton.coordinator.lanes.fairness import Account, TokenBucket
 from baton.coordinator.lanes.slots import Slots
-from baton.coordinator.state.requests import Request, RequestKey
+from baton.coordinator.state.requests import Request
 from baton.runtime.config import TenantConfig
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class QueueEntry:
     Attributes:
         queue: The tenant's queue that it waits or waited in; served tokens are charged there.
         order: Sort key of requests that were dispatched and came back: arrival, then `number`.
+        turn: Sort key of new requests; set by TenantQueue.
         is_queued: True while it waits, False once it was dispatched.
         has_returned: Whether it was dispatched before, by this coordinator or an earlier one. Such
             requests go before new ones.
@@ -54,12 +56,14 @@ class QueueEntry:
         "queue",
         "queued_at",
         "request",
+        "turn",
         "work_us",
     )
 
     def __init__(self, request: Request, queue: TenantQueue, number: int, num_tokens: int) -> None:
         self.request, self.queue = request, queue
         self.order = request.submission.arrived_at, number
+        self.turn = 0.0, 0
         self.num_reserved_tokens, self.num_charged_tokens = num_tokens, 0
         self.is_queued = self.has_returned = False
         self.owed_per_token = self.queued_at = 0.0
@@ -70,46 +74,69 @@ def _order(entry: QueueEntry) -> tuple[float, int]:
     return entry.order
 
 
+def _turn(entry: QueueEntry) -> tuple[float, int]:
+    return entry.turn
+
+
 class TenantQueue(Account):
     """The requests of one tenant that wait in one lane for one fleet, and its account there.
+
+    New requests go in the order in which they are pushed. A request whose TTFT target grows with
+    its prompt goes as if it had been pushed later by that part of its target. With one target for
+    all prompts, the first tokens are due in the order of arrival; with targets that grow, this
+    keeps requests in the order in which their first tokens are due (earliest deadline first).
 
     Attributes:
         lane_queue: The lane's queue that it is part of.
         work_us: Prefill work that waits, in integer microseconds: sums of floats would drift.
     """
 
-    __slots__ = ("_fresh", "_returned", "lane_queue", "tenant", "work_us")
+    __slots__ = ("_fresh", "_num_pushed", "_returned", "lane_queue", "tenant", "work_us")
 
     def __init__(self, tenant: Tenant, lane_queue: LaneQueue) -> None:
         super().__init__(tenant.config.weight)
         self.tenant, self.lane_queue = tenant, lane_queue
         self.work_us = 0
-        self._fresh: OrderedDict[RequestKey, QueueEntry] = OrderedDict()
+        self._fresh: list[QueueEntry] = []
         self._returned: list[QueueEntry] = []
+        self._num_pushed = 0
 
     def __len__(self) -> int:
         """Number of waiting requests."""
         return len(self._fresh) + len(self._returned)
 
     def first(self) -> QueueEntry:
-        """Returns the next entry: returned ones by arrival, then new ones as they were pushed.
+        """Returns the next entry: returned ones by arrival, then new ones.
 
         Raises:
-            StopIteration: No request waits.
+            IndexError: No request waits.
         """
-        return self._returned[0] if self._returned else next(iter(self._fresh.values()))
+        return self._returned[0] if self._returned else self._fresh[0]
 
-    def push(self, entry: QueueEntry) -> None:
+    def push(self, entry: QueueEntry, now: float) -> None:
         if entry.has_returned:
             insort(self._returned, entry, key=_order)
-        else:
-            self._fresh[entry.request.key] = entry
+            return
+        self._num_pushed += 1
+        # Late requests cannot be in time any more, so they keep their order.
+        growth_s = 0.0 if entry.request.is_late else entry.request.growth_s
+        entry.turn = now + growth_s, self._num_pushed
+        insort(self._fresh, entry, key=_turn)
 
     def remove(self, entry: QueueEntry) -> None:
         if entry.has_returned:
             del self._returned[bisect_left(self._returned, entry.order, key=_order)]
         else:
-            del self._fresh[entry.request.key]
+            del self._fresh[bisect_left(self._fresh, entry.turn, key=_turn)]
+
+    def work_before_us(self, turn_at: float) -> int:
+        """Prefill work that goes before a new request, in microseconds.
+
+        Args:
+            turn_at: Time at which the request would be pushed, plus its Request.growth_s.
+        """
+        behind = self._fresh[bisect_right(self._fresh, (turn_at, math.inf), key=_turn) :]
+        return self.work_us - sum(entry.work_us for entry in behind)
 
 
 class Tenant:

@@ -26,6 +26,7 @@ from baton.runtime.errors import (
     ResourceExhausted,
     shown,
 )
+from baton.runtime.section import MAX_COUNT
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
 _Role: TypeAlias = "common_pb2.Role.ValueType"
@@ -103,6 +104,7 @@ class ScalingCalls:
             admin_pb2.LaneTargets(
                 lane=lane,
                 ttft_ms=round((known[name].ttft_s or 0) * 1e3),
+                ttft_ms_per_1k_tokens=round(known[name].ttft_s_per_1k_tokens * 1e3),
                 itl_ms=round((known[name].itl_s or 0) * 1e3),
                 percentile=known[name].percentile,
             )
@@ -258,15 +260,27 @@ def _pool_of(role: _Role) -> Pool:
 
 def _changed(known: Targets, asked: admin_pb2.LaneTargets, number: int) -> Targets:
     """Applies a change to targets. Raises InvalidArgument for invalid values."""
-    found = known
+    where, found = f"targets[{number}]", known
+    for field in ("ttft_ms", "itl_ms", "ttft_ms_per_1k_tokens"):
+        if (value := getattr(asked, field)) > MAX_COUNT:
+            raise InvalidArgument(f"{where}.{field}", value, f"at most {MAX_COUNT}")
     if asked.HasField("ttft_ms"):
-        found = replace(found, ttft_s=asked.ttft_ms / 1e3 or None)
+        ttft_s = asked.ttft_ms / 1e3 or None
+        slope_s = found.ttft_s_per_1k_tokens if ttft_s is not None else 0.0
+        found = replace(found, ttft_s=ttft_s, ttft_s_per_1k_tokens=slope_s)
+    if asked.HasField("ttft_ms_per_1k_tokens"):
+        if asked.ttft_ms_per_1k_tokens and found.ttft_s is None:
+            allowed = "must be 0 for a lane without ttft_ms"
+            raise InvalidArgument(
+                f"{where}.ttft_ms_per_1k_tokens", asked.ttft_ms_per_1k_tokens, allowed
+            )
+        found = replace(found, ttft_s_per_1k_tokens=asked.ttft_ms_per_1k_tokens / 1e3)
     if asked.HasField("itl_ms"):
         found = replace(found, itl_s=asked.itl_ms / 1e3 or None)
     if asked.HasField("percentile"):
         if not 0 < asked.percentile < 100:
             allowed = "more than 0 and less than 100"
-            raise InvalidArgument(f"targets[{number}].percentile", asked.percentile, allowed)
+            raise InvalidArgument(f"{where}.percentile", asked.percentile, allowed)
         found = replace(found, percentile=asked.percentile)
     return found
 

@@ -29,6 +29,7 @@ from baton.runtime.enum_names import lane_name
 from baton.runtime.errors import BatonError, InvalidArgument, ResourceExhausted
 from baton.runtime.names import DEFAULT_TENANT
 from baton.runtime.tokenization import Tokenizer
+from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import common_pb2, inference_pb2
 
 # Cache of valid sampling parameters: number of entries, and maximum encoded size of an entry.
@@ -316,7 +317,7 @@ class Intake:
             known_stop=stop,
             traceparent=traceparent,
             session_id=request.session_id,
-            slo_ttft_s=request.slo.ttft_ms / 1e3 or None,
+            slo_ttft=TtftTarget.from_ms(request.slo.ttft_ms, request.slo.ttft_ms_per_1k_tokens),
             slo_itl_s=request.slo.itl_ms / 1e3 or None,
             adapter="" if request.model == limits.name else request.model,
             tenant=tenant,

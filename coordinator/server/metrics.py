@@ -24,6 +24,12 @@ from baton.v1 import cluster_pb2
 _LANE_HISTOGRAMS = (
     ("ttft", "gen_ai_server_time_to_first_token_seconds", "Time to first token, from arrival."),
     (
+        "ttft_ratio",
+        "baton_ttft_target_ratio",
+        "Time to first token divided by the request's own target; requests without one are left "
+        "out.",
+    ),
+    (
         "tpot",
         "gen_ai_server_time_per_output_token_seconds",
         "Mean gap between a request's tokens after the first.",
@@ -218,7 +224,7 @@ class CoreCollector(Collector):
         scaler, lanes = self._core.scaler, self._config.lanes
         targets = GaugeMetricFamily(
             "baton_target_seconds",
-            "Latency targets; a lane without a target has no series.",
+            "Latency targets, TTFT for an empty prompt; a lane without a target has no series.",
             labels=["lane", "signal"],
         )
         for lane, target in scaler.targets.items():

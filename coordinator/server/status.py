@@ -44,7 +44,7 @@ def status(
     found = admin_pb2.GetStatusResponse(
         window=duration(LASTS_S),
         pools=pools,
-        lanes=[_lane(info, config, recent, window.lanes[info.lane]) for info in lanes],
+        lanes=[_lane(info, config, core, window.lanes[info.lane]) for info in lanes],
         workers=sorted(
             (_worker(worker, now, config) for worker in core.workers),
             key=lambda one: (one.role, one.worker_id),
@@ -119,20 +119,27 @@ def percentiles(sketch: Sketch) -> admin_pb2.Percentiles:
     )
 
 
+def _ratios(sketch: Sketch) -> admin_pb2.Ratios:
+    p50, p95, p99 = sketch.percentiles_s(_PERCENTS)
+    return admin_pb2.Ratios(num=sketch.num, p50=p50, p95=p95, p99=p99)
+
+
 def _lane(
-    info: admin_pb2.LaneInfo, config: BatonConfig, recent: Recent, window: LaneWindow
+    info: admin_pb2.LaneInfo, config: BatonConfig, core: Core, window: LaneWindow
 ) -> admin_pb2.LaneStatus:
-    lane = info.lane
+    lane, recent = info.lane, core.stats.recent
     target, limits = recent.target(lane), lane_config(config.lanes, lane)
     found = admin_pb2.LaneStatus(
         info=info,
         targets=admin_pb2.LaneTargets(
             lane=lane,
             ttft_ms=target.ttft_ms or 0,
+            ttft_ms_per_1k_tokens=target.ttft_ms_per_1k_tokens,
             itl_ms=target.itl_ms or 0,
             percentile=target.percentile,
         ),
         ttft=percentiles(window.ttft),
+        ttft_ratio=_ratios(window.ttft_ratio),
         itl=percentiles(window.itl),
         e2e=percentiles(window.e2e),
         served=percentiles(window.served),
@@ -154,12 +161,15 @@ def _lane(
     )
     if limits.ttft_ms is not None:
         found.admission_ttft.CopyFrom(duration(limits.ttft_ms / 1e3))
-    for name, sketch, target_s in (
-        ("ttft_attained", window.ttft, recent.ttft_target_s(lane)),
-        ("itl_attained", window.itl, recent.itl_target_s(lane)),
-    ):
-        if sketch.num and target_s is not None:
-            setattr(found, name, 1 - sketch.num_over(target_s) / sketch.num)
+    if window.ttft_ratio.num:
+        found.ttft_attained = 1 - window.late.num / window.ttft_ratio.num
+    itl_s = recent.itl_target_s(lane)
+    if window.itl.num and itl_s is not None:
+        found.itl_attained = 1 - window.itl.num_over(itl_s) / window.itl.num
+    oldest = core.oldest_queued(lane)
+    oldest_s = core.stats.ttft_target_s(oldest.submission) if oldest is not None else None
+    if oldest_s is not None:
+        found.oldest_ttft_target.CopyFrom(duration(oldest_s))
     return found
 
 

@@ -85,6 +85,12 @@ def check_request(
             raise InvalidArgument(
                 "timeout", f"{timeout.seconds + timeout.nanos / 1e9:g} s", "more than 0 s"
             )
+    if request.slo.ttft_ms_per_1k_tokens and not request.slo.ttft_ms:
+        raise InvalidArgument(
+            "slo.ttft_ms_per_1k_tokens",
+            request.slo.ttft_ms_per_1k_tokens,
+            "must be 0 without slo.ttft_ms",
+        )
     _check_prompt(request, config, model)
     if not sampling_is_known:
         _check_sampling(request.sampling, config, model)

@@ -13,6 +13,7 @@ from baton.coordinator.state.recent_deltas import RecentDeltas
 from baton.runtime.errors import BatonError
 from baton.runtime.names import DEFAULT_TENANT, request_name
 from baton.runtime.sampling import needs_exact_state
+from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class Submission:
             coordinator's limit applies.
         traceparent: W3C trace context, which workers get too.
         session_id: The conversation that the request belongs to; empty: none.
-        slo_ttft_s, slo_itl_s: Targets that the caller asked for; None: the lane's targets apply.
+        slo_ttft, slo_itl_s: Targets that the caller asked for; None: the lane's targets apply.
         tenant: The tenant that is charged for the request.
         adapter: Name of the LoRA adapter that computes the request; empty: none.
         cache_salt: The request finds only KV blocks of requests with the same salt.
@@ -129,7 +130,7 @@ class Submission:
     known_stop: str | None = None
     traceparent: str = ""
     session_id: str = ""
-    slo_ttft_s: float | None = None
+    slo_ttft: TtftTarget | None = None
     slo_itl_s: float | None = None
     tenant: str = DEFAULT_TENANT
     adapter: str = ""
@@ -148,6 +149,20 @@ class Submission:
         """
         is_long = 0 < long_prompt_tokens < len(self.prompt_token_ids)
         return common_pb2.LANE_BATCH if is_long else self.lane
+
+    def ttft_target_s(self, of_lane: TtftTarget | None) -> float | None:
+        """Returns the target of the request's time to first token in seconds; None: no target.
+
+        Args:
+            of_lane: Target of requests that name none.
+        """
+        target = self.slo_ttft or of_lane
+        return None if target is None else target.of(len(self.prompt_token_ids))
+
+    def ttft_growth_s(self, of_lane: TtftTarget | None) -> float:
+        """Returns the part of that target that grows with the prompt; 0 without a target."""
+        target = self.slo_ttft or of_lane
+        return 0.0 if target is None else target.growth_s(len(self.prompt_token_ids))
 
 
 class Prediction(NamedTuple):
@@ -249,6 +264,8 @@ class Request:
         suspect: Whether a worker died while it computed only this request and other suspects.
         due_at: When the first token is due by the TTFT target, by the core's clock; infinite
             without a target.
+        growth_s: Part of its TTFT target that grows with its prompt, in seconds. It lets requests
+            that arrive this much later go first (lanes/tenants.py).
         is_late: Whether its first token cannot be in time, so that it goes behind all others
             (lanes/lanes.py); only in elastic cells.
         waits_until: Until when the request waits for a starting worker, by the core's clock
@@ -286,6 +303,7 @@ class Request:
     skip_tokens: int = 0
     hands_over_all: bool = False
     due_at: float = math.inf
+    growth_s: float = 0.0
     is_late: bool = False
     exposed_us: int | None = None
     prefill_timings: cluster_pb2.StageTimings | None = None

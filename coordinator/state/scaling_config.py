@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from baton.runtime.config import (
     PoolLimitsConfig,
     TargetsConfig,
 )
+from baton.runtime.ttft_target import TtftTarget
 
 # Shortest stabilisation window, and how long a load must be known before a pool may shrink. Loads
 # change within a minute and are averaged over two.
@@ -25,6 +27,7 @@ class Targets:
 
     Attributes:
         ttft_s: Longest time to first token, in seconds.
+        ttft_s_per_1k_tokens: Seconds added to ttft_s per 1,000 prompt tokens; see `ttft`.
         itl_s: Longest time between two tokens, in seconds.
         percentile: Percentage of requests and tokens that must meet the targets.
     """
@@ -32,14 +35,28 @@ class Targets:
     ttft_s: float | None = 0.5
     itl_s: float | None = 0.05
     percentile: float = 95.0
+    ttft_s_per_1k_tokens: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("ttft_s", "itl_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"targets.{name} is {value}; must be more than 0, or null")
+        slope = self.ttft_s_per_1k_tokens
+        if not 0 <= slope < math.inf or (slope and self.ttft_s is None):
+            raise ValueError(
+                f"targets.ttft_s_per_1k_tokens is {slope}; must be finite and at least 0, and 0 if "
+                "ttft_s is null"
+            )
         if not 0 < self.percentile < 100:
             raise ValueError(f"targets.percentile is {self.percentile}; must be between 0 and 100")
+
+    @property
+    def ttft(self) -> TtftTarget | None:
+        """Target of the time to first token; None: no target."""
+        if self.ttft_s is None:
+            return None
+        return TtftTarget(self.ttft_s, self.ttft_s_per_1k_tokens)
 
     @property
     def may_miss(self) -> float:
@@ -174,6 +191,7 @@ def in_config(targets: Mapping[str, Targets]) -> LaneTargetsConfig:
         {
             lane: {
                 "ttft_ms": _milliseconds(one.ttft_s),
+                "ttft_ms_per_1k_tokens": round(one.ttft_s_per_1k_tokens * 1e3),
                 "itl_ms": _milliseconds(one.itl_s),
                 "percentile": one.percentile,
             }
@@ -192,6 +210,7 @@ def in_seconds(targets: TargetsConfig) -> Targets:
         ttft_s=targets.ttft_ms / 1e3 if targets.ttft_ms is not None else None,
         itl_s=targets.itl_ms / 1e3 if targets.itl_ms is not None else None,
         percentile=targets.percentile,
+        ttft_s_per_1k_tokens=targets.ttft_ms_per_1k_tokens / 1e3,
     )
 
 

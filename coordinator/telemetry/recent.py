@@ -29,6 +29,8 @@ TINY_PROMPT_TOKENS = 64
 # Maximum number of steps used per load report; of longer reports an even sample is used, weighted
 # to stand for all steps.
 _MAX_STEPS = 32
+# Sketches of LaneWindow.
+_SKETCHES = ("ttft", "itl", "e2e", "served", "tiny", "late", "after_start", "ttft_ratio")
 # Stages before the first token in which a request waits for a worker.
 _QUEUES = (
     common_pb2.STAGE_QUEUE,
@@ -64,7 +66,9 @@ class LaneWindow:
     Attributes:
         served: times to first token without queueing, as if the request were alone.
         tiny: times to first token of prompts with at most TINY_PROMPT_TOKENS tokens.
-        late: times to first token over the target.
+        late: times to first token over the request's target.
+        ttft_ratio: times to first token divided by the request's own target (not seconds), of the
+            requests that have a target.
         late_s: sum of the seconds per stage for the requests in `late`.
         tiny_s: sum of the seconds per stage for the requests in `tiny`.
         stages: durations per stage of ended requests; a request that skipped a stage is not
@@ -89,12 +93,13 @@ class LaneWindow:
         "tiny",
         "tiny_s",
         "ttft",
+        "ttft_ratio",
     )
 
     def __init__(self) -> None:
         self.ttft, self.itl, self.e2e = Sketch(), Sketch(), Sketch()
         self.served, self.tiny, self.late = Sketch(), Sketch(), Sketch()
-        self.after_start = Sketch()
+        self.after_start, self.ttft_ratio = Sketch(), Sketch()
         self.late_s: defaultdict[Stage, float] = defaultdict(float)
         self.tiny_s: defaultdict[Stage, float] = defaultdict(float)
         self.stages: dict[Stage, Sketch] = {}
@@ -123,12 +128,15 @@ class LaneWindow:
             tenant: tenant of the request.
             num_prompt_tokens: tokens of the prompt.
             ttft_s: seconds from the request's arrival to the first token.
-            target_s: target of ttft_s; None: no target.
+            target_s: the request's target; None: no target.
             stages: seconds per stage; they sum to ttft_s.
         """
         self.ttft.observe(ttft_s)
         self.tenant(tenant).ttft.observe(ttft_s)
-        late, tiny = target_s is not None and ttft_s > target_s, False
+        late = tiny = False
+        if target_s is not None:
+            late = ttft_s > target_s
+            self.ttft_ratio.observe(ttft_s / target_s)
         if num_prompt_tokens <= TINY_PROMPT_TOKENS:
             self.tiny.observe(ttft_s)
             tiny = True
@@ -156,7 +164,7 @@ class LaneWindow:
         return found
 
     def add(self, other: LaneWindow) -> None:
-        for name in ("ttft", "itl", "e2e", "served", "tiny", "late", "after_start"):
+        for name in _SKETCHES:
             getattr(self, name).add(getattr(other, name))
         self.sheds.update(other.sheds)
         for ours, theirs in ((self.late_s, other.late_s), (self.tiny_s, other.tiny_s)):
@@ -262,11 +270,6 @@ class Recent:
 
     def target(self, lane: Lane) -> TargetsConfig:
         return self.targets.batch if lane == common_pb2.LANE_BATCH else self.targets.interactive
-
-    def ttft_target_s(self, lane: Lane) -> float | None:
-        """Target for the time to first token; None: no target is set."""
-        target_ms = self.target(lane).ttft_ms
-        return None if target_ms is None else target_ms / 1e3
 
     def itl_target_s(self, lane: Lane) -> float | None:
         """Target for the gap between tokens; None: no target is set."""

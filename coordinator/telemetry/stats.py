@@ -6,6 +6,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from baton.coordinator.state.demand import FirstToken, Work
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import LANES
 from baton.coordinator.state.pools import POOL_OF
@@ -28,13 +29,22 @@ _START_STAGES = ("process", "transfer", "weights", "kv", "warm_up", "other", "to
 _SLOW_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
 
 
-class LaneStats:
-    """Latencies of one lane in seconds, and the number of its running requests."""
+# Bounds of TTFT divided by its target. 1 is a bound, so that the counts of met targets are exact.
+_RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
-    __slots__ = ("e2e", "itl", "num_running", "queue", "tpot", "ttft")
+
+class LaneStats:
+    """Latencies of one lane in seconds, and the number of its running requests.
+
+    Attributes:
+        ttft_ratio: times to first token divided by the request's own target.
+    """
+
+    __slots__ = ("e2e", "itl", "num_running", "queue", "tpot", "ttft", "ttft_ratio")
 
     def __init__(self) -> None:
         self.ttft, self.queue = Histogram(_TTFT_S), Histogram(_TTFT_S)
+        self.ttft_ratio = Histogram(_RATIOS)
         self.itl, self.tpot, self.e2e = Histogram(_FAST_S), Histogram(_FAST_S), Histogram(_SLOW_S)
         self.num_running = 0
 
@@ -70,31 +80,31 @@ class LaneDemand:
         work_s: seconds of prefill work, without cached prefixes.
         num_output_tokens: expected number of output tokens.
         num_kv_tokens: sum over requests of the KV tokens held on average during decoding.
-        works_s: seconds of prefill work of the latest requests.
-        ttfts_s: times to first token since the last autoscaling decision, which clears the list.
+        works: prefill work of the latest requests.
+        first_tokens: first tokens since the last autoscaling decision, which clears the list.
     """
 
     __slots__ = (
+        "first_tokens",
         "num_arrived",
         "num_kv_tokens",
         "num_output_tokens",
-        "ttfts_s",
         "work_s",
-        "works_s",
+        "works",
     )
 
     def __init__(self) -> None:
         self.num_arrived = 0
         self.work_s = self.num_output_tokens = self.num_kv_tokens = 0.0
-        self.works_s: deque[float] = deque(maxlen=_NUM_WORKS)
-        self.ttfts_s: deque[float] = deque(maxlen=_NUM_TTFTS)
+        self.works: deque[Work] = deque(maxlen=_NUM_WORKS)
+        self.first_tokens: deque[FirstToken] = deque(maxlen=_NUM_TTFTS)
 
     def arrived(self, work_s: float, num_prompt_tokens: int, num_output_tokens: float) -> None:
         self.num_arrived += 1
         self.work_s += work_s
         self.num_output_tokens += num_output_tokens
         self.num_kv_tokens += num_prompt_tokens + num_output_tokens / 2
-        self.works_s.append(work_s)
+        self.works.append(Work(work_s, num_prompt_tokens))
 
 
 class CoreStats:
@@ -211,14 +221,19 @@ class CoreStats:
         submission = request.submission
         ttft_s = now - submission.arrived_at
         self.lanes[submission.lane].ttft.observe(ttft_s)
-        self.demand[submission.lane].ttfts_s.append(ttft_s)
+        target_s = self.ttft_target_s(submission)
+        if target_s is not None:
+            self.lanes[submission.lane].ttft_ratio.observe(ttft_s / target_s)
+        self.demand[submission.lane].first_tokens.append(
+            FirstToken(ttft_s, request.num_prompt_tokens)
+        )
         if (fleet := self.compared.get(request.fleet)) is not None:
             fleet.lanes[submission.lane].ttft.observe(ttft_s)
         self.recent.at(now).lanes[submission.lane].first_token(
             submission.tenant,
             request.num_prompt_tokens,
             ttft_s,
-            self.ttft_target_s(request.submission),
+            target_s,
             stages,
         )
 
@@ -232,7 +247,11 @@ class CoreStats:
 
     def ttft_target_s(self, submission: Submission) -> float | None:
         """Target for the request's time to first token; None: no target."""
-        return submission.slo_ttft_s or self.recent.ttft_target_s(submission.lane)
+        return submission.ttft_target_s(self.recent.target(submission.lane).ttft)
+
+    def ttft_growth_s(self, submission: Submission) -> float:
+        """The part of that target that grows with the prompt, in seconds."""
+        return submission.ttft_growth_s(self.recent.target(submission.lane).ttft)
 
     def itl_target_s(self, submission: Submission) -> float | None:
         """Target for the gap between the request's tokens; None: no target."""

@@ -12,6 +12,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from baton.client.doctor import stage_name, summary
 from baton.client.watcher import View
 from baton.runtime.enum_names import enum_name, lane_name, role_name
+from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import admin_pb2, cluster_pb2
 
 
@@ -103,7 +104,14 @@ def _pool(pool: admin_pb2.PoolInfo) -> dict[str, Any]:
     }
 
 
+def _ttft_target(targets: admin_pb2.LaneTargets) -> str | None:
+    found = TtftTarget.from_ms(targets.ttft_ms, targets.ttft_ms_per_1k_tokens)
+    return None if found is None else found.brief
+
+
 def _lane(lane: admin_pb2.LaneStatus) -> dict[str, Any]:
+    targets, ratio, itl_ms = lane.targets, lane.ttft_ratio, lane.targets.itl_ms or None
+    itls_us = lane.itl.p50_us, lane.itl.p95_us, lane.itl.p99_us
     return {
         "lane": lane_name(lane.info.lane),
         "queued": lane.info.num_queued,
@@ -117,12 +125,18 @@ def _lane(lane: admin_pb2.LaneStatus) -> dict[str, Any]:
         "percentile": lane.targets.percentile,
         "ttft": _percentiles(lane.ttft)
         | {
-            "target_ms": lane.targets.ttft_ms or None,
+            # For the chart: no single line fits a target that grows with the prompt.
+            "target_ms": None if targets.ttft_ms_per_1k_tokens else targets.ttft_ms or None,
+            "target": _ttft_target(targets),
+            # Every request has its own target.
+            "is_late": [one > 1 for one in (ratio.p50, ratio.p95, ratio.p99)],
             "kept": lane.ttft_attained if lane.HasField("ttft_attained") else None,
         },
         "itl": _percentiles(lane.itl)
         | {
-            "target_ms": lane.targets.itl_ms or None,
+            "target_ms": itl_ms,
+            "target": None if itl_ms is None else f"{itl_ms} ms",
+            "is_late": [itl_ms is not None and one > itl_ms * 1000 for one in itls_us],
             "kept": lane.itl_attained if lane.HasField("itl_attained") else None,
         },
         "e2e": _percentiles(lane.e2e),

@@ -84,16 +84,16 @@ function overTime(cell) {
 function lanes(cell) {
   const rows = cell.lanes.flatMap((lane) => ["ttft", "itl"].map((what) => {
     const values = lane[what], first = what === "ttft";
-    const time = (value) => !values.num ? "-" :
-      [ms(value), values.target_ms && value > values.target_ms ? "bad" : ""];
+    const time = (value, index) => !values.num ? "-" :
+      [ms(value), values.is_late[index] ? "bad" : ""];
     const kept = values.kept === null ? "-" :
       [percent(values.kept), values.kept >= lane.percentile / 100 ? "good" : "bad"];
     const sheds = Object.values(lane.sheds).reduce((sum, one) => sum + one, 0);
     const age = Math.max(1, Math.min(cell.window_s, cell.uptime_s));
     const counts = [lane.queued, lane.running, (lane.ended / age).toFixed(1),
       (lane.output_tokens / age).toFixed(0), [sheds, sheds ? "bad" : ""]];
-    return [first ? lane.lane : "", what.toUpperCase(), time(values.p50_ms), time(values.p95_ms),
-      time(values.p99_ms), values.target_ms ? `${values.target_ms} ms` : "-", kept,
+    return [first ? lane.lane : "", what.toUpperCase(), time(values.p50_ms, 0), time(values.p95_ms, 1),
+      time(values.p99_ms, 2), values.target ?? "-", kept,
       ...(first ? counts : counts.map(() => ""))];
   }));
   table("lanes", ["<lane", "<", "p50", "p95", "p99", "target", "kept", "queued", "running", "requests/s",

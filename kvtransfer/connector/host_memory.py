@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks, Name
 
 
-class HostBlocks(CPUOffloadingManager):  # type: ignore[misc]
+class HostBlocks(CPUOffloadingManager):
     """vLLM's table of blocks in host memory, which drops wrong blocks and reports its changes.
 
     Args:
@@ -78,7 +78,7 @@ class HostBlocks(CPUOffloadingManager):  # type: ignore[misc]
         self._reports.clear_host()
 
 
-class HostMemory(CPUOffloadingSpec):  # type: ignore[misc]
+class HostMemory(CPUOffloadingSpec):
     """vLLM's offloading to host memory that belongs to each rank."""
 
     def __init__(self, config: OffloadingConfig) -> None:
@@ -106,7 +106,7 @@ class HostMemory(CPUOffloadingSpec):  # type: ignore[misc]
         return super().get_worker(kv_caches)
 
 
-class CpuCopies(OffloadingWorker):  # type: ignore[misc]
+class CpuCopies(OffloadingWorker):
     """Copies between a cache of the CPU platform and host memory; each copy ends at once.
 
     The operating system provides the memory when it is first written.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from baton.runtime.section import Count, PositiveInt, PositiveSeconds, Section
+from baton.runtime.section import Count, CountOrZero, PositiveInt, PositiveSeconds, Section
+from baton.runtime.ttft_target import TtftTarget, check_slope
 
 
 class LaneConfig(Section):
@@ -26,6 +27,20 @@ class LaneConfig(Section):
         description="TTFT target of requests that name none. A request that is predicted to miss "
         "its target is refused.",
     )
+    ttft_ms_per_1k_tokens: CountOrZero = Field(
+        0,
+        description="Added to ttft_ms per 1,000 prompt tokens. 0: one target for all prompts.",
+    )
+
+    @model_validator(mode="after")
+    def _has_base(self) -> LaneConfig:
+        check_slope(self.ttft_ms, self.ttft_ms_per_1k_tokens)
+        return self
+
+    @property
+    def ttft(self) -> TtftTarget | None:
+        """TTFT target of requests that name none; None: no target."""
+        return TtftTarget.from_ms(self.ttft_ms, self.ttft_ms_per_1k_tokens)
 
 
 class InteractiveLaneConfig(LaneConfig):

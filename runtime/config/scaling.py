@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from baton.runtime.section import Count, NumWorkers, PositiveInt, PositiveSeconds, Section
+from baton.runtime.section import (
+    Count,
+    CountOrZero,
+    NumWorkers,
+    PositiveInt,
+    PositiveSeconds,
+    Section,
+)
+from baton.runtime.ttft_target import TtftTarget, check_slope
+
+_PER_1K = (
+    "Added to ttft_ms per 1,000 prompt tokens, so that the target of a request grows with its "
+    "prompt. 0: one target for all prompts."
+)
 
 
 class TargetsConfig(Section):
     """Latency targets that pools are sized for; null means no target: it makes no pool grow."""
 
     ttft_ms: Count | None = Field(500, description="Target of the time to first token.")
+    ttft_ms_per_1k_tokens: CountOrZero = Field(0, description=_PER_1K)
     itl_ms: Count | None = Field(50, description="Target of the inter-token latency.")
     percentile: float = Field(
         95.0,
@@ -18,6 +32,16 @@ class TargetsConfig(Section):
         lt=100,
         description="Percentage of requests and tokens that must meet the target.",
     )
+
+    @model_validator(mode="after")
+    def _has_base(self) -> TargetsConfig:
+        check_slope(self.ttft_ms, self.ttft_ms_per_1k_tokens)
+        return self
+
+    @property
+    def ttft(self) -> TtftTarget | None:
+        """Target of the time to first token; None: no target."""
+        return TtftTarget.from_ms(self.ttft_ms, self.ttft_ms_per_1k_tokens)
 
 
 class NoTargetsConfig(TargetsConfig):

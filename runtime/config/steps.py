@@ -10,7 +10,10 @@ from baton.runtime.section import Section
 
 
 class StepsConfig(Section):
-    """Steps of the engines; the ITL target is scaling.targets.interactive.itl_ms."""
+    """Steps of the engines.
+
+    The ITL target is scaling.targets.interactive.itl_ms, or the one that a request named.
+    """
 
     scheduler: Literal["baton", "vllm"] = Field(
         "baton",

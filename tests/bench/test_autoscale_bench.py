@@ -20,6 +20,7 @@ def figures(attained: float, gpu_hours: float) -> Figures:
         lasted_s=60.0,
         targets={},
         ttft_ms=nothing,
+        ttft_ratio=nothing,
         itl_ms=nothing,
         tpot_ms=nothing,
         e2e_ms=nothing,

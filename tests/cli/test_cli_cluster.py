@@ -190,6 +190,13 @@ def test_impossible_sizes_are_refused_and_targets_are_shown(ask):
     assert "no worker 'unknown-id'; attached: decode-0, prefill-0" in result.err
     result = ask("targets", "--ttft-ms", "400", "--percentile", "90")
     assert re.search(r"^interactive +400 ms +50 ms +90$", result.out, re.MULTILINE)
+    result = ask("targets", "--ttft-ms-per-1k-tokens", "40")
+    shown = r"^interactive +400 ms \+ 40 ms/1k +50 ms +90$"
+    assert re.search(shown, result.out, re.MULTILINE)
+    result = ask("targets", "--lane", "batch", "--ttft-ms-per-1k-tokens", "40")
+    assert result.code == 2
+    assert "targets[0].ttft_ms_per_1k_tokens is 40; must be 0 for a lane without" in result.err
+    ask("targets", "--ttft-ms-per-1k-tokens", "0")
     assert "autoscaling is off: 1 wanted" in ask("why", "prefill").out
 
 

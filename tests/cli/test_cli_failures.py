@@ -112,6 +112,7 @@ def test_a_prompt_that_is_not_utf_8_is_exit_2(baton, unused_address):
     [
         ("scale", "decode", str(2**32)),
         ("targets", "--ttft-ms", str(2**32)),
+        ("targets", "--ttft-ms-per-1k-tokens", str(2**32)),
         ("requests", "--limit", str(2**32)),
         ("why", "--limit", str(2**32)),
         ("rollout", "start", "--revision", "r", "--share", "5%", "--prefill", str(2**32)),

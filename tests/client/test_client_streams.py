@@ -72,7 +72,7 @@ async def test_all_options_are_sent(client, inference):
             ChatMessage("tool", "hi", {"tool_call_id": "c"}),
         ],
         lane="batch",
-        slo=Slo(ttft_ms=500, itl_ms=50),
+        slo=Slo(ttft_ms=500, itl_ms=50, ttft_ms_per_1k_tokens=7),
         timeout_s=302.5,
         session_id="s",
         model="m",
@@ -97,6 +97,7 @@ async def test_all_options_are_sent(client, inference):
     assert request.chat.template_kwargs == '{"enable_thinking": false}'
     assert request.lane == common_pb2.LANE_BATCH
     assert (request.slo.ttft_ms, request.slo.itl_ms) == (500, 50)
+    assert request.slo.ttft_ms_per_1k_tokens == 7
     assert request.timeout.ToMilliseconds() == 302_500
     assert (request.session_id, request.model, request.tenant) == ("s", "m", "t")
     sampling = request.sampling
@@ -491,6 +492,8 @@ async def test_model(client):
         ({"prompt": "x", "timeout_s": 0}, "timeout_s"),
         ({"prompt": "x", "timeout_s": 1e300}, "timeout_s"),
         ({"prompt": "x", "slo": {"ttft_ms": 5}}, "slo"),
+        ({"prompt": "x", "slo": Slo(ttft_ms=5, ttft_ms_per_1k_tokens=-1)}, "slo"),
+        ({"prompt": "x", "slo": Slo(ttft_ms=5, ttft_ms_per_1k_tokens=2**32)}, "slo"),
         ({"prompt": "x", "choice": "yes"}, "sampling.choice"),
         ({"prompt": "x", "bad_words": "no"}, "sampling.bad_words"),
         ({"prompt": b"x"}, "prompt"),

@@ -20,6 +20,7 @@ from baton.client.retry_policy import resume_retry_delay_s
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import StreamKey, Submission
 from baton.runtime.errors import AlreadyExists, BatonError, RemoteError
+from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import common_pb2
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class Client:
     sampling: common_pb2.SamplingParams
     adapter: str = ""
     conversation: str = ""
-    slo_ttft_s: float | None = None
+    slo_ttft: TtftTarget | None = None
     deadline: float | None = None
     session: int = 0
     to: StreamKey | None = None
@@ -126,7 +127,7 @@ class RandomClients:
             client.adapter = rng.choice(("", *(one.name for one in adapters)))
             client.conversation = rng.choice(["", "a", "b", "c", "d"])
             if cell.conditions.tight:
-                client.slo_ttft_s = rng.choice([None, None, 0.5])
+                client.slo_ttft = rng.choice([None, TtftTarget(0.5), TtftTarget(0.4, 1.0)])
             if cell.conditions.faults and rng.random() < 0.1:
                 client.deadline = cell.now + rng.choice([3.0, 20.0])
         self.everyone.append(client)
@@ -231,7 +232,7 @@ class RandomClients:
             session_id=client.conversation,
             adapter=client.adapter,
             revision=client.revision,
-            slo_ttft_s=client.slo_ttft_s,
+            slo_ttft=client.slo_ttft,
         )
         cell.coordinator.post(ev.Submitted(submission))
 

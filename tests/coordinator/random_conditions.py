@@ -123,7 +123,11 @@ def _config(rng: random.Random, *, faults: bool, tight: bool) -> CoreConfig:
         targets=(
             (
                 "interactive",
-                Targets(ttft_s=rng.choice([0.2, 2.0]), itl_s=rng.choice([0.03, 0.2])),
+                Targets(
+                    ttft_s=rng.choice([0.2, 2.0]),
+                    itl_s=rng.choice([0.03, 0.2]),
+                    ttft_s_per_1k_tokens=rng.choice([0.0, 1.0]),
+                ),
             ),
         ),
     )

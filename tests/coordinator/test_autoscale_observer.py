@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from virtual_cell import VirtualCell, WorkerShape
 
 from baton.coordinator.scaling.autoscale.types import Phase, WorkerView
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.demand import FirstToken
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import ScalingConfig, Targets, scaling_config
 from baton.runtime.config import parse
@@ -62,7 +66,7 @@ def test_demand_is_counted_at_arrival():
     # A prompt has 1,000 tokens and is computed in chunks of 512.
     assert lane(seen).num_arrived == 10
     assert lane(seen).work_s == pytest.approx(10 * 0.11)
-    assert lane(seen).works_s == pytest.approx((0.11,) * 10)
+    assert [one.work_s for one in lane(seen).works] == pytest.approx([0.11] * 10)
     assert lane(seen).queued_s + lane(seen, "batch").queued_s == pytest.approx(11 * 0.11)
     assert lane(seen).num_kv_tokens == 10 * (1000 + 25)
     assert lane(seen, "batch").num_arrived == 1
@@ -144,6 +148,36 @@ def test_latencies_are_measured_since_the_last_look():
     assert (lane(seen).num_first, lane(seen).num_late) == (len(known), late)
     assert 0 < late < len(known)
     assert lane(observer.observe(ScalingConfig(), made.now)).ttft_s is None
+
+
+@given(
+    st.lists(st.tuples(st.floats(1e-6, 1e4), st.integers(0, 10**6)), min_size=1, max_size=40),
+    st.floats(1e-3, 100),
+    st.floats(1, 99),
+)
+def test_one_target_for_all_prompts_gives_the_percentile_of_ttft(firsts, target_s, percentile):
+    made = cell()
+    stats = made.core.stats.demand[common_pb2.LANE_INTERACTIVE]
+    stats.first_tokens.extend(FirstToken(*one) for one in firsts)
+    config = ScalingConfig(targets=(("interactive", Targets(target_s, percentile=percentile)),))
+    seen = lane(made.core.observer().observe(config, made.now))
+    ordered = sorted(ttft_s for ttft_s, _ in firsts)
+    assert seen.ttft_s == ordered[math.ceil(percentile / 100 * len(ordered)) - 1]
+    assert seen.ttft_target_s == target_s
+    assert seen.num_late == sum(ttft_s > target_s for ttft_s in ordered)
+
+
+def test_a_target_that_grows_ranks_requests_by_the_share_of_their_own_target():
+    """The long prompt took 5 s of its 10.5 s, the short one 0.4 s of its 0.6 s."""
+    made = cell()
+    stats = made.core.stats.demand[common_pb2.LANE_INTERACTIVE]
+    stats.first_tokens.extend([FirstToken(5.0, 10_000), FirstToken(0.4, 100)])
+    config = ScalingConfig(targets=(("interactive", Targets(0.5, ttft_s_per_1k_tokens=1.0)),))
+    seen = lane(made.core.observer().observe(config, made.now))
+    assert (seen.ttft_s, seen.ttft_target_s, seen.num_late) == (0.4, 0.6, 0)
+    stats.first_tokens.append(FirstToken(10.6, 10_000))
+    seen = lane(made.core.observer().observe(config, made.now))
+    assert (seen.ttft_s, seen.ttft_target_s, seen.num_late) == (10.6, 10.5, 1)
 
 
 def test_the_predicted_itl_includes_prompts_in_the_same_step():

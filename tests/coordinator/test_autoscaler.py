@@ -16,10 +16,12 @@ from baton.coordinator.scaling.autoscale.types import (
     State,
     WorkerView,
 )
+from baton.coordinator.state.demand import Work
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Targets
 from baton.coordinator.state.scaling_decision import Drain, Flip, Want
 from baton.runtime.latency import LatencyModel
+from baton.runtime.ttft_target import TtftTarget
 
 MODEL = LatencyModel(0.01, 0.0001, 0.0, 0.015, 0.0003, 1e-7)
 CONFIG = ScalingConfig(
@@ -56,8 +58,7 @@ class Days:
                 work_s=self.lane.work_s + count * work_s,
                 num_output_tokens=self.lane.num_output_tokens + count * output,
                 num_kv_tokens=self.lane.num_kv_tokens + count * 1000.0,
-                works_s=(work_s,) * 8,
-                **changes,
+                **{"works": (Work(work_s),) * 8, **changes},
             )
             observation = Observation(
                 self.now if heard_at is None else heard_at,
@@ -376,6 +377,40 @@ def test_a_missed_ttft_is_paid_for_with_workers():
     assert days.decisions[-1].prefill.needed == predicted
 
 
+def test_long_prompts_are_late_by_their_own_target():
+    """Half of the prompts have 20,000 tokens and take 2 s; the others take 20 ms."""
+    short, long = Work(0.02, 100), Work(2.0, 20_000)
+    needed = {}
+    for slope_s in (0.0, 0.1, 1.0):
+        targets = (("interactive", Targets(0.5, ttft_s_per_1k_tokens=slope_s)),)
+        days = Days(config=replace(CONFIG, flip=False, targets=targets))
+        decision = days.passes(120, rate=4, work_s=1.01, works=(short, long) * 4)
+        needed[slope_s] = decision.prefill.needed
+        assert ("500 ms + " in decision.prefill.reason) == bool(slope_s)
+    # The load is 4.04 s per second. With 2.5 s for a long prompt, it may wait as long as a short
+    # one; with 20.5 s, it may wait for as long as a backlog needs.
+    assert needed[0.0] >= needed[0.1] > needed[1.0] >= 5
+
+
+def test_a_long_prompt_counts_as_a_miss_where_its_target_could_be_met():
+    """Prompts of 20,000 tokens take 0.6 s, more than the base target."""
+    for slope_s, is_paid_for in ((0.0, False), (0.1, True)):
+        targets = (("interactive", Targets(0.5, ttft_s_per_1k_tokens=slope_s)),)
+        days = Days(config=replace(CONFIG, flip=False, targets=targets))
+        works = (Work(0.6, 20_000),) * 8
+        predicted = days.passes(120, rate=4, work_s=0.6, works=works).prefill.needed
+        days.passes(120, rate=4, work_s=0.6, works=works, num_first=20, num_late=20)
+        assert (days.decisions[-1].prefill.needed > predicted) == is_paid_for
+
+
+def test_with_one_target_for_all_prompts_the_share_late_is_what_it_always_was():
+    """The figures are those of the version before targets could grow with the prompt."""
+    works, target = [Work(one, 9000) for one in (0.02, 0.3, 0.47, 0.7, 1.9)], TtftTarget(0.48)
+    late = {number: queueing.share_late(number, 2.2, works, target, 1.4) for number in (3, 4, 6)}
+    assert late == {3: 0.4425350447349254, 4: 0.15032812967908862, 6: 0.013555945264717302}
+    assert queueing.prefill_workers(2.2, works, target, 0.05, 1.4) == 5
+
+
 def test_misses_by_chance_are_not_paid_for():
     days = Days(config=replace(CONFIG, flip=False))
     predicted = days.passes(120, rate=10, work_s=0.1).prefill.needed
@@ -444,7 +479,7 @@ def test_targets_change_live():
 
 
 def test_a_backlog_beyond_all_measure_is_decided_on_at_once():
-    lane = LaneLoad(num_arrived=10, work_s=1.0, works_s=(0.1,) * 10, queued_s=1e12)
+    lane = LaneLoad(num_arrived=10, work_s=1.0, works=(Work(0.1),) * 10, queued_s=1e12)
     observation = Observation(1000.0, (), MODEL, (("interactive", lane),))
     need = prefill_need(observation, ScalingConfig(), (), 1.0, 1, 1000.0)
     assert need.workers == queueing.MOST

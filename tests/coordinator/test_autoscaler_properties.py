@@ -19,10 +19,12 @@ from baton.coordinator.scaling.autoscale.types import (
     State,
     WorkerView,
 )
+from baton.coordinator.state.demand import Work
 from baton.coordinator.state.pools import Pool
-from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig
+from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig, Targets
 from baton.coordinator.state.scaling_decision import Drain, Flip, Want
 from baton.runtime.latency import LatencyModel
+from baton.runtime.ttft_target import TtftTarget
 
 MODEL = LatencyModel(0.01, 0.0001, 0.0, 0.015, 0.0003, 1e-7)
 POOLS = (Pool.PREFILL, Pool.DECODE)
@@ -41,6 +43,9 @@ configs = st.builds(
     max_down=st.sampled_from([0.0, 0.25, 1.0]),
     start_timeout_s=st.sampled_from([30.0, 600.0]),
     flip=st.booleans(),
+    targets=st.sampled_from(
+        [(("interactive", Targets(ttft_s_per_1k_tokens=slope_s)),) for slope_s in (0.0, 1.0)]
+    ),
 )
 numbers = st.one_of(
     st.floats(0, 1e6), st.sampled_from([math.nan, math.inf, -math.inf, -1.0, 0.0, 1e300])
@@ -51,7 +56,7 @@ lane_loads = st.builds(
     work_s=numbers,
     num_output_tokens=numbers,
     num_kv_tokens=numbers,
-    works_s=st.lists(numbers, max_size=4).map(tuple),
+    works=st.lists(st.builds(Work, numbers, st.integers(0, 10**6)), max_size=4).map(tuple),
     queued_s=numbers,
     num_waiting=st.integers(0, 10**6),
     ttft_s=st.one_of(st.none(), numbers),
@@ -175,7 +180,7 @@ class Closed:
             work_s=self.arrived * self.work_s,
             num_output_tokens=self.arrived * self.output,
             num_kv_tokens=self.arrived * 1000,
-            works_s=(self.work_s,) * 8,
+            works=(Work(self.work_s),) * 8,
         )
         decoders = sum(
             one.pool is Pool.DECODE and one.phase is Phase.SERVING for one in self.members
@@ -252,7 +257,7 @@ def test_more_load_never_means_fewer_workers(
                 work_s=arrived * work_s,
                 num_output_tokens=arrived * output,
                 num_kv_tokens=arrived * 1000,
-                works_s=(work_s, work_s / 2),
+                works=(Work(work_s), Work(work_s / 2)),
                 queued_s=queued_s * scale,
                 num_waiting=round(waiting * scale),
             )
@@ -280,12 +285,29 @@ def test_more_load_never_means_fewer_workers(
     st.floats(0.05, 2),
 )
 def test_prefill_workers_grow_with_load_and_suffice(load, more, works, target_s):
-    number = queueing.prefill_workers(load, works, target_s, 0.05)
-    assert queueing.share_late(number, load, works, target_s) <= 0.05
-    assert queueing.prefill_workers(load + more, works, target_s, 0.05) >= number
-    assert queueing.prefill_workers(load, works, target_s / 2, 0.05) >= number or any(
+    prompts, target = [Work(one) for one in works], TtftTarget(target_s)
+    number = queueing.prefill_workers(load, prompts, target, 0.05)
+    assert queueing.share_late(number, load, prompts, target) <= 0.05
+    assert queueing.prefill_workers(load + more, prompts, target, 0.05) >= number
+    assert queueing.prefill_workers(load, prompts, target.scaled(0.5), 0.05) >= number or any(
         one >= target_s / 2 for one in works
     )
+
+
+@settings(max_examples=100, deadline=None)
+@given(configs, st.lists(st.tuples(views, lane_loads, decode_loads), min_size=2, max_size=6))
+def test_with_one_target_for_all_prompts_their_lengths_change_no_decision(config, moments):
+    config = replace(config, targets=(("interactive", Targets()),))
+    states = [State(), State()]
+    for number, (workers, lane, decode) in enumerate(moments):
+        now = 1000.0 + 5.0 * number
+        bare = replace(lane, works=tuple(Work(one.work_s) for one in lane.works))
+        decisions = []
+        for index, load in enumerate((lane, bare)):
+            observation = Observation(now, workers, MODEL, (("interactive", load),), decode)
+            decision, states[index] = decide(observation, config, states[index], now)
+            decisions.append(decision)
+        assert decisions[0] == decisions[1]
 
 
 def test_gaps_and_clock_jumps_cost_the_memory_and_shrink_nothing():

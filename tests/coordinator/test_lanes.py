@@ -98,10 +98,12 @@ class LanesMachine(RuleBasedStateMachine):
         lane=st.sampled_from([INTERACTIVE, BATCH]),
         num_prompt=st.sampled_from([1, 20, 50, 51, 80]),
         known=st.sampled_from([(), (), (7,)]),
+        growth_s=st.sampled_from([0.0, 0.0, 3.0, 20.0]),
     )
-    def push(self, tenant, lane, num_prompt, known):
+    def push(self, tenant, lane, num_prompt, known, growth_s):
         one = request(next(self.numbers), tenant, lane, num_prompt, known)
-        self.lanes.push(one, 0.0)
+        one.growth_s = growth_s
+        self.lanes.push(one, one.submitted_at)
         self.waiting.append(one)
 
     @rule(data=st.data())
@@ -135,8 +137,10 @@ class LanesMachine(RuleBasedStateMachine):
             and self.ordered_in(other) == self.ordered_in(one)
         ]
         back = [other for other in mine if other.attempt or other.token_ids]
-        expected = min(back, key=lambda other: other.submission.arrived_at) if back else mine[0]
-        assert one is expected
+        if back:
+            assert one is min(back, key=lambda other: other.submission.arrived_at)
+        else:
+            assert one is min(mine, key=lambda other: other.submitted_at + other.growth_s)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data(), count=st.integers(1, 5))
@@ -211,6 +215,29 @@ def test_a_tenant_at_its_limit_is_skipped_and_its_share_does_not_accumulate():
     lanes.ended(mine[0], 0.0)
     # It joins at the level of the other tenant, with one request.
     assert dispatch(lanes, 3) == ["r1", "r22", "r23"]
+
+
+def test_a_long_prompt_lets_those_go_first_whose_first_token_is_due_sooner():
+    """Its target is 2.5 s longer; requests with the same target keep the order of arrival."""
+    lanes = Lanes(LanesConfig())
+    long, *short = (request(number) for number in range(5))
+    long.growth_s = 2.5
+    for one in (long, *short):
+        lanes.push(one, one.submitted_at)
+    assert dispatch(lanes) == ["r1", "r2", "r0", "r3", "r4"]
+
+
+def test_the_predicted_wait_leaves_out_what_a_short_prompt_overtakes():
+    lanes = Lanes(LanesConfig())
+    lanes.now = 7.0
+    for number, growth_s in ((5, 2.5), (6, 0.0), (7, 0.0)):
+        one = request(number)
+        one.growth_s = growth_s
+        lanes.push(one, one.submitted_at, work_s=1.0 + number)
+    arrives = request(8).submission
+    waits = [lanes.wait_s(arrives, FLEET, growth_s, 1.0, 1.0) for growth_s in (0.0, 0.5, 9.0)]
+    free = 1 / (1 - LanesConfig().batch.share)
+    assert waits == pytest.approx([(7 + 8) * free, (6 + 7 + 8) * free, (6 + 7 + 8) * free])
 
 
 def test_returned_requests_go_before_new_ones_ordered_by_arrival():

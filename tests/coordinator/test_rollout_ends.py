@@ -9,6 +9,7 @@ from baton.coordinator.state.requests import RequestState
 from baton.coordinator.state.revision import Revision
 from baton.runtime import errors
 from baton.runtime.config import InteractiveLaneConfig, LanesConfig
+from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -95,7 +96,7 @@ def test_a_request_without_output_moves_to_the_stable_fleet(two_fleets):
 
 def test_a_request_that_both_fleets_refuse_does_not_count_against_the_canary(two_fleets):
     cell = two_fleets()
-    to = cell.world.submit(slo_ttft_s=1e-9)
+    to = cell.world.submit(slo_ttft=TtftTarget(1e-9))
     assert cell.world.last(to).error.reason == "TOO_LATE"
     assert cell.core.rollouts.rollout.stats[cell.core.fleets.find("r2")].num_moved == 0
 

@@ -169,9 +169,21 @@ async def test_targets_change_by_field_and_lane(cell):
     assert (found.ttft_ms, found.itl_ms, found.percentile) == (0, 200, 90)
     listed = await admin.list_pools()
     assert list(listed.targets) == [interactive, found]
+    # Without a base there is no slope.
+    grows = admin_pb2.LaneTargets(lane=1, ttft_ms_per_1k_tokens=40)
+    (interactive, _) = await admin.set_targets([grows])
+    assert (interactive.ttft_ms, interactive.ttft_ms_per_1k_tokens) == (300, 40)
+    (interactive, _) = await admin.set_targets([admin_pb2.LaneTargets(lane=1, ttft_ms=0)])
+    assert (interactive.ttft_ms, interactive.ttft_ms_per_1k_tokens) == (0, 0)
     for wrong, field in (
         (admin_pb2.LaneTargets(lane=7), "targets[0].lane"),
         (admin_pb2.LaneTargets(lane=1, percentile=100), "targets[0].percentile"),
+        (admin_pb2.LaneTargets(lane=1, ttft_ms=2**31), "targets[0].ttft_ms"),
+        (grows, "targets[0].ttft_ms_per_1k_tokens"),
+        (
+            admin_pb2.LaneTargets(lane=1, ttft_ms=1, ttft_ms_per_1k_tokens=2**31),
+            "targets[0].ttft_ms_per_1k_tokens",
+        ),
     ):
         with pytest.raises(errors.InvalidArgumentError) as caught:
             await admin.set_targets([wrong])

@@ -44,6 +44,11 @@ BAD = [
     (generate("x", tenant="a b"), "tenant", "'a b'"),
     (generate("x", tenant="t" * 65), "tenant", "1 to 64 characters"),
     (
+        generate("x", slo=inference_pb2.Slo(ttft_ms_per_1k_tokens=5)),
+        "slo.ttft_ms_per_1k_tokens",
+        "is 5; must be 0 without slo.ttft_ms",
+    ),
+    (
         inference_pb2.GenerateRequest(chat={"messages": [{"role": "robot", "content": "x"}]}),
         "chat.messages",
         "unknown role robot",

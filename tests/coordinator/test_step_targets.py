@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from baton.coordinator.state import events as ev
 from baton.runtime.config import StepsConfig
+from baton.runtime.request_targets import own_itl_s
 
 
 def milliseconds(targets) -> tuple[float | None, float | None, float]:
@@ -29,6 +30,14 @@ def test_every_worker_gets_a_changed_itl_target_once(world):
     for worker_id in ("p", "d"):
         (command,) = world.commands[worker_id]
         assert milliseconds(command) == (20, 24, 200)
+
+
+def test_workers_are_told_the_itl_target_that_a_request_named(world):
+    for asked_s, told_ms in ((None, 0), (0.02, 20), (1e-5, 1)):
+        world.submit(slo_itl_s=asked_s)
+        spec = world.commands["p"][-1].spec
+        assert spec.itl_ms == told_ms
+        assert own_itl_s(spec) == (told_ms / 1e3 or None)
 
 
 def test_without_an_itl_target_streams_do_not_limit_steps(world):

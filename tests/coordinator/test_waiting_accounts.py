@@ -34,6 +34,7 @@ VALUES = {
         "batch": {"max_running": 6, "max_queue_s": 20, "ttft_ms": 10_000},
         "long_prompt_tokens": 1500,
     },
+    "scaling": {"targets": {"interactive": {"ttft_ms_per_1k_tokens": 500}}},
     "tenants": {
         "narrow": {"max_concurrent": 2},
         "heavy": {"weight": 4},

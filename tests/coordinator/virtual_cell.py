@@ -22,6 +22,7 @@ from baton.coordinator.state.requests import StreamKey, Submission, WorkerKey
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.errors import BatonError, ResourceExhausted
 from baton.runtime.latency import LatencyModel, PrefillChunk
+from baton.runtime.ttft_target import TtftTarget
 from baton.simulator.hello import hello
 from baton.simulator.parts import PrefixCache
 from baton.v1 import cluster_pb2, common_pb2
@@ -399,6 +400,7 @@ class VirtualCell:
         prompt: Sequence[int] | None = None,
         timeout_s: float | None = None,
         slo_ttft_s: float | None = None,
+        slo_ttft: TtftTarget | None = None,
         slo_itl_s: float | None = None,
         session_id: str = "",
     ) -> Outcome:
@@ -420,7 +422,7 @@ class VirtualCell:
             arrived_at=self.now,
             timeout_s=timeout_s,
             tenant=tenant,
-            slo_ttft_s=slo_ttft_s,
+            slo_ttft=TtftTarget(slo_ttft_s) if slo_ttft_s is not None else slo_ttft,
             slo_itl_s=slo_itl_s,
             session_id=session_id,
         )

@@ -45,11 +45,17 @@ class Bench:
     samples: list[StepSample] = field(default_factory=list)
 
     async def submit(
-        self, name: str, prompt: list[int], max_tokens: int = 1, lane: int = 0
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int = 1,
+        lane: int = 0,
+        itl_s: float | None = None,
     ) -> None:
         sampling = common_pb2.SamplingParams(max_tokens=max_tokens)
         self.tokens[name] = []
-        await self.engine.submit(EngineRequest(name, prompt, sampling, priority=lane))
+        request = EngineRequest(name, prompt, sampling, priority=lane, itl_s=itl_s)
+        await self.engine.submit(request)
 
     async def step(self) -> None:
         for output in (await self.engine.next_step()).outputs:
@@ -153,6 +159,22 @@ async def test_steps_beside_a_stream_keep_its_itl_target(
     assert max(one.duration_s for one in mixed) <= GAP_MARGIN * TARGETS.longest_gap_s + 1e-9
     elapsed_s = bench.ended_at["stream"] - bench.first_at["stream"]
     assert elapsed_s / 199 <= TARGETS.itl_s
+
+
+async def test_a_stream_keeps_the_itl_target_that_its_request_named(new_bench: NewBench) -> None:
+    """The engine's target is 30 ms; the stream beside it has no other."""
+    mean_s = {}
+    for itl_s in (None, 0.02):
+        bench = await new_bench()
+        await bench.submit("stream", prompt(20), max_tokens=200, itl_s=itl_s)
+        await bench.submit("other", prompt(20, 5), max_tokens=200)
+        while not (bench.tokens["stream"] and bench.tokens["other"]):
+            await bench.step()
+        for number in range(20):
+            await bench.submit(f"long{number}", prompt(3000, number))
+        await bench.until("stream", "other")
+        mean_s[itl_s] = (bench.ended_at["stream"] - bench.first_at["stream"]) / 199
+    assert mean_s[0.02] <= 0.02 < mean_s[None] <= TARGETS.itl_s
 
 
 async def test_a_batch_stream_has_no_itl_target(new_bench: NewBench) -> None:

@@ -49,35 +49,49 @@ def test_a_warm_up_has_no_limit() -> None:
 def test_a_stream_saves_time_with_each_token_that_comes_early() -> None:
     planner = StepPlanner(PRIOR, lambda: TARGETS)
     planner.begin(10.0, ("r",))
-    assert planner.saved_s("r", 1) == 0.0
+    assert planner.pace("r", 1).saved_s == 0.0
     planner.begin(10.1, ("r",))
-    assert planner.saved_s("r", 11) == pytest.approx(10 * MEAN_MARGIN * 0.05 - 0.1)
+    assert planner.pace("r", 11).saved_s == pytest.approx(10 * MEAN_MARGIN * 0.05 - 0.1)
+
+
+def test_a_step_keeps_the_tightest_target_of_its_streams() -> None:
+    planner = StepPlanner(PRIOR, lambda: TARGETS)
+    run(planner, 100_000, 12)
+    planner.begin(200.0, ("own", "other"))
+    prompt = Prompt(0, 9000, 0, 0.0, running=True)
+
+    def granted(*itls: float | None) -> int:
+        paces = [planner.pace(f"{len(itls)} {itl}", 1, itl_s=itl) for itl in itls]
+        limit_s = min(pace.limit_s(planner.targets) for pace in paces)
+        return planner.tokens(Streams(len(itls), 100, limit_s), [prompt], 8192)[0]
+
+    assert granted(0.02, None) < granted(None, None) == granted(0.2, None) < granted(0.2, 0.2)
 
 
 def test_a_stream_that_was_handed_over_begins_with_the_gap_since_its_first_token() -> None:
     planner = StepPlanner(PRIOR, lambda: TARGETS)
     planner.begin(10.0, ("r",))
-    assert planner.saved_s("r", 0, waited_s=0.03) == pytest.approx(-0.03)
+    assert planner.pace("r", 0, waited_s=0.03).saved_s == pytest.approx(-0.03)
     planner.begin(10.04, ("r",))
     # Only the first call takes the wait into account.
-    assert planner.saved_s("r", 1, waited_s=0.07) == pytest.approx(MEAN_MARGIN * 0.05 - 0.07)
+    assert planner.pace("r", 1, waited_s=0.07).saved_s == pytest.approx(MEAN_MARGIN * 0.05 - 0.07)
 
 
 def test_a_step_made_while_another_runs_begins_when_that_one_ends() -> None:
     planner = StepPlanner(PRIOR, lambda: TARGETS)
     planner.begin(10.0, ("r",))
     planner.ended(None, 10.0)
-    planner.saved_s("r", 1)
+    planner.pace("r", 1)
     planner.made("first", [10.0, 0, 0, 1, 100])
     planner.begin(10.001, ("r",))
     step_s = PRIOR.decode_step_s(1, 100)
-    assert planner.saved_s("r", 2) == pytest.approx(MEAN_MARGIN * 0.05 - step_s)
+    assert planner.pace("r", 2).saved_s == pytest.approx(MEAN_MARGIN * 0.05 - step_s)
     planner.made("second", [10.001, 0, 0, 1, 101])
     # The first step ended early. The third one begins one predicted step later.
     planner.ended("first", 10.004)
     planner.begin(10.005, ("r",))
     step_s = PRIOR.decode_step_s(1, 101)
-    assert planner.saved_s("r", 3) == pytest.approx(2 * MEAN_MARGIN * 0.05 - 0.004 - step_s)
+    assert planner.pace("r", 3).saved_s == pytest.approx(2 * MEAN_MARGIN * 0.05 - 0.004 - step_s)
 
 
 def test_a_dropped_step_is_not_measured() -> None:

@@ -14,15 +14,17 @@ from typer.testing import CliRunner
 
 from baton.cli.main import app
 from baton.client import BatonClient
+from baton.client.events import Usage
 from baton.load.figures import Figures, Result
-from baton.load.generator import Generator
+from baton.load.generator import Generator, Outcome
 from baton.load.lengths import Lengths
-from baton.load.measured import Measured, Slo
+from baton.load.measured import Measured, Sample, Slo
 from baton.load.plan import LaneRule, Planned, arrival_times, generated, replayed
 from baton.load.prompts import Prompts
 from baton.load.traces import Arrival
 from baton.runtime import errors, rpc
 from baton.runtime.block_hashes import block_hashes
+from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 VOCAB_SIZE = 432
@@ -217,8 +219,39 @@ def result(outcome, slo=ANY):
     return Result.of("bench", {}, slo, outcome, is_open=True)
 
 
+def test_a_request_is_in_time_by_the_target_of_its_prompt():
+    """The first token of 1,000 prompt tokens may take 0.1 s, that of 10,000 tokens 1 s."""
+    seen = Measured(Slo(ttft=TtftTarget(0.001, 0.1)))
+    for number, (num_tokens, ttft_s) in enumerate(((1000, 0.5), (10_000, 0.5))):
+        sample = Sample(float(number), float(number))
+        seen.sent(sample)
+        seen.tokens(sample, 1, number + ttft_s)
+        seen.finished(sample, Usage(num_tokens, 1, 0))
+    assert (seen.num_ended, seen.num_ttft_within, seen.num_attained) == (2, 1, 1)
+    result = Result.of(
+        "bench", {}, seen.slo, Outcome({"interactive": seen}, 2.0, False), is_open=True
+    )
+    assert "50.0% within TTFT 1 ms + 100 ms per 1,000 prompt tokens" in result.figure_rows()[5][1]
+    assert result.as_json()["targets"]["ttft_ms_per_1k_tokens"] == 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--ttft-ms-per-1k-tokens", "5"], "cannot be used without --ttft-ms"),
+        (["--ttft-ms", "5", "--ttft-ms-per-1k-tokens", "-1"], "must be finite and at least 0"),
+        (["--ttft-ms", "5", "--ttft-ms-per-1k-tokens", "nan"], "must be finite and at least 0"),
+        (["--ttft-ms", "5", "--ttft-ms-per-1k-tokens", "inf"], "must be finite and at least 0"),
+    ],
+)
+def test_a_wrong_target_is_refused(arguments, told):
+    shown = CliRunner().invoke(app, ["bench", "--rate", "1", *arguments])
+    assert shown.exit_code == 2
+    assert told in " ".join(shown.output.split())
+
+
 async def test_an_open_loop_counts_all_its_requests():
-    answering, slo = Answering(), Slo(ttft_s=20.0, itl_s=1e-9)
+    answering, slo = Answering(), Slo(ttft=TtftTarget(20.0), itl_s=1e-9)
     async with generator(answering, slo=slo, tenant="acme") as made:
         plan = [*planned(30), *planned(10, tokens=1, lane="batch")]
         outcome = await made.open_loop(plan, 100, asyncio.Event())

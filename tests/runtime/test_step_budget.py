@@ -41,7 +41,7 @@ streams = st.builds(
     Streams,
     num_streams=st.integers(0, 100),
     num_kv_tokens=st.integers(0, 100_000),
-    saved_s=st.floats(-10, 10) | st.just(math.inf),
+    limit_s=st.floats(-10, 10).map(TARGETS.stream_limit_s) | st.just(math.inf),
     num_drafts=st.integers(0, 300),
 )
 
@@ -78,7 +78,7 @@ def test_a_step_takes_as_long_as_its_limit_or_has_the_least_tokens(
     )
     predicted_s = MODEL.mixed_step_s(sum(grants), squares, num_streams, num_kv)
     fixed_s = MODEL.mixed_step_s(1, 0, num_streams, num_kv)
-    share = 2.0 if math.isinf(decoding.saved_s) else 1.1
+    share = 2.0 if math.isinf(decoding.limit_s) else 1.1
     limit_s = max(step_limit_s(TARGETS, decoding), share * fixed_s)
     assert predicted_s <= limit_s + least_s
 
@@ -100,7 +100,10 @@ def test_the_oldest_running_prompt_of_the_first_lane_always_gets_tokens(
 def test_the_oldest_running_prompt_leaves_most_of_a_small_step_to_a_short_prompt() -> None:
     """Its share is one of the step's tokens, also when the time would allow for many more."""
     found = [Prompt(0, 10, 0, 0.0, running=False), Prompt(64, 200, 0, 1.0, running=True)]
-    assert prompt_tokens(MODEL, TARGETS, Streams(1, 5, 0.0), found, 64) == [10, 53]
+    assert prompt_tokens(MODEL, TARGETS, Streams(1, 5, TARGETS.stream_limit_s()), found, 64) == [
+        10,
+        53,
+    ]
 
 
 def test_the_lane_goes_first_then_the_shortest_prompt() -> None:
@@ -154,7 +157,9 @@ def assert_computed(
         due_in_s = -waited_s if is_late else math.inf
         one = Prompt(2000 - left, left, priority, waited_s, left < 2000, due_in_s)
         found = ordered([*others, one])
-        grants = prompt_tokens(MODEL, TARGETS, Streams(4, 4000, 0.0), found, 512)
+        grants = prompt_tokens(
+            MODEL, TARGETS, Streams(4, 4000, TARGETS.stream_limit_s()), found, 512
+        )
         left -= grants[next(index for index, each in enumerate(found) if each is one)]
         waited_s += step_s
         if left <= 0:
@@ -165,13 +170,30 @@ def assert_computed(
 def test_a_stream_spends_what_it_has_saved_up_to_the_longest_gap() -> None:
     aim_s, most_s = TARGETS.itl_s * MEAN_MARGIN, TARGETS.longest_gap_s * GAP_MARGIN
     for ahead_s, limit_s in ((0.0, aim_s), (0.002, aim_s + 0.002), (9.0, most_s)):
-        assert step_limit_s(TARGETS, Streams(1, 1, ahead_s)) == pytest.approx(limit_s)
+        assert step_limit_s(
+            TARGETS, Streams(1, 1, TARGETS.stream_limit_s(ahead_s))
+        ) == pytest.approx(limit_s)
+
+
+def test_a_stream_keeps_the_target_that_its_request_named() -> None:
+    """Its longest gap changes in proportion to the target."""
+    for itl_s in (0.02, 0.2):
+        pace = StreamPace(0.0, 0, itl_s)
+        assert pace.limit_s(TARGETS) == pytest.approx(itl_s * MEAN_MARGIN)
+        pace.advance(TARGETS, 1.0, 100)
+        assert pace.saved_s == pytest.approx(100 * itl_s * MEAN_MARGIN - 1.0)
+        assert pace.limit_s(TARGETS) == pytest.approx(itl_s * 1.2 * GAP_MARGIN)
+    assert StreamPace(0.0, 0, 0.02).limit_s(StepTargets()) == pytest.approx(0.02 * MEAN_MARGIN)
+    assert StreamPace(0.0, 0).limit_s(TARGETS) == TARGETS.stream_limit_s()
+    assert math.isinf(StreamPace(0.0, 0).limit_s(StepTargets()))
 
 
 def test_a_stream_that_is_late_gets_shorter_steps() -> None:
     found = [Prompt(0, 5000, 0, 0.0, running=True)]
     in_time, late, later = (
-        prompt_tokens(MODEL, TARGETS, Streams(1, 100, saved_s), found, 2048)[0]
+        prompt_tokens(
+            MODEL, TARGETS, Streams(1, 100, TARGETS.stream_limit_s(saved_s)), found, 2048
+        )[0]
         for saved_s in (0.0, -0.02, -0.4)
     )
     assert in_time > late > later >= LEAST_TOKENS
@@ -210,5 +232,5 @@ def test_a_step_whose_base_alone_exceeds_the_limit_still_computes_prompts_effici
     found = [Prompt(0, 2000, 0, 0.0, running=True)]
     (grant,) = prompt_tokens(slow, TARGETS, Streams(), found, 2048)
     assert 450 < grant < 600
-    (grant,) = prompt_tokens(slow, TARGETS, Streams(1, 10, 0.0), found, 2048)
+    (grant,) = prompt_tokens(slow, TARGETS, Streams(1, 10, TARGETS.stream_limit_s()), found, 2048)
     assert 45 < grant < 60

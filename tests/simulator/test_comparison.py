@@ -116,6 +116,7 @@ def row(
         lasted_s=60.0,
         targets={},
         ttft_ms=dict.fromkeys(PERCENTS, ttft_ms),
+        ttft_ratio=dict.fromkeys(PERCENTS, ttft_ms / 500),
         itl_ms=times,
         tpot_ms=times,
         e2e_ms=times,
@@ -224,6 +225,7 @@ def test_a_killed_process_is_an_error():
 def test_compare_prints_one_row_per_setup_and_writes_the_same_rows(tmp_path):
     trace, out = write_trace(tmp_path / "trace.json"), tmp_path / "out.json"
     arguments = ["simulate", str(trace), "--compare", "--workers", "2", "--json", str(out)]
+    arguments += ["--ttft-ms", "900", "--ttft-ms-per-1k-tokens", "70", "--itl-ms", "40"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     found = json.loads(out.read_text())
@@ -236,6 +238,21 @@ def test_compare_prints_one_row_per_setup_and_writes_the_same_rows(tmp_path):
     assert [line.endswith("best") for line in lines].index(True) == names.index(best["name"]) + 1
     assert found["rows"][0]["ttft_ms"]["99"] > 0
     assert lines[-1] == found["conclusion"]
+    targets = {"ttft_ms": 900, "ttft_ms_per_1k_tokens": 70, "itl_ms": 40}
+    assert all(one["targets"] == targets for one in found["rows"])
+    assert "TTFT within 900 ms + 70 ms per 1,000 prompt tokens and mean ITL" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("value", "allowed"),
+    [("-1", "must be greater than or equal to 0"), (str(2**31), "must be less than or equal to")],
+)
+def test_a_wrong_target_names_the_key(tmp_path, value, allowed):
+    trace = write_trace(tmp_path / "trace.json")
+    result = CliRunner().invoke(app, ["simulate", str(trace), "--ttft-ms-per-1k-tokens", value])
+    assert result.exit_code != 0
+    key = "scaling.targets.interactive.ttft_ms_per_1k_tokens"
+    assert f"{key}: is {value}; {allowed}" in str(result.exception)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 import typer
 
 from baton.cli import admin_calls, doctor
+from baton.runtime.ttft_target import TtftTarget
 from baton.simulator import comparison
 from baton.simulator.measured import NotMeasured, measured
 
@@ -20,11 +21,14 @@ def described(cell: LiveCell):
     return cell.status(), cell.list_workers(), cell.list_requests()
 
 
+TARGETS = {"ttft_ms": 300, "ttft_ms_per_1k_tokens": 40, "itl_ms": 14}
+
+
 @pytest.fixture(scope="module")
 def wrong_split() -> LiveCell:
     """Three prefill workers and one decode worker under a load of outputs."""
     cell = LiveCell(
-        scaling={"targets": {"interactive": {"ttft_ms": 300, "itl_ms": 14}}},
+        scaling={"targets": {"interactive": TARGETS}},
         decode={"local_prefill": True},
     )
     cell.workers(3, 1, max_num_batched_tokens=2048, kv_tokens=200_000)
@@ -35,6 +39,7 @@ def test_a_wrong_split_is_compared_with_an_elastic_cell_and_colocated_serving(wr
     cell = measured(*described(wrong_split))
     assert len(cell.arrivals) == len(wrong_split.outcomes)
     assert {one.num_prompt_tokens for one in cell.arrivals} == {50}
+    assert cell.targets.ttft == TtftTarget(0.3, 0.04)
     rows = [row for _, row in comparison.run(cell.config, cell.arrivals, cell.setups(), 1)]
     attained = {row.setup.name: row.figures.attained for row in rows}
     present = attained.pop("3 prefill + 1 decode")

@@ -22,7 +22,7 @@ from vllm.v1.request import Request
 
 from baton.engine import vllm_step_budget
 from baton.engine.base import EngineDead
-from baton.engine.vllm_scheduler import DUE_AT
+from baton.engine.vllm_scheduler import DUE_AT, ITL
 from baton.engine.vllm_step_budget import use_step_budget
 from baton.kvtransfer.connector import vllm_connector
 from baton.runtime.step_budget import StepTargets
@@ -197,6 +197,18 @@ def late_beside_in_time() -> dict[str, Any]:
     return {"steps": steps}
 
 
+def own_itl_target() -> dict[str, Any]:
+    """First step of a long prompt beside a stream, without and with an ITL target of its own."""
+    found = {}
+    for name, transfer in (("none", None), ("tiny", {ITL: 1e-6})):
+        engine = Engine(60, asynchronous=False, targets=TARGETS["normal"])
+        engine.add("stream", range(5), URGENT, 100, transfer)
+        engine.step()
+        engine.add("long", range(1000, 1240), URGENT, 1)
+        found[name] = engine.step()["long"]
+    return found
+
+
 def another_vllm() -> dict[str, Any]:
     """Starts a vLLM that lacks two names."""
     scheduling = SimpleNamespace(scheduler_cls=None, enable_chunked_prefill=True)
@@ -246,6 +258,7 @@ def main(num_seeds: int) -> dict[str, Any]:
         "whole prompts": whole_prompts(),
         "short beside long": short_beside_long(),
         "late beside in time": late_beside_in_time(),
+        "own ITL target": own_itl_target(),
         "handoffs at the floor": handoffs_at_the_floor(),
     }
 

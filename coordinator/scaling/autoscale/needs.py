@@ -18,6 +18,7 @@ from baton.coordinator.scaling.autoscale.types import (
     Sample,
 )
 from baton.coordinator.state.scaling_config import ScalingConfig, Targets
+from baton.runtime.ttft_target import TtftTarget
 
 # Share of a latency target kept as safety margin.
 _MARGIN = 0.04
@@ -70,10 +71,12 @@ def prefill_feedback(
     fades = math.exp(-max(0.0, span_s) / _REMEMBERED_S)
     allowed, seen = state.misses.allowed * fades, state.misses.seen * fades
     for lane, target in lanes:
-        if target.ttft_s is None:
+        ttft = target.ttft
+        if ttft is None:
             continue
-        hopeless = sum(work >= target.ttft_s for work in lane.works_s) / max(1, len(lane.works_s))
-        allowed += lane.num_first * min(1.0, target.may_miss + hopeless)
+        hopeless = sum(one.work_s >= ttft.of(one.num_prompt_tokens) for one in lane.works)
+        hopeless_share = hopeless / max(1, len(lane.works))
+        allowed += lane.num_first * min(1.0, target.may_miss + hopeless_share)
         seen += lane.num_late
     if seen > allowed + _SURE * math.sqrt(max(1.0, allowed)):
         factor = min(_MOST_CORRECTION, state.correction * _UP)
@@ -109,21 +112,22 @@ def prefill_need(
     most, reason = 0, "no request is expected"
     for name, target in config.targets:
         lane = lanes.get(name)
-        if lane is None or target.ttft_s is None:
+        ttft = target.ttft
+        if lane is None or ttft is None:
             continue
-        within_s = target.ttft_s * (1 - _MARGIN)
-        works = tuple(work * correction for work in lane.works_s)
-        number = queueing.prefill_workers(offered, works, within_s, target.may_miss, bursts)
-        ahead_s = _backlog_s(lane, target, num_serving, within_s)
+        within = ttft.scaled(1 - _MARGIN)
+        works = [one._replace(work_s=one.work_s * correction) for one in lane.works]
+        number = queueing.prefill_workers(offered, works, within, target.may_miss, bursts)
+        ahead_s = _backlog_s(lane, within, num_serving)
         wanted = offered + ahead_s / _DRAIN_BACKLOG_S if ahead_s > 0 else 0.0
         cleared = math.ceil(min(wanted, queueing.MOST))
         if max(number, cleared) > most:
             most = max(number, cleared)
-            late = queueing.share_late(most, offered, works, within_s, bursts)
+            late = queueing.share_late(most, offered, works, within, bursts)
             reason = (
                 f"{offered:.2f} s of prompts per second"
                 f"{f', rising {rising:.2f} x in {config.cold_start_s:g} s' if rising > 1 else ''}"
-                f": {late:.1%} of {name} requests over {target.ttft_s * 1e3:.0f} ms with {most}"
+                f": {late:.1%} of {name} requests over {ttft} with {most}"
             )
             if cleared > number:
                 reason = (
@@ -137,9 +141,14 @@ def prefill_need(
     return Need(most, reason)
 
 
-def _backlog_s(lane: LaneLoad, target: Targets, num_serving: int, within_s: float) -> float:
-    """Seconds of queued work beyond the amount that the workers can finish within the target."""
-    mean_s = math.fsum(lane.works_s) / len(lane.works_s) if lane.works_s else 0.0
+def _backlog_s(lane: LaneLoad, within: TtftTarget, num_serving: int) -> float:
+    """Seconds of queued work beyond the amount that the workers can finish within the target.
+
+    The target is that of a prompt of mean length.
+    """
+    num_works = len(lane.works) or 1
+    mean_s = math.fsum(one.work_s for one in lane.works) / num_works
+    within_s = within.of(sum(one.num_prompt_tokens for one in lane.works) / num_works)
     return max(0.0, lane.queued_s - num_serving * max(0.0, within_s - mean_s) - mean_s)
 
 
@@ -215,7 +224,7 @@ def decode_need(
 def _unevenness(observation: Observation, config: ScalingConfig) -> float:
     """Squared coefficient of variation of the prompts' work; at most _MOST_UNEVEN."""
     lanes = dict(observation.lanes)
-    works = [work for name in _lanes(config) if name in lanes for work in lanes[name].works_s]
+    works = [one.work_s for name in _lanes(config) if name in lanes for one in lanes[name].works]
     mean_s = math.fsum(works) / len(works) if works else 0.0
     if not mean_s > 0:
         return 0.0

@@ -60,5 +60,9 @@ def numbers(
             found[f"{name}_ttft_ms"] = lane.ttft_s * 1e3
         target = targets.get(name)
         if target is not None and target.ttft_s is not None:
-            found[f"{name}_ttft_target_ms"] = target.ttft_s * 1e3
+            # Of the request that was measured; of an empty prompt while there is none.
+            target_s = target.ttft_s if lane.ttft_target_s is None else lane.ttft_target_s
+            found[f"{name}_ttft_target_ms"] = target_s * 1e3
+            if target.ttft_s_per_1k_tokens:
+                found[f"{name}_ttft_target_ms_per_1k_tokens"] = target.ttft_s_per_1k_tokens * 1e3
     return found

@@ -8,6 +8,7 @@ take over all requests at any time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple, TypeVar
 
 from baton.coordinator.lanes.lanes import Lanes
 from baton.coordinator.routing.latency import LatencyRegistry, WorkerKind
@@ -20,6 +21,7 @@ from baton.coordinator.scaling.autoscale.types import (
     Phase,
     WorkerView,
 )
+from baton.coordinator.state.demand import FirstToken
 from baton.coordinator.state.lanes import LANES
 from baton.coordinator.state.pools import POOL_OF, Pool
 from baton.coordinator.state.scaling_config import ScalingConfig
@@ -27,6 +29,7 @@ from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime.enum_names import lane_name
 from baton.runtime.latency import LatencyModel
+from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import cluster_pb2, common_pb2
 
 _INTERACTIVE = common_pb2.LANE_INTERACTIVE
@@ -107,21 +110,29 @@ class Observer:
             0.0 if decode_is_full else self._lanes.waiting_s(lane, self._workers.fleets.stable)
         )
         target = dict(config.targets).get(lane_name(lane))
-        ttft_s, num_first, num_late = None, len(demand.ttfts_s), 0
+        num_first, num_late, ttft_s, ttft_target_s = len(demand.first_tokens), 0, None, None
         if target is not None and num_first:
-            ttft_s = _percentile([(one, 1) for one in demand.ttfts_s], target.percentile)
-            if target.ttft_s is not None:
-                num_late = sum(one > target.ttft_s for one in demand.ttfts_s)
-        demand.ttfts_s.clear()
+            if target.ttft is None:
+                ttft_s = _percentile(
+                    [(one.ttft_s, 1) for one in demand.first_tokens], target.percentile
+                )
+            else:
+                firsts = [_Met.of(one, target.ttft) for one in demand.first_tokens]
+                _, ttft_s, ttft_target_s = _percentile(
+                    [(one, 1) for one in firsts], target.percentile
+                )
+                num_late = sum(one.ttft_s > one.target_s for one in firsts)
+        demand.first_tokens.clear()
         return LaneLoad(
             num_arrived=demand.num_arrived,
             work_s=demand.work_s,
             num_output_tokens=demand.num_output_tokens,
             num_kv_tokens=demand.num_kv_tokens,
-            works_s=tuple(demand.works_s),
+            works=tuple(demand.works),
             queued_s=at_workers_s + waiting_s,
             num_waiting=self._lanes.num_queued(lane),
             ttft_s=ttft_s,
+            ttft_target_s=ttft_target_s,
             num_first=num_first,
             num_late=num_late,
         )
@@ -201,7 +212,23 @@ def _view(worker: Worker) -> WorkerView:
     )
 
 
-def _percentile(weighted: Sequence[tuple[float, int]], percent: float) -> float:
+class _Met(NamedTuple):
+    """How far a first token met its own target; ordered by the share of the target that it took."""
+
+    ratio: float
+    ttft_s: float
+    target_s: float
+
+    @classmethod
+    def of(cls, one: FirstToken, target: TtftTarget) -> _Met:
+        target_s = target.of(one.num_prompt_tokens)
+        return cls(one.ttft_s / target_s, one.ttft_s, target_s)
+
+
+_Ordered = TypeVar("_Ordered", float, _Met)
+
+
+def _percentile(weighted: Sequence[tuple[_Ordered, int]], percent: float) -> _Ordered:
     """Weighted percentile of (value, weight) pairs."""
     ordered = sorted(weighted)
     left = percent / 100 * sum(weight for _, weight in ordered)

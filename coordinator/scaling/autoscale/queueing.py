@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from baton.coordinator.state.demand import Work
 from baton.runtime.latency import LatencyModel
+from baton.runtime.ttft_target import TtftTarget
 
 # Upper limit of the computed number of workers.
 MOST = 4096
@@ -29,8 +31,8 @@ def erlang_c(num_workers: int, load: float) -> float:
 def share_late(
     num_workers: int,
     load: float,
-    works_s: Sequence[float],
-    target_s: float,
+    works: Sequence[Work],
+    target: TtftTarget,
     burstiness: float = 1.0,
 ) -> float:
     """Share of requests whose wait plus own work exceeds the target.
@@ -42,40 +44,43 @@ def share_late(
     Args:
         num_workers: workers that serve one queue.
         load: seconds of work that arrive per second.
-        works_s: seconds of work of a sample of requests.
-        target_s: target for wait plus work.
+        works: work of a sample of requests.
+        target: target for wait plus work.
         burstiness: variance of the number of arrivals relative to Poisson arrivals.
     """
-    in_time = [work for work in works_s if work < target_s]
-    if not in_time:
+    # Seconds that each request may wait.
+    left_s = [left for one in works if (left := _left_s(one, target)) > 0]
+    if not left_s:
         return 0.0
     if load >= num_workers:
         return 1.0
-    mean = math.fsum(works_s) / len(works_s)
-    squares = math.fsum(work * work for work in works_s) / len(works_s)
+    mean = math.fsum(one.work_s for one in works) / len(works)
+    squares = math.fsum(one.work_s * one.work_s for one in works) / len(works)
     if not mean > 0:
         return 0.0
     # Sum of the squared coefficients of variation of request sizes and of interarrival times.
     spread = squares / (mean * mean) - 1 + burstiness
     waits = erlang_c(num_workers, load)
     decay = 2 * (num_workers - load) / (spread * mean)
-    return math.fsum(waits * math.exp(-decay * (target_s - work)) for work in in_time) / len(
-        in_time
-    )
+    return math.fsum(waits * math.exp(-decay * left) for left in left_s) / len(left_s)
+
+
+def _left_s(one: Work, target: TtftTarget) -> float:
+    return target.of(one.num_prompt_tokens) - one.work_s
 
 
 def prefill_workers(
     load: float,
-    works_s: Sequence[float],
-    target_s: float,
+    works: Sequence[Work],
+    target: TtftTarget,
     may_miss: float,
     burstiness: float = 1.0,
 ) -> int:
     """Minimum number of workers with which at most the share `may_miss` of requests is late."""
-    if not load > 0 or not works_s:
+    if not load > 0 or not works:
         return 0
     number = max(1, math.ceil(min(load, MOST)))
-    while number < MOST and share_late(number, load, works_s, target_s, burstiness) > may_miss:
+    while number < MOST and share_late(number, load, works, target, burstiness) > may_miss:
         number += 1
     return number
 

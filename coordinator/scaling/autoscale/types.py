@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from baton.coordinator.state.demand import Work
 from baton.coordinator.state.pools import Pool
 from baton.runtime.latency import LatencyModel
 
@@ -56,12 +57,14 @@ class LaneLoad:
         work_s: seconds of prefill work of these requests, without cached prefixes.
         num_output_tokens: expected output tokens of these requests.
         num_kv_tokens: sum of the KV tokens that these requests hold on average during decoding.
-        works_s: seconds of prefill work of the latest requests, in any order.
+        works: prefill work of the latest requests, in any order.
         queued_s: seconds of queued prefill work at workers and in the lane. Work in the lane does
             not count while it waits for room on decode workers.
         num_waiting: requests that wait in the lane.
-        ttft_s: measured TTFT at the target's percentile since the last observation; None: no
-            first token.
+        ttft_s: TTFT of one request since the last observation; None: no first token. It is the
+            request at the target's percentile when requests are ordered by TTFT divided by their
+            own target; with one target for all prompts, this is the percentile of TTFT.
+        ttft_target_s: target of that request; None: no first token, or no target.
         num_first: first tokens since the last observation.
         num_late: first tokens since the last observation that missed the target.
     """
@@ -70,10 +73,11 @@ class LaneLoad:
     work_s: float = 0.0
     num_output_tokens: float = 0.0
     num_kv_tokens: float = 0.0
-    works_s: tuple[float, ...] = ()
+    works: tuple[Work, ...] = ()
     queued_s: float = 0.0
     num_waiting: int = 0
     ttft_s: float | None = None
+    ttft_target_s: float | None = None
     num_first: int = 0
     num_late: int = 0
 
@@ -87,7 +91,7 @@ class LaneLoad:
             self.num_kv_tokens,
             self.queued_s,
             self.num_waiting,
-            *self.works_s,
+            *(one.work_s for one in self.works),
         )
 
 

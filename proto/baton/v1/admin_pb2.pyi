@@ -1141,8 +1141,12 @@ class LaneStatus(_message.Message):
     SHEDS_FIELD_NUMBER: _builtins.int
     AFTER_START_FIELD_NUMBER: _builtins.int
     TENANTS_FIELD_NUMBER: _builtins.int
+    TTFT_RATIO_FIELD_NUMBER: _builtins.int
+    OLDEST_TTFT_TARGET_FIELD_NUMBER: _builtins.int
     ttft_attained: _builtins.float
-    """Shares of requests and of gaps within the targets; absent without a target or without traffic."""
+    """Shares of requests and of gaps within the targets; absent without a target or without traffic.
+    A request is compared with its own TTFT target at the time of its first token.
+    """
     itl_attained: _builtins.float
     num_late: _builtins.int
     num_admitted: _builtins.int
@@ -1157,7 +1161,9 @@ class LaneStatus(_message.Message):
 
     @_builtins.property
     def admission_ttft(self) -> _duration_pb2.Duration:
-        """TTFT target of requests that name none. A request predicted to miss its target is refused."""
+        """TTFT target of requests that name none, without the part that grows with the prompt. A request
+        predicted to miss its target is refused.
+        """
 
     @_builtins.property
     def ttft(self) -> Global___Percentiles: ...
@@ -1197,6 +1203,14 @@ class LaneStatus(_message.Message):
     def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantStatus]:
         """The tenants that were served most; all others are summed as "(others)"."""
 
+    @_builtins.property
+    def ttft_ratio(self) -> Global___Ratios:
+        """TTFT divided by the request's own target, of the requests that have one."""
+
+    @_builtins.property
+    def oldest_ttft_target(self) -> _duration_pb2.Duration:
+        """TTFT target of the request that has waited longest; absent if it has none."""
+
     def __init__(
         self,
         *,
@@ -1221,10 +1235,12 @@ class LaneStatus(_message.Message):
         sheds: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         after_start: Global___Percentiles | None = ...,
         tenants: _abc.Iterable[Global___TenantStatus] | None = ...,
+        ttft_ratio: Global___Ratios | None = ...,
+        oldest_ttft_target: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_attained", b"_itl_attained", "_ttft_attained", b"_ttft_attained", "admission_ttft", b"admission_ttft", "after_start", b"after_start", "e2e", b"e2e", "info", b"info", "itl", b"itl", "itl_attained", b"itl_attained", "served", b"served", "targets", b"targets", "tiny", b"tiny", "ttft", b"ttft", "ttft_attained", b"ttft_attained"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_attained", b"_itl_attained", "_ttft_attained", b"_ttft_attained", "admission_ttft", b"admission_ttft", "after_start", b"after_start", "e2e", b"e2e", "info", b"info", "itl", b"itl", "itl_attained", b"itl_attained", "oldest_ttft_target", b"oldest_ttft_target", "served", b"served", "targets", b"targets", "tiny", b"tiny", "ttft", b"ttft", "ttft_attained", b"ttft_attained", "ttft_ratio", b"ttft_ratio"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_attained", b"_itl_attained", "_ttft_attained", b"_ttft_attained", "admission_ttft", b"admission_ttft", "after_start", b"after_start", "e2e", b"e2e", "info", b"info", "itl", b"itl", "itl_attained", b"itl_attained", "late", b"late", "num_admitted", b"num_admitted", "num_ended", b"num_ended", "num_failed", b"num_failed", "num_late", b"num_late", "num_output_tokens", b"num_output_tokens", "served", b"served", "sheds", b"sheds", "stages", b"stages", "targets", b"targets", "tenants", b"tenants", "tiny", b"tiny", "tiny_stages", b"tiny_stages", "ttft", b"ttft", "ttft_attained", b"ttft_attained"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_attained", b"_itl_attained", "_ttft_attained", b"_ttft_attained", "admission_ttft", b"admission_ttft", "after_start", b"after_start", "e2e", b"e2e", "info", b"info", "itl", b"itl", "itl_attained", b"itl_attained", "late", b"late", "num_admitted", b"num_admitted", "num_ended", b"num_ended", "num_failed", b"num_failed", "num_late", b"num_late", "num_output_tokens", b"num_output_tokens", "oldest_ttft_target", b"oldest_ttft_target", "served", b"served", "sheds", b"sheds", "stages", b"stages", "targets", b"targets", "tenants", b"tenants", "tiny", b"tiny", "tiny_stages", b"tiny_stages", "ttft", b"ttft", "ttft_attained", b"ttft_attained", "ttft_ratio", b"ttft_ratio"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__itl_attained: _TypeAlias = _typing.Literal["itl_attained"]  # noqa: Y015
     _WhichOneofArgType__itl_attained: _TypeAlias = _typing.Literal["_itl_attained", b"_itl_attained"]  # noqa: Y015
@@ -1236,6 +1252,36 @@ class LaneStatus(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_attained) -> _WhichOneofReturnType__ttft_attained | None: ...
 
 Global___LaneStatus: _TypeAlias = LaneStatus  # noqa: Y015
+
+@_typing.final
+class Ratios(_message.Message):
+    """Percentiles of ratios, accurate to 2 %; 1 means 100 %."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_FIELD_NUMBER: _builtins.int
+    P50_FIELD_NUMBER: _builtins.int
+    P95_FIELD_NUMBER: _builtins.int
+    P99_FIELD_NUMBER: _builtins.int
+    num: _builtins.int
+    p50: _builtins.float
+    p95: _builtins.float
+    p99: _builtins.float
+    def __init__(
+        self,
+        *,
+        num: _builtins.int = ...,
+        p50: _builtins.float = ...,
+        p95: _builtins.float = ...,
+        p99: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num", b"num", "p50", b"p50", "p95", b"p95", "p99", b"p99"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Ratios: _TypeAlias = Ratios  # noqa: Y015
 
 @_typing.final
 class StageSum(_message.Message):
@@ -1660,12 +1706,17 @@ class LaneTargets(_message.Message):
     TTFT_MS_FIELD_NUMBER: _builtins.int
     ITL_MS_FIELD_NUMBER: _builtins.int
     PERCENTILE_FIELD_NUMBER: _builtins.int
+    TTFT_MS_PER_1K_TOKENS_FIELD_NUMBER: _builtins.int
     lane: _common_pb2.Lane.ValueType
     ttft_ms: _builtins.int
     """0: no target. In a request, absent fields stay unchanged."""
     itl_ms: _builtins.int
     percentile: _builtins.float
     """Above 0 and below 100, such as 95."""
+    ttft_ms_per_1k_tokens: _builtins.int
+    """Milliseconds that are added to ttft_ms per 1,000 prompt tokens. Without ttft_ms it must be 0; a
+    request that sets ttft_ms to 0 sets it to 0 too.
+    """
     def __init__(
         self,
         *,
@@ -1673,10 +1724,11 @@ class LaneTargets(_message.Message):
         ttft_ms: _builtins.int | None = ...,
         itl_ms: _builtins.int | None = ...,
         percentile: _builtins.float | None = ...,
+        ttft_ms_per_1k_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_ms", b"_itl_ms", "_percentile", b"_percentile", "_ttft_ms", b"_ttft_ms", "itl_ms", b"itl_ms", "percentile", b"percentile", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_ms", b"_itl_ms", "_percentile", b"_percentile", "_ttft_ms", b"_ttft_ms", "_ttft_ms_per_1k_tokens", b"_ttft_ms_per_1k_tokens", "itl_ms", b"itl_ms", "percentile", b"percentile", "ttft_ms", b"ttft_ms", "ttft_ms_per_1k_tokens", b"ttft_ms_per_1k_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_ms", b"_itl_ms", "_percentile", b"_percentile", "_ttft_ms", b"_ttft_ms", "itl_ms", b"itl_ms", "lane", b"lane", "percentile", b"percentile", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_ms", b"_itl_ms", "_percentile", b"_percentile", "_ttft_ms", b"_ttft_ms", "_ttft_ms_per_1k_tokens", b"_ttft_ms_per_1k_tokens", "itl_ms", b"itl_ms", "lane", b"lane", "percentile", b"percentile", "ttft_ms", b"ttft_ms", "ttft_ms_per_1k_tokens", b"ttft_ms_per_1k_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__itl_ms: _TypeAlias = _typing.Literal["itl_ms"]  # noqa: Y015
     _WhichOneofArgType__itl_ms: _TypeAlias = _typing.Literal["_itl_ms", b"_itl_ms"]  # noqa: Y015
@@ -1684,12 +1736,16 @@ class LaneTargets(_message.Message):
     _WhichOneofArgType__percentile: _TypeAlias = _typing.Literal["_percentile", b"_percentile"]  # noqa: Y015
     _WhichOneofReturnType__ttft_ms: _TypeAlias = _typing.Literal["ttft_ms"]  # noqa: Y015
     _WhichOneofArgType__ttft_ms: _TypeAlias = _typing.Literal["_ttft_ms", b"_ttft_ms"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_ms_per_1k_tokens: _TypeAlias = _typing.Literal["ttft_ms_per_1k_tokens"]  # noqa: Y015
+    _WhichOneofArgType__ttft_ms_per_1k_tokens: _TypeAlias = _typing.Literal["_ttft_ms_per_1k_tokens", b"_ttft_ms_per_1k_tokens"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_ms) -> _WhichOneofReturnType__itl_ms | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__percentile) -> _WhichOneofReturnType__percentile | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_ms) -> _WhichOneofReturnType__ttft_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_ms_per_1k_tokens) -> _WhichOneofReturnType__ttft_ms_per_1k_tokens | None: ...
 
 Global___LaneTargets: _TypeAlias = LaneTargets  # noqa: Y015
 

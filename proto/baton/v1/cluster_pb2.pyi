@@ -712,6 +712,7 @@ class RequestSpec(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_DUE_US_FIELD_NUMBER: _builtins.int
+    ITL_MS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of the request between coordinator and workers: "TENANT/ID" with the client's ID, or only
@@ -737,6 +738,8 @@ class RequestSpec(_message.Message):
     """Microseconds until the first token is due by the request's TTFT target; negative when that time
     has passed. Absent: there is no target, or the first token has been made.
     """
+    itl_ms: _builtins.int
+    """Milliseconds of the request's own ITL target; 0: StepTargets.itl applies."""
     cache_salt: _builtins.str
     """The request finds only KV blocks of requests with the same salt, in every tier; empty: none."""
     @_builtins.property
@@ -770,11 +773,12 @@ class RequestSpec(_message.Message):
         tenant: _builtins.str = ...,
         adapter: _builtins.str = ...,
         first_token_due_us: _builtins.int | None = ...,
+        itl_ms: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_due_us", b"_first_token_due_us", "first_token_due_us", b"first_token_due_us", "sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_due_us", b"_first_token_due_us", "adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "first_token_due_us", b"first_token_due_us", "handle", b"handle", "known_text_chars", b"known_text_chars", "known_token_ids", b"known_token_ids", "lane", b"lane", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_due_us", b"_first_token_due_us", "adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "first_token_due_us", b"first_token_due_us", "handle", b"handle", "itl_ms", b"itl_ms", "known_text_chars", b"known_text_chars", "known_token_ids", b"known_token_ids", "lane", b"lane", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token_due_us: _TypeAlias = _typing.Literal["first_token_due_us"]  # noqa: Y015
     _WhichOneofArgType__first_token_due_us: _TypeAlias = _typing.Literal["_first_token_due_us", b"_first_token_due_us"]  # noqa: Y015

@@ -238,18 +238,22 @@ class Slo(_message.Message):
 
     TTFT_MS_FIELD_NUMBER: _builtins.int
     ITL_MS_FIELD_NUMBER: _builtins.int
+    TTFT_MS_PER_1K_TOKENS_FIELD_NUMBER: _builtins.int
     ttft_ms: _builtins.int
     """Milliseconds; 0 means no target."""
     itl_ms: _builtins.int
+    ttft_ms_per_1k_tokens: _builtins.int
+    """Milliseconds that are added to ttft_ms per 1,000 prompt tokens; must be 0 without ttft_ms."""
     def __init__(
         self,
         *,
         ttft_ms: _builtins.int = ...,
         itl_ms: _builtins.int = ...,
+        ttft_ms_per_1k_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["itl_ms", b"itl_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["itl_ms", b"itl_ms", "ttft_ms", b"ttft_ms", "ttft_ms_per_1k_tokens", b"ttft_ms_per_1k_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
