@@ -35,7 +35,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Latency targets of a request in milliseconds; 0 means no target.
+    """Latency targets of a request in milliseconds; 0: the lane's target applies.
 
     `ttft_ms_per_1k_tokens` is added to `ttft_ms` per 1,000 prompt tokens; it must be 0 without
     `ttft_ms`.

@@ -240,7 +240,7 @@ class Slo(_message.Message):
     ITL_MS_FIELD_NUMBER: _builtins.int
     TTFT_MS_PER_1K_TOKENS_FIELD_NUMBER: _builtins.int
     ttft_ms: _builtins.int
-    """Milliseconds; 0 means no target."""
+    """Milliseconds; 0: the lane's target applies."""
     itl_ms: _builtins.int
     ttft_ms_per_1k_tokens: _builtins.int
     """Milliseconds that are added to ttft_ms per 1,000 prompt tokens; must be 0 without ttft_ms."""
