@@ -148,7 +148,7 @@ def simulate(
     except ValueError as error:
         typer.echo(f"baton: {error}", err=True)
         raise typer.Exit(2) from None
-    figures = found.figures
+    figures, hits = found.figures, found.figures.hits
     print_table(["", ">p50", ">p90", ">p95", ">p99"], report.table(figures), "")
     print()
     rows = [
@@ -156,17 +156,17 @@ def simulate(
         ["within the targets", f"{figures.attained:.2%}"],
         ["TTFT within", f"{figures.ttft_within:.2%}"],
         ["TPOT within", f"{figures.tpot_within:.2%}"],
-        ["prompt tokens cached", f"{figures.hits.device:.2%}"],
-        ["prompt tokens from host memory", f"{figures.hits.host:.2%}"],
-        [
-            "hits of an infinite cache",
-            f"{figures.hits.of_infinite:.1%} of {figures.hits.infinite:.2%}",
-        ],
         ["goodput per GPU", f"{figures.goodput_per_gpu:.4f}/s"],
         ["GPU-hours", f"{figures.gpu_hours:.3f}"],
         ["cold starts", f"{figures.num_cold_starts}, {figures.cold_start_s:.0f} s"],
         ["scale events", str(figures.num_events)],
     ]
+    if hits.infinite:
+        rows += [
+            ["hits, device", f"{hits.device:.2%} of the prompt tokens"],
+            ["hits, host memory", f"{hits.host:.2%}"],
+            ["hits, infinite cache", f"{hits.infinite:.2%}; {hits.of_infinite:.1%} of it found"],
+        ]
     print_table(["figure", "value"], rows, "")
     if json_file is not None:
         json_file.write_text(

@@ -43,9 +43,14 @@ def print_rows(rows: Sequence[Row], best: Row, targets: Targets, left_out_hint: 
     from baton.cli.output import print_table
     from baton.simulator import comparison
 
+    shown = [
+        index
+        for index, name in enumerate(comparison.COLUMNS)
+        if name != comparison.HITS or comparison.has_hits(rows)
+    ]
     print_table(
-        comparison.COLUMNS,
-        comparison.table(rows, best),
+        [comparison.COLUMNS[index] for index in shown],
+        [[line[index] for index in shown] for line in comparison.table(rows, best)],
         "",
         spare=comparison.SPARE,
         left_out_hint=left_out_hint,

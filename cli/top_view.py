@@ -98,12 +98,12 @@ def _header(view: View, width: int) -> Text:
 
 
 def _hits(found: admin_pb2.PromptTokens) -> str:
-    """Share of the prompt tokens that were not computed, by the tier that they came from."""
+    """Share of the prompt tokens that were not computed, and the part from host memory."""
     total = found.device + found.host + found.computed
     if not total:
         return ""
-    text = f"   prompt tokens: {found.device / total:.0%} cached"
-    return f"{text}, {found.host / total:.0%} from host memory" if found.host else text
+    text = f"   hits {(found.device + found.host) / total:.0%}"
+    return f"{text} (host {found.host / total:.0%})" if found.host else text
 
 
 def _health(view: View, problem: str, age_s: float, width: int) -> Text:

@@ -124,6 +124,12 @@ CELL_ROWS = (
                 "Each refusal tells the client when to retry.",
             ),
             Panel("Tokens", "cps", _rate("baton_tokens_total", "kind"), "Tokens per second."),
+            Panel(
+                "Prompt tokens by source",
+                "cps",
+                _rate("baton_prompt_tokens_total", "source"),
+                "device: from prefix caches; host: from host memory.",
+            ),
         ),
     ),
     Row(

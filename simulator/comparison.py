@@ -238,6 +238,8 @@ def _best(rows: Sequence[Row], targets: Targets) -> Row:
 
 # ---- Output.
 
+# Share of the prompt tokens that were not computed.
+HITS = ">HITS"
 # A name that begins with ">" is aligned right.
 COLUMNS = (
     "SETUP",
@@ -249,7 +251,7 @@ COLUMNS = (
     ">ITL p99",
     ">MEAN ITL p99",
     ">FAILED",
-    ">HITS",
+    HITS,
     ">GPU-HOURS",
     "",
 )
@@ -262,9 +264,13 @@ def legend(targets: Targets) -> str:
     met = [f"{name} within {one}" for name, one in limits(targets.ttft, targets.itl_s).items()]
     return (
         f"Times are in ms. attained: requests with {' and '.join(met) or 'all their tokens'}.\n"
-        "hits: prompt tokens that were not computed.\n"
         "colocated, N/step: plain servers with chunked prefill, at most N tokens per step."
     )
+
+
+def has_hits(rows: Sequence[Row]) -> bool:
+    """Whether the trace's prompts share prefixes, so that the column HITS says something."""
+    return any(row.figures.hits.infinite for row in rows)
 
 
 def table(rows: Sequence[Row], best: Row) -> list[list[str]]:

@@ -44,8 +44,9 @@ _WORK_WEIGHT = 1.0
 _UNREACHABLE = 2.0
 # Added to the cost of a reader that would miss the TTFT target, in seconds: any other is better.
 _TOO_LATE_S = 1000.0
-# A late prompt joins another late prompt on a worker that must compute at most this share of it.
-_SMALL_SHARE = 0.5
+# A late prompt joins another late prompt on a worker that computes at most this share of what the
+# median candidate would compute.
+_SMALL_SHARE = 0.75
 
 
 class Demand(NamedTuple):
@@ -146,6 +147,10 @@ class ElasticRule:
     def _reader(self, found: list[_Candidate], demand: Demand) -> PrefillChoice | None:
         """Returns the best reader; None: the request waits for the best one."""
         now = self._router.now
+        small = 0.0
+        if demand.must_place and found:
+            works = sorted(one.read.num_work_tokens for one in found)
+            small = _SMALL_SHARE * works[len(works) // 2]
         best: PrefillChoice | None = None
         best_cost_s, ahead_s = math.inf, 0.0
         for one in found:
@@ -159,11 +164,11 @@ class ElasticRule:
                 demand.must_place
                 and not demand.continues
                 and load.has_late_prompt(now)
-                and choice.num_work_tokens > _SMALL_SHARE * demand.num_tokens
+                and choice.num_work_tokens > small
             ):
                 # Late prompts hold room for their outputs while the engine computes others first.
-                # A prompt that the worker mostly holds goes there anyway: computing it elsewhere
-                # would make the other prompts later.
+                # A prompt whose prefix only this worker holds goes there anyway: computing it
+                # elsewhere would make the other prompts later.
                 continue
             cost_s = choice.predicted_s + _WORK_WEIGHT * choice.work_s * load.prompt_speed
             if choice.predicted_s > demand.due_in_s:

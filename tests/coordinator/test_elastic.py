@@ -229,7 +229,7 @@ def test_a_worker_gets_one_late_request_at_a_time_even_after_a_long_wait():
     assert cell.place() is not FULL
 
 
-def test_a_late_prompt_joins_another_where_it_is_mostly_held():
+def test_a_late_prompt_joins_another_where_only_this_worker_holds_its_prefix():
     cell = Cell("a", "b")
     prompt = list(range(1600))
     events = cluster_pb2.CacheEvents(
@@ -248,7 +248,12 @@ def test_a_late_prompt_joins_another_where_it_is_mostly_held():
     late = PrefillChoice(key("c"), 0.0, 0.1, 1000, 0)
     cell.router.assign_prefill("late-c", late, [], due_at=-1.0)
     assert cell.place(len(prompt), prompt, must_place=True).reader.worker == key("c")
-    assert cell.place(2500, list(range(2500)), must_place=True) is FULL
+    # It holds less than a quarter of this prompt.
+    assert cell.place(6400, list(range(6400)), must_place=True) is FULL
+    # A prefix that many workers hold, such as a system prompt, is no reason to go to any of them.
+    for name in "ab":
+        cell.router.apply_cache(key(name), cluster_pb2.CacheEvents(stored=events.stored))
+    assert cell.place(len(prompt), prompt, must_place=True) is FULL
 
 
 def test_prompts_take_longer_once_a_worker_decodes():
