@@ -163,7 +163,9 @@ class HostTier:
 
     def reported(self, output: KVConnectorOutput, report: OffloadingWorkerMetadata | None) -> None:
         """Takes the ranks' report on copies that have ended."""
-        self._scheduler.update_connector_output(replace(output, kv_connector_worker_meta=report))
+        if report is not None:
+            output = replace(output, kv_connector_worker_meta=report)
+            self._scheduler.update_connector_output(output)
 
     def finished(self, request: Request) -> None:
         """Takes the end of a request."""
@@ -175,8 +177,10 @@ class HostTier:
         self._scheduler.request_finished(request)
 
     def take_loads(self) -> dict[str, int]:
-        """Returns the loads since the last call, see HOST_LOADS."""
+        """Returns the loads since the last step, see HOST_LOADS; called once per step."""
         loads, self._loads = self._loads, {}
+        # vLLM's half collects figures until they are taken.
+        self._scheduler.get_stats()
         return loads
 
     @property
