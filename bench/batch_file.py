@@ -73,7 +73,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What the result files have, in lines.
+    """Contents of the result files, in lines.
 
     Attributes:
         wrong: Lines whose text differs from the undisturbed one.

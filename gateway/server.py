@@ -159,7 +159,7 @@ async def serve(
         )
     stop = stop if stop is not None else stop_requested()
     query_limiter = QueryLimiter()
-    # What this imports belongs to the frozen heap.
+    # The modules imported here belong to the frozen heap.
     database = await _open_database(config)
     async with frozen_heap(), contextlib.AsyncExitStack() as stack:
         if database is not None:

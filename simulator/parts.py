@@ -160,7 +160,7 @@ class Run:
 class PrefixCache:
     """KV blocks of one tier that stay after their requests; the least recently used leave first.
 
-    Of the blocks of one prompt, the last block leaves first, so that the rest is still a prefix.
+    The last block of a prompt leaves before its other blocks, so that the rest is still a prefix.
 
     Args:
         num_tokens: Size in tokens.
@@ -208,7 +208,7 @@ class PrefixCache:
             removed.append(blocks.popitem(last=False)[0])
         if not stored and not removed:
             return None
-        # Of a prompt that is larger than the tier, only the first blocks stay.
+        # Only the first blocks of a prompt that is larger than the tier stay.
         gone = set(removed)
         return cluster_pb2.CacheEvents(
             stored=[one for one in stored if one not in gone], removed=removed, tier=self._tier

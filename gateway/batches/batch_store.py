@@ -49,7 +49,7 @@ _FIELDS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class NewBatch:
-    """What a client creates a batch with; `output_expires_s` is how long results are kept."""
+    """A batch as its client creates it; `output_expires_s`: seconds for which results are kept."""
 
     owner: bytes
     authorization: str
@@ -62,7 +62,7 @@ class NewBatch:
 
 @dataclass(frozen=True, slots=True)
 class OpenBatch:
-    """What the runner needs of a batch that has not ended."""
+    """A batch that has not ended, as the runner needs it."""
 
     id: str
     owner: bytes

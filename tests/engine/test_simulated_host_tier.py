@@ -109,7 +109,7 @@ async def test_an_evicted_prefix_is_loaded_and_not_computed_again(run: Run) -> N
     assert found.num_host_tokens > 0
     assert found.num_cached_tokens + found.num_host_tokens == len(FIRST)
     assert [one.num_prefill_tokens for one in run.engine.load().samples] == [2]
-    # What was loaded is on the device again.
+    # The loaded blocks are on the device again.
     again = await run.whole([*FIRST, 1, 2])
     assert (again.num_cached_tokens, again.num_host_tokens) == (len(FIRST), 0)
 

@@ -1,4 +1,4 @@
-"""What the database of files and batches keeps when a process ends at any point."""
+"""The database of files and batches is right when a process ends at any point."""
 
 import contextlib
 import json

@@ -7,7 +7,7 @@ from baton.kvtransfer.control import TransferRefused
 from baton.kvtransfer.layout import KvLayout
 
 MIB = 2**20
-# Of Llama 3 8B in bfloat16: 128 KiB per token.
+# Llama 3 8B in bfloat16 has 128 KiB per token.
 LLAMA_8B = KvLayout("m", "r", "bfloat16", 32, 8, 128, 16, 8 * 16 * 256 * 2, "heads,tokens,content")
 
 

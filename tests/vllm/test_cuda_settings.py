@@ -1,4 +1,4 @@
-"""What Baton sets and assumes for vLLM on CUDA GPUs, as far as a CPU can show it."""
+"""Settings and assumptions for vLLM on CUDA GPUs, as far as a CPU can show them."""
 
 from typing import Any
 

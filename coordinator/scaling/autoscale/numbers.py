@@ -60,7 +60,7 @@ def numbers(
             found[f"{name}_ttft_ms"] = lane.ttft_s * 1e3
         target = targets.get(name)
         if target is not None and target.ttft_s is not None:
-            # Of the request that was measured; of an empty prompt while there is none.
+            # The target of the measured request; without one, the target of an empty prompt.
             target_s = target.ttft_s if lane.ttft_target_s is None else lane.ttft_target_s
             found[f"{name}_ttft_target_ms"] = target_s * 1e3
             if target.ttft_s_per_1k_tokens:
