@@ -105,6 +105,8 @@ class CachedBlocks:
             extra_keys: For each block, the keys that it depends on beside tokens; None: none.
             adapter: Name of the adapter, which is also the first of the extra keys.
         """
+        if not names:
+            return
         keys = [tuple(each or ()) for each in extra_keys or [()] * len(names)]
         plain = (adapter,) if adapter else ()
         if parent is None:

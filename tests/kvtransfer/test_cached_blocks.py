@@ -212,3 +212,10 @@ def test_a_block_with_an_unknown_copy_goes_once():
     assert cached.take() is None, "removed and stored again"
     cached.removed([b"a"])
     assert cached.take() == changed(removed=HASHES[:1])
+
+
+def test_an_event_without_blocks_changes_nothing():
+    cached = CachedBlocks(BLOCK_SIZE)
+    cached.stored(None, [], PROMPT[:BLOCK_SIZE], None)
+    cached.stored(None, [], PROMPT[:BLOCK_SIZE], [])
+    assert cached.take() is None
