@@ -33,7 +33,7 @@ from baton.bench.transport_driver import (
     Shape,
     write_content,
 )
-from baton.kvtransfer import loopback
+from baton.kvtransfer import arena, loopback
 from baton.kvtransfer.control import TransferError
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES
 from baton.load import stats
@@ -147,7 +147,7 @@ def memcpy_gb_s(handoff_bytes: int, repeats: int) -> list[float]:
 
 
 async def run_all(arguments: argparse.Namespace) -> dict[str, Any]:
-    staging_bytes = min(STAGING_BYTES, loopback.free_shared_bytes() * 2 // 5)
+    staging_bytes = min(STAGING_BYTES, arena.free_shared_bytes() * 2 // 5)
     shapes = [SHAPES[name].fitting(staging_bytes) for name in arguments.shapes]
     main, seconds = shapes[0], arguments.seconds
     results: dict[str, Any] = {

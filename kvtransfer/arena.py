@@ -53,7 +53,7 @@ class Segment:
         """
         remove_leftovers()
         try:
-            if size_bytes > _free_bytes():
+            if size_bytes > free_shared_bytes():
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             while True:
                 name = f"{SEGMENT_PREFIX}{secrets.token_hex(8)}"
@@ -77,7 +77,7 @@ class Segment:
             if error.errno == errno.ENOSPC:
                 raise TransferError(
                     f"kv_transfer.send_bytes + .receive_bytes is {size_bytes}; "
-                    f"{SEGMENT_DIRECTORY} has {_free_bytes()} bytes free"
+                    f"{SEGMENT_DIRECTORY} has {free_shared_bytes()} bytes free"
                 ) from error
             raise TransferError(f"no shared memory in {SEGMENT_DIRECTORY}: {error}") from error
 
@@ -128,7 +128,8 @@ class Segment:
         return self._map.closed
 
 
-def _free_bytes() -> int:
+def free_shared_bytes() -> int:
+    """Returns the free bytes for further segments."""
     stat = os.statvfs(SEGMENT_DIRECTORY)
     return stat.f_bavail * stat.f_frsize
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
@@ -154,9 +153,3 @@ async def pair(
             stack.push_async_callback(workers[-1].close)
         receiver, sender = workers
         yield sender, receiver
-
-
-def free_shared_bytes() -> int:
-    """Returns the free bytes for further segments."""
-    stat = os.statvfs(SEGMENT_DIRECTORY)
-    return stat.f_bavail * stat.f_frsize

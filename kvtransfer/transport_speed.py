@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.kvtransfer import loopback
+from baton.kvtransfer import arena, loopback
 from baton.kvtransfer.control import TransferError, filled_frame, split_blocks
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.loopback import Worker
@@ -49,7 +49,7 @@ class Speed:
 
 def measured_blocks(layout: KvLayout, num_blocks: int) -> int:
     """Returns the blocks of a measurable handoff: at most num_blocks, and what memory allows."""
-    room = min(MAX_HANDOFF_BYTES, int(loopback.free_shared_bytes() * _SHARE_OF_FREE) // 2)
+    room = min(MAX_HANDOFF_BYTES, int(arena.free_shared_bytes() * _SHARE_OF_FREE) // 2)
     return max(1, min(num_blocks, room // layout.handoff_bytes(1)))
 
 

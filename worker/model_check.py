@@ -16,11 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 from pydantic import ValidationError
 
 from baton.engine.base import EngineDead
-from baton.kvtransfer import loopback, staging_size, transport_speed
+from baton.kvtransfer import arena, staging_size, transport_speed
 from baton.kvtransfer.control import TransferError
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.transports import registry
@@ -28,6 +27,7 @@ from baton.kvtransfer.transports.transport import ServiceContext
 from baton.runtime import kv_fingerprint
 from baton.runtime.config import BatonConfig, PoolConfig
 from baton.runtime.config_error import ConfigError
+from baton.runtime.free_memory import free_bytes
 from baton.runtime.kv_transports import TRANSPORTS
 from baton.worker.main import vllm_arguments, vllm_missing
 
@@ -249,9 +249,7 @@ async def _transport(
 def _staging(config: BatonConfig, layout: KvLayout, max_model_len: int) -> StagingCheck:
     transfer = config.kv_transfer
     holds = staging_size.num_tokens(layout, min(transfer.send_bytes, transfer.receive_bytes))
-    room = min(
-        int(loopback.free_shared_bytes() * _SHARE_OF_FREE), psutil.virtual_memory().available // 2
-    )
+    room = min(int(arena.free_shared_bytes() * _SHARE_OF_FREE), free_bytes() // 2)
     num_arenas = 2 * max(1, config.prefill.workers + config.decode.workers)
     most = max(room // num_arenas // _MIB, 1) * _MIB
     suggested = min(staging_size.suggested_bytes(layout, max_model_len), most)

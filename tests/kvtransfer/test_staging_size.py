@@ -52,7 +52,7 @@ async def test_a_measurement_moves_whole_handoffs(transport, layout, tmp_path):
 
 
 def test_a_measurement_takes_no_more_memory_than_there_is(layout, monkeypatch):
-    monkeypatch.setattr("baton.kvtransfer.loopback.free_shared_bytes", lambda: 40 * MIB)
+    monkeypatch.setattr("baton.kvtransfer.arena.free_shared_bytes", lambda: 40 * MIB)
     assert transport_speed.measured_blocks(layout, 3) == 3
     most = transport_speed.measured_blocks(layout, 10**6)
     assert 19 * MIB < 2 * layout.handoff_bytes(most) <= 20 * MIB
