@@ -311,18 +311,38 @@ async def test_the_error_names_an_address_without_coordinator():
         await server.stop(None)
 
 
-async def test_the_error_says_that_an_address_speaks_http():
-    async def answer(reader, writer):
-        await reader.readline()
-        writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
-        await writer.drain()
-        writer.close()
+@contextlib.contextmanager
+def http_server():
+    """Yields the port of a server that answers each connection as HTTP/1 servers answer gRPC.
 
-    server = await asyncio.start_server(answer, "127.0.0.1", 0)
-    port = server.sockets[0].getsockname()[1]
-    async with server, AdminClient(f"127.0.0.1:{port}") as admin:
-        with pytest.raises(errors.UnreachableError, match=f":{port}: it speaks HTTP/1, as a gat"):
-            await admin.list_pools()
+    A thread closes each connection before the test goes on: gRPC may connect again at any moment.
+    """
+
+    def answer():
+        # The listening socket's end ends the thread.
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.settimeout(HANG_S)
+                    connection.recv(65536)
+                    connection.sendall(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 0\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            listening.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+async def test_the_error_says_that_an_address_speaks_http():
+    with http_server() as port:
+        async with AdminClient(f"127.0.0.1:{port}") as admin:
+            with pytest.raises(errors.UnreachableError, match=f":{port}: it speaks HTTP/1, as a g"):
+                await admin.list_pools()
 
 
 def scale(**options):
