@@ -19,6 +19,8 @@ from baton.runtime.ttft_target import TtftTarget
 # Shortest stabilisation window, and how long a load must be known before a pool may shrink. Loads
 # change within a minute and are averaged over two.
 _LEAST_WINDOW_S, _YOUNG_S = 60.0, 120.0
+# Default stabilisation window in cold starts.
+_COLD_STARTS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +127,12 @@ class ScalingConfig:
     def window_s(self) -> float:
         """How long a worker is kept that is not needed, in seconds.
 
-        The default is the cold start time, at least a minute. Keeping a worker for as long as its
-        next start would cost is at most twice as expensive as the best choice, whenever the worker
-        is needed next (rent or buy; Karlin et al., Competitive Snoopy Caching, 1988).
+        The default is several cold starts, at least a minute. Bursts often come again after some
+        minutes, and the requests of a burst that finds too few workers wait for a cold start.
         """
         if self.down_window_s is not None:
             return self.down_window_s
-        return max(_LEAST_WINDOW_S, self.cold_start_s)
+        return max(_LEAST_WINDOW_S, _COLD_STARTS * self.cold_start_s)
 
     @property
     def young_s(self) -> float:

@@ -105,7 +105,7 @@ class ScalingSection(Section):
         None,
         ge=0,
         description="A pool shrinks to the largest size it needed within this time. null: "
-        "cold_start_s, at least 60.",
+        "5 times cold_start_s, at least 60.",
     )
     idle_s: PositiveSeconds = Field(
         300.0,

@@ -169,8 +169,8 @@ def test_a_pool_shrinks_only_after_the_window_and_step_by_step():
     assert max(steps) <= before * CONFIG.max_down
 
 
-def test_a_worker_is_kept_for_as_long_as_it_would_take_to_start_it_again():
-    for cold_start_s, kept_s in ((10.0, 60.0), (60.0, 60.0), (180.0, 180.0)):
+def test_a_worker_is_kept_for_several_cold_starts():
+    for cold_start_s, kept_s in ((10.0, 60.0), (60.0, 300.0), (180.0, 900.0)):
         config = replace(CONFIG, flip=False, down_window_s=None, cold_start_s=cold_start_s)
         days = Days(config=config)
         days.passes(240, rate=50)
