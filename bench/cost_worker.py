@@ -1,8 +1,8 @@
 """Scripted workers with almost no CPU cost: prepared answers over the real Cluster.Attach.
 
-`python -m baton.bench.cost_worker --help`. One process plays a prefill worker, which answers at
-once, and decode workers. With --listen the process serves Inference directly, without a
-coordinator, with the same answers at the same pace.
+`python -m baton.bench.cost_worker --help`. One process plays a prefill worker and decode workers;
+each answers prompts at once and also decodes, as workers of an elastic cell do. With --listen the
+process serves Inference directly, without a coordinator, with the same answers at the same pace.
 """
 
 from __future__ import annotations
@@ -221,59 +221,66 @@ class WriteQueue:
             await self._write(joined)
 
 
-async def prefill(worker: Attachment, answers: Answers) -> None:
-    """Serves a prefill worker: answers each request with its first token at once."""
+@dataclass(frozen=True, slots=True)
+class Script:
+    """Prepared answers of workers.
+
+    Attributes:
+        prompts: First tokens of prompts that are handed over or need no output.
+        outputs: Tokens with details; a request's first answer has timings, its last the end.
+        plain: The tokens between them.
+    """
+
+    prompts: Answers
+    outputs: Answers
+    plain: Sequence[Token]
+
+
+async def work(worker: Attachment, decoder: Decoder, script: Script) -> None:
+    """Serves one worker: answers prompts at once, and outputs at the decoder's pace."""
     queue = WriteQueue(worker.step)
     async with asyncio.TaskGroup() as group:
         group.create_task(queue.run())
-        group.create_task(worker.report())
-        async for message in worker.commands():
-            if message.HasField("prefill"):
-                queue.post(answers.of(output_of(message.prefill.spec), 0, 1))
-        raise ConnectionError("the coordinator closed the stream of the prefill worker")
-
-
-async def decode(
-    worker: Attachment, decoder: Decoder, answers: Answers, plain: Sequence[Token]
-) -> None:
-    """Serves a decode worker: the first answer has timings, the last the end of the request."""
-    async with asyncio.TaskGroup() as group:
         group.create_task(decoder.run())
         group.create_task(worker.report(decoder))
         async for message in worker.commands():
-            if message.HasField("decode"):
+            if message.HasField("prefill"):
+                queue.post(script.prompts.of(output_of(message.prefill.spec), 0, 1))
+            elif message.HasField("decode"):
                 spec = message.decode.spec
                 num_known, num_all = len(spec.known_token_ids), spec.sampling.max_tokens
                 output = output_of(spec)
-                first, *_ = answers.of(output, num_known, num_known + 1)
-                last = answers.of(output, max(num_known + 1, num_all - 1), num_all)
-                decoder.add(spec.handle, [first, *plain[num_known + 1 : num_all - 1], *last])
-        raise ConnectionError("the coordinator closed the stream of a decode worker")
+                first, *_ = script.outputs.of(output, num_known, num_known + 1)
+                last = script.outputs.of(output, max(num_known + 1, num_all - 1), num_all)
+                between = script.plain[num_known + 1 : num_all - 1]
+                decoder.add(spec.handle, [first, *between, *last])
+        raise ConnectionError("the coordinator closed the stream of a worker")
 
 
 async def attach(arguments: argparse.Namespace) -> int:
     """Serves a coordinator until the process is killed."""
-    prefilled, decoded = (
+    prompts, outputs = (
         cost_answers.worker_outputs(role, arguments.tokens)
         for role in (common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE)
     )
-    plain = cost_answers.plain_tokens(arguments.tokens)
+    script = Script(prompts, outputs, cost_answers.plain_tokens(arguments.tokens))
     gate = Gate(0 if arguments.step_ms else arguments.requests)
     address = arguments.coordinator
     dial = Dial(TlsFiles(arguments.tls_ca)) if arguments.tls_ca else PLAIN
-    prefiller = Attachment(address, "prefill-0", common_pb2.ROLE_PREFILL, dial)
-    decoders = [
-        Attachment(address, f"decode-{number}", common_pb2.ROLE_DECODE, dial)
-        for number in range(arguments.decode_workers)
+    workers = [
+        Attachment(address, "prefill-0", common_pb2.ROLE_PREFILL, dial),
+        *(
+            Attachment(address, f"decode-{number}", common_pb2.ROLE_DECODE, dial)
+            for number in range(arguments.decode_workers)
+        ),
     ]
-    for worker in (prefiller, *decoders):
+    for worker in workers:
         await worker.open()
     print("ready", flush=True)
     async with asyncio.TaskGroup() as group:
-        group.create_task(prefill(prefiller, prefilled))
-        for worker in decoders:
+        for worker in workers:
             decoder = Decoder(arguments.step_ms / 1e3, gate, worker.decoded)
-            group.create_task(decode(worker, decoder, decoded, plain))
+            group.create_task(work(worker, decoder, script))
     return 0
 
 
