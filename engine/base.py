@@ -74,10 +74,10 @@ class ReceiveHandoff:
         skip_tokens: Number of these tokens, from the first, that the handoff leaves out; a multiple
             of the block size. If the prefix cache does not hold them, the request ends with
             Finish.PREFIX_GONE.
-        is_fetch: Whether the handoff brings only a prefix of the prompt, as whole blocks. The engine
-            computes the tokens after it. If the handoff fails, or the prefix cache does not hold
-            the tokens that it leaves out, the engine computes the prompt. With a num_tokens of 0
-            another request loads the handoff, and this request only waits until it is loaded.
+        is_fetch: Whether the handoff brings only a prefix of the prompt, as whole blocks. The
+            engine computes the tokens after it. If the handoff fails, or the prefix cache does not
+            hold the tokens that it leaves out, the engine computes the prompt. With a num_tokens of
+            0 another request loads the handoff, and this request only waits until it is loaded.
     """
 
     handoff_id: bytes
@@ -106,8 +106,8 @@ class EngineRequest:
         receive: Handoff to load; None: none.
         adapter: Name of the LoRA adapter; empty: none.
         cache_salt: The request finds only KV blocks of requests with the same salt; empty: none.
-        only_cached: Whether the request ends with Finish.PREFIX_GONE unless the prefix cache and host
-            memory hold all prompt tokens but the last one.
+        only_cached: Whether the request ends with Finish.PREFIX_GONE unless the prefix cache and
+            host memory hold all prompt tokens but the last one.
         due_in_s: Seconds until the first token is due; infinite without a TTFT target.
         itl_s: ITL target that the client named, in seconds; None: the engine's target applies.
     """

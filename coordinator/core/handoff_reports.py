@@ -21,6 +21,8 @@ class HandoffReports:
 
     def take(self, worker: WorkerKey, report: cluster_pb2.HandoffReport, now: float) -> None:
         """Applies a report from an attached worker."""
+        if self._lifecycle.fetches.reported(worker, report):
+            return
         committed = report.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED
         if not committed and report.state != kv_transfer_pb2.HANDOFF_STATE_FAILED:
             return
