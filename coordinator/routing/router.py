@@ -35,7 +35,7 @@ from baton.v1 import cluster_pb2
 _NUM_HOLDERS = 3
 # Number of workers from which a prompt's beginning may be fetched, per choice.
 _NUM_SOURCES = 2
-# Seconds of a fetch beyond the waits and the bytes: messages, opening, and the holder's step.
+# Seconds of a fetch beyond the waits and the bytes: messages, and opening the handoff.
 _FETCH_BASE_S = 0.005
 # Shortest time that a fetch gets before the prompt is computed instead, in seconds.
 _LEAST_FETCH_TIMEOUT_S = 0.1
@@ -409,7 +409,7 @@ class Router:
             if key == reader.key or end <= hits.num_tokens:
                 continue
             sending_s = self.transfers.seconds(key, reader.key, (end - skip) * per_token)
-            wait_s = max(self.transfers.wait_s(key), holder.rest_of_step_s(self.now))
+            wait_s = max(self.transfers.wait_s(key), holder.one_step_s(self.now))
             load_s = holder.traits.load_s(max(0, end - held.num_device * size))
             fetch_s = _FETCH_BASE_S + wait_s + load_s + sending_s
             total_s = fetch_s + traits.latency.prefill_s(num_tokens - end)
@@ -426,7 +426,7 @@ class Router:
             work_s: seconds of the computation that is left.
         """
         num_tokens = own.num_work_tokens + own.num_cached_tokens + own.num_host_tokens
-        timeout_s = max(own.work_s - work_s, _LEAST_FETCH_TIMEOUT_S)
+        timeout_s = max(own.work_s - work_s, 2 * fetch.fetch_s, _LEAST_FETCH_TIMEOUT_S)
         return PrefillChoice(
             own.worker,
             fetch.fetch_s + work_s,

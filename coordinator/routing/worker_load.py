@@ -229,11 +229,16 @@ class WorkerLoad:
             len(self._decodes) + num_requests, self.mean_tokens + num_tokens
         )
 
-    def rest_of_step_s(self, now: float) -> float:
-        """Predicted seconds until the step that is under way ends; 0 without requests."""
+    def one_step_s(self, now: float) -> float:
+        """Predicted seconds until a request that needs one step has run, if it came now.
+
+        It waits for half a step on average, and then for its own step.
+        """
+        if self._decodes:
+            return 1.5 * self.itl_with_s(0, 0)
         if self._prefills:
-            return min(self.queued_s(now), self._rest_of_step_s or self.step_s / 2)
-        return self.itl_with_s(0, 0) if self._decodes else 0.0
+            return 1.5 * min(self.queued_s(now), 2 * self._rest_of_step_s or self.step_s)
+        return self.traits.latency.prefill_s(1)
 
     def queued_s(self, now: float) -> float:
         """Predicted seconds of remaining prefill work."""
