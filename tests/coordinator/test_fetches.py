@@ -21,8 +21,8 @@ DEVICE, HOST = cluster_pb2.CACHE_TIER_UNSPECIFIED, cluster_pb2.CACHE_TIER_HOST
 COMMITTED = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
 FAILED = kv_transfer_pb2.HANDOFF_STATE_FAILED
 A, B, C = ("a", 1), ("b", 1), ("c", 1)
-# A prompt token takes 0.1 ms to compute, and 0.01 ms to send at 10 GB/s.
-MODEL = LatencyModel(0.02, 1e-4, 0.0, 0.030, 0.001, 1e-6)
+# A prompt token takes 1 ms to compute, and 0.01 ms to send at 10 GB/s.
+MODEL = LatencyModel(0.02, 1e-3, 0.0, 0.030, 0.001, 1e-6)
 PROMPT = list(range(3200))
 DEMAND = Demand(len(PROMPT), 10, 3200, 10.0, 0.05)
 
@@ -72,7 +72,7 @@ def both(found: Router) -> list[PrefillChoice]:
 def test_a_busy_worker_s_prefix_is_fetched_by_an_idle_one(tier):
     found = router("a", "b")
     holds(found, "b", 150, tier)
-    queue(found, "b", 0.5, 4)
+    queue(found, "b", 5.0, 4)
     for choice in both(found):
         fetch = choice.fetch
         assert choice.worker == A
@@ -97,7 +97,7 @@ def test_the_reader_s_own_blocks_are_not_fetched():
     found = router("a", "b")
     holds(found, "a", 50)
     holds(found, "b", 150)
-    queue(found, "b", 0.5, 4)
+    queue(found, "b", 5.0, 4)
     for choice in both(found):
         assert (choice.worker, choice.fetch.skip_tokens, choice.fetch.num_tokens) == (A, 800, 2400)
         assert (choice.num_cached_tokens, choice.num_work_tokens) == (800, 800)
@@ -106,8 +106,8 @@ def test_the_reader_s_own_blocks_are_not_fetched():
 def test_nothing_is_fetched_that_takes_longer_than_computing_it():
     found = router("a", "b")
     holds(found, "b", 150)
-    queue(found, "b", 0.5, 4)
-    found.transfers.took(B, A, 10**9, 10.0)
+    queue(found, "b", 5.0, 4)
+    found.transfers.took(B, A, 10**9, 100.0)
     for choice in both(found):
         assert (choice.worker, choice.fetch) == (A, None)
 
@@ -115,7 +115,7 @@ def test_nothing_is_fetched_that_takes_longer_than_computing_it():
 def test_a_fetch_is_not_larger_than_the_staging_of_either_side():
     found = router("a", "b", max_send_bytes=100_000 * 1000)
     holds(found, "b", 150)
-    queue(found, "b", 0.5, 4)
+    queue(found, "b", 5.0, 4)
     for choice in both(found):
         assert (choice.fetch.num_tokens, choice.num_work_tokens) == (992, 2208)
 
@@ -123,7 +123,7 @@ def test_a_fetch_is_not_larger_than_the_staging_of_either_side():
 def test_two_tokens_are_left_to_compute():
     found = router("a", "b")
     holds(found, "b", 200)
-    queue(found, "b", 0.5, 4)
+    queue(found, "b", 5.0, 4)
     for choice in both(found):
         assert (choice.fetch.num_tokens, choice.num_work_tokens) == (3184, 16)
 
@@ -147,11 +147,11 @@ def test_a_holder_that_gets_no_work_sends_nothing():
 def test_a_holder_sends_one_prefix_after_the_other():
     found = router("a", "b", "c")
     holds(found, "b", 150)
-    queue(found, "b", 0.5, 4)
+    queue(found, "b", 5.0, 4)
     first = both(found)[1]
     for number in range(20):
         found.assign_prefill(f"first{number}", first, [])
-    queue(found, first.worker[0], 0.5, 4)
+    queue(found, first.worker[0], 5.0, 4)
     second = both(found)[1]
     assert (first.worker, second.worker) in ((A, C), (C, A))
     # The holder's step of 0.2 s ends before it has sent the others.
@@ -186,7 +186,7 @@ LONG = list(range(900))
 
 def cell(new_world, **changes):
     """An elastic core in which "h" holds 800 tokens of the prompt and is busy."""
-    world = new_world(elastic=True, **changes)
+    world = new_world(elastic=True, latency=MODEL, **changes)
     for name in ("h", "r"):
         world.attach(name, common_pb2.ROLE_PREFILL)
     keep(world, "h", SIZE)
@@ -262,7 +262,8 @@ def test_a_burst_with_one_prefix_fetches_it_once(new_world, out):
 def test_a_prompt_with_another_beginning_does_not_wait_for_the_fetch(new_world):
     world = cell(new_world)
     world.submit(num_prompt=900)
-    world.submit(prompt_token_ids=LONG[::-1])
+    world.submit(prompt_token_ids=LONG[:40:-1][:40])
+    assert len(world.commands["r"]) == 2
     assert not world.commands["r"][-1].HasField("fetch")
 
 
@@ -328,7 +329,7 @@ def test_nothing_is_fetched_that_must_not_be(new_world, changes):
 
 
 def test_a_decode_worker_sends_what_it_has_back_to_the_prefill_pool(new_world):
-    world = new_world(local_prefill=False).pair()
+    world = new_world(local_prefill=False, latency=MODEL).pair()
     keep(world, "d", SIZE)
     world.submit(num_prompt=900)
     (sent,), (read,) = world.commands["d"], world.commands["p"]

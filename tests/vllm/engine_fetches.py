@@ -7,14 +7,13 @@ import secrets
 from typing import Any
 
 import vllm_cases as cases
+from engine_cases import FETCHED as HELD
+from engine_cases import NUM_FETCH_TOKENS as NUM_TOKENS
 from engine_handoffs import TIMEOUT_S, Side, spoil
 from engine_host_tier import ask, evict, greedy
 
 from baton.engine.base import EngineRequest, ReceiveHandoff, SendHandoff
 from baton.v1 import common_pb2
-
-NUM_TOKENS = 330
-HELD = NUM_TOKENS // cases.BLOCK_SIZE * cases.BLOCK_SIZE
 
 
 async def serve(

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import vllm_cases as cases
-from engine_fetches import HELD, NUM_TOKENS
+from engine_cases import FETCHED as HELD
+from engine_cases import NUM_FETCH_TOKENS as NUM_TOKENS
 from vllm_programs import Program
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
