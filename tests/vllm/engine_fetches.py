@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+import signal
+from pathlib import Path
 from typing import Any
 
 import vllm_cases as cases
 from engine_cases import FETCHED as HELD
 from engine_cases import NUM_FETCH_TOKENS as NUM_TOKENS
-from engine_handoffs import TIMEOUT_S, Side, spoil
+from engine_handoffs import STAGING, TIMEOUT_S, Side, spoil
 from engine_host_tier import ask, evict, greedy
 
 from baton.engine.base import EngineRequest, ReceiveHandoff, SendHandoff
+from baton.kvtransfer.control import EnginePort, TransferClient, filled_frame
 from baton.v1 import common_pb2
 
 
@@ -132,7 +136,31 @@ async def handed_on(holder: Side, reader: Side, prompt: list[int]) -> dict[str, 
     }
 
 
-async def fetches(reader: Side, holder: Side) -> dict[str, Any]:
+async def killed(reader: Side, prompt: list[int], socket_path: str) -> dict[str, Any]:
+    """A fetch whose holder is killed when it has sent a part of the blocks."""
+    handoff_id, layout = secrets.token_bytes(16), reader.info.layout
+    holder = await TransferClient.start(STAGING, socket_path)
+    try:
+        await holder.configure(layout.fingerprint())
+        offset = await holder.open_send(
+            handoff_id, reader.transfer.address, layout.num_blocks(HELD), HELD, TIMEOUT_S
+        )
+        port = EnginePort(holder.socket_path)
+        data = bytes(port.memory[offset : offset + layout.block_bytes])
+        before = (await reader.transfer.stats()).frames_received
+        port.send_frames([filled_frame(handoff_id, 0, 0, 0, 1, data)])
+        port.close()
+        receive = ReceiveHandoff(handoff_id, HELD, TIMEOUT_S, is_fetch=True)
+        made = asyncio.create_task(read(reader, "killed", prompt, receive))
+        while (await reader.transfer.stats()).frames_received == before:
+            await asyncio.sleep(0.01)
+        os.kill(holder.pid, signal.SIGKILL)
+        return await made
+    finally:
+        await holder.close()
+
+
+async def fetches(reader: Side, holder: Side, directory: Path) -> dict[str, Any]:
     """Runs all cases and returns their results."""
     made: dict[str, Any] = {}
 
@@ -164,6 +192,8 @@ async def fetches(reader: Side, holder: Side) -> dict[str, Any]:
         made["twins"] = await twins(holder, reader, turn)
         turn, made["answer, handed on"] = await conversation(261)
         made["handed on"] = await handed_on(holder, reader, turn)
+        turn, made["answer, killed"] = await conversation(291)
+        made["killed"] = await killed(reader, turn, str(directory / "killed.sock"))
         # The holder has never seen this prompt, or only its first half.
         prompt = cases.prompt(NUM_TOKENS + 60, 271)
         made["never seen"] = await fetch(holder, reader, "never seen", prompt)

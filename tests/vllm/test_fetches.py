@@ -45,7 +45,7 @@ def test_blocks_in_the_holder_s_host_memory_are_fetched(made: dict[str, Any]) ->
     assert fetched["sent"] == {"finish": "cut", "num_held": HELD, "num_host": HELD}
 
 
-@pytest.mark.parametrize("case", ["spoiled", "lost skip", "never seen", "half"])
+@pytest.mark.parametrize("case", ["spoiled", "lost skip", "killed", "never seen", "half"])
 def test_what_does_not_come_is_computed(made: dict[str, Any], case: str) -> None:
     assert made[case]["num_fetched"] == 0
     assert made[case]["tokens"] == made[f"answer, {case}"]
