@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from baton.coordinator.core.commands import Commands
 from baton.coordinator.routing.choices import Fetch, Placement
 from baton.coordinator.routing.placers import Placers
-from baton.coordinator.routing.transfers import Transfers
+from baton.coordinator.routing.router import Router
 from baton.coordinator.state.requests import Request, WorkerKey
 from baton.coordinator.telemetry.times import duration
 from baton.v1 import cluster_pb2, kv_transfer_pb2
@@ -150,10 +150,20 @@ class Fetches:
             fetch.is_sent = True
             # Bytes leave when the receiver has opened the handoff and the holder's step has filled
             # its staging.
-            self._took(fetch, (report.exposed_us - max(0, report.open_us - report.fill_us)) / 1e6)
+            seconds = (report.exposed_us - max(0, report.open_us - report.fill_us)) / 1e6
+            router, pair = self._router(fetch), (fetch.choice.holder, fetch.reader)
+            router.transfers.took(pair, fetch.num_bytes, seconds, near=router.near(*pair))
         elif report.state == kv_transfer_pb2.HANDOFF_STATE_FAILED and not fetch.failed:
             self._fail(fetch, handoff_id, from_holder=worker == fetch.choice.holder)
         return True
+
+    def handed_over(self, request: Request, report: cluster_pb2.HandoffReport) -> None:
+        """Measures the network by a handoff, whose bytes also waited for their computation."""
+        if request.prefill is None or request.decode is None:
+            return
+        router, pair = self._placers.of(request.fleet).router, (request.prefill, request.decode)
+        seconds = (report.fill_us + report.exposed_us) / 1e6
+        router.transfers.took_at_most(pair, report.num_bytes, seconds, near=router.near(*pair))
 
     def lost(self, worker: WorkerKey) -> None:
         """Tells the readers not to wait for a worker that is lost or does not respond."""
@@ -177,14 +187,14 @@ class Fetches:
             return
         fetch.is_sent = True
         self._commands.cancel_prefix(fetch.choice.holder, handoff_id)
-        if self._transfers(fetch).now >= fetch.ends_at:
-            self._took(fetch, fetch.choice.timeout_s)
+        router, pair = self._router(fetch), (fetch.choice.holder, fetch.reader)
+        if router.now >= fetch.ends_at:
+            router.transfers.given_up(
+                pair, fetch.num_bytes, fetch.choice.timeout_s, near=router.near(*pair)
+            )
 
-    def _took(self, fetch: _Fetch, seconds: float) -> None:
-        self._transfers(fetch).took(fetch.choice.holder, fetch.reader, fetch.num_bytes, seconds)
-
-    def _transfers(self, fetch: _Fetch) -> Transfers:
-        return self._placers.of(fetch.request.fleet).router.transfers
+    def _router(self, fetch: _Fetch) -> Router:
+        return self._placers.of(fetch.request.fleet).router
 
     def check_integrity(self, requests: Iterator[Request]) -> None:
         """Raises AssertionError when a fetch has no request, or is not that of its request.

@@ -34,6 +34,7 @@ class HandoffReports:
             request.exposed_us = report.exposed_us or request.exposed_us
             if committed:
                 self._lifecycle.handed_over(request)
+                self._lifecycle.fetches.handed_over(request, report)
             else:
                 self._lifecycle.handoff_failed(request, worker)
         # Only the sender reports fallbacks, and its report may come second.

@@ -235,7 +235,9 @@ class Router:
         entry = self._loads.entries[choice.worker]
         entry.assign_prefill(request_id, choice.work_s, choice.num_work_tokens, self.now, due_at)
         if choice.fetch is not None:
-            self.transfers.begins(choice.fetch.holder, choice.fetch.sending_s)
+            fetch = choice.fetch
+            near = self.near(fetch.holder, choice.worker)
+            self.transfers.begins(fetch.holder, fetch.sending_s, near=near)
         self.index.expect(request_id, choice.worker, prompt_hashes)
         self._loads.file(entry)
         if session:
@@ -367,6 +369,15 @@ class Router:
         """Whether a worker is below its limit of decodes."""
         return bool(self._loads.open_decode & entry.bit)
 
+    def near(self, one: WorkerKey, other: WorkerKey) -> bool:
+        """Whether two workers are on one host, as far as known."""
+        first, second = self._loads.get(one), self._loads.get(other)
+        return (
+            first is not None
+            and second is not None
+            and first.traits.host_id == second.traits.host_id
+        )
+
     def sources(self, match: PrefixMatch) -> dict[WorkerKey, HeldPrefix]:
         """Workers that the beginning of a prompt may be fetched from, with what they hold."""
         if not self._fetches:
@@ -408,7 +419,9 @@ class Router:
             end = min(held.num_total * size, usable, skip + most_tokens)
             if key == reader.key or end <= hits.num_tokens:
                 continue
-            sending_s = self.transfers.seconds(key, reader.key, (end - skip) * per_token)
+            near = holder.traits.host_id == traits.host_id
+            num_bytes = (end - skip) * per_token
+            sending_s = self.transfers.seconds((key, reader.key), num_bytes, near=near)
             wait_s = max(self.transfers.wait_s(key), holder.one_step_s(self.now))
             load_s = holder.traits.load_s(max(0, end - held.num_device * size))
             fetch_s = _FETCH_BASE_S + wait_s + load_s + sending_s

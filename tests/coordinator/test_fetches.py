@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from baton.coordinator.routing.choices import NoPlacement, PrefillChoice
@@ -107,7 +109,7 @@ def test_nothing_is_fetched_that_takes_longer_than_computing_it():
     found = router("a", "b")
     holds(found, "b", 150)
     queue(found, "b", 5.0, 4)
-    found.transfers.took(B, A, 10**9, 100.0)
+    found.transfers.took((B, A), 10**9, 100.0, near=False)
     for choice in both(found):
         assert (choice.worker, choice.fetch) == (A, None)
 
@@ -147,6 +149,7 @@ def test_a_holder_that_gets_no_work_sends_nothing():
 def test_a_holder_sends_one_prefix_after_the_other():
     found = router("a", "b", "c")
     holds(found, "b", 150)
+    found.transfers.took((B, A), 10**9, 0.1, near=False)
     queue(found, "b", 5.0, 4)
     first = both(found)[1]
     for number in range(20):
@@ -159,23 +162,57 @@ def test_a_holder_sends_one_prefix_after_the_other():
     assert more_s == pytest.approx(20 * first.fetch.sending_s - 0.3)
 
 
-def test_speeds_are_measured_by_pair_and_forgotten():
+def test_speeds_are_measured_by_pair():
     found = Transfers()
-    assert found.seconds(A, B, 10**9) == pytest.approx(0.1)
-    found.took(A, B, 10**9, 1.0)
-    assert found.seconds(A, B, 10**9) == pytest.approx(1.0)
-    assert found.seconds(B, A, 10**9) == pytest.approx(0.1)
-    found.took(A, B, 10**9, 2.0)
-    assert found.seconds(A, B, 10**9) == pytest.approx(1.3)
+
+    def seconds(pair, *, near=False):
+        return found.seconds(pair, 10**9, near=near)
+
+    assert seconds((A, B)) == pytest.approx(0.1)
+    found.took((A, B), 10**9, 1.0, near=False)
+    assert seconds((A, B)) == pytest.approx(1.0)
+    # Other pairs of different hosts are assumed to be as fast, those of one host are not.
+    assert seconds((B, A)) == pytest.approx(1.0)
+    assert seconds((B, A), near=True) == pytest.approx(0.1)
+    found.took((A, B), 10**9, 2.0, near=False)
+    assert seconds((A, B)) == pytest.approx(1.3)
     # Small transfers say more about delays.
-    found.took(A, B, 1000, 2.0)
-    assert found.seconds(A, B, 10**9) == pytest.approx(1.3)
-    found.now += 700
-    assert found.seconds(A, B, 10**9) == pytest.approx(0.1)
-    found.took(A, B, 10**9, 3.0)
-    assert found.seconds(A, B, 10**9) == pytest.approx(3.0)
+    found.took((A, B), 1000, 2.0, near=False)
+    assert seconds((A, B)) == pytest.approx(1.3)
+    found.took((B, C), 10**9, 0.3, near=False)
+    assert seconds((B, C)) == pytest.approx(0.3)
+    assert seconds((C, A)) == pytest.approx(1.0)
     found.forget(B)
-    assert found.seconds(A, B, 10**9) == pytest.approx(0.1)
+    assert seconds((B, C)) == pytest.approx(1.0)
+
+
+def test_what_was_slow_is_tried_again_some_time():
+    found = Transfers()
+    found.given_up((A, B), 10**9, 1.0, near=False)
+    # It would have taken longer than it was waited for.
+    assert found.seconds((A, B), 10**9, near=False) == pytest.approx(2.0)
+    found.now += 600
+    assert found.seconds((A, B), 10**9, near=False) == pytest.approx(1.0)
+    found.now += 6000
+    assert found.seconds((A, B), 10**9, near=False) == pytest.approx(0.1)
+
+
+def test_a_handoff_shows_that_the_network_is_not_slower():
+    found = Transfers()
+    found.given_up((A, B), 10**9, 1.0, near=False)
+    found.took_at_most((A, B), 10**9, 4.0, near=False)
+    assert found.seconds((A, B), 10**9, near=False) == pytest.approx(2.0)
+    found.took_at_most((A, B), 10**9, 1.0, near=False)
+    assert found.seconds((A, B), 10**9, near=False) == pytest.approx(1.7)
+
+
+def test_the_first_fetch_is_tried_alone():
+    found = Transfers()
+    found.begins(A, 0.1, near=False)
+    assert found.seconds((C, B), 10**9, near=False) == math.inf
+    assert found.seconds((C, B), 10**9, near=True) == pytest.approx(0.1)
+    found.took((A, B), 10**9, 0.1, near=False)
+    assert found.seconds((C, B), 10**9, near=False) == pytest.approx(0.1)
 
 
 # ---- The core.
@@ -313,9 +350,9 @@ def test_a_slow_worker_is_asked_less(new_world, out):
     first_output(world, out, "r")
     assert world.commands["h"][1].handoff_id == read.fetch.handoff_id
     num_bytes = 10**9
-    took_s = router_of(world).transfers.seconds(("h", 1), ("r", 1), num_bytes)
+    took_s = router_of(world).transfers.seconds((("h", 1), ("r", 1)), num_bytes, near=True)
     timeout_s = read.fetch.timeout.ToNanoseconds() / 1e9
-    assert took_s == pytest.approx(timeout_s / (SIZE * 256) * num_bytes)
+    assert took_s == pytest.approx(2 * timeout_s / (SIZE * 256) * num_bytes)
 
 
 @pytest.mark.parametrize(
