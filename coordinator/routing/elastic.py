@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from heapq import nsmallest
 from typing import NamedTuple
 
 from baton.coordinator.routing.choices import DecodeChoice, NoPlacement, PrefillChoice
@@ -44,6 +45,8 @@ _WORK_WEIGHT = 1.0
 # If no worker keeps the ITL target even with one decode, the target is this many times the fastest
 # worker's step with one decode.
 _UNREACHABLE = 2.0
+# Number of candidates that may fetch the prompt's beginning from another worker.
+_NUM_FETCHING = 4
 # Added to the cost of a reader that would miss the TTFT target, in seconds: any other is better.
 _TOO_LATE_S = 1000.0
 # A late prompt joins another late prompt on a worker that computes at most this share of what the
@@ -153,12 +156,20 @@ class ElasticRule:
 
     def _candidates(self, match: PrefixMatch, demand: Demand) -> list[_Candidate]:
         found = self._router.elastic_candidates(match, demand.session)
+        candidates = [
+            _Candidate(load, held, self._read(load, held, demand), None) for load, held in found
+        ]
         sources = self._router.sources(match) if demand.may_fetch else {}
-        candidates = []
-        for load, held in found:
-            read = self._read(load, held, demand)
-            fetch = self._fetch(match, sources, load, read, demand) if sources else None
-            candidates.append(_Candidate(load, held, read, fetch))
+        if not sources:
+            return candidates
+        # The workers that would compute the whole prompt soonest would compute its rest soonest.
+        soonest = nsmallest(
+            _NUM_FETCHING, range(len(found)), key=lambda at: candidates[at].read.predicted_s
+        )
+        for at in soonest:
+            one = candidates[at]
+            fetch = self._fetch(match, sources, one.load, one.read, demand)
+            candidates[at] = one._replace(fetch=fetch)
         return candidates
 
     # ---- Reader.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -375,3 +376,82 @@ def test_a_decode_worker_sends_what_it_has_back_to_the_prefill_pool(new_world):
     assert read.fetch.handoff_id == sent.handoff.handoff_id
     # The decode worker still has what it sent.
     assert read.handoff.skip_tokens == SIZE
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_fetch_ends_whatever_happens(new_world, out, seed):
+    """World.handle checks after each event that each fetch belongs to a request."""
+    rng = random.Random(seed)
+    world = new_world(elastic=rng.random() < 0.7, latency=MODEL, local_prefill=False)
+    names = ["w0", "w1", "w2", "w3"]
+    incarnations = dict.fromkeys(names, 0)
+    # Fetches that the holders have neither reported nor been told to forget.
+    open_at: dict[bytes, str] = {}
+    told = dict.fromkeys(names, 0)
+
+    def read_commands():
+        for name in names:
+            for command in world.commands[name][told[name] :]:
+                if isinstance(command, cluster_pb2.PrefillCommand) and command.only_cached:
+                    open_at[command.handoff.handoff_id] = name
+                elif isinstance(command, cluster_pb2.CancelCommand) and command.attempt:
+                    open_at.pop(command.handoff_id, None)
+            told[name] = len(world.commands[name])
+
+    def attach(name):
+        incarnations[name] += 1
+        role = common_pb2.ROLE_DECODE if name in ("w2", "w3") else common_pb2.ROLE_PREFILL
+        world.attach(name, role, incarnations[name])
+        hashes = block_hashes(LONG[: BLOCK * rng.choice([0, 20, 50])], BLOCK)
+        changes = cluster_pb2.CacheEvents(stored=hashes)
+        world.handle(ev.WorkerCache((name, incarnations[name]), changes))
+
+    for name in names:
+        attach(name)
+    num_fetches = 0
+    for _ in range(300):
+        read_commands()
+        num_fetches += len(open_at)
+        what, name = rng.random(), rng.choice(names)
+        running = world.core.running()
+        if what < 0.35:
+            world.submit(prompt_token_ids=LONG[: rng.randint(300, 900)])
+        elif what < 0.45 and running:
+            world.handle(ev.RequestCancelled(rng.choice(running).key))
+        elif what < 0.6 and open_at:
+            handoff_id, holder = rng.choice(list(open_at.items()))
+            made = cluster_pb2.HandoffReport(
+                handoff_id=handoff_id, state=rng.choice([COMMITTED, FAILED]), num_bytes=2**20
+            )
+            del open_at[handoff_id]
+            world.handle(ev.WorkerHandoff((holder, incarnations[holder]), made))
+        elif what < 0.65:
+            plans = [one.fetch for one in running if one.fetch is not None and one.fetch.num_tokens]
+            if plans:
+                made = cluster_pb2.HandoffReport(
+                    handoff_id=rng.choice(plans).handoff_id, state=FAILED
+                )
+                world.handle(ev.WorkerHandoff((name, incarnations[name]), made))
+        elif what < 0.85 and running:
+            request = rng.choice(running)
+            reader = request.prefill or request.decode
+            if reader is not None and request.prefill_timings is request.decode_timings is None:
+                timings = {"num_fetched_tokens": rng.choice([0, 320])}
+                attempt = request.attempt_number
+                first = out(request.key, [5], attempt=attempt, timings=timings, finish=0)
+                if request.prefill is None:
+                    first.ClearField("finished")
+                world.step(reader[0], first, incarnation=reader[1])
+        elif what < 0.9:
+            world.handle(ev.WorkerLost(name, "was killed"))
+            open_at = {one: holder for one, holder in open_at.items() if holder != name}
+            attach(name)
+        else:
+            world.after(rng.choice([0.05, 1.0]))
+            for each in names:
+                world.handle(ev.WorkerHeard((each, incarnations[each])))
+    for request in world.core.running():
+        world.handle(ev.RequestCancelled(request.key))
+    read_commands()
+    assert num_fetches
+    assert not open_at
