@@ -165,6 +165,7 @@ def simulate(
         rows += [
             ["hits, device", f"{hits.device:.2%} of the prompt tokens"],
             ["hits, host memory", f"{hits.host:.2%}"],
+            ["hits, fetched from other workers", f"{hits.fetched:.2%}"],
             ["hits, infinite cache", f"{hits.infinite:.2%}; {hits.of_infinite:.1%} of it found"],
         ]
     print_table(["figure", "value"], rows, "")

@@ -98,12 +98,18 @@ def _header(view: View, width: int) -> Text:
 
 
 def _hits(found: admin_pb2.PromptTokens) -> str:
-    """Share of the prompt tokens that were not computed, and the part from host memory."""
-    total = found.device + found.host + found.computed
+    """Share of the prompt tokens that were not computed, and what came from elsewhere."""
+    hits = found.device + found.host + found.fetched
+    total = hits + found.computed
     if not total:
         return ""
-    text = f"   hits {(found.device + found.host) / total:.0%}"
-    return f"{text} (host {found.host / total:.0%})" if found.host else text
+    parts = [
+        f"{name} {count / total:.0%}"
+        for name, count in (("host", found.host), ("fetched", found.fetched))
+        if count
+    ]
+    told = f" ({', '.join(parts)})" if parts else ""
+    return f"   hits {hits / total:.0%}{told}"
 
 
 def _health(view: View, problem: str, age_s: float, width: int) -> Text:

@@ -100,6 +100,19 @@ class DecodeRole:
         if attempt.handoff.handoff_id not in self._receives:
             self._attempts.pop(attempt.handoff.handoff_id, None)
 
+    def expect_fetch(self, attempt: Attempt) -> None:
+        """Takes an attempt of any role; if it fetches a prefix, the handoff's end is reported."""
+        if attempt.fetch is not None and attempt.fetch.num_tokens:
+            self._attempts[attempt.fetch.handoff_id] = attempt
+
+    def release_fetch(self, attempt: Attempt) -> None:
+        """Drops the prefix that an attempt fetches, even if it arrives later. Idempotent."""
+        if attempt.fetch is None or self._attempts.get(attempt.fetch.handoff_id) is not attempt:
+            return
+        self._transfer.drop(attempt.fetch.handoff_id)
+        if attempt.fetch.handoff_id not in self._receives:
+            del self._attempts[attempt.fetch.handoff_id]
+
     def drop(self, handoff_id: bytes) -> None:
         """Drops a handoff, even before it is opened or its request has come."""
         self._transfer.drop(handoff_id)
@@ -118,7 +131,7 @@ class DecodeRole:
         receive = self._receives.pop(state.handoff_id, None)
         attempt = self._attempts.pop(state.handoff_id, None)
         if attempt is not None:
-            report = attempt.handoff_report()
+            report = attempt.handoff_report(state.handoff_id)
             report.epoch, report.state = state.epoch, state.state
             report.reason, report.detail = state.reason, state.detail
             report.num_bytes, report.transport = state.num_bytes, state.transport

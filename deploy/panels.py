@@ -128,7 +128,7 @@ CELL_ROWS = (
                 "Prompt tokens by source",
                 "cps",
                 _rate("baton_prompt_tokens_total", "source"),
-                "device: from prefix caches; host: from host memory.",
+                "device: from prefix caches; host: from host memory; fetched: from another worker.",
             ),
         ),
     ),

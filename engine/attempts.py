@@ -39,6 +39,9 @@ class Attempt:
         spec: The request as the coordinator sent it.
         role: Role in which this worker runs the attempt.
         handoff: Plan of the handoff; None: none.
+        fetch: Prefix of the prompt that another worker sends; None: none.
+        only_cached: Whether the attempt serves a fetch of another worker: it sends a cached prefix,
+            and its outputs are not reported.
         token_ids: The whole output so far, including known tokens.
         num_text_chars: Characters of text that were sent with these tokens, by any worker.
         arrived_at: Arrival of the command, by time.monotonic.
@@ -51,6 +54,8 @@ class Attempt:
     spec: cluster_pb2.RequestSpec
     role: common_pb2.Role.ValueType
     handoff: cluster_pb2.HandoffPlan | None
+    fetch: cluster_pb2.FetchPlan | None = None
+    only_cached: bool = False
     token_ids: list[int] = field(init=False)
     num_text_chars: int = field(init=False)
     arrived_at: float = field(init=False, default_factory=monotonic)
@@ -72,7 +77,13 @@ class Attempt:
         send: SendHandoff | None = None,
         receive: ReceiveHandoff | None = None,
     ) -> EngineRequest:
-        """Returns the attempt as an EngineRequest."""
+        """Returns the attempt as an EngineRequest.
+
+        Args:
+            prefill_only: See EngineRequest.
+            send: Handoff to push.
+            receive: Handoff of the whole prompt to load; None: the fetch, if there is one.
+        """
         return EngineRequest(
             request_id=self.engine_id,
             prompt_token_ids=self.spec.prompt_token_ids,
@@ -82,11 +93,23 @@ class Attempt:
             prefill_only=prefill_only,
             priority=self.spec.priority,
             send=send,
-            receive=receive,
+            receive=receive or self._fetched(),
             adapter=self.spec.adapter,
             cache_salt=self.spec.cache_salt,
+            only_cached=self.only_cached,
             due_in_s=due_in_s(self.spec),
             itl_s=own_itl_s(self.spec),
+        )
+
+    def _fetched(self) -> ReceiveHandoff | None:
+        if (plan := self.fetch) is None:
+            return None
+        return ReceiveHandoff(
+            plan.handoff_id,
+            plan.num_tokens,
+            plan.timeout.ToNanoseconds() / 1e9,
+            plan.skip_tokens,
+            is_fetch=True,
         )
 
     def running(self) -> cluster_pb2.RunningRequest:
@@ -179,13 +202,10 @@ class Attempt:
             ),
         )
 
-    def handoff_report(self) -> cluster_pb2.HandoffReport:
-        """Returns a report on this attempt's handoff; the caller fills in the result."""
-        assert self.handoff is not None
+    def handoff_report(self, handoff_id: bytes) -> cluster_pb2.HandoffReport:
+        """Returns a report on a handoff of this attempt; the caller fills in the result."""
         return cluster_pb2.HandoffReport(
-            request_id=self.spec.request_id,
-            attempt=self.spec.attempt,
-            handoff_id=self.handoff.handoff_id,
+            request_id=self.spec.request_id, attempt=self.spec.attempt, handoff_id=handoff_id
         )
 
     def _timings(
@@ -196,7 +216,10 @@ class Attempt:
             timings.queue_us += round((self.submitted_at - self.arrived_at) * 1e6)
         timings.num_cached_tokens = output.num_cached_tokens
         timings.num_host_tokens = output.num_host_tokens
-        timings.num_handoff_tokens = output.num_handoff_tokens
+        if self.fetch is None:
+            timings.num_handoff_tokens = output.num_handoff_tokens
+        else:
+            timings.num_fetched_tokens = output.num_handoff_tokens
         return timings
 
 

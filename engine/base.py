@@ -39,8 +39,8 @@ class Finish(Enum):
     CUT = "cut"
     ABORTED = "aborted"
     ERROR = "error"
-    # The prefix cache no longer holds the tokens that the handoff leaves out. The engine has
-    # computed nothing.
+    # The prefix cache no longer holds the tokens that the handoff leaves out, or the prompt of a
+    # request that must compute only its last token. The engine has computed nothing.
     PREFIX_GONE = "prefix gone"
 
 
@@ -74,12 +74,17 @@ class ReceiveHandoff:
         skip_tokens: Number of these tokens, from the first, that the handoff leaves out; a multiple
             of the block size. If the prefix cache does not hold them, the request ends with
             Finish.PREFIX_GONE.
+        is_fetch: Whether the handoff brings only a prefix of the prompt, as whole blocks. The
+            engine computes the tokens after it. If the handoff fails, or the prefix cache does not
+            hold the tokens that it leaves out, the engine computes the prompt. With a num_tokens of
+            0 another request loads the handoff, and this request only waits until it is loaded.
     """
 
     handoff_id: bytes
     num_tokens: int
     timeout_s: float
     skip_tokens: int = 0
+    is_fetch: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,8 @@ class EngineRequest:
         receive: Handoff to load; None: none.
         adapter: Name of the LoRA adapter; empty: none.
         cache_salt: The request finds only KV blocks of requests with the same salt; empty: none.
+        only_cached: Whether the request ends with Finish.PREFIX_GONE unless the prefix cache and
+            host memory hold all prompt tokens but the last one.
         due_in_s: Seconds until the first token is due; infinite without a TTFT target.
         itl_s: ITL target that the client named, in seconds; None: the engine's target applies.
     """
@@ -116,6 +123,7 @@ class EngineRequest:
     receive: ReceiveHandoff | None = None
     adapter: str = ""
     cache_salt: str = ""
+    only_cached: bool = False
     due_in_s: float = math.inf
     itl_s: float | None = None
 
@@ -149,7 +157,8 @@ class EngineOutput:
         num_cached_tokens: Only in the first output: prompt tokens from this engine's prefix cache.
         num_host_tokens: Only in the first output: prompt tokens loaded from this worker's host
             memory (kv_store.host_bytes).
-        num_handoff_tokens: Only in the first output: prompt tokens loaded from the handoff.
+        num_handoff_tokens: Only in the first output: prompt tokens loaded from the handoff that the
+            request received.
         error: The reason, with Finish.ERROR.
     """
 

@@ -60,6 +60,10 @@ class HandoffPort:
         """Returns whether a handoff is committed or will never be."""
         return self._states.get(handoff_id) in _SETTLED
 
+    def is_committed(self, handoff_id: bytes) -> bool:
+        """Returns whether a handoff can be loaded."""
+        return self._states.get(handoff_id) == kv_transfer_pb2.HANDOFF_STATE_COMMITTED
+
     def load(self, receive: ReceiveHandoff, tokens: Sequence[int], adapter: str) -> int:
         """Loads a committed handoff once; its staging is released in any case.
 

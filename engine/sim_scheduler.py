@@ -107,7 +107,8 @@ class LiveRequest:
             return math.inf
         if self.pace is None:
             # After a handoff, the gap since the first token counts too.
-            handed_over = self.request.receive is not None
+            receive = self.request.receive
+            handed_over = receive is not None and not receive.is_fetch
             begin = self.submitted_at if handed_over else now
             self.pace = StreamPace(begin, len(self.tokens), self.request.itl_s)
         self.pace.advance(targets, now, len(self.tokens))

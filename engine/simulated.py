@@ -28,6 +28,7 @@ from baton.engine.base import (
     EngineRequest,
     EngineStep,
     Finish,
+    ReceiveHandoff,
     RequestRejected,
     StepSample,
     Trace,
@@ -325,7 +326,7 @@ class SimulatedEngine:
         del self._requests[live.id]
         self._scheduler.remove(live)
         if live.receive_deadline is not None and live.request.receive and self._port is not None:
-            self._port.release(live.request.receive.handoff_id)
+            self._end_receive(live, live.request.receive)
 
     # ---- The step loop.
 
@@ -466,22 +467,42 @@ class SimulatedEngine:
         if live.receive_deadline is None or receive is None or self._port is None:
             return True
         now = monotonic()
-        if not self._port.is_settled(receive.handoff_id) and now < live.receive_deadline:
-            return False
+        if now < live.receive_deadline:
+            if not self._port.is_settled(receive.handoff_id):
+                return False
+            # The request that loads it has not started yet.
+            if not receive.num_tokens and self._port.is_committed(receive.handoff_id):
+                return False
         if live.handoff_wait_s is None:
             live.handoff_wait_s = now - live.submitted_at
+        if receive.is_fetch and not (
+            receive.num_tokens and self._port.is_committed(receive.handoff_id)
+        ):
+            # The request starts like one without a fetch.
+            self._end_receive(live, receive)
         return True
+
+    def _end_receive(self, live: LiveRequest, receive: ReceiveHandoff) -> None:
+        """Loads nothing of a handoff."""
+        assert self._port is not None
+        live.receive_deadline = None
+        if receive.num_tokens:
+            self._port.release(receive.handoff_id)
 
     def _on_start(self, live: LiveRequest) -> None:
         """Loads the handoff of a request that is about to run, once."""
+        if live.request.only_cached and live.num_missing > 1:
+            self._give_up(live, EngineOutput(live.id, finish=Finish.PREFIX_GONE))
+            return
         receive = live.request.receive
         if live.receive_deadline is None or receive is None or self._port is None:
             return
-        live.receive_deadline = None
         if live.num_computed < receive.skip_tokens:
-            self._port.release(receive.handoff_id)
-            self._give_up(live, EngineOutput(live.id, finish=Finish.PREFIX_GONE))
+            self._end_receive(live, receive)
+            if not receive.is_fetch:
+                self._give_up(live, EngineOutput(live.id, finish=Finish.PREFIX_GONE))
             return
+        live.receive_deadline = None
         try:
             loaded = self._port.load(receive, live.tokens, live.request.adapter)
         except WrongHandoff as error:

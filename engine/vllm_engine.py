@@ -301,6 +301,7 @@ class VllmEngine:
             and live is not None
             and not live.reported
             and not live.retried
+            and not live.request.only_cached
         )
 
     async def _retry(self, live: LiveRequest) -> None:

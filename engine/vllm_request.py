@@ -131,7 +131,10 @@ def _transfer_params(request: EngineRequest) -> dict[str, Any]:
             "num_tokens": request.receive.num_tokens,
             "skip_tokens": request.receive.skip_tokens,
             "timeout_s": request.receive.timeout_s,
+            "is_fetch": request.receive.is_fetch,
         }
+    if request.only_cached:
+        params["baton_only_cached"] = True
     return params
 
 

@@ -142,6 +142,11 @@ class BatonScheduler(Scheduler):
         }
         # vLLM starts nothing behind a loaded prompt that gets no token.
         granted |= {one.request_id: max(1, granted[one.request_id]) for one in loaded}
+        for one in chunks:
+            if self.connector.holds_back_end(one.request.request_id):
+                granted[one.request.request_id] = min(
+                    granted[one.request.request_id], one.prompt.num_left - 1
+                )
         # In place: vLLM keeps references to this list.
         is_loaded = set(loaded)
         ordered = [one.request for one in sorted(chunks, key=_rank)]
@@ -212,13 +217,18 @@ class BatonScheduler(Scheduler):
 
         Returns:
             Prompts that may start; requests that wait for a handoff or for something else, and
-            then compute one token; prompts for which there is no place or no room.
+            then compute one token in their first step; prompts for which there is no place or no
+            room.
         """
         num_places = max(0, self.max_num_active_reqs - len(self.running))
         arrivals: list[_Candidate] = []
         coming: list[Request] = []
         for request in self.waiting:
-            waits = request in self.deferred_waiting or _is_handed_over(request)
+            waits = (
+                request in self.deferred_waiting
+                or _is_handed_over(request)
+                or self.connector.awaits_handoff(request.request_id)
+            )
             if waits or request.status not in _STARTS:
                 coming.append(request)
             else:
@@ -276,8 +286,9 @@ def _is_prompt(request: Request) -> bool:
 
 
 def _is_handed_over(request: Request) -> bool:
-    """Whether a request starts from a handoff and has not been preempted since."""
-    return not request.num_preemptions and "baton_receive" in (request.kv_transfer_params or {})
+    """Whether a request starts from its whole prompt's handoff and was not preempted since."""
+    receive = (request.kv_transfer_params or {}).get("baton_receive")
+    return not request.num_preemptions and receive is not None and not receive["is_fetch"]
 
 
 def _age(request: Request) -> tuple[int, float]:

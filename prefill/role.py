@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from baton.engine.attempts import Attempt
-from baton.engine.base import Engine, EngineOutput, Finish, SendHandoff
+from baton.engine.base import Engine, EngineOutput, Finish, RequestRejected, SendHandoff
 from baton.kvtransfer.control import TransferClient, TransferError
 from baton.kvtransfer.layout import KvLayout
 from baton.v1 import cluster_pb2, kv_transfer_pb2
@@ -21,7 +21,8 @@ class _Send:
     begun_at: float = field(default_factory=monotonic)
 
     def report(self) -> cluster_pb2.HandoffReport:
-        report = self.attempt.handoff_report()
+        assert self.attempt.handoff is not None
+        report = self.attempt.handoff_report(self.attempt.handoff.handoff_id)
         report.total_us = round((monotonic() - self.begun_at) * 1e6)
         return report
 
@@ -62,11 +63,13 @@ class PrefillRole:
     async def begin(self, attempt: Attempt) -> None:
         """Reserves the handoff and submits the prompt to the engine.
 
-        If the reservation fails, the failed handoff is reported and the prompt is computed anyway.
-        If this coroutine is cancelled, the caller still calls `release`.
+        If the reservation fails, the failed handoff is reported and the prompt is computed anyway,
+        unless the attempt only sends a cached prefix. If this coroutine is cancelled or fails, the
+        caller still calls `release`.
 
         Raises:
-            RequestRejected: The engine does not accept the request.
+            RequestRejected: The engine does not accept the request, or there is nothing to do for
+                it without its handoff.
             EngineDead: The engine has failed.
         """
         send = await self._reserve(attempt) if attempt.handoff is not None else None
@@ -82,6 +85,13 @@ class PrefillRole:
         """Ends the handoff. The engine must no longer write its staging."""
         if attempt.handoff is None:
             return
+        if attempt.only_cached:
+            # No output reports the end of this attempt.
+            report = _Send(attempt).report()
+            report.state = kv_transfer_pb2.HANDOFF_STATE_FAILED
+            report.reason = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
+            report.detail = "the worker does not send the prefix"
+            self._report(attempt, report)
         # Failed sends too: the service keeps their staging until the engine has stopped writing.
         self._transfer.abort_send(attempt.handoff.handoff_id)
         if self._sends.pop(attempt.handoff.handoff_id, None) is not None:
@@ -136,6 +146,8 @@ class PrefillRole:
             )
         except TransferError as error:
             self._sends.pop(plan.handoff_id, None)
+            if attempt.only_cached:
+                raise RequestRejected(str(error)) from None
             report = send.report()
             report.state = kv_transfer_pb2.HANDOFF_STATE_FAILED
             report.detail = str(error)

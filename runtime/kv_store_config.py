@@ -30,6 +30,12 @@ class KvStoreConfig(Section):
         "prompt.",
     )
 
+    fetch: bool = Field(
+        True,
+        description="Whether a worker that computes a prompt may get the prompt's cached beginning "
+        "from another worker, when that is predicted to be faster than computing it.",
+    )
+
     def resolved_host_bytes(self) -> int:
         """Returns host_bytes, or its default for the memory that is free now."""
         if self.host_bytes is not None:

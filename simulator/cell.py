@@ -91,7 +91,7 @@ class SimulatedCell(VirtualTime):
         record: Request times as seen by clients, and the cost of the workers.
         gaps: Gaps between tokens.
         prompt_tokens: Tokens of the prompts that got a first token, by source: "device", "host"
-            (memory) and "computed".
+            (memory), "fetched" and "computed".
     """
 
     def __init__(
@@ -192,6 +192,10 @@ class SimulatedCell(VirtualTime):
     def send(self, worker: Engine, event: ev.Event) -> None:
         """Delivers a worker's message to the core after the worker's message delay."""
         self.at(self.now + worker.shape.delay_s, self._post, event)
+
+    def engine_at(self, address: str) -> Engine | None:
+        """Returns the worker with this KvTransfer address; None: it has left."""
+        return self._engines.get((address.rpartition(":")[0], 1))
 
     def ended(self, worker: Engine) -> None:
         """Removes a worker that has drained."""

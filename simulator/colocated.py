@@ -115,6 +115,9 @@ class ColocatedCell(VirtualTime):
         if isinstance(event, ev.WorkerStep):
             self.at(self.now + self._delay_s, self._received, worker.key, event.step)
 
+    def engine_at(self, address: str) -> Engine | None:
+        raise AssertionError(f"plain servers send nothing to each other, but one to {address}")
+
     def ended(self, worker: Engine) -> None:
         raise AssertionError(f"{worker.key} was never asked to drain")
 

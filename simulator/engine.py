@@ -32,6 +32,7 @@ from baton.runtime.step_budget import (
     prompt_order,
     prompt_tokens,
 )
+from baton.simulator.fetches import Fetches
 from baton.simulator.kv_room import num_blocks, num_steps_that_fit
 from baton.simulator.parts import PrefixCache, Run, Shape, SimulatedRequest
 from baton.v1 import cluster_pb2, common_pb2
@@ -52,6 +53,7 @@ class Host(Protocol):
 
     def at(self, when: float, action: Callable[..., object], *arguments: object) -> None: ...
     def send(self, worker: Engine, event: ev.Event) -> None: ...
+    def engine_at(self, address: str) -> Engine | None: ...
     def ended(self, worker: Engine) -> None: ...
 
 
@@ -81,6 +83,7 @@ class Engine:
         self._version = 0
         self._flush_at = 0.0
         self._awaiting_first_output: list[SimulatedRequest] = []
+        self.fetches = Fetches(self)
         self._samples: deque[cluster_pb2.StepSample] = deque(maxlen=_SAMPLES)
         self._sampled_at = 0.0
         self._cache = self._host_cache = None
@@ -98,6 +101,8 @@ class Engine:
             return
         if isinstance(command, cluster_pb2.CancelCommand):
             self._cancel((command.request_id, command.attempt))
+            if not command.attempt:
+                self.fetches.end(command.handoff_id)
         elif isinstance(command, cluster_pb2.PrefillCommand | cluster_pb2.DecodeCommand):
             self._begin(command)
         elif isinstance(command, cluster_pb2.SetRoleCommand):
@@ -122,16 +127,13 @@ class Engine:
         num_prompt = len(spec.prompt_token_ids)
         total = num_prompt + num_known
         hashes: Sequence[int] = ()
-        num_cached = num_host = 0
         if self._cache is not None:
             hashes = block_hashes(
                 spec.prompt_token_ids,
                 shape.block_size_tokens,
                 root_of(spec.adapter, spec.cache_salt),
             )
-            if not is_handoff:
-                num_cached, num_host = self._held(hashes, total)
-        num_uncomputed = num_known or 1 if is_handoff else total - num_cached - num_host
+        num_uncomputed = num_known or 1 if is_handoff else total
         request = SimulatedRequest(
             request_id=spec.request_id,
             attempt=spec.attempt,
@@ -145,9 +147,8 @@ class Engine:
             offset=num_known,
             num_prompt_tokens=num_prompt,
             hashes=hashes,
-            num_cached=num_cached,
-            num_host=num_host,
             is_handoff=is_handoff,
+            sends=_sends(command),
             # The first token was made elsewhere. Its report to the coordinator and this command
             # took one message delay each.
             last_at=self.host.now - 2 * shape.delay_s if num_known else math.nan,
@@ -156,13 +157,34 @@ class Engine:
             itl_s=own_itl_s(spec),
         )
         self._requests[request.key] = request
-        wait_s = 0.0
-        if is_handoff and not shape.handoff_stalls:
-            wait_s = shape.handoff_s + shape.handoff_per_token_s * num_prompt
-        if num_host:
-            # Like vLLM's, the load runs beside the steps of other requests.
-            wait_s = num_host * shape.kv_bytes_per_token / shape.host_bytes_per_s
+        if is_handoff:
+            wait_s = 0.0
+            if not shape.handoff_stalls:
+                wait_s = shape.handoff_s + shape.handoff_per_token_s * num_prompt
+            self.host.at(self.host.now + wait_s, self._arrive, request)
+        elif command.HasField("fetch"):
+            self.fetches.wait(request, command.fetch)
+        else:
+            self.load(request)
+
+    def load(self, request: SimulatedRequest) -> None:
+        """Takes what the prefix cache and host memory hold of a prompt before it runs."""
+        self._take_held(request)
+        if request.sends is not None and request.num_uncomputed > 1:
+            # Another worker wants a prefix that is not here any more.
+            self._cancel(request.key)
+            self.fetches.refuse(request.sends)
+            return
+        # Like vLLM's, the load runs beside the steps of other requests.
+        wait_s = request.num_host * self.shape.kv_bytes_per_token / self.shape.host_bytes_per_s
         self.host.at(self.host.now + wait_s, self._arrive, request)
+
+    def _take_held(self, request: SimulatedRequest) -> None:
+        """Counts what the prefix cache and host memory hold of a prompt as computed."""
+        request.num_cached, request.num_host = self._held(request.hashes, request.num_tokens)
+        request.num_fetched = 0
+        request.num_computed = request.num_held
+        request.num_uncomputed = request.num_tokens - request.num_held
 
     def _held(self, hashes: Sequence[int], num_tokens: int) -> tuple[int, int]:
         """Returns the prompt tokens in the prefix cache, and those behind them in host memory.
@@ -177,6 +199,40 @@ class Engine:
         num_host = self._host_cache.num_cached(hashes, num_cached)
         return num_cached, min(num_host, num_tokens - 1 - num_cached)
 
+    # ---- Owner of its fetches.
+
+    @property
+    def now(self) -> float:
+        return self.host.now
+
+    def at(self, when: float, action: Callable[..., object], *arguments: object) -> None:
+        """Calls an action unless this worker has stopped by then."""
+        self.host.at(when, self._unless_stopped, action, *arguments)
+
+    def _unless_stopped(self, action: Callable[..., object], *arguments: object) -> None:
+        if not self.stopped:
+            action(*arguments)
+
+    def loaded(self, request: SimulatedRequest, plan: cluster_pb2.FetchPlan) -> None:
+        """Takes a fetched prefix into the prefix cache; the request then waits for a step."""
+        num_cached, _ = self._held(request.hashes, request.num_tokens)
+        if not plan.skip_tokens <= num_cached < plan.num_tokens:
+            self.load(request)
+            return
+        request.num_cached, request.num_host = num_cached, 0
+        request.num_fetched = plan.num_tokens - num_cached
+        request.num_computed = request.num_held
+        request.num_uncomputed = request.num_tokens - request.num_held
+        self._cache_blocks(request)
+        self._arrive(request)
+
+    def fetches_at(self, address: str) -> Fetches | None:
+        engine = self.host.engine_at(address)
+        return engine.fetches if engine is not None else None
+
+    def report_handoff(self, report: cluster_pb2.HandoffReport) -> None:
+        self.host.send(self, ev.WorkerHandoff(self.key, report))
+
     def _arrive(self, request: SimulatedRequest) -> None:
         if not request.ended and not self.stopped:
             heapq.heappush(self._waiting, (request.priority, request.order, request))
@@ -186,6 +242,8 @@ class Engine:
         request = self._requests.pop(key, None)
         if request is not None:
             request.ended = True
+            if request.fetches is not None:
+                self.fetches.end(request.fetches.handoff_id)
             self._batch_changed()
 
     # ---- Steps.
@@ -367,9 +425,7 @@ class Engine:
 
     def _compute_again(self, request: SimulatedRequest) -> None:
         """Lets a preempted request wait for room; then its KV cache is computed again."""
-        request.num_cached, request.num_host = self._held(request.hashes, request.num_tokens)
-        request.num_computed = request.num_held
-        request.num_uncomputed = request.num_tokens - request.num_held
+        self._take_held(request)
         self._swapped.appendleft(request)
 
     def _run_over(self, version: int) -> None:
@@ -422,6 +478,12 @@ class Engine:
             if not self._ends_then(*end):
                 continue
             request = end[2]
+            if request.sends is not None:
+                self._requests.pop(request.key, None)
+                request.ended = True
+                self._remove_decode(request)
+                self.fetches.send(request.sends)
+                continue
             output = self._output(request, self._num_unsent(request))
             output.finished.reason = _LENGTH
             outputs.append(output)
@@ -457,10 +519,12 @@ class Engine:
             if request.num_held:
                 output.timings.num_cached_tokens = request.num_cached
                 output.timings.num_host_tokens = request.num_host
+                output.timings.num_fetched_tokens = request.num_fetched
             if not request.is_handoff:
                 self.host.prompt_tokens.update(
                     device=request.num_cached,
                     host=request.num_host,
+                    fetched=request.num_fetched,
                     computed=max(0, request.num_prompt_tokens - request.num_held),
                 )
         request.first_sent = True
@@ -615,3 +679,12 @@ class Engine:
             kv_tokens_total=self.shape.kv_tokens,
             steps=samples,
         )
+
+
+def _sends(
+    command: cluster_pb2.PrefillCommand | cluster_pb2.DecodeCommand,
+) -> cluster_pb2.HandoffPlan | None:
+    """Returns where a command sends a cached prefix; None: it is a client's request."""
+    if isinstance(command, cluster_pb2.PrefillCommand) and command.only_cached:
+        return command.handoff
+    return None

@@ -34,6 +34,7 @@ class Shape:
         host_kv_tokens: Tokens that the KV store in host memory holds; 0: none.
         kv_bytes_per_token: Bytes of KV cache per token.
         host_bytes_per_s: Bytes per second that a load from host memory moves.
+        network_bytes_per_s: Bytes per second that a worker sends of the prefixes that others fetch.
         flush_s: Longest time for which tokens in the middle of an output are held back, so that
             several steps are simulated as one event.
     """
@@ -58,6 +59,7 @@ class Shape:
     host_kv_tokens: int = 0
     kv_bytes_per_token: float = 64.0
     host_bytes_per_s: float = 10e9
+    network_bytes_per_s: float = 10e9
 
 
 @dataclass(slots=True, eq=False)
@@ -78,6 +80,10 @@ class SimulatedRequest:
         hashes: Hashes of the prompt's blocks.
         num_cached: Prompt tokens that came from the prefix cache.
         num_host: Prompt tokens that were loaded from host memory.
+        num_fetched: Prompt tokens that were fetched from another worker.
+        fetches: What it fetches; None: nothing, or it waits for the fetch of another request.
+        sends: Where it sends its prompt, of which it computes only the last token; None: it is a
+            client's request.
         is_handoff: Whether the KV cache comes from a prefill worker.
         joined_at_step: Engine step at which the request joined the decode batch.
         num_sent: Output tokens sent to the coordinator since the request joined.
@@ -105,6 +111,9 @@ class SimulatedRequest:
     hashes: Sequence[int]
     num_cached: int = 0
     num_host: int = 0
+    num_fetched: int = 0
+    fetches: cluster_pb2.FetchPlan | None = None
+    sends: cluster_pb2.HandoffPlan | None = None
     is_handoff: bool = False
     joined_at_step: int = -1
     num_sent: int = 0
@@ -123,7 +132,7 @@ class SimulatedRequest:
     @property
     def num_held(self) -> int:
         """Prompt tokens that were not computed here, apart from those of a handoff."""
-        return self.num_cached + self.num_host
+        return self.num_cached + self.num_host + self.num_fetched
 
 
 @dataclass(slots=True)

@@ -21,13 +21,15 @@ class PromptHits:
     """Prompt tokens that were not computed.
 
     Attributes:
-        device, host: Share of the prompt tokens from prefix caches and from host memory.
+        device, host, fetched: Share of the prompt tokens from prefix caches, from host memory and
+            from other workers.
         infinite: Share that one infinite cache for the whole trace would have had: tokens in blocks
             that an earlier prompt had too.
     """
 
     device: float
     host: float
+    fetched: float
     infinite: float
 
     @classmethod
@@ -35,7 +37,7 @@ class PromptHits:
         """Returns the shares.
 
         Args:
-            prompt_tokens: Tokens by source: "device", "host" and "computed".
+            prompt_tokens: Tokens by source: "device", "host", "fetched" and "computed".
             most_hits: Tokens that an infinite cache would have had, and all prompt tokens.
         """
         total = max(1, sum(prompt_tokens.values()))
@@ -43,13 +45,14 @@ class PromptHits:
         return cls(
             prompt_tokens.get("device", 0) / total,
             prompt_tokens.get("host", 0) / total,
+            prompt_tokens.get("fetched", 0) / total,
             num_shared / max(1, num_tokens),
         )
 
     @property
     def total(self) -> float:
         """Share of the prompt tokens that were not computed."""
-        return self.device + self.host
+        return self.device + self.host + self.fetched
 
     @property
     def of_infinite(self) -> float:
@@ -57,7 +60,7 @@ class PromptHits:
         return self.total / self.infinite if self.infinite else 1.0
 
 
-NO_HITS = PromptHits(0.0, 0.0, 0.0)
+NO_HITS = PromptHits(0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,6 +97,7 @@ def shape_of(config: BatonConfig) -> Shape:
         host_kv_tokens=engine.host_kv_tokens(config.kv_store.host_bytes),
         kv_bytes_per_token=engine.kv_bytes_per_token,
         host_bytes_per_s=engine.host_bytes_per_s,
+        network_bytes_per_s=engine.network_bytes_per_s,
         steps=StepTargets.of(config.steps, itl_s) if config.steps.scheduler == "baton" else None,
     )
 

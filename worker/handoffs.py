@@ -13,7 +13,7 @@ from baton.runtime.handoff_metrics import EXPOSED_S, outcome_label, reason_label
 from baton.runtime.histogram import Histogram
 from baton.runtime.names import request_name_parts
 from baton.runtime.tracing import Span, Tracing
-from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from baton.v1 import cluster_pb2, kv_transfer_pb2
 
 SEND, RECEIVE = "send", "receive"
 
@@ -50,9 +50,14 @@ class HandoffLog:
         self._tracing = tracing
         self._counts = HandoffCounts()
 
-    def record(self, attempt: Attempt, report: cluster_pb2.HandoffReport) -> None:
-        """Records a handoff that has just ended."""
-        direction = SEND if attempt.role == common_pb2.ROLE_PREFILL else RECEIVE
+    def record(self, direction: str, attempt: Attempt, report: cluster_pb2.HandoffReport) -> None:
+        """Records a handoff that has just ended.
+
+        Args:
+            direction: SEND or RECEIVE.
+            attempt: The attempt that sent or received it.
+            report: Its result.
+        """
         transport = transport_label(report.transport)
         outcome = outcome_label(report.state, report.reason)
         self._counts.num_ended[HandoffOutcome(direction, outcome, transport)] += 1

@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from google.rpc import code_pb2
@@ -27,7 +28,7 @@ from baton.runtime.errors import (
 )
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 from baton.worker.cache_reports import CacheReports
-from baton.worker.handoffs import HandoffLog
+from baton.worker.handoffs import RECEIVE, SEND, HandoffLog
 from baton.worker.outbox import Outbox
 
 _log = logging.getLogger(__name__)
@@ -103,11 +104,14 @@ class Runner:
             transfer,
             layout,
             open_timeout_s=open_timeout_s,
-            report=self._report_handoff,
+            report=partial(self._report_handoff, SEND),
             on_change=self._update_idle,
         )
         self.decode = DecodeRole(
-            engine, transfer, report=self._report_handoff, on_change=self._update_idle
+            engine,
+            transfer,
+            report=partial(self._report_handoff, RECEIVE),
+            on_change=self._update_idle,
         )
         self._held: dict[str, _Held] = {}
         self._by_engine_id: dict[str, _Held] = {}
@@ -130,7 +134,9 @@ class Runner:
 
         Requests that do not fit into a message are left out and start again on another worker.
         """
-        every = [held.attempt.running() for held in self._held.values()]
+        # A coordinator that has just started knows of no fetches.
+        clients = [one.attempt for one in self._held.values() if not one.attempt.only_cached]
+        every = [attempt.running() for attempt in clients]
         every += [ended for seq, ended in self._ended if self._outbox.is_kept(seq)]
         sums = itertools.accumulate(one.ByteSize() for one in every)
         return [
@@ -152,12 +158,13 @@ class Runner:
     # ---- Commands.
 
     def start_prefill(self, command: cluster_pb2.PrefillCommand) -> None:
-        plan = command.handoff if command.HasField("handoff") else None
-        self._start(Attempt(command.spec, common_pb2.ROLE_PREFILL, plan), self.prefill)
+        role, plan = common_pb2.ROLE_PREFILL, _handoff(command)
+        attempt = Attempt(command.spec, role, plan, _fetch(command), command.only_cached)
+        self._start(attempt, self.prefill)
 
     def start_decode(self, command: cluster_pb2.DecodeCommand) -> None:
-        plan = command.handoff if command.HasField("handoff") else None
-        self._start(Attempt(command.spec, common_pb2.ROLE_DECODE, plan), self.decode)
+        role, plan = common_pb2.ROLE_DECODE, _handoff(command)
+        self._start(Attempt(command.spec, role, plan, _fetch(command)), self.decode)
 
     def cancel(self, command: cluster_pb2.CancelCommand) -> None:
         """Ends an attempt in any state without an output, and drops its handoff."""
@@ -195,7 +202,11 @@ class Runner:
 
     def fail_all(self, error: BatonError) -> None:
         """Fails every request with an error."""
-        outputs = [held.attempt.failed(error) for held in self._held.values()]
+        outputs = [
+            held.attempt.failed(error)
+            for held in self._held.values()
+            if not held.attempt.only_cached
+        ]
         for held in list(self._held.values()):
             self._drop(held, "failed")
         self._post(outputs)
@@ -209,7 +220,7 @@ class Runner:
     def _held_handoffs(self) -> set[bytes]:
         """Handoffs of current requests and of requests being freed, which release theirs later."""
         every = [*self._held.values(), *self._cleanups.values()]
-        plans = [held.attempt.handoff for held in every]
+        plans = [plan for held in every for plan in (held.attempt.handoff, held.attempt.fetch)]
         return {plan.handoff_id for plan in plans if plan is not None}
 
     def _drop_unowned_handoffs(self) -> None:
@@ -232,12 +243,13 @@ class Runner:
                 reason="WORKER_FULL",
                 retry_after_s=1.0,
             )
-            self._post([attempt.failed(refusal)])
+            self._post_failed(attempt, refusal)
             policy.release(attempt)
             return
         held = _Held(attempt, policy)
         self._held[attempt.spec.request_id] = held
         self._by_engine_id[attempt.engine_id] = held
+        self.decode.expect_fetch(attempt)
         self.idle.clear()
         if attempt.spec.HasField("timeout"):
             held.deadline = asyncio.get_running_loop().call_later(
@@ -260,8 +272,12 @@ class Runner:
         self._fail(held, DeadlineExceeded("the request's deadline passed on the worker"))
 
     def _fail(self, held: _Held, error: BatonError) -> None:
-        self._post([held.attempt.failed(error)])
+        self._post_failed(held.attempt, error)
         self._drop(held, "failed")
+
+    def _post_failed(self, attempt: Attempt, error: BatonError) -> None:
+        if not attempt.only_cached:
+            self._post([attempt.failed(error)])
 
     def _drop(self, held: _Held, how: str) -> None:
         """Removes a request at once; its engine part and handoff are freed in the background."""
@@ -289,6 +305,7 @@ class Runner:
             self._die(str(error))
         finally:
             held.policy.release(held.attempt)
+            self.decode.release_fetch(held.attempt)
 
     def _forget(self, held: _Held, how: str) -> None:
         del self._held[held.attempt.spec.request_id]
@@ -325,6 +342,11 @@ class Runner:
             await self._outbox.wait_for_space()
 
     def _take(self, held: _Held, output: EngineOutput, step: cluster_pb2.StepOutputs) -> None:
+        if held.attempt.only_cached:
+            held.policy.on_output(held.attempt, output)
+            if output.finish is not None:
+                self._forget(held, "prefix_sent" if output.finish is Finish.CUT else "prefix_gone")
+            return
         self.num_tokens += len(output.token_ids)
         self.num_handoff_tokens += output.num_handoff_tokens
         self.num_host_tokens += output.num_host_tokens
@@ -333,6 +355,8 @@ class Runner:
             return
         message = held.attempt.report(output)
         held.policy.on_output(held.attempt, output)
+        if output.timings is not None or output.finish is not None:
+            self.decode.release_fetch(held.attempt)
         step.outputs.append(message)
         if end := message.WhichOneof("end"):
             if end == "finished" and held.attempt.role == common_pb2.ROLE_DECODE:
@@ -353,8 +377,10 @@ class Runner:
         else:
             self.decode.on_handoff_state(event)
 
-    def _report_handoff(self, attempt: Attempt, report: cluster_pb2.HandoffReport) -> None:
-        self._handoffs.record(attempt, report)
+    def _report_handoff(
+        self, direction: str, attempt: Attempt, report: cluster_pb2.HandoffReport
+    ) -> None:
+        self._handoffs.record(direction, attempt, report)
         self._outbox.post(cluster_pb2.WorkerMessage(handoff=report))
 
     def _post(self, outputs: Sequence[cluster_pb2.RequestOutput]) -> None:
@@ -372,3 +398,15 @@ class Runner:
             self.idle.clear()
         else:
             self.idle.set()
+
+
+def _handoff(
+    command: cluster_pb2.PrefillCommand | cluster_pb2.DecodeCommand,
+) -> cluster_pb2.HandoffPlan | None:
+    return command.handoff if command.HasField("handoff") else None
+
+
+def _fetch(
+    command: cluster_pb2.PrefillCommand | cluster_pb2.DecodeCommand,
+) -> cluster_pb2.FetchPlan | None:
+    return command.fetch if command.HasField("fetch") else None

@@ -12,6 +12,9 @@ from baton.coordinator.state.workers import WorkerRegistry
 from baton.coordinator.telemetry.times import duration
 from baton.v1 import cluster_pb2, common_pb2
 
+# Fetches have one attempt.
+_FETCH_ATTEMPT = 1
+
 
 def _spec(request: Request) -> cluster_pb2.RequestSpec:
     """Returns the part that all commands of a request share, without its prompt."""
@@ -38,6 +41,11 @@ def _only_prompt(wanted: common_pb2.SamplingParams) -> common_pb2.SamplingParams
     return sampling
 
 
+def _fetch_name(handoff_id: bytes) -> str:
+    """Returns the name under which a holder knows a fetch; no client's request has it."""
+    return f"fetch-{handoff_id.hex()}"
+
+
 class Commands:
     """Sends commands to the workers of a request's current attempt.
 
@@ -60,6 +68,8 @@ class Commands:
             command.spec.prompt_token_ids.extend(request.known_prompt(request.num_known))
         if request.handoff_id:
             command.handoff.CopyFrom(self._handoff_plan(request))
+        if request.fetch is not None:
+            command.fetch.CopyFrom(request.fetch)
         self._send(worker, command)
 
     def decode(self, request: Request, now: float) -> None:
@@ -70,7 +80,39 @@ class Commands:
         self._add_known(command.spec, request)
         if request.handoff_id:
             command.handoff.CopyFrom(self._handoff_plan(request))
+        if request.fetch is not None and request.prefill is None:
+            command.fetch.CopyFrom(request.fetch)
         self._send(request.decode, command)
+
+    def send_prefix(self, request: Request, holder: WorkerKey, reader: WorkerKey) -> None:
+        """Tells a worker to send the cached beginning of a prompt to the reader of a request."""
+        fetch, worker = request.fetch, self._workers.get(reader)
+        assert fetch is not None
+        assert worker is not None
+        spec = _spec(request)
+        spec.request_id, spec.attempt = _fetch_name(fetch.handoff_id), _FETCH_ATTEMPT
+        # The holder computes one token behind the handoff, whichever.
+        prompt = request.submission.prompt_token_ids
+        spec.prompt_token_ids.extend([*prompt[: fetch.num_tokens], prompt[0]])
+        spec.sampling.CopyFrom(common_pb2.SamplingParams(max_tokens=2, ignore_eos=True))
+        spec.timeout.CopyFrom(fetch.timeout)
+        spec.first_token_due_us = round(fetch.timeout.ToNanoseconds() / 1e3)
+        handoff = cluster_pb2.HandoffPlan(
+            handoff_id=fetch.handoff_id,
+            target=worker.hello.kv_address,
+            num_tokens=fetch.num_tokens,
+            skip_tokens=fetch.skip_tokens,
+            commit_timeout=fetch.timeout,
+        )
+        self._send(holder, cluster_pb2.PrefillCommand(spec=spec, handoff=handoff, only_cached=True))
+
+    def cancel_prefix(self, holder: WorkerKey, handoff_id: bytes) -> None:
+        """Tells a worker that its cached blocks are not needed (any more)."""
+        if self._workers.get(holder) is not None:
+            command = cluster_pb2.CancelCommand(
+                request_id=_fetch_name(handoff_id), attempt=_FETCH_ATTEMPT, handoff_id=handoff_id
+            )
+            self._send(holder, command)
 
     def cancel(self, request: Request) -> None:
         """Cancels the attempt on both workers; a worker ignores unknown attempts."""
@@ -88,8 +130,13 @@ class Commands:
     def handoff_failed(self, request: Request) -> None:
         """Tells the decode worker that the handoff will not come."""
         assert request.decode is not None
-        command = cluster_pb2.CancelCommand(request_id=request.key, handoff_id=request.handoff_id)
-        self._send(request.decode, command)
+        self.drop_handoff(request.decode, request, request.handoff_id)
+
+    def drop_handoff(self, receiver: WorkerKey, request: Request, handoff_id: bytes) -> None:
+        """Tells the receiver of a handoff that it will not come."""
+        if self._workers.get(receiver) is not None:
+            command = cluster_pb2.CancelCommand(request_id=request.key, handoff_id=handoff_id)
+            self._send(receiver, command)
 
     # ---- Inside
 

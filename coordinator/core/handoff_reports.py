@@ -21,6 +21,8 @@ class HandoffReports:
 
     def take(self, worker: WorkerKey, report: cluster_pb2.HandoffReport, now: float) -> None:
         """Applies a report from an attached worker."""
+        if self._lifecycle.fetches.reported(worker, report):
+            return
         committed = report.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED
         if not committed and report.state != kv_transfer_pb2.HANDOFF_STATE_FAILED:
             return
@@ -32,6 +34,7 @@ class HandoffReports:
             request.exposed_us = report.exposed_us or request.exposed_us
             if committed:
                 self._lifecycle.handed_over(request)
+                self._lifecycle.fetches.handed_over(request, report)
             else:
                 self._lifecycle.handoff_failed(request, worker)
         # Only the sender reports fallbacks, and its report may come second.

@@ -10,6 +10,7 @@ from baton.coordinator.core.admission_check import AdmissionCheck, AdmissionResu
 from baton.coordinator.core.assignments import Assignments
 from baton.coordinator.core.commands import Commands
 from baton.coordinator.core.endings import ended_request, outcome
+from baton.coordinator.core.fetches import Fetches
 from baton.coordinator.lanes.admission import Admission
 from baton.coordinator.lanes.lanes import Lanes
 from baton.coordinator.rollouts.traffic import Traffic
@@ -68,6 +69,7 @@ class RequestLifecycle:
         lanes: Waiting requests in their order, and the tenants' accounts.
         admission: Decides whether requests are admitted.
         stats: Counters.
+        fetches: Prefixes that workers send to the readers of requests.
         out: Effects of the event that is being handled; the core takes them.
         room_freed: Called when a waiting request may find a worker now: a request has arrived or
             ended, or a worker can take more.
@@ -106,6 +108,7 @@ class RequestLifecycle:
         )
         self._assignments = Assignments(workers, placers)
         self._commands = Commands(config, workers, self._emit)
+        self.fetches = Fetches(self._commands, placers, random_bytes)
 
     def worker(self, key: WorkerKey) -> Worker | None:
         """Returns the attached worker of a key, or None."""
@@ -182,7 +185,9 @@ class RequestLifecycle:
         """Records where the KV cache of a prompt came from, which its worker has just reported."""
         sources = request.prompt_sources
         assert sources is not None
-        self.lanes.cached(request, sources.device + sources.host)
+        if self.fetches.over(request):
+            self.stats.fetch_ended(loaded=sources.fetched > 0)
+        self.lanes.cached(request, sources.num_cached)
         self.stats.prompt_computed(sources, now)
 
     def dispatch(self, request: Request, placement: Placement, now: float) -> None:
@@ -208,6 +213,7 @@ class RequestLifecycle:
         is_owed = self.lanes.dispatched(request, num_tokens if request.attempt == 1 else 0)
         self._assignments.assign(request, placement, num_tokens, yields=not is_owed)
         self._keep_deltas(request, decoder)
+        self.fetches.begin(request, placement, now)
         if prefiller is None:
             self._send_decode(request, now)
             return
@@ -415,6 +421,7 @@ class RequestLifecycle:
         assert all(request.flows_from == request.decode for request in flowing)
         self.lanes.check_integrity()
         self._assignments.check_integrity(requests)
+        self.fetches.check_integrity(iter(requests.values()))
 
     # ---- Inside
 
@@ -520,7 +527,7 @@ class RequestLifecycle:
         usage = common_pb2.Usage(
             prompt_tokens=request.num_prompt_tokens,
             completion_tokens=len(request.token_ids),
-            cached_prompt_tokens=sources.device + sources.host if sources is not None else 0,
+            cached_prompt_tokens=sources.num_cached if sources is not None else 0,
         )
         self.out.append(
             ev.SendFinished(
@@ -587,7 +594,8 @@ class RequestLifecycle:
         self.room_freed()
 
     def _let_go(self, request: Request) -> None:
-        """Releases the workers and the handle of a request's attempt."""
+        """Releases the workers, the fetch and the handle of a request's attempt."""
+        self.fetches.over(request)
         self.requests.end_attempt(request)
         if self._assignments.let_go(request):
             self.room_freed()

@@ -77,6 +77,7 @@ class WorkerRemoval:
             self._scaler.left(worker.id, reason, now, wanted=leaves)
         suspects = worker.computing() if blame and not worker.unresponsive else []
         self._recover_all(worker, reason, suspects, now)
+        self._lifecycle.fetches.lost(worker.key)
         if ended:
             self.left_pool(worker.role, worker.fleet, now)
         fence = errors.Aborted(f"worker {worker.id} is fenced: it {reason}") if fenced else None
@@ -97,6 +98,7 @@ class WorkerRemoval:
             self._placers.refresh(worker)
             self._lifecycle.stats.worker_unresponsive(now)
             self._recover_all(worker, reason, [], now, with_begun=has_peers, is_out=False)
+            self._lifecycle.fetches.lost(worker.key)
 
     def responds(self, worker: Worker) -> None:
         worker.unresponsive = ""

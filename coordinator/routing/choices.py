@@ -8,18 +8,43 @@ from typing import NamedTuple
 from baton.coordinator.state.requests import Predicted, WorkerKey
 
 
+class Fetch(NamedTuple):
+    """The beginning of a prompt that a worker gets from another worker.
+
+    Attributes:
+        holder: the worker that holds it, on its device or in host memory.
+        num_tokens: prompt tokens, from the first, that the reader has afterwards; whole blocks.
+        skip_tokens: the first of them, which the reader has on its device; whole blocks.
+        fetch_s: predicted seconds until the reader has them.
+        sending_s: the part of `fetch_s` in which the holder sends.
+        timeout_s: seconds after which the reader computes the prompt instead.
+    """
+
+    holder: WorkerKey
+    num_tokens: int
+    skip_tokens: int
+    fetch_s: float
+    sending_s: float
+    timeout_s: float = 0.0
+
+    @property
+    def num_sent_tokens(self) -> int:
+        return self.num_tokens - self.skip_tokens
+
+
 class PrefillChoice(NamedTuple):
     """The prefill worker chosen for a prompt.
 
     Attributes:
         worker: the prefill worker.
         predicted_s: seconds until the first token: the worker's queue, the load from host memory
-            and the prompt's own work.
+            or the fetch, and the prompt's own work.
         work_s: seconds of the prompt's computation; `assign_prefill` adds them to the worker's
             load. A load from host memory delays no other prompt.
         num_work_tokens: tokens of the prompt that the worker must compute.
         num_cached_tokens: tokens of the prompt that the worker's prefix cache should hold.
         num_host_tokens: tokens that the worker should load from its host memory.
+        fetch: what the worker gets from another worker; None: nothing.
     """
 
     worker: WorkerKey
@@ -28,6 +53,7 @@ class PrefillChoice(NamedTuple):
     num_work_tokens: int
     num_cached_tokens: int
     num_host_tokens: int = 0
+    fetch: Fetch | None = None
 
 
 class DecodeChoice(NamedTuple):
@@ -80,9 +106,14 @@ class Placement(NamedTuple):
         return self.prefill is not None and self.decode is not None
 
     @property
+    def reader(self) -> PrefillChoice | None:
+        """The worker that computes the prompt; None: it is only known by `decode`."""
+        return self.prefill or self.local
+
+    @property
     def predicted(self) -> Predicted:
         """The predictions that the workers were chosen by."""
-        reader, decode = self.prefill or self.local, self.decode
+        reader, decode = self.reader, self.decode
         decode_worker, step_s = (decode.worker[0], decode.predicted_s) if decode else ("", 0.0)
         if reader is None:
             assert decode is not None
@@ -97,6 +128,7 @@ class Placement(NamedTuple):
                 decode.num_host_tokens,
             )
         queue_s = max(0.0, reader.predicted_s - reader.work_s)
+        fetch = reader.fetch
         return Predicted(
             reader.worker[0],
             queue_s,
@@ -105,6 +137,8 @@ class Placement(NamedTuple):
             decode_worker,
             step_s,
             reader.num_host_tokens,
+            fetch.num_sent_tokens if fetch is not None else 0,
+            fetch.holder[0] if fetch is not None else "",
         )
 
 

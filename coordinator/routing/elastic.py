@@ -6,7 +6,7 @@ the prompt's prefix, and the session's last workers.
 
 1. The reader computes the prompt: the worker where the first token comes soonest, behind the
    prompts that its engine computes first and at the speed that its decodes leave. Prefix hits
-   save work.
+   save work; a prefix that another worker holds may be fetched while the prompt waits.
 2. The decoder: every worker that decodes pays the base of a decode step, and computes prompts at a
    fraction of its speed. The decodes are therefore spread evenly over the fewest workers that hold
    them within the ITL target. The others finish their decodes, and compute prompts at full speed.
@@ -18,12 +18,15 @@ the prompt's prefix, and the session's last workers.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from heapq import nsmallest
 from typing import NamedTuple
 
 from baton.coordinator.routing.choices import DecodeChoice, NoPlacement, PrefillChoice
 from baton.coordinator.routing.prefix_match import HeldPrefix, PrefixMatch
 from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import WorkerLoad
+from baton.coordinator.routing.worker_load import PromptHits, WorkerLoad
+from baton.coordinator.state.requests import WorkerKey
 
 # Share of the ITL target that a decode step may take with one more decode: when prompts find free
 # workers, and when they do not. Below capacity, a margin keeps streams fast; at capacity, it would
@@ -42,6 +45,8 @@ _WORK_WEIGHT = 1.0
 # If no worker keeps the ITL target even with one decode, the target is this many times the fastest
 # worker's step with one decode.
 _UNREACHABLE = 2.0
+# Number of candidates that may fetch the prompt's beginning from another worker.
+_NUM_FETCHING = 4
 # Added to the cost of a reader that would miss the TTFT target, in seconds: any other is better.
 _TOO_LATE_S = 1000.0
 # A late prompt joins another late prompt on a worker that computes at most this share of what the
@@ -63,6 +68,7 @@ class Demand(NamedTuple):
         must_place: Whether it may break the ITL target of others.
         continues: Whether it is a stream that goes on elsewhere: it waits for no prompts.
         session: Session ID; "" means no session.
+        may_fetch: Whether its reader may fetch the prompt's beginning from another worker.
     """
 
     num_tokens: int
@@ -75,6 +81,7 @@ class Demand(NamedTuple):
     must_place: bool = False
     continues: bool = False
     session: str = ""
+    may_fetch: bool = True
 
 
 class ElasticPlacement(NamedTuple):
@@ -96,11 +103,20 @@ class _Candidate(NamedTuple):
         load: the worker's load.
         held: the prefix of the prompt that the worker holds.
         read: the worker as the prompt's reader.
+        fetch: the same, with a fetch from another worker; None: no worker holds more.
     """
 
     load: WorkerLoad
     held: HeldPrefix
     read: PrefillChoice
+    fetch: PrefillChoice | None
+
+    @property
+    def soonest(self) -> PrefillChoice:
+        """The way to the first token that takes less time."""
+        if self.fetch is None or self.read.predicted_s <= self.fetch.predicted_s:
+            return self.read
+        return self.fetch
 
 
 class ElasticRule:
@@ -117,7 +133,7 @@ class ElasticRule:
     def place(self, match: PrefixMatch, demand: Demand) -> ElasticPlacement | NoPlacement:
         """Returns the workers for a request, or why it waits."""
         found = self._candidates(match, demand)
-        soonest_s = min((one.read.predicted_s for one in found), default=0.0)
+        soonest_s = min((one.soonest.predicted_s for one in found), default=0.0)
         if demand.others_go_first_if_late and demand.due_in_s < soonest_s:
             return NoPlacement.LATE
         reader = self._reader(found, demand)
@@ -136,11 +152,25 @@ class ElasticRule:
         found = self._candidates(
             match, Demand(num_tokens, 0, 0, math.inf, math.inf, session=session)
         )
-        return min((one.read for one in found), key=lambda one: one.predicted_s, default=None)
+        return min((one.soonest for one in found), key=lambda one: one.predicted_s, default=None)
 
     def _candidates(self, match: PrefixMatch, demand: Demand) -> list[_Candidate]:
         found = self._router.elastic_candidates(match, demand.session)
-        return [_Candidate(load, held, self._read(load, held, demand)) for load, held in found]
+        candidates = [
+            _Candidate(load, held, self._read(load, held, demand), None) for load, held in found
+        ]
+        sources = self._router.sources(match) if demand.may_fetch else {}
+        if not sources:
+            return candidates
+        # The workers that would compute the whole prompt soonest would compute its rest soonest.
+        soonest = nsmallest(
+            _NUM_FETCHING, range(len(found)), key=lambda at: candidates[at].read.predicted_s
+        )
+        for at in soonest:
+            one = candidates[at]
+            fetch = self._fetch(match, sources, one.load, one.read, demand)
+            candidates[at] = one._replace(fetch=fetch)
+        return candidates
 
     # ---- Reader.
 
@@ -159,23 +189,23 @@ class ElasticRule:
                 continue
             if demand.waits_for_others and (load.num_prefills or load.prompt_speed < _LATE_SPEED):
                 continue
-            choice = one.read
-            if (
-                demand.must_place
-                and not demand.continues
-                and load.has_late_prompt(now)
-                and choice.num_work_tokens > small
-            ):
-                # Late prompts hold room for their outputs while the engine computes others first.
-                # A prompt whose prefix only this worker holds goes there anyway: computing it
-                # elsewhere would make the other prompts later.
-                continue
-            cost_s = choice.predicted_s + _WORK_WEIGHT * choice.work_s * load.prompt_speed
-            if choice.predicted_s > demand.due_in_s:
-                cost_s += _TOO_LATE_S
-            if cost_s < best_cost_s:
-                best, best_cost_s = choice, cost_s
-                ahead_s = load.ahead_s(choice.num_work_tokens, now)
+            for choice in (one.read, one.fetch) if one.fetch is not None else (one.read,):
+                if (
+                    demand.must_place
+                    and not demand.continues
+                    and load.has_late_prompt(now)
+                    and choice.num_work_tokens > small
+                ):
+                    # Late prompts hold room for their outputs while the engine computes others
+                    # first. A prompt whose prefix only this worker holds goes there anyway:
+                    # computing it elsewhere would make the other prompts later.
+                    continue
+                cost_s = choice.predicted_s + _WORK_WEIGHT * choice.work_s * load.prompt_speed
+                if choice.predicted_s > demand.due_in_s:
+                    cost_s += _TOO_LATE_S
+                if cost_s < best_cost_s:
+                    best, best_cost_s = choice, cost_s
+                    ahead_s = load.ahead_s(choice.num_work_tokens, now)
         # A slower worker would not be sooner: it was compared with this queue.
         return best if ahead_s < AHEAD_S or demand.continues else None
 
@@ -184,13 +214,28 @@ class ElasticRule:
         # The last token is always computed, because the next token is sampled from its logits.
         hits = load.traits.hits(held, (demand.num_tokens - 1) // size * size)
         num_new = demand.num_tokens - hits.num_tokens
-        latency = load.traits.latency
-        # A step with decodes pays its base for them, and `prompt_speed` counts it.
-        alone = not load.num_decodes
-        work_s = latency.prefill_s(num_new) if alone else latency.model.chunk_s(0, num_new)
-        work_s /= load.prompt_speed
+        work_s = _work_s(load, num_new)
         wait_s = load.ahead_s(num_new, self._router.now) + load.traits.load_s(hits.num_host)
         return PrefillChoice(load.key, wait_s + work_s, work_s, num_new, *hits)
+
+    def _fetch(
+        self,
+        match: PrefixMatch,
+        sources: Mapping[WorkerKey, HeldPrefix],
+        load: WorkerLoad,
+        read: PrefillChoice,
+        demand: Demand,
+    ) -> PrefillChoice | None:
+        """Returns a reader with a fetch; None: no worker holds more of the prompt."""
+        hits = PromptHits(read.num_cached_tokens, read.num_host_tokens)
+        fetch = self._router.fetch(match, sources, load, demand.num_tokens, hits)
+        if fetch is None:
+            return None
+        num_new = demand.num_tokens - fetch.num_tokens
+        choice = self._router.fetching(read, fetch, _work_s(load, num_new))
+        # The prompt is fetched while those ahead of it are computed.
+        wait_s = max(load.ahead_s(num_new, self._router.now), fetch.fetch_s)
+        return choice._replace(predicted_s=wait_s + choice.work_s)
 
     # ---- Decoder.
 
@@ -260,6 +305,15 @@ class ElasticRule:
             num_tokens=demand.num_tokens,
             num_host_tokens=hits.num_host,
         )
+
+
+def _work_s(load: WorkerLoad, num_tokens: int) -> float:
+    """Seconds in which a worker computes prompt tokens beside its decodes."""
+    latency = load.traits.latency
+    # A step with decodes pays its base for them, and `prompt_speed` counts it.
+    alone = not load.num_decodes
+    work_s = latency.prefill_s(num_tokens) if alone else latency.model.chunk_s(0, num_tokens)
+    return work_s / load.prompt_speed
 
 
 def _base_s(load: WorkerLoad) -> float:

@@ -97,6 +97,7 @@ class Placer:
             config.max_prefill_requests,
             config.max_decode_requests,
             StepTargets() if config.elastic else None,
+            fetches=config.fetch,
         )
         self.set_targets(targets)
         self._rule = ElasticRule(self.router) if config.elastic else None
@@ -385,7 +386,14 @@ class Placer:
             must_place=must_place,
             continues=num_known > 0,
             session=submission.session_id,
+            may_fetch=self._may_fetch(request),
         )
+
+    @staticmethod
+    def _may_fetch(request: Request) -> bool:
+        """Whether the reader may fetch: engines compute whole prompts for prompt logprobs."""
+        computes_all = request.submission.sampling.HasField("prompt_logprobs")
+        return not (request.suspect or (computes_all and not len(request.token_ids)))
 
     def _place_elastic(self, rule: ElasticRule, request: Request) -> Placement | NoPlacement:
         found = rule.place(self.prompts.match(request), self._demand(request))
@@ -398,7 +406,10 @@ class Placer:
             split = self._split(request, found.reader, found.decoder)
             if split is not None:
                 return split
-        return Placement(None, found.decoder, local=found.reader._replace(worker=decoder))
+        local = found.reader
+        if local.worker != decoder:
+            local = local._replace(worker=decoder, fetch=None)
+        return Placement(None, found.decoder, local=local)
 
     def _place(self, request: Request) -> Placement | NoPlacement:
         if self._rule is not None:
@@ -406,7 +417,11 @@ class Placer:
         submission, match = request.submission, self.prompts.match(request)
         most = max_output_tokens(submission, self._workers.max_model_len)
         prefill = self.router.choose_prefill(
-            match, request.num_prefill_tokens, submission.session_id, _AHEAD[self._lane_of(request)]
+            match,
+            request.num_prefill_tokens,
+            submission.session_id,
+            _AHEAD[self._lane_of(request)],
+            may_fetch=self._may_fetch(request),
         )
         if prefill is not None and most == 1:
             return Placement(prefill, None)

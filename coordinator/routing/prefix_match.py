@@ -105,7 +105,7 @@ class PrefixMatch:
         slot = self._slots.get(worker)
         if self._is_new or slot is None:
             return 0
-        held = self._deepest(self._device_mask, 1 << slot, len(self._hashes))
+        held = self._on_device(slot)
         for depth, probe in reversed(self._probes):
             if 2 * depth <= held:
                 break
@@ -115,7 +115,19 @@ class PrefixMatch:
 
     def held_by(self, worker: WorkerKey) -> HeldPrefix:
         """The prompt's first blocks that a worker holds, or is expected to hold soon."""
-        num_device = self.blocks_of(worker)
+        return self._with_host(worker, self.blocks_of(worker))
+
+    def stored_by(self, worker: WorkerKey) -> HeldPrefix:
+        """The prompt's first blocks that a worker holds now, by its reports."""
+        slot = self._slots.get(worker)
+        if self._is_new or slot is None:
+            return NOTHING_HELD
+        return self._with_host(worker, self._on_device(slot))
+
+    def _on_device(self, slot: int) -> int:
+        return self._deepest(self._device_mask, 1 << slot, len(self._hashes))
+
+    def _with_host(self, worker: WorkerKey, num_device: int) -> HeldPrefix:
         slot = self._slots.get(worker)
         if not self._host or self._is_new or slot is None:
             return HeldPrefix(num_device, num_device)
@@ -156,6 +168,21 @@ class PrefixMatch:
             masks = self._masks_of_total()
             found |= self._ranked(self._total_mask, len(masks), limit, among)
         return {worker: self.held_by(worker) for worker in found}
+
+    def storers(self, limit: int, among: int = -1) -> dict[WorkerKey, HeldPrefix]:
+        """Up to `limit` workers that hold the longest prefixes now, by their reports.
+
+        Args:
+            limit: maximum number of workers; at least 1.
+            among: mask of the workers to consider (PrefixIndex.bit).
+        """
+        if self._is_new:
+            return {}
+        if self._host:
+            found = self._ranked(self._total_mask, len(self._masks_of_total()), limit, among)
+        else:
+            found = self._ranked(self._device_mask, len(self._hashes), limit, among)
+        return {worker: self.stored_by(worker) for worker in found}
 
     def _ranked(
         self, mask_at: Callable[[int], int], most: int, limit: int, among: int

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
+from baton.coordinator.routing.choices import DecodeChoice, Fetch, PrefillChoice
 from baton.coordinator.routing.load_index import LoadIndex
 from baton.coordinator.routing.prefix_index import PrefixIndex, Tier
 from baton.coordinator.routing.prefix_match import NOTHING_HELD, HeldPrefix, PrefixMatch
+from baton.coordinator.routing.transfers import Transfers
 from baton.coordinator.routing.worker_load import (
     ANYTHING_AHEAD,
     Ahead,
@@ -32,6 +33,12 @@ from baton.v1 import cluster_pb2
 
 # Number of candidates with the longest prefixes, per choice.
 _NUM_HOLDERS = 3
+# Number of workers from which a prompt's beginning may be fetched, per choice.
+_NUM_SOURCES = 2
+# Seconds of a fetch beyond the waits and the bytes: messages, and opening the handoff.
+_FETCH_BASE_S = 0.005
+# Shortest time that a fetch gets before the prompt is computed instead, in seconds.
+_LEAST_FETCH_TIMEOUT_S = 0.1
 # Extra weight of a second of prefill work compared with a second of waiting. Waiting delays only
 # this request. Recomputing a prefix that another worker has cached also delays later requests and
 # evicts other prefixes from the cache.
@@ -82,9 +89,12 @@ class Router:
         max_prefill_requests: Limit of prompts assigned to one worker.
         max_decode_requests: Limit of decodes assigned to one worker; the engine's own limit of
             requests per step (max_seqs) applies too.
+        step_targets: Targets of the workers' steps in an elastic cell; None elsewhere.
+        fetches: Whether workers may fetch the beginning of a prompt from other workers.
 
     Attributes:
         index: prefix index; `apply_cache` updates it.
+        transfers: measured speeds between workers.
     """
 
     def __init__(
@@ -92,8 +102,12 @@ class Router:
         max_prefill_requests: int,
         max_decode_requests: int,
         step_targets: StepTargets | None = None,
+        *,
+        fetches: bool = True,
     ) -> None:
         self.index = PrefixIndex()
+        self.transfers = Transfers()
+        self._fetches = fetches
         self._loads = LoadIndex(max_prefill_requests, max_decode_requests, step_targets)
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
         # Number of decodes, on all workers, that batch requests yield to.
@@ -108,7 +122,7 @@ class Router:
 
     @now.setter
     def now(self, now: float) -> None:
-        self._loads.now = now
+        self._loads.now = self.transfers.now = now
 
     def set_step_targets(self, targets: StepTargets) -> None:
         """Changes the targets of the workers' steps; only in an elastic cell."""
@@ -140,6 +154,7 @@ class Router:
             self._num_urgent -= entry.num_urgent
             self._loads.remove(worker)
             self.index.forget(worker)
+            self.transfers.forget(worker)
 
     def load(self, worker: WorkerKey) -> WorkerLoad | None:
         """Load of a worker, read-only for the caller; None: the worker is unknown."""
@@ -219,6 +234,10 @@ class Router:
         """
         entry = self._loads.entries[choice.worker]
         entry.assign_prefill(request_id, choice.work_s, choice.num_work_tokens, self.now, due_at)
+        if choice.fetch is not None:
+            fetch = choice.fetch
+            near = self.near(fetch.holder, choice.worker)
+            self.transfers.begins(fetch.holder, fetch.sending_s, near=near)
         self.index.expect(request_id, choice.worker, prompt_hashes)
         self._loads.file(entry)
         if session:
@@ -350,12 +369,94 @@ class Router:
         """Whether a worker is below its limit of decodes."""
         return bool(self._loads.open_decode & entry.bit)
 
+    def near(self, one: WorkerKey, other: WorkerKey) -> bool:
+        """Whether two workers are on one host, as far as known."""
+        first, second = self._loads.get(one), self._loads.get(other)
+        return (
+            first is not None
+            and second is not None
+            and first.traits.host_id == second.traits.host_id
+        )
+
+    def sources(self, match: PrefixMatch) -> dict[WorkerKey, HeldPrefix]:
+        """Workers that the beginning of a prompt may be fetched from, with what they hold."""
+        if not self._fetches:
+            return {}
+        return match.storers(_NUM_SOURCES, self._loads.open_prefill | self._loads.open_decode)
+
+    def fetch(
+        self,
+        match: PrefixMatch,
+        sources: Mapping[WorkerKey, HeldPrefix],
+        reader: WorkerLoad,
+        num_tokens: int,
+        hits: PromptHits,
+    ) -> Fetch | None:
+        """The fetch that leaves a reader the least to do; None: no worker holds more than it.
+
+        Args:
+            match: prefix match of the prompt.
+            sources: result of `sources`.
+            reader: load of the worker that computes the prompt.
+            num_tokens: tokens of the prompt.
+            hits: tokens of the prompt that the reader holds.
+        """
+        traits = reader.traits
+        size, per_token = traits.block_size_tokens, traits.kv_bytes_per_token
+        if not per_token:
+            return None
+        # Two tokens are left to compute: the first one in the step that loads the fetched blocks.
+        # A prompt that ends in that step could not be handed over before its blocks are verified.
+        usable = (num_tokens - 2) // size * size
+        skip = 0
+        if hits.num_cached:
+            skip = min(match.stored_by(reader.key).num_device * size, usable)
+        best, least = None, math.inf
+        for key, held in sources.items():
+            holder = self._loads.entries[key]
+            most_bytes = min(holder.traits.max_send_bytes, traits.max_receive_bytes)
+            most_tokens = most_bytes // (per_token * size) * size
+            end = min(held.num_total * size, usable, skip + most_tokens)
+            if key == reader.key or end <= hits.num_tokens:
+                continue
+            near = holder.traits.host_id == traits.host_id
+            num_bytes = (end - skip) * per_token
+            sending_s = self.transfers.seconds((key, reader.key), num_bytes, near=near)
+            wait_s = max(self.transfers.wait_s(key), holder.one_step_s(self.now))
+            load_s = holder.traits.load_s(max(0, end - held.num_device * size))
+            fetch_s = _FETCH_BASE_S + wait_s + load_s + sending_s
+            total_s = fetch_s + traits.latency.prefill_s(num_tokens - end)
+            if total_s < least:
+                least, best = total_s, Fetch(key, end, skip, fetch_s, sending_s)
+        return best
+
+    def fetching(self, own: PrefillChoice, fetch: Fetch, work_s: float) -> PrefillChoice:
+        """A choice with a fetch instead of what the worker holds itself.
+
+        Args:
+            own: the same worker without the fetch.
+            fetch: the fetch.
+            work_s: seconds of the computation that is left.
+        """
+        num_tokens = own.num_work_tokens + own.num_cached_tokens + own.num_host_tokens
+        timeout_s = max(own.work_s - work_s, 2 * fetch.fetch_s, _LEAST_FETCH_TIMEOUT_S)
+        return PrefillChoice(
+            own.worker,
+            fetch.fetch_s + work_s,
+            work_s,
+            num_tokens - fetch.num_tokens,
+            fetch.skip_tokens,
+            fetch=fetch._replace(timeout_s=timeout_s),
+        )
+
     def choose_prefill(
         self,
         match: PrefixMatch,
         num_tokens: int,
         session: str = "",
         ahead: Ahead = ANYTHING_AHEAD,
+        *,
+        may_fetch: bool = True,
     ) -> PrefillChoice | None:
         """The prefill worker with the least cost: queue and load time plus weighted prefill work.
 
@@ -368,13 +469,15 @@ class Router:
             session: session ID; "" means no session.
             ahead: limit of the work queued on the worker. Requests beyond it wait in the
                 coordinator, where they can still be reordered.
+            may_fetch: whether the worker may fetch the prompt's beginning from another worker.
 
         Returns:
             None if every worker is full.
         """
         loads = self._loads
-        best: tuple[WorkerKey, float, float, PromptHits] | None = None
+        best: PrefillChoice | None = None
         least, factor = math.inf, 1 + _WORK_WEIGHT
+        sources = self.sources(match) if may_fetch else {}
         for worker, held in self._prefill_candidates(match, session).items():
             entry = loads.entries[worker]
             traits = entry.traits
@@ -384,15 +487,24 @@ class Router:
             # The worker always computes the last token, because it yields the first output token.
             hits = traits.hits(held, (num_tokens - 1) // size * size)
             work_s = traits.latency.prefill_s(num_tokens - hits.num_tokens)
-            wait_s = entry.queued_s(self.now) + traits.load_s(hits.num_host)
+            queued_s = entry.queued_s(self.now)
+            wait_s = queued_s + traits.load_s(hits.num_host)
             cost = wait_s + work_s * factor
+            own = PrefillChoice(
+                worker, wait_s + work_s, work_s, num_tokens - hits.num_tokens, *hits
+            )
             if cost < least:
-                least, best = cost, (worker, wait_s, work_s, hits)
-        if best is None:
-            return None
-        worker, wait_s, work_s, hits = best
-        num_new = num_tokens - hits.num_tokens
-        return PrefillChoice(worker, wait_s + work_s, work_s, num_new, *hits)
+                least, best = cost, own
+            if not sources:
+                continue
+            if (fetch := self.fetch(match, sources, entry, num_tokens, hits)) is not None:
+                work_s = traits.latency.prefill_s(num_tokens - fetch.num_tokens)
+                # The prompt is fetched while those ahead of it are computed.
+                wait_s = max(queued_s, fetch.fetch_s)
+                if wait_s + work_s * factor < least:
+                    least = wait_s + work_s * factor
+                    best = self.fetching(own, fetch, work_s)._replace(predicted_s=wait_s + work_s)
+        return best
 
     def by_handoff(self, worker: WorkerKey, num_tokens: int) -> PrefillChoice:
         """Predicts the cost for a worker to hand over a request that it was decoding.

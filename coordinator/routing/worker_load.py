@@ -57,7 +57,8 @@ class WorkerTraits:
         host_kv_tokens: size of the KV store in host memory in tokens; 0: none.
         host_bytes_per_s: bandwidth between host memory and the engine's cache, all ranks together.
         block_size_tokens: tokens per KV block.
-        kv_bytes_per_token: bytes of KV cache per token, over all layers and ranks.
+        kv_bytes_per_token: bytes of KV cache per token, over all layers and ranks; 0: not known.
+        max_send_bytes, max_receive_bytes: size of the largest handoff.
         chunk_tokens: maximum number of prompt tokens computed in one step.
         max_seqs: maximum number of requests in one engine step; further requests wait in the
             engine.
@@ -72,6 +73,8 @@ class WorkerTraits:
     max_seqs: int = 2**31
     host_kv_tokens: int = 0
     host_bytes_per_s: float = math.inf
+    max_send_bytes: int = 2**63
+    max_receive_bytes: int = 2**63
 
     def __post_init__(self) -> None:
         for name in ("kv_tokens", "block_size_tokens", "chunk_tokens", "max_seqs"):
@@ -225,6 +228,17 @@ class WorkerLoad:
         return self.traits.latency.decode_step_s(
             len(self._decodes) + num_requests, self.mean_tokens + num_tokens
         )
+
+    def one_step_s(self, now: float) -> float:
+        """Predicted seconds until a request that needs one step has run, if it came now.
+
+        It waits for half a step on average, and then for its own step.
+        """
+        if self._decodes:
+            return 1.5 * self.itl_with_s(0, 0)
+        if self._prefills:
+            return 1.5 * min(self.queued_s(now), 2 * self._rest_of_step_s or self.step_s)
+        return self.traits.latency.prefill_s(1)
 
     def queued_s(self, now: float) -> float:
         """Predicted seconds of remaining prefill work."""

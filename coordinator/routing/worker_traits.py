@@ -45,6 +45,8 @@ def traits_of(hello: cluster_pb2.Hello, latency: LatencyRegistry) -> WorkerTrait
         chunk_tokens=chunk_tokens,
         max_seqs=hello.capacity.max_num_seqs or 2**31,
         host_kv_tokens=hello.capacity.host_kv_tokens,
+        max_send_bytes=hello.capacity.max_send_bytes,
+        max_receive_bytes=hello.capacity.max_receive_bytes,
         host_bytes_per_s=_HOST_BYTES_PER_S * kv_fingerprint.num_shards(hello.fingerprint),
     )
 

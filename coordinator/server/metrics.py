@@ -94,12 +94,21 @@ class CoreCollector(Collector):
         yield tokens
         prompts = CounterMetricFamily(
             "baton_prompt_tokens",
-            "Tokens of computed prompts. device: from a prefix cache; host: from host memory.",
+            "Tokens of computed prompts. device: from a prefix cache; host: from host memory; "
+            "fetched: from another worker.",
             labels=["source"],
         )
         for source, count in tuple(stats.prompt_tokens.items()):
             prompts.add_metric([source], count)
         yield prompts
+        fetches = CounterMetricFamily(
+            "baton_prefix_fetches",
+            "Prefixes that were fetched from another worker. failed: the prompt was computed.",
+            labels=["outcome"],
+        )
+        for outcome, count in tuple(stats.fetches.items()):
+            fetches.add_metric([outcome], count)
+        yield fetches
         for name, documentation, counts in (
             ("baton_sheds", "Requests refused for overload.", stats.sheds),
             ("baton_rejections", "Requests refused as invalid.", stats.rejections),

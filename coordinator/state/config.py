@@ -32,6 +32,7 @@ class CoreConfig:
         tail_share: Share of unremarkable requests that are traced; None: tracing is off.
         steps: Limits of the time of the workers' steps.
         elastic: Whether any worker may compute prompts and decode.
+        fetch: Whether workers may fetch the beginning of a prompt from other workers.
     """
 
     model_name: str
@@ -58,6 +59,7 @@ class CoreConfig:
     tail_share: float | None = None
     steps: StepsConfig = field(default_factory=StepsConfig)
     elastic: bool = False
+    fetch: bool = True
 
     @classmethod
     def of(cls, config: BatonConfig) -> CoreConfig:
@@ -86,4 +88,5 @@ class CoreConfig:
             revision=config.worker.revision,
             tail_share=config.tracing.tail_share if config.tracing.otlp_endpoint else None,
             steps=config.steps,
+            fetch=config.kv_store.fetch,
         )

@@ -183,12 +183,14 @@ class Predicted(NamedTuple):
     Attributes:
         prompt_worker: ID of the worker that computes the prompt.
         queue_s: seconds until that worker begins to compute the prompt, including the load from
-            host memory; None: not predicted.
+            host memory or the fetch; None: not predicted.
         computation_s: seconds of the prompt's computation there; None: not predicted.
         num_cached: prompt tokens in that worker's prefix cache.
         decode_worker: ID of the worker that decodes; "": the request ends with its first token.
         step_s: seconds of a decode step there with this request; 0 without a decode worker.
         num_host: prompt tokens in the host memory of the worker that computes the prompt.
+        num_fetched: prompt tokens that this worker gets from another worker.
+        fetched_from: ID of the other worker; "": there is none.
     """
 
     prompt_worker: str
@@ -198,6 +200,8 @@ class Predicted(NamedTuple):
     decode_worker: str
     step_s: float
     num_host: int = 0
+    num_fetched: int = 0
+    fetched_from: str = ""
 
 
 class PromptSources(NamedTuple):
@@ -208,12 +212,19 @@ class PromptSources(NamedTuple):
         host: loaded from that worker's host memory.
         computed: computed by that worker.
         handoff: handed over to the decode worker.
+        fetched: fetched from another worker by the worker that computed the rest of the prompt.
     """
 
     device: int
     host: int
     computed: int
     handoff: int
+    fetched: int = 0
+
+    @property
+    def num_cached(self) -> int:
+        """Prompt tokens that no worker computed for this request."""
+        return self.device + self.host + self.fetched
 
 
 @dataclass(slots=True)
@@ -253,6 +264,7 @@ class Request:
         spec: Part that all commands of the request share, so that its prompt is encoded once.
         handoff_id: Id of this attempt's handoff; empty: this attempt has no handoff.
         skip_tokens: Number of tokens that the handoff leaves out.
+        fetch: What this attempt fetches from another worker; None: nothing.
         hands_over_all: Whether handoffs must leave out nothing: an earlier one left out a prefix
             that its decode worker no longer had.
         exposed_us: Exposed time of the handoff in microseconds; None until it is reported.
@@ -301,6 +313,7 @@ class Request:
     spec: cluster_pb2.RequestSpec | None = None
     handoff_id: bytes = b""
     skip_tokens: int = 0
+    fetch: cluster_pb2.FetchPlan | None = None
     hands_over_all: bool = False
     due_at: float = math.inf
     growth_s: float = 0.0
@@ -340,8 +353,9 @@ class Request:
         handoff = 0
         if self.prefill_timings is not None and self.decode_timings is not None:
             handoff = self.decode_timings.num_handoff_tokens
-        computed = max(0, self.num_prompt_tokens - device - host)
-        return PromptSources(device, host, computed, handoff)
+        fetched = timings.num_fetched_tokens
+        computed = max(0, self.num_prompt_tokens - device - host - fetched)
+        return PromptSources(device, host, computed, handoff, fetched)
 
     @property
     def id(self) -> str:

@@ -150,7 +150,8 @@ class CoreStats:
         self.rejections: Counter[str] = Counter()
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
-        self.prompt_tokens: Counter[str] = Counter(device=0, host=0, computed=0)
+        self.prompt_tokens: Counter[str] = Counter(device=0, host=0, fetched=0, computed=0)
+        self.fetches: Counter[str] = Counter(loaded=0, failed=0)
         self.handoffs: Counter[str] = Counter()
         self.handoff_bytes: Counter[str] = Counter()
         self.num_handoff_fallbacks = 0
@@ -243,7 +244,12 @@ class CoreStats:
         for counts in (self.prompt_tokens, window):
             counts["device"] += sources.device
             counts["host"] += sources.host
+            counts["fetched"] += sources.fetched
             counts["computed"] += sources.computed
+
+    def fetch_ended(self, *, loaded: bool) -> None:
+        """Counts the fetch of a request whose prompt is computed now."""
+        self.fetches["loaded" if loaded else "failed"] += 1
 
     def ttft_target_s(self, submission: Submission) -> float | None:
         """Target for the request's time to first token; None: no target."""

@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-# Number of failed handoffs remembered before their requests come. When there are more, the oldest
+# Number of ended handoffs remembered before their requests come. When there are more, the oldest
 # is forgotten, and its request waits until its deadline.
-_MAX_FAILED_AHEAD = 4096
+_MAX_ENDED_AHEAD = 4096
 _COMMITTED = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
 _FAILED = kv_transfer_pb2.HANDOFF_STATE_FAILED
+_RELEASED = kv_transfer_pb2.HANDOFF_STATE_RELEASED
 # Reasons in a release: why nothing of a handoff was loaded. UNSPECIFIED: it was loaded, or there
 # was nothing to load.
 _LOADED = kv_transfer_pb2.REFUSAL_REASON_UNSPECIFIED
@@ -36,7 +37,7 @@ _CANCELLED = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
 # not come back.
 CUT_OFF = "baton_cut_off"
 # Key in SchedulerStats.kv_connector_stats: requests whose handoff leaves out blocks that the prefix
-# cache no longer holds.
+# cache no longer holds, and requests for cached blocks that are not there.
 PREFIX_GONE = "baton_gone"
 
 
@@ -49,6 +50,8 @@ class _Receive:
         num_tokens: Number of tokens of the prompt, from the first, that the handoff covers.
         skip_tokens: Number of these tokens, from the first, that the handoff leaves out.
         deadline: When the wait ends, by time.monotonic.
+        is_fetch: Whether the request computes what the handoff does not bring. With a num_tokens of
+            0 it waits until another request has loaded the handoff.
         over: True once the handoff was loaded or given up, or there was nothing to load.
     """
 
@@ -56,6 +59,7 @@ class _Receive:
     num_tokens: int
     skip_tokens: int
     deadline: float
+    is_fetch: bool = False
     over: bool = False
 
 
@@ -66,12 +70,14 @@ class _Unfinished:
     Attributes:
         work: The step's work as the latency model counts it; None when it computes nothing.
         loads: Handoffs that the step loads.
+        loaders: Requests that load fetched prefixes.
         releases: Handoffs to release when the step has ended, with the reason why they were not
             loaded.
     """
 
     work: list[float] | None
     loads: list[bytes]
+    loaders: frozenset[str]
     releases: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType]
 
 
@@ -93,16 +99,20 @@ class SchedulerHalf:
         self._receives: dict[str, _Receive] = {}
         # Committed handoffs that were not loaded. The transfer service bounds their number.
         self._committed: set[bytes] = set()
-        # Handoffs that failed; their requests may not have come yet.
+        # Handoffs that failed, and that were released; their requests may not have come yet.
         self._failed: OrderedDict[bytes, None] = OrderedDict()
+        self._released: OrderedDict[bytes, None] = OrderedDict()
         # Loads of the oldest unfinished step that failed in a rank, with the reason.
         self._failed_loads: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType] = {}
+        # Requests that must find their whole prompt in the cache, but for its last token.
+        self._only_cached: set[str] = set()
         # Requests that wait until Baton's engine aborts them, because their prefix is gone.
         self._gone: set[str] = set()
         # True once a rank has lost the transfer service.
         self._is_cut_off = False
         # Loads and releases of the step that is made next.
         self._loads: list[Load] = []
+        self._loaders: set[str] = set()
         self._releases: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType] = {}
         self._unverified = UnverifiedBlocks()
         # vLLM may schedule a step while another one runs, and finishes steps in order.
@@ -127,7 +137,10 @@ class SchedulerHalf:
                 receive["num_tokens"],
                 receive["skip_tokens"],
                 time.monotonic() + receive["timeout_s"],
+                receive["is_fetch"],
             )
+        if params.get("baton_only_cached"):
+            self._only_cached.add(request.request_id)
 
     def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Returns how many tokens a request loads from its handoff; None: it waits, ask again.
@@ -143,8 +156,15 @@ class SchedulerHalf:
         if receive is None or receive.over:
             return 0
         self._poll()
+        if not receive.num_tokens:
+            receive.over = self._is_ended(receive)
+            return 0 if receive.over else None
         if num_computed_tokens < receive.skip_tokens:
-            # The prefix cache has lost what the handoff leaves out: Baton's engine must abort it.
+            # The prefix cache has lost what the handoff leaves out.
+            if receive.is_fetch:
+                self._end(receive, _CANCELLED)
+                return 0
+            # Baton's engine must abort the request.
             self._gone.add(request.request_id)
             return None
         if receive.handoff_id in self._committed:
@@ -155,6 +175,37 @@ class SchedulerHalf:
             self._port.release(receive.handoff_id, all_ranks=True, not_loaded=_EXPIRED)
         self._end(receive)
         return 0
+
+    def _is_ended(self, receive: _Receive) -> bool:
+        """Returns whether a request need not wait for another request's fetch any more."""
+        ended = receive.handoff_id in self._failed or receive.handoff_id in self._released
+        return ended or not self._port.alive or time.monotonic() >= receive.deadline
+
+    def lacks_cached(self, request: Request, num_held_tokens: int) -> bool:
+        """Returns whether a request must not run, because it lacks cached blocks.
+
+        Baton's engine aborts the request then.
+
+        Args:
+            request: The engine's request, which is about to run.
+            num_held_tokens: Tokens of its prompt in the prefix cache and in host memory.
+        """
+        if request.request_id not in self._only_cached:
+            return False
+        if num_held_tokens >= request.num_tokens - 1:
+            return False
+        self._gone.add(request.request_id)
+        return True
+
+    def holds_back_end(self, request_id: str) -> bool:
+        """Returns whether a request must not compute its last prompt token in the next step.
+
+        A request that has loaded a fetched prefix may hand it over only after it is verified, and
+        needs a step for this.
+        """
+        return request_id in self._sends and any(
+            request_id in step.loaders for step in self._unfinished
+        )
 
     def receives(self, request_id: str) -> bool:
         """Returns whether a request still waits for a handoff, or loads it next."""
@@ -185,6 +236,8 @@ class SchedulerHalf:
         first = (usable - num_loaded_tokens) // size
         wanted = block_ids[first : self._layout.num_blocks(usable)]
         receive.over = True
+        if receive.is_fetch:
+            self._loaders.add(request.request_id)
         self._committed.discard(receive.handoff_id)
         self._loads.append(
             Load(
@@ -238,11 +291,12 @@ class SchedulerHalf:
             _Unfinished(
                 self._counter.count(output),
                 [load.handoff_id for load in step.loads],
+                frozenset(self._loaders),
                 self._releases,
             )
         )
         self._unverified.step_made()
-        self._loads, self._releases = [], {}
+        self._loads, self._loaders, self._releases = [], set(), {}
         return step
 
     def latest_step_work(self) -> list[float] | None:
@@ -290,6 +344,7 @@ class SchedulerHalf:
         self._requests.pop(request.request_id, None)
         self._unverified.follow(block_ids)
         self._sends.finished(request.request_id)
+        self._only_cached.discard(request.request_id)
         receive = self._receives.pop(request.request_id, None)
         if receive is not None and not receive.over:
             self._end(receive, _CANCELLED)
@@ -316,8 +371,12 @@ class SchedulerHalf:
             not_loaded: Why nothing was loaded.
         """
         receive.over = True
+        if not receive.num_tokens:
+            # The handoff belongs to another request.
+            return
         self._committed.discard(receive.handoff_id)
-        self._failed.pop(receive.handoff_id, None)
+        if not receive.is_fetch:
+            self._failed.pop(receive.handoff_id, None)
         self._releases[receive.handoff_id] = not_loaded
 
     def _poll(self) -> None:
@@ -327,7 +386,8 @@ class SchedulerHalf:
                 self._committed.add(state.handoff_id)
             else:
                 self._committed.discard(state.handoff_id)
-            if state.state == _FAILED:
-                self._failed[state.handoff_id] = None
-                if len(self._failed) > _MAX_FAILED_AHEAD:
-                    self._failed.popitem(last=False)
+            for ended, handoffs in ((_FAILED, self._failed), (_RELEASED, self._released)):
+                if state.state == ended:
+                    handoffs[state.handoff_id] = None
+                    if len(handoffs) > _MAX_ENDED_AHEAD:
+                        handoffs.popitem(last=False)

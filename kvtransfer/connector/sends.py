@@ -51,6 +51,9 @@ class Sends:
     def __len__(self) -> int:
         return len(self._sends)
 
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._sends
+
     def add(self, request_id: str, params: Mapping[str, Any]) -> None:
         """Adds a request with a send.
 
@@ -78,8 +81,8 @@ class Sends:
 
         Args:
             output: The step.
-            unverified: Blocks whose content may turn out wrong. A request with such a block gives
-                its handoff up, because the decode worker could not detect the fault.
+            unverified: Blocks whose content may turn out wrong, which the decode worker could not
+                detect. A request with such a block pushes nothing in this step.
         """
         cached = output.scheduled_cached_reqs
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
@@ -100,7 +103,7 @@ class Sends:
                 continue
             block_ids = output.kv_connector_block_state.get_block_ids(request_id)[0]
             if not unverified.isdisjoint(block_ids):
-                self._give_up(self._sends.pop(request_id))
+                # A later step pushes these blocks too. Without one, the handoff is given up.
                 continue
             first, send.next_block = send.next_block, num_ready
             yield Push(

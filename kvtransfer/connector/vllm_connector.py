@@ -15,6 +15,10 @@ and the request waits without blocks. The step that first runs the request loads
 synchronously, into the blocks that the scheduler gave to the request. Every failure (refused,
 expired, altered bytes) ends with the engine computing the prompt itself.
 
+Fetching. A fetch is a handoff of whole blocks at the beginning of a prompt; the request computes
+the rest. The holder runs a request for the same tokens and one more, which pushes its cached
+blocks; if some are missing, this request ends before it gets blocks.
+
 Keeping. Blocks that the engine's cache evicts stay in host memory (host_tier.py); a request without
 a handoff loads them from there.
 """
@@ -286,11 +290,14 @@ class BatonConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        num_tokens = self._scheduler_half.num_loadable_tokens(request, num_computed_tokens)
-        if self._host is None or self._scheduler_half.receives(request.request_id):
-            return num_tokens, False
-        num_tokens = self._host.num_loadable_tokens(request, num_computed_tokens)
-        return num_tokens, bool(num_tokens)
+        half = self._scheduler_half
+        num_tokens = half.num_loadable_tokens(request, num_computed_tokens)
+        is_host = self._host is not None and not half.receives(request.request_id)
+        if self._host is not None and is_host:
+            num_tokens = self._host.num_loadable_tokens(request, num_computed_tokens)
+        if num_tokens is not None and half.lacks_cached(request, num_computed_tokens + num_tokens):
+            return None, False
+        return num_tokens, is_host and bool(num_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -321,6 +328,14 @@ class BatonConnector(KVConnectorBase_V1):
         if self._host is None or self._scheduler_half.receives(request.request_id):
             return 0
         return self._host.num_stored_tokens(request, num_computed_tokens)
+
+    def awaits_handoff(self, request_id: str) -> bool:
+        """Tells Baton's scheduler (engine/vllm_scheduler.py); see SchedulerHalf.receives."""
+        return self._scheduler_half.receives(request_id)
+
+    def holds_back_end(self, request_id: str) -> bool:
+        """Tells Baton's scheduler (engine/vllm_scheduler.py); see SchedulerHalf."""
+        return self._scheduler_half.holds_back_end(request_id)
 
     def latest_step_work(self) -> list[float] | None:
         """Tells Baton's scheduler (engine/vllm_scheduler.py); see SchedulerHalf."""

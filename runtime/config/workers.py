@@ -104,6 +104,10 @@ class SimulatedConfig(Section):
         10_000_000_000,
         description="Bytes per second that a load of KV blocks from host memory moves.",
     )
+    network_bytes_per_s: PositiveInt = Field(
+        10_000_000_000,
+        description="Bytes per second of prefixes that a worker sends to others in baton simulate.",
+    )
     max_num_seqs: Count = Field(64, description="Requests in one step.")
     max_num_batched_tokens: Count = Field(2048, description="Tokens in one step.")
     mean_output_tokens: int = Field(

@@ -28,8 +28,9 @@ async def converse(cluster, client, admin, prompt):
     assert done.token_ids == cluster.expected(prompt, ANSWER)
     info = await admin.get_request(done.request_id)
     sources = info.prompt_sources
-    assert sources.device + sources.host + sources.computed == len(prompt)
-    assert done.usage.cached_prompt_tokens == sources.device + sources.host
+    cached = sources.device + sources.host + sources.fetched
+    assert cached + sources.computed == len(prompt)
+    assert done.usage.cached_prompt_tokens == cached
     return done.token_ids, info.decode_worker_id or info.prefill_worker_id, sources
 
 

@@ -365,7 +365,7 @@ class RandomWorker:
         attempt = self.sends.pop(plan.handoff_id, None)
         if attempt is None:
             return
-        report, target = attempt.handoff_report(), self.cell.worker_at(plan.target)
+        report, target = attempt.handoff_report(plan.handoff_id), self.cell.worker_at(plan.target)
         is_lost = self.cell.rng.random() < self.cell.conditions.p_handoff_fails
         if is_lost or target is None or target.receives.get(plan.handoff_id) == FAILED:
             report.state, report.reason = FAILED, self.cell.rng.choice(_REASONS)

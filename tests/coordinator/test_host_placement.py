@@ -40,7 +40,7 @@ def traits(**changes) -> WorkerTraits:
 
 
 def router(*names: str, **changes) -> Router:
-    found = Router(256, 256, StepTargets(0.05, 0.06, 0.2))
+    found = Router(256, 256, StepTargets(0.05, 0.06, 0.2), fetches=False)
     for name in names:
         found.add_worker((name, 1), traits(**changes), Pool.PREFILL)
     return found
@@ -176,5 +176,10 @@ def test_usage_and_explain_count_tokens_from_host_memory(new_world, out):
     world.step("p", out("r1", [5], finish=common_pb2.FINISH_REASON_STOP, timings=timings))
     assert world.last(to).usage.cached_prompt_tokens == 80
     (record,) = world.core.recently_ended()
-    assert record.prompt_sources == (32, 48, 20, 0)
-    assert world.core.stats.prompt_tokens == {"device": 32, "host": 48, "computed": 20}
+    assert record.prompt_sources == (32, 48, 20, 0, 0)
+    assert world.core.stats.prompt_tokens == {
+        "device": 32,
+        "host": 48,
+        "fetched": 0,
+        "computed": 20,
+    }

@@ -10,6 +10,9 @@ SHARED = 4 * cases.BLOCK_SIZE
 # and ranks.
 NUM_HOST_BLOCKS = 4 * 64
 HOST_BYTES = NUM_HOST_BLOCKS * 2**15
+# Tokens of a turn that another engine fetches, and those in full blocks.
+NUM_FETCH_TOKENS = 330
+FETCHED = NUM_FETCH_TOKENS // cases.BLOCK_SIZE * cases.BLOCK_SIZE
 LENGTHS = [1, 31, 32, 33, cases.CHUNK, cases.CHUNK + 1, 3 * cases.CHUNK + 5]
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 from engine_cases import HOST_BYTES
 from engine_failures import failures
+from engine_fetches import fetches
 from engine_handoffs import TIMEOUT_S, handed_over, left_behind, side
 from engine_host_tier import host_tier
 
@@ -51,6 +52,7 @@ async def run(model: str, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
         prefill, decode = (each.result() for each in sides)
         made = await handed_over(prefill, decode, given)
         made["host tier"] = await host_tier(prefill, decode)
+        made["fetches"] = await fetches(prefill, decode, directory)
         made["left"] += await left_behind(prefill, decode)
         made["segments"] = shared_segments()
         # This comes last because it ends the decode engine.

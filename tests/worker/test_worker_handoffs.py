@@ -12,7 +12,7 @@ from baton.engine.attempts import Attempt
 from baton.runtime.config import TracingConfig
 from baton.runtime.tracing import Tracing
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
-from baton.worker.handoffs import HandoffLog, receive_spans, send_spans
+from baton.worker.handoffs import RECEIVE, SEND, HandoffLog, receive_spans, send_spans
 from baton.worker.metrics import Snapshot, WorkerCollector
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -197,9 +197,9 @@ def test_metrics_of_handoffs():
     log = HandoffLog(Tracing(TracingConfig(), {}))
     send = Attempt(cluster_pb2.RequestSpec(), PREFILL, cluster_pb2.HandoffPlan())
     receive = Attempt(cluster_pb2.RequestSpec(), DECODE, cluster_pb2.HandoffPlan())
-    log.record(send, report(state=COMMITTED, transport="shm", exposed_us=300))
-    log.record(send, report(state=FAILED, transport="x" * 99))
-    log.record(receive, report(state=RELEASED, transport="grpc"))
+    log.record(SEND, send, report(state=COMMITTED, transport="shm", exposed_us=300))
+    log.record(SEND, send, report(state=FAILED, transport="x" * 99))
+    log.record(RECEIVE, receive, report(state=RELEASED, transport="grpc"))
     shm = kv_transfer_pb2.TransportStatistics(
         name="shm", bytes_sent=5, bytes_received=6, frames_sent=2, frames_received=3, fallbacks=1
     )

@@ -796,21 +796,35 @@ class PrefillCommand(_message.Message):
 
     SPEC_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
+    ONLY_CACHED_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
+    only_cached: _builtins.bool
+    """Serves a fetch: the worker sends the KV cache of handoff.num_tokens prompt tokens, which it
+    should hold on its device or in host memory, and computes only the last prompt token. If it
+    lacks a block, it sends nothing. It reports only the end of the handoff. The request_id is not
+    that of a client's request.
+    """
     @_builtins.property
     def spec(self) -> Global___RequestSpec: ...
     @_builtins.property
     def handoff(self) -> Global___HandoffPlan:
         """Absent: the KV cache is not handed over."""
 
+    @_builtins.property
+    def fetch(self) -> Global___FetchPlan:
+        """Absent: no other worker sends a prefix of the prompt."""
+
     def __init__(
         self,
         *,
         spec: Global___RequestSpec | None = ...,
         handoff: Global___HandoffPlan | None = ...,
+        only_cached: _builtins.bool = ...,
+        fetch: Global___FetchPlan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "handoff", b"handoff", "only_cached", b"only_cached", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -826,25 +840,73 @@ class DecodeCommand(_message.Message):
 
     SPEC_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def spec(self) -> Global___RequestSpec: ...
     @_builtins.property
     def handoff(self) -> Global___HandoffPlan:
         """Absent: the worker computes the prompt itself."""
 
+    @_builtins.property
+    def fetch(self) -> Global___FetchPlan:
+        """Absent: no other worker sends a prefix of the prompt. Never set beside `handoff`."""
+
     def __init__(
         self,
         *,
         spec: Global___RequestSpec | None = ...,
         handoff: Global___HandoffPlan | None = ...,
+        fetch: Global___FetchPlan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "handoff", b"handoff", "spec", b"spec"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DecodeCommand: _TypeAlias = DecodeCommand  # noqa: Y015
+
+@_typing.final
+class FetchPlan(_message.Message):
+    """A prefix of the prompt that another worker sends as a handoff. The request waits for it, without
+    KV blocks. If it fails or comes too late, or if the prefix cache has lost the tokens that it leaves
+    out, the worker computes the prompt.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDOFF_ID_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    SKIP_TOKENS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
+    handoff_id: _builtins.bytes
+    """16 random bytes, never reused."""
+    num_tokens: _builtins.int
+    """Number of prompt tokens, from the first, that are present once the handoff is loaded: whole
+    blocks, fewer than the prompt has. 0: another request of this worker loads the handoff, and this
+    request waits until it is in the prefix cache.
+    """
+    skip_tokens: _builtins.int
+    """Number of these tokens that the handoff leaves out: whole blocks."""
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """How long the worker waits for the handoff before it computes the prompt."""
+
+    def __init__(
+        self,
+        *,
+        handoff_id: _builtins.bytes = ...,
+        num_tokens: _builtins.int = ...,
+        skip_tokens: _builtins.int = ...,
+        timeout: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "num_tokens", b"num_tokens", "skip_tokens", b"skip_tokens", "timeout", b"timeout"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FetchPlan: _TypeAlias = FetchPlan  # noqa: Y015
 
 @_typing.final
 class HandoffPlan(_message.Message):
@@ -1223,6 +1285,7 @@ class StageTimings(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_HANDOFF_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_HOST_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
     queue_us: _builtins.int
     """From the command's arrival until the first engine step of the request."""
     run_us: _builtins.int
@@ -1234,6 +1297,8 @@ class StageTimings(_message.Message):
     """Prompt tokens loaded from the handoff; 0 if the handoff failed and the prompt was recomputed."""
     num_host_tokens: _builtins.int
     """Prompt tokens loaded from the worker's own KV store in host memory."""
+    num_fetched_tokens: _builtins.int
+    """Prompt tokens fetched from another worker."""
     def __init__(
         self,
         *,
@@ -1243,10 +1308,11 @@ class StageTimings(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         num_handoff_tokens: _builtins.int = ...,
         num_host_tokens: _builtins.int = ...,
+        num_fetched_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_wait_us", b"handoff_wait_us", "num_cached_tokens", b"num_cached_tokens", "num_handoff_tokens", b"num_handoff_tokens", "num_host_tokens", b"num_host_tokens", "queue_us", b"queue_us", "run_us", b"run_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_wait_us", b"handoff_wait_us", "num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens", "num_handoff_tokens", b"num_handoff_tokens", "num_host_tokens", b"num_host_tokens", "queue_us", b"queue_us", "run_us", b"run_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,211 @@
+"""Fetches: prefixes of prompts that workers send to the readers of requests."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from baton.coordinator.core.commands import Commands
+from baton.coordinator.routing.choices import Fetch, Placement
+from baton.coordinator.routing.placers import Placers
+from baton.coordinator.routing.router import Router
+from baton.coordinator.state.requests import Request, WorkerKey
+from baton.coordinator.telemetry.times import duration
+from baton.v1 import cluster_pb2, kv_transfer_pb2
+
+# Number of fetches that are remembered after their end, for reports that come later.
+_MAX_ENDED = 4096
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    """A fetch of one request.
+
+    Attributes:
+        request: the request that loads the fetched blocks.
+        reader: the worker that computes the request's prompt.
+        choice: what is fetched, and from where.
+        hashes: hashes of the prompt's blocks.
+        blocks: indices of the blocks that are fetched.
+        num_bytes: size of the fetched blocks.
+        ends_at: when the reader gives it up, by the core's clock.
+        is_sent: whether the holder has nothing to do for it any more.
+        failed: whether it will never be loaded.
+    """
+
+    request: Request
+    reader: WorkerKey
+    choice: Fetch
+    hashes: Sequence[int]
+    blocks: range
+    num_bytes: int
+    ends_at: float
+    is_sent: bool = False
+    failed: bool = False
+
+    def helps(self, hashes: Sequence[int]) -> bool:
+        """Whether a prompt begins with some of the blocks that are fetched."""
+        # Hashes are chained: equal hashes mean equal blocks up to there.
+        at = self.blocks.start
+        return at < len(hashes) and hashes[at] == self.hashes[at]
+
+
+class Fetches:
+    """Owns each fetch from the request's dispatch until its prompt is computed.
+
+    A fetch is an ordinary handoff of blocks that its sender has cached. The reader waits for it
+    without KV blocks, for a limited time, and computes whatever does not come. Other requests of
+    the reader with the same prefix wait for the same fetch.
+    """
+
+    def __init__(
+        self, commands: Commands, placers: Placers, random_bytes: Callable[[int], bytes]
+    ) -> None:
+        self._commands, self._placers, self._random_bytes = commands, placers, random_bytes
+        self._fetches: dict[bytes, _Fetch] = {}
+        self._by_reader: dict[WorkerKey, dict[bytes, _Fetch]] = {}
+        self._ended: OrderedDict[bytes, _Fetch] = OrderedDict()
+
+    def begin(self, request: Request, placement: Placement, now: float) -> None:
+        """Begins the fetch of a request that is being dispatched, or lets it wait for another's."""
+        request.fetch = None
+        if (reader := placement.reader) is None:
+            return
+        hashes = self._placers.of(request.fleet).prompts.hashes_of(request)
+        if reader.fetch is not None:
+            self._begin(request, reader.worker, reader.fetch, hashes, now)
+            return
+        for handoff_id, fetch in self._by_reader.get(reader.worker, {}).items():
+            if not fetch.failed and fetch.ends_at > now and fetch.helps(hashes):
+                request.fetch = cluster_pb2.FetchPlan(
+                    handoff_id=handoff_id, timeout=duration(fetch.ends_at - now)
+                )
+                return
+
+    def _begin(
+        self,
+        request: Request,
+        reader: WorkerKey,
+        choice: Fetch,
+        hashes: Sequence[int],
+        now: float,
+    ) -> None:
+        load = self._placers.of(request.fleet).router.load(reader)
+        assert load is not None, "the reader was just chosen"
+        size = load.traits.block_size_tokens
+        handoff_id = self._random_bytes(16)
+        request.fetch = cluster_pb2.FetchPlan(
+            handoff_id=handoff_id,
+            num_tokens=choice.num_tokens,
+            skip_tokens=choice.skip_tokens,
+            timeout=duration(choice.timeout_s),
+        )
+        fetch = _Fetch(
+            request,
+            reader,
+            choice,
+            hashes,
+            range(choice.skip_tokens // size, choice.num_tokens // size),
+            choice.num_sent_tokens * load.traits.kv_bytes_per_token,
+            now + choice.timeout_s,
+        )
+        self._fetches[handoff_id] = fetch
+        self._by_reader.setdefault(reader, {})[handoff_id] = fetch
+        self._commands.send_prefix(request, choice.holder, reader)
+
+    def over(self, request: Request) -> bool:
+        """Ends the fetch of a request whose prompt is computed or that leaves its workers.
+
+        Idempotent.
+
+        Returns:
+            Whether the request had a fetch of its own.
+        """
+        plan, request.fetch = request.fetch, None
+        fetch = self._fetches.pop(plan.handoff_id, None) if plan is not None else None
+        if fetch is None or plan is None:
+            return False
+        if fetch.request is not request:
+            # The request waited for another one's fetch.
+            self._fetches[plan.handoff_id] = fetch
+            return False
+        of_reader = self._by_reader[fetch.reader]
+        del of_reader[plan.handoff_id]
+        if not of_reader:
+            del self._by_reader[fetch.reader]
+        self._stop(fetch, plan.handoff_id)
+        self._ended[plan.handoff_id] = fetch
+        if len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
+        return True
+
+    def reported(self, worker: WorkerKey, report: cluster_pb2.HandoffReport) -> bool:
+        """Applies a report on a handoff; returns whether the handoff is a fetch."""
+        handoff_id = report.handoff_id
+        fetch = self._fetches.get(handoff_id) or self._ended.get(handoff_id)
+        if fetch is None:
+            return False
+        if report.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED:
+            fetch.is_sent = True
+            # Bytes leave when the receiver has opened the handoff and the holder's step has filled
+            # its staging.
+            seconds = (report.exposed_us - max(0, report.open_us - report.fill_us)) / 1e6
+            router, pair = self._router(fetch), (fetch.choice.holder, fetch.reader)
+            router.transfers.took(pair, fetch.num_bytes, seconds, near=router.near(*pair))
+        elif report.state == kv_transfer_pb2.HANDOFF_STATE_FAILED and not fetch.failed:
+            self._fail(fetch, handoff_id, from_holder=worker == fetch.choice.holder)
+        return True
+
+    def handed_over(self, request: Request, report: cluster_pb2.HandoffReport) -> None:
+        """Measures the network by a handoff, whose bytes also waited for their computation."""
+        if request.prefill is None or request.decode is None:
+            return
+        router, pair = self._placers.of(request.fleet).router, (request.prefill, request.decode)
+        seconds = (report.fill_us + report.exposed_us) / 1e6
+        router.transfers.took_at_most(pair, report.num_bytes, seconds, near=router.near(*pair))
+
+    def lost(self, worker: WorkerKey) -> None:
+        """Tells the readers not to wait for a worker that is lost or does not respond."""
+        for handoff_id, fetch in self._fetches.items():
+            if fetch.choice.holder == worker and not (fetch.is_sent or fetch.failed):
+                self._fail(fetch, handoff_id, from_holder=True)
+
+    def _fail(self, fetch: _Fetch, handoff_id: bytes, *, from_holder: bool) -> None:
+        """Notes that a fetch will not be loaded, and tells the worker that does not know it."""
+        fetch.failed = True
+        if from_holder:
+            fetch.is_sent = True
+            if handoff_id in self._fetches:
+                self._commands.drop_handoff(fetch.reader, fetch.request, handoff_id)
+        else:
+            self._stop(fetch, handoff_id)
+
+    def _stop(self, fetch: _Fetch, handoff_id: bytes) -> None:
+        """Tells the holder of a fetch that its blocks are not needed, unless it has sent them."""
+        if fetch.is_sent:
+            return
+        fetch.is_sent = True
+        self._commands.cancel_prefix(fetch.choice.holder, handoff_id)
+        router, pair = self._router(fetch), (fetch.choice.holder, fetch.reader)
+        if router.now >= fetch.ends_at:
+            router.transfers.given_up(
+                pair, fetch.num_bytes, fetch.choice.timeout_s, near=router.near(*pair)
+            )
+
+    def _router(self, fetch: _Fetch) -> Router:
+        return self._placers.of(fetch.request.fleet).router
+
+    def check_integrity(self, requests: Iterator[Request]) -> None:
+        """Raises AssertionError when a fetch has no request, or is not that of its request.
+
+        Args:
+            requests: All requests that have not ended.
+        """
+        live = {id(request) for request in requests}
+        for handoff_id, fetch in self._fetches.items():
+            assert id(fetch.request) in live
+            assert fetch.request.fetch is not None
+            assert fetch.request.fetch.handoff_id == handoff_id
+            assert self._by_reader[fetch.reader][handoff_id] is fetch
+        assert sum(map(len, self._by_reader.values())) == len(self._fetches)
