@@ -98,12 +98,17 @@ def _header(view: View, width: int) -> Text:
 
 
 def _hits(found: admin_pb2.PromptTokens) -> str:
-    """Share of the prompt tokens that were not computed, and the part from host memory."""
-    total = found.device + found.host + found.computed
+    """Share of the prompt tokens that were not computed, and the parts from below the device."""
+    total = found.device + found.host + found.disk + found.computed
     if not total:
         return ""
-    text = f"   hits {(found.device + found.host) / total:.0%}"
-    return f"{text} (host {found.host / total:.0%})" if found.host else text
+    parts = [
+        f"{name} {count / total:.0%}"
+        for name, count in (("host", found.host), ("disk", found.disk))
+        if count
+    ]
+    text = f"   hits {(total - found.computed) / total:.0%}"
+    return f"{text} ({', '.join(parts)})" if parts else text
 
 
 def _health(view: View, problem: str, age_s: float, width: int) -> Text:

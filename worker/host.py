@@ -100,6 +100,8 @@ class WorkerHost:
             capacity=cluster_pb2.Capacity(
                 kv_tokens=info.kv_tokens,
                 host_kv_tokens=info.host_kv_tokens,
+                disk_kv_tokens=info.disk_kv_tokens,
+                disk_bytes_per_s=info.disk_bytes_per_s,
                 block_size_tokens=info.layout.block_size_tokens,
                 max_num_seqs=info.max_num_seqs,
                 max_num_batched_tokens=info.max_num_batched_tokens,
@@ -167,6 +169,10 @@ class WorkerHost:
             num_handoff_tokens=self._runner.num_handoff_tokens,
             num_host_tokens=self._runner.num_host_tokens,
             num_host_blocks=self._runner.num_host_blocks,
+            num_disk_tokens=self._runner.num_disk_tokens,
+            num_disk_blocks=self._runner.num_disk_blocks,
+            num_wrong_files=self._runner.num_wrong_files,
+            disk_failed=self._runner.disk_failed,
             handoffs=self._handoffs.counts(),
         )
         return report

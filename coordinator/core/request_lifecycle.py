@@ -182,7 +182,7 @@ class RequestLifecycle:
         """Records where the KV cache of a prompt came from, which its worker has just reported."""
         sources = request.prompt_sources
         assert sources is not None
-        self.lanes.cached(request, sources.device + sources.host)
+        self.lanes.cached(request, sources.num_cached)
         self.stats.prompt_computed(sources, now)
 
     def dispatch(self, request: Request, placement: Placement, now: float) -> None:
@@ -520,7 +520,7 @@ class RequestLifecycle:
         usage = common_pb2.Usage(
             prompt_tokens=request.num_prompt_tokens,
             completion_tokens=len(request.token_ids),
-            cached_prompt_tokens=sources.device + sources.host if sources is not None else 0,
+            cached_prompt_tokens=sources.num_cached if sources is not None else 0,
         )
         self.out.append(
             ev.SendFinished(

@@ -189,7 +189,8 @@ class ElasticRule:
         alone = not load.num_decodes
         work_s = latency.prefill_s(num_new) if alone else latency.model.chunk_s(0, num_new)
         work_s /= load.prompt_speed
-        wait_s = load.ahead_s(num_new, self._router.now) + load.traits.load_s(hits.num_host)
+        load_s = load.traits.load_s(hits.num_host, hits.num_disk)
+        wait_s = load.ahead_s(num_new, self._router.now) + load_s
         return PrefillChoice(load.key, wait_s + work_s, work_s, num_new, *hits)
 
     # ---- Decoder.
@@ -259,6 +260,7 @@ class ElasticRule:
             num_cached_tokens=hits.num_cached,
             num_tokens=demand.num_tokens,
             num_host_tokens=hits.num_host,
+            num_disk_tokens=hits.num_disk,
         )
 
 

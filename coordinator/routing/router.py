@@ -47,6 +47,7 @@ _MAX_SESSIONS = 65536
 _TIERS = {
     cluster_pb2.CACHE_TIER_UNSPECIFIED: Tier.DEVICE,
     cluster_pb2.CACHE_TIER_HOST: Tier.HOST,
+    cluster_pb2.CACHE_TIER_DISK: Tier.DISK,
 }
 
 
@@ -119,7 +120,12 @@ class Router:
     def add_worker(self, worker: WorkerKey, traits: WorkerTraits, pool: Pool | None) -> None:
         """Adds a worker whose cache is empty or not known yet; `pool` as in `set_pool`."""
         size = traits.block_size_tokens
-        self.index.add(worker, traits.kv_tokens // size, traits.host_kv_tokens // size)
+        self.index.add(
+            worker,
+            traits.kv_tokens // size,
+            traits.host_kv_tokens // size,
+            traits.disk_kv_tokens // size,
+        )
         self._loads.add(WorkerLoad(worker, traits, self.index.bit(worker)))
         self.set_pool(worker, pool)
 
@@ -384,7 +390,7 @@ class Router:
             # The worker always computes the last token, because it yields the first output token.
             hits = traits.hits(held, (num_tokens - 1) // size * size)
             work_s = traits.latency.prefill_s(num_tokens - hits.num_tokens)
-            wait_s = entry.queued_s(self.now) + traits.load_s(hits.num_host)
+            wait_s = entry.queued_s(self.now) + traits.load_s(hits.num_host, hits.num_disk)
             cost = wait_s + work_s * factor
             if cost < least:
                 least, best = cost, (worker, wait_s, work_s, hits)
@@ -487,6 +493,7 @@ class Router:
             best.hits.num_cached,
             num_tokens,
             best.hits.num_host,
+            best.hits.num_disk,
         )
 
     def _decode_candidates(

@@ -420,6 +420,7 @@ def _placement_info(predicted: Predicted) -> admin_pb2.PlacementInfo:
         prompt_worker_id=predicted.prompt_worker,
         cached_tokens=predicted.num_cached,
         host_tokens=predicted.num_host,
+        disk_tokens=predicted.num_disk,
         decode_worker_id=predicted.decode_worker,
     )
     if predicted.queue_s is not None and predicted.computation_s is not None:

@@ -94,7 +94,8 @@ class CoreCollector(Collector):
         yield tokens
         prompts = CounterMetricFamily(
             "baton_prompt_tokens",
-            "Tokens of computed prompts. device: from a prefix cache; host: from host memory.",
+            "Tokens of computed prompts. device: from a prefix cache; host: from host memory; "
+            "disk: from disk.",
             labels=["source"],
         )
         for source, count in tuple(stats.prompt_tokens.items()):

@@ -183,12 +183,13 @@ class Predicted(NamedTuple):
     Attributes:
         prompt_worker: ID of the worker that computes the prompt.
         queue_s: seconds until that worker begins to compute the prompt, including the load from
-            host memory; None: not predicted.
+            host memory and from disk; None: not predicted.
         computation_s: seconds of the prompt's computation there; None: not predicted.
         num_cached: prompt tokens in that worker's prefix cache.
         decode_worker: ID of the worker that decodes; "": the request ends with its first token.
         step_s: seconds of a decode step there with this request; 0 without a decode worker.
         num_host: prompt tokens in the host memory of the worker that computes the prompt.
+        num_disk: prompt tokens on the disk of that worker.
     """
 
     prompt_worker: str
@@ -198,6 +199,7 @@ class Predicted(NamedTuple):
     decode_worker: str
     step_s: float
     num_host: int = 0
+    num_disk: int = 0
 
 
 class PromptSources(NamedTuple):
@@ -208,12 +210,19 @@ class PromptSources(NamedTuple):
         host: loaded from that worker's host memory.
         computed: computed by that worker.
         handoff: handed over to the decode worker.
+        disk: loaded from the disk of the worker that computed the rest of the prompt.
     """
 
     device: int
     host: int
     computed: int
     handoff: int
+    disk: int = 0
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens that no worker computed for this attempt."""
+        return self.device + self.host + self.disk
 
 
 @dataclass(slots=True)
@@ -337,11 +346,12 @@ class Request:
         if timings is None:
             return None
         device, host = timings.num_cached_tokens, timings.num_host_tokens
+        disk = timings.num_disk_tokens
         handoff = 0
         if self.prefill_timings is not None and self.decode_timings is not None:
             handoff = self.decode_timings.num_handoff_tokens
-        computed = max(0, self.num_prompt_tokens - device - host)
-        return PromptSources(device, host, computed, handoff)
+        computed = max(0, self.num_prompt_tokens - device - host - disk)
+        return PromptSources(device, host, computed, handoff, disk)
 
     @property
     def id(self) -> str:

@@ -2,12 +2,13 @@
 
 vLLM's own store keeps GPU blocks in a file in /dev/shm, which a killed process leaves behind and
 which containers limit to 64 MB. Each rank keeps its part in its own memory here.
+Blocks in host memory are also written to disk, if the disk tier is on (kvtransfer/disk).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
+    LookupResult,
     OffloadingWorker,
     OffloadKey,
     PrepareStoreOutput,
@@ -26,25 +28,46 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks, Name
+from baton.kvtransfer.disk.index import DiskIndex
+from baton.kvtransfer.disk.orders import BlockName, DiskReport
+
+# Share of the blocks in host memory that the disk may read or write at a time; the rest stays for
+# the engine. A single prompt may load as many from disk.
+_MOST_BUSY = 0.25
+# Copies between host memory and disk belong to no request.
+_NO_REQUEST = ReqContext("")
 
 
 class HostBlocks(CPUOffloadingManager):
     """vLLM's table of blocks in host memory, which drops wrong blocks and reports its changes.
 
+    With a disk, each block is written there once, when host memory has it: later, when host memory
+    evicts it, its place is needed at once, and a worker that is killed would lose all of them.
+
     Args:
         num_blocks: Number of blocks that the memory holds.
         reports: Receives the changes.
+        disk: Blocks on disk; None: there is no disk tier.
     """
 
-    def __init__(self, num_blocks: int, reports: CachedBlocks) -> None:
+    def __init__(
+        self, num_blocks: int, reports: CachedBlocks, disk: DiskIndex | None = None
+    ) -> None:
         super().__init__(num_blocks)
         self._reports = reports
         # Blocks whose store is under way and whose content is wrong.
         self._wrong: set[OffloadKey] = set()
+        self.disk = disk
+
+    @staticmethod
+    def most_writes(num_blocks: int) -> int:
+        """Returns how many blocks of host memory may be on their way to disk."""
+        return max(1, int(_MOST_BUSY * num_blocks))
 
     def drop(self, keys: Collection[OffloadKey]) -> None:
         """Makes blocks whose store is under way unusable: their content is wrong."""
@@ -71,11 +94,84 @@ class HostBlocks(CPUOffloadingManager):
         if right:
             super().complete_store(right, req_context)
             self._reports.arrive_in_host(_names(right))
+            self._write_to_disk(right)
+
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        found = super().lookup(key, req_context)
+        lost = self.disk is not None and self.disk.is_lost(key)
+        return LookupResult.MISS if found is LookupResult.HIT_PENDING and lost else found
 
     def reset_cache(self) -> None:
+        busy = self.disk.slots if self.disk is not None else set()
+        num_allocated = self._num_allocated_chunks
         super().reset_cache()
         self._wrong.clear()
         self._reports.clear_host()
+        if self.disk is not None:
+            # A rank may still read or write these blocks of host memory: `disk_reported` frees
+            # them.
+            self._num_allocated_chunks = num_allocated
+            self._free_list = [slot for slot in range(num_allocated) if slot not in busy]
+            self.disk.host_emptied()
+            self.disk.clear()
+
+    # ---- Disk
+
+    def _write_to_disk(self, keys: Sequence[OffloadKey]) -> None:
+        """Begins to write blocks in host memory, as far as the disk takes them now."""
+        if self.disk is None:
+            return
+        for key, name in zip(keys, _names(keys), strict=True):
+            if not self.disk.accepts(key):
+                continue
+            if (described := self._reports.described(name)) is not None:
+                spec = self._prepare_load([key], _NO_REQUEST, record_access=False)
+                self.disk.write(BlockName(key, *described), _slots(spec)[0])
+
+    def load_from_disk(
+        self, keys: Sequence[OffloadKey], req_context: ReqContext
+    ) -> set[OffloadKey]:
+        """Begins to load a prompt's next blocks to host memory; returns those being loaded.
+
+        Args:
+            keys: The blocks that the prompt needs, in their order.
+            req_context: Belongs to the request.
+        """
+        disk = self.disk
+        assert disk is not None, "asked only with a disk"
+        wanted: list[OffloadKey] = []
+        num_left = self.most_writes(self._num_chunks)
+        for key in keys:
+            if self._policy.get(key) is None:
+                if key not in disk or not num_left:
+                    break
+                num_left -= 1
+            wanted.append(key)
+        if all(self._policy.get(key) is not None for key in wanted):
+            return set()
+        # Blocks of the prompt that are in host memory must stay: vLLM evicts none of these keys.
+        output = super().prepare_store(wanted, req_context)
+        if output is None:
+            return set()
+        self._reports.leave_host(_names(output.evicted_keys))
+        loaded = output.keys_to_store
+        for key, name, slot in zip(loaded, _names(loaded), _slots(output.store_spec), strict=True):
+            block = disk.get(key)
+            self._reports.come_from_disk(name, block.hash, block.owner)
+            disk.load(key, slot)
+        return set(loaded)
+
+    def disk_reported(self, report: DiskReport) -> None:
+        """Takes the ranks' report on their disks."""
+        assert self.disk is not None, "ranks report only with a disk"
+        for ended in self.disk.reported(report):
+            key = OffloadKey(ended.key)
+            if not ended.wanted:
+                self._free_list.append(ended.slot)
+            elif ended.is_load:
+                self.complete_store([key], _NO_REQUEST, success=ended.done)
+            else:
+                self.complete_load([key], _NO_REQUEST)
 
 
 class HostMemory(CPUOffloadingSpec):
@@ -84,11 +180,12 @@ class HostMemory(CPUOffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         super().__init__(config)
         self._reports: CachedBlocks | None = None
+        self._disk: DiskIndex | None = None
         self._blocks: HostBlocks | None = None
 
-    def report_to(self, reports: CachedBlocks) -> None:
-        """Sets the receiver of changes; called before `get_manager`."""
-        self._reports = reports
+    def report_to(self, reports: CachedBlocks, disk: DiskIndex | None) -> None:
+        """Sets the receiver of changes and the disk; called before `get_manager`."""
+        self._reports, self._disk = reports, disk
 
     def _uses_shared_region(self) -> bool:
         return False
@@ -97,7 +194,7 @@ class HostMemory(CPUOffloadingSpec):
         if self._blocks is None:
             # In a plain vLLM (bench/conversation.py) the changes are not read.
             reports = self._reports or CachedBlocks(self.tokens_per_block[0])
-            self._blocks = HostBlocks(self.num_chunks, reports)
+            self._blocks = HostBlocks(self.num_chunks, reports, self._disk)
         return self._blocks
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -153,8 +250,28 @@ class CpuCopies(OffloadingWorker):
     def wait(self, job_ids: set[int]) -> None:
         return
 
+    @property
+    def memory(self) -> list[npt.NDArray[np.int8]]:
+        """Host memory, one array of blocks per layer."""
+        return [memory for _, memory in self._pairs]
+
     def shutdown(self) -> None:
         self._pairs = []
+
+
+def host_pages(worker: OffloadingWorker) -> Callable[[int], Sequence[memoryview]]:
+    """Returns the function that gives a block of a rank's host memory, one buffer per layer."""
+    if isinstance(worker, CpuCopies):
+        layers = worker.memory
+    else:
+        assert isinstance(worker, CPUOffloadingWorker), "HostMemory makes no other worker"
+        layers = [layer.numpy() for layer in worker._store_handler.dst_tensors]
+    return lambda slot: [memoryview(layer[slot]).cast("B") for layer in layers]
+
+
+def _slots(spec: LoadStoreSpec) -> list[int]:
+    assert isinstance(spec, CPULoadStoreSpec)
+    return [int(slot) for slot in spec.block_ids]
 
 
 def _names(keys: Collection[OffloadKey]) -> list[Name]:

@@ -15,8 +15,8 @@ and the request waits without blocks. The step that first runs the request loads
 synchronously, into the blocks that the scheduler gave to the request. Every failure (refused,
 expired, altered bytes) ends with the engine computing the prompt itself.
 
-Keeping. Blocks that the engine's cache evicts stay in host memory (host_tier.py); a request without
-a handoff loads them from there.
+Keeping. Blocks that the engine's cache evicts stay in host memory (host_tier.py), and on disk
+(disk_tier.py); a request without a handoff loads them from there.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from baton.kvtransfer import engine_stages
 from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE, CachedBlocks
+from baton.kvtransfer.connector.disk_tier import SHUTDOWN_TIMEOUT_S, make_rank_disk
 from baton.kvtransfer.connector.handoff_step import HandoffStep, LoadReport
 from baton.kvtransfer.connector.host_tier import (
     HOST_BYTES,
@@ -55,6 +56,8 @@ from baton.kvtransfer.connector.host_tier import (
 from baton.kvtransfer.connector.rank_half import RankHalf
 from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
 from baton.kvtransfer.control import EnginePort
+from baton.kvtransfer.disk.orders import DiskReport, Order
+from baton.kvtransfer.disk.rank_disk import RankDisk
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import affinity, quick_exit
 
@@ -84,10 +87,12 @@ class StepMetadata(KVConnectorMetadata):
     Attributes:
         step: Work for handoffs.
         host: Copies from and to host memory; None without a host tier.
+        disk: Orders for the ranks' disks.
     """
 
     step: HandoffStep = field(default_factory=HandoffStep)
     host: OffloadingConnectorMetadata | None = None
+    disk: list[Order] = field(default_factory=list)
 
 
 @dataclass
@@ -97,6 +102,7 @@ class RankReport(KVConnectorWorkerMetadata):
     loads: LoadReport
     is_cut_off: bool = False
     host: OffloadingWorkerMetadata | None = None
+    disk: DiskReport | None = None
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, RankReport)
@@ -106,6 +112,10 @@ class RankReport(KVConnectorWorkerMetadata):
             self.host = self.host or other.host
         else:
             self.host = self.host.aggregate(other.host)
+        if self.disk is None or other.disk is None:
+            self.disk = self.disk or other.disk
+        else:
+            self.disk.add(other.disk)
         return self
 
 
@@ -161,6 +171,7 @@ class BatonConnector(KVConnectorBase_V1):
         self._ranks: RankHalf | None = None
         self._host: HostTier | None = None
         self._host_copies: OffloadingConnectorWorker | None = None
+        self._rank_disk: RankDisk | None = None
         if role == KVConnectorRole.SCHEDULER:
             # vLLM's scheduler spins while its ranks compute; it must not take their cores.
             affinity.avoid_cores(extra["rank_cpus"])
@@ -194,6 +205,8 @@ class BatonConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._ranks is not None:
             self._ranks.close()
+        if self._rank_disk is not None:
+            self._rank_disk.close(SHUTDOWN_TIMEOUT_S)
         if self._host_copies is not None:
             self._host_copies.shutdown()
         self._port.close()
@@ -223,6 +236,9 @@ class BatonConnector(KVConnectorBase_V1):
         self._rank_half.register(kv_caches)
         if self._host_copies is not None:
             self._host_copies.register_kv_caches(kv_caches)
+            extra = self._kv_transfer_config.kv_connector_extra_config
+            rank = get_tensor_model_parallel_rank()
+            self._rank_disk = make_rank_disk(extra, rank, self._host_copies.worker)
         self._note_stage(engine_stages.KV)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -238,6 +254,8 @@ class BatonConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._host_copies is not None:
             self._host_copies.start_kv_transfers(self._orders().host)
+        if self._rank_disk is not None:
+            self._rank_disk.submit(self._orders().disk)
         self._rank_half.load(self._orders().step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -269,7 +287,10 @@ class BatonConnector(KVConnectorBase_V1):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report, is_cut_off = self._rank_half.take_report(), not self._rank_half.alive
         host = self._host_copies.build_connector_worker_meta() if self._host_copies else None
-        return RankReport(report, is_cut_off, host) if report or is_cut_off or host else None
+        disk = self._rank_disk.take_report() if self._rank_disk is not None else None
+        if not (report or is_cut_off or host or disk):
+            return None
+        return RankReport(report, is_cut_off, host, disk)
 
     # ---- scheduler
 
@@ -305,8 +326,10 @@ class BatonConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         step = self._scheduler_half.step(scheduler_output)
-        host = self._host.step(scheduler_output) if self._host is not None else None
-        return StepMetadata(step, host)
+        if self._host is None:
+            return StepMetadata(step)
+        host, disk = self._host.step(scheduler_output), self._host.disk
+        return StepMetadata(step, host, disk.take_orders() if disk is not None else [])
 
     def has_pending_push_work(self) -> bool:
         return self._host is not None and self._host.has_work
@@ -339,6 +362,8 @@ class BatonConnector(KVConnectorBase_V1):
                 told[HOST_CHANGE] = change
             if loads := self._host.take_loads():
                 told[HOST_LOADS] = loads
+            if self._host.disk is not None:
+                told |= self._host.disk.told()
         return StepStats(told)
 
     def _cache_change(self, events: Sequence[KVCacheEvent]) -> Any:
@@ -381,6 +406,8 @@ class BatonConnector(KVConnectorBase_V1):
                 self._host.distrust({*untrusted, *invalid})
             report = told.host if isinstance(told, RankReport) else None
             self._host.reported(connector_output, report)
+            if isinstance(told, RankReport) and told.disk is not None:
+                self._host.disk_reported(told.disk)
 
     @property
     def _known_cache_manager(self) -> KVCacheManager:

@@ -27,6 +27,7 @@ async def ask(one: Side, name: str, prompt: list[int], cache_salt: str = "") -> 
         "tokens": tokens,
         "num_cached": first.num_cached_tokens,
         "num_host": first.num_host_tokens,
+        "num_disk": first.num_disk_tokens,
         "num_handoff": first.num_handoff_tokens,
     }
 

@@ -808,6 +808,7 @@ class PromptTokens(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     COMPUTED_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
+    DISK_FIELD_NUMBER: _builtins.int
     device: _builtins.int
     """From the prefix cache of the worker that computed the rest of the prompt."""
     host: _builtins.int
@@ -816,6 +817,8 @@ class PromptTokens(_message.Message):
     """Computed by that worker."""
     handoff: _builtins.int
     """Handed over to the decode worker. The decode worker had the other tokens in its prefix cache."""
+    disk: _builtins.int
+    """Loaded from that worker's disk."""
     def __init__(
         self,
         *,
@@ -823,10 +826,11 @@ class PromptTokens(_message.Message):
         host: _builtins.int = ...,
         computed: _builtins.int = ...,
         handoff: _builtins.int = ...,
+        disk: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "device", b"device", "handoff", b"handoff", "host", b"host"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "device", b"device", "disk", b"disk", "handoff", b"handoff", "host", b"host"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -845,6 +849,7 @@ class PlacementInfo(_message.Message):
     DECODE_WORKER_ID_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     HOST_TOKENS_FIELD_NUMBER: _builtins.int
+    DISK_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_worker_id: _builtins.str
     """Worker that computes the prompt."""
     cached_tokens: _builtins.int
@@ -853,6 +858,8 @@ class PlacementInfo(_message.Message):
     """Worker that decodes; empty if the request ends with its first token."""
     host_tokens: _builtins.int
     """Prompt tokens in the host memory of the worker that computes the prompt."""
+    disk_tokens: _builtins.int
+    """Prompt tokens on the disk of the worker that computes the prompt."""
     @_builtins.property
     def queue(self) -> _duration_pb2.Duration:
         """Predicted time until that worker begins to compute the prompt; absent if it was not predicted."""
@@ -875,10 +882,11 @@ class PlacementInfo(_message.Message):
         decode_worker_id: _builtins.str = ...,
         step: _duration_pb2.Duration | None = ...,
         host_tokens: _builtins.int = ...,
+        disk_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["computation", b"computation", "queue", b"queue", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computation", b"computation", "decode_worker_id", b"decode_worker_id", "host_tokens", b"host_tokens", "prompt_worker_id", b"prompt_worker_id", "queue", b"queue", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computation", b"computation", "decode_worker_id", b"decode_worker_id", "disk_tokens", b"disk_tokens", "host_tokens", b"host_tokens", "prompt_worker_id", b"prompt_worker_id", "queue", b"queue", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

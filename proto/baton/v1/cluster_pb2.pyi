@@ -55,6 +55,8 @@ class _CacheTierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheTier.V
     """The engine's prefix cache, on the device."""
     CACHE_TIER_HOST: _CacheTier.ValueType  # 1
     """The KV store in host memory. It may lack blocks before a block that it holds."""
+    CACHE_TIER_DISK: _CacheTier.ValueType  # 7
+    """The KV store on disk. It may lack blocks before a block that it holds."""
 
 class CacheTier(_CacheTier, metaclass=_CacheTierEnumTypeWrapper):
     """Where a worker keeps KV blocks."""
@@ -63,6 +65,8 @@ CACHE_TIER_UNSPECIFIED: CacheTier.ValueType  # 0
 """The engine's prefix cache, on the device."""
 CACHE_TIER_HOST: CacheTier.ValueType  # 1
 """The KV store in host memory. It may lack blocks before a block that it holds."""
+CACHE_TIER_DISK: CacheTier.ValueType  # 7
+"""The KV store on disk. It may lack blocks before a block that it holds."""
 Global___CacheTier: _TypeAlias = CacheTier  # noqa: Y015
 
 @_typing.final
@@ -373,6 +377,8 @@ class Capacity(_message.Message):
     SUPPORTS_FORCED_TOKENS_FIELD_NUMBER: _builtins.int
     KEEPS_PREFIXES_FIELD_NUMBER: _builtins.int
     HOST_KV_TOKENS_FIELD_NUMBER: _builtins.int
+    DISK_KV_TOKENS_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     kv_tokens: _builtins.int
     block_size_tokens: _builtins.int
     max_num_seqs: _builtins.int
@@ -390,6 +396,10 @@ class Capacity(_message.Message):
     """Whether prefix caching is on, so that the KV blocks of a cancelled prompt stay usable."""
     host_kv_tokens: _builtins.int
     """Size of the KV store in host memory in tokens; 0: none."""
+    disk_kv_tokens: _builtins.int
+    """Size of the KV store on disk in tokens; 0: none."""
+    disk_bytes_per_s: _builtins.int
+    """Speed of loads from disk in bytes per second, of all ranks together; 0: unknown."""
     def __init__(
         self,
         *,
@@ -402,10 +412,12 @@ class Capacity(_message.Message):
         supports_forced_tokens: _builtins.bool = ...,
         keeps_prefixes: _builtins.bool = ...,
         host_kv_tokens: _builtins.int = ...,
+        disk_kv_tokens: _builtins.int = ...,
+        disk_bytes_per_s: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "host_kv_tokens", b"host_kv_tokens", "keeps_prefixes", b"keeps_prefixes", "kv_tokens", b"kv_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_receive_bytes", b"max_receive_bytes", "max_send_bytes", b"max_send_bytes", "supports_forced_tokens", b"supports_forced_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "disk_bytes_per_s", b"disk_bytes_per_s", "disk_kv_tokens", b"disk_kv_tokens", "host_kv_tokens", b"host_kv_tokens", "keeps_prefixes", b"keeps_prefixes", "kv_tokens", b"kv_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_receive_bytes", b"max_receive_bytes", "max_send_bytes", b"max_send_bytes", "supports_forced_tokens", b"supports_forced_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1223,6 +1235,7 @@ class StageTimings(_message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_HANDOFF_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_HOST_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_DISK_TOKENS_FIELD_NUMBER: _builtins.int
     queue_us: _builtins.int
     """From the command's arrival until the first engine step of the request."""
     run_us: _builtins.int
@@ -1234,6 +1247,8 @@ class StageTimings(_message.Message):
     """Prompt tokens loaded from the handoff; 0 if the handoff failed and the prompt was recomputed."""
     num_host_tokens: _builtins.int
     """Prompt tokens loaded from the worker's own KV store in host memory."""
+    num_disk_tokens: _builtins.int
+    """Prompt tokens loaded from the worker's own disk."""
     def __init__(
         self,
         *,
@@ -1243,10 +1258,11 @@ class StageTimings(_message.Message):
         num_cached_tokens: _builtins.int = ...,
         num_handoff_tokens: _builtins.int = ...,
         num_host_tokens: _builtins.int = ...,
+        num_disk_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_wait_us", b"handoff_wait_us", "num_cached_tokens", b"num_cached_tokens", "num_handoff_tokens", b"num_handoff_tokens", "num_host_tokens", b"num_host_tokens", "queue_us", b"queue_us", "run_us", b"run_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_wait_us", b"handoff_wait_us", "num_cached_tokens", b"num_cached_tokens", "num_disk_tokens", b"num_disk_tokens", "num_handoff_tokens", b"num_handoff_tokens", "num_host_tokens", b"num_host_tokens", "queue_us", b"queue_us", "run_us", b"run_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,91 @@
+"""One engine of two ranks that keeps blocks on disk, then a second one in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import vllm_cases as cases
+from engine_handoffs import TIMEOUT_S, Side, left_behind, side
+from engine_host_tier import ask, evict
+
+# As many blocks as the engine's cache has; see engine_cases.py.
+HOST_BYTES = 64 * 2**15
+
+
+def files(disk_dir: Path) -> Iterator[Path]:
+    return (one for one in disk_dir.rglob("rank-*/*/*/*") if one.is_file())
+
+
+def damage(disk_dir: Path) -> int:
+    """Flips a bit in every file of the second rank; returns the number of files."""
+    num_files = 0
+    for num_files, path in enumerate(disk_dir.rglob("rank-1/*/*/*"), start=1):
+        data = bytearray(path.read_bytes())
+        data[(997 * num_files) % len(data)] ^= 4
+        path.write_bytes(data)
+    return num_files
+
+
+async def first_life(one: Side, disk_dir: Path) -> dict[str, Any]:
+    prompt = cases.prompt(330, 91)
+    made: dict[str, Any] = {"first": await ask(one, "first", prompt)}
+    await evict(one, "a")
+    made["again"] = await ask(one, "again", prompt)
+    made["cached"] = await ask(one, "cached", prompt)
+    await evict(one, "b")
+    twins = (ask(one, f"twin {n}", prompt) for n in range(2))
+    made["twins"] = await asyncio.gather(*twins)
+    made["other tenant"] = await ask(one, "other tenant", prompt, "search")
+    await evict(one, "c")
+    made["num_damaged"] = damage(disk_dir)
+    made["damaged"] = await ask(one, "damaged", prompt)
+    made["num_wrong_files"] = one.num_wrong_files
+    await evict(one, "d")
+    made["written again"] = await ask(one, "written again", prompt)
+    return made
+
+
+async def second_life(one: Side, disk_dir: Path, answer: list[int]) -> dict[str, Any]:
+    prompt = cases.prompt(330, 91)
+    made: dict[str, Any] = {"restarted": await ask(one, "restarted", prompt)}
+    made["restarted, other tenant"] = await ask(one, "restarted, other", prompt, "search")
+    turn = [*prompt, *answer, *cases.prompt(50, 92)]
+    made["next"] = await ask(one, "next", turn)
+    made["num_on_disk"] = len(one.on_disk)
+    await evict(one, "e")
+    shutil.rmtree(disk_dir)
+    made["without a disk"] = await ask(one, "without a disk", turn)
+    made["after"] = await ask(one, "after", cases.prompt(200, 93))
+    made["disk_failed"] = one.disk_failed
+    made["left"] = await left_behind(one)
+    return made
+
+
+async def run(model: str, ranks: int) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="baton-") as directory:
+        disk_dir = Path(directory) / "kv"
+
+        def engine(name: str) -> contextlib.AbstractAsyncContextManager[Side]:
+            socket_path = str(Path(directory) / name)
+            return side(model, ranks, socket_path, host_bytes=HOST_BYTES, disk_dir=str(disk_dir))
+
+        async with asyncio.timeout(2 * TIMEOUT_S):
+            async with engine("1.sock") as one:
+                made |= await first_life(one, disk_dir)
+            made["num_files"] = len(list(files(disk_dir)))
+            async with engine("2.sock") as one:
+                made |= await second_life(one, disk_dir, made["first"]["tokens"])
+                made["disk_kv_tokens"] = one.info.disk_kv_tokens
+    return made
+
+
+def main(model: str, ranks: int) -> dict[str, Any]:
+    """Returns the results of the cases."""
+    return asyncio.run(run(model, ranks))
