@@ -55,6 +55,11 @@ class HostBlocks(CPUOffloadingManager):
         disk: Blocks on disk; None: there is no disk tier.
     """
 
+    # vLLM's names that this class uses; HostTier checks them.
+    PRIVATE = ("_policy", "_num_chunks", "_num_allocated_chunks", "_free_list", "_prepare_load")
+    _num_allocated_chunks: int
+    _free_list: list[int]
+
     def __init__(
         self, num_blocks: int, reports: CachedBlocks, disk: DiskIndex | None = None
     ) -> None:
@@ -121,12 +126,22 @@ class HostBlocks(CPUOffloadingManager):
         """Begins to write blocks in host memory, as far as the disk takes them now."""
         if self.disk is None:
             return
-        for key, name in zip(keys, _names(keys), strict=True):
-            if not self.disk.accepts(key):
-                continue
-            if (described := self._reports.described(name)) is not None:
+        wanted = [key for key in keys if self.disk.accepts(key)]
+        for key, name in zip(wanted, _names(wanted), strict=True):
+            described = self._reports.described(name)
+            if self.disk.accepts(key) and described is not None:
                 spec = self._prepare_load([key], _NO_REQUEST, record_access=False)
                 self.disk.write(BlockName(key, *described), _slots(spec)[0])
+
+    def used(self, keys: Sequence[OffloadKey]) -> None:
+        """Notes that a request with these blocks has ended, for the disk.
+
+        Blocks in host memory that found the disk busy before get another chance.
+        """
+        if self.disk is not None:
+            held = ((key, self._policy.get(key)) for key in keys)
+            self._write_to_disk([key for key, one in held if one is not None and one.is_ready])
+            self.disk.used(keys)
 
     def load_from_disk(
         self, keys: Sequence[OffloadKey], req_context: ReqContext

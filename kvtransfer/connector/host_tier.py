@@ -35,7 +35,7 @@ from vllm.v1.request import RequestStatus
 
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks
 from baton.kvtransfer.connector.disk_tier import DiskTier
-from baton.kvtransfer.connector.host_memory import HostMemory
+from baton.kvtransfer.connector.host_memory import HostBlocks, HostMemory
 from baton.kvtransfer.disk.orders import DiskReport
 
 if TYPE_CHECKING:
@@ -250,7 +250,7 @@ class HostTier:
         if self.disk is not None:
             state = self._scheduler._req_status.get(request.request_id)
             if state is not None:
-                self.disk.index.used(state.group_states[0].offload_keys)
+                self._blocks.used(state.group_states[0].offload_keys)
 
     def take_loads(self) -> dict[str, tuple[int, int]]:
         """Returns the loads since the last step, see HOST_LOADS; called once per step."""
@@ -282,7 +282,11 @@ def _missing(scheduler: OffloadingConnectorScheduler) -> list[str]:
         for owner, names in _FIELDS.items()
         for name in set(names).difference(one.name for one in fields(owner))
     ]
-    return found + [name for name in ("_jobs", "_req_status") if not hasattr(scheduler, name)]
+    private = [
+        *((scheduler, name) for name in ("_jobs", "_req_status")),
+        *((scheduler.manager, name) for name in HostBlocks.PRIVATE),
+    ]
+    return found + [name for owner, name in private if not hasattr(owner, name)]
 
 
 def make_rank_half(

@@ -12,7 +12,7 @@ from typing import Any
 
 import vllm_cases as cases
 from engine_handoffs import TIMEOUT_S, Side, left_behind, side
-from engine_host_tier import ask, evict
+from engine_host_tier import ask, evict, hashes
 
 # As many blocks as the engine's cache has; see engine_cases.py.
 HOST_BYTES = 64 * 2**15
@@ -32,9 +32,17 @@ def damage(disk_dir: Path) -> int:
     return num_files
 
 
+async def written(one: Side, name: str, prompt: list[int], cache_salt: str = "") -> None:
+    """Repeats a request until the disk has all blocks of its prompt; it may have been busy."""
+    wanted = set(hashes(prompt, cache_salt))
+    while not wanted <= one.on_disk:
+        await ask(one, f"{name}, once more", prompt, cache_salt)
+
+
 async def first_life(one: Side, disk_dir: Path) -> dict[str, Any]:
     prompt = cases.prompt(330, 91)
     made: dict[str, Any] = {"first": await ask(one, "first", prompt)}
+    await written(one, "first", [*prompt, *made["first"]["tokens"]])
     await evict(one, "a")
     made["again"] = await ask(one, "again", prompt)
     made["cached"] = await ask(one, "cached", prompt)
@@ -45,6 +53,7 @@ async def first_life(one: Side, disk_dir: Path) -> dict[str, Any]:
     await evict(one, "c")
     made["num_damaged"] = damage(disk_dir)
     made["damaged"] = await ask(one, "damaged", prompt)
+    await written(one, "damaged", prompt)
     made["num_wrong_files"] = one.num_wrong_files
     await evict(one, "d")
     made["written again"] = await ask(one, "written again", prompt)
