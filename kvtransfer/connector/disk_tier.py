@@ -95,7 +95,7 @@ class DiskTier:
                 options["bytes"],
             )
             return None
-        most_writes = HostBlocks.most_writes(memory.num_chunks)
+        most_writes = HostBlocks.most_busy(memory.num_chunks)
         index = DiskIndex(max_blocks, most_writes, num_ranks, time.monotonic)
         return cls(index, Path(options["directory"]), num_ranks, payload)
 

@@ -36,8 +36,8 @@ from baton.kvtransfer.connector.cached_blocks import CachedBlocks, Name
 from baton.kvtransfer.disk.index import DiskIndex
 from baton.kvtransfer.disk.orders import BlockName, DiskReport
 
-# Share of the blocks in host memory that the disk may read or write at a time; the rest stays for
-# the engine. A single prompt may load as many from disk.
+# Share of the blocks in host memory that may be on their way to disk at a time, and share of those
+# that may be on their way from disk; the rest stays for the engine.
 _MOST_BUSY = 0.25
 # Copies between host memory and disk belong to no request.
 _NO_REQUEST = ReqContext("")
@@ -70,8 +70,8 @@ class HostBlocks(CPUOffloadingManager):
         self.disk = disk
 
     @staticmethod
-    def most_writes(num_blocks: int) -> int:
-        """Returns how many blocks of host memory may be on their way to disk."""
+    def most_busy(num_blocks: int) -> int:
+        """Returns how many blocks of host memory may be on their way to disk, or from disk."""
         return max(1, int(_MOST_BUSY * num_blocks))
 
     def drop(self, keys: Collection[OffloadKey]) -> None:
@@ -155,10 +155,10 @@ class HostBlocks(CPUOffloadingManager):
         disk = self.disk
         assert disk is not None, "asked only with a disk"
         wanted: list[OffloadKey] = []
-        num_left = self.most_writes(self._num_chunks)
+        num_left = self.most_busy(self._num_chunks) - disk.num_loads
         for key in keys:
             if self._policy.get(key) is None:
-                if key not in disk or not num_left:
+                if key not in disk or num_left <= 0:
                     break
                 num_left -= 1
             wanted.append(key)

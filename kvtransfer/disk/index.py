@@ -114,6 +114,11 @@ class DiskIndex:
         return bool(self._orders)
 
     @property
+    def num_loads(self) -> int:
+        """Number of blocks that are being loaded."""
+        return len(self._loading)
+
+    @property
     def slots(self) -> set[int]:
         """Blocks of host memory that ranks read or write."""
         return {job.order.slot for job in self._jobs.values()}
