@@ -232,6 +232,23 @@ class EngineStep:
 
 
 @dataclass(frozen=True, slots=True)
+class DroppedBlocks:
+    """KV blocks that an engine has deleted, by tier.
+
+    Attributes:
+        device: Blocks of the prefix cache.
+        host: Blocks in host memory.
+        disk: Blocks on disk.
+        has_files_left: True if the disk has failed, so that files may be left.
+    """
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    has_files_left: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLoad:
     """A snapshot for load reports.
 
@@ -332,6 +349,17 @@ class Engine(Protocol):
 
     def set_step_targets(self, targets: StepTargets) -> None:
         """Sets the targets of the steps from the next one on; may be called before `start`."""
+        ...
+
+    async def drop_cache(self, cache_salt: str | None) -> DroppedBlocks:
+        """Deletes KV blocks from every tier, and overwrites their bytes. Raises EngineDead.
+
+        Running requests keep their blocks until they end, and may store what they compute later.
+
+        Args:
+            cache_salt: Delete only blocks of requests with this salt (EngineRequest.cache_salt);
+                None: all blocks.
+        """
         ...
 
     async def start_profile(self) -> None:

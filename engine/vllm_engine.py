@@ -31,6 +31,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from baton.engine.base import (
     CacheChange,
+    DroppedBlocks,
     EngineDead,
     EngineInfo,
     EngineLoad,
@@ -47,9 +48,10 @@ from baton.engine.vllm_live import LiveRequest
 from baton.engine.vllm_lora import lora_requests
 from baton.engine.vllm_processes import kill_vllm, rank_segments
 from baton.engine.vllm_profiler import VllmProfiler
-from baton.engine.vllm_request import engine_core_requests
+from baton.engine.vllm_request import drop_request, engine_core_requests
 from baton.engine.vllm_setup import VllmSetup
 from baton.engine.vllm_step_targets import write_targets
+from baton.kvtransfer.connector.cache_drops import DROPPED
 from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE
 from baton.kvtransfer.connector.disk_tier import DISK_CHANGE, DISK_COUNTS
 from baton.kvtransfer.connector.host_tier import HOST_CHANGE, HOST_LOADS
@@ -119,6 +121,8 @@ class VllmEngine:
         self._num_steps = 0
         self._samples: deque[StepSample] = deque(maxlen=_MAX_SAMPLES)
         self._last_step_at = 0.0
+        # Orders to delete KV blocks, by their IDs.
+        self._drops: dict[int, asyncio.Future[DroppedBlocks]] = {}
         self._core: Any = None
         self._profiler: VllmProfiler | None = None
         self._starting: asyncio.Future[EngineInfo] | None = None
@@ -235,11 +239,25 @@ class VllmEngine:
         self._output.abort_requests(internal_ids, internal=True)
         await self._core.abort_requests_async(internal_ids)
 
+    async def drop_cache(self, cache_salt: str | None) -> DroppedBlocks:
+        drop_id = next(self._counter)
+        dropped: asyncio.Future[DroppedBlocks] = asyncio.get_running_loop().create_future()
+        self._drops[drop_id] = dropped
+        try:
+            await self._add(drop_request(self._input, f"drop#{drop_id}", drop_id, cache_salt))
+            return await dropped
+        finally:
+            del self._drops[drop_id]
+
     async def next_step(self) -> EngineStep:
         try:
             outputs = await self._core.get_output_async()
         except EngineDeadError as error:
-            raise EngineDead(f"vLLM's engine core died: {error}") from error
+            dead = EngineDead(f"vLLM's engine core died: {error}")
+            for dropped in self._drops.values():
+                if not dropped.done():
+                    dropped.set_exception(dead)
+            raise dead from error
         self._num_steps += 1
         step = EngineStep()
         if outputs.scheduler_stats is not None:
@@ -286,6 +304,9 @@ class VllmEngine:
             if (live := self._by_internal_id.get(internal_id)) is not None:
                 live.num_host_tokens = num_tokens - num_from_disk
                 live.num_disk_tokens = num_from_disk
+        for drop_id, blocks in reports.get(DROPPED, {}).items():
+            if (dropped := self._drops.get(drop_id)) is not None and not dropped.done():
+                dropped.set_result(DroppedBlocks(*blocks))
         for internal_id in reports.get(PREFIX_GONE, ()):
             # The request waits in vLLM until it is aborted, and may be reported again until then.
             if (live := self._by_internal_id.get(internal_id)) is not None:

@@ -123,6 +123,11 @@ class CachedBlocks:
         block = self._blocks.get(name)
         return (block.hash, block.owner) if block is not None else None
 
+    def owner(self, name: Name) -> str | None:
+        """Returns the owner of a block; None if it is not known."""
+        block = self._blocks.get(name)
+        return block.owner if block is not None else None
+
     def come_from_disk(self, name: Name, block_hash: int, owner: str) -> None:
         """Notes that a block that was on disk is being loaded to host memory."""
         self._in_host[name] = False

@@ -14,7 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from baton.kvtransfer.connector.host_memory import HostBlocks, HostMemory, host_pages
+from vllm.v1.kv_offload.base import OffloadingWorker
+
+from baton.kvtransfer.connector.host_memory import HostBlocks, HostMemory, host_layers, host_pages
 from baton.kvtransfer.disk.directory import rank_directory, scan
 from baton.kvtransfer.disk.index import DiskIndex
 from baton.kvtransfer.disk.orders import BlockName, Order
@@ -142,7 +144,9 @@ class DiskTier:
         return told
 
 
-def make_rank_disk(extra: Mapping[str, Any], rank: int, worker: Any) -> RankDisk | None:
+def make_rank_disk(
+    extra: Mapping[str, Any], rank: int, worker: OffloadingWorker
+) -> RankDisk | None:
     """Returns the rank's half; None if the tier is off.
 
     Args:
@@ -153,4 +157,5 @@ def make_rank_disk(extra: Mapping[str, Any], rank: int, worker: Any) -> RankDisk
     if (options := extra.get(DISK)) is None:
         return None
     directory = rank_directory(Path(options["directory"]), rank)
-    return RankDisk(directory, bytes.fromhex(options["namespace"]), rank, host_pages(worker))
+    namespace, pages = bytes.fromhex(options["namespace"]), host_pages(host_layers(worker))
+    return RankDisk(directory, namespace, rank, pages)

@@ -8,6 +8,7 @@ Blocks in host memory are also written to disk, if the disk tier is on (kvtransf
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
@@ -39,6 +40,8 @@ from baton.kvtransfer.disk.orders import BlockName, DiskReport
 # Share of the blocks in host memory that may be on their way to disk at a time, and share of those
 # that may be on their way from disk; the rest stays for the engine.
 _MOST_BUSY = 0.25
+# Blocks of host memory that ranks overwrite in one step; a block takes less than a millisecond.
+_CLEARED_PER_STEP = 16
 # Copies between host memory and disk belong to no request.
 _NO_REQUEST = ReqContext("")
 
@@ -56,9 +59,17 @@ class HostBlocks(CPUOffloadingManager):
     """
 
     # vLLM's names that this class uses; HostTier checks them.
-    PRIVATE = ("_policy", "_num_chunks", "_num_allocated_chunks", "_free_list", "_prepare_load")
+    PRIVATE = (
+        "_policy",
+        "_num_chunks",
+        "_num_allocated_chunks",
+        "_num_evictable_cache_chunks",
+        "_free_list",
+        "_prepare_load",
+    )
     _num_allocated_chunks: int
     _free_list: list[int]
+    _num_evictable_cache_chunks: int
 
     def __init__(
         self, num_blocks: int, reports: CachedBlocks, disk: DiskIndex | None = None
@@ -68,6 +79,10 @@ class HostBlocks(CPUOffloadingManager):
         # Blocks whose store is under way and whose content is wrong.
         self._wrong: set[OffloadKey] = set()
         self.disk = disk
+        # Blocks in use that are deleted as soon as they are not, and places whose bytes must be
+        # overwritten before other blocks get them.
+        self._doomed: set[OffloadKey] = set()
+        self._uncleared: deque[int] = deque()
 
     @staticmethod
     def most_busy(num_blocks: int) -> int:
@@ -90,8 +105,14 @@ class HostBlocks(CPUOffloadingManager):
     def complete_store(
         self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True
     ) -> None:
+        doomed = [key for key in keys if key in self._doomed]
+        keys = [key for key in keys if key not in self._doomed]
         wrong = [key for key in keys if not success or key in self._wrong]
         right = [key for key in keys if success and key not in self._wrong]
+        if doomed:
+            self._wrong.difference_update(doomed)
+            super().complete_store(doomed, req_context)
+            self._delete_unused(doomed)
         self._wrong.difference_update(wrong)
         if wrong:
             super().complete_store(wrong, req_context, success=False)
@@ -101,24 +122,74 @@ class HostBlocks(CPUOffloadingManager):
             self._reports.arrive_in_host(_names(right))
             self._write_to_disk(right)
 
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        super().complete_load(keys, req_context)
+        if self._doomed:
+            self._delete_unused([key for key in keys if key in self._doomed])
+
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        if key in self._doomed:
+            return LookupResult.MISS
         found = super().lookup(key, req_context)
         lost = self.disk is not None and self.disk.is_lost(key)
         return LookupResult.MISS if found is LookupResult.HIT_PENDING and lost else found
 
     def reset_cache(self) -> None:
-        busy = self.disk.slots if self.disk is not None else set()
-        num_allocated = self._num_allocated_chunks
-        super().reset_cache()
-        self._wrong.clear()
-        self._reports.clear_host()
+        busy = set(self._uncleared)
         if self.disk is not None:
-            # A rank may still read or write these blocks of host memory: `disk_reported` frees
-            # them.
-            self._num_allocated_chunks = num_allocated
-            self._free_list = [slot for slot in range(num_allocated) if slot not in busy]
+            # A rank may still read or write these: `disk_reported` frees them.
+            busy |= self.disk.slots
             self.disk.host_emptied()
             self.disk.clear()
+        num_allocated = self._num_allocated_chunks
+        super().reset_cache()
+        self._num_allocated_chunks = num_allocated
+        self._free_list = [slot for slot in range(num_allocated) if slot not in busy]
+        self._wrong.clear()
+        self._doomed.clear()
+        self._reports.clear_host()
+
+    # ---- Deletion
+
+    def delete_owner(self, owner: str | None) -> int:
+        """Deletes the blocks of an owner and those of an unknown one; None: all blocks.
+
+        Blocks in use are deleted as soon as they are not.
+
+        Returns:
+            How many blocks are deleted.
+        """
+        keys = list(self._policy.chunks)
+        doomed = [
+            key
+            for key, name in zip(keys, _names(keys), strict=True)
+            if owner is None or self._reports.owner(name) in (owner, None)
+        ]
+        self._doomed.update(doomed)
+        self._delete_unused(doomed)
+        return len(doomed)
+
+    def _delete_unused(self, keys: Sequence[OffloadKey]) -> None:
+        """Deletes those doomed blocks that are not in use."""
+        unused = [key for key in keys if self._policy.get(key).ref_cnt == 0]
+        for key in unused:
+            self._uncleared.append(self._policy.get(key).chunk_id)
+            self._policy.remove(key)
+        self._num_evictable_cache_chunks -= len(unused)
+        self._doomed.difference_update(unused)
+        self._reports.leave_host(_names(unused))
+
+    @property
+    def is_deleting(self) -> bool:
+        """Whether deleted blocks are in use, or their bytes are still there."""
+        return bool(self._doomed or self._uncleared)
+
+    def take_uncleared(self) -> list[int]:
+        """Returns places that ranks must overwrite before anything else in the next step."""
+        count = min(len(self._uncleared), _CLEARED_PER_STEP)
+        slots = [self._uncleared.popleft() for _ in range(count)]
+        self._free_list += slots
+        return slots
 
     # ---- Disk
 
@@ -274,13 +345,16 @@ class CpuCopies(OffloadingWorker):
         self._pairs = []
 
 
-def host_pages(worker: OffloadingWorker) -> Callable[[int], Sequence[memoryview]]:
-    """Returns the function that gives a block of a rank's host memory, one buffer per layer."""
+def host_layers(worker: OffloadingWorker) -> list[npt.NDArray[np.int8]]:
+    """Returns a rank's host memory, one array of blocks per layer."""
     if isinstance(worker, CpuCopies):
-        layers = worker.memory
-    else:
-        assert isinstance(worker, CPUOffloadingWorker), "HostMemory makes no other worker"
-        layers = [layer.numpy() for layer in worker._store_handler.dst_tensors]
+        return worker.memory
+    assert isinstance(worker, CPUOffloadingWorker), "HostMemory makes no other worker"
+    return [layer.numpy() for layer in worker._store_handler.dst_tensors]
+
+
+def host_pages(layers: Sequence[npt.NDArray[np.int8]]) -> Callable[[int], Sequence[memoryview]]:
+    """Returns the function that gives a block of host memory, one buffer per layer."""
     return lambda slot: [memoryview(layer[slot]).cast("B") for layer in layers]
 
 

@@ -110,6 +110,7 @@ class HostTier:
         disk: The tier below; None: there is none.
 
     Attributes:
+        blocks: The blocks in host memory.
         disk: The tier below.
     """
 
@@ -119,7 +120,7 @@ class HostTier:
         scheduler: OffloadingConnectorScheduler,
         disk: DiskTier | None = None,
     ) -> None:
-        self._blocks = memory.get_manager()
+        self.blocks = memory.get_manager()
         self._scheduler = scheduler
         self.disk = disk
         self._loads: dict[str, tuple[int, int]] = {}
@@ -178,7 +179,7 @@ class HostTier:
             return
         state.update_offload_keys()
         keys = state.group_states[0].offload_keys[num_computed_tokens // self._block_tokens :]
-        if loaded := self._blocks.load_from_disk(keys, state.req_context):
+        if loaded := self.blocks.load_from_disk(keys, state.req_context):
             loads.keys |= loaded
             loads.num_loads += 1
 
@@ -193,10 +194,10 @@ class HostTier:
         if state is None or request.skip_reading_prefix_cache:
             return 0
         state.update_offload_keys()
-        size, on_disk = self._block_tokens, self._blocks.disk
+        size, on_disk = self._block_tokens, self.blocks.disk
         num_found = 0
         for key in state.group_states[0].offload_keys[num_computed_tokens // size :]:
-            found = self._blocks.lookup(key, state.req_context)
+            found = self.blocks.lookup(key, state.req_context)
             if found is not LookupResult.HIT and (on_disk is None or key not in on_disk):
                 break
             num_found += 1
@@ -230,7 +231,7 @@ class HostTier:
         wrong = set(block_ids)
         for job in self._scheduler._jobs.values():
             if job.is_store and not wrong.isdisjoint(job.deferred_fence_block_ids or ()):
-                self._blocks.drop(job.keys)
+                self.blocks.drop(job.keys)
 
     def reported(self, output: KVConnectorOutput, report: OffloadingWorkerMetadata | None) -> None:
         """Takes the ranks' report on copies that have ended."""
@@ -250,7 +251,7 @@ class HostTier:
         if self.disk is not None:
             state = self._scheduler._req_status.get(request.request_id)
             if state is not None:
-                self._blocks.used(state.group_states[0].offload_keys)
+                self.blocks.used(state.group_states[0].offload_keys)
 
     def take_loads(self) -> dict[str, tuple[int, int]]:
         """Returns the loads since the last step, see HOST_LOADS; called once per step."""
@@ -269,7 +270,7 @@ class HostTier:
 
     def disk_reported(self, report: DiskReport) -> None:
         """Takes the ranks' report on their disks."""
-        self._blocks.disk_reported(report)
+        self.blocks.disk_reported(report)
 
     def clear(self) -> None:
         """Forgets all blocks."""

@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.kvtransfer.block_changes import BlockChanges
-from baton.kvtransfer.disk.orders import BlockName, Delete, DiskReport, Load, Order, Write
+from baton.kvtransfer.disk.orders import (
+    BlockName,
+    Delete,
+    DeleteOwner,
+    DiskReport,
+    Load,
+    Order,
+    Write,
+)
 
 # A load that has not ended after this long means that the disk hangs.
 LOAD_TIMEOUT_S = 10.0
@@ -91,6 +99,9 @@ class DiskIndex:
         # Numbers of the jobs by the block's key.
         self._writing: dict[bytes, int] = {}
         self._loading: dict[bytes, int] = {}
+        # Ranks that have not reported the end of a DeleteOwner, by its number, and whether all that
+        # reported have deleted everything.
+        self._deletions: dict[int, tuple[int, bool]] = {}
         self._next_id = 0
         self._orders: list[Order] = []
         self._changes = BlockChanges()
@@ -195,6 +206,10 @@ class DiskIndex:
             self.turn_off(report.off)
         ended = []
         for order_id, done in report.ended:
+            if order_id in self._deletions:
+                num_missing, all_done = self._deletions[order_id]
+                self._deletions[order_id] = num_missing - 1, all_done and done
+                continue
             job = self._jobs[order_id]
             job.done = job.done and done
             job.num_missing -= 1
@@ -255,6 +270,32 @@ class DiskIndex:
             self._orders.append(Delete(blocks))
         self._blocks.clear()
         self._changes.clear()
+
+    def delete_owner(self, owner: str | None) -> tuple[int, int]:
+        """Deletes the blocks of an owner; None: all blocks.
+
+        Returns:
+            How many blocks are deleted, and the number for `take_deleted`.
+        """
+        gone = [one for one in self._blocks.values() if owner is None or one.owner == owner]
+        for block in gone:
+            del self._blocks[block.key]
+            self._changes.remove(block.hash)
+        for job in self._jobs.values():
+            if owner is None or job.order.block.owner == owner:
+                job.done = False
+        order_id, self._next_id = self._next_id, self._next_id + 1
+        self._deletions[order_id] = self._num_ranks, True
+        self._orders.append(DeleteOwner(order_id, owner))
+        return len(gone), order_id
+
+    def take_deleted(self, order_id: int) -> bool | None:
+        """Returns whether all ranks have deleted everything; None: not all have reported."""
+        num_missing, all_done = self._deletions[order_id]
+        if num_missing:
+            return None
+        del self._deletions[order_id]
+        return all_done
 
     def take_change(self) -> dict[str, Any] | None:
         """Returns the changes since the last call as fields of CacheChange (engine/base.py)."""

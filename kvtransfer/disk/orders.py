@@ -74,7 +74,20 @@ class Delete:
     blocks: list[BlockName]
 
 
-Order: TypeAlias = Write | Load | Delete
+@dataclass(frozen=True, slots=True)
+class DeleteOwner:
+    """Delete all files of an owner, also those that the index does not know.
+
+    Attributes:
+        order_id: Number of the order, in the report.
+        owner: The owner; None: all owners.
+    """
+
+    order_id: int
+    owner: str | None
+
+
+Order: TypeAlias = Write | Load | Delete | DeleteOwner
 
 
 @dataclass(slots=True)

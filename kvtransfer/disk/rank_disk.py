@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import queue
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,15 @@ from pathlib import Path
 
 from baton.kvtransfer.disk import block_file
 from baton.kvtransfer.disk.block_file import Identity, WrongFile
-from baton.kvtransfer.disk.orders import BlockName, Delete, DiskReport, Load, Order, Write
+from baton.kvtransfer.disk.orders import (
+    BlockName,
+    Delete,
+    DeleteOwner,
+    DiskReport,
+    Load,
+    Order,
+    Write,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +56,7 @@ class RankDisk:
         self._report = DiskReport()
         self._off = ""
         self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
-        self._changes: queue.SimpleQueue[Write | Delete | None] = queue.SimpleQueue()
+        self._changes: queue.SimpleQueue[Write | Delete | DeleteOwner | None] = queue.SimpleQueue()
         # The threads do not keep a process alive whose disk hangs.
         self._threads = [
             threading.Thread(target=self._change, name="baton-disk-write", daemon=True),
@@ -91,7 +100,9 @@ class RankDisk:
                     self._delete(block)
                 continue
             done = False
-            if not self._off:
+            if isinstance(order, DeleteOwner):
+                done = self._delete_owner(order.owner)
+            elif not self._off:
                 try:
                     self._write(order)
                     done = True
@@ -138,6 +149,25 @@ class RankDisk:
             (self._directory / block.path).unlink(missing_ok=True)
         except OSError as error:
             self._turn_off(error)
+
+    def _delete_owner(self, owner: str | None) -> bool:
+        """Deletes an owner's files, also while the disk is not used; returns whether none is left.
+
+        A load that runs meanwhile has opened its file before; its result is not used.
+        """
+        try:
+            if owner is not None:
+                paths = [self._directory / owner]
+            else:
+                paths = [one for one in self._directory.iterdir() if one.is_dir()]
+            for path in paths:
+                if path.is_dir():
+                    shutil.rmtree(path)
+        except OSError as error:
+            self._turn_off(error)
+            # Without the directory there is no file.
+            return not self._directory.exists()
+        return True
 
     def _identity(self, block: BlockName) -> Identity:
         return Identity(self._namespace, block.key, self._rank)

@@ -2150,6 +2150,83 @@ class ProfileEvent(_message.Message):
 Global___ProfileEvent: _TypeAlias = ProfileEvent  # noqa: Y015
 
 @_typing.final
+class DropCacheRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    ALL_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Tenant whose blocks are deleted; empty with `all`."""
+    all: _builtins.bool
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        all: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropCacheRequest: _TypeAlias = DropCacheRequest  # noqa: Y015
+
+@_typing.final
+class DropCacheResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerCacheDropped]:
+        """One per worker."""
+
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[Global___WorkerCacheDropped] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropCacheResponse: _TypeAlias = DropCacheResponse  # noqa: Y015
+
+@_typing.final
+class WorkerCacheDropped(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    device_blocks: _builtins.int
+    host_blocks: _builtins.int
+    disk_blocks: _builtins.int
+    error: _builtins.str
+    """Why blocks of this worker may be left; empty: none are."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        device_blocks: _builtins.int = ...,
+        host_blocks: _builtins.int = ...,
+        disk_blocks: _builtins.int = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_blocks", b"device_blocks", "disk_blocks", b"disk_blocks", "error", b"error", "host_blocks", b"host_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerCacheDropped: _TypeAlias = WorkerCacheDropped  # noqa: Y015
+
+@_typing.final
 class StartRolloutRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

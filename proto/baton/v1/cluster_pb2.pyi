@@ -82,6 +82,7 @@ class WorkerMessage(_message.Message):
     STATE_CHANGED_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
+    CACHE_DROPPED_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Sequence number from 1; 0 for messages that are not resent (Hello, load reports, bare acks)."""
@@ -104,6 +105,8 @@ class WorkerMessage(_message.Message):
     @_builtins.property
     def profile(self) -> Global___ProfileReport: ...
     @_builtins.property
+    def cache_dropped(self) -> Global___CacheDropped: ...
+    @_builtins.property
     def batch(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerMessage]:
         """Several messages in one, in order, for messages that queued up while another one was being
         written. The outer message then has only `ack`; each inner message has its own `seq` and must
@@ -122,13 +125,14 @@ class WorkerMessage(_message.Message):
         state_changed: Global___WorkerStateChanged | None = ...,
         cache: Global___CacheEvents | None = ...,
         profile: Global___ProfileReport | None = ...,
+        cache_dropped: Global___CacheDropped | None = ...,
         batch: _abc.Iterable[Global___WorkerMessage] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "profile", b"profile", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "cache_dropped", b"cache_dropped", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "profile", b"profile", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cache", b"cache", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "profile", b"profile", "seq", b"seq", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cache", b"cache", "cache_dropped", b"cache_dropped", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "profile", b"profile", "seq", b"seq", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "load", "step", "handoff", "state_changed", "cache", "profile"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "load", "step", "handoff", "state_changed", "cache", "profile", "cache_dropped"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -150,6 +154,7 @@ class CoordinatorMessage(_message.Message):
     PROFILE_FIELD_NUMBER: _builtins.int
     ROLLOUT_FIELD_NUMBER: _builtins.int
     STEP_TARGETS_FIELD_NUMBER: _builtins.int
+    DROP_CACHE_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Sequence number from 1; 0 for messages that are not resent (Welcome, bare acks)."""
@@ -176,6 +181,8 @@ class CoordinatorMessage(_message.Message):
     @_builtins.property
     def step_targets(self) -> Global___StepTargets: ...
     @_builtins.property
+    def drop_cache(self) -> Global___DropCacheCommand: ...
+    @_builtins.property
     def batch(self) -> _containers.RepeatedCompositeFieldContainer[Global___CoordinatorMessage]:
         """Like WorkerMessage.batch."""
 
@@ -194,13 +201,14 @@ class CoordinatorMessage(_message.Message):
         profile: Global___ProfileCommand | None = ...,
         rollout: Global___RolloutRecord | None = ...,
         step_targets: Global___StepTargets | None = ...,
+        drop_cache: Global___DropCacheCommand | None = ...,
         batch: _abc.Iterable[Global___CoordinatorMessage] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "rollout", b"rollout", "set_role", b"set_role", "step_targets", b"step_targets", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "drop_cache", b"drop_cache", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "rollout", b"rollout", "set_role", b"set_role", "step_targets", b"step_targets", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "rollout", b"rollout", "seq", b"seq", "set_role", b"set_role", "step_targets", b"step_targets", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "drop_cache", b"drop_cache", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "rollout", b"rollout", "seq", b"seq", "set_role", b"set_role", "step_targets", b"step_targets", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "profile", "rollout", "step_targets"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "profile", "rollout", "step_targets", "drop_cache"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -1428,6 +1436,74 @@ class CacheEvents(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CacheEvents: _TypeAlias = CacheEvents  # noqa: Y015
+
+@_typing.final
+class DropCacheCommand(_message.Message):
+    """Tells a worker to delete KV blocks from every tier, for an operator. The worker answers with
+    CacheDropped. Blocks that running requests compute later stay.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DROP_ID_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    drop_id: _builtins.int
+    """Random, not 0."""
+    cache_salt: _builtins.str
+    """Delete only blocks of requests with this RequestSpec.cache_salt; absent: all blocks."""
+    def __init__(
+        self,
+        *,
+        drop_id: _builtins.int = ...,
+        cache_salt: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "drop_id", b"drop_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+
+Global___DropCacheCommand: _TypeAlias = DropCacheCommand  # noqa: Y015
+
+@_typing.final
+class CacheDropped(_message.Message):
+    """The blocks are deleted: their bytes are overwritten in device and host memory, and the files are
+    gone. Blocks of running requests are overwritten when these requests end.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DROP_ID_FIELD_NUMBER: _builtins.int
+    DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    drop_id: _builtins.int
+    device_blocks: _builtins.int
+    host_blocks: _builtins.int
+    disk_blocks: _builtins.int
+    @_builtins.property
+    def failed(self) -> _common_pb2.RequestError:
+        """Set if the worker could not delete everything."""
+
+    def __init__(
+        self,
+        *,
+        drop_id: _builtins.int = ...,
+        device_blocks: _builtins.int = ...,
+        host_blocks: _builtins.int = ...,
+        disk_blocks: _builtins.int = ...,
+        failed: _common_pb2.RequestError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_blocks", b"device_blocks", "disk_blocks", b"disk_blocks", "drop_id", b"drop_id", "failed", b"failed", "host_blocks", b"host_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheDropped: _TypeAlias = CacheDropped  # noqa: Y015
 
 @_typing.final
 class ProfileCommand(_message.Message):
