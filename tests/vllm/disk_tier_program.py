@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from typing import Any
 import vllm_cases as cases
 from engine_handoffs import TIMEOUT_S, Side, left_behind, side
 from engine_host_tier import ask, evict, hashes
+
+from baton.kvtransfer.disk.orders import owner_of
 
 # As many blocks as the engine's cache has; see engine_cases.py.
 HOST_BYTES = 64 * 2**15
@@ -60,6 +63,28 @@ async def first_life(one: Side, disk_dir: Path) -> dict[str, Any]:
     return made
 
 
+async def deleted(one: Side, disk_dir: Path, turn: list[int]) -> dict[str, Any]:
+    """Deletes the blocks of one tenant, then all."""
+    prompt = cases.prompt(330, 94)
+    made: dict[str, Any] = {"tenant's": await ask(one, "tenant's", prompt, "search")}
+    await written(one, "tenant's", prompt, "search")
+    owners = list(disk_dir.rglob(f"rank-*/{owner_of('search')}"))
+    made["num_owner_directories"] = len(owners)
+    made["deleted"] = dataclasses.asdict(await one.engine.drop_cache("search"))
+    made["num_owner_directories, deleted"] = sum(1 for path in owners if path.exists())
+    made["tenant's again"] = await ask(one, "tenant's again", prompt, "search")
+    made["other's"] = await ask(one, "other's", turn)
+    made["num_files, before"] = len(list(files(disk_dir)))
+    running = asyncio.create_task(ask(one, "running", cases.prompt(200, 95)))
+    made["all deleted"] = dataclasses.asdict(await one.engine.drop_cache(None))
+    made["running"] = await running
+    made["all deleted again"] = dataclasses.asdict(await one.engine.drop_cache(None))
+    made["num_files, after"] = len(list(files(disk_dir)))
+    made["num_in_host"], made["num_on_disk, after"] = len(one.in_host), len(one.on_disk)
+    made["computed again"] = await ask(one, "computed again", turn)
+    return made
+
+
 async def second_life(one: Side, disk_dir: Path, answer: list[int]) -> dict[str, Any]:
     prompt = cases.prompt(330, 91)
     made: dict[str, Any] = {"restarted": await ask(one, "restarted", prompt)}
@@ -67,6 +92,7 @@ async def second_life(one: Side, disk_dir: Path, answer: list[int]) -> dict[str,
     turn = [*prompt, *answer, *cases.prompt(50, 92)]
     made["next"] = await ask(one, "next", turn)
     made["num_on_disk"] = len(one.on_disk)
+    made |= await deleted(one, disk_dir, turn)
     await evict(one, "e")
     shutil.rmtree(disk_dir)
     made["without a disk"] = await ask(one, "without a disk", turn)
