@@ -25,6 +25,11 @@ def files(disk_dir: Path) -> Iterator[Path]:
     return (one for one in disk_dir.rglob("rank-*/*/*/*") if one.is_file())
 
 
+def directories(disk_dir: Path, cache_salt: str) -> list[Path]:
+    """Returns the directories of all files with this salt."""
+    return list(disk_dir.rglob(f"rank-*/{owner_of(cache_salt)}"))
+
+
 def damage(disk_dir: Path) -> int:
     """Flips a bit in every file of the second rank; returns the number of files."""
     num_files = 0
@@ -68,7 +73,7 @@ async def deleted(one: Side, disk_dir: Path, turn: list[int]) -> dict[str, Any]:
     prompt = cases.prompt(330, 94)
     made: dict[str, Any] = {"tenant's": await ask(one, "tenant's", prompt, "search")}
     await written(one, "tenant's", prompt, "search")
-    owners = list(disk_dir.rglob(f"rank-*/{owner_of('search')}"))
+    owners = directories(disk_dir, "search")
     made["num_owner_directories"] = len(owners)
     made["deleted"] = dataclasses.asdict(await one.engine.drop_cache("search"))
     made["num_owner_directories, deleted"] = sum(1 for path in owners if path.exists())
