@@ -101,16 +101,20 @@ class CacheDrops:
         self._drops[order["id"]] = _Drop(blocks, deletion, self._num_ranks)
 
     def _delete_on_device(self, owner: str | None, manager: KVCacheManager) -> int:
-        found = set()
+        """Deletes blocks from the prefix cache; returns how many."""
+        found, unnamed = set(), set()
         for block in manager.block_pool.blocks:
             if block.block_hash is None:
+                # A free block may have the end of a prompt or of an answer.
+                if not block.ref_cnt and not block.is_null:
+                    unnamed.add(block.block_id)
                 continue
             name = maybe_convert_block_hash(get_block_hash(block.block_hash))
             # A block of an unknown owner may be anybody's.
             if owner is None or self._cached.owner(name) in (owner, None):
                 found.add(block.block_id)
         manager.evict_blocks(found)
-        self._half.clear(found)
+        self._half.clear(found | unnamed)
         return len(found)
 
     @property

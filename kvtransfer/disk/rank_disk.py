@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 
 # Threads that load: enough to keep a fast disk busy while checksums are computed.
 _NUM_LOADERS = 2
+_WRITER_NICE = 5
 
 
 class RankDisk:
@@ -94,6 +95,9 @@ class RankDisk:
     # ---- Threads
 
     def _change(self) -> None:
+        # On CPUs the thread shares the rank's cores, and a write can wait longer than a step. The
+        # kernel applies this to the thread only.
+        os.nice(_WRITER_NICE)
         while (order := self._changes.get()) is not None:
             if isinstance(order, Delete):
                 for block in order.blocks:
