@@ -197,7 +197,7 @@ class HostBlocks(CPUOffloadingManager):
         """Begins to write blocks in host memory, as far as the disk takes them now."""
         if self.disk is None:
             return
-        wanted = [key for key in keys if self.disk.accepts(key)]
+        wanted = [key for key in keys if key not in self._doomed and self.disk.accepts(key)]
         for key, name in zip(wanted, _names(wanted), strict=True):
             described = self._reports.described(name)
             if self.disk.accepts(key) and described is not None:

@@ -12,6 +12,7 @@ at the same time, and each directory has a bound.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -143,7 +144,8 @@ class Found:
 def scan(directory: Path, num_ranks: int, payload_bytes: int) -> Found:
     """Finds the blocks of an earlier worker by the names and sizes of their files.
 
-    Their content is verified when it is loaded. Files that are no whole block are deleted.
+    Their content is verified when it is loaded. Files that are no whole block are deleted. Files
+    that are written or deleted meanwhile are left alone.
 
     Args:
         directory: The worker's directory.
@@ -153,7 +155,7 @@ def scan(directory: Path, num_ranks: int, payload_bytes: int) -> Found:
     Raises:
         OSError: The directory cannot be read.
     """
-    until = time.monotonic() + _SCAN_TIMEOUT_S
+    begun_at, until = time.time(), time.monotonic() + _SCAN_TIMEOUT_S
     found: list[tuple[float, BlockName]] = []
     num_wrong = 0
     ranks = [rank_directory(directory, rank) for rank in range(num_ranks)]
@@ -164,10 +166,13 @@ def scan(directory: Path, num_ranks: int, payload_bytes: int) -> Found:
         for name in {name for files in by_rank for name in files}:
             block = BlockName.parse(owner, group, name)
             size = file_bytes(len(block.key), payload_bytes) if block is not None else -1
-            parts = [files.get(name) for files in by_rank]
-            stats = [part for part in parts if part is not None and part.st_size == size]
-            if block is not None and len(stats) == num_ranks:
-                found.append((max(part.st_mtime for part in stats), block))
+            parts = [part for files in by_rank if (part := files.get(name)) is not None]
+            used_at = max(part.st_mtime for part in parts)
+            if used_at > begun_at:
+                continue
+            is_whole = len(parts) == num_ranks and all(part.st_size == size for part in parts)
+            if block is not None and is_whole:
+                found.append((used_at, block))
                 continue
             num_wrong += 1
             for rank in ranks:
@@ -180,13 +185,16 @@ def _groups(rank: Path) -> Iterator[tuple[str, str]]:
     """Yields the directories of a rank's files: (owner, group)."""
     for owner in os.scandir(rank):
         if owner.is_dir(follow_symlinks=False):
-            for group in os.scandir(owner):
-                if group.is_dir(follow_symlinks=False):
-                    yield owner.name, group.name
+            with contextlib.suppress(FileNotFoundError):
+                for group in os.scandir(owner):
+                    if group.is_dir(follow_symlinks=False):
+                        yield owner.name, group.name
 
 
 def _files(directory: Path) -> dict[str, os.stat_result]:
-    try:
-        return {one.name: one.stat(follow_symlinks=False) for one in os.scandir(directory)}
-    except FileNotFoundError:
-        return {}
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+        for one in os.scandir(directory):
+            with contextlib.suppress(FileNotFoundError):
+                found[one.name] = one.stat(follow_symlinks=False)
+    return found

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from disk_store import NUM_RANKS, PAYLOAD_BYTES, Store, block, content, namespac
 
 from baton.kvtransfer.disk.directory import rank_directory, scan
 from baton.kvtransfer.disk.index import LOAD_TIMEOUT_S
-from baton.kvtransfer.disk.orders import BlockName
+from baton.kvtransfer.disk.orders import BlockName, owner_of
 
 
 def test_blocks_come_back(tmp_path: Path):
@@ -351,6 +352,52 @@ def test_other_files_are_not_taken_for_blocks(tmp_path: Path):
     after = Store(tmp_path)
     assert after.load(block(1))
     assert len(after.files()) == NUM_RANKS
+
+
+def test_a_file_that_is_written_during_the_search_is_left_alone(tmp_path: Path):
+    store = Store(tmp_path)
+    store.write([block(1)])
+    store.path(block(1), 1).unlink()
+    later = time.time() + 60
+    os.utime(store.path(block(1), 0), (later, later))
+    store.close()
+    after = Store(tmp_path)
+    assert block(1).key not in after.index
+    assert after.num_wrong == 0
+    assert len(after.files()) == 1
+
+
+@pytest.mark.parametrize("owner", ["search", None])
+def test_an_owner_s_files_are_deleted(tmp_path: Path, owner: str | None):
+    store = Store(tmp_path)
+    kept, gone = [block(n) for n in range(5)], [block(n, "search") for n in range(5)]
+    store.write([*kept, *gone])
+    # The index does not know this file.
+    unknown = store.path(block(99, "search"), 0)
+    unknown.parent.mkdir(parents=True, exist_ok=True)
+    unknown.write_bytes(b"anything")
+    store.index.take_change()
+    num_blocks, deletion = store.index.delete_owner(owner and owner_of(owner))
+    assert num_blocks == (5 if owner else 10)
+    assert store.index.take_deleted(deletion) is None
+    store.step()
+    assert store.index.take_deleted(deletion) is True
+    assert len(store.files()) == (5 * NUM_RANKS if owner else 0)
+    assert not any(store.load(one) for one in gone)
+    assert [store.load(one) for one in kept] == [owner is not None] * 5
+    change = store.index.take_change()
+    assert change is not None
+    assert {one.hash for one in gone} <= set(change["removed"])
+
+
+def test_files_are_deleted_although_the_disk_is_not_used_any_more(tmp_path: Path):
+    store = Store(tmp_path)
+    store.write([block(1)])
+    store.index.turn_off("it was slow")
+    _, deletion = store.index.delete_owner(None)
+    store.step()
+    assert store.index.take_deleted(deletion) is True
+    assert not store.files()
 
 
 def test_names_tell_the_block():
