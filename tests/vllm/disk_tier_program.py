@@ -99,7 +99,7 @@ async def second_life(one: Side, disk_dir: Path, answer: list[int]) -> dict[str,
     made["num_on_disk"] = len(one.on_disk)
     made |= await deleted(one, disk_dir, turn)
     await evict(one, "e")
-    shutil.rmtree(disk_dir)
+    shutil.move(disk_dir, disk_dir.with_name("gone"))
     made["without a disk"] = await ask(one, "without a disk", turn)
     made["after"] = await ask(one, "after", cases.prompt(200, 93))
     made["disk_failed"] = one.disk_failed
