@@ -177,6 +177,7 @@ def _placement(placement: PlacementInfo) -> str:
         for count, where in (
             (placement.cached_tokens, "cached"),
             (placement.host_tokens, "in host memory"),
+            (placement.disk_tokens, "on disk"),
             (placement.fetched_tokens, f"fetched from {placement.fetched_from}"),
         )
         if count
@@ -194,6 +195,7 @@ def _sources(found: PromptTokens) -> str:
     parts = [
         f"{found.device} from the device cache",
         f"{found.host} from host memory",
+        *([f"{found.disk} from disk"] if found.disk else []),
         *([f"{found.fetched} fetched from another worker"] if found.fetched else []),
         f"{found.computed} computed",
     ]

@@ -17,6 +17,7 @@ import typer
 
 from baton.cli import (
     bench,
+    cache,
     certs,
     check,
     config,
@@ -71,6 +72,7 @@ app.command("profile")(profile.profile)
 app.add_typer(rollout.app, name="rollout")
 app.command("simulate")(simulate.simulate)
 app.command("certs")(certs.certs)
+app.add_typer(cache.app, name="cache")
 app.add_typer(config.app, name="config")
 app.add_typer(keys.app, name="keys")
 

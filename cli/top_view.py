@@ -98,14 +98,18 @@ def _header(view: View, width: int) -> Text:
 
 
 def _hits(found: admin_pb2.PromptTokens) -> str:
-    """Share of the prompt tokens that were not computed, and what came from elsewhere."""
-    hits = found.device + found.host + found.fetched
+    """Share of the prompt tokens that were not computed, and the parts from elsewhere."""
+    hits = found.device + found.host + found.disk + found.fetched
     total = hits + found.computed
     if not total:
         return ""
     parts = [
         f"{name} {count / total:.0%}"
-        for name, count in (("host", found.host), ("fetched", found.fetched))
+        for name, count in (
+            ("host", found.host),
+            ("disk", found.disk),
+            ("fetched", found.fetched),
+        )
         if count
     ]
     told = f" ({', '.join(parts)})" if parts else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -13,6 +13,7 @@ from baton.client import errors
 from baton.client.call_metadata import interceptors
 from baton.client.credentials import ApiKey, Tls, dial
 from baton.runtime import rpc
+from baton.runtime.cache_drops import DROP_TIMEOUT_S
 from baton.runtime.closing import AsyncClosing
 from baton.runtime.errors import RemoteError
 from baton.v1 import admin_pb2, admin_pb2_grpc, common_pb2
@@ -178,6 +179,23 @@ class AdminClient(AsyncClosing):
         request = admin_pb2.FlipWorkerRequest(worker_id=worker_id, role=role)
         answer = await self._change(self._stub.FlipWorker(request, timeout=self._timeout_s))
         return answer.message
+
+    async def drop_cache(self, tenant: str | None = None) -> Sequence[admin_pb2.WorkerCacheDropped]:
+        """Deletes KV blocks from every tier of every worker, and waits for the end.
+
+        Args:
+            tenant: Delete only blocks of this tenant; None: all blocks.
+
+        Returns:
+            What each worker has deleted. A worker with an `error` may have blocks left.
+
+        Raises:
+            FailedPreconditionError: Tenants share KV blocks, so that blocks belong to no tenant.
+        """
+        request = admin_pb2.DropCacheRequest(tenant=tenant or "", all=tenant is None)
+        timeout_s = DROP_TIMEOUT_S + self._timeout_s
+        answer = await self._change(self._stub.DropCache(request, timeout=timeout_s))
+        return answer.workers
 
     async def list_decisions(
         self, role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED, *, limit: int = 0

@@ -216,6 +216,7 @@ class Attempt:
             timings.queue_us += round((self.submitted_at - self.arrived_at) * 1e6)
         timings.num_cached_tokens = output.num_cached_tokens
         timings.num_host_tokens = output.num_host_tokens
+        timings.num_disk_tokens = output.num_disk_tokens
         if self.fetch is None:
             timings.num_handoff_tokens = output.num_handoff_tokens
         else:

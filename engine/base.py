@@ -157,6 +157,8 @@ class EngineOutput:
         num_cached_tokens: Only in the first output: prompt tokens from this engine's prefix cache.
         num_host_tokens: Only in the first output: prompt tokens loaded from this worker's host
             memory (kv_store.host_bytes).
+        num_disk_tokens: Only in the first output: prompt tokens loaded from this worker's disk
+            (kv_store.disk_dir).
         num_handoff_tokens: Only in the first output: prompt tokens loaded from the handoff that the
             request received.
         error: The reason, with Finish.ERROR.
@@ -172,6 +174,7 @@ class EngineOutput:
     timings: cluster_pb2.StageTimings | None = None
     num_cached_tokens: int = 0
     num_host_tokens: int = 0
+    num_disk_tokens: int = 0
     num_handoff_tokens: int = 0
     error: str = ""
 
@@ -224,11 +227,34 @@ class EngineStep:
         host_cache: Change of the blocks that host memory holds; None for no change. A prompt finds
             them behind the blocks that it finds in the prefix cache. A block may be in both. A
             block in host memory may lack the block before it.
+        disk_cache: Change of the blocks on disk, which are as those in host memory.
+        num_wrong_files: Files of the disk tier that were wrong, so that their blocks were not used.
+        disk_failed: True once, when the disk tier has failed and is not used any more.
     """
 
     outputs: list[EngineOutput] = field(default_factory=list)
     cache: CacheChange | None = None
     host_cache: CacheChange | None = None
+    disk_cache: CacheChange | None = None
+    num_wrong_files: int = 0
+    disk_failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DroppedBlocks:
+    """KV blocks that an engine has deleted, by tier.
+
+    Attributes:
+        device: Blocks of the prefix cache.
+        host: Blocks in host memory.
+        disk: Blocks on disk.
+        has_files_left: True if the disk has failed, so that files may be left.
+    """
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    has_files_left: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +293,8 @@ class EngineInfo:
         layout: Layout of the KV cache, which handoffs use.
         kv_tokens: Size of the KV cache in tokens.
         host_kv_tokens: Size of the KV store in host memory in tokens; 0: none.
+        disk_kv_tokens: Size of the KV store on disk in tokens; 0: none.
+        disk_bytes_per_s: Speed of loads from disk in bytes per second; 0: unknown.
         max_num_seqs: Most requests of one step.
         max_num_batched_tokens: Most tokens of one step, which is the size of a prefill chunk.
         supports_forced_tokens: Whether known tokens can be replayed with the exact sampling state.
@@ -288,6 +316,8 @@ class EngineInfo:
     weights_s: float = 0.0
     kv_s: float = 0.0
     host_kv_tokens: int = 0
+    disk_kv_tokens: int = 0
+    disk_bytes_per_s: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +358,17 @@ class Engine(Protocol):
 
     def set_step_targets(self, targets: StepTargets) -> None:
         """Sets the targets of the steps from the next one on; may be called before `start`."""
+        ...
+
+    async def drop_cache(self, cache_salt: str | None) -> DroppedBlocks:
+        """Deletes KV blocks from every tier, and overwrites their bytes. Raises EngineDead.
+
+        Running requests keep their blocks until they end, and may store what they compute later.
+
+        Args:
+            cache_salt: Delete only blocks of requests with this salt (EngineRequest.cache_salt);
+                None: all blocks.
+        """
         ...
 
     async def start_profile(self) -> None:

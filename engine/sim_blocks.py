@@ -8,7 +8,7 @@ last block goes first, so that the rest is always a prefix.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from baton.engine.base import CacheChange
 from baton.engine.sim_changes import ChangeLog
@@ -106,6 +106,23 @@ class BlockPool:
                 # A block without a hash cannot be found again, so it is reused before cached
                 # blocks.
                 self._free.move_to_end(block, last=block in self._hashes)
+
+    def delete(self, salted: Callable[[int], bool]) -> int:
+        """Takes free blocks out of the cache; returns how many.
+
+        Args:
+            salted: Says by its hash whether a block is meant.
+        """
+        gone = [
+            (block_hash, block)
+            for block_hash, block in self._cached.items()
+            if block in self._free and salted(block_hash)
+        ]
+        for block_hash, block in gone:
+            del self._cached[block_hash], self._hashes[block]
+            self._free.move_to_end(block, last=False)
+            self._changes.record(block_hash, present=False)
+        return len(gone)
 
     def take_change(self) -> CacheChange | None:
         """Returns the cache's changes since the last call; None for no change."""

@@ -8,7 +8,7 @@ last block goes first. A block that is being loaded is pinned and stays.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from baton.engine.base import CacheChange
 from baton.engine.sim_changes import ChangeLog
@@ -79,6 +79,18 @@ class HostTier:
             self._num_pins[block] -= 1
             if not self._num_pins[block]:
                 del self._num_pins[block]
+
+    def delete(self, salted: Callable[[int], bool]) -> int:
+        """Deletes blocks that are not being loaded; returns how many.
+
+        Args:
+            salted: Says by its hash whether a block is meant.
+        """
+        gone = [one for one in self._blocks if one not in self._num_pins and salted(one)]
+        for block in gone:
+            del self._blocks[block]
+            self._changes.record(block, present=False)
+        return len(gone)
 
     def take_change(self) -> CacheChange | None:
         """Returns the changes since the last call; None for no change."""

@@ -217,6 +217,8 @@ class Scheduler:
     # In order of their ends: one load follows the other.
     _loads: dict[str, _Load] = field(default_factory=dict)
     _now: float = 0.0
+    # Salts of blocks with one, by hash.
+    _salts: dict[int, str] = field(default_factory=dict)
 
     @property
     def waiting(self) -> Iterator[LiveRequest]:
@@ -502,10 +504,35 @@ class Scheduler:
             hashes = request.block_hashes(request.num_computed, size)
             first, request.num_cached_blocks = request.num_cached_blocks, num_full
             self.blocks.cache(request.id, first, hashes[first:])
+            self._note_salt(request, hashes[first:])
         if self.host is not None and num_full > request.num_stored_blocks:
             hashes = request.block_hashes(request.num_computed, size)
             first, request.num_stored_blocks = request.num_stored_blocks, num_full
             self.host.store(hashes, first)
+
+    def delete(self, cache_salt: str | None) -> tuple[int, int]:
+        """Deletes blocks that no request holds from the prefix cache and from host memory.
+
+        Args:
+            cache_salt: Only blocks of requests with this salt; None: all blocks.
+
+        Returns:
+            How many blocks were deleted in each.
+        """
+
+        def salted(block_hash: int) -> bool:
+            return cache_salt is None or self._salts.get(block_hash, "") == cache_salt
+
+        num_host = self.host.delete(salted) if self.host is not None else 0
+        return self.blocks.delete(salted), num_host
+
+    def _note_salt(self, request: LiveRequest, hashes: Sequence[int]) -> None:
+        if not (salt := request.request.cache_salt):
+            return
+        self._salts.update(dict.fromkeys(hashes, salt))
+        num_host_blocks = self.host.num_blocks if self.host is not None else 0
+        if len(self._salts) > 2 * (self.blocks.num_blocks + num_host_blocks):
+            self._salts = {one: salt for one, salt in self._salts.items() if self._holds(one)}
 
     @staticmethod
     def _work(request: LiveRequest, num_tokens: int) -> Work:

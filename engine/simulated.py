@@ -21,6 +21,7 @@ from pathlib import Path
 from time import monotonic
 
 from baton.engine.base import (
+    DroppedBlocks,
     EngineDead,
     EngineInfo,
     EngineLoad,
@@ -239,6 +240,13 @@ class SimulatedEngine:
 
     def set_step_targets(self, targets: StepTargets) -> None:
         self._scheduler.targets = targets
+
+    async def drop_cache(self, cache_salt: str | None) -> DroppedBlocks:
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+        dropped = DroppedBlocks(*self._scheduler.delete(cache_salt))
+        self._publish([])
+        return dropped
 
     async def start_profile(self) -> None:
         self._trace = StepTrace()

@@ -31,6 +31,7 @@ from vllm.v1.metrics.stats import SchedulerStats
 
 from baton.engine.base import (
     CacheChange,
+    DroppedBlocks,
     EngineDead,
     EngineInfo,
     EngineLoad,
@@ -47,13 +48,16 @@ from baton.engine.vllm_live import LiveRequest
 from baton.engine.vllm_lora import lora_requests
 from baton.engine.vllm_processes import kill_vllm, rank_segments
 from baton.engine.vllm_profiler import VllmProfiler
-from baton.engine.vllm_request import engine_core_requests
+from baton.engine.vllm_request import drop_request, engine_core_requests
 from baton.engine.vllm_setup import VllmSetup
 from baton.engine.vllm_step_targets import write_targets
+from baton.kvtransfer.connector.cache_drops import DROPPED
 from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE
+from baton.kvtransfer.connector.disk_tier import DISK_CHANGE, DISK_COUNTS
 from baton.kvtransfer.connector.host_tier import HOST_CHANGE, HOST_LOADS
 from baton.kvtransfer.connector.scheduler_half import CUT_OFF, PREFIX_GONE
 from baton.kvtransfer.connector.step_work import STEP_WORK
+from baton.kvtransfer.disk.directory import DiskDirectory
 from baton.runtime import affinity
 from baton.runtime.config import LatencyConfig
 from baton.runtime.latency import LatencyModel
@@ -80,6 +84,9 @@ class VllmEngine:
         scheduler: What fills a step with prompt tokens (steps.scheduler).
         prior: Latency model of Baton's scheduler until it has measured steps.
         host_bytes: Host memory for KV blocks that the cache evicts; 0: none.
+        disk_dir: Directory for KV blocks that the workers of this host share; empty: none.
+        disk_bytes: Most bytes of this worker's files there.
+        disk_bytes_per_s: Speed of loads from there, for the engine's description.
     """
 
     def __init__(
@@ -93,6 +100,9 @@ class VllmEngine:
         scheduler: Literal["baton", "vllm"] = "baton",
         prior: LatencyModel = _PRIOR,
         host_bytes: int = 0,
+        disk_dir: str = "",
+        disk_bytes: int = 0,
+        disk_bytes_per_s: int = 0,
     ) -> None:
         self._adapters = adapters or {}
         self._lora_requests = lora_requests(self._adapters)
@@ -103,11 +113,16 @@ class VllmEngine:
         self._by_internal_id: dict[str, LiveRequest] = {}
         self._prior = prior if scheduler == "baton" else None
         self._host_bytes = host_bytes
+        self._disk_dir, self._disk_bytes = disk_dir, disk_bytes
+        self._disk_bytes_per_s = disk_bytes_per_s
+        self._disk: DiskDirectory | None = None
         self._counter = itertools.count(1)
         self._stats = SchedulerStats()
         self._num_steps = 0
         self._samples: deque[StepSample] = deque(maxlen=_MAX_SAMPLES)
         self._last_step_at = 0.0
+        # Orders to delete KV blocks, by their IDs.
+        self._drops: dict[int, asyncio.Future[DroppedBlocks]] = {}
         self._core: Any = None
         self._profiler: VllmProfiler | None = None
         self._starting: asyncio.Future[EngineInfo] | None = None
@@ -139,6 +154,8 @@ class VllmEngine:
             self._prior,
             self._host_bytes,
         )
+        if self._disk_dir:
+            self._disk = setup.open_disk(self._disk_dir, self._disk_bytes)
         config = setup.config
         renderer = renderer_from_config(config)
         self._input = InputProcessor(config, renderer)
@@ -152,7 +169,8 @@ class VllmEngine:
         # The ranks have inherited their cores by now; token handling must not use a rank's core.
         affinity.avoid_cores(setup.rank_cpus)
         self._kv_tokens = setup.kv_tokens
-        return setup.info(self._served_name, self._model, begun_at)
+        info = setup.info(self._served_name, self._model, begun_at)
+        return dataclasses.replace(info, disk_bytes_per_s=self._disk_bytes_per_s)
 
     async def submit(self, request: EngineRequest) -> None:
         if request.request_id in self._live:
@@ -221,11 +239,25 @@ class VllmEngine:
         self._output.abort_requests(internal_ids, internal=True)
         await self._core.abort_requests_async(internal_ids)
 
+    async def drop_cache(self, cache_salt: str | None) -> DroppedBlocks:
+        drop_id = next(self._counter)
+        dropped: asyncio.Future[DroppedBlocks] = asyncio.get_running_loop().create_future()
+        self._drops[drop_id] = dropped
+        try:
+            await self._add(drop_request(self._input, f"drop#{drop_id}", drop_id, cache_salt))
+            return await dropped
+        finally:
+            del self._drops[drop_id]
+
     async def next_step(self) -> EngineStep:
         try:
             outputs = await self._core.get_output_async()
         except EngineDeadError as error:
-            raise EngineDead(f"vLLM's engine core died: {error}") from error
+            dead = EngineDead(f"vLLM's engine core died: {error}")
+            for dropped in self._drops.values():
+                if not dropped.done():
+                    dropped.set_exception(dead)
+            raise dead from error
         self._num_steps += 1
         step = EngineStep()
         if outputs.scheduler_stats is not None:
@@ -265,9 +297,16 @@ class VllmEngine:
             step.cache = CacheChange(**change)
         if (change := reports.get(HOST_CHANGE)) is not None:
             step.host_cache = CacheChange(**change)
-        for internal_id, num_tokens in reports.get(HOST_LOADS, {}).items():
+        if (change := reports.get(DISK_CHANGE)) is not None:
+            step.disk_cache = CacheChange(**change)
+        step.num_wrong_files, step.disk_failed = reports.get(DISK_COUNTS, (0, False))
+        for internal_id, (num_tokens, num_from_disk) in reports.get(HOST_LOADS, {}).items():
             if (live := self._by_internal_id.get(internal_id)) is not None:
-                live.num_host_tokens = num_tokens
+                live.num_host_tokens = num_tokens - num_from_disk
+                live.num_disk_tokens = num_from_disk
+        for drop_id, blocks in reports.get(DROPPED, {}).items():
+            if (dropped := self._drops.get(drop_id)) is not None and not dropped.done():
+                dropped.set_result(DroppedBlocks(*blocks))
         for internal_id in reports.get(PREFIX_GONE, ()):
             # The request waits in vLLM until it is aborted, and may be reported again until then.
             if (live := self._by_internal_id.get(internal_id)) is not None:
@@ -399,6 +438,8 @@ class VllmEngine:
         await asyncio.to_thread(psutil.wait_procs, engine, _STOP_TIMEOUT_S)
         for segment in segments:
             segment.unlink(missing_ok=True)
+        if self._disk is not None:
+            self._disk.close()
 
     async def _end_start(self) -> set[Path]:
         """Ends a start that was interrupted: this process cannot exit before the start's thread.

@@ -28,6 +28,7 @@ class LiveRequest:
         scheduled_at: When vLLM first ran the request, by vLLM's clock.
         prefill_stats: vLLM's statistics of the prompt.
         num_host_tokens: Prompt tokens loaded from host memory.
+        num_disk_tokens: Prompt tokens loaded from disk, through host memory.
         reported: True once an output was returned.
         cut: True if the first token is out and another worker continues the request.
         retried: True if the request was run again after a failed load.
@@ -42,6 +43,7 @@ class LiveRequest:
     scheduled_at: float | None = None
     prefill_stats: PrefillStats | None = None
     num_host_tokens: int = 0
+    num_disk_tokens: int = 0
     reported: bool = False
     cut: bool = False
     retried: bool = False
@@ -92,8 +94,10 @@ class LiveRequest:
             if (stats := self.prefill_stats) is not None:
                 output.num_cached_tokens = stats.num_local_cached_tokens
                 output.num_host_tokens = self.num_host_tokens
+                output.num_disk_tokens = self.num_disk_tokens
+                num_stored = self.num_host_tokens + self.num_disk_tokens
                 num_external = stats.num_external_cached_tokens
-                output.num_handoff_tokens = max(0, num_external - self.num_host_tokens)
+                output.num_handoff_tokens = max(0, num_external - num_stored)
             if made.prompt_logprobs:
                 output.prompt_logprobs = logprobs(made.prompt_logprobs)
         return output

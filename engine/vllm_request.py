@@ -18,6 +18,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from baton.engine.base import EngineRequest, Logprob, RequestRejected
 from baton.engine.vllm_forced_tokens import EXTRA_ARG
 from baton.engine.vllm_scheduler import DUE_AT, ITL
+from baton.kvtransfer.connector.cache_drops import DROP
 from baton.runtime.sampling import OPTIONAL_FIELDS, given, needs_exact_state
 from baton.v1 import common_pb2
 
@@ -76,6 +77,21 @@ def engine_core_requests(
     run.prompt_token_ids, run.sampling_params = prompt, params
     run.cache_salt = request.cache_salt or None
     return shown, run
+
+
+def drop_request(
+    inputs: InputProcessor, internal_id: str, drop_id: int, cache_salt: str | None
+) -> EngineCoreRequest:
+    """Returns the request that carries an order to delete KV blocks (connector/cache_drops.py)."""
+    order = {"id": drop_id, **({"salt": cache_salt} if cache_salt is not None else {})}
+    params = SamplingParams(
+        max_tokens=1, temperature=0.0, extra_args={"kv_transfer_params": {DROP: order}}
+    )
+    made: EngineCoreRequest = inputs.process_inputs(
+        internal_id, tokens_input([0]), params, supported_tasks=("generate",)
+    )
+    made.external_req_id = internal_id
+    return made
 
 
 def _sampling_params(request: EngineRequest) -> SamplingParams:

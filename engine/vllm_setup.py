@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,11 +29,15 @@ from baton.engine.vllm_refusals import refuse_executor, refuse_speculation
 from baton.engine.vllm_step_budget import use_step_budget
 from baton.kvtransfer import engine_stages
 from baton.kvtransfer.connector.cuda_copies import scratch_bytes
+from baton.kvtransfer.connector.disk_tier import DISK, disk_options, most_blocks
 from baton.kvtransfer.connector.host_tier import HOST_BYTES, host_options
+from baton.kvtransfer.disk.directory import DiskDirectory, namespace_of
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.latency import LatencyModel
 from baton.runtime.orphans import EndsWithParent
 from baton.v1 import common_pb2
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -148,6 +153,39 @@ class VllmSetup:
             use_step_budget(config, prior, transfer_socket)
         return cls(config, layout, checked.adapters, rank_cpus, transfer_socket)
 
+    def open_disk(self, disk_dir: str, disk_bytes: int) -> DiskDirectory | None:
+        """Turns the disk tier on, before the engine starts.
+
+        Args:
+            disk_dir: Directory that the workers of this host share.
+            disk_bytes: Most bytes of this worker's files.
+
+        Returns:
+            This worker's directory, which must stay open while the engine runs; None if the
+            directory cannot be used, or the engine has no host memory.
+        """
+        extra = self.config.kv_transfer_config.kv_connector_extra_config
+        if not extra.get(HOST_BYTES):
+            return None
+        namespace = namespace_of(self.layout.fingerprint(), f"vllm {vllm.__version__}")
+        try:
+            directory = DiskDirectory.open(Path(disk_dir), namespace, self.layout.tp_size)
+        except OSError as error:
+            _log.warning("kv_store.disk_dir is not used: %s", error)
+            return None
+        extra |= disk_options(directory.path, namespace, disk_bytes)
+        return directory
+
+    @property
+    def disk_kv_tokens(self) -> int:
+        """Number of tokens that the disk holds, at most; 0 without a disk."""
+        extra, layout = self.config.kv_transfer_config.kv_connector_extra_config, self.layout
+        if (options := extra.get(DISK)) is None:
+            return 0
+        payload_bytes = layout.block_bytes * layout.num_layers
+        num_blocks = most_blocks(options["bytes"], payload_bytes, layout.tp_size)
+        return num_blocks * layout.block_size_tokens
+
     @property
     def kv_tokens(self) -> int:
         """Number of tokens that the KV cache holds; known once the engine has started."""
@@ -200,6 +238,7 @@ class VllmSetup:
             supports_forced_tokens=config.speculative_config is None,
             keeps_prefixes=caching,
             host_kv_tokens=self.host_kv_tokens,
+            disk_kv_tokens=self.disk_kv_tokens,
             weights_s=weights_at - begun_at,
             kv_s=ended_at.get(engine_stages.KV, weights_at) - weights_at,
         )

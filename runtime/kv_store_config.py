@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from baton.runtime.free_memory import free_bytes
 from baton.runtime.section import Section
@@ -22,6 +22,20 @@ class KvStoreConfig(Section):
         "its engine's cache evicts, in bytes; 0: off. null: a tenth of the memory that is free "
         "when the worker starts, at most 32 GiB.",
     )
+    disk_dir: str = Field(
+        "",
+        description="Directory in which each worker of this host keeps KV blocks in files, beside "
+        "host memory and for longer; a restarted worker finds them again. Workers share it. Empty: "
+        "off.",
+    )
+    disk_bytes: Annotated[int, Field(ge=1, le=2**63 - 1)] = Field(
+        100 * 2**30, description="Most bytes of the files of one worker."
+    )
+    disk_bytes_per_s: Annotated[int, Field(ge=1, le=2**63 - 1)] = Field(
+        10**9,
+        description="Speed of the disk when a worker loads KV blocks, in bytes per second. The "
+        "coordinator uses it to choose a worker.",
+    )
     share: Literal["tenant", "all"] = Field(
         "tenant",
         description="Requests that may use the KV blocks of a request, in the engines' caches and "
@@ -29,12 +43,20 @@ class KvStoreConfig(Section):
         "out by the time to first token that another tenant has sent the same beginning of a "
         "prompt.",
     )
-
     fetch: bool = Field(
         True,
         description="Whether a worker that computes a prompt may get the prompt's cached beginning "
         "from another worker, when that is predicted to be faster than computing it.",
     )
+
+    @model_validator(mode="after")
+    def _disk_needs_host_memory(self) -> KvStoreConfig:
+        if self.disk_dir and self.host_bytes == 0:
+            raise ValueError(
+                "disk_dir is set and host_bytes is 0; blocks go to disk through host memory: set "
+                "host_bytes to more, or leave it out"
+            )
+        return self
 
     def resolved_host_bytes(self) -> int:
         """Returns host_bytes, or its default for the memory that is free now."""

@@ -40,6 +40,11 @@ def request_name_parts(name: str) -> tuple[str, str]:
     return tenant or DEFAULT_TENANT, request_id
 
 
+def cache_salt_of(tenant: str) -> str:
+    """What keeps the KV blocks of a tenant from other tenants' requests."""
+    return "" if tenant == DEFAULT_TENANT else tenant
+
+
 def is_revision(name: str) -> bool:
     """Whether the text is a valid revision name."""
     return _REVISION.fullmatch(name) is not None

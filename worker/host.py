@@ -15,6 +15,7 @@ from baton.runtime.enum_names import role_name
 from baton.runtime.errors import Unavailable
 from baton.runtime.step_budget import StepTargets
 from baton.v1 import cluster_pb2, common_pb2
+from baton.worker.cache_drops import CacheDrops
 from baton.worker.handoffs import HandoffLog
 from baton.worker.metrics import Snapshot, WorkerCollector
 from baton.worker.outbox import Outbox
@@ -59,6 +60,7 @@ class WorkerHost:
         collector: WorkerCollector,
         handoffs: HandoffLog,
         profiles: Profiles,
+        cache_drops: CacheDrops,
         startup_ms: Mapping[str, int],
         max_requests: Mapping[common_pb2.Role.ValueType, int],
         labels: Mapping[str, str],
@@ -69,6 +71,7 @@ class WorkerHost:
         self._engine, self._info, self._transfer = engine, info, transfer
         self._runner, self._outbox, self._collector = runner, outbox, collector
         self._handoffs, self._profiles = handoffs, profiles
+        self._cache_drops = cache_drops
         self._startup_ms, self._labels = startup_ms, labels
         self._max_requests = max_requests
         self._revision, self._config_digest = revision, config_digest
@@ -100,6 +103,8 @@ class WorkerHost:
             capacity=cluster_pb2.Capacity(
                 kv_tokens=info.kv_tokens,
                 host_kv_tokens=info.host_kv_tokens,
+                disk_kv_tokens=info.disk_kv_tokens,
+                disk_bytes_per_s=info.disk_bytes_per_s,
                 block_size_tokens=info.layout.block_size_tokens,
                 max_num_seqs=info.max_num_seqs,
                 max_num_batched_tokens=info.max_num_batched_tokens,
@@ -167,6 +172,10 @@ class WorkerHost:
             num_handoff_tokens=self._runner.num_handoff_tokens,
             num_host_tokens=self._runner.num_host_tokens,
             num_host_blocks=self._runner.num_host_blocks,
+            num_disk_tokens=self._runner.num_disk_tokens,
+            num_disk_blocks=self._runner.num_disk_blocks,
+            num_wrong_files=self._runner.num_wrong_files,
+            disk_failed=self._runner.disk_failed,
             handoffs=self._handoffs.counts(),
         )
         return report
@@ -193,6 +202,8 @@ class WorkerHost:
                 self._profiles.on_command(message.profile)
             case "rollout":
                 self._rollout = message.rollout
+            case "drop_cache":
+                self._cache_drops.on_command(message.drop_cache)
             case "step_targets":
                 self.on_step_targets(message.step_targets)
             case kind:

@@ -55,6 +55,9 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
         scheduler=config.steps.scheduler,
         prior=LatencyModel.from_config(config.latency),
         host_bytes=config.kv_store.resolved_host_bytes(),
+        disk_dir=config.kv_store.disk_dir,
+        disk_bytes=config.kv_store.disk_bytes,
+        disk_bytes_per_s=config.kv_store.disk_bytes_per_s,
     )
     return engine
 

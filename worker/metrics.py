@@ -37,6 +37,10 @@ class Snapshot:
     num_handoff_tokens: int = 0
     num_host_tokens: int = 0
     num_host_blocks: int = 0
+    num_disk_tokens: int = 0
+    num_disk_blocks: int = 0
+    num_wrong_files: int = 0
+    disk_failed: bool = False
     handoffs: HandoffCounts = field(default_factory=HandoffCounts)
 
 
@@ -99,6 +103,22 @@ class WorkerCollector(Collector):
             "host_prompt_tokens",
             "Prompt tokens loaded from the KV store in host memory.",
             self.snapshot.num_host_tokens,
+        )
+        yield self._gauge(
+            "disk_kv_blocks", "KV blocks that the disk holds.", self.snapshot.num_disk_blocks
+        )
+        yield self._counter(
+            "disk_prompt_tokens", "Prompt tokens loaded from disk.", self.snapshot.num_disk_tokens
+        )
+        yield self._counter(
+            "disk_wrong_files",
+            "Files of KV blocks that were missing or damaged, and were not used.",
+            self.snapshot.num_wrong_files,
+        )
+        yield self._gauge(
+            "disk_failed",
+            "1 after the disk has failed and is not used any more.",
+            self.snapshot.disk_failed,
         )
         yield self._split(
             CounterMetricFamily,

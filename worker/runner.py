@@ -79,6 +79,9 @@ class Runner:
         num_ended: Ended attempts by outcome.
         num_handoff_tokens: Prompt tokens loaded from handoffs.
         num_host_tokens: Prompt tokens loaded from the KV store in host memory.
+        num_disk_tokens: Prompt tokens loaded from disk.
+        num_wrong_files: Files of the disk tier that were wrong.
+        disk_failed: Whether the disk tier has failed.
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Runner:
         self._transfer, self._handoffs = transfer, handoffs
         self._cache = CacheReports(outbox)
         self._host_cache = CacheReports(outbox, cluster_pb2.CACHE_TIER_HOST)
+        self._disk_cache = CacheReports(outbox, cluster_pb2.CACHE_TIER_DISK)
         self.idle = asyncio.Event()
         self.idle.set()
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -122,12 +126,18 @@ class Runner:
         self.num_tokens = 0
         self.use_handles = True
         self.num_ended: dict[str, int] = {}
-        self.num_handoff_tokens = self.num_host_tokens = 0
+        self.num_handoff_tokens = self.num_host_tokens = self.num_disk_tokens = 0
+        self.num_wrong_files, self.disk_failed = 0, False
 
     @property
     def num_host_blocks(self) -> int:
         """Number of KV blocks in the KV store in host memory."""
         return len(self._host_cache)
+
+    @property
+    def num_disk_blocks(self) -> int:
+        """Number of KV blocks in the KV store on disk."""
+        return len(self._disk_cache)
 
     def running(self) -> list[cluster_pb2.RunningRequest]:
         """Running requests, and finished ones whose end is unacknowledged, for adoption in a Hello.
@@ -194,11 +204,13 @@ class Runner:
         self._ended.clear()
         self._cache.report_all()
         self._host_cache.report_all()
+        self._disk_cache.report_all()
 
     def report_cache(self) -> None:
-        """Posts pending changes of the prefix cache and of the KV store in host memory."""
+        """Posts pending changes of the prefix cache and of the KV store."""
         self._cache.flush()
         self._host_cache.flush()
+        self._disk_cache.flush()
 
     def fail_all(self, error: BatonError) -> None:
         """Fails every request with an error."""
@@ -325,6 +337,10 @@ class Runner:
                 self._cache.take(step.cache)
             if step.host_cache is not None:
                 self._host_cache.take(step.host_cache)
+            if step.disk_cache is not None:
+                self._disk_cache.take(step.disk_cache)
+            self.num_wrong_files += step.num_wrong_files
+            self.disk_failed = self.disk_failed or step.disk_failed
             # Cache changes are sent before the outputs that depend on them: stored blocks before
             # the prompt's first token, removed blocks before the request that misses them.
             if any(
@@ -350,6 +366,7 @@ class Runner:
         self.num_tokens += len(output.token_ids)
         self.num_handoff_tokens += output.num_handoff_tokens
         self.num_host_tokens += output.num_host_tokens
+        self.num_disk_tokens += output.num_disk_tokens
         if self.use_handles and held.attempt.report_token(output, step.tokens):
             held.policy.on_output(held.attempt, output)
             return

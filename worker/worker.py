@@ -33,6 +33,7 @@ from baton.runtime.worker_directory import WorkerDirectory
 from baton.v1 import cluster_pb2, common_pb2
 from baton.worker import gpus
 from baton.worker.attach import AttachError, Attachment, CoordinatorGone
+from baton.worker.cache_drops import CacheDrops
 from baton.worker.handoffs import HandoffLog
 from baton.worker.host import WorkerHost
 from baton.worker.metrics import WorkerCollector
@@ -201,6 +202,8 @@ class Worker:
         )
         profiles = Profiles(engine, outbox)
         stack.push_async_callback(profiles.close)
+        cache_drops = CacheDrops(engine, outbox)
+        stack.push_async_callback(cache_drops.close)
         host = WorkerHost(
             self._worker_id,
             secrets.randbits(63) | 1,
@@ -214,6 +217,7 @@ class Worker:
             collector=collector,
             handoffs=handoffs,
             profiles=profiles,
+            cache_drops=cache_drops,
             startup_ms=self._startup_ms,
             max_requests=self._max_requests,
             labels={"host": socket.gethostname(), **config.worker.labels},

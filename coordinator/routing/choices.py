@@ -44,6 +44,7 @@ class PrefillChoice(NamedTuple):
         num_work_tokens: tokens of the prompt that the worker must compute.
         num_cached_tokens: tokens of the prompt that the worker's prefix cache should hold.
         num_host_tokens: tokens that the worker should load from its host memory.
+        num_disk_tokens: tokens that the worker should load from its disk.
         fetch: what the worker gets from another worker; None: nothing.
     """
 
@@ -53,6 +54,7 @@ class PrefillChoice(NamedTuple):
     num_work_tokens: int
     num_cached_tokens: int
     num_host_tokens: int = 0
+    num_disk_tokens: int = 0
     fetch: Fetch | None = None
 
 
@@ -68,6 +70,7 @@ class DecodeChoice(NamedTuple):
         num_tokens: tokens of the prompt and of the output generated so far.
         num_host_tokens: tokens behind the cached ones in the worker's host memory. A handoff cannot
             skip them, because they may be evicted before it arrives.
+        num_disk_tokens: tokens among those behind the cached ones that only the disk has.
     """
 
     worker: WorkerKey
@@ -76,11 +79,13 @@ class DecodeChoice(NamedTuple):
     num_cached_tokens: int
     num_tokens: int
     num_host_tokens: int = 0
+    num_disk_tokens: int = 0
 
     @property
     def num_new_tokens(self) -> int:
         """Tokens that the decode worker computes if there is no handoff; at least 1."""
-        return max(1, self.num_tokens - self.num_cached_tokens - self.num_host_tokens)
+        num_stored = self.num_host_tokens + self.num_disk_tokens
+        return max(1, self.num_tokens - self.num_cached_tokens - num_stored)
 
 
 class Placement(NamedTuple):
@@ -126,6 +131,7 @@ class Placement(NamedTuple):
                 decode_worker,
                 step_s,
                 decode.num_host_tokens,
+                decode.num_disk_tokens,
             )
         queue_s = max(0.0, reader.predicted_s - reader.work_s)
         fetch = reader.fetch
@@ -137,6 +143,7 @@ class Placement(NamedTuple):
             decode_worker,
             step_s,
             reader.num_host_tokens,
+            reader.num_disk_tokens,
             fetch.num_sent_tokens if fetch is not None else 0,
             fetch.holder[0] if fetch is not None else "",
         )

@@ -215,7 +215,8 @@ class ElasticRule:
         hits = load.traits.hits(held, (demand.num_tokens - 1) // size * size)
         num_new = demand.num_tokens - hits.num_tokens
         work_s = _work_s(load, num_new)
-        wait_s = load.ahead_s(num_new, self._router.now) + load.traits.load_s(hits.num_host)
+        load_s = load.traits.load_s(hits.num_host, hits.num_disk)
+        wait_s = load.ahead_s(num_new, self._router.now) + load_s
         return PrefillChoice(load.key, wait_s + work_s, work_s, num_new, *hits)
 
     def _fetch(
@@ -227,7 +228,7 @@ class ElasticRule:
         demand: Demand,
     ) -> PrefillChoice | None:
         """Returns a reader with a fetch; None: no worker holds more of the prompt."""
-        hits = PromptHits(read.num_cached_tokens, read.num_host_tokens)
+        hits = PromptHits(read.num_cached_tokens, read.num_host_tokens, read.num_disk_tokens)
         fetch = self._router.fetch(match, sources, load, demand.num_tokens, hits)
         if fetch is None:
             return None
@@ -304,6 +305,7 @@ class ElasticRule:
             num_cached_tokens=hits.num_cached,
             num_tokens=demand.num_tokens,
             num_host_tokens=hits.num_host,
+            num_disk_tokens=hits.num_disk,
         )
 
 

@@ -77,7 +77,8 @@ class LocalPrompts:
         """
         traits = entry.traits
         work_s = traits.latency.prefill_s(choice.num_new_tokens)
-        here_s = _outputs_step_s(entry) + traits.load_s(choice.num_host_tokens) + work_s
+        load_s = traits.load_s(choice.num_host_tokens, choice.num_disk_tokens)
+        here_s = _outputs_step_s(entry) + load_s + work_s
         return here_s <= there_s * _LOCAL_SHARE and self._bear(
             entry, _longest_step_s(entry, choice), lane
         )

@@ -1,16 +1,16 @@
 """Index of the KV blocks that each worker holds, used to route a prompt to its prefix.
 
-Blocks are identified by chained hashes (runtime/block_hashes.py). A worker holds blocks in two
-tiers: its engine's prefix cache on the device, and its KV store in host memory. The index has two
-sources: the workers' reports, which are exact, and the coordinator's expectations. A prompt that
-was sent to a worker and is not computed yet is expected to be in its prefix cache soon; this keeps
-a burst of equal prompts together.
+Blocks are identified by chained hashes (runtime/block_hashes.py). A worker holds blocks in three
+tiers: its engine's prefix cache on the device, and its KV store in host memory and on disk. The
+index has two sources: the workers' reports, which are exact, and the coordinator's expectations. A
+prompt that was sent to a worker and is not computed yet is expected to be in its prefix cache soon;
+this keeps a burst of equal prompts together.
 
 The index assumes that a worker with a block on its device also holds all earlier blocks of the
 prompt there, which is true for engines that evict a prefix from its end. Therefore prefix lengths
 are found by binary search. If a cache has a gap nevertheless, the index overestimates the worker,
 and the worker computes the missing blocks; after a handoff that left these blocks out, it computes
-the whole prompt. Host memory may have gaps (coordinator/routing/prefix_match.py).
+the whole prompt. Host memory and the disk may have gaps (coordinator/routing/prefix_match.py).
 
 Sets of workers are bit masks, one bit per worker.
 """
@@ -30,6 +30,7 @@ class Tier(Enum):
 
     DEVICE = "device"
     HOST = "host"
+    DISK = "disk"
 
 
 class PrefixIndex:
@@ -60,13 +61,20 @@ class PrefixIndex:
         """Number of distinct blocks in the index, counted once per tier."""
         return sum(len(index.masks) for index in self._tiers.values())
 
-    def add(self, worker: WorkerKey, max_blocks: int, max_host_blocks: int = 0) -> None:
+    def add(
+        self,
+        worker: WorkerKey,
+        max_blocks: int,
+        max_host_blocks: int = 0,
+        max_disk_blocks: int = 0,
+    ) -> None:
         """Adds a worker without blocks.
 
         Args:
             worker: the worker.
             max_blocks: size of its prefix cache.
             max_host_blocks: size of its KV store in host memory; 0: none.
+            max_disk_blocks: size of its KV store on disk; 0: none.
         """
         assert worker not in self._slots
         self._latest = None
@@ -79,6 +87,7 @@ class PrefixIndex:
         self._slots[worker], self._expected_at[worker] = slot, set()
         self._tiers[Tier.DEVICE].add(worker, 1 << slot, max_blocks)
         self._tiers[Tier.HOST].add(worker, 1 << slot, max_host_blocks)
+        self._tiers[Tier.DISK].add(worker, 1 << slot, max_disk_blocks)
 
     def bit(self, worker: WorkerKey) -> int:
         """The worker's mask; it stays the same until `forget`."""
@@ -167,6 +176,7 @@ class PrefixIndex:
             hashes,
             self._tiers[Tier.DEVICE].masks,
             self._tiers[Tier.HOST].masks,
+            self._tiers[Tier.DISK].masks,
             self._slots,
             self._workers,
             self._expected,

@@ -23,11 +23,13 @@ class HeldPrefix(NamedTuple):
 
     Attributes:
         num_device: blocks in the engine's prefix cache, on the device.
-        num_total: these blocks and the blocks in host memory that follow them.
+        num_total: these blocks and the blocks in host memory or on disk that follow them.
+        num_disk: those of the following blocks that only the disk has.
     """
 
     num_device: int
     num_total: int
+    num_disk: int = 0
 
 
 NOTHING_HELD = HeldPrefix(0, 0)
@@ -44,13 +46,14 @@ class PrefixMatch:
     """The prefix of one prompt that each worker holds; valid until the index changes.
 
     A worker is assumed to hold on its device all blocks before a block that it holds there, so that
-    device prefixes are found by binary search. Host memory may have gaps. The prefix across both
-    tiers is therefore found block by block, once for all workers.
+    device prefixes are found by binary search. Host memory and the disk may have gaps. The prefix
+    across all tiers is therefore found block by block, once for all workers.
 
     Args:
         hashes: Block hashes of the prompt.
         device: Masks of the workers that hold a block on the device, by block hash.
         host: Masks of the workers that hold a block in host memory.
+        disk: Masks of the workers that hold a block on disk.
         slots: Slots of the workers in masks.
         workers: The workers by slot.
         expected: Expected prompts by request ID.
@@ -62,6 +65,7 @@ class PrefixMatch:
     __slots__ = (
         "_device",
         "_device_masks",
+        "_disk",
         "_expected",
         "_expecting",
         "_hashes",
@@ -80,19 +84,20 @@ class PrefixMatch:
         hashes: Sequence[int],
         device: Mapping[int, int],
         host: Mapping[int, int],
+        disk: Mapping[int, int],
         slots: Mapping[WorkerKey, int],
         workers: Sequence[WorkerKey | None],
         expected: Mapping[str, Expected],
         probes: Sequence[tuple[int, Probe]],
         turn: int,
     ) -> None:
-        self._hashes, self._device, self._host = hashes, device, host
+        self._hashes, self._device, self._host, self._disk = hashes, device, host, disk
         self._slots, self._workers = slots, workers
         self._expected, self._probes = expected, probes
         self._turn = turn
         # No worker holds the prompt's first block or is expected to hold it soon.
         self._is_new = not probes and not (
-            len(hashes) and (device.get(hashes[0]) or host.get(hashes[0]))
+            len(hashes) and any(tier.get(hashes[0]) for tier in (device, host, disk))
         )
         # Results of look-ups so far, by number of blocks.
         self._device_masks: dict[int, int] = {}
@@ -129,11 +134,23 @@ class PrefixMatch:
 
     def _with_host(self, worker: WorkerKey, num_device: int) -> HeldPrefix:
         slot = self._slots.get(worker)
-        if not self._host or self._is_new or slot is None:
+        if not (self._host or self._disk) or self._is_new or slot is None:
             return HeldPrefix(num_device, num_device)
         masks = self._masks_of_total()
         num_total = self._deepest(self._total_mask, 1 << slot, len(masks)) * self._stride
-        return HeldPrefix(num_device, max(num_device, num_total))
+        if num_total <= num_device:
+            return HeldPrefix(num_device, num_device)
+        return HeldPrefix(num_device, num_total, self._num_disk(1 << slot, num_device, num_total))
+
+    def _num_disk(self, bit: int, begin: int, end: int) -> int:
+        """Number of blocks from `begin` to `end` that a worker holds only on disk."""
+        if not self._disk:
+            return 0
+        first = begin // self._stride * self._stride + self._stride - 1
+        tested = self._hashes[first : end : self._stride]
+        held = (self._device.get(one, 0) | self._host.get(one, 0) for one in tested)
+        num_missing = sum(1 for mask in held if not mask & bit)
+        return min(end - begin, num_missing * self._stride)
 
     def longest(self, limit: int, among: int = -1) -> dict[WorkerKey, int]:
         """Up to `limit` workers with the longest prefixes on the device, with their blocks.
@@ -164,7 +181,7 @@ class PrefixMatch:
         if self._is_new:
             return {}
         found = self.longest(limit, among)
-        if self._host:
+        if self._host or self._disk:
             masks = self._masks_of_total()
             found |= self._ranked(self._total_mask, len(masks), limit, among)
         return {worker: self.held_by(worker) for worker in found}
@@ -178,7 +195,7 @@ class PrefixMatch:
         """
         if self._is_new:
             return {}
-        if self._host:
+        if self._host or self._disk:
             found = self._ranked(self._total_mask, len(self._masks_of_total()), limit, among)
         else:
             found = self._ranked(self._device_mask, len(self._hashes), limit, among)
@@ -222,6 +239,8 @@ class PrefixMatch:
         if self._total_masks is None:
             tested, none = self._hashes[self._stride - 1 :: self._stride], repeat(0)
             held = map(or_, map(self._device.get, tested, none), map(self._host.get, tested, none))
+            if self._disk:
+                held = map(or_, held, map(self._disk.get, tested, none))
             self._total_masks = list(takewhile(bool, accumulate(held, and_)))
         return self._total_masks
 

@@ -54,6 +54,7 @@ _MAX_SESSIONS = 65536
 _TIERS = {
     cluster_pb2.CACHE_TIER_UNSPECIFIED: Tier.DEVICE,
     cluster_pb2.CACHE_TIER_HOST: Tier.HOST,
+    cluster_pb2.CACHE_TIER_DISK: Tier.DISK,
 }
 
 
@@ -133,7 +134,12 @@ class Router:
     def add_worker(self, worker: WorkerKey, traits: WorkerTraits, pool: Pool | None) -> None:
         """Adds a worker whose cache is empty or not known yet; `pool` as in `set_pool`."""
         size = traits.block_size_tokens
-        self.index.add(worker, traits.kv_tokens // size, traits.host_kv_tokens // size)
+        self.index.add(
+            worker,
+            traits.kv_tokens // size,
+            traits.host_kv_tokens // size,
+            traits.disk_kv_tokens // size,
+        )
         self._loads.add(WorkerLoad(worker, traits, self.index.bit(worker)))
         self.set_pool(worker, pool)
 
@@ -423,7 +429,9 @@ class Router:
             num_bytes = (end - skip) * per_token
             sending_s = self.transfers.seconds((key, reader.key), num_bytes, near=near)
             wait_s = max(self.transfers.wait_s(key), holder.one_step_s(self.now))
-            load_s = holder.traits.load_s(max(0, end - held.num_device * size))
+            num_stored = max(0, end - held.num_device * size)
+            num_disk = min(held.num_disk * size, num_stored)
+            load_s = holder.traits.load_s(num_stored - num_disk, num_disk)
             fetch_s = _FETCH_BASE_S + wait_s + load_s + sending_s
             total_s = fetch_s + traits.latency.prefill_s(num_tokens - end)
             if total_s < least:
@@ -438,7 +446,8 @@ class Router:
             fetch: the fetch.
             work_s: seconds of the computation that is left.
         """
-        num_tokens = own.num_work_tokens + own.num_cached_tokens + own.num_host_tokens
+        num_held = own.num_cached_tokens + own.num_host_tokens + own.num_disk_tokens
+        num_tokens = own.num_work_tokens + num_held
         timeout_s = max(own.work_s - work_s, 2 * fetch.fetch_s, _LEAST_FETCH_TIMEOUT_S)
         return PrefillChoice(
             own.worker,
@@ -488,7 +497,7 @@ class Router:
             hits = traits.hits(held, (num_tokens - 1) // size * size)
             work_s = traits.latency.prefill_s(num_tokens - hits.num_tokens)
             queued_s = entry.queued_s(self.now)
-            wait_s = queued_s + traits.load_s(hits.num_host)
+            wait_s = queued_s + traits.load_s(hits.num_host, hits.num_disk)
             cost = wait_s + work_s * factor
             own = PrefillChoice(
                 worker, wait_s + work_s, work_s, num_tokens - hits.num_tokens, *hits
@@ -599,6 +608,7 @@ class Router:
             best.hits.num_cached,
             num_tokens,
             best.hits.num_host,
+            best.hits.num_disk,
         )
 
     def _decode_candidates(

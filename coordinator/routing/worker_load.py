@@ -36,14 +36,16 @@ class PromptHits(NamedTuple):
     Attributes:
         num_cached: tokens in the engine's prefix cache.
         num_host: tokens behind them that it loads from its KV store in host memory.
+        num_disk: tokens behind the cached ones that it loads from its disk, through host memory.
     """
 
     num_cached: int
     num_host: int
+    num_disk: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return self.num_cached + self.num_host
+        return self.num_cached + self.num_host + self.num_disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,8 @@ class WorkerTraits:
         kv_tokens: size of the KV cache in tokens.
         host_kv_tokens: size of the KV store in host memory in tokens; 0: none.
         host_bytes_per_s: bandwidth between host memory and the engine's cache, all ranks together.
+        disk_kv_tokens: size of the KV store on disk in tokens; 0: none.
+        disk_bytes_per_s: bandwidth between disk and host memory, all ranks together.
         block_size_tokens: tokens per KV block.
         kv_bytes_per_token: bytes of KV cache per token, over all layers and ranks; 0: not known.
         max_send_bytes, max_receive_bytes: size of the largest handoff.
@@ -75,6 +79,8 @@ class WorkerTraits:
     host_bytes_per_s: float = math.inf
     max_send_bytes: int = 2**63
     max_receive_bytes: int = 2**63
+    disk_kv_tokens: int = 0
+    disk_bytes_per_s: float = math.inf
 
     def __post_init__(self) -> None:
         for name in ("kv_tokens", "block_size_tokens", "chunk_tokens", "max_seqs"):
@@ -85,18 +91,27 @@ class WorkerTraits:
         """The tokens that a held prefix saves, at most `most_tokens`."""
         size = self.block_size_tokens
         num_cached = min(held.num_device * size, most_tokens)
-        return PromptHits(num_cached, min(held.num_total * size, most_tokens) - num_cached)
+        num_stored = min(held.num_total * size, most_tokens) - num_cached
+        num_disk = min(held.num_disk * size, num_stored)
+        return PromptHits(num_cached, num_stored - num_disk, num_disk)
 
-    def load_s(self, num_tokens: int) -> float:
-        """Seconds to load the KV cache of this many tokens from host memory."""
-        if not num_tokens:
+    def load_s(self, num_host: int, num_disk: int = 0) -> float:
+        """Seconds to load the KV cache of a prompt's tokens.
+
+        Args:
+            num_host: tokens in host memory.
+            num_disk: tokens on disk, which go through host memory.
+        """
+        if not num_host + num_disk:
             return 0.0
-        return _LOAD_BASE_S + num_tokens * self.kv_bytes_per_token / self.host_bytes_per_s
+        from_host_s = self.kv_bytes_per_token * (num_host + num_disk) / self.host_bytes_per_s
+        from_disk_s = self.kv_bytes_per_token * num_disk / self.disk_bytes_per_s
+        return _LOAD_BASE_S + from_disk_s + from_host_s
 
     def prompt_s(self, num_tokens: int, hits: PromptHits) -> float:
         """Seconds to load and compute a prompt of `num_tokens` tokens on an idle worker."""
         num_new = max(1, num_tokens - hits.num_tokens)
-        return self.latency.prefill_s(num_new) + self.load_s(hits.num_host)
+        return self.latency.prefill_s(num_new) + self.load_s(hits.num_host, hits.num_disk)
 
 
 @dataclass(slots=True)

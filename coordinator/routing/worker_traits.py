@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from baton.coordinator.routing.latency import LatencyRegistry, WorkerKind
@@ -48,6 +49,8 @@ def traits_of(hello: cluster_pb2.Hello, latency: LatencyRegistry) -> WorkerTrait
         max_send_bytes=hello.capacity.max_send_bytes,
         max_receive_bytes=hello.capacity.max_receive_bytes,
         host_bytes_per_s=_HOST_BYTES_PER_S * kv_fingerprint.num_shards(hello.fingerprint),
+        disk_kv_tokens=hello.capacity.disk_kv_tokens,
+        disk_bytes_per_s=hello.capacity.disk_bytes_per_s or math.inf,
     )
 
 

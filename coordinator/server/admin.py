@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from baton.coordinator.core.core import Core
 from baton.coordinator.routing.latency import KindLatency, WorkerKind
+from baton.coordinator.server.admin_cache import CacheCalls
 from baton.coordinator.server.admin_rollout import RolloutCalls
 from baton.coordinator.server.admin_scaling import ScalingCalls
 from baton.coordinator.server.intake import Intake
@@ -45,6 +46,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
             shell, config.worker.drain_timeout_s, self._pool, self._snapshot
         )
         self._rollout = RolloutCalls(shell, config)
+        self._cache = CacheCalls(shell, config)
 
     @property
     def _core(self) -> Core:
@@ -196,6 +198,15 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         self, request: admin_pb2.ListDecisionsRequest, context: Any
     ) -> admin_pb2.ListDecisionsResponse:
         return await _answer(context, self._scaling.decisions, request)
+
+    async def DropCache(
+        self, request: admin_pb2.DropCacheRequest, context: Any
+    ) -> admin_pb2.DropCacheResponse:
+        try:
+            return await self._cache.drop(request)
+        except BatonError as error:
+            await abort(context, error)
+            raise
 
     async def StartRollout(
         self, request: admin_pb2.StartRolloutRequest, context: Any
@@ -420,6 +431,7 @@ def _placement_info(predicted: Predicted) -> admin_pb2.PlacementInfo:
         prompt_worker_id=predicted.prompt_worker,
         cached_tokens=predicted.num_cached,
         host_tokens=predicted.num_host,
+        disk_tokens=predicted.num_disk,
         fetched_tokens=predicted.num_fetched,
         fetched_from=predicted.fetched_from,
         decode_worker_id=predicted.decode_worker,

@@ -149,6 +149,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         elif kind == "profile":
             post(ev.WorkerHeard(worker))
             self._shell.profiles.on_report(worker, message.profile)
+        elif kind == "cache_dropped":
+            post(ev.WorkerHeard(worker))
+            self._shell.cache_drops.on_report(worker, message.cache_dropped)
         elif kind is None:
             post(ev.WorkerHeard(worker))
         else:

@@ -27,7 +27,7 @@ from baton.runtime.access import ANYONE, Access, Caller
 from baton.runtime.config import BatonConfig
 from baton.runtime.enum_names import lane_name
 from baton.runtime.errors import BatonError, InvalidArgument, ResourceExhausted
-from baton.runtime.names import DEFAULT_TENANT
+from baton.runtime.names import DEFAULT_TENANT, cache_salt_of
 from baton.runtime.tokenization import Tokenizer
 from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import common_pb2, inference_pb2
@@ -327,8 +327,7 @@ class Intake:
 
     def _cache_salt(self, tenant: str) -> str:
         """Returns what keeps the KV blocks of a tenant from other tenants' requests."""
-        is_shared = self._config.kv_store.share == "all" or tenant == DEFAULT_TENANT
-        return "" if is_shared else tenant
+        return "" if self._config.kv_store.share == "all" else cache_salt_of(tenant)
 
     def _running(self, request: inference_pb2.GenerateRequest, caller: Caller) -> Request | None:
         """The running request with the same ID and tenant; None if there is none."""

@@ -32,6 +32,7 @@ _TAGS: dict[type[Command], int] = {
     cluster_pb2.ProfileCommand: length_tag(_MESSAGE, "profile"),
     cluster_pb2.RolloutRecord: length_tag(_MESSAGE, "rollout"),
     cluster_pb2.StepTargets: length_tag(_MESSAGE, "step_targets"),
+    cluster_pb2.DropCacheCommand: length_tag(_MESSAGE, "drop_cache"),
 }
 
 

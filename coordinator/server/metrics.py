@@ -95,7 +95,7 @@ class CoreCollector(Collector):
         prompts = CounterMetricFamily(
             "baton_prompt_tokens",
             "Tokens of computed prompts. device: from a prefix cache; host: from host memory; "
-            "fetched: from another worker.",
+            "disk: from disk; fetched: from another worker.",
             labels=["source"],
         )
         for source, count in tuple(stats.prompt_tokens.items()):

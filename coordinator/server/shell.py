@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from baton.coordinator.core.core import Core
 from baton.coordinator.launchers.launch_supervisor import LaunchSupervisor
+from baton.coordinator.server.cache_drops import CacheDrops
 from baton.coordinator.server.call_tenants import CallTenants
 from baton.coordinator.server.link import WorkerLink
 from baton.coordinator.server.outbox import Outbox
@@ -86,6 +87,7 @@ class Shell:
         started_at: start time, by the core's clock.
         launch_supervisor: starts and ends workers; None: this coordinator starts no workers.
         profiles: running profiles of workers.
+        cache_drops: commands to delete KV blocks of workers.
     """
 
     def __init__(self, core: Core) -> None:
@@ -100,6 +102,7 @@ class Shell:
         self._numbers = itertools.count(1)
         self._links: dict[WorkerKey, WorkerLink] = {}
         self.profiles = Profiles(self._command)
+        self.cache_drops = CacheDrops(self._command)
         self._refusal: BatonError | None = None
         self._left: BatonError | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -349,7 +352,8 @@ class Shell:
         link = self._links.pop(effect.worker, None)
         if link is not None:
             link.end(effect.error)
-        self.profiles.lost(effect.worker, str(effect.error or "it left"))
+        for waiting in (self.profiles, self.cache_drops):
+            waiting.lost(effect.worker, str(effect.error or "it left"))
         if effect.error is not None:
             _log.warning("%s", effect.error, extra={"worker": effect.worker[0]})
 

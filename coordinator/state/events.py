@@ -382,6 +382,7 @@ Command = (
     | cluster_pb2.ProfileCommand
     | cluster_pb2.RolloutRecord
     | cluster_pb2.StepTargets
+    | cluster_pb2.DropCacheCommand
 )
 
 

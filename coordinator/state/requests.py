@@ -183,12 +183,13 @@ class Predicted(NamedTuple):
     Attributes:
         prompt_worker: ID of the worker that computes the prompt.
         queue_s: seconds until that worker begins to compute the prompt, including the load from
-            host memory or the fetch; None: not predicted.
+            host memory and from disk, or the fetch; None: not predicted.
         computation_s: seconds of the prompt's computation there; None: not predicted.
         num_cached: prompt tokens in that worker's prefix cache.
         decode_worker: ID of the worker that decodes; "": the request ends with its first token.
         step_s: seconds of a decode step there with this request; 0 without a decode worker.
         num_host: prompt tokens in the host memory of the worker that computes the prompt.
+        num_disk: prompt tokens on the disk of that worker.
         num_fetched: prompt tokens that this worker gets from another worker.
         fetched_from: ID of the other worker; "": there is none.
     """
@@ -200,6 +201,7 @@ class Predicted(NamedTuple):
     decode_worker: str
     step_s: float
     num_host: int = 0
+    num_disk: int = 0
     num_fetched: int = 0
     fetched_from: str = ""
 
@@ -212,6 +214,7 @@ class PromptSources(NamedTuple):
         host: loaded from that worker's host memory.
         computed: computed by that worker.
         handoff: handed over to the decode worker.
+        disk: loaded from the disk of the worker that computed the rest of the prompt.
         fetched: fetched from another worker by the worker that computed the rest of the prompt.
     """
 
@@ -219,12 +222,13 @@ class PromptSources(NamedTuple):
     host: int
     computed: int
     handoff: int
+    disk: int = 0
     fetched: int = 0
 
     @property
     def num_cached(self) -> int:
-        """Prompt tokens that no worker computed for this request."""
-        return self.device + self.host + self.fetched
+        """Prompt tokens that no worker computed for this attempt."""
+        return self.device + self.host + self.disk + self.fetched
 
 
 @dataclass(slots=True)
@@ -350,12 +354,13 @@ class Request:
         if timings is None:
             return None
         device, host = timings.num_cached_tokens, timings.num_host_tokens
+        disk = timings.num_disk_tokens
         handoff = 0
         if self.prefill_timings is not None and self.decode_timings is not None:
             handoff = self.decode_timings.num_handoff_tokens
         fetched = timings.num_fetched_tokens
-        computed = max(0, self.num_prompt_tokens - device - host - fetched)
-        return PromptSources(device, host, computed, handoff, fetched)
+        computed = max(0, self.num_prompt_tokens - device - host - disk - fetched)
+        return PromptSources(device, host, computed, handoff, disk, fetched)
 
     @property
     def id(self) -> str:

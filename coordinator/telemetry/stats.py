@@ -118,8 +118,8 @@ class CoreStats:
         demand: demand by lane; the autoscaler sizes the pools by it.
         requests: ended requests by lane and outcome (finish reason, or error code's name; lower
             case).
-        prompt_tokens: tokens of the prompts that were computed, by source: "device", "host" and
-            "computed" (PromptSources). A prompt that is computed again counts again.
+        prompt_tokens: tokens of the prompts that were computed, by source: "device", "host", "disk"
+            and "computed" (PromptSources). A prompt that is computed again counts again.
         sheds: submissions refused for overload, by reason.
         rejections: invalid submissions, by the error code's name; counted by the gRPC server.
         handoffs: committed handoffs, by transport.
@@ -150,7 +150,7 @@ class CoreStats:
         self.rejections: Counter[str] = Counter()
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
-        self.prompt_tokens: Counter[str] = Counter(device=0, host=0, fetched=0, computed=0)
+        self.prompt_tokens: Counter[str] = Counter(device=0, host=0, disk=0, fetched=0, computed=0)
         self.fetches: Counter[str] = Counter(loaded=0, failed=0)
         self.handoffs: Counter[str] = Counter()
         self.handoff_bytes: Counter[str] = Counter()
@@ -244,6 +244,7 @@ class CoreStats:
         for counts in (self.prompt_tokens, window):
             counts["device"] += sources.device
             counts["host"] += sources.host
+            counts["disk"] += sources.disk
             counts["fetched"] += sources.fetched
             counts["computed"] += sources.computed
 

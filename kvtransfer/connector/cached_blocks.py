@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from baton.kvtransfer.block_changes import BlockChanges
+from baton.kvtransfer.disk.orders import owner_of
 from baton.runtime.block_hashes import block_hashes, root_of
 
 # Key in SchedulerStats.kv_connector_stats; the value is the result of `CachedBlocks.take`.
@@ -26,48 +28,14 @@ class _Block:
 
     Attributes:
         hash: Baton's hash.
+        owner: Name that all blocks with the same salt share (disk/orders.py).
         num_copies: Number of equal blocks in the cache; vLLM may cache a block twice, and reports
             each copy. 0: only host memory has the block, or gets it.
     """
 
     hash: int
-    num_copies: int = 1
-
-
-class _Changes:
-    """Blocks that were stored and removed since the last report, each in order."""
-
-    def __init__(self) -> None:
-        self._stored: dict[int, None] = {}
-        self._removed: dict[int, None] = {}
-        self._cleared = False
-
-    def store(self, block_hash: int) -> None:
-        if block_hash in self._removed:
-            del self._removed[block_hash]
-        else:
-            self._stored[block_hash] = None
-
-    def remove(self, block_hash: int) -> None:
-        if block_hash in self._stored:
-            del self._stored[block_hash]
-        else:
-            self._removed[block_hash] = None
-
-    def clear(self) -> None:
-        self._stored, self._removed, self._cleared = {}, {}, True
-
-    def take(self) -> dict[str, Any] | None:
-        """Returns the changes since the last call as fields of CacheChange (engine/base.py)."""
-        if not (self._stored or self._removed or self._cleared):
-            return None
-        change = {
-            "stored": list(self._stored),
-            "removed": list(self._removed),
-            "cleared": self._cleared,
-        }
-        self._stored, self._removed, self._cleared = {}, {}, False
-        return change
+    owner: str
+    num_copies: int = 0
 
 
 class CachedBlocks:
@@ -84,7 +52,7 @@ class CachedBlocks:
     def __init__(self, block_size_tokens: int) -> None:
         self._block_size_tokens = block_size_tokens
         self._blocks: dict[Name, _Block] = {}
-        self._changes, self._host_changes = _Changes(), _Changes()
+        self._changes, self._host_changes = BlockChanges(), BlockChanges()
         # Blocks in host memory (True) and on their way there (False).
         self._in_host: dict[Name, bool] = {}
 
@@ -111,9 +79,9 @@ class CachedBlocks:
         plain = (adapter,) if adapter else ()
         if parent is None:
             salt, keys[0] = _salt(keys[0], plain)
-            before = root_of(adapter, salt)
+            before, owner = root_of(adapter, salt), owner_of(salt)
         elif (found := self._blocks.get(parent)) is not None:
-            before = found.hash
+            before, owner = found.hash, found.owner
         else:
             return
         hashes = block_hashes(token_ids, self._block_size_tokens, before)
@@ -122,7 +90,7 @@ class CachedBlocks:
         for name, block_hash, extra in zip(names, hashes, keys, strict=True):
             if extra != plain:
                 return
-            block = self._blocks.setdefault(name, _Block(block_hash, num_copies=0))
+            block = self._blocks.setdefault(name, _Block(block_hash, owner))
             block.num_copies += 1
             if block.num_copies == 1:
                 self._changes.store(block_hash)
@@ -149,6 +117,21 @@ class CachedBlocks:
         return self._changes.take()
 
     # ---- Host memory
+
+    def described(self, name: Name) -> tuple[int, str] | None:
+        """Returns Baton's hash of a block and its owner; None if they are not known."""
+        block = self._blocks.get(name)
+        return (block.hash, block.owner) if block is not None else None
+
+    def owner(self, name: Name) -> str | None:
+        """Returns the owner of a block; None if it is not known."""
+        block = self._blocks.get(name)
+        return block.owner if block is not None else None
+
+    def come_from_disk(self, name: Name, block_hash: int, owner: str) -> None:
+        """Notes that a block that was on disk is being loaded to host memory."""
+        self._in_host[name] = False
+        self._blocks.setdefault(name, _Block(block_hash, owner))
 
     def go_to_host(self, names: Iterable[Name]) -> None:
         """Notes that blocks are being copied to host memory."""

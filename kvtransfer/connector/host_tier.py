@@ -8,12 +8,15 @@ vLLM's OffloadingConnector does the same; its two halves run inside Baton's conn
 beside it in a MultiConnector, for these reasons. A request that loads a handoff must not ask for
 host memory at the same time. Blocks that a handoff failed to fill must not be stored: vLLM would
 store them under a valid name. The coordinator needs to know which blocks can be found.
+
+With a disk (connector/disk_tier.py), a prompt whose next block is there waits without blocks of the
+engine's cache until host memory has the block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import vllm
@@ -27,11 +30,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
     OffloadingConnectorWorker,
 )
-from vllm.v1.kv_offload.base import LookupResult
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 from vllm.v1.request import RequestStatus
 
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks
-from baton.kvtransfer.connector.host_memory import HostMemory
+from baton.kvtransfer.connector.disk_tier import DiskTier
+from baton.kvtransfer.connector.host_memory import HostBlocks, HostMemory
+from baton.kvtransfer.disk.orders import DiskReport
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,16 +54,37 @@ if TYPE_CHECKING:
 HOST_BYTES = "cpu_bytes_to_use"
 # Key in SchedulerStats.kv_connector_stats; the value is the result of `CachedBlocks.take_host`.
 HOST_CHANGE = "baton_host_cache"
-# Key in SchedulerStats.kv_connector_stats: numbers of prompt tokens that requests load from host
-# memory, by the engine's request id.
+# Key in SchedulerStats.kv_connector_stats: by the engine's request id, how many prompt tokens a
+# request loads from host memory, and how many of these had to come from disk.
 HOST_LOADS = "baton_host_loads"
+# Most times that one request loads blocks from disk; host memory may have evicted them again.
+_MOST_DISK_LOADS = 3
 
 # Fields of vLLM's private state that HostTier uses.
 _FIELDS: dict[type, tuple[str, ...]] = {
     TransferJobStatus: ("is_store", "keys", "deferred_fence_block_ids"),
-    RequestOffloadState: ("req_context", "group_states", "max_offload_tokens"),
+    RequestOffloadState: (
+        "req_context",
+        "group_states",
+        "max_offload_tokens",
+        "num_locally_computed_tokens",
+        "transfer_jobs",
+    ),
     RequestGroupState: ("offload_keys",),
 }
+
+
+@dataclass(slots=True)
+class _DiskLoads:
+    """Blocks that one request had loaded from disk.
+
+    Attributes:
+        keys: The blocks.
+        num_loads: Number of times that the request asked for blocks.
+    """
+
+    keys: set[OffloadKey] = field(default_factory=set)
+    num_loads: int = 0
 
 
 def host_options(host_bytes: int) -> dict[str, Any]:
@@ -81,16 +107,32 @@ class HostTier:
     Args:
         memory: Description of the host memory.
         scheduler: vLLM's half beside the scheduler.
+        disk: The tier below; None: there is none.
+
+    Attributes:
+        blocks: The blocks in host memory.
+        disk: The tier below.
     """
 
-    def __init__(self, memory: HostMemory, scheduler: OffloadingConnectorScheduler) -> None:
-        self._blocks = memory.get_manager()
+    def __init__(
+        self,
+        memory: HostMemory,
+        scheduler: OffloadingConnectorScheduler,
+        disk: DiskTier | None = None,
+    ) -> None:
+        self.blocks = memory.get_manager()
         self._scheduler = scheduler
-        self._loads: dict[str, int] = {}
+        self.disk = disk
+        self._loads: dict[str, tuple[int, int]] = {}
+        # Blocks loaded from disk, by the engine's request id.
+        self._disk_loads: dict[str, _DiskLoads] = {}
 
     @classmethod
     def make(
-        cls, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, reports: CachedBlocks
+        cls,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        reports: CachedBlocks,
     ) -> HostTier | None:
         """Returns None if the tier is off or its memory holds no block.
 
@@ -100,7 +142,9 @@ class HostTier:
         memory = _memory(vllm_config, kv_cache_config)
         if memory is None:
             return None
-        memory.report_to(reports)
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        disk = DiskTier.make(extra, memory)
+        memory.report_to(reports, disk.index if disk is not None else None)
         scheduler = OffloadingConnectorScheduler(memory, vllm_config, kv_cache_config)
         if missing := _missing(scheduler):
             raise ValueError(
@@ -108,7 +152,7 @@ class HostTier:
                 "memory uses; install the version that Baton requires, or set kv_store.host_bytes "
                 "to 0"
             )
-        return cls(memory, scheduler)
+        return cls(memory, scheduler, disk)
 
     def add(self, request: Request) -> None:
         """Takes a request that was given to the engine."""
@@ -119,9 +163,30 @@ class HostTier:
 
         None: the blocks are on their way; vLLM asks again.
         """
+        self._load_from_disk(request, num_computed_tokens)
         num_tokens: int | None
         num_tokens, _ = self._scheduler.get_num_new_matched_tokens(request, num_computed_tokens)
         return num_tokens
+
+    def _load_from_disk(self, request: Request, num_computed_tokens: int) -> None:
+        """Begins to load the blocks on disk that a waiting request needs next."""
+        state = self._scheduler._req_status.get(request.request_id)
+        if self.disk is None or state is None or request.skip_reading_prefix_cache:
+            return
+        self.disk.poll()
+        loads = self._disk_loads.setdefault(request.request_id, _DiskLoads())
+        if state.transfer_jobs or loads.num_loads == _MOST_DISK_LOADS:
+            return
+        state.update_offload_keys()
+        keys = state.group_states[0].offload_keys[num_computed_tokens // self._block_tokens :]
+        if loaded := self.blocks.load_from_disk(keys, state.req_context):
+            loads.keys |= loaded
+            loads.num_loads += 1
+
+    @property
+    def _block_tokens(self) -> int:
+        size: int = self._scheduler.config.kv_group_configs[0].tokens_per_chunk
+        return size
 
     def num_stored_tokens(self, request: Request, num_computed_tokens: int) -> int:
         """Returns about how many tokens a waiting request would load; changes nothing."""
@@ -129,17 +194,24 @@ class HostTier:
         if state is None or request.skip_reading_prefix_cache:
             return 0
         state.update_offload_keys()
-        size: int = self._scheduler.config.kv_group_configs[0].tokens_per_chunk
+        size, on_disk = self._block_tokens, self.blocks.disk
         num_found = 0
         for key in state.group_states[0].offload_keys[num_computed_tokens // size :]:
-            if self._blocks.lookup(key, state.req_context) is not LookupResult.HIT:
+            found = self.blocks.lookup(key, state.req_context)
+            if found is not LookupResult.HIT and (on_disk is None or key not in on_disk):
                 break
             num_found += 1
         return num_found * size
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_loaded_tokens: int) -> None:
         """Takes the blocks of a request that loads this many tokens from host memory."""
-        self._loads[request.request_id] = num_loaded_tokens
+        num_from_disk = 0
+        if (loads := self._disk_loads.get(request.request_id)) is not None:
+            state, size = self._scheduler._req_status[request.request_id], self._block_tokens
+            first = state.num_locally_computed_tokens // size
+            keys = state.group_states[0].offload_keys[first:][: num_loaded_tokens // size]
+            num_from_disk = size * len(loads.keys.intersection(keys))
+        self._loads[request.request_id] = num_loaded_tokens, num_from_disk
         self._scheduler.update_state_after_alloc(request, blocks, num_loaded_tokens)
 
     def step(self, output: SchedulerOutput) -> OffloadingConnectorMetadata:
@@ -159,7 +231,7 @@ class HostTier:
         wrong = set(block_ids)
         for job in self._scheduler._jobs.values():
             if job.is_store and not wrong.isdisjoint(job.deferred_fence_block_ids or ()):
-                self._blocks.drop(job.keys)
+                self.blocks.drop(job.keys)
 
     def reported(self, output: KVConnectorOutput, report: OffloadingWorkerMetadata | None) -> None:
         """Takes the ranks' report on copies that have ended."""
@@ -169,14 +241,19 @@ class HostTier:
 
     def finished(self, request: Request) -> None:
         """Takes the end of a request."""
+        self._disk_loads.pop(request.request_id, None)
         if request.status == RequestStatus.FINISHED_ERROR:
             # Its blocks may be wrong; vLLM would store them as if its prompt had been computed.
             state = self._scheduler._req_status.get(request.request_id)
             if state is not None:
                 state.max_offload_tokens = 0
         self._scheduler.request_finished(request)
+        if self.disk is not None:
+            state = self._scheduler._req_status.get(request.request_id)
+            if state is not None:
+                self.blocks.used(state.group_states[0].offload_keys)
 
-    def take_loads(self) -> dict[str, int]:
+    def take_loads(self) -> dict[str, tuple[int, int]]:
         """Returns the loads since the last step, see HOST_LOADS; called once per step."""
         loads, self._loads = self._loads, {}
         # vLLM's half collects figures until they are taken.
@@ -186,7 +263,14 @@ class HostTier:
     @property
     def has_work(self) -> bool:
         """Whether copies are under way, for which the engine must go on stepping."""
-        return bool(self._scheduler.has_pending_push_work())
+        return bool(
+            self._scheduler.has_pending_push_work()
+            or (self.disk is not None and self.disk.has_orders)
+        )
+
+    def disk_reported(self, report: DiskReport) -> None:
+        """Takes the ranks' report on their disks."""
+        self.blocks.disk_reported(report)
 
     def clear(self) -> None:
         """Forgets all blocks."""
@@ -197,9 +281,13 @@ def _missing(scheduler: OffloadingConnectorScheduler) -> list[str]:
     found = [
         f"{owner.__name__}.{name}"
         for owner, names in _FIELDS.items()
-        for name in set(names).difference(field.name for field in fields(owner))
+        for name in set(names).difference(one.name for one in fields(owner))
     ]
-    return found + [name for name in ("_jobs", "_req_status") if not hasattr(scheduler, name)]
+    private = [
+        *((scheduler, name) for name in ("_jobs", "_req_status")),
+        *((scheduler.manager, name) for name in HostBlocks.PRIVATE),
+    ]
+    return found + [name for owner, name in private if not hasattr(owner, name)]
 
 
 def make_rank_half(

@@ -263,6 +263,15 @@ class SchedulerHalf:
         self._wrong.add(untrusted)
         return untrusted
 
+    def clear(self, block_ids: Collection[int]) -> None:
+        """Clears blocks that were taken out of the prefix cache; those in use, when they are free.
+
+        Args:
+            block_ids: Blocks of the engine's cache.
+        """
+        self._wrong.add(block_ids)
+        self._wrong.release_free()
+
     def _uncache_uncomputed(self, preempted_ids: Collection[str]) -> None:
         """Takes blocks of preempted requests that no step computed out of the prefix cache.
 

@@ -19,8 +19,8 @@ Fetching. A fetch is a handoff of whole blocks at the beginning of a prompt; the
 the rest. The holder runs a request for the same tokens and one more, which pushes its cached
 blocks; if some are missing, this request ends before it gets blocks.
 
-Keeping. Blocks that the engine's cache evicts stay in host memory (host_tier.py); a request without
-a handoff loads them from there.
+Keeping. Blocks that the engine's cache evicts stay in host memory (host_tier.py), and on disk
+(disk_tier.py); a request without a handoff loads them from there.
 """
 
 from __future__ import annotations
@@ -47,8 +47,11 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
 from baton.kvtransfer import engine_stages
+from baton.kvtransfer.connector.cache_drops import CacheDrops, Clearing
 from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE, CachedBlocks
+from baton.kvtransfer.connector.disk_tier import SHUTDOWN_TIMEOUT_S, make_rank_disk
 from baton.kvtransfer.connector.handoff_step import HandoffStep, LoadReport
+from baton.kvtransfer.connector.host_memory import host_layers
 from baton.kvtransfer.connector.host_tier import (
     HOST_BYTES,
     HOST_CHANGE,
@@ -59,10 +62,14 @@ from baton.kvtransfer.connector.host_tier import (
 from baton.kvtransfer.connector.rank_half import RankHalf
 from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
 from baton.kvtransfer.control import EnginePort
+from baton.kvtransfer.disk.orders import DiskReport, Order
+from baton.kvtransfer.disk.rank_disk import RankDisk
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import affinity, quick_exit
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
@@ -88,10 +95,14 @@ class StepMetadata(KVConnectorMetadata):
     Attributes:
         step: Work for handoffs.
         host: Copies from and to host memory; None without a host tier.
+        disk: Orders for the ranks' disks.
+        clearing: Blocks of host memory that an operator has deleted.
     """
 
     step: HandoffStep = field(default_factory=HandoffStep)
     host: OffloadingConnectorMetadata | None = None
+    disk: list[Order] = field(default_factory=list)
+    clearing: Clearing = field(default_factory=Clearing)
 
 
 @dataclass
@@ -101,6 +112,8 @@ class RankReport(KVConnectorWorkerMetadata):
     loads: LoadReport
     is_cut_off: bool = False
     host: OffloadingWorkerMetadata | None = None
+    disk: DiskReport | None = None
+    cleared: list[int] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, RankReport)
@@ -110,6 +123,11 @@ class RankReport(KVConnectorWorkerMetadata):
             self.host = self.host or other.host
         else:
             self.host = self.host.aggregate(other.host)
+        if self.disk is None or other.disk is None:
+            self.disk = self.disk or other.disk
+        else:
+            self.disk.add(other.disk)
+        self.cleared += other.cleared
         return self
 
 
@@ -165,11 +183,17 @@ class BatonConnector(KVConnectorBase_V1):
         self._ranks: RankHalf | None = None
         self._host: HostTier | None = None
         self._host_copies: OffloadingConnectorWorker | None = None
+        self._rank_disk: RankDisk | None = None
+        self._host_layers: list[npt.NDArray[np.int8]] = []
+        # Orders of an operator whose last block this rank has overwritten.
+        self._cleared: list[int] = []
         if role == KVConnectorRole.SCHEDULER:
             # vLLM's scheduler spins while its ranks compute; it must not take their cores.
             affinity.avoid_cores(extra["rank_cpus"])
             self._scheduler = SchedulerHalf(self._port, self._layout)
             self._host = HostTier.make(vllm_config, kv_cache_config, self._cached)
+            num_ranks = vllm_config.parallel_config.world_size
+            self._drops = CacheDrops(self._cached, self._scheduler, self._host, num_ranks)
         else:
             self._socket_path = extra["socket"]
             self._ranks = RankHalf(
@@ -198,6 +222,8 @@ class BatonConnector(KVConnectorBase_V1):
     def shutdown(self) -> None:
         if self._ranks is not None:
             self._ranks.close()
+        if self._rank_disk is not None:
+            self._rank_disk.close(SHUTDOWN_TIMEOUT_S)
         if self._host_copies is not None:
             self._host_copies.shutdown()
         self._port.close()
@@ -227,11 +253,21 @@ class BatonConnector(KVConnectorBase_V1):
         self._rank_half.register(kv_caches)
         if self._host_copies is not None:
             self._host_copies.register_kv_caches(kv_caches)
+            assert self._host_copies.worker is not None, "vLLM makes it for these caches"
+            extra = self._kv_transfer_config.kv_connector_extra_config
+            rank = get_tensor_model_parallel_rank()
+            self._rank_disk = make_rank_disk(extra, rank, self._host_copies.worker)
+            self._host_layers = host_layers(self._host_copies.worker)
         self._note_stage(engine_stages.KV)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         # vLLM calls this first in every step: copies of blocks that get new owners end here.
         assert isinstance(kv_connector_metadata, StepMetadata)
+        clearing = kv_connector_metadata.clearing
+        for slot in clearing.slots:
+            for layer in self._host_layers:
+                layer[slot] = 0
+        self._cleared += clearing.ended
         if self._host_copies is not None:
             self._host_copies.handle_preemptions(kv_connector_metadata.host)
 
@@ -242,6 +278,8 @@ class BatonConnector(KVConnectorBase_V1):
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._host_copies is not None:
             self._host_copies.start_kv_transfers(self._orders().host)
+        if self._rank_disk is not None:
+            self._rank_disk.submit(self._orders().disk)
         self._rank_half.load(self._orders().step)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -273,7 +311,11 @@ class BatonConnector(KVConnectorBase_V1):
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         report, is_cut_off = self._rank_half.take_report(), not self._rank_half.alive
         host = self._host_copies.build_connector_worker_meta() if self._host_copies else None
-        return RankReport(report, is_cut_off, host) if report or is_cut_off or host else None
+        disk = self._rank_disk.take_report() if self._rank_disk is not None else None
+        cleared, self._cleared = self._cleared, []
+        if not (report or is_cut_off or host or disk or cleared):
+            return None
+        return RankReport(report, is_cut_off, host, disk, cleared)
 
     # ---- scheduler
 
@@ -283,6 +325,7 @@ class BatonConnector(KVConnectorBase_V1):
         return self._scheduler
 
     def on_new_request(self, request: Request) -> None:
+        self._drops.add(request, self._known_cache_manager)
         self._scheduler_half.add(request)
         if self._host is not None:
             self._host.add(request)
@@ -312,11 +355,14 @@ class BatonConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         step = self._scheduler_half.step(scheduler_output)
-        host = self._host.step(scheduler_output) if self._host is not None else None
-        return StepMetadata(step, host)
+        if self._host is None:
+            return StepMetadata(step, clearing=self._drops.step())
+        host, disk = self._host.step(scheduler_output), self._host.disk
+        orders = disk.take_orders() if disk is not None else []
+        return StepMetadata(step, host, orders, self._drops.step())
 
     def has_pending_push_work(self) -> bool:
-        return self._host is not None and self._host.has_work
+        return self._drops.has_work or (self._host is not None and self._host.has_work)
 
     def reset_cache(self) -> bool | None:
         if self._host is not None:
@@ -354,6 +400,9 @@ class BatonConnector(KVConnectorBase_V1):
                 told[HOST_CHANGE] = change
             if loads := self._host.take_loads():
                 told[HOST_LOADS] = loads
+            if self._host.disk is not None:
+                told |= self._host.disk.told()
+        told |= self._drops.told()
         return StepStats(told)
 
     def _cache_change(self, events: Sequence[KVCacheEvent]) -> Any:
@@ -387,6 +436,7 @@ class BatonConnector(KVConnectorBase_V1):
         told = connector_output.kv_connector_worker_meta
         if isinstance(told, RankReport):
             self._scheduler_half.reported(told.loads, is_cut_off=told.is_cut_off)
+            self._drops.reported(told.cleared)
         invalid = connector_output.invalid_block_ids
         untrusted = self._scheduler_half.distrust(invalid)
         if untrusted:
@@ -396,6 +446,8 @@ class BatonConnector(KVConnectorBase_V1):
                 self._host.distrust({*untrusted, *invalid})
             report = told.host if isinstance(told, RankReport) else None
             self._host.reported(connector_output, report)
+            if isinstance(told, RankReport) and told.disk is not None:
+                self._host.disk_reported(told.disk)
 
     @property
     def _known_cache_manager(self) -> KVCacheManager:

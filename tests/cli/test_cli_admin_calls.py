@@ -11,9 +11,10 @@ import threading
 
 import grpc
 import pytest
+import typer
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from baton.cli import pool_sizes, rollout, watch
+from baton.cli import cache, pool_sizes, rollout, watch
 from baton.cli.admin_calls import call_admin
 from baton.cli.listings import workers
 from baton.client import AdminClient, errors
@@ -125,6 +126,21 @@ class Deciding(admin_pb2_grpc.AdminServicer):
             yield admin_pb2.WatchEvent(decisions=decisions)
 
 
+class Dropping(admin_pb2_grpc.AdminServicer):
+    """A coordinator whose second worker fails to delete its KV blocks."""
+
+    async def DropCache(self, request, context):
+        self.asked = request
+        return admin_pb2.DropCacheResponse(
+            workers=[
+                admin_pb2.WorkerCacheDropped(
+                    worker_id="p1", device_blocks=3, host_blocks=4, disk_blocks=5
+                ),
+                admin_pb2.WorkerCacheDropped(worker_id="p2", error="worker p2 was lost"),
+            ]
+        )
+
+
 class Ending(Rolling):
     """A coordinator that becomes unavailable after its last event."""
 
@@ -185,6 +201,26 @@ async def serving(service):
         await server.stop(None)
 
     return f"127.0.0.1:{port}", stop
+
+
+def test_dropped_blocks_are_listed_by_worker(serve, capsys):
+    service = Dropping()
+    address = serve(service)
+    # The exit code tells that a worker may have blocks left.
+    with pytest.raises(typer.Exit) as left:
+        cache.drop(tenant="search", address=address)
+    assert left.value.exit_code == 1
+    assert (service.asked.tenant, service.asked.all) == ("search", False)
+    first, second = capsys.readouterr().out.splitlines()[1:]
+    assert first.split() == ["p1", "3", "4", "5", "deleted"]
+    assert "p2 was lost" in second
+    with pytest.raises(typer.Exit):
+        cache.drop(everything=True, address=address, as_json=True)
+    assert (service.asked.tenant, service.asked.all) == ("", True)
+    found = json.loads(capsys.readouterr().out)
+    assert [one["disk_blocks"] for one in found] == [5, 0]
+    with pytest.raises(typer.BadParameter):
+        cache.drop(address=address)
 
 
 def test_workers_lists_no_peer_that_is_detached(serve, capsys):

@@ -65,6 +65,19 @@ def test_a_waterfall_and_its_stalls(answers, stalled, capsys):
     assert "(2000 tokens) was computed on the same worker" in out
 
 
+def test_tokens_from_disk_are_told(answers, stalled, capsys):
+    info = admin_pb2.RequestInfo()
+    info.CopyFrom(stalled)
+    info.placement.disk_tokens = 48
+    info.prompt_sources.CopyFrom(admin_pb2.PromptTokens(device=16, host=32, disk=48, computed=4))
+    answers(info)
+    explain.explain(info.request_id)
+    out = capsys.readouterr().out
+    assert "48 tokens on disk" in out
+    sources = "16 from the device cache, 32 from host memory, 48 from disk, 4 computed"
+    assert f"prompt tokens: {sources}" in out
+
+
 def test_the_same_for_programs(answers, stalled, capsys):
     answers(stalled)
     explain.explain(stalled.request_id, as_json=True)

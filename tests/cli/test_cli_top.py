@@ -1,5 +1,6 @@
 """The screen of `baton top` fits the terminal and shows numbers with their units."""
 
+import dataclasses
 import io
 import re
 import sys
@@ -83,6 +84,14 @@ def test_it_fits_and_fills_the_terminal(many, few, width, height):
             assert word in text
         for word in ("500 ms", "50 ms", "p0", "LAST SCALE EVENTS", "admission"):
             assert word in text
+
+
+def test_hits_count_every_tier(few):
+    status = admin_pb2.GetStatusResponse()
+    status.CopyFrom(few.status)
+    status.prompt_tokens.CopyFrom(admin_pb2.PromptTokens(device=10, host=20, disk=30, computed=40))
+    shown = dataclasses.replace(few, status=status)
+    assert "hits 60% (host 20%, disk 30%)" in lines(shown, 120, 24)[0]
 
 
 def test_numbers_are_whole_and_have_units(many):

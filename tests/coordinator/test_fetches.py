@@ -270,7 +270,7 @@ def test_the_holder_and_the_reader_are_told(new_world, out):
     world.step("r", out("r1", [6], offset=1, finish=common_pb2.FINISH_REASON_STOP))
     assert world.last(to).usage.cached_prompt_tokens == SIZE
     (record,) = world.core.recently_ended()
-    assert record.prompt_sources == (0, 0, 100, 0, SIZE)
+    assert record.prompt_sources == (0, 0, 100, 0, 0, SIZE)
     assert (record.predicted.num_fetched, record.predicted.fetched_from) == (SIZE, "h")
     assert world.core.stats.prompt_tokens["fetched"] == SIZE
     assert world.core.stats.fetches == {"loaded": 1, "failed": 0}

@@ -1,4 +1,4 @@
-"""Placement weighs blocks in a worker's host memory: loading them, or computing them elsewhere."""
+"""Placement weighs blocks in host memory or on disk: loading them, or computing them elsewhere."""
 
 from __future__ import annotations
 
@@ -17,6 +17,11 @@ from baton.runtime.step_budget import StepTargets
 from baton.v1 import cluster_pb2, common_pb2
 
 BLOCK = 16
+_TIERS = [
+    cluster_pb2.CACHE_TIER_UNSPECIFIED,
+    cluster_pb2.CACHE_TIER_HOST,
+    cluster_pb2.CACHE_TIER_DISK,
+]
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 # A prompt token takes 0.1 ms to compute and 0.01 ms to load.
 MODEL = LatencyModel(0.02, 1e-4, 0.0, 0.030, 0.001, 1e-6)
@@ -34,6 +39,8 @@ def traits(**changes) -> WorkerTraits:
         "kv_bytes_per_token": 100_000,
         "host_kv_tokens": 65536,
         "host_bytes_per_s": 1e10,
+        "disk_kv_tokens": 65536,
+        "disk_bytes_per_s": 1e10,
         **changes,
     }
     return WorkerTraits(Fixed(), "h", 65536, BLOCK, **values)
@@ -63,17 +70,33 @@ def test_a_prompt_saves_its_device_blocks_and_loads_the_host_blocks_behind_them(
     )
 
 
-@pytest.mark.parametrize("tier", [cluster_pb2.CACHE_TIER_UNSPECIFIED, cluster_pb2.CACHE_TIER_HOST])
+def test_blocks_on_disk_take_longer_than_those_in_host_memory():
+    kind = traits(disk_bytes_per_s=1e9)
+    assert kind.hits(HeldPrefix(2, 5, 2), 1000) == PromptHits(32, 16, 32)
+    assert kind.hits(HeldPrefix(2, 5, 2), 40) == PromptHits(32, 0, 8)
+    assert kind.load_s(0, 1000) == pytest.approx(0.1 + 0.01, abs=0.002)
+    assert kind.load_s(500, 500) == pytest.approx(0.05 + 0.01, abs=0.002)
+    assert kind.prompt_s(100, PromptHits(32, 16, 32)) == pytest.approx(
+        MODEL.prefill_s(20) + kind.load_s(16, 32)
+    )
+    found = router("a", "b", "c", disk_bytes_per_s=1e9)
+    holds(found, "b", 150, cluster_pb2.CACHE_TIER_DISK)
+    holds(found, "c", 150, cluster_pb2.CACHE_TIER_HOST)
+    match = found.match(block_hashes(PROMPT, BLOCK))
+    assert found.choose_prefill(match, len(PROMPT)).worker == ("c", 1)
+
+
+@pytest.mark.parametrize("tier", _TIERS)
 def test_a_worker_that_holds_the_prefix_in_any_tier_is_preferred(tier):
     found = router("a", "b", "c")
     holds(found, "b", 150, tier)
     match = found.match(block_hashes(PROMPT, BLOCK))
     choice = found.choose_prefill(match, len(PROMPT))
     assert choice.worker == ("b", 1)
-    host = tier == cluster_pb2.CACHE_TIER_HOST
-    assert (choice.num_cached_tokens, choice.num_host_tokens) == ((0, 2400) if host else (2400, 0))
+    found_in = (choice.num_cached_tokens, choice.num_host_tokens, choice.num_disk_tokens)
+    assert found_in == tuple(2400 if one == tier else 0 for one in _TIERS)
     assert choice.num_work_tokens == 800
-    load_s = traits().load_s(choice.num_host_tokens)
+    load_s = traits().load_s(choice.num_host_tokens, choice.num_disk_tokens)
     assert choice.predicted_s == pytest.approx(MODEL.prefill_s(800) + load_s)
     placed = ElasticRule(found).place(match, Demand(len(PROMPT), 10, 3200, 10.0, 0.05))
     assert placed.reader == choice
@@ -100,7 +123,7 @@ def test_a_slow_load_is_not_preferred_to_computing():
 
 def test_a_tier_that_the_coordinator_does_not_know_is_ignored():
     found = router("a")
-    holds(found, "a", 150, 7)
+    holds(found, "a", 150, 6)
     assert found.match(block_hashes(PROMPT, BLOCK)).held_by(("a", 1)) == HeldPrefix(0, 0)
 
 
@@ -129,6 +152,7 @@ def cell(new_world, **changes):
     capacity = cluster_pb2.Capacity(
         kv_tokens=65536,
         host_kv_tokens=4096,
+        disk_kv_tokens=4096,
         block_size_tokens=BLOCK,
         max_num_seqs=64,
         max_num_batched_tokens=2048,
@@ -149,7 +173,7 @@ def keeps(world, worker: str, num_blocks: int, tier: int) -> None:
 
 @pytest.mark.parametrize(
     ("tier", "skipped"),
-    [(cluster_pb2.CACHE_TIER_UNSPECIFIED, 64), (cluster_pb2.CACHE_TIER_HOST, 0)],
+    [(_TIERS[0], 64), (_TIERS[1], 0), (_TIERS[2], 0)],
 )
 def test_a_handoff_leaves_out_only_what_the_receiver_has_on_its_device(new_world, tier, skipped):
     world = cell(new_world, local_prefill=False)
@@ -160,26 +184,25 @@ def test_a_handoff_leaves_out_only_what_the_receiver_has_on_its_device(new_world
 
 
 @pytest.mark.parametrize("holder", ["p", "d"])
-def test_the_next_turn_of_a_conversation_goes_to_the_worker_that_kept_it(new_world, holder):
+@pytest.mark.parametrize("tier", _TIERS[1:])
+def test_the_next_turn_of_a_conversation_goes_to_the_worker_that_kept_it(new_world, holder, tier):
     world = cell(new_world, elastic=True)
-    keeps(world, holder, 50, cluster_pb2.CACHE_TIER_HOST)
+    keeps(world, holder, 50, tier)
     world.submit(num_prompt=900)
     (request,) = world.core.running()
-    assert request.predicted.prompt_worker == holder
-    assert (request.predicted.num_cached, request.predicted.num_host) == (0, 800)
+    predicted = request.predicted
+    assert predicted.prompt_worker == holder
+    found = (predicted.num_cached, predicted.num_host, predicted.num_disk)
+    assert found == tuple(800 if one == tier else 0 for one in _TIERS)
 
 
-def test_usage_and_explain_count_tokens_from_host_memory(new_world, out):
+def test_usage_and_explain_count_tokens_of_every_tier(new_world, out):
     world = new_world().pair()
     to = world.submit(num_prompt=100)
-    timings = {"num_cached_tokens": 32, "num_host_tokens": 48}
+    timings = {"num_cached_tokens": 32, "num_host_tokens": 32, "num_disk_tokens": 16}
     world.step("p", out("r1", [5], finish=common_pb2.FINISH_REASON_STOP, timings=timings))
     assert world.last(to).usage.cached_prompt_tokens == 80
     (record,) = world.core.recently_ended()
-    assert record.prompt_sources == (32, 48, 20, 0, 0)
-    assert world.core.stats.prompt_tokens == {
-        "device": 32,
-        "host": 48,
-        "fetched": 0,
-        "computed": 20,
-    }
+    assert record.prompt_sources == (32, 32, 20, 0, 16, 0)
+    counts = {"device": 32, "host": 32, "disk": 16, "fetched": 0, "computed": 20}
+    assert world.core.stats.prompt_tokens == counts

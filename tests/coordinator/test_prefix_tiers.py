@@ -1,4 +1,4 @@
-"""The prefix index with blocks on the device and in host memory, compared with a naive model."""
+"""The prefix index of all tiers (device, host memory, disk), compared with a naive model."""
 
 from __future__ import annotations
 
@@ -22,10 +22,15 @@ _WORKER = st.sampled_from(WORKERS)
 _EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("computed"), _WORKER, _PROMPTS),
-        st.tuples(st.just("kept"), _WORKER, _PROMPTS),
+        st.tuples(st.just("kept"), _WORKER, _PROMPTS, st.sampled_from([Tier.HOST, Tier.DISK])),
         st.tuples(st.just("evicted"), _WORKER, st.integers(1, 8)),
-        # Any blocks of host memory may go, which leaves gaps.
-        st.tuples(st.just("dropped"), _WORKER, st.lists(st.integers(0, 30), max_size=6)),
+        # Any blocks below the device may go, which leaves gaps.
+        st.tuples(
+            st.just("dropped"),
+            _WORKER,
+            st.lists(st.integers(0, 30), max_size=6),
+            st.sampled_from([Tier.HOST, Tier.DISK]),
+        ),
         st.tuples(st.just("cleared"), _WORKER, st.sampled_from(Tier)),
         st.tuples(st.just("forget"), _WORKER),
     ),
@@ -42,21 +47,22 @@ class Naive:
     def of(self, worker: WorkerKey, index: PrefixIndex) -> dict[Tier, dict[int, None]]:
         if worker not in self.held:
             self.held[worker] = {tier: {} for tier in Tier}
-            index.add(worker, MAX_BLOCKS, MAX_BLOCKS)
+            index.add(worker, MAX_BLOCKS, MAX_BLOCKS, MAX_BLOCKS)
         return self.held[worker]
 
     def held_by(self, worker: WorkerKey, prompt: list[int]) -> HeldPrefix:
         tiers = self.held.get(worker)
         if tiers is None:
             return HeldPrefix(0, 0)
-        device, host = tiers[Tier.DEVICE], tiers[Tier.HOST]
+        device, host, disk = (tiers[tier] for tier in Tier)
         num_device = 0
         while num_device < len(prompt) and prompt[num_device] in device:
             num_device += 1
-        num_total = num_device
-        while num_total < len(prompt) and prompt[num_total] in host:
+        num_total, num_disk = num_device, 0
+        while num_total < len(prompt) and (held := prompt[num_total]) in {**host, **disk}:
             num_total += 1
-        return HeldPrefix(num_device, num_total)
+            num_disk += held not in host
+        return HeldPrefix(num_device, num_total, num_disk)
 
 
 def applied(
@@ -72,19 +78,19 @@ def applied(
                 device.pop(block, None)
                 device[block] = None
         elif kind == "kept":
-            index.stored(worker, rest[0], Tier.HOST)
-            tiers[Tier.HOST].update(dict.fromkeys(rest[0]))
+            index.stored(worker, rest[0], rest[1])
+            tiers[rest[1]].update(dict.fromkeys(rest[0]))
         elif kind == "evicted":
             gone = list(tiers[Tier.DEVICE])[: rest[0]]
             index.removed(worker, gone)
             for block in gone:
                 del tiers[Tier.DEVICE][block]
         elif kind == "dropped":
-            blocks = list(tiers[Tier.HOST])
+            blocks = list(tiers[rest[1]])
             gone = [blocks[number] for number in set(rest[0]) if number < len(blocks)]
-            index.removed(worker, gone, Tier.HOST)
+            index.removed(worker, gone, rest[1])
             for block in gone:
-                del tiers[Tier.HOST][block]
+                del tiers[rest[1]][block]
         elif kind == "cleared":
             index.cleared(worker, rest[0])
             tiers[rest[0]].clear()
@@ -149,6 +155,11 @@ def test_a_look_up_of_a_long_prompt_tests_a_bounded_number_of_blocks() -> None:
     assert len(asked) <= MAX_TESTED_BLOCKS + 1
     assert held.num_device == 100
     # Every eighth block is tested, and only a whole stride counts.
+    assert 5000 - 8 < held.num_total <= 5000
+    index.add(WORKERS[1], 0, 0, 10_000)
+    index.stored(WORKERS[1], prompt[:5000], Tier.DISK)
+    held = index.match(list(prompt)).held_by(WORKERS[1])
+    assert held == HeldPrefix(0, held.num_total, held.num_total)
     assert 5000 - 8 < held.num_total <= 5000
 
 

@@ -23,6 +23,19 @@ def test_time_limits_that_cannot_work(section, values, reason):
 
 
 @pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"disk_dir": "/kv", "host_bytes": 0}, "blocks go to disk through host memory"),
+        ({"disk_bytes": 0}, "disk_bytes: is 0"),
+        ({"disk_bytes_per_s": 0}, "disk_bytes_per_s: is 0"),
+    ],
+)
+def test_a_disk_that_cannot_work(values, reason):
+    with pytest.raises(ConfigError, match=reason):
+        parse({"kv_store": values}, "test")
+
+
+@pytest.mark.parametrize(
     "section", [{"prefill": {"workers": 10**12}}, {"scaling": {"decode": {"max_workers": 10**9}}}]
 )
 def test_a_pool_size_has_an_upper_limit(section):

@@ -46,6 +46,9 @@ class Side:
         self.num_evicted = 0
         # Blocks in host memory, by the reports of the steps.
         self.in_host: set[int] = set()
+        # Blocks on disk, by the reports of the steps.
+        self.on_disk: set[int] = set()
+        self.num_wrong_files, self.disk_failed = 0, False
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -67,6 +70,15 @@ class Side:
                 assert self.in_host.isdisjoint(step.host_cache.stored)
                 self.in_host.difference_update(step.host_cache.removed)
                 self.in_host.update(step.host_cache.stored)
+            if step.disk_cache is not None:
+                if step.disk_cache.cleared:
+                    self.on_disk.clear()
+                assert self.on_disk.issuperset(step.disk_cache.removed)
+                assert self.on_disk.isdisjoint(step.disk_cache.stored)
+                self.on_disk.difference_update(step.disk_cache.removed)
+                self.on_disk.update(step.disk_cache.stored)
+            self.num_wrong_files += step.num_wrong_files
+            self.disk_failed = self.disk_failed or step.disk_failed
             for output in step.outputs:
                 self._outputs[output.request_id].put_nowait(output)
 
@@ -113,13 +125,26 @@ class Side:
 
 @contextlib.asynccontextmanager
 async def side(
-    model: str, ranks: int, socket_path: str, host_bytes: int = 0, **engine_args: Any
+    model: str,
+    ranks: int,
+    socket_path: str,
+    host_bytes: int = 0,
+    disk_dir: str = "",
+    **engine_args: Any,
 ) -> AsyncIterator[Side]:
     async with contextlib.AsyncExitStack() as stack:
         transfer = await TransferClient.start(STAGING, socket_path)
         stack.push_async_callback(transfer.close)
         arguments = {**ENGINE_ARGS, "tensor_parallel_size": ranks, **engine_args}
-        engine = VllmEngine(model, "m", arguments, socket_path, host_bytes=host_bytes)
+        engine = VllmEngine(
+            model,
+            "m",
+            arguments,
+            socket_path,
+            host_bytes=host_bytes,
+            disk_dir=disk_dir,
+            disk_bytes=2**30,
+        )
         stack.push_async_callback(engine.stop)
         info = await engine.start()
         await transfer.configure(info.layout.fingerprint())

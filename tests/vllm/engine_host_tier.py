@@ -27,6 +27,7 @@ async def ask(one: Side, name: str, prompt: list[int], cache_salt: str = "") -> 
         "tokens": tokens,
         "num_cached": first.num_cached_tokens,
         "num_host": first.num_host_tokens,
+        "num_disk": first.num_disk_tokens,
         "num_handoff": first.num_handoff_tokens,
     }
 
@@ -62,16 +63,16 @@ async def conversation(one: Side, other: Side) -> dict[str, Any]:
     await evict(one, "d")
     made["whole"] = await ask(one, "whole", whole)
     made["whole, computed"] = await ask(other, "whole, computed", whole)
-    made["num_reported"] = sum(1 for each in _hashes(turn) if each in one.in_host)
+    made["num_reported"] = sum(1 for each in hashes(turn) if each in one.in_host)
     # Another tenant finds nothing of it, on the device or in host memory.
     made["other tenant"] = await ask(one, "other tenant", turn, "search")
     made["other tenant again"] = await ask(one, "other tenant again", turn, "search")
-    salted = _hashes(turn, "search")
+    salted = hashes(turn, "search")
     made["num_reported_salted"] = sum(1 for each in salted if each in one.in_host)
     return made
 
 
-def _hashes(prompt: list[int], cache_salt: str = "") -> Sequence[int]:
+def hashes(prompt: list[int], cache_salt: str = "") -> Sequence[int]:
     return block_hashes(prompt, cases.BLOCK_SIZE, root_of("", cache_salt))
 
 

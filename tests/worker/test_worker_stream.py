@@ -359,13 +359,17 @@ async def test_a_bad_model_is_reported_in_one_line(coordinator, start_worker, ca
 def test_metrics_come_from_the_last_snapshot():
     collector = WorkerCollector("demo", "prefill")
     load = cluster_pb2.LoadReport(num_steps=7, kv_tokens_used=5, kv_tokens_total=10)
-    collector.snapshot = Snapshot(load, num_tokens=3, num_ended={"finished": 2})
+    collector.snapshot = Snapshot(
+        load, num_tokens=3, num_ended={"finished": 2}, num_disk_blocks=4, disk_failed=True
+    )
     text = generate_latest(collector.registry()).decode()
     labels = 'model="demo",role="prefill"'
     ended = 'model="demo",outcome="finished",role="prefill"'
     assert f"baton_worker_engine_steps_total{{{labels}}} 7.0" in text
     assert f"baton_worker_kv_cache_usage_ratio{{{labels}}} 0.5" in text
     assert f"baton_worker_requests_total{{{ended}}} 2.0" in text
+    assert f"baton_worker_disk_kv_blocks{{{labels}}} 4.0" in text
+    assert f"baton_worker_disk_failed{{{labels}}} 1.0" in text
 
 
 async def test_the_engine_gets_the_targets_of_its_steps(coordinator, start_worker):

@@ -809,6 +809,7 @@ class PromptTokens(_message.Message):
     COMPUTED_FIELD_NUMBER: _builtins.int
     HANDOFF_FIELD_NUMBER: _builtins.int
     FETCHED_FIELD_NUMBER: _builtins.int
+    DISK_FIELD_NUMBER: _builtins.int
     device: _builtins.int
     """From the prefix cache of the worker that computed the rest of the prompt."""
     host: _builtins.int
@@ -819,6 +820,8 @@ class PromptTokens(_message.Message):
     """Handed over to the decode worker. The decode worker had the other tokens in its prefix cache."""
     fetched: _builtins.int
     """Fetched from another worker by the worker that computed the rest of the prompt."""
+    disk: _builtins.int
+    """Loaded from that worker's disk."""
     def __init__(
         self,
         *,
@@ -827,10 +830,11 @@ class PromptTokens(_message.Message):
         computed: _builtins.int = ...,
         handoff: _builtins.int = ...,
         fetched: _builtins.int = ...,
+        disk: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "device", b"device", "fetched", b"fetched", "handoff", b"handoff", "host", b"host"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed", b"computed", "device", b"device", "disk", b"disk", "fetched", b"fetched", "handoff", b"handoff", "host", b"host"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -851,6 +855,7 @@ class PlacementInfo(_message.Message):
     HOST_TOKENS_FIELD_NUMBER: _builtins.int
     FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
     FETCHED_FROM_FIELD_NUMBER: _builtins.int
+    DISK_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_worker_id: _builtins.str
     """Worker that computes the prompt."""
     cached_tokens: _builtins.int
@@ -862,6 +867,8 @@ class PlacementInfo(_message.Message):
     fetched_tokens: _builtins.int
     """Prompt tokens that another worker sends, and that worker; 0 and empty: none."""
     fetched_from: _builtins.str
+    disk_tokens: _builtins.int
+    """Prompt tokens on the disk of the worker that computes the prompt."""
     @_builtins.property
     def queue(self) -> _duration_pb2.Duration:
         """Predicted time until that worker begins to compute the prompt; absent if it was not predicted."""
@@ -886,10 +893,11 @@ class PlacementInfo(_message.Message):
         host_tokens: _builtins.int = ...,
         fetched_tokens: _builtins.int = ...,
         fetched_from: _builtins.str = ...,
+        disk_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["computation", b"computation", "queue", b"queue", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computation", b"computation", "decode_worker_id", b"decode_worker_id", "fetched_from", b"fetched_from", "fetched_tokens", b"fetched_tokens", "host_tokens", b"host_tokens", "prompt_worker_id", b"prompt_worker_id", "queue", b"queue", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computation", b"computation", "decode_worker_id", b"decode_worker_id", "disk_tokens", b"disk_tokens", "fetched_from", b"fetched_from", "fetched_tokens", b"fetched_tokens", "host_tokens", b"host_tokens", "prompt_worker_id", b"prompt_worker_id", "queue", b"queue", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2151,6 +2159,83 @@ class ProfileEvent(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
 Global___ProfileEvent: _TypeAlias = ProfileEvent  # noqa: Y015
+
+@_typing.final
+class DropCacheRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    ALL_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Tenant whose blocks are deleted; empty with `all`."""
+    all: _builtins.bool
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        all: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropCacheRequest: _TypeAlias = DropCacheRequest  # noqa: Y015
+
+@_typing.final
+class DropCacheResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerCacheDropped]:
+        """One per worker."""
+
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[Global___WorkerCacheDropped] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DropCacheResponse: _TypeAlias = DropCacheResponse  # noqa: Y015
+
+@_typing.final
+class WorkerCacheDropped(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    device_blocks: _builtins.int
+    host_blocks: _builtins.int
+    disk_blocks: _builtins.int
+    error: _builtins.str
+    """Why blocks of this worker may be left; empty: none are."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        device_blocks: _builtins.int = ...,
+        host_blocks: _builtins.int = ...,
+        disk_blocks: _builtins.int = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_blocks", b"device_blocks", "disk_blocks", b"disk_blocks", "error", b"error", "host_blocks", b"host_blocks", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorkerCacheDropped: _TypeAlias = WorkerCacheDropped  # noqa: Y015
 
 @_typing.final
 class StartRolloutRequest(_message.Message):

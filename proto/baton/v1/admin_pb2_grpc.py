@@ -105,6 +105,11 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_admin__pb2.ProfileEvent.FromString,
                 _registered_method=True)
+        self.DropCache = channel.unary_unary(
+                '/baton.v1.Admin/DropCache',
+                request_serializer=baton_dot_v1_dot_admin__pb2.DropCacheRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_admin__pb2.DropCacheResponse.FromString,
+                _registered_method=True)
         self.StartRollout = channel.unary_unary(
                 '/baton.v1.Admin/StartRollout',
                 request_serializer=baton_dot_v1_dot_admin__pb2.StartRolloutRequest.SerializeToString,
@@ -248,6 +253,16 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DropCache(self, request, context):
+        """Deletes KV blocks of a tenant, or all KV blocks, from the tiers of every attached worker, and
+        waits for the end. Requests that run meanwhile may store blocks again. INVALID_ARGUMENT: neither
+        or both of `tenant` and `all` are set. FAILED_PRECONDITION: tenants share KV blocks
+        (kv_store.share), so that blocks belong to no tenant.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def StartRollout(self, request, context):
         """A rollout tries another model, or other engine arguments, on a share of the traffic first.
 
@@ -363,6 +378,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Profile,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.ProfileRequest.FromString,
                     response_serializer=baton_dot_v1_dot_admin__pb2.ProfileEvent.SerializeToString,
+            ),
+            'DropCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropCache,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.DropCacheRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_admin__pb2.DropCacheResponse.SerializeToString,
             ),
             'StartRollout': grpc.unary_unary_rpc_method_handler(
                     servicer.StartRollout,
@@ -769,6 +789,33 @@ class Admin:
             '/baton.v1.Admin/Profile',
             baton_dot_v1_dot_admin__pb2.ProfileRequest.SerializeToString,
             baton_dot_v1_dot_admin__pb2.ProfileEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/DropCache',
+            baton_dot_v1_dot_admin__pb2.DropCacheRequest.SerializeToString,
+            baton_dot_v1_dot_admin__pb2.DropCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

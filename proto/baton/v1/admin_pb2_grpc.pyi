@@ -82,6 +82,12 @@ class AdminStub:
     such worker. FAILED_PRECONDITION: the worker is already being profiled, or its engine cannot
     be. RESOURCE_EXHAUSTED: the traces are too large. UNAVAILABLE: the worker died.
     """
+    DropCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DropCacheRequest, _admin_pb2.DropCacheResponse]
+    """Deletes KV blocks of a tenant, or all KV blocks, from the tiers of every attached worker, and
+    waits for the end. Requests that run meanwhile may store blocks again. INVALID_ARGUMENT: neither
+    or both of `tenant` and `all` are set. FAILED_PRECONDITION: tenants share KV blocks
+    (kv_store.share), so that blocks belong to no tenant.
+    """
     StartRollout: _grpc.UnaryUnaryMultiCallable[_admin_pb2.StartRolloutRequest, _admin_pb2.StartRolloutResponse]
     """A rollout tries another model, or other engine arguments, on a share of the traffic first.
 
@@ -157,6 +163,12 @@ class AdminAsyncStub(AdminStub):
     worker's steps are slower while it records, and pause while it writes the traces. NOT_FOUND: no
     such worker. FAILED_PRECONDITION: the worker is already being profiled, or its engine cannot
     be. RESOURCE_EXHAUSTED: the traces are too large. UNAVAILABLE: the worker died.
+    """
+    DropCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.DropCacheRequest, _admin_pb2.DropCacheResponse]  # type: ignore[assignment]
+    """Deletes KV blocks of a tenant, or all KV blocks, from the tiers of every attached worker, and
+    waits for the end. Requests that run meanwhile may store blocks again. INVALID_ARGUMENT: neither
+    or both of `tenant` and `all` are set. FAILED_PRECONDITION: tenants share KV blocks
+    (kv_store.share), so that blocks belong to no tenant.
     """
     StartRollout: _aio.UnaryUnaryMultiCallable[_admin_pb2.StartRolloutRequest, _admin_pb2.StartRolloutResponse]  # type: ignore[assignment]
     """A rollout tries another model, or other engine arguments, on a share of the traffic first.
@@ -314,6 +326,18 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         worker's steps are slower while it records, and pause while it writes the traces. NOT_FOUND: no
         such worker. FAILED_PRECONDITION: the worker is already being profiled, or its engine cannot
         be. RESOURCE_EXHAUSTED: the traces are too large. UNAVAILABLE: the worker died.
+        """
+
+    @_abc_1.abstractmethod
+    def DropCache(
+        self,
+        request: _admin_pb2.DropCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.DropCacheResponse, _abc.Awaitable[_admin_pb2.DropCacheResponse]]:
+        """Deletes KV blocks of a tenant, or all KV blocks, from the tiers of every attached worker, and
+        waits for the end. Requests that run meanwhile may store blocks again. INVALID_ARGUMENT: neither
+        or both of `tenant` and `all` are set. FAILED_PRECONDITION: tenants share KV blocks
+        (kv_store.share), so that blocks belong to no tenant.
         """
 
     @_abc_1.abstractmethod

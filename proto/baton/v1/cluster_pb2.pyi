@@ -55,6 +55,8 @@ class _CacheTierEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheTier.V
     """The engine's prefix cache, on the device."""
     CACHE_TIER_HOST: _CacheTier.ValueType  # 1
     """The KV store in host memory. It may lack blocks before a block that it holds."""
+    CACHE_TIER_DISK: _CacheTier.ValueType  # 7
+    """The KV store on disk. It may lack blocks before a block that it holds."""
 
 class CacheTier(_CacheTier, metaclass=_CacheTierEnumTypeWrapper):
     """Where a worker keeps KV blocks."""
@@ -63,6 +65,8 @@ CACHE_TIER_UNSPECIFIED: CacheTier.ValueType  # 0
 """The engine's prefix cache, on the device."""
 CACHE_TIER_HOST: CacheTier.ValueType  # 1
 """The KV store in host memory. It may lack blocks before a block that it holds."""
+CACHE_TIER_DISK: CacheTier.ValueType  # 7
+"""The KV store on disk. It may lack blocks before a block that it holds."""
 Global___CacheTier: _TypeAlias = CacheTier  # noqa: Y015
 
 @_typing.final
@@ -78,6 +82,7 @@ class WorkerMessage(_message.Message):
     STATE_CHANGED_FIELD_NUMBER: _builtins.int
     CACHE_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
+    CACHE_DROPPED_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Sequence number from 1; 0 for messages that are not resent (Hello, load reports, bare acks)."""
@@ -100,6 +105,8 @@ class WorkerMessage(_message.Message):
     @_builtins.property
     def profile(self) -> Global___ProfileReport: ...
     @_builtins.property
+    def cache_dropped(self) -> Global___CacheDropped: ...
+    @_builtins.property
     def batch(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerMessage]:
         """Several messages in one, in order, for messages that queued up while another one was being
         written. The outer message then has only `ack`; each inner message has its own `seq` and must
@@ -118,13 +125,14 @@ class WorkerMessage(_message.Message):
         state_changed: Global___WorkerStateChanged | None = ...,
         cache: Global___CacheEvents | None = ...,
         profile: Global___ProfileReport | None = ...,
+        cache_dropped: Global___CacheDropped | None = ...,
         batch: _abc.Iterable[Global___WorkerMessage] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "profile", b"profile", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "cache_dropped", b"cache_dropped", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "profile", b"profile", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cache", b"cache", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "profile", b"profile", "seq", b"seq", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cache", b"cache", "cache_dropped", b"cache_dropped", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "profile", b"profile", "seq", b"seq", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "load", "step", "handoff", "state_changed", "cache", "profile"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "load", "step", "handoff", "state_changed", "cache", "profile", "cache_dropped"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -146,6 +154,7 @@ class CoordinatorMessage(_message.Message):
     PROFILE_FIELD_NUMBER: _builtins.int
     ROLLOUT_FIELD_NUMBER: _builtins.int
     STEP_TARGETS_FIELD_NUMBER: _builtins.int
+    DROP_CACHE_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Sequence number from 1; 0 for messages that are not resent (Welcome, bare acks)."""
@@ -172,6 +181,8 @@ class CoordinatorMessage(_message.Message):
     @_builtins.property
     def step_targets(self) -> Global___StepTargets: ...
     @_builtins.property
+    def drop_cache(self) -> Global___DropCacheCommand: ...
+    @_builtins.property
     def batch(self) -> _containers.RepeatedCompositeFieldContainer[Global___CoordinatorMessage]:
         """Like WorkerMessage.batch."""
 
@@ -190,13 +201,14 @@ class CoordinatorMessage(_message.Message):
         profile: Global___ProfileCommand | None = ...,
         rollout: Global___RolloutRecord | None = ...,
         step_targets: Global___StepTargets | None = ...,
+        drop_cache: Global___DropCacheCommand | None = ...,
         batch: _abc.Iterable[Global___CoordinatorMessage] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "rollout", b"rollout", "set_role", b"set_role", "step_targets", b"step_targets", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "drop_cache", b"drop_cache", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "rollout", b"rollout", "set_role", b"set_role", "step_targets", b"step_targets", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "rollout", b"rollout", "seq", b"seq", "set_role", b"set_role", "step_targets", b"step_targets", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "drop_cache", b"drop_cache", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "rollout", b"rollout", "seq", b"seq", "set_role", b"set_role", "step_targets", b"step_targets", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "profile", "rollout", "step_targets"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "profile", "rollout", "step_targets", "drop_cache"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -373,6 +385,8 @@ class Capacity(_message.Message):
     SUPPORTS_FORCED_TOKENS_FIELD_NUMBER: _builtins.int
     KEEPS_PREFIXES_FIELD_NUMBER: _builtins.int
     HOST_KV_TOKENS_FIELD_NUMBER: _builtins.int
+    DISK_KV_TOKENS_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     kv_tokens: _builtins.int
     block_size_tokens: _builtins.int
     max_num_seqs: _builtins.int
@@ -390,6 +404,10 @@ class Capacity(_message.Message):
     """Whether prefix caching is on, so that the KV blocks of a cancelled prompt stay usable."""
     host_kv_tokens: _builtins.int
     """Size of the KV store in host memory in tokens; 0: none."""
+    disk_kv_tokens: _builtins.int
+    """Size of the KV store on disk in tokens; 0: none."""
+    disk_bytes_per_s: _builtins.int
+    """Speed of loads from disk in bytes per second, of all ranks together; 0: unknown."""
     def __init__(
         self,
         *,
@@ -402,10 +420,12 @@ class Capacity(_message.Message):
         supports_forced_tokens: _builtins.bool = ...,
         keeps_prefixes: _builtins.bool = ...,
         host_kv_tokens: _builtins.int = ...,
+        disk_kv_tokens: _builtins.int = ...,
+        disk_bytes_per_s: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "host_kv_tokens", b"host_kv_tokens", "keeps_prefixes", b"keeps_prefixes", "kv_tokens", b"kv_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_receive_bytes", b"max_receive_bytes", "max_send_bytes", b"max_send_bytes", "supports_forced_tokens", b"supports_forced_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size_tokens", b"block_size_tokens", "disk_bytes_per_s", b"disk_bytes_per_s", "disk_kv_tokens", b"disk_kv_tokens", "host_kv_tokens", b"host_kv_tokens", "keeps_prefixes", b"keeps_prefixes", "kv_tokens", b"kv_tokens", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "max_receive_bytes", b"max_receive_bytes", "max_send_bytes", b"max_send_bytes", "supports_forced_tokens", b"supports_forced_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1286,6 +1306,7 @@ class StageTimings(_message.Message):
     NUM_HANDOFF_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_HOST_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_DISK_TOKENS_FIELD_NUMBER: _builtins.int
     queue_us: _builtins.int
     """From the command's arrival until the first engine step of the request."""
     run_us: _builtins.int
@@ -1299,6 +1320,8 @@ class StageTimings(_message.Message):
     """Prompt tokens loaded from the worker's own KV store in host memory."""
     num_fetched_tokens: _builtins.int
     """Prompt tokens fetched from another worker."""
+    num_disk_tokens: _builtins.int
+    """Prompt tokens loaded from the worker's own disk."""
     def __init__(
         self,
         *,
@@ -1309,10 +1332,11 @@ class StageTimings(_message.Message):
         num_handoff_tokens: _builtins.int = ...,
         num_host_tokens: _builtins.int = ...,
         num_fetched_tokens: _builtins.int = ...,
+        num_disk_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_wait_us", b"handoff_wait_us", "num_cached_tokens", b"num_cached_tokens", "num_fetched_tokens", b"num_fetched_tokens", "num_handoff_tokens", b"num_handoff_tokens", "num_host_tokens", b"num_host_tokens", "queue_us", b"queue_us", "run_us", b"run_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_wait_us", b"handoff_wait_us", "num_cached_tokens", b"num_cached_tokens", "num_disk_tokens", b"num_disk_tokens", "num_fetched_tokens", b"num_fetched_tokens", "num_handoff_tokens", b"num_handoff_tokens", "num_host_tokens", b"num_host_tokens", "queue_us", b"queue_us", "run_us", b"run_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1478,6 +1502,74 @@ class CacheEvents(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CacheEvents: _TypeAlias = CacheEvents  # noqa: Y015
+
+@_typing.final
+class DropCacheCommand(_message.Message):
+    """Tells a worker to delete KV blocks from every tier, for an operator. The worker answers with
+    CacheDropped. Blocks that running requests compute later stay.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DROP_ID_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    drop_id: _builtins.int
+    """Random, not 0."""
+    cache_salt: _builtins.str
+    """Delete only blocks of requests with this RequestSpec.cache_salt; absent: all blocks."""
+    def __init__(
+        self,
+        *,
+        drop_id: _builtins.int = ...,
+        cache_salt: _builtins.str | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "drop_id", b"drop_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
+    _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
+
+Global___DropCacheCommand: _TypeAlias = DropCacheCommand  # noqa: Y015
+
+@_typing.final
+class CacheDropped(_message.Message):
+    """The blocks are deleted: their bytes are overwritten in device and host memory, and the files are
+    gone. Blocks of running requests are overwritten when these requests end.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DROP_ID_FIELD_NUMBER: _builtins.int
+    DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
+    HOST_BLOCKS_FIELD_NUMBER: _builtins.int
+    DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    drop_id: _builtins.int
+    device_blocks: _builtins.int
+    host_blocks: _builtins.int
+    disk_blocks: _builtins.int
+    @_builtins.property
+    def failed(self) -> _common_pb2.RequestError:
+        """Set if the worker could not delete everything."""
+
+    def __init__(
+        self,
+        *,
+        drop_id: _builtins.int = ...,
+        device_blocks: _builtins.int = ...,
+        host_blocks: _builtins.int = ...,
+        disk_blocks: _builtins.int = ...,
+        failed: _common_pb2.RequestError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_blocks", b"device_blocks", "disk_blocks", b"disk_blocks", "drop_id", b"drop_id", "failed", b"failed", "host_blocks", b"host_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheDropped: _TypeAlias = CacheDropped  # noqa: Y015
 
 @_typing.final
 class ProfileCommand(_message.Message):

@@ -1,0 +1,76 @@
+"""Deletes KV blocks on workers, for an operator."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+
+from baton.coordinator.state.requests import WorkerKey
+from baton.runtime.cache_drops import DROP_TIMEOUT_S
+from baton.runtime.errors import BatonError, DeadlineExceeded, Unavailable, from_message
+from baton.v1 import cluster_pb2
+
+# The worker reports its own timeout before.
+_TIMEOUT_S = DROP_TIMEOUT_S + 5.0
+
+
+class CacheDrops:
+    """Commands under way; not thread-safe.
+
+    Args:
+        send: Sends a command to a worker.
+    """
+
+    def __init__(self, send: Callable[[WorkerKey, cluster_pb2.DropCacheCommand], None]) -> None:
+        self._send = send
+        self._waiting: dict[tuple[WorkerKey, int], asyncio.Future[cluster_pb2.CacheDropped]] = {}
+
+    async def drop(self, worker: WorkerKey, cache_salt: str | None) -> cluster_pb2.CacheDropped:
+        """Deletes KV blocks of a worker.
+
+        Args:
+            worker: an attached worker.
+            cache_salt: delete only blocks of requests with this salt; None: all blocks.
+
+        Returns:
+            The worker's report.
+
+        Raises:
+            BatonError: The worker may have blocks left.
+        """
+        drop_id = secrets.randbits(63) | 1
+        reported = asyncio.get_running_loop().create_future()
+        self._waiting[worker, drop_id] = reported
+        try:
+            command = cluster_pb2.DropCacheCommand(drop_id=drop_id, cache_salt=cache_salt)
+            self._send(worker, command)
+            async with asyncio.timeout(_TIMEOUT_S):
+                report: cluster_pb2.CacheDropped = await reported
+        except TimeoutError:
+            late = f"worker {worker[0]} has not deleted its blocks within {_TIMEOUT_S:g} s"
+            raise DeadlineExceeded(late) from None
+        finally:
+            del self._waiting[worker, drop_id]
+        if report.HasField("failed"):
+            raise from_message(report.failed)
+        return report
+
+    def on_report(self, worker: WorkerKey, report: cluster_pb2.CacheDropped) -> None:
+        """Takes a worker's report; ignores reports that are not waited for."""
+        waiting = self._waiting.get((worker, report.drop_id))
+        if waiting is not None and not waiting.done():
+            waiting.set_result(report)
+
+    def lost(self, worker: WorkerKey, why: str) -> None:
+        """Fails the commands of a lost worker."""
+        for (key, _), waiting in self._waiting.items():
+            if key == worker and not waiting.done():
+                waiting.set_exception(_lost(worker, why))
+
+
+def _lost(worker: WorkerKey, why: str) -> BatonError:
+    return Unavailable(
+        f"worker {worker[0]} was lost: {why}; its device and host memory are gone, but files may "
+        "be left in kv_store.disk_dir"
+    )

@@ -1,0 +1,157 @@
+"""Deletes KV blocks from every tier of one engine, for an operator.
+
+The order comes as a request of one token, because requests are what Baton's process can send to
+vLLM's scheduler at any time. Every rank overwrites the bytes in host memory and in the free blocks
+of the device, and deletes the files. A request that runs keeps its blocks; they are overwritten
+when it ends, and what it computes later may be stored again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
+
+from baton.kvtransfer.connector.cached_blocks import CachedBlocks
+from baton.kvtransfer.connector.host_tier import HostTier
+from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
+from baton.kvtransfer.disk.orders import owner_of
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.request import Request
+
+# Key in kv_transfer_params of the request that carries an order: a dict with the order's "id" and
+# the "salt" whose blocks are deleted; without a salt: all blocks.
+DROP = "baton_drop"
+# Key in SchedulerStats.kv_connector_stats: ended orders by ID: how many blocks were deleted on the
+# device, in host memory and on disk, and whether any files are left.
+DROPPED = "baton_dropped"
+
+
+@dataclass(slots=True)
+class _Drop:
+    """An order under way.
+
+    Attributes:
+        num_blocks: Blocks deleted on the device, in host memory and on disk.
+        deletion: Number of the order to the disks; None: there is no disk.
+        num_missing: Ranks that have not overwritten everything.
+        begun: True once the ranks were told of the order's last block.
+    """
+
+    num_blocks: tuple[int, int, int]
+    deletion: int | None
+    num_missing: int
+    begun: bool = False
+
+
+@dataclass(slots=True)
+class Clearing:
+    """What ranks do first in a step.
+
+    Attributes:
+        slots: Blocks of host memory to overwrite.
+        ended: Orders whose last block is among these, or was in an earlier step.
+    """
+
+    slots: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+
+
+class CacheDrops:
+    """The orders of one engine; runs beside vLLM's scheduler.
+
+    Args:
+        cached: Knows the owners of blocks.
+        half: Clears blocks of the device.
+        host: Host memory, with the disk below it; None: there is none.
+        num_ranks: Number of ranks.
+    """
+
+    def __init__(
+        self, cached: CachedBlocks, half: SchedulerHalf, host: HostTier | None, num_ranks: int
+    ) -> None:
+        self._cached, self._half, self._host = cached, half, host
+        self._num_ranks = num_ranks
+        self._drops: dict[int, _Drop] = {}
+
+    def add(self, request: Request, manager: KVCacheManager) -> None:
+        """Takes a request that was given to the engine, and carries out the order that it carries.
+
+        Args:
+            request: Any request.
+            manager: Owns the device's blocks.
+        """
+        if (order := (request.kv_transfer_params or {}).get(DROP)) is None:
+            return
+        salt = order.get("salt")
+        owner = owner_of(salt) if salt is not None else None
+        num_host = num_disk = 0
+        deletion = None
+        # The owners of blocks in host memory are known until the device's report follows.
+        if self._host is not None:
+            num_host = self._host.blocks.delete_owner(owner)
+            if self._host.disk is not None:
+                num_disk, deletion = self._host.disk.index.delete_owner(owner)
+        num_device = self._delete_on_device(owner, manager)
+        blocks = num_device, num_host, num_disk
+        self._drops[order["id"]] = _Drop(blocks, deletion, self._num_ranks)
+
+    def _delete_on_device(self, owner: str | None, manager: KVCacheManager) -> int:
+        """Deletes blocks from the prefix cache; returns how many."""
+        found, unnamed = set(), set()
+        for block in manager.block_pool.blocks:
+            if block.block_hash is None:
+                # A free block may have the end of a prompt or of an answer.
+                if not block.ref_cnt and not block.is_null:
+                    unnamed.add(block.block_id)
+                continue
+            name = maybe_convert_block_hash(get_block_hash(block.block_hash))
+            # A block of an unknown owner may be anybody's.
+            if owner is None or self._cached.owner(name) in (owner, None):
+                found.add(block.block_id)
+        manager.evict_blocks(found)
+        self._half.clear(found | unnamed)
+        return len(found)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether orders are under way, for which the engine must go on stepping."""
+        return bool(self._drops)
+
+    def step(self) -> Clearing:
+        """Returns what ranks do first in the step that is made next."""
+        if not self._drops:
+            return Clearing()
+        blocks = self._host.blocks if self._host is not None else None
+        clearing = Clearing(blocks.take_uncleared() if blocks is not None else [])
+        if blocks is None or not blocks.is_deleting:
+            for drop_id, drop in self._drops.items():
+                if not drop.begun:
+                    drop.begun = True
+                    clearing.ended.append(drop_id)
+        return clearing
+
+    def reported(self, ended: Sequence[int]) -> None:
+        """Takes the orders of which a rank has overwritten the last block; once per rank."""
+        for drop_id in ended:
+            self._drops[drop_id].num_missing -= 1
+
+    def told(self) -> dict[str, Any]:
+        """Returns what Baton's engine is told after a step."""
+        ended = {}
+        for drop_id, drop in list(self._drops.items()):
+            is_deleted: bool | None = True
+            if drop.num_missing:
+                continue
+            if drop.deletion is not None:
+                assert self._host is not None
+                assert self._host.disk is not None
+                is_deleted = self._host.disk.index.take_deleted(drop.deletion)
+            if is_deleted is not None:
+                del self._drops[drop_id]
+                ended[drop_id] = [*drop.num_blocks, not is_deleted]
+        return {DROPPED: ended} if ended else {}

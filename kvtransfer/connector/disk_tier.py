@@ -1,0 +1,161 @@
+"""The disk tier below host memory (kvtransfer/disk): what the connector makes of it.
+
+A block goes to disk when host memory has it, and comes back to host memory when a waiting prompt
+needs it. vLLM's own tier of files verifies nothing that it loads, so it is not used.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.kv_offload.base import OffloadingWorker
+
+from baton.kvtransfer.connector.host_memory import HostBlocks, HostMemory, host_layers, host_pages
+from baton.kvtransfer.disk.directory import rank_directory, scan
+from baton.kvtransfer.disk.index import DiskIndex
+from baton.kvtransfer.disk.orders import BlockName, Order
+from baton.kvtransfer.disk.rank_disk import RankDisk
+
+_log = logging.getLogger(__name__)
+
+# Key in kv_connector_extra_config; the value is the result of `disk_options`.
+DISK = "baton_disk"
+# Key in SchedulerStats.kv_connector_stats; the value is the result of `DiskIndex.take_change`.
+DISK_CHANGE = "baton_disk_cache"
+# Key in SchedulerStats.kv_connector_stats: number of wrong files, and whether the disk is off.
+DISK_COUNTS = "baton_disk_counts"
+# Size of an allocation unit of file systems.
+_UNIT_BYTES = 4096
+# Blocks of an earlier worker that one step takes over.
+_FOUND_PER_STEP = 2048
+# Time that the search for these blocks gets before the engine starts without waiting for its end.
+_SCAN_WAIT_S = 2.0
+# Time for blocks that are being written when the engine ends.
+SHUTDOWN_TIMEOUT_S = 3.0
+
+
+def disk_options(directory: Path, namespace: bytes, disk_bytes: int) -> dict[str, Any]:
+    """Returns the entries of kv_connector_extra_config that turn the disk tier on.
+
+    Args:
+        directory: The worker's directory, which it has locked.
+        namespace: Namespace of the files (disk/directory.py).
+        disk_bytes: Most bytes of all ranks.
+    """
+    options = {"directory": str(directory), "namespace": namespace.hex(), "bytes": disk_bytes}
+    return {DISK: options}
+
+
+def most_blocks(disk_bytes: int, payload_bytes: int, num_ranks: int) -> int:
+    """Returns how many blocks the disk may hold.
+
+    Args:
+        disk_bytes: Most bytes of all ranks.
+        payload_bytes: Bytes of one rank's part of a block.
+        num_ranks: Number of ranks.
+    """
+    # The header is smaller than one unit.
+    units = 1 + -(-payload_bytes // _UNIT_BYTES)
+    return disk_bytes // (units * _UNIT_BYTES * num_ranks)
+
+
+class DiskTier:
+    """The scheduler's half: the index, and the search for blocks of an earlier worker.
+
+    Attributes:
+        index: The blocks on disk.
+    """
+
+    def __init__(self, index: DiskIndex, directory: Path, num_ranks: int, payload: int) -> None:
+        self.index = index
+        self._found: queue.SimpleQueue[tuple[list[BlockName], int, str]] = queue.SimpleQueue()
+        scan = threading.Thread(
+            target=self._scan,
+            args=(directory, num_ranks, payload),
+            name="baton-disk-scan",
+            daemon=True,
+        )
+        scan.start()
+        scan.join(_SCAN_WAIT_S)
+
+    @classmethod
+    def make(cls, extra: Mapping[str, Any], memory: HostMemory) -> DiskTier | None:
+        """Returns None if the tier is off or holds no block."""
+        if (options := extra.get(DISK)) is None:
+            return None
+        num_ranks, payload = memory.config.parallel.world_size, memory.cpu_page_size_per_worker
+        max_blocks = most_blocks(options["bytes"], payload, num_ranks)
+        if not max_blocks:
+            _log.warning(
+                "kv_store.disk_bytes is %d, less than one KV block: no disk is used",
+                options["bytes"],
+            )
+            return None
+        most_writes = HostBlocks.most_busy(memory.num_chunks)
+        index = DiskIndex(max_blocks, most_writes, num_ranks, time.monotonic)
+        return cls(index, Path(options["directory"]), num_ranks, payload)
+
+    def _scan(self, directory: Path, num_ranks: int, payload: int) -> None:
+        try:
+            found = scan(directory, num_ranks, payload)
+        except OSError as error:
+            self._found.put(([], 0, str(error)))
+            return
+        blocks = found.blocks
+        for begin in range(0, max(1, len(blocks)), _FOUND_PER_STEP):
+            num_wrong = 0 if begin else found.num_wrong
+            self._found.put((blocks[begin : begin + _FOUND_PER_STEP], num_wrong, ""))
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the next step has something to do."""
+        return self.index.has_orders or not self._found.empty()
+
+    def poll(self) -> None:
+        """Takes over some of the blocks that were found, and looks for a disk that hangs."""
+        if not self._found.empty():
+            blocks, num_wrong, error = self._found.get()
+            self.index.found(blocks, num_wrong)
+            if error:
+                self.index.turn_off(error)
+        self.index.check_time()
+
+    def take_orders(self) -> list[Order]:
+        """Returns the orders of the step that is made next."""
+        self.poll()
+        return self.index.take_orders()
+
+    def told(self) -> dict[str, Any]:
+        """Returns what Baton's engine is told after a step."""
+        told: dict[str, Any] = {}
+        if (change := self.index.take_change()) is not None:
+            told[DISK_CHANGE] = change
+        counts = self.index.take_counts()
+        if counts.off:
+            _log.warning("kv_store.disk_dir is not used any more: %s", counts.off)
+        if counts.num_wrong or counts.off:
+            told[DISK_COUNTS] = counts.num_wrong, bool(counts.off)
+        return told
+
+
+def make_rank_disk(
+    extra: Mapping[str, Any], rank: int, worker: OffloadingWorker
+) -> RankDisk | None:
+    """Returns the rank's half; None if the tier is off.
+
+    Args:
+        extra: kv_connector_extra_config.
+        rank: Tensor-parallel rank.
+        worker: vLLM's half in the rank, with its host memory.
+    """
+    if (options := extra.get(DISK)) is None:
+        return None
+    directory = rank_directory(Path(options["directory"]), rank)
+    namespace, pages = bytes.fromhex(options["namespace"]), host_pages(host_layers(worker))
+    return RankDisk(directory, namespace, rank, pages)

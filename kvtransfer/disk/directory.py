@@ -1,0 +1,200 @@
+"""The directory of one worker's KV blocks on disk, which the worker finds again after a restart.
+
+    disk_dir/worker-N/lock                      held by the running worker
+                      layout                    namespace of all files
+                      rank-R/OWNER/XX/KEY-HASH  one block's part of one rank
+
+A worker takes the first directory that no running worker holds, and prefers one with its own
+layout. It empties a directory with another layout, which holds blocks of a model, or of weights,
+that nobody serves now. So the number of directories is at most the number of workers that have run
+at the same time, and each directory has a bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.kvtransfer.disk.block_file import file_bytes
+from baton.kvtransfer.disk.orders import BlockName
+from baton.v1 import kv_transfer_pb2
+
+# Most workers that share one directory.
+_MAX_WORKERS = 256
+# Longest time that a search for the blocks of an earlier worker may take. Blocks that it has not
+# found by then are deleted when the next worker starts, or found by it.
+_SCAN_TIMEOUT_S = 60.0
+
+
+def namespace_of(fingerprint: kv_transfer_pb2.KvFingerprint, engine_version: str) -> bytes:
+    """Returns the digest of everything that the bytes of a block depend on beside its tokens.
+
+    The fingerprint covers the layout and the revisions of the weights and of the adapters.
+    """
+    text = fingerprint.SerializeToString(deterministic=True)
+    return hashlib.sha256(engine_version.encode() + b"\0" + text).digest()
+
+
+def rank_directory(directory: Path, rank: int) -> Path:
+    return directory / f"rank-{rank}"
+
+
+class DiskDirectory:
+    """A worker's own directory, locked until `close` or the end of the process.
+
+    Attributes:
+        path: The directory.
+    """
+
+    def __init__(self, path: Path, lock: int) -> None:
+        self.path, self._lock = path, lock
+
+    @classmethod
+    def open(cls, disk_dir: Path, namespace: bytes, num_ranks: int) -> DiskDirectory:
+        """Takes a directory below `disk_dir`, which is made if it is missing.
+
+        Raises:
+            OSError: `disk_dir` cannot be used.
+        """
+        disk_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        layout, spare = namespace.hex(), None
+        for number in range(_MAX_WORKERS):
+            path = disk_dir / f"worker-{number}"
+            if spare is not None and not path.exists():
+                break
+            if (lock := _locked(path)) is None:
+                continue
+            if _layout_of(path) == layout:
+                if spare is not None:
+                    spare.close()
+                return cls(path, lock)
+            if spare is None:
+                spare = cls(path, lock)
+            else:
+                os.close(lock)
+        if spare is None:
+            raise OSError(f"{disk_dir} has {_MAX_WORKERS} directories of workers, all in use")
+        try:
+            spare._begin(layout, num_ranks)
+        except BaseException:
+            spare.close()
+            raise
+        return spare
+
+    def _begin(self, layout: str, num_ranks: int) -> None:
+        """Empties the directory for blocks of this layout."""
+        (self.path / "layout").unlink(missing_ok=True)
+        for old in self.path.glob("rank-*"):
+            shutil.rmtree(old)
+        for rank in range(num_ranks):
+            rank_directory(self.path, rank).mkdir(mode=0o700)
+        (self.path / "layout").write_text(layout)
+
+    def close(self) -> None:
+        """Leaves the directory to other workers; idempotent."""
+        lock, self._lock = self._lock, -1
+        if lock >= 0:
+            os.close(lock)
+
+
+def _locked(path: Path) -> int | None:
+    """Returns the lock of a worker's directory; None if another worker holds it."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.stat().st_uid != os.geteuid():
+        return None
+    lock = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    except BaseException:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _layout_of(path: Path) -> str:
+    try:
+        return (path / "layout").read_text()
+    except FileNotFoundError:
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Blocks of an earlier worker.
+
+    Attributes:
+        blocks: Blocks of which every rank has its file, the last used one first.
+        num_wrong: Files that were deleted because they are no whole block.
+    """
+
+    blocks: list[BlockName]
+    num_wrong: int
+
+
+def scan(directory: Path, num_ranks: int, payload_bytes: int) -> Found:
+    """Finds the blocks of an earlier worker by the names and sizes of their files.
+
+    Their content is verified when it is loaded. Files that are no whole block are deleted. Files
+    that are written or deleted meanwhile are left alone.
+
+    Args:
+        directory: The worker's directory.
+        num_ranks: Number of ranks.
+        payload_bytes: Bytes of a rank's part of a block.
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
+    begun_at, until = time.time(), time.monotonic() + _SCAN_TIMEOUT_S
+    found: list[tuple[float, BlockName]] = []
+    num_wrong = 0
+    ranks = [rank_directory(directory, rank) for rank in range(num_ranks)]
+    for owner, group in sorted({place for rank in ranks for place in _groups(rank)}):
+        if time.monotonic() > until:
+            break
+        by_rank = [_files(rank / owner / group) for rank in ranks]
+        for name in {name for files in by_rank for name in files}:
+            block = BlockName.parse(owner, group, name)
+            size = file_bytes(len(block.key), payload_bytes) if block is not None else -1
+            parts = [part for files in by_rank if (part := files.get(name)) is not None]
+            used_at = max(part.st_mtime for part in parts)
+            if used_at > begun_at:
+                continue
+            is_whole = len(parts) == num_ranks and all(part.st_size == size for part in parts)
+            if block is not None and is_whole:
+                found.append((used_at, block))
+                continue
+            num_wrong += 1
+            for rank in ranks:
+                (rank / owner / group / name).unlink(missing_ok=True)
+    found.sort(reverse=True)
+    return Found([block for _, block in found], num_wrong)
+
+
+def _groups(rank: Path) -> Iterator[tuple[str, str]]:
+    """Yields the directories of a rank's files: (owner, group)."""
+    for owner in os.scandir(rank):
+        if owner.is_dir(follow_symlinks=False):
+            with contextlib.suppress(FileNotFoundError):
+                for group in os.scandir(owner):
+                    if group.is_dir(follow_symlinks=False):
+                        yield owner.name, group.name
+
+
+def _files(directory: Path) -> dict[str, os.stat_result]:
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+        for one in os.scandir(directory):
+            with contextlib.suppress(FileNotFoundError):
+                found[one.name] = one.stat(follow_symlinks=False)
+    return found

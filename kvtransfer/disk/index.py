@@ -1,0 +1,307 @@
+"""Which KV blocks the disk holds; runs beside the engine's scheduler and touches no file.
+
+A block counts as held when every rank has written its part. Each load and each write keeps a block
+of host memory reserved until every rank has reported its end, also when the result is not wanted
+any more, because a rank may still read or write there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.kvtransfer.block_changes import BlockChanges
+from baton.kvtransfer.disk.orders import (
+    BlockName,
+    Delete,
+    DeleteOwner,
+    DiskReport,
+    Load,
+    Order,
+    Write,
+)
+
+# A load that has not ended after this long means that the disk hangs.
+LOAD_TIMEOUT_S = 10.0
+
+
+@dataclass(slots=True)
+class _Job:
+    """A write or a load under way.
+
+    Attributes:
+        order: The order.
+        begun_at: When it was ordered.
+        num_missing: Ranks that have not reported its end.
+        done: False once a rank has failed.
+        wanted: False once the result must not be used.
+    """
+
+    order: Write | Load
+    begun_at: float
+    num_missing: int
+    done: bool = True
+    wanted: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A write or a load that has ended in all ranks; its block in host memory is free to use.
+
+    Attributes:
+        key: The engine's hash of the block.
+        slot: Index of the block in host memory.
+        is_load: Whether it was a load.
+        done: Whether host memory, after a load, or the disk, after a write, holds the block.
+        wanted: False if host memory was emptied meanwhile; `done` is then False too.
+    """
+
+    key: bytes
+    slot: int
+    is_load: bool
+    done: bool
+    wanted: bool
+
+
+@dataclass(slots=True)
+class DiskCounts:
+    """What has happened since the last report.
+
+    Attributes:
+        num_wrong: Files that were wrong.
+        off: Why the disk is not used any more; set once.
+    """
+
+    num_wrong: int = 0
+    off: str = ""
+
+
+class DiskIndex:
+    """The blocks on disk, and the orders that change them.
+
+    Args:
+        max_blocks: Number of blocks that the disk may hold; at least 1.
+        max_writes: Most writes under way; further blocks are not written.
+        num_ranks: Number of ranks.
+        clock: Returns seconds; never goes back.
+    """
+
+    def __init__(
+        self, max_blocks: int, max_writes: int, num_ranks: int, clock: Callable[[], float]
+    ) -> None:
+        self._max_blocks, self._max_writes, self._num_ranks = max_blocks, max_writes, num_ranks
+        self._clock = clock
+        # The least recently used block first.
+        self._blocks: OrderedDict[bytes, BlockName] = OrderedDict()
+        self._jobs: dict[int, _Job] = {}
+        # Numbers of the jobs by the block's key.
+        self._writing: dict[bytes, int] = {}
+        self._loading: dict[bytes, int] = {}
+        # Ranks that have not reported the end of a DeleteOwner, by its number, and whether all that
+        # reported have deleted everything.
+        self._deletions: dict[int, tuple[int, bool]] = {}
+        self._next_id = 0
+        self._orders: list[Order] = []
+        self._changes = BlockChanges()
+        self._counts = DiskCounts()
+        self.off = ""
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a block can be loaded."""
+        return not self.off and key in self._blocks
+
+    def get(self, key: bytes) -> BlockName:
+        """Returns a block that the disk holds."""
+        return self._blocks[key]
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the ranks must be given orders."""
+        return bool(self._orders)
+
+    @property
+    def num_loads(self) -> int:
+        """Number of blocks that are being loaded."""
+        return len(self._loading)
+
+    @property
+    def slots(self) -> set[int]:
+        """Blocks of host memory that ranks read or write."""
+        return {job.order.slot for job in self._jobs.values()}
+
+    # ---- Orders
+
+    def accepts(self, key: bytes) -> bool:
+        """Whether a block in host memory should be written now."""
+        return not (
+            self.off
+            or key in self._blocks
+            or key in self._writing
+            or len(self._writing) >= self._max_writes
+        )
+
+    def write(self, block: BlockName, slot: int) -> None:
+        """Writes a block that `accepts` has accepted from its place in host memory."""
+        self._writing[block.key] = self._begin(Write(self._next_id, block, slot))
+
+    def load(self, key: bytes, slot: int) -> None:
+        """Loads a block that the disk holds to its place in host memory."""
+        self._loading[key] = self._begin(Load(self._next_id, self._blocks[key], slot))
+
+    def _begin(self, order: Write | Load) -> int:
+        self._next_id += 1
+        self._jobs[order.order_id] = _Job(order, self._clock(), self._num_ranks)
+        self._orders.append(order)
+        return order.order_id
+
+    def used(self, keys: Sequence[bytes]) -> None:
+        """Notes a use of a prompt's blocks, given in their order."""
+        # The last block is evicted first: without a block, the blocks behind it are of no use.
+        for key in reversed(keys):
+            if key in self._blocks:
+                self._blocks.move_to_end(key)
+
+    def is_lost(self, key: bytes) -> bool:
+        """Whether a load under way must not be waited for."""
+        return bool(self.off) and key in self._loading
+
+    def check_time(self) -> None:
+        """Turns the disk off if a load has taken too long."""
+        oldest = next(iter(self._loading.values()), None)
+        if oldest is not None and self._clock() - self._jobs[oldest].begun_at > LOAD_TIMEOUT_S:
+            self.turn_off(f"a load has not ended after {LOAD_TIMEOUT_S:g} s")
+
+    def take_orders(self) -> list[Order]:
+        """Returns the orders since the last call; the ranks begin them in the next step."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    # ---- Reports
+
+    def found(self, blocks: Iterable[BlockName], num_wrong: int = 0) -> None:
+        """Adds blocks of an earlier worker, the last used one first."""
+        gone = []
+        for block in blocks:
+            if self.off or block.key in self._blocks or block.key in self._writing:
+                continue
+            if len(self._blocks) + len(self._writing) >= self._max_blocks:
+                gone.append(block)
+                continue
+            self._blocks[block.key] = block
+            self._blocks.move_to_end(block.key, last=False)
+            self._changes.store(block.hash)
+        if gone:
+            self._orders.append(Delete(gone))
+        self._counts.num_wrong += num_wrong
+
+    def reported(self, report: DiskReport) -> list[Ended]:
+        """Takes the reports of ranks; returns the jobs that have ended in all of them."""
+        self._counts.num_wrong += report.num_wrong
+        if report.off:
+            self.turn_off(report.off)
+        ended = []
+        for order_id, done in report.ended:
+            if order_id in self._deletions:
+                num_missing, all_done = self._deletions[order_id]
+                self._deletions[order_id] = num_missing - 1, all_done and done
+                continue
+            job = self._jobs[order_id]
+            job.done = job.done and done
+            job.num_missing -= 1
+            if not job.num_missing:
+                del self._jobs[order_id]
+                ended.append(self._end(job))
+        return ended
+
+    def _end(self, job: _Job) -> Ended:
+        block, is_load = job.order.block, isinstance(job.order, Load)
+        under_way = self._loading if is_load else self._writing
+        if under_way.get(block.key) == job.order.order_id:
+            del under_way[block.key]
+        done = job.done and job.wanted and not self.off
+        if is_load and not job.done:
+            # One rank's part is wrong: the parts of the others are of no use.
+            self._forget(block.key)
+        if not is_load:
+            if done:
+                self._blocks[block.key] = block
+                self._changes.store(block.hash)
+                self._evict()
+            elif block.key not in self._blocks and block.key not in self._writing:
+                self._orders.append(Delete([block]))
+        return Ended(block.key, job.order.slot, is_load, done, job.wanted)
+
+    def _evict(self) -> None:
+        """Deletes the blocks that were unused for longest, if there are too many."""
+        while len(self._blocks) > self._max_blocks:
+            oldest = next((key for key in self._blocks if key not in self._loading), None)
+            if oldest is None:
+                break
+            self._forget(oldest)
+
+    def _forget(self, key: bytes) -> None:
+        if (block := self._blocks.pop(key, None)) is not None:
+            self._changes.remove(block.hash)
+            self._orders.append(Delete([block]))
+
+    def turn_off(self, why: str) -> None:
+        """Uses the disk no more; its files stay for the next worker."""
+        if self.off:
+            return
+        self.off = self._counts.off = why
+        self._blocks.clear()
+        self._changes.clear()
+
+    def host_emptied(self) -> None:
+        """Makes the results of all jobs unwanted: host memory was emptied."""
+        for job in self._jobs.values():
+            job.wanted = False
+        self._writing.clear()
+        self._loading.clear()
+
+    def clear(self) -> None:
+        """Deletes all blocks."""
+        if blocks := list(self._blocks.values()):
+            self._orders.append(Delete(blocks))
+        self._blocks.clear()
+        self._changes.clear()
+
+    def delete_owner(self, owner: str | None) -> tuple[int, int]:
+        """Deletes the blocks of an owner; None: all blocks.
+
+        Returns:
+            How many blocks are deleted, and the number for `take_deleted`.
+        """
+        gone = [one for one in self._blocks.values() if owner is None or one.owner == owner]
+        for block in gone:
+            del self._blocks[block.key]
+            self._changes.remove(block.hash)
+        for job in self._jobs.values():
+            if owner is None or job.order.block.owner == owner:
+                job.done = False
+        order_id, self._next_id = self._next_id, self._next_id + 1
+        self._deletions[order_id] = self._num_ranks, True
+        self._orders.append(DeleteOwner(order_id, owner))
+        return len(gone), order_id
+
+    def take_deleted(self, order_id: int) -> bool | None:
+        """Returns whether all ranks have deleted everything; None: not all have reported."""
+        num_missing, all_done = self._deletions[order_id]
+        if num_missing:
+            return None
+        del self._deletions[order_id]
+        return all_done
+
+    def take_change(self) -> dict[str, Any] | None:
+        """Returns the changes since the last call as fields of CacheChange (engine/base.py)."""
+        return self._changes.take()
+
+    def take_counts(self) -> DiskCounts:
+        """Returns what has happened since the last call."""
+        counts, self._counts = self._counts, DiskCounts()
+        return counts

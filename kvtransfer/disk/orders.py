@@ -1,0 +1,115 @@
+"""What the scheduler's half orders of the ranks' disks, and what the ranks report."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import NamedTuple, TypeAlias
+
+
+class BlockName(NamedTuple):
+    """A block that the disk holds.
+
+    Attributes:
+        key: The engine's hash of the block.
+        hash: Baton's hash, by which the coordinator knows the block.
+        owner: Directory of all blocks with the same salt (`owner_of`).
+    """
+
+    key: bytes
+    hash: int
+    owner: str
+
+    @property
+    def path(self) -> PurePosixPath:
+        """The file's place below the directory of a rank."""
+        key = self.key.hex()
+        return PurePosixPath(self.owner, key[:2], f"{key}-{self.hash:016x}")
+
+    @classmethod
+    def parse(cls, owner: str, directory: str, name: str) -> BlockName | None:
+        """Returns the block that a file holds by its name; None for another file."""
+        key, _, block_hash = name.partition("-")
+        try:
+            found = cls(bytes.fromhex(key), int(block_hash, 16), owner)
+        except ValueError:
+            return None
+        return found if found.path == PurePosixPath(owner, directory, name) else None
+
+
+def owner_of(cache_salt: str) -> str:
+    """Returns the directory of the blocks with this salt; the name does not tell the salt."""
+    return hashlib.sha256(f"baton owner {cache_salt}".encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Write a block from host memory to its file.
+
+    Attributes:
+        order_id: Number of the order, in the report.
+        block: The block.
+        slot: Index of the block in host memory.
+    """
+
+    order_id: int
+    block: BlockName
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Load a block from its file to host memory; see Write."""
+
+    order_id: int
+    block: BlockName
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Delete the files of blocks; without a report."""
+
+    blocks: list[BlockName]
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteOwner:
+    """Delete all files of an owner, also those that the index does not know.
+
+    Attributes:
+        order_id: Number of the order, in the report.
+        owner: The owner; None: all owners.
+    """
+
+    order_id: int
+    owner: str | None
+
+
+Order: TypeAlias = Write | Load | Delete | DeleteOwner
+
+
+@dataclass(slots=True)
+class DiskReport:
+    """What ranks did since the last report.
+
+    Attributes:
+        ended: Numbers of ended orders, and whether the rank did what was ordered; one entry for
+            each rank.
+        num_wrong: Files that were missing, damaged, cut or of another block; each was deleted.
+        off: Why a rank has stopped using its disk; empty while the disk works.
+    """
+
+    ended: list[tuple[int, bool]] = field(default_factory=list)
+    num_wrong: int = 0
+    off: str = ""
+
+    def __bool__(self) -> bool:
+        return bool(self.ended or self.num_wrong or self.off)
+
+    def add(self, other: DiskReport) -> None:
+        """Adds another rank's report."""
+        self.ended += other.ended
+        self.num_wrong += other.num_wrong
+        self.off = self.off or other.off

@@ -1,0 +1,187 @@
+"""Reads and writes one rank's files, in threads of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from baton.kvtransfer.disk import block_file
+from baton.kvtransfer.disk.block_file import Identity, WrongFile
+from baton.kvtransfer.disk.orders import (
+    BlockName,
+    Delete,
+    DeleteOwner,
+    DiskReport,
+    Load,
+    Order,
+    Write,
+)
+
+_log = logging.getLogger(__name__)
+
+# Threads that load: enough to keep a fast disk busy while checksums are computed.
+_NUM_LOADERS = 2
+_WRITER_NICE = 5
+
+
+class RankDisk:
+    """Carries out the orders of DiskIndex in one rank; the connector's half in the rank owns it.
+
+    Writes and deletions are done in their order by one thread, loads by others. The index bounds
+    the number of orders. A disk that fails is not used any more.
+
+    Args:
+        directory: The rank's directory.
+        namespace: What the headers of files must say (directory.namespace_of).
+        rank: The rank.
+        pages: Returns a block of host memory, one buffer per layer, by its index.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        namespace: bytes,
+        rank: int,
+        pages: Callable[[int], Sequence[memoryview]],
+    ) -> None:
+        self._directory, self._namespace, self._rank = directory, namespace, rank
+        self._pages = pages
+        self._lock = threading.Lock()
+        self._report = DiskReport()
+        self._off = ""
+        self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
+        self._changes: queue.SimpleQueue[Write | Delete | DeleteOwner | None] = queue.SimpleQueue()
+        # The threads do not keep a process alive whose disk hangs.
+        self._threads = [
+            threading.Thread(target=self._change, name="baton-disk-write", daemon=True),
+            *(
+                threading.Thread(target=self._load, name=f"baton-disk-load-{n}", daemon=True)
+                for n in range(_NUM_LOADERS)
+            ),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, orders: Sequence[Order]) -> None:
+        """Begins the orders of a step."""
+        for order in orders:
+            if isinstance(order, Load):
+                self._loads.put(order)
+            else:
+                self._changes.put(order)
+
+    def take_report(self) -> DiskReport | None:
+        """Returns what ended since the last call; None for nothing."""
+        with self._lock:
+            report, self._report = self._report, DiskReport()
+        return report if report else None
+
+    def close(self, timeout_s: float) -> None:
+        """Finishes the orders, for at most this long, and ends the threads."""
+        until = time.monotonic() + timeout_s
+        self._changes.put(None)
+        for _ in range(_NUM_LOADERS):
+            self._loads.put(None)
+        for thread in self._threads:
+            thread.join(max(0.0, until - time.monotonic()))
+
+    # ---- Threads
+
+    def _change(self) -> None:
+        # On CPUs the thread shares the rank's cores, and a write can wait longer than a step. The
+        # kernel applies this to the thread only.
+        os.nice(_WRITER_NICE)
+        while (order := self._changes.get()) is not None:
+            if isinstance(order, Delete):
+                for block in order.blocks:
+                    self._delete(block)
+                continue
+            done = False
+            if isinstance(order, DeleteOwner):
+                done = self._delete_owner(order.owner)
+            elif not self._off:
+                try:
+                    self._write(order)
+                    done = True
+                except OSError as error:
+                    self._turn_off(error)
+            self._end(order.order_id, done)
+
+    def _load(self) -> None:
+        while (order := self._loads.get()) is not None:
+            done, num_wrong = False, 0
+            if not self._off:
+                try:
+                    self._read(order)
+                    done = True
+                except WrongFile as error:
+                    _log.debug("a KV block on disk is not used: %s", error)
+                    num_wrong = 1
+                    self._delete(order.block)
+                    if not self._directory.is_dir():
+                        self._turn_off(error)
+                except OSError as error:
+                    self._turn_off(error)
+            self._end(order.order_id, done, num_wrong)
+
+    def _write(self, order: Write) -> None:
+        path = self._directory / order.block.path
+        temporary = self._directory / "written"
+        try:
+            block_file.write(path, temporary, self._identity(order.block), self._pages(order.slot))
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+
+    def _read(self, order: Load) -> None:
+        path = self._directory / order.block.path
+        block_file.read(path, self._identity(order.block), self._pages(order.slot))
+        # The next worker evicts by last use.
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(path)
+
+    def _delete(self, block: BlockName) -> None:
+        try:
+            (self._directory / block.path).unlink(missing_ok=True)
+        except OSError as error:
+            self._turn_off(error)
+
+    def _delete_owner(self, owner: str | None) -> bool:
+        """Deletes an owner's files, also while the disk is not used; returns whether none is left.
+
+        A load that runs meanwhile has opened its file before; its result is not used.
+        """
+        try:
+            if owner is not None:
+                paths = [self._directory / owner]
+            else:
+                paths = [one for one in self._directory.iterdir() if one.is_dir()]
+            for path in paths:
+                if path.is_dir():
+                    shutil.rmtree(path)
+        except OSError as error:
+            self._turn_off(error)
+            # Without the directory there is no file.
+            return not self._directory.exists()
+        return True
+
+    def _identity(self, block: BlockName) -> Identity:
+        return Identity(self._namespace, block.key, self._rank)
+
+    def _turn_off(self, error: Exception) -> None:
+        with self._lock:
+            if not self._off:
+                self._off = self._report.off = str(error) or type(error).__name__
+
+    def _end(self, order_id: int, done: bool, num_wrong: int = 0) -> None:
+        with self._lock:
+            self._report.ended.append((order_id, done))
+            self._report.num_wrong += num_wrong

@@ -1,0 +1,408 @@
+"""KV blocks on disk: what comes back is what was written, or nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from disk_store import NUM_RANKS, PAYLOAD_BYTES, Store, block, content, namespace
+
+from baton.kvtransfer.disk.directory import rank_directory, scan
+from baton.kvtransfer.disk.index import LOAD_TIMEOUT_S
+from baton.kvtransfer.disk.orders import BlockName, owner_of
+
+
+def test_blocks_come_back(tmp_path: Path):
+    store = Store(tmp_path)
+    blocks = [block(n) for n in range(20)]
+    assert all(store.write(blocks))
+    assert all(store.load(one) for one in blocks)
+    assert not store.load(block(99))
+    assert store.index.take_change() == {
+        "stored": [one.hash for one in blocks],
+        "removed": [],
+        "cleared": False,
+    }
+    # Written once.
+    assert store.write(blocks[:1]) == [False]
+    assert (store.num_wrong, store.off) == (0, "")
+
+
+def test_a_restarted_worker_finds_its_blocks(tmp_path: Path):
+    store = Store(tmp_path)
+    blocks = [block(n, f"tenant {n % 3}") for n in range(20)]
+    store.write(blocks)
+    store.close()
+    after = Store(tmp_path)
+    assert after.directory.path == store.directory.path
+    assert all(after.load(one) for one in blocks)
+    change = after.index.take_change()
+    assert change is not None
+    assert set(change["stored"]) == {one.hash for one in blocks}
+
+
+def flipped(path: Path, random: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+    path.write_bytes(data)
+
+
+def cut(path: Path, random: random.Random) -> None:
+    os.truncate(path, random.randrange(path.stat().st_size))
+
+
+def grown(path: Path, random: random.Random) -> None:
+    path.write_bytes(path.read_bytes() + random.randbytes(random.randrange(1, 5000)))
+
+
+def gone(path: Path, random: random.Random) -> None:
+    path.unlink()
+
+
+def zeros(path: Path, random: random.Random) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def _place(tmp_path: Path, **changed: object) -> Store:
+    """A store whose files claim to be of the usual layout, and are of another one."""
+    return Store(tmp_path / "other", found=namespace(**changed))
+
+
+@pytest.mark.parametrize("damage", [flipped, cut, grown, gone, zeros])
+@pytest.mark.parametrize("restarts", [False, True])
+def test_no_damaged_file_is_loaded(
+    tmp_path: Path, damage: Callable[[Path, random.Random], None], restarts: bool
+):
+    store, chance = Store(tmp_path), random.Random(1)
+    blocks = [block(n) for n in range(75)]
+    store.write(blocks)
+    for one in blocks:
+        damage(store.path(one, chance.randrange(NUM_RANKS)), chance)
+    if restarts:
+        store.close()
+        store = Store(tmp_path)
+    assert not any(store.load(one) for one in blocks)
+    store.step()
+    assert store.num_wrong == len(blocks)
+    assert not store.files()
+    # The tier goes on, and writes them again.
+    assert all(store.write(blocks[:3]))
+    assert all(store.load(one) for one in blocks[:3])
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"revision": "weights 2"}, {"model": "other"}, {"dtype": "float16"}, {"num_layers": 4}],
+)
+def test_no_file_of_another_layout_is_loaded(tmp_path: Path, changed: dict[str, object]):
+    other = _place(tmp_path, **changed)
+    store = Store(tmp_path)
+    blocks = [block(n) for n in range(50)]
+    other.write(blocks)
+    store.write(blocks)
+    for one in blocks:
+        for rank in range(NUM_RANKS):
+            shutil.copy(other.path(one, rank), store.path(one, rank))
+    assert not any(store.load(one) for one in blocks)
+    assert store.num_wrong == NUM_RANKS * len(blocks)
+
+
+def test_no_file_under_another_name_or_of_another_rank_is_loaded(tmp_path: Path):
+    store = Store(tmp_path)
+    blocks = [block(n) for n in range(50)]
+    store.write(blocks)
+    for one, other in zip(blocks[::2], blocks[1::2], strict=True):
+        for rank in range(NUM_RANKS):
+            _swap(store.path(one, rank), store.path(other, rank))
+    assert not any(store.load(one) for one in blocks)
+    swapped = [block(n) for n in range(100, 110)]
+    store.write(swapped)
+    for one in swapped:
+        _swap(store.path(one, 0), store.path(one, 1))
+    assert not any(store.load(one) for one in swapped)
+
+
+def _swap(one: Path, other: Path) -> None:
+    aside = one.with_name("aside")
+    one.rename(aside)
+    other.rename(one)
+    aside.rename(other)
+
+
+def test_a_new_revision_empties_the_directory_of_the_old_one(tmp_path: Path):
+    store = Store(tmp_path)
+    store.write([block(1)])
+    store.close()
+    after = Store(tmp_path, found=namespace(revision="weights 2"))
+    assert after.directory.path == store.directory.path
+    assert not after.load(block(1))
+    assert not after.files()
+
+
+def test_workers_of_one_host_have_directories_of_their_own(tmp_path: Path):
+    first, second = Store(tmp_path), Store(tmp_path)
+    other = Store(tmp_path, found=namespace(model="other"))
+    paths = [first.directory.path, second.directory.path, other.directory.path]
+    assert len(set(paths)) == 3
+    first.write([block(1)])
+    second.write([block(2)])
+    other.write([block(3)])
+    for store in (first, second, other):
+        store.close()
+    # Each layout finds its own again.
+    other = Store(tmp_path, found=namespace(model="other"))
+    assert other.load(block(3))
+    first, second = Store(tmp_path), Store(tmp_path)
+    assert {first.load(block(1)), second.load(block(1))} == {True, False}
+    assert {other.directory.path, first.directory.path, second.directory.path} == set(paths)
+
+
+def test_the_block_unused_for_longest_is_evicted(tmp_path: Path):
+    store = Store(tmp_path, max_blocks=4)
+    blocks = [block(n) for n in range(8)]
+    store.write(blocks[:4])
+    store.index.used([one.key for one in blocks[:2]])
+    store.write(blocks[4:6])
+    # Of one prompt, the last block goes first.
+    assert [one.key in store.index for one in blocks[:6]] == [True, True, False, False, True, True]
+    store.write(blocks[6:7])
+    assert [one.key in store.index for one in blocks[:2]] == [True, False]
+    assert len(store.files()) == 4 * NUM_RANKS
+    assert store.load(blocks[0])
+
+
+def test_a_smaller_bound_after_a_restart_keeps_what_was_used_last(tmp_path: Path):
+    store = Store(tmp_path)
+    blocks = [block(n) for n in range(10)]
+    store.write(blocks)
+    for age, one in enumerate(reversed(blocks)):
+        for rank in range(NUM_RANKS):
+            os.utime(store.path(one, rank), (1000 - age, 1000 - age))
+    assert store.load(blocks[0])
+    store.close()
+    after = Store(tmp_path, max_blocks=4)
+    after.step()
+    assert [one for one in blocks if after.load(one)] == [blocks[0], *blocks[7:]]
+    assert len(after.files()) == 4 * NUM_RANKS
+
+
+def test_writes_beyond_the_bound_are_dropped(tmp_path: Path):
+    store = Store(tmp_path)
+    accepted = 0
+    for n in range(100):
+        if store.index.accepts(block(n).key):
+            store.index.write(block(n), n % 64)
+            accepted += 1
+    assert accepted == 32
+    assert len(store.step()) == 32
+
+
+def test_a_disk_without_room_turns_the_tier_off(tmp_path: Path):
+    store = Store(tmp_path)
+    store.write([block(1)])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (PAYLOAD_BYTES // 2, before[1]))
+    try:
+        assert store.write([block(2), block(3)]) == [False, False]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "File too large" in store.off
+    # Off is off, for loads too, and nothing is half written.
+    assert not store.load(block(1))
+    assert store.files() == {store.path(block(1), rank) for rank in range(NUM_RANKS)}
+    assert store.index.take_change() == {"stored": [], "removed": [], "cleared": True}
+    store.close()
+    after = Store(tmp_path)
+    assert after.load(block(1))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("call", ["writev", "readv", "open"])
+def test_a_failing_disk_turns_the_tier_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str
+):
+    store = Store(tmp_path)
+    store.write([block(1)])
+
+    def fails(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, fails)
+        assert not store.load(block(1)) or call == "writev"
+        assert store.write([block(2)]) == [False]
+    assert os.strerror(number) in store.off
+    assert not store.load(block(1))
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_a_removed_directory_turns_the_tier_off(tmp_path: Path, loads: bool):
+    store = Store(tmp_path)
+    store.write([block(1)])
+    shutil.rmtree(store.directory.path)
+    if loads:
+        assert not store.load(block(1))
+    else:
+        assert store.write([block(2)]) == [False]
+    assert store.off
+    assert not store.write([block(3)])[0]
+
+
+def test_a_load_that_hangs_turns_the_tier_off(tmp_path: Path):
+    store = Store(tmp_path)
+    store.write([block(1)])
+    store.index.load(block(1).key, 1)
+    orders = store.index.take_orders()
+    store.index.check_time()
+    assert not store.index.is_lost(block(1).key)
+    store.now_s = LOAD_TIMEOUT_S + 1
+    store.index.check_time()
+    assert store.index.is_lost(block(1).key)
+    # A rank may still write there.
+    assert store.index.slots == {1}
+    store.index._orders = orders
+    (ended,) = store.step()
+    assert not ended.done
+    assert store.index.slots == set()
+
+
+def test_a_block_counts_only_if_every_rank_has_it(tmp_path: Path):
+    store = Store(tmp_path)
+    blocks = [block(n) for n in range(4)]
+    store.write(blocks)
+    store.path(blocks[0], 1).unlink()
+    assert not store.load(blocks[0])
+    assert not store.path(blocks[0], 0).exists()
+    store.path(blocks[1], 0).unlink()
+    store.close()
+    after = Store(tmp_path)
+    assert blocks[1].key not in after.index
+    assert not after.path(blocks[1], 1).exists()
+    assert [after.load(one) for one in blocks[2:]] == [True, True]
+
+
+def test_emptied_host_memory_keeps_what_ranks_use(tmp_path: Path):
+    store = Store(tmp_path)
+    store.write([block(1)])
+    store.index.load(block(1).key, 1)
+    store.index.write(block(2), 2)
+    store.index.host_emptied()
+    store.index.clear()
+    assert store.index.slots == {1, 2}
+    ended = store.step()
+    assert [(one.slot, one.done, one.wanted) for one in ended] == [
+        (1, False, False),
+        (2, False, False),
+    ] or {one.slot for one in ended if not one.done and not one.wanted} == {1, 2}
+    store.step()
+    assert not store.files()
+    assert len(store.index) == 0
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from disk_store import Store, block
+store, n = Store(Path(sys.argv[1])), int(sys.argv[3])
+while True:
+    store.write([block(n)])
+    print(n, flush=True)
+    n += 1
+"""
+
+
+def test_a_killed_worker_leaves_only_whole_blocks(tmp_path: Path):
+    written: list[BlockName] = []
+    for begin, num_lines in ((0, 1), (200, 3), (400, 8)):
+        command = [sys.executable, "-c", _WRITER, str(tmp_path), str(Path(__file__).parent)]
+        with subprocess.Popen([*command, str(begin)], stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            for _ in range(num_lines):
+                written.append(block(int(writer.stdout.readline())))
+            writer.send_signal(signal.SIGKILL)
+        store = Store(tmp_path)
+        # What was reported as written is there; no other file can be loaded with wrong bytes.
+        assert all(store.load(one) for one in written)
+        for n in range(begin, begin + 200):
+            store.load(block(n))
+        assert store.num_wrong <= 2
+        assert scan(store.directory.path, NUM_RANKS, PAYLOAD_BYTES).num_wrong == 0
+        store.close()
+
+
+def test_other_files_are_not_taken_for_blocks(tmp_path: Path):
+    store = Store(tmp_path)
+    store.write([block(1)])
+    good = store.path(block(1), 0)
+    for name in ("x", "zz-zz", good.name.upper(), f"{good.name}.tmp", "00-1"):
+        (good.parent / name).write_bytes(good.read_bytes())
+    (rank_directory(store.directory.path, 0) / "written").write_bytes(b"half")
+    store.close()
+    after = Store(tmp_path)
+    assert after.load(block(1))
+    assert len(after.files()) == NUM_RANKS
+
+
+def test_a_file_that_is_written_during_the_search_is_left_alone(tmp_path: Path):
+    store = Store(tmp_path)
+    store.write([block(1)])
+    store.path(block(1), 1).unlink()
+    later = time.time() + 60
+    os.utime(store.path(block(1), 0), (later, later))
+    store.close()
+    after = Store(tmp_path)
+    assert block(1).key not in after.index
+    assert after.num_wrong == 0
+    assert len(after.files()) == 1
+
+
+@pytest.mark.parametrize("owner", ["search", None])
+def test_an_owner_s_files_are_deleted(tmp_path: Path, owner: str | None):
+    store = Store(tmp_path)
+    kept, gone = [block(n) for n in range(5)], [block(n, "search") for n in range(5)]
+    store.write([*kept, *gone])
+    # The index does not know this file.
+    unknown = store.path(block(99, "search"), 0)
+    unknown.parent.mkdir(parents=True, exist_ok=True)
+    unknown.write_bytes(b"anything")
+    store.index.take_change()
+    num_blocks, deletion = store.index.delete_owner(owner and owner_of(owner))
+    assert num_blocks == (5 if owner else 10)
+    assert store.index.take_deleted(deletion) is None
+    store.step()
+    assert store.index.take_deleted(deletion) is True
+    assert len(store.files()) == (5 * NUM_RANKS if owner else 0)
+    assert not any(store.load(one) for one in gone)
+    assert [store.load(one) for one in kept] == [owner is not None] * 5
+    change = store.index.take_change()
+    assert change is not None
+    assert {one.hash for one in gone} <= set(change["removed"])
+
+
+def test_files_are_deleted_although_the_disk_is_not_used_any_more(tmp_path: Path):
+    store = Store(tmp_path)
+    store.write([block(1)])
+    store.index.turn_off("it was slow")
+    _, deletion = store.index.delete_owner(None)
+    store.step()
+    assert store.index.take_deleted(deletion) is True
+    assert not store.files()
+
+
+def test_names_tell_the_block():
+    one = block(7, "tenant")
+    owner, group, name = one.path.parts
+    assert BlockName.parse(owner, group, name) == one
+    assert BlockName.parse(owner, "zz", name) is None
+    assert content(one, 0).shape == content(one, 1).shape

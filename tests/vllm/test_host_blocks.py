@@ -1,0 +1,217 @@
+"""The table of blocks in host memory: what the disk and an operator's deletion do to it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from baton.kvtransfer.connector.cached_blocks import CachedBlocks
+from baton.kvtransfer.disk.index import DiskIndex
+from baton.kvtransfer.disk.orders import DeleteOwner, DiskReport, Load, Write, owner_of
+
+# Importing torch and vLLM warns of what they do.
+pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
+
+BLOCK, NUM_BLOCKS = 4, 16
+
+
+class Table:
+    """A table whose copies and files the test makes up.
+
+    Args:
+        disk_blocks: Number of blocks on disk; 0: no disk.
+    """
+
+    def __init__(self, disk_blocks: int = 64) -> None:
+        from vllm.v1.kv_offload.base import LookupResult, ReqContext
+
+        from baton.kvtransfer.connector.host_memory import HostBlocks
+
+        self.reports = CachedBlocks(BLOCK)
+        self.disk = DiskIndex(disk_blocks, 4, 1, lambda: 0.0) if disk_blocks else None
+        self.blocks = HostBlocks(NUM_BLOCKS, self.reports, self.disk)
+        self.found = LookupResult
+        self.context = ReqContext("r")
+
+    def keys(self, count: int, salt: str = "", begin: int = 0) -> list[Any]:
+        """Computes the blocks of a prompt on the device; returns their keys."""
+        from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+        from vllm.v1.kv_offload.base import make_offload_key
+
+        texts = [f"{salt} {begin + n}".encode() for n in range(count)]
+        hashes = [hashlib.sha256(text).digest() for text in texts]
+        names = [maybe_convert_block_hash(BlockHash(one)) for one in hashes]
+        tokens = list(range(begin * BLOCK, (begin + count) * BLOCK))
+        extra = [[salt] if salt else None, *[None] * (count - 1)]
+        self.reports.stored(None, names, tokens, extra)
+        return [make_offload_key(one, 0) for one in hashes]
+
+    def store(self, keys: Sequence[Any]) -> list[int]:
+        """Stores blocks; returns their places in host memory."""
+        output = self.blocks.prepare_store(keys, self.context)
+        assert output is not None
+        self.blocks.complete_store(keys, self.context)
+        return [int(slot) for slot in output.store_spec.block_ids]
+
+    def lookup(self, keys: Sequence[Any]) -> list[Any]:
+        return [self.blocks.lookup(key, self.context) for key in keys]
+
+    def orders(self) -> list[Any]:
+        assert self.disk is not None
+        return self.disk.take_orders()
+
+    def report(self, orders: Sequence[Any], *, done: bool = True) -> None:
+        """Reports that the rank has carried out these orders."""
+        ended = [(one.order_id, done) for one in orders if not hasattr(one, "blocks")]
+        self.blocks.disk_reported(DiskReport(ended))
+
+    @property
+    def num_free(self) -> int:
+        return self.blocks._get_num_free_chunks()
+
+
+def written(table: Table, count: int = 4, salt: str = "") -> list[Any]:
+    """Stores blocks that the disk then has."""
+    keys = table.keys(count, salt)
+    table.store(keys)
+    orders = table.orders()
+    assert [type(one) for one in orders] == [Write] * count
+    table.report(orders)
+    return keys
+
+
+def test_a_block_that_is_being_written_is_not_evicted() -> None:
+    table = Table()
+    kept = table.keys(4)
+    table.store(kept)
+    orders = table.orders()
+    assert len(orders) == 4
+    table.store(table.keys(12, begin=100))
+    assert table.blocks.prepare_store(table.keys(13, begin=200), table.context) is None
+    assert table.lookup(kept) == [table.found.HIT] * 4
+    table.report(orders)
+    assert table.blocks.prepare_store(table.keys(13, begin=200), table.context) is not None
+
+
+def test_a_busy_disk_gets_what_it_has_not_taken_when_the_request_ends() -> None:
+    table = Table()
+    keys = table.keys(6)
+    table.store(keys)
+    first = table.orders()
+    assert len(first) == 4
+    table.report(first)
+    table.blocks.used(keys)
+    assert [one.block.key for one in table.orders()] == keys[4:]
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_evicted_blocks_come_back_from_disk(done: bool) -> None:
+    table = Table()
+    keys = written(table)
+    table.store(table.keys(16, begin=100))
+    table.orders()
+    assert table.lookup(keys) == [table.found.MISS] * 4
+    assert table.blocks.load_from_disk(keys, table.context) == set(keys)
+    loads = [one for one in table.orders() if isinstance(one, Load)]
+    assert table.lookup(keys) == [table.found.HIT_PENDING] * 4
+    assert table.blocks.load_from_disk(keys, table.context) == set()
+    table.report(loads, done=done)
+    assert table.lookup(keys) == [table.found.HIT if done else table.found.MISS] * 4
+    # What a wrong file would have filled is free again.
+    assert table.num_free == (0 if done else 4)
+
+
+def test_a_request_does_not_wait_for_a_disk_that_was_turned_off() -> None:
+    table = Table()
+    keys = written(table)
+    table.store(table.keys(16, begin=100))
+    table.orders()
+    table.blocks.load_from_disk(keys, table.context)
+    loads = [one for one in table.orders() if isinstance(one, Load)]
+    assert table.disk is not None
+    table.disk.turn_off("it hangs")
+    assert table.lookup(keys) == [table.found.MISS] * 4
+    # The rank may still write to these places.
+    assert table.num_free == 0
+    table.report(loads)
+    assert table.num_free == 4
+
+
+def test_emptied_host_memory_does_not_give_away_what_a_rank_uses() -> None:
+    table = Table()
+    table.store(table.keys(4))
+    orders = table.orders()
+    table.blocks.reset_cache()
+    used = {one.slot for one in orders}
+    assert used.isdisjoint(table.store(table.keys(12, begin=100)))
+    table.report(orders)
+    assert set(table.store(table.keys(4, begin=200))) == used
+
+
+@pytest.mark.parametrize("disk_blocks", [0, 64])
+def test_blocks_of_an_owner_are_deleted(disk_blocks: int) -> None:
+    table = Table(disk_blocks)
+    kept, gone = table.keys(3), table.keys(3, "search")
+    table.store(kept)
+    slots = table.store(gone)
+    if table.disk is not None:
+        table.report(table.orders())
+    assert table.blocks.delete_owner(owner_of("search")) == 3
+    assert table.lookup(gone) == [table.found.MISS] * 3
+    assert table.lookup(kept) == [table.found.HIT] * 3
+    assert table.blocks.is_deleting
+    # Other blocks get these places only after ranks have overwritten them.
+    assert table.num_free == NUM_BLOCKS - 6
+    assert set(table.blocks.take_uncleared()) == set(slots)
+    assert not table.blocks.is_deleting
+    assert table.num_free == NUM_BLOCKS - 3
+    assert table.blocks.delete_owner(None) == 3
+
+
+def test_blocks_in_use_are_deleted_when_they_are_not() -> None:
+    table = Table()
+    read, stored = table.keys(2, "search"), table.keys(2, "search", begin=50)
+    slots = table.store(read)
+    table.report(table.orders())
+    table.blocks.prepare_load(read, table.context)
+    output = table.blocks.prepare_store(stored, table.context)
+    assert output is not None
+    assert table.blocks.delete_owner(owner_of("search")) == 4
+    assert table.lookup([*read, *stored]) == [table.found.MISS] * 4
+    assert table.blocks.take_uncleared() == []
+    assert table.blocks.is_deleting
+    table.blocks.complete_load(read, table.context)
+    assert set(table.blocks.take_uncleared()) == set(slots)
+    table.blocks.complete_store(stored, table.context)
+    assert len(table.blocks.take_uncleared()) == 2
+    assert not table.blocks.is_deleting
+    # Nothing of it goes to disk.
+    assert table.orders() == []
+
+
+def test_blocks_on_their_way_to_and_from_disk_are_deleted_too() -> None:
+    table = Table()
+    loaded = written(table, 4, "search")
+    table.store(table.keys(16, begin=100))
+    table.report(table.orders())
+    table.blocks.load_from_disk(loaded[:2], table.context)
+    on_their_way = table.keys(2, "search", begin=50)
+    table.store(on_their_way)
+    orders = table.orders()
+    assert {type(one) for one in orders} == {Load, Write}
+    assert table.disk is not None
+    assert table.blocks.delete_owner(owner_of("search")) == 4
+    num_on_disk, deletion = table.disk.delete_owner(owner_of("search"))
+    assert num_on_disk == 4
+    (order,) = table.orders()
+    assert isinstance(order, DeleteOwner)
+    table.report(orders)
+    assert len(table.blocks.take_uncleared()) == 4
+    assert not table.blocks.is_deleting
+    assert table.disk.take_deleted(deletion) is None
+    table.report([order])
+    assert table.disk.take_deleted(deletion) is True
+    assert not any(key in table.disk for key in [*loaded, *on_their_way])
