@@ -151,6 +151,7 @@ class VllmEngine:
         self._profiler = VllmProfiler(self._core, self._traces, extended=setup.has_recording)
         # The ranks have inherited their cores by now; token handling must not use a rank's core.
         affinity.avoid_cores(setup.rank_cpus)
+        setup = setup.started()
         self._kv_tokens = setup.kv_tokens
         return setup.info(self._served_name, self._model, begun_at)
 

@@ -1,9 +1,7 @@
 """Refuses models that vLLM serves and Baton cannot hand over, by name, before weights are loaded.
 
-Baton hands over one paged cache that keeps every token, with keys and values or with latents (MLA),
-rank by rank, on one host. For models that mix windowed layers with full attention, vLLM keeps every
-token of all layers, because its hybrid cache manager is off with this connector. vLLM itself does
-not refuse the other models.
+Baton hands over paged caches with keys and values or with latents (MLA), also of sliding windows,
+rank by rank, on one host. vLLM itself does not refuse the other models.
 """
 
 from __future__ import annotations
@@ -25,8 +23,6 @@ _ONE_ONLY = {
 _REMOTE_EXECUTORS = ("ray", "external_launcher")
 # Speculative methods whose draft has no KV cache of its own.
 _CACHELESS_DRAFTS = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
-# Model settings that determine the bytes of a token's keys and values in one layer.
-_SIZES = frozenset({"head_size", "total_num_kv_heads"})
 # Quantized cache types that have the same size for every token.
 _QUANTIZED = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
@@ -97,7 +93,7 @@ def refuse_cache(cache: Any, model: Any) -> None:
 
 
 def refuse_model(model: Any) -> None:
-    """Refuses a model whose state is more than one paged cache that keeps every token.
+    """Refuses a model whose state is more than paged caches of tokens.
 
     Args:
         model: vLLM's ModelConfig.
@@ -105,13 +101,10 @@ def refuse_model(model: Any) -> None:
     Raises:
         EngineDead: Names the model, its architecture, its kind of state, and what to do.
     """
-    state, remedy = _foreign_state(model), "serve it with plain vLLM"
-    if state is None and (state := _windowed_state(model)) is not None:
-        remedy += ", or cut its context to the window with engine_args.disable_sliding_window"
-    if state is not None:
+    if (state := _foreign_state(model)) is not None:
         raise EngineDead(
-            f"model: {model.model} ({model.architecture}) {state}; Baton hands over one paged KV "
-            f"cache that keeps every token: {remedy}"
+            f"model: {model.model} ({model.architecture}) {state}; Baton hands over paged KV "
+            "caches: serve it with plain vLLM"
         )
 
 
@@ -135,16 +128,7 @@ def _foreign_state(model: Any) -> str | None:
         return f"uses chunked local attention: blocks of past chunks ({chunk} tokens) go"
     if model.has_noops:
         return "leaves attention out of some layers: they have no KV cache"
-    if any(_SIZES & each.keys() for each in model.model_arch_config.per_layer_overrides or ()):
-        return "has layers whose keys and values differ in size"
     return None
-
-
-def _windowed_state(model: Any) -> str | None:
-    """Returns the description of windows in every layer; None for other models."""
-    if (window := model.get_sliding_window()) is None or _has_full_attention(model):
-        return None
-    return f"uses sliding-window attention: blocks more than {window} tokens back go"
 
 
 def _has_full_attention(model: Any) -> bool:

@@ -23,6 +23,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from baton.engine.step_planner import StepPlanner
+from baton.engine.vllm_load_failures import TableLoadFailures
 from baton.engine.vllm_step_targets import TargetsReader
 from baton.engine.warm_up import is_warm_up
 from baton.runtime.latency import LatencyModel
@@ -38,6 +39,8 @@ ITL = "baton_itl_s"
 # Seconds after which the cached part of a waiting prompt is looked up again, and most look-ups of
 # one step: one takes some 50 us for a prompt of 1,500 tokens.
 _LOOKUP_AGAIN_S, _MAX_LOOKUPS = 1.0, 8
+# More blocks than any cache has.
+_ALL = 2**62
 _STARTS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -56,7 +59,7 @@ class _Candidate:
     rank: tuple[float, ...]
 
 
-class BatonScheduler(Scheduler):
+class BatonScheduler(TableLoadFailures, Scheduler):
     """Decides before each step which prompts get how many tokens; then vLLM makes the step.
 
     Attributes:
@@ -250,8 +253,11 @@ class BatonScheduler(Scheduler):
         return len(arrivals)
 
     def _num_blocks(self, num_tokens: int) -> int:
-        size: int = self.block_size
-        return -(-num_tokens // size)
+        """Most blocks, of all block tables, that a request holds for this many more tokens."""
+        return sum(
+            min(-(-num_tokens // table.block_size), table.max_admission_blocks_per_request or _ALL)
+            for table in self.kv_cache_manager.coordinator.single_type_managers
+        )
 
     def _order_waiting(
         self,

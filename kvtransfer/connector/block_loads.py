@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.kvtransfer.connector.block_copies import BlockCopies, Run
+from baton.kvtransfer.connector.handoff_step import Part
 from baton.kvtransfer.connector.notifier import Copy
 from baton.kvtransfer.control import Claim, EnginePort, checksum
 from baton.kvtransfer.layout import KvLayout
@@ -41,8 +42,7 @@ def copy_in(
     copies: BlockCopies,
     layout: KvLayout,
     claimed: Claim,
-    first_block: int,
-    block_ids: Sequence[int],
+    parts: Sequence[Part],
 ) -> Iterator[Check]:
     """Begins the copies of a claim's frames that hold wanted blocks; yields one check per frame.
 
@@ -50,22 +50,31 @@ def copy_in(
         copies: This rank's copies.
         layout: Layout of the KV cache.
         claimed: The claimed staging.
-        first_block: Index within the handoff of block_ids[0].
-        block_ids: The wanted blocks, as ids in the engine's cache.
+        parts: The wanted blocks of each block table.
     """
-    blocks, block_bytes = copies.prepare(block_ids), layout.block_bytes
+    prepared = {
+        table.table: copies.prepare(part.block_ids)
+        for table, part in zip(layout.tables, parts, strict=True)
+        if part.block_ids
+    }
     for frame in claimed.frames:
-        wanted = _wanted_blocks(frame, first_block, len(block_ids))
+        group = layout.group_of(frame.layer)
+        part = parts[group.table]
+        wanted = _wanted_blocks(frame, part.first_block, len(part.block_ids))
         if not wanted:
             continue
-        at, begin = frame.layer * claimed.num_blocks, wanted.start - first_block
-        run = Run(begin, len(wanted), claimed.offset + (at + wanted.start) * block_bytes)
+
+        def staged(block: int, layer: int = frame.layer) -> int:
+            return claimed.offset + layout.offset(0, layer, block, claimed.num_blocks)
+
+        begin = wanted.start - part.first_block
+        run = Run(begin, len(wanted), staged(wanted.start))
         yield Check(
-            copies.scatter(frame.layer, blocks, run),
+            copies.scatter(frame.layer, prepared[group.table], run),
             frame.checksum,
-            claimed.offset + (at + frame.first_block) * block_bytes,
-            frame.num_blocks * block_bytes,
-            block_ids[begin : begin + len(wanted)],
+            staged(frame.first_block),
+            frame.num_blocks * group.block_bytes,
+            part.block_ids[begin : begin + len(wanted)],
         )
 
 

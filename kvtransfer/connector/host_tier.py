@@ -12,6 +12,7 @@ store them under a valid name. The coordinator needs to know which blocks can be
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
     OffloadingConnectorWorker,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload.base import LookupResult
 from vllm.v1.request import RequestStatus
 
@@ -53,6 +55,8 @@ HOST_CHANGE = "baton_host_cache"
 # memory, by the engine's request id.
 HOST_LOADS = "baton_host_loads"
 
+logger = logging.getLogger(__name__)
+
 # Fields of vLLM's private state that HostTier uses.
 _FIELDS: dict[type, tuple[str, ...]] = {
     TransferJobStatus: ("is_store", "keys", "deferred_fence_block_ids"),
@@ -68,8 +72,20 @@ def host_options(host_bytes: int) -> dict[str, Any]:
 
 
 def _memory(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> HostMemory | None:
-    """Returns the host memory; None if it is off or holds no block."""
+    """Returns the host memory; None if it is off, holds no block, or does not fit the cache."""
     if not vllm_config.kv_transfer_config.kv_connector_extra_config.get(HOST_BYTES):
+        return None
+    # The scheduler's configuration has the first layer's specification in place of several.
+    specs = [
+        spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+        for spec in (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    ]
+    if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
+        logger.warning(
+            "kv_store.host_bytes is not used: it keeps caches whose layers keep every token, and "
+            "this model has %s",
+            ", ".join(sorted({type(spec).__name__ for spec in specs})),
+        )
         return None
     memory = HostMemory(build_offloading_config(vllm_config, kv_cache_config))
     return memory if memory.num_chunks else None

@@ -238,7 +238,7 @@ class Receiver:
 
     def _grant(self, handoff: Handoff, rank: int, frames: Sequence[ReceivedFrame]) -> Grant:
         assert handoff.extent is not None
-        begin = self._known_layout().offset(rank, 0, 0, handoff.num_blocks)
+        begin = rank * self._known_layout().shard_bytes(handoff.num_blocks)
         return Grant(
             handoff.handoff_id,
             handoff.epoch,

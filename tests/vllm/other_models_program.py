@@ -46,6 +46,27 @@ def _windowed() -> Any:
     )
 
 
+def _all_windowed() -> Any:
+    return transformers.MistralConfig(
+        **_SIZES, num_key_value_heads=2, head_dim=32, sliding_window=64
+    )
+
+
+def _two_sizes() -> Any:
+    """Returns a model whose layers with full attention have larger heads."""
+    return transformers.Gemma4TextConfig(
+        **_SIZES,
+        num_key_value_heads=2,
+        head_dim=32,
+        global_head_dim=64,
+        sliding_window=64,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=512,
+        num_kv_shared_layers=0,
+    )
+
+
 def _narrow() -> Any:
     """Returns a model whose KV cache has eight bits."""
     return transformers.LlamaConfig(**_SIZES, num_key_value_heads=2, head_dim=32)
@@ -78,7 +99,13 @@ ENGINE_ARGS = {
     # positions, latent attention is wrong for prompts of several tokens.
     "compilation_config": {"custom_ops": ["-rotary_embedding"]},
 }
-CONFIGS = {"windowed": _windowed, "latent": _latent, "fp8": _narrow}
+CONFIGS = {
+    "windowed": _windowed,
+    "all windowed": _all_windowed,
+    "two sizes": _two_sizes,
+    "latent": _latent,
+    "fp8": _narrow,
+}
 OWN_ARGS: dict[str, dict[str, Any]] = {"fp8": {"kv_cache_dtype": "fp8"}}
 
 
