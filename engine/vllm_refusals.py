@@ -1,7 +1,7 @@
 """Refuses models that vLLM serves and Baton cannot hand over, by name, before weights are loaded.
 
 Baton hands over paged caches with keys and values or with latents (MLA), also of sliding windows,
-rank by rank, on one host. vLLM itself does not refuse the other models.
+and recurrent states, rank by rank, on one host. vLLM itself does not refuse the other models.
 """
 
 from __future__ import annotations
@@ -92,8 +92,33 @@ def refuse_cache(cache: Any, model: Any) -> None:
         )
 
 
+def refuse_states(cache: Any, model: Any, parallel: Any) -> None:
+    """Refuses recurrent states that ranks do not keep like keys and values.
+
+    Args:
+        cache: vLLM's CacheConfig.
+        model: vLLM's ModelConfig.
+        parallel: vLLM's ParallelConfig.
+
+    Raises:
+        EngineDead: Names the argument, its value, and the allowed value.
+    """
+    if not model.has_inner_state:
+        return
+    if model.use_mla and (size := parallel.tensor_parallel_size) != 1:
+        raise EngineDead(
+            f"engine_args.tensor_parallel_size: is {size}; for {model.architecture} Baton supports "
+            "1, because ranks hold equal latents and different recurrent states"
+        )
+    if getattr(cache, "use_replayssm", False):
+        raise EngineDead(
+            "engine_args.use_replayssm: is True; Baton hands over complete recurrent states: leave "
+            "it out"
+        )
+
+
 def refuse_model(model: Any) -> None:
-    """Refuses a model whose state is more than paged caches of tokens.
+    """Refuses a model whose state is more than paged caches of tokens and recurrent states.
 
     Args:
         model: vLLM's ModelConfig.
@@ -104,7 +129,7 @@ def refuse_model(model: Any) -> None:
     if (state := _foreign_state(model)) is not None:
         raise EngineDead(
             f"model: {model.model} ({model.architecture}) {state}; Baton hands over paged KV "
-            "caches: serve it with plain vLLM"
+            "caches and recurrent states: serve it with plain vLLM"
         )
 
 
@@ -114,12 +139,9 @@ def _foreign_state(model: Any) -> str | None:
         return f"generates no tokens (its runner is {model.runner_type!r}) and keeps no KV cache"
     if model.is_encoder_decoder:
         return "is an encoder-decoder model: it keeps its encoder's output beside the KV cache"
-    if model.is_attention_free:
-        return "has no attention: its state is recurrent, and there is no KV cache"
-    # vLLM does not report this for layers that it runs through Transformers.
-    is_linear = "linear_attention" in _layer_types(model)
-    if model.is_hybrid or model.has_inner_state or is_linear:
-        return "is a hybrid model: it mixes attention with layers whose state is recurrent"
+    if "linear_attention" in _layer_types(model) and not model.is_hybrid:
+        # Layers that vLLM runs through Transformers.
+        return "has recurrent layers whose state vLLM does not keep in its cache"
     if model.is_diffusion:
         return "is a diffusion model: it rewrites tokens whose KV cache would be handed over"
     if hasattr(model.hf_text_config, "index_topk"):

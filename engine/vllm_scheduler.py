@@ -109,9 +109,21 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         most = self._most.get(request.request_id)
         if most is not None:
             # vLLM pads the first decode of a request to 1 + drafts, and must get all or nothing.
-            num_new_tokens = min(num_new_tokens, most and max(most, 1 + self.num_spec_tokens))
+            bounded = min(num_new_tokens, most and max(most, 1 + self.num_spec_tokens))
+            if self.need_mamba_block_aligned_split and bounded < num_new_tokens:
+                bounded = self._aligned(num_computed_tokens, bounded)
+            num_new_tokens = bounded
         found = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         return int(found)
+
+    def _aligned(self, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Cuts a chunk at a block's end, where vLLM keeps a recurrent state for the prefix cache.
+
+        A chunk within one block stays: vLLM carries its state on in the same block.
+        """
+        end, size = num_computed_tokens + num_new_tokens, self.cache_config.block_size
+        aligned = end // size * size - num_computed_tokens
+        return int(aligned if aligned > 0 else num_new_tokens)
 
     # ---- The plan of a step
 

@@ -43,6 +43,8 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "kv_holding_waiting",
         "finished_recving_kv_req_ids",
         "kv_cache_manager",
+        "cache_config",
+        "need_mamba_block_aligned_split",
         "waiting",
         "running",
         "requests",

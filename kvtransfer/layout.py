@@ -72,6 +72,11 @@ class KvLayout:
         return [table.kind for table in self.tables] == ["full"]
 
     @property
+    def has_states(self) -> bool:
+        """Whether some layers keep a recurrent state."""
+        return any(group.kind == "state" for group in self.groups)
+
+    @property
     def index_table(self) -> KvGroup:
         """The table whose cached blocks stand for the prefix cache.
 

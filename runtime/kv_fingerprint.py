@@ -55,6 +55,11 @@ def _group(message: kv_transfer_pb2.KvGroup) -> KvGroup:
     )
 
 
+def keeps_states(fingerprint: kv_transfer_pb2.KvFingerprint) -> bool:
+    """Returns whether some layers keep a recurrent state, which belongs to one token only."""
+    return any(group.kind == kv_transfer_pb2.KvGroup.KIND_STATE for group in fingerprint.groups)
+
+
 def handoff_bytes(fingerprint: kv_transfer_pb2.KvFingerprint, num_tokens: int) -> int:
     """Returns the size of a prompt's handoff, all layers and shards, in bytes."""
     groups = own_groups(fingerprint) or [

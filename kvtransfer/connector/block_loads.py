@@ -10,6 +10,7 @@ from baton.kvtransfer.connector.handoff_step import Part
 from baton.kvtransfer.connector.notifier import Copy
 from baton.kvtransfer.control import Claim, EnginePort, checksum
 from baton.kvtransfer.layout import KvLayout
+from baton.runtime.kv_groups import KvGroup
 from baton.v1 import kv_transfer_pb2
 
 
@@ -32,10 +33,21 @@ class Check:
     block_ids: Sequence[int]
 
 
-def _wanted_blocks(frame: kv_transfer_pb2.LocalFrame, first_block: int, num_blocks: int) -> range:
-    """Returns the blocks, as indices within the handoff, that are both in the frame and wanted."""
-    first = max(frame.first_block, first_block)
-    return range(first, min(frame.first_block + frame.num_blocks, first_block + num_blocks))
+def _wanted_blocks(
+    frame: kv_transfer_pb2.LocalFrame, group: KvGroup, part: Part
+) -> Iterator[tuple[int, range]]:
+    """Yields the blocks that are both in the frame and wanted.
+
+    Each item is an index in the part's block_ids, and the blocks from there on as indices within
+    the handoff. The one block of a state goes to each of the part's blocks.
+    """
+    if group.kind == "state":
+        yield from ((at, range(1)) for at in range(len(part.block_ids)))
+        return
+    first = max(frame.first_block, part.first_block)
+    end = min(frame.first_block + frame.num_blocks, part.first_block + len(part.block_ids))
+    if first < end:
+        yield first - part.first_block, range(first, end)
 
 
 def copy_in(
@@ -60,22 +72,19 @@ def copy_in(
     for frame in claimed.frames:
         group = layout.group_of(frame.layer)
         part = parts[group.table]
-        wanted = _wanted_blocks(frame, part.first_block, len(part.block_ids))
-        if not wanted:
-            continue
 
         def staged(block: int, layer: int = frame.layer) -> int:
             return claimed.offset + layout.offset(0, layer, block, claimed.num_blocks)
 
-        begin = wanted.start - part.first_block
-        run = Run(begin, len(wanted), staged(wanted.start))
-        yield Check(
-            copies.scatter(frame.layer, prepared[group.table], run),
-            frame.checksum,
-            staged(frame.first_block),
-            frame.num_blocks * group.block_bytes,
-            part.block_ids[begin : begin + len(wanted)],
-        )
+        for begin, wanted in _wanted_blocks(frame, group, part):
+            run = Run(begin, len(wanted), staged(wanted.start))
+            yield Check(
+                copies.scatter(frame.layer, prepared[group.table], run),
+                frame.checksum,
+                staged(frame.first_block),
+                frame.num_blocks * group.block_bytes,
+                part.block_ids[begin : begin + len(wanted)],
+            )
 
 
 def holds(check: Check, port: EnginePort) -> bool:

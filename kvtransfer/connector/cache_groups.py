@@ -9,6 +9,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -22,6 +23,7 @@ _KINDS: Mapping[type, Kind] = {
     FullAttentionSpec: "full",
     MLAAttentionSpec: "full",
     SlidingWindowSpec: "window",
+    MambaSpec: "state",
 }
 
 
@@ -61,8 +63,10 @@ def _described(spec: KVCacheSpec) -> tuple[Kind, int, int, int, int]:
     blocks would look like blocks that kernels cut into parts.
     """
     kind = _KINDS.get(type(spec))
-    if kind is None or spec.tokens_per_state != 1:
+    if kind is None or (kind != "state" and spec.tokens_per_state != 1):
         raise UnsupportedCache(type(spec).__name__)
+    if isinstance(spec, MambaSpec) and spec.num_speculative_blocks:
+        raise UnsupportedCache("MambaSpec with drafts")
     # A full specification may have a window too, if vLLM keeps every token nevertheless.
     window = spec.sliding_window if isinstance(spec, SlidingWindowSpec) else 0
     return kind, spec.num_heads, spec.block_size, spec.real_page_size_bytes, window

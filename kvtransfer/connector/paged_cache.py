@@ -24,12 +24,14 @@ def block_view(name: str, cache: torch.Tensor, group: KvGroup) -> torch.Tensor:
     """Returns a layer's cache as [blocks, heads, parts of a block, tokens of a part, content].
 
     A kernel that takes smaller blocks than the scheduler's has each block cut into parts, one after
-    the other on the first axis. Otherwise a block is one part.
+    the other on the first axis. Otherwise a block is one part. A recurrent state counts as one
+    token.
 
     Raises:
         ValueError: The cache is not [blocks, heads, tokens, content] as its group says.
     """
-    heads, block_size, expected = group.num_kv_heads, group.block_size_tokens, group.block_bytes
+    heads, expected = group.num_kv_heads, group.block_bytes
+    block_size = group.block_size_tokens if group.kind != "state" else 1
     parts = block_size // cache.shape[2] if cache.ndim == 4 and cache.shape[2] else 0
     fits = (
         parts > 0

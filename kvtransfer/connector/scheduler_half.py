@@ -170,10 +170,11 @@ class SchedulerHalf:
     def _is_loadable(self, receive: _Receive, request: Request) -> bool:
         """Returns whether the blocks of a committed handoff are those that the request needs.
 
-        A handoff of a window holds what the last token and its successor need.
+        A handoff holds the window that its last token and the next one need, and the state after
+        its last token. A request whose first token is forced computes the last token again.
         """
-        usable = self._usable_tokens(receive, request)
-        return not self._layout.own_groups or usable >= receive.num_tokens - 1
+        num_missing = receive.num_tokens - self._usable_tokens(receive, request)
+        return not self._layout.own_groups or num_missing <= (0 if self._layout.has_states else 1)
 
     def allocated(
         self, request: Request, tables: Sequence[list[int]], num_loaded_tokens: int
@@ -209,10 +210,16 @@ class SchedulerHalf:
     ) -> Iterator[Part]:
         """Yields for each block table the blocks that hold a range of tokens.
 
-        Blocks before a window are left out: the request does not have them.
+        Blocks before a window are left out: the request does not have them. A state goes to the
+        block of the last token and to the one behind it, if the next token begins a new block: vLLM
+        copies the state from one to the other before the load.
         """
         for table, block_ids in zip(self._layout.tables, tables, strict=True):
             size = table.block_size_tokens
+            if table.kind == "state":
+                kept = block_ids[(end_token - 1) // size :]
+                yield Part(0, [block_id for block_id in kept if block_id != NULL_BLOCK])
+                continue
             first, end = first_token // size, -(-end_token // size)
             while first < end and block_ids[first] == NULL_BLOCK:
                 first += 1
@@ -245,6 +252,9 @@ class SchedulerHalf:
             # Rejected draft tokens are not among its tokens, and its last token has not been run.
             num_computed = min(self._counter.num_computed(request_id), request.num_tokens - 1)
             for table in self._layout.tables:
+                if table.block_size_tokens % self._pool.hash_block_size:
+                    # States of models without prefix caching, which have no names.
+                    continue
                 # vLLM names a block by the hash at its end.
                 per_block = table.block_size_tokens // self._pool.hash_block_size
                 first = num_computed // table.block_size_tokens

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from baton.kvtransfer.connector.handoff_step import Part, Push
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.layout import KvLayout
+from baton.runtime.kv_groups import KvGroup
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -65,7 +66,7 @@ class Sends:
         skip_tokens, num_tokens = params["skip_tokens"], params["num_tokens"]
         num_blocks = self._layout.num_blocks(num_tokens - skip_tokens)
         held = [
-            (self._layout.blocks(table, num_blocks), skip_tokens // table.block_size_tokens)
+            (self._layout.blocks(table, num_blocks), _skipped_blocks(table, skip_tokens))
             for table in self._layout.tables
         ]
         self._sends[request_id] = _Send(
@@ -102,12 +103,15 @@ class Sends:
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             if (send := self._sends.get(request_id)) is None:
                 continue
-            ready = self._ready(send, computed[request_id] + num_scheduled)
+            num_tokens = computed[request_id] + num_scheduled
+            ready = self._ready(send, num_tokens)
             if ready == send.next_blocks:
                 continue
             tables = output.kv_connector_block_state.get_block_ids(request_id)
             parts = tuple(self._parts(send, tables, ready))
             is_wrong = any(not unverified.isdisjoint(block_ids) for block_ids in tables)
+            # A state belongs to the last computed token, which must be the handoff's.
+            is_wrong |= self._layout.has_states and num_tokens > send.num_tokens
             if is_wrong or not all(all(part.block_ids) for part in parts):
                 self._give_up(self._sends.pop(request_id))
                 continue
@@ -143,8 +147,12 @@ class Sends:
         for table, block_ids, first, end in zip(
             self._layout.tables, tables, send.next_blocks, ready, strict=True
         ):
-            skipped = send.skip_tokens // table.block_size_tokens
-            yield Part(first - skipped, list(block_ids[first:end]))
+            skipped = _skipped_blocks(table, send.skip_tokens)
+            if table.kind == "state":
+                at = (send.num_tokens - 1) // table.block_size_tokens
+                yield Part(0, list(block_ids[at : at + end - first]))
+            else:
+                yield Part(first - skipped, list(block_ids[first:end]))
 
     def take_given_up(self) -> list[bytes]:
         """Returns incomplete handoffs that get no more pushes, for the step that is being made."""
@@ -154,3 +162,8 @@ class Sends:
     def _give_up(self, send: _Send) -> None:
         self._port.abort_send(send.handoff_id)
         self._given_up.append(send.handoff_id)
+
+
+def _skipped_blocks(table: KvGroup, skip_tokens: int) -> int:
+    """Returns the number of a table's blocks that a handoff leaves out; never a state."""
+    return 0 if table.kind == "state" else skip_tokens // table.block_size_tokens

@@ -67,6 +67,24 @@ def _two_sizes() -> Any:
     )
 
 
+def _recurrent() -> Any:
+    """Returns a model with gated delta nets: recurrent layers beside full attention."""
+    return transformers.Qwen3NextConfig(
+        **_SIZES | {"num_hidden_layers": 4, "hidden_size": 128},
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_value_heads=2,
+        linear_num_key_heads=1,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        decoder_sparse_step=1,
+    )
+
+
 def _narrow() -> Any:
     """Returns a model whose KV cache has eight bits."""
     return transformers.LlamaConfig(**_SIZES, num_key_value_heads=2, head_dim=32)
@@ -103,10 +121,15 @@ CONFIGS = {
     "windowed": _windowed,
     "all windowed": _all_windowed,
     "two sizes": _two_sizes,
+    "recurrent": _recurrent,
     "latent": _latent,
     "fp8": _narrow,
 }
-OWN_ARGS: dict[str, dict[str, Any]] = {"fp8": {"kv_cache_dtype": "fp8"}}
+OWN_ARGS: dict[str, dict[str, Any]] = {
+    "fp8": {"kv_cache_dtype": "fp8"},
+    # vLLM's CPU kernels for gated delta nets support only this type.
+    "recurrent": {"dtype": "bfloat16"},
+}
 
 
 def make(name: str, directory: Path) -> str:
