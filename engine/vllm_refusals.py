@@ -139,7 +139,7 @@ def _foreign_state(model: Any) -> str | None:
         return f"generates no tokens (its runner is {model.runner_type!r}) and keeps no KV cache"
     if model.is_encoder_decoder:
         return "is an encoder-decoder model: it keeps its encoder's output beside the KV cache"
-    if "linear_attention" in _layer_types(model) and not model.is_hybrid:
+    if "linear_attention" in _layer_types(model) and not model.has_inner_state:
         # Layers that vLLM runs through Transformers.
         return "has recurrent layers whose state vLLM does not keep in its cache"
     if model.is_diffusion:

@@ -148,9 +148,10 @@ class SchedulerHalf:
             # The prefix cache has lost what the handoff leaves out: Baton's engine must abort it.
             self._gone.add(request.request_id)
             return None
-        if receive.handoff_id in self._committed and self._is_loadable(receive, request):
-            return max(0, self._usable_tokens(receive, request) - num_computed_tokens)
-        if receive.handoff_id not in self._failed and self._port.alive:
+        if receive.handoff_id in self._committed:
+            if self._is_loadable(receive, request):
+                return max(0, self._usable_tokens(receive, request) - num_computed_tokens)
+        elif receive.handoff_id not in self._failed and self._port.alive:
             if time.monotonic() < receive.deadline:
                 return None
             self._port.release(receive.handoff_id, all_ranks=True, not_loaded=_EXPIRED)

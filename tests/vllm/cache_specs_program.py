@@ -11,6 +11,7 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -38,11 +39,14 @@ def main() -> dict[str, list[list[object]] | str]:
     sizes = {"block_size": 64, "num_kv_heads": 1, "head_size": 64, "dtype": torch.bfloat16}
     full, latent = FullAttentionSpec(**sizes), MLAAttentionSpec(**sizes)
     window = SlidingWindowSpec(**sizes, sliding_window=16)
+    state = MambaSpec(block_size=64, shapes=((3, 5), (7,)), dtypes=(torch.bfloat16, torch.float32))
     return {
         "full": described(full),
         "full with a window": described(replace(full, sliding_window=16)),
         "latent": described(latent),
         "window": described(window),
+        "state": described(state),
+        "state with drafts": described(replace(state, num_speculative_blocks=1)),
         "window and full": described(window, full),
         "two sizes in one table": described(
             UniformTypeKVCacheSpecs(64, kv_cache_specs={"0.0": full, "0.1": latent})

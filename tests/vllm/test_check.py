@@ -29,7 +29,7 @@ class Told:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.demo = demo_model.ensure("demo", weights=False, root=directory / "models")
-        for name in ("mamba", "mistral"):
+        for name in ("mamba", "mistral", "whisper"):
             (directory / name).mkdir()
             (directory / name / "config.json").write_text(json.dumps(MODELS[name]))
         (directory / "empty").mkdir()
@@ -47,8 +47,9 @@ class Told:
         runner, windows = "runner=pooling", "disable_sliding_window=true"
         commands = {
             "small": ["--config", str(self.small), "--write", str(self.made), "--json"],
-            "mamba": [str(directory / "mamba")],
-            "mamba as json": [str(directory / "mamba"), "--json"],
+            "state": [str(directory / "mamba")],
+            "whisper": [str(directory / "whisper")],
+            "whisper as json": [str(directory / "whisper"), "--json"],
             "window": [str(directory / "mistral")],
             "pooling": [self.demo, "--engine-arg", runner, "--json"],
             "window off": [str(directory / "mistral"), "--engine-arg", windows],
@@ -137,15 +138,22 @@ def test_baton_up_accepts_the_written_configuration(told: Told) -> None:
 
 
 def test_a_refused_model_names_its_kind_and_what_to_do(told: Told) -> None:
-    refused = told.answers["mamba"]
+    refused = told.answers["whisper"]
     assert (refused["code"], refused["out"]) == (2, "")
-    said = f"baton: model: {told.directory / 'mamba'} (MambaForCausalLM) has no attention: "
-    assert said in refused["err"]
+    kind = "(WhisperForConditionalGeneration) is an encoder-decoder model"
+    assert f"baton: model: {told.directory / 'whisper'} {kind}: " in refused["err"]
     assert "serve it with plain vLLM" in refused["err"]
-    assert told.answers["mamba as json"]["code"] == 2
-    as_json = told.json("mamba as json")
+    assert told.answers["whisper as json"]["code"] == 2
+    as_json = told.json("whisper as json")
     assert not as_json["can_be_served"]
-    assert "(MambaForCausalLM) has no attention" in as_json["reason"]
+    assert kind in as_json["reason"]
+
+
+def test_a_recurrent_state_is_listed(told: Told) -> None:
+    answer = told.answers["state"]
+    assert answer["code"] == 0, answer["err"]
+    assert "(MambaForCausalLM) can be served, on cpu" in answer["out"]
+    assert "recurrent state" in answer["out"]
 
 
 def test_an_engine_argument_may_cause_a_refusal(told: Told) -> None:

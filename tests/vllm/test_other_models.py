@@ -1,4 +1,4 @@
-"""Models whose caches differ from a float32 Llama's: windows, latents, fp8.
+"""Models whose caches differ from a float32 Llama's: windows, states, sizes, latents, fp8.
 
 The reference is an engine of the same model without handoffs.
 """
@@ -18,28 +18,42 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 HAS_AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
 MODELS = [
     "windowed",
+    "all windowed",
+    "two sizes",
+    "recurrent",
     "latent",
     pytest.param("fp8", marks=pytest.mark.skipif(not HAS_AVX512, reason="no AVX-512 here")),
 ]
-RANKS = {"windowed": [1, 1], "latent": [1, 2], **({"fp8": [1, 1]} if HAS_AVX512 else {})}
+RANKS = {
+    "windowed": [1, 1],
+    "all windowed": [1, 1],
+    "two sizes": [1, 1],
+    "recurrent": [1, 1],
+    "latent": [1, 2],
+    **({"fp8": [1, 1]} if HAS_AVX512 else {}),
+}
 LENGTHS = [1, 31, 33, cases.CHUNK + 1, 2 * cases.CHUNK + 5]
+# Prompts around the end of a block, where a state goes to the next block; vLLM makes blocks of 544
+# tokens of this model.
+MORE_LENGTHS = {"recurrent": [543, 544, 545, 900]}
 SHARED = cases.prompt(2 * cases.BLOCK_SIZE, 33)
 
 
-def handed_over_whole() -> list[cases.Case]:
+def handed_over_whole(model: str) -> list[cases.Case]:
+    lengths = LENGTHS + MORE_LENGTHS.get(model, [])
     return [
-        *(cases.greedy(f"length-{n}", cases.prompt(n, 30), 12) for n in LENGTHS),
+        *(cases.greedy(f"length-{n}", cases.prompt(n, 30), 12) for n in lengths),
         {**cases.greedy("waits", cases.prompt(100, 31), 8), "waits": True},
         cases.greedy("shared", SHARED + cases.prompt(9, 34), 4),
         cases.greedy("shared-again", SHARED + cases.prompt(9, 35), 4),
     ]
 
 
-def all_cases() -> dict[str, list[cases.Case]]:
+def all_cases(model: str) -> dict[str, list[cases.Case]]:
     sampled = {"temperature": 1.0, "seed": 7}
     return {
         "one_by_one": [
-            *handed_over_whole(),
+            *handed_over_whole(model),
             cases.greedy("seeded", cases.prompt(2 * cases.CHUNK, 36), 12, **sampled),
             cases.greedy("penalties", cases.prompt(60, 37), 12, frequency_penalty=1.5),
             {**cases.greedy("spoiled", cases.prompt(230, 38), 8), "spoiled_rank": 0},
@@ -58,7 +72,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
             "other_models_program",
             name,
             ranks,
-            all_cases(),
+            all_cases(name),
             directory=tmp_path_factory.mktemp(name),
         )
         for name, ranks in RANKS.items()
@@ -79,7 +93,7 @@ def test_tokens_equal_those_without_a_handoff(made: dict[str, dict[str, Any]], m
 @pytest.mark.parametrize("model", MODELS)
 def test_prompts_are_handed_over(made: dict[str, dict[str, Any]], model: str) -> None:
     results = {one["name"]: one for one in made[model]["results"]}
-    for case in handed_over_whole():
+    for case in handed_over_whole(model):
         result = results[case["name"]]
         loaded = result["num_cached_by_decode"] + result["num_loaded"]
         assert loaded == len(case["prompt"]), case["name"]

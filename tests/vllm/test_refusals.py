@@ -168,12 +168,10 @@ def said(directories: dict[str, str], tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.parametrize(
     ("model", "architecture", "state"),
     [
-        ("mamba", "MambaForCausalLM", "has no attention: its state is recurrent"),
-        ("jamba", "JambaForCausalLM", "is a hybrid model: it mixes attention"),
         ("whisper", "WhisperForConditionalGeneration", "is an encoder-decoder model"),
         ("bert", "BertModel", "generates no tokens (its runner is 'pooling')"),
         ("chunked", "LlamaForCausalLM", "uses chunked local attention"),
-        ("minimax", "TransformersMoEForCausalLM", "is a hybrid model: it mixes attention"),
+        ("minimax", "TransformersMoEForCausalLM", "has recurrent layers whose state vLLM"),
     ],
 )
 def test_a_model_with_other_state_is_refused_by_name(
@@ -255,7 +253,8 @@ def test_profiler_settings_that_baton_sets_or_vllm_rejects_are_refused(
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "mistral", "window switched off", "gemma", "ngram", "deepseek"]
+    "name",
+    ["llama", "mistral", "window switched off", "gemma", "mamba", "jamba", "ngram", "deepseek"],
 )
 def test_supported_models_fail_only_at_their_missing_files(said: dict[str, str], name: str) -> None:
     assert said[name].startswith("vLLM could not start: ")
@@ -267,7 +266,7 @@ def test_baton_worker_prints_the_refusal_and_exits_with_code_1(
 ) -> None:
     arguments = ["worker", "--role", "prefill", "--coordinator", "127.0.0.1:1"]
     log = tmp_path / "worker.log"
-    process = fork(run_baton, *arguments, "--model", directories["mamba"], log=log)
+    process = fork(run_baton, *arguments, "--model", directories["whisper"], log=log)
     try:
         process.join(TIMEOUT_S)
         said = log.read_text()
@@ -276,9 +275,8 @@ def test_baton_worker_prints_the_refusal_and_exits_with_code_1(
         process.kill()
         process.join()
     last = said.splitlines()[-1]
-    assert f": engine: model: {directories['mamba']} (MambaForCausalLM) has no attention" in last, (
-        said[-3000:]
-    )
+    kind = "(WhisperForConditionalGeneration) is an encoder-decoder model"
+    assert f": engine: model: {directories['whisper']} {kind}" in last, said[-3000:]
     assert PLAIN in last
 
 
@@ -309,6 +307,8 @@ def test_the_connector_describes_each_kind_of_cache_and_refuses_others(tmp_path:
         "full with a window": [["full", 2, keys_and_values, 0, 0]],
         "latent": [["full", 2, latents, 0, 0]],
         "window": [["window", 2, keys_and_values, 16, 0]],
+        "state": [["state", 2, 3 * 5 * 2 + 7 * 4, 0, 0]],
+        "state with drafts": "MambaSpec with drafts",
         "window and full": [
             ["window", 2, keys_and_values, 16, 0],
             ["full", 2, keys_and_values, 0, 1],
