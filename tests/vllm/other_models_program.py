@@ -85,6 +85,71 @@ def _recurrent() -> Any:
     )
 
 
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 64,
+}
+
+
+def _nemotron() -> Any:
+    """Returns a hybrid with a layer that has neither attention nor a state."""
+    return transformers.NemotronHConfig(
+        **_SIZES | {"num_hidden_layers": 4},
+        num_key_value_heads=2,
+        hybrid_override_pattern="M*M-",
+        head_dim=32,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=2,
+        conv_kernel=4,
+        chunk_size=64,
+    )
+
+
+def _granite() -> Any:
+    return transformers.GraniteMoeHybridConfig(
+        **_SIZES,
+        **_MAMBA,
+        num_key_value_heads=2,
+        layer_types=["mamba", "attention", "mamba"],
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=128,
+        position_embedding_type="nope",
+    )
+
+
+def _falcon() -> Any:
+    """Returns a hybrid whose layers have attention and a state."""
+    return transformers.FalconH1Config(
+        **_SIZES, **_MAMBA, num_key_value_heads=2, head_dim=32, mamba_d_ssm=128
+    )
+
+
+def _mamba() -> Any:
+    return transformers.Mamba2Config(
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_heads=8,
+        head_dim=16,
+        state_size=16,
+        n_groups=2,
+        conv_kernel=4,
+        expand=2,
+        chunk_size=64,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+
+
 def _narrow() -> Any:
     """Returns a model whose KV cache has eight bits."""
     return transformers.LlamaConfig(**_SIZES, num_key_value_heads=2, head_dim=32)
@@ -122,6 +187,10 @@ CONFIGS = {
     "all windowed": _all_windowed,
     "two sizes": _two_sizes,
     "recurrent": _recurrent,
+    "nemotron": _nemotron,
+    "granite": _granite,
+    "falcon": _falcon,
+    "mamba": _mamba,
     "latent": _latent,
     "fp8": _narrow,
 }
@@ -129,12 +198,23 @@ OWN_ARGS: dict[str, dict[str, Any]] = {
     "fp8": {"kv_cache_dtype": "fp8"},
     # vLLM's CPU kernels for gated delta nets support only this type.
     "recurrent": {"dtype": "bfloat16"},
+    # vLLM's CPU kernels for Mamba2 keep no states for the prefix cache.
+    **{
+        name: {"enable_prefix_caching": False}
+        for name in ("nemotron", "granite", "falcon", "mamba")
+    },
 }
 
 
 def make(name: str, directory: Path) -> str:
     """Writes the model's checkpoint, with the demo models' tokenizer."""
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+    torch.manual_seed(3)
+    config = CONFIGS[name]()
+    if isinstance(config, transformers.Mamba2Config):
+        # Transformers names no class for it.
+        model = transformers.Mamba2ForCausalLM(config).to(torch.float32)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weights in model.parameters():
