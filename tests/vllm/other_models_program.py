@@ -46,6 +46,18 @@ def _windowed() -> Any:
     )
 
 
+def _gpt_oss() -> Any:
+    return transformers.GptOssConfig(
+        **_SIZES | {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 128},
+        num_key_value_heads=2,
+        head_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+
+
 def _all_windowed() -> Any:
     return transformers.MistralConfig(
         **_SIZES, num_key_value_heads=2, head_dim=32, sliding_window=64
@@ -114,8 +126,8 @@ def _nemotron() -> Any:
 
 def _granite() -> Any:
     return transformers.GraniteMoeHybridConfig(
-        **_SIZES,
-        **_MAMBA,
+        **_SIZES | {"hidden_size": 128},
+        **_MAMBA | {"mamba_d_head": 32},
         num_key_value_heads=2,
         layer_types=["mamba", "attention", "mamba"],
         num_local_experts=0,
@@ -184,6 +196,7 @@ ENGINE_ARGS = {
 }
 CONFIGS = {
     "windowed": _windowed,
+    "gpt-oss": _gpt_oss,
     "all windowed": _all_windowed,
     "two sizes": _two_sizes,
     "recurrent": _recurrent,
@@ -275,7 +288,7 @@ async def run(name: str, ranks: list[int], given: dict[str, Any]) -> dict[str, A
             "block_bytes": layout.block_bytes,
             "block_size": layout.block_size_tokens,
         }
-        fixed = announced_block_size(model)
+        fixed = announced_block_size(model) if name == "latent" else None
     return {**made, **sizes, "alone": alone, "announced_block_size": fixed}
 
 
