@@ -31,7 +31,7 @@ def expected_layout(config: Any, layout: KvLayout) -> KvLayout:
     found = Counter(_attention_layers(config, layout))
     groups = [replace(one, num_layers=number) for one, number in found.items()]
     if config.model_config.has_inner_state:
-        groups.append(_states(config))
+        groups += _states(config)
     return layout.with_groups([replace(one, table=at) for at, one in enumerate(groups)])
 
 
@@ -59,9 +59,12 @@ def _attention_layers(config: Any, layout: KvLayout) -> Iterator[KvGroup]:
         )
 
 
-def _states(config: Any) -> KvGroup:
+def _states(config: Any) -> list[KvGroup]:
+    """Returns the group of recurrent layers; none for classes that describe them otherwise."""
     model = config.model_config
     model_class, _ = ModelRegistry.resolve_model_cls(model.architecture, model_config=model)
+    if not hasattr(model_class, "get_mamba_state_shape_from_config"):
+        return []
     spec = MambaSpec(
         block_size=model.max_model_len,
         shapes=model_class.get_mamba_state_shape_from_config(config),
@@ -70,7 +73,7 @@ def _states(config: Any) -> KvGroup:
     num_layers = sum(_num_layers(config, kind) for kind in _RECURRENT)
     # Some hybrids have a state in every layer.
     num_layers = num_layers or model.get_num_layers(config.parallel_config)
-    return KvGroup("state", num_layers, 0, spec.block_size, spec.real_page_size_bytes)
+    return [KvGroup("state", num_layers, 0, spec.block_size, spec.real_page_size_bytes)]
 
 
 def _num_layers(config: Any, kind: str) -> int:

@@ -138,7 +138,7 @@ class VllmSetup:
         config, layout = checked.config, checked.layout
         use_forced_tokens(config)
         if current_platform.is_cuda():
-            scratch = scratch_bytes(layout.block_bytes)
+            scratch = scratch_bytes(checked.expected_layout.block_bytes)
             leave_room(config.cache_config, scratch, current_platform.get_device_total_memory())
         rank_cpus = bind_threads(config)
         config.kv_transfer_config.kv_connector_extra_config = {
@@ -170,6 +170,16 @@ class VllmSetup:
         # vLLM keeps one block as a placeholder that no request gets.
         num_blocks = max(0, (self.config.cache_config.num_gpu_blocks or 0) - 1)
         return num_blocks * int(self.config.cache_config.block_size)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most requests that run at once; known once the engine has started."""
+        most = int(self.config.scheduler_config.max_num_seqs)
+        if self.layout.keeps_every_token:
+            return most
+        # Every request holds at least one block of each table, however short it is.
+        num_blocks = self.config.cache_config.num_gpu_blocks or 0
+        return max(1, min(most, (num_blocks - 1) // len(self.layout.tables)))
 
     @property
     def host_kv_tokens(self) -> int:
@@ -213,7 +223,7 @@ class VllmSetup:
             ),
             layout=self.layout,
             kv_tokens=self.kv_tokens,
-            max_num_seqs=config.scheduler_config.max_num_seqs,
+            max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
             supports_forced_tokens=config.speculative_config is None,
             keeps_prefixes=caching,

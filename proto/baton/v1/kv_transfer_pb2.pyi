@@ -312,6 +312,9 @@ class PushOpen(_message.Message):
     epoch: _builtins.int
     rank: _builtins.int
     num_blocks: _builtins.int
+    """Size of the handoff in blocks of the smallest block size of all groups. It determines which
+    blocks of each group the handoff holds (runtime/kv_groups.py).
+    """
     num_tokens: _builtins.int
     """Prompt tokens that the blocks hold; the last block may be partly filled."""
     wait_ms: _builtins.int
@@ -733,8 +736,9 @@ class LocalSendOpened(_message.Message):
 
     OFFSET_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
-    """Position of each rank's bytes in the segment: layer l, block b of rank r is at
-    offset + ((r * num_layers + l) * num_blocks + b) * block_bytes.
+    """Where the handoff's bytes begin in the segment: rank after rank, in each rank layer after layer,
+    in each layer the blocks that the handoff holds. With one group, layer l, block b of rank r is
+    at offset + ((r * num_layers + l) * num_blocks + b) * block_bytes.
     """
     def __init__(
         self,
@@ -786,6 +790,7 @@ class LocalFrame(_message.Message):
     rank: _builtins.int
     layer: _builtins.int
     first_block: _builtins.int
+    """From the handoff's first token on, in blocks of the layer's group."""
     num_blocks: _builtins.int
     checksum: _builtins.int
     """XXH3-64 of the blocks' bytes."""
@@ -1018,8 +1023,8 @@ class LocalClaimed(_message.Message):
     FRAMES_FIELD_NUMBER: _builtins.int
     NUM_FRAMES_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
-    """Position of this rank's bytes in the segment: layer l, block b is at offset + (l * num_blocks +
-    b) * block_bytes.
+    """Where this rank's bytes begin in the segment: layer after layer, in each layer the blocks that
+    the handoff holds.
     """
     num_blocks: _builtins.int
     num_tokens: _builtins.int
