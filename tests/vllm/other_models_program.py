@@ -1,4 +1,7 @@
-"""Two engines of a small random model that is not a Llama, and the answers of one alone."""
+"""Two engines of a small random model that is not a Llama, and the answers of one alone.
+
+Without prefix caching, one engine hands over to itself.
+"""
 
 from __future__ import annotations
 
@@ -270,13 +273,13 @@ async def run(name: str, ranks: list[int], given: dict[str, Any]) -> dict[str, A
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
         model = make(name, directory / "model")
         sides = []
-        for num_ranks, socket in zip(ranks, ("p.sock", "d.sock"), strict=True):
+        engine_args = {**ENGINE_ARGS, **OWN_ARGS.get(name, {})}
+        for num_ranks, socket in zip(ranks, ("p.sock", "d.sock"), strict=False):
             # The cores of one engine's ranks must not bind another engine's.
             os.environ.pop(affinity.VLLM_BIND_THREADS, None)
-            engine_args = {**ENGINE_ARGS, **OWN_ARGS.get(name, {})}
             begun = side(model, num_ranks, str(directory / socket), **engine_args)
             sides.append(await stack.enter_async_context(begun))
-        prefill, decode = sides
+        prefill, decode = sides[0], sides[-1]
         made = await handed_over(prefill, decode, given)
         alone = {
             case["name"]: await answered_alone(prefill, case)
