@@ -141,18 +141,26 @@ class KvLayout:
             block: Index of the block, which the handoff holds, from the handoff's first token on.
             num_blocks: Size of the handoff.
         """
-        group, begin = self._place(layer, num_blocks)
+        group, begin, _ = self._place(layer, num_blocks)
         begin += (block - self.blocks(group, num_blocks).start) * group.block_bytes
         return shard * self.shard_bytes(num_blocks) + begin
 
-    def _place(self, layer: int, num_blocks: int) -> tuple[KvGroup, int]:
-        """Returns the group of a layer, and where the layer begins inside its shard."""
-        begin, index = 0, layer
+    def index(self, layer: int, block: int, num_blocks: int) -> int:
+        """Returns the index of a block among all blocks of its shard of a handoff."""
+        group, _, index = self._place(layer, num_blocks)
+        return index + block - self.blocks(group, num_blocks).start
+
+    def _place(self, layer: int, num_blocks: int) -> tuple[KvGroup, int, int]:
+        """Returns the group of a layer, and the bytes and blocks before it in its shard."""
+        num_bytes, num_before, at = 0, 0, layer
         for group in self.groups:
-            layer_bytes = len(self.blocks(group, num_blocks)) * group.block_bytes
-            if index < group.num_layers:
-                return group, begin + index * layer_bytes
-            begin, index = begin + group.num_layers * layer_bytes, index - group.num_layers
+            num_held = len(self.blocks(group, num_blocks))
+            num_layers = min(at, group.num_layers)
+            num_bytes += num_layers * num_held * group.block_bytes
+            num_before += num_layers * num_held
+            if at < group.num_layers:
+                return group, num_bytes, num_before
+            at -= group.num_layers
         raise IndexError(f"layer is {layer}; must be below {self.num_layers}")
 
     def with_groups(self, groups: Sequence[KvGroup]) -> KvLayout:

@@ -33,9 +33,8 @@ def data_problem(handoff: Handoff, frame: Frame, layout: KvLayout) -> str | None
     part = handoff.ranks[frame.rank]
     if part.committed:
         return f"a data frame after rank {frame.rank}'s commit"
-    # No group has more blocks than the handoff.
-    row = frame.layer * handoff.num_blocks
-    if part.seen.find(1, row + frame.first_block, row + end) != -1:
+    first = layout.index(frame.layer, frame.first_block, handoff.num_blocks)
+    if part.seen.find(1, first, first + frame.num_blocks) != -1:
         return f"layer {frame.layer}, blocks {frame.first_block} to {end}: came twice"
     return None
 

@@ -103,7 +103,7 @@ class OpenHandler:
         """Starts an epoch of a handoff, which drops everything of its older epochs."""
         live = self._table.live.get(opened.handoff_id)
         ranks = [
-            RankPart(bytearray(layout.num_layers * opened.num_blocks))
+            RankPart(bytearray(layout.shard_blocks(opened.num_blocks)))
             for _ in range(layout.num_shards)
         ]
         if live is None:

@@ -311,7 +311,7 @@ class Receiver:
             detail = f"layer {frame.layer}, block {frame.first_block}: the bytes were altered"
             self._table.interrupt(handoff, pb.REFUSAL_REASON_CHECKSUM, detail, now)
             return
-        first = frame.layer * handoff.num_blocks + frame.first_block
+        first = layout.index(frame.layer, frame.first_block, handoff.num_blocks)
         part.seen[first : first + frame.num_blocks] = b"\x01" * frame.num_blocks
         part.num_seen += frame.num_blocks
         part.frames.append(

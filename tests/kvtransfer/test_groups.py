@@ -64,6 +64,7 @@ def test_every_block_of_a_handoff_has_a_place_of_its_own(made, num_tokens):
     for layer in range(layout.num_layers):
         group = layout.group_of(layer)
         for block in layout.blocks(group, num_blocks):
+            assert layout.index(layer, block, num_blocks) == len(places)
             begin = layout.offset(0, layer, block, num_blocks)
             places.append((begin, begin + group.block_bytes))
     assert len(places) == layout.shard_blocks(num_blocks)
