@@ -89,9 +89,34 @@ def _print(model: str, found: Any) -> None:
     ranks = f", {layout.tp_size} ranks" if layout.tp_size > 1 else ""
     print(f"{model} ({found.architecture}) can be served, on {found.device}{ranks}\n")
     prompt = f"prompt of {found.prompt_tokens:,} tokens"
+    num_full = sum(each.num_layers for each in layout.groups if each.kind == "full")
+    others = [
+        (
+            f"window of {each.window_tokens:,} tokens",
+            _size(
+                each.num_layers
+                * each.block_bytes
+                * layout.num_shards
+                * (each.window_tokens / each.block_size_tokens)
+            ),
+            f"{each.num_layers} layers",
+        )
+        for each in layout.groups
+        if each.kind == "window"
+    ]
+    others += [
+        (
+            "recurrent state",
+            _size(each.num_layers * each.block_bytes * layout.num_shards),
+            f"{each.num_layers} layers",
+        )
+        for each in layout.groups
+        if each.kind == "state"
+    ]
     rows = [
-        ("token", _size(found.bytes_per_token), f"{layout.num_layers} layers, {layout.dtype}"),
+        ("token", _size(found.bytes_per_token), f"{num_full} layers, {layout.dtype}"),
         ("block", _size(found.bytes_per_block), f"{layout.block_size_tokens} tokens"),
+        *others,
         (prompt, _size(found.prompt_bytes), f"{layout.num_blocks(found.prompt_tokens):,} blocks"),
     ]
     print_table(("KV CACHE OF A", ">SIZE", "HOLDS"), rows, "")

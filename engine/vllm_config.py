@@ -16,6 +16,7 @@ from typing import Any
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from vllm.config import ProfilerConfig, set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 from vllm.platforms import current_platform
 from vllm.utils.cpu_resource_utils import parse_id_list
 from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
@@ -25,7 +26,7 @@ from baton.engine.base import EngineDead
 from baton.engine.file_digest import file_digest
 from baton.engine.vllm_lora import lora_args
 from baton.engine.vllm_recording import Recording
-from baton.engine.vllm_refusals import refuse_cache, refuse_model, refuse_settings
+from baton.engine.vllm_refusals import refuse_cache, refuse_model, refuse_settings, refuse_states
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import affinity, worker_directory
 from baton.runtime.names import did_you_mean
@@ -235,9 +236,12 @@ def layout_of(
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     refuse_cache(cache, model)
-    backends = _attention_backends(config)
+    refuse_states(cache, model, parallel)
+    has_attention = not model.is_attention_free
+    backends = _attention_backends(config) if has_attention else []
     _fix_block_size(config, backends)
-    heads, head_size = model.get_num_kv_heads(parallel), model.get_head_size()
+    heads = model.get_num_kv_heads(parallel) if has_attention else 0
+    head_size = model.get_head_size() if has_attention else 0
     # Keys and values side by side or, with MLA, one latent from which both are computed.
     content = head_size if model.use_mla else 2 * head_size
     itemsize = kv_cache_dtype_str_to_dtype(cache.cache_dtype, model).itemsize
@@ -251,10 +255,18 @@ def layout_of(
         head_size=head_size,
         block_size_tokens=cache.block_size,
         block_bytes=heads * cache.block_size * content * itemsize,
-        axes=f"heads,tokens,content of {_content(config, backends)}",
+        axes=f"heads,tokens,content of {_content(config, backends)}{_states(cache, model)}",
         tp_size=tp_size,
         num_replicas=tp_size if model.use_mla else 1,
     )
+
+
+def _states(cache: Any, model: Any) -> str:
+    """Returns a name for how the kernels arrange recurrent states; empty for other models."""
+    if not model.has_inner_state:
+        return ""
+    dtypes = f"{cache.mamba_cache_dtype},{cache.mamba_ssm_cache_dtype}"
+    return f", states of {get_conv_state_layout()},{dtypes}"
 
 
 def _cache_dtype(cache: Any, model: Any) -> str:
@@ -293,7 +305,7 @@ def _fix_block_size(config: Any, backends: Sequence[Any]) -> None:
     attention kernel (FlashMLA: 64 tokens). On CPUs vLLM chooses it with the configuration.
     """
     cache = config.cache_config
-    if cache.user_specified_block_size or current_platform.is_cpu():
+    if not backends or cache.user_specified_block_size or current_platform.is_cpu():
         return
     cache.block_size = current_platform._preferred_block_size_for_backends(
         backends, cache.DEFAULT_BLOCK_SIZE, config
@@ -309,6 +321,8 @@ def _content(config: Any, backends: Sequence[Any]) -> str:
     workers on different GPUs (FlashAttention on one, FlashInfer on the other) accept each other.
     """
     model, cache = config.model_config, config.cache_config
+    if not backends:
+        return "nothing"
     if current_platform.is_cuda():
         return content_of([backend.get_name() for backend in backends])
     names = "+".join(backend.get_name() for backend in backends)

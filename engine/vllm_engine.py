@@ -168,6 +168,7 @@ class VllmEngine:
         self._profiler = VllmProfiler(self._core, self._traces, extended=setup.has_recording)
         # The ranks have inherited their cores by now; token handling must not use a rank's core.
         affinity.avoid_cores(setup.rank_cpus)
+        setup = setup.started()
         self._kv_tokens = setup.kv_tokens
         info = setup.info(self._served_name, self._model, begun_at)
         return dataclasses.replace(info, disk_bytes_per_s=self._disk_bytes_per_s)

@@ -1,9 +1,7 @@
 """Refuses models that vLLM serves and Baton cannot hand over, by name, before weights are loaded.
 
-Baton hands over one paged cache that keeps every token, with keys and values or with latents (MLA),
-rank by rank, on one host. For models that mix windowed layers with full attention, vLLM keeps every
-token of all layers, because its hybrid cache manager is off with this connector. vLLM itself does
-not refuse the other models.
+Baton hands over paged caches with keys and values or with latents (MLA), also of sliding windows,
+and recurrent states, rank by rank, on one host. vLLM itself does not refuse the other models.
 """
 
 from __future__ import annotations
@@ -25,8 +23,6 @@ _ONE_ONLY = {
 _REMOTE_EXECUTORS = ("ray", "external_launcher")
 # Speculative methods whose draft has no KV cache of its own.
 _CACHELESS_DRAFTS = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
-# Model settings that determine the bytes of a token's keys and values in one layer.
-_SIZES = frozenset({"head_size", "total_num_kv_heads"})
 # Quantized cache types that have the same size for every token.
 _QUANTIZED = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
@@ -96,8 +92,33 @@ def refuse_cache(cache: Any, model: Any) -> None:
         )
 
 
+def refuse_states(cache: Any, model: Any, parallel: Any) -> None:
+    """Refuses recurrent states that ranks do not keep like keys and values.
+
+    Args:
+        cache: vLLM's CacheConfig.
+        model: vLLM's ModelConfig.
+        parallel: vLLM's ParallelConfig.
+
+    Raises:
+        EngineDead: Names the argument, its value, and the allowed value.
+    """
+    if not model.has_inner_state:
+        return
+    if model.use_mla and (size := parallel.tensor_parallel_size) != 1:
+        raise EngineDead(
+            f"engine_args.tensor_parallel_size: is {size}; for {model.architecture} Baton supports "
+            "1, because ranks hold equal latents and different recurrent states"
+        )
+    if getattr(cache, "use_replayssm", False):
+        raise EngineDead(
+            "engine_args.use_replayssm: is True; Baton hands over complete recurrent states: leave "
+            "it out"
+        )
+
+
 def refuse_model(model: Any) -> None:
-    """Refuses a model whose state is more than one paged cache that keeps every token.
+    """Refuses a model whose state is more than paged caches of tokens and recurrent states.
 
     Args:
         model: vLLM's ModelConfig.
@@ -105,13 +126,10 @@ def refuse_model(model: Any) -> None:
     Raises:
         EngineDead: Names the model, its architecture, its kind of state, and what to do.
     """
-    state, remedy = _foreign_state(model), "serve it with plain vLLM"
-    if state is None and (state := _windowed_state(model)) is not None:
-        remedy += ", or cut its context to the window with engine_args.disable_sliding_window"
-    if state is not None:
+    if (state := _foreign_state(model)) is not None:
         raise EngineDead(
-            f"model: {model.model} ({model.architecture}) {state}; Baton hands over one paged KV "
-            f"cache that keeps every token: {remedy}"
+            f"model: {model.model} ({model.architecture}) {state}; Baton hands over paged KV "
+            "caches and recurrent states: serve it with plain vLLM"
         )
 
 
@@ -121,12 +139,9 @@ def _foreign_state(model: Any) -> str | None:
         return f"generates no tokens (its runner is {model.runner_type!r}) and keeps no KV cache"
     if model.is_encoder_decoder:
         return "is an encoder-decoder model: it keeps its encoder's output beside the KV cache"
-    if model.is_attention_free:
-        return "has no attention: its state is recurrent, and there is no KV cache"
-    # vLLM does not report this for layers that it runs through Transformers.
-    is_linear = "linear_attention" in _layer_types(model)
-    if model.is_hybrid or model.has_inner_state or is_linear:
-        return "is a hybrid model: it mixes attention with layers whose state is recurrent"
+    if "linear_attention" in _layer_types(model) and not model.has_inner_state:
+        # Layers that vLLM runs through Transformers.
+        return "has recurrent layers whose state vLLM does not keep in its cache"
     if model.is_diffusion:
         return "is a diffusion model: it rewrites tokens whose KV cache would be handed over"
     if hasattr(model.hf_text_config, "index_topk"):
@@ -135,16 +150,7 @@ def _foreign_state(model: Any) -> str | None:
         return f"uses chunked local attention: blocks of past chunks ({chunk} tokens) go"
     if model.has_noops:
         return "leaves attention out of some layers: they have no KV cache"
-    if any(_SIZES & each.keys() for each in model.model_arch_config.per_layer_overrides or ()):
-        return "has layers whose keys and values differ in size"
     return None
-
-
-def _windowed_state(model: Any) -> str | None:
-    """Returns the description of windows in every layer; None for other models."""
-    if (window := model.get_sliding_window()) is None or _has_full_attention(model):
-        return None
-    return f"uses sliding-window attention: blocks more than {window} tokens back go"
 
 
 def _has_full_attention(model: Any) -> bool:

@@ -23,6 +23,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from baton.engine.step_planner import StepPlanner
+from baton.engine.vllm_load_failures import TableLoadFailures
 from baton.engine.vllm_step_targets import TargetsReader
 from baton.engine.warm_up import is_warm_up
 from baton.runtime.latency import LatencyModel
@@ -38,6 +39,8 @@ ITL = "baton_itl_s"
 # Seconds after which the cached part of a waiting prompt is looked up again, and most look-ups of
 # one step: one takes some 50 us for a prompt of 1,500 tokens.
 _LOOKUP_AGAIN_S, _MAX_LOOKUPS = 1.0, 8
+# More blocks than any cache has.
+_ALL = 2**62
 _STARTS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
@@ -56,7 +59,7 @@ class _Candidate:
     rank: tuple[float, ...]
 
 
-class BatonScheduler(Scheduler):
+class BatonScheduler(TableLoadFailures, Scheduler):
     """Decides before each step which prompts get how many tokens; then vLLM makes the step.
 
     Attributes:
@@ -106,9 +109,21 @@ class BatonScheduler(Scheduler):
         most = self._most.get(request.request_id)
         if most is not None:
             # vLLM pads the first decode of a request to 1 + drafts, and must get all or nothing.
-            num_new_tokens = min(num_new_tokens, most and max(most, 1 + self.num_spec_tokens))
+            bounded = min(num_new_tokens, most and max(most, 1 + self.num_spec_tokens))
+            if self.need_mamba_block_aligned_split and bounded < num_new_tokens:
+                bounded = self._aligned(num_computed_tokens, bounded)
+            num_new_tokens = bounded
         found = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         return int(found)
+
+    def _aligned(self, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """Cuts a chunk at a block's end, where vLLM keeps a recurrent state for the prefix cache.
+
+        A chunk within one block stays: vLLM carries its state on in the same block.
+        """
+        end, size = num_computed_tokens + num_new_tokens, self.cache_config.block_size
+        aligned = end // size * size - num_computed_tokens
+        return int(aligned if aligned > 0 else num_new_tokens)
 
     # ---- The plan of a step
 
@@ -260,8 +275,11 @@ class BatonScheduler(Scheduler):
         return len(arrivals)
 
     def _num_blocks(self, num_tokens: int) -> int:
-        size: int = self.block_size
-        return -(-num_tokens // size)
+        """Most blocks, of all block tables, that a request holds for this many more tokens."""
+        return sum(
+            min(-(-num_tokens // table.block_size), table.max_admission_blocks_per_request or _ALL)
+            for table in self.kv_cache_manager.coordinator.single_type_managers
+        )
 
     def _order_waiting(
         self,

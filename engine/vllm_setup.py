@@ -24,10 +24,12 @@ from baton.engine.vllm_config import (
     leave_room,
 )
 from baton.engine.vllm_forced_tokens import use_forced_tokens
+from baton.engine.vllm_groups import expected_layout
+from baton.engine.vllm_load_failures import use_load_failures
 from baton.engine.vllm_lora import revision_of
 from baton.engine.vllm_refusals import refuse_executor, refuse_speculation
 from baton.engine.vllm_step_budget import use_step_budget
-from baton.kvtransfer import engine_stages
+from baton.kvtransfer import engine_groups, engine_stages
 from baton.kvtransfer.connector.cuda_copies import scratch_bytes
 from baton.kvtransfer.connector.disk_tier import DISK, disk_options, most_blocks
 from baton.kvtransfer.connector.host_tier import HOST_BYTES, host_options
@@ -46,13 +48,18 @@ class CheckedModel:
 
     Attributes:
         config: vLLM's configuration.
-        layout: Layout of the KV cache.
+        layout: Layout of the KV cache, without the groups of its layers.
         adapters: LoRA adapters that the engine loads.
     """
 
     config: VllmConfig
     layout: KvLayout
     adapters: Sequence[common_pb2.LoraAdapter]
+
+    @property
+    def expected_layout(self) -> KvLayout:
+        """The layout with the groups that the engine is expected to make of its layers."""
+        return expected_layout(self.config, self.layout)
 
     @classmethod
     def make(
@@ -88,7 +95,7 @@ class VllmSetup:
 
     Attributes:
         config: vLLM's configuration, with Baton's connector and logits processor.
-        layout: Layout of the KV cache.
+        layout: Layout of the KV cache; without the groups of its layers until `started`.
         adapters: LoRA adapters that the engine loads.
         rank_cpus: CPU cores that ranks are bound to; empty if they are not bound.
         transfer_socket: Control socket of the worker's transfer service.
@@ -136,7 +143,7 @@ class VllmSetup:
         config, layout = checked.config, checked.layout
         use_forced_tokens(config)
         if current_platform.is_cuda():
-            scratch = scratch_bytes(layout.block_bytes)
+            scratch = scratch_bytes(checked.expected_layout.block_bytes)
             leave_room(config.cache_config, scratch, current_platform.get_device_total_memory())
         rank_cpus = bind_threads(config)
         config.kv_transfer_config.kv_connector_extra_config = {
@@ -151,6 +158,7 @@ class VllmSetup:
         }
         if prior is not None:
             use_step_budget(config, prior, transfer_socket)
+        use_load_failures(config)
         return cls(config, layout, checked.adapters, rank_cpus, transfer_socket)
 
     def open_disk(self, disk_dir: str, disk_bytes: int) -> DiskDirectory | None:
@@ -186,19 +194,39 @@ class VllmSetup:
         num_blocks = most_blocks(options["bytes"], payload_bytes, layout.tp_size)
         return num_blocks * layout.block_size_tokens
 
+    def started(self) -> VllmSetup:
+        """Returns the setup with the groups that the started engine has made of its layers."""
+        groups = engine_groups.recorded(self.transfer_socket)
+        return dataclasses.replace(self, layout=self.layout.with_groups(groups))
+
     @property
     def kv_tokens(self) -> int:
         """Number of tokens that the KV cache holds; known once the engine has started."""
+        if not self.layout.keeps_every_token:
+            # vLLM's figure for requests of max_model_len.
+            return int(self.config.cache_config.kv_cache_size_tokens or 0)
         # vLLM keeps one block as a placeholder that no request gets.
         num_blocks = max(0, (self.config.cache_config.num_gpu_blocks or 0) - 1)
         return num_blocks * int(self.config.cache_config.block_size)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Most requests that run at once; known once the engine has started."""
+        most = int(self.config.scheduler_config.max_num_seqs)
+        if self.layout.keeps_every_token:
+            return most
+        # Every request holds at least one block of each table, however short it is.
+        num_blocks = self.config.cache_config.num_gpu_blocks or 0
+        return max(1, min(most, (num_blocks - 1) // len(self.layout.tables)))
 
     @property
     def host_kv_tokens(self) -> int:
         """Number of tokens that host memory holds, at most."""
         extra = self.config.kv_transfer_config.kv_connector_extra_config
         layout = self.layout
-        block_bytes = layout.block_bytes * layout.num_layers * layout.tp_size
+        if not layout.keeps_every_token:
+            return 0
+        block_bytes = layout.shard_bytes(1) * layout.tp_size
         num_blocks = extra.get(HOST_BYTES, 0) // block_bytes
         return int(num_blocks * layout.block_size_tokens)
 
@@ -233,7 +261,7 @@ class VllmSetup:
             ),
             layout=self.layout,
             kv_tokens=self.kv_tokens,
-            max_num_seqs=config.scheduler_config.max_num_seqs,
+            max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
             supports_forced_tokens=config.speculative_config is None,
             keeps_prefixes=caching,

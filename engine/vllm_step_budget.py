@@ -10,8 +10,10 @@ from typing import Any
 
 import vllm
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request
 
 from baton.engine import vllm_scheduler
@@ -41,7 +43,8 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "kv_holding_waiting",
         "finished_recving_kv_req_ids",
         "kv_cache_manager",
-        "block_size",
+        "cache_config",
+        "need_mamba_block_aligned_split",
         "waiting",
         "running",
         "requests",
@@ -56,7 +59,9 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "priority",
         "status",
     ),
-    KVCacheManager: ("block_pool",),
+    KVCacheManager: ("block_pool", "coordinator"),
+    KVCacheCoordinator: ("single_type_managers",),
+    SingleTypeKVCacheManager: ("block_size", "max_admission_blocks_per_request"),
 }
 
 

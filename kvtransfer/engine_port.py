@@ -24,8 +24,8 @@ class Claim:
     """Staging that one rank is about to load.
 
     Attributes:
-        offset: Where this rank's bytes begin in the segment; layer l, block b is at
-            offset + (l * num_blocks + b) * block_bytes.
+        offset: Where this rank's bytes begin in the segment; KvLayout.offset of shard 0 says where
+            a block lies behind it.
         frames: All received frames of the rank's part, in layer order. The loader must verify each
             frame's checksum after its copy, not before, because staging may expire during a slow
             copy.

@@ -50,7 +50,8 @@ class FrameKind(IntEnum):
 
     # The payload is a PushOpen.
     OPEN = 1
-    # The payload is num_blocks blocks of one layer of one rank.
+    # The payload is num_blocks blocks of one layer of one rank. The layer names the group, whose
+    # blocks are counted from the handoff's first token on.
     DATA = 2
     # The payload is one rank's Totals.
     COMMIT = 3

@@ -153,7 +153,7 @@ class RankPart:
     """The frames of one rank that arrived in the current epoch.
 
     Attributes:
-        seen: One byte for each layer and block; 1 when the block has arrived.
+        seen: One byte for each block of the shard (KvLayout.index); 1 when it has arrived.
         in_order: The frames in the order of a claim, once the rank has claimed its part.
     """
 

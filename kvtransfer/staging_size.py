@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import bisect
+
 from baton.kvtransfer.layout import KvLayout
 
 # Suggested staging for a prompt of the largest length, as a factor: room for other handoffs beside.
 _FACTOR = 1.25
 # Suggestions are multiples of this, and at least as large.
 _STEP_BYTES = 256 * 2**20
+# Longest handoff in blocks. Handoffs of models with windows in all layers have one size.
+_MAX_BLOCKS = 2**24
 
 
 def num_tokens(layout: KvLayout, staging_bytes: int) -> int:
     """Returns the length of the longest prompt that fits into staging of this size, in tokens."""
-    return staging_bytes // layout.handoff_bytes(1) * layout.block_size_tokens
+    # Windows and states take as much for one block as for many.
+    fits = bisect.bisect_right(range(_MAX_BLOCKS), staging_bytes, key=layout.handoff_bytes) - 1
+    return max(fits, 0) * layout.counted_tokens
 
 
 def suggested_bytes(layout: KvLayout, max_model_len: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.kvtransfer import arena, loopback
+from baton.kvtransfer import arena, loopback, staging_size
 from baton.kvtransfer.control import TransferError, filled_frame, split_blocks
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.loopback import Worker
@@ -50,7 +50,7 @@ class Speed:
 def measured_blocks(layout: KvLayout, num_blocks: int) -> int:
     """Returns the blocks of a measurable handoff: at most num_blocks, and what memory allows."""
     room = min(MAX_HANDOFF_BYTES, int(arena.free_shared_bytes() * _SHARE_OF_FREE) // 2)
-    return max(1, min(num_blocks, room // layout.handoff_bytes(1)))
+    return max(1, min(num_blocks, layout.num_blocks(staging_size.num_tokens(layout, room))))
 
 
 async def measure(
@@ -95,9 +95,11 @@ def _fill(sender: Worker, layout: KvLayout, num_blocks: int) -> list[pb.LocalFra
     frames = []
     for shard in range(layout.num_shards):
         for layer in range(layout.num_layers):
-            for first, count in split_blocks(0, num_blocks, layout.block_bytes):
+            group = layout.group_of(layer)
+            held = layout.blocks(group, num_blocks)
+            for first, count in split_blocks(held.start, len(held), group.block_bytes):
                 start = layout.offset(shard, layer, first, num_blocks)
-                data = memory[start : start + count * layout.block_bytes]
+                data = memory[start : start + count * group.block_bytes]
                 frames.append(filled_frame(b"", shard, layer, first, count, data))
         frames[-1].last = True
     return frames
@@ -120,7 +122,7 @@ async def _hand_over(
                 handoff_id,
                 receiver.client.address,
                 num_blocks,
-                num_blocks * layout.block_size_tokens,
+                num_blocks * layout.counted_tokens,
                 _HANDOFF_TIMEOUT_S,
             )
             started = time.monotonic()

@@ -2,12 +2,83 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from baton.runtime import kv_groups
+from baton.runtime.kv_groups import Kind, KvGroup
 from baton.v1 import kv_transfer_pb2
+
+_KINDS: dict[Kind, kv_transfer_pb2.KvGroup.Kind.ValueType] = {
+    "full": kv_transfer_pb2.KvGroup.KIND_FULL,
+    "window": kv_transfer_pb2.KvGroup.KIND_WINDOW,
+    "state": kv_transfer_pb2.KvGroup.KIND_STATE,
+}
+_NAMES = {value: name for name, value in _KINDS.items()}
 
 
 def num_shards(fingerprint: kv_transfer_pb2.KvFingerprint) -> int:
     """Number of different shards of a KV cache among its tensor-parallel ranks."""
     return fingerprint.num_shards or fingerprint.tp_size or 1
+
+
+def group_message(group: KvGroup) -> kv_transfer_pb2.KvGroup:
+    """Returns a group of layers as a fingerprint carries it."""
+    return kv_transfer_pb2.KvGroup(
+        kind=_KINDS[group.kind],
+        num_layers=group.num_layers,
+        num_kv_heads=group.num_kv_heads,
+        block_size_tokens=group.block_size_tokens,
+        block_bytes=group.block_bytes,
+        window_tokens=group.window_tokens,
+        table=group.table,
+    )
+
+
+def own_groups(fingerprint: kv_transfer_pb2.KvFingerprint) -> list[KvGroup]:
+    """Returns the groups of layers; empty if all layers keep every token, in equal blocks.
+
+    A kind that this version does not know counts as one that keeps every token, the largest. Only
+    the coordinator meets such kinds: workers refuse a fingerprint that is not their own.
+    """
+    return [_group(message) for message in fingerprint.groups]
+
+
+def _group(message: kv_transfer_pb2.KvGroup) -> KvGroup:
+    return KvGroup(
+        _NAMES.get(message.kind, "full"),
+        message.num_layers,
+        message.num_kv_heads,
+        message.block_size_tokens or 1,
+        message.block_bytes,
+        message.window_tokens,
+        message.table,
+    )
+
+
+def keeps_states(fingerprint: kv_transfer_pb2.KvFingerprint) -> bool:
+    """Returns whether some layers keep a recurrent state, which belongs to one token only."""
+    return any(group.kind == kv_transfer_pb2.KvGroup.KIND_STATE for group in fingerprint.groups)
+
+
+def keeps_every_token(fingerprint: kv_transfer_pb2.KvFingerprint) -> bool:
+    """Returns whether all layers keep the keys and values of every token, in one block table."""
+    full = kv_transfer_pb2.KvGroup.KIND_FULL
+    return all(group.kind == full and not group.table for group in fingerprint.groups)
+
+
+def handoff_bytes(fingerprint: kv_transfer_pb2.KvFingerprint, num_tokens: int) -> int:
+    """Returns the size of a prompt's handoff, all layers and shards, in bytes."""
+    groups = own_groups(fingerprint) or [
+        KvGroup(
+            "full",
+            fingerprint.num_layers,
+            fingerprint.num_kv_heads,
+            fingerprint.block_size_tokens or 1,
+            fingerprint.block_bytes,
+        )
+    ]
+    num_blocks = -(-num_tokens // kv_groups.smallest_block(groups))
+    return num_shards(fingerprint) * kv_groups.shard_bytes(groups, num_blocks)
 
 
 def differences(
@@ -20,7 +91,20 @@ def differences(
     """
     ignored = ("tp_size", "num_shards") if num_shards(ours) == num_shards(theirs) else ()
     return [
-        f"{name} is {getattr(theirs, name)!r}, here {getattr(ours, name)!r}"
+        f"{name} is {_shown(theirs, name)}, here {_shown(ours, name)}"
         for name in (descriptor.name for descriptor in ours.DESCRIPTOR.fields)
         if name not in ignored and getattr(ours, name) != getattr(theirs, name)
     ]
+
+
+def _shown(fingerprint: kv_transfer_pb2.KvFingerprint, name: str) -> str:
+    value: Any = getattr(fingerprint, name)
+    if name != "groups":
+        return repr(value)
+    shown = [
+        f"{group.num_layers} layers {kv_transfer_pb2.KvGroup.Kind.Name(group.kind)} of "
+        f"{group.block_size_tokens} tokens, {group.block_bytes} bytes, "
+        f"window {group.window_tokens}, table {group.table}"
+        for group in value
+    ]
+    return f"[{'; '.join(shown)}]"

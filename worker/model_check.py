@@ -107,10 +107,10 @@ class ModelCheck:
         device: Kind of device that vLLM uses on this host.
         max_model_len: Longest prompt with its output, in tokens.
         layout: Layout of the KV cache.
-        bytes_per_token: KV cache of one token: all layers, all ranks.
-        bytes_per_block: KV cache of one block: all layers, all ranks.
+        bytes_per_token: KV cache of one token: all layers that keep every token, all ranks.
+        bytes_per_block: KV cache of one block of these layers, all ranks.
         prompt_tokens: Length of the example prompt.
-        prompt_bytes: KV cache of the example prompt.
+        prompt_bytes: Handoff of the example prompt.
         transports: The configured transports in order of preference, then the others.
         staging: Size of the staging.
     """
@@ -146,7 +146,7 @@ def check(config: BatonConfig, prompt_tokens: int) -> ModelCheck:
         # vLLM prints to standard output, which belongs to the result.
         with _output_on_stderr():
             checked = _configured(config, directory)
-        layout, vllm = checked.layout, checked.config
+        layout, vllm = checked.expected_layout, checked.config
         num_blocks = layout.num_blocks(prompt_tokens)
         return ModelCheck(
             model=config.model,
@@ -154,8 +154,8 @@ def check(config: BatonConfig, prompt_tokens: int) -> ModelCheck:
             device=vllm.device_config.device_type,
             max_model_len=vllm.model_config.max_model_len,
             layout=layout,
-            bytes_per_token=layout.handoff_bytes(1) / layout.block_size_tokens,
-            bytes_per_block=layout.handoff_bytes(1),
+            bytes_per_token=layout.token_bytes,
+            bytes_per_block=round(layout.token_bytes * layout.block_size_tokens),
             prompt_tokens=prompt_tokens,
             prompt_bytes=layout.handoff_bytes(num_blocks),
             transports=asyncio.run(_transports(config, layout, num_blocks, directory)),
@@ -193,8 +193,8 @@ def _configured(config: BatonConfig, directory: Path) -> CheckedModel:
 
     prefill = make(config.prefill)
     if vllm_arguments(config, config.prefill) != vllm_arguments(config, config.decode):
-        ours = prefill.layout.fingerprint()
-        theirs = make(config.decode).layout.fingerprint()
+        ours = prefill.expected_layout.fingerprint()
+        theirs = make(config.decode).expected_layout.fingerprint()
         if differing := kv_fingerprint.differences(ours, theirs):
             raise Refused(
                 "prefill.engine_args, decode.engine_args: decode workers could not load the KV "

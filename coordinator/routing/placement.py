@@ -36,7 +36,9 @@ from baton.coordinator.state.pools import POOL_OF, Pool
 from baton.coordinator.state.requests import Request, WorkerKey
 from baton.coordinator.state.scaling_config import in_seconds
 from baton.coordinator.state.workers import AttachedWorkers, Worker
+from baton.runtime import kv_fingerprint
 from baton.runtime.config import LaneTargetsConfig
+from baton.runtime.sampling import needs_exact_state
 from baton.runtime.step_budget import StepTargets
 from baton.v1 import common_pb2
 
@@ -532,10 +534,12 @@ class Placer:
 
         The handoff never leaves out the last token, because the engine continues from it.
         """
-        if request.hands_over_all:
-            return 0
         worker = self._workers.get(decode.worker)
         assert worker is not None
+        # A cached prefix of keys and values is of no use to a model with recurrent states, unless
+        # the worker has the state at its end too, which the prefix index does not tell.
+        if request.hands_over_all or kv_fingerprint.keeps_states(worker.hello.fingerprint):
+            return 0
         block_size = block_size_of(worker.hello)
         held = min(decode.num_cached_tokens, request.num_prefill_tokens - 1)
         return held // block_size * block_size
@@ -548,6 +552,11 @@ class Placer:
         assert sender is not None
         assert receiver is not None
         num_bytes = handoff_bytes(sender.hello, request.num_prefill_tokens - skip_tokens)
+        if kv_fingerprint.keeps_states(receiver.hello.fingerprint) and needs_exact_state(
+            request.submission.sampling
+        ):
+            # The receiver computes the prompt's last token again, and has the state after it only.
+            return False
         return (
             num_bytes <= sender.hello.capacity.max_send_bytes
             and num_bytes <= receiver.hello.capacity.max_receive_bytes

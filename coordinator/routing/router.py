@@ -409,7 +409,7 @@ class Router:
         """
         traits = reader.traits
         size, per_token = traits.block_size_tokens, traits.kv_bytes_per_token
-        if not per_token:
+        if not per_token or not traits.sends_prefixes:
             return None
         # Two tokens are left to compute: the first one in the step that loads the fetched blocks.
         # A prompt that ends in that step could not be handed over before its blocks are verified.

@@ -62,6 +62,8 @@ class WorkerTraits:
         disk_bytes_per_s: bandwidth between disk and host memory, all ranks together.
         block_size_tokens: tokens per KV block.
         kv_bytes_per_token: bytes of KV cache per token, over all layers and ranks; 0: not known.
+        sends_prefixes: whether the cached beginning of a prompt can be handed over: windows and
+            recurrent states are there only for a prompt's last tokens.
         max_send_bytes, max_receive_bytes: size of the largest handoff.
         chunk_tokens: maximum number of prompt tokens computed in one step.
         max_seqs: maximum number of requests in one engine step; further requests wait in the
@@ -77,6 +79,7 @@ class WorkerTraits:
     max_seqs: int = 2**31
     host_kv_tokens: int = 0
     host_bytes_per_s: float = math.inf
+    sends_prefixes: bool = True
     max_send_bytes: int = 2**63
     max_receive_bytes: int = 2**63
     disk_kv_tokens: int = 0

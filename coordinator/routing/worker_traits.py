@@ -14,6 +14,9 @@ from baton.v1 import cluster_pb2
 # Assumed bandwidth between host memory and the device of one rank: less than PCIe 4.0 x16 gives,
 # because the blocks of a prompt are not contiguous.
 _HOST_BYTES_PER_S = 10e9
+# Length of the prompt over which a worker's bytes per token are averaged: windows and recurrent
+# states have the same size for every longer prompt.
+_TYPICAL_TOKENS = 4096
 
 
 def block_size_of(hello: cluster_pb2.Hello) -> int:
@@ -22,30 +25,25 @@ def block_size_of(hello: cluster_pb2.Hello) -> int:
 
 
 def handoff_bytes(hello: cluster_pb2.Hello, num_tokens: int) -> int:
-    """Bytes of a prompt's KV cache over all layers and shards."""
-    fingerprint = hello.fingerprint
-    num_blocks = -(-num_tokens // block_size_of(hello))
-    return (
-        fingerprint.block_bytes
-        * fingerprint.num_layers
-        * kv_fingerprint.num_shards(fingerprint)
-        * num_blocks
-    )
+    """Bytes of a prompt's handoff over all layers and shards."""
+    return kv_fingerprint.handoff_bytes(hello.fingerprint, num_tokens)
 
 
 def traits_of(hello: cluster_pb2.Hello, latency: LatencyRegistry) -> WorkerTraits:
     """Fixed properties of a worker, with a latency model that follows its kind's reports."""
     block_size = block_size_of(hello)
     chunk_tokens = hello.capacity.max_num_batched_tokens or 2048
+    typical_tokens = -(-_TYPICAL_TOKENS // block_size) * block_size
     return WorkerTraits(
         latency=_KindModel(latency, WorkerKind.of(hello), chunk_tokens),
         host_id=hello.host_id,
         kv_tokens=hello.capacity.kv_tokens or 2**31,
         block_size_tokens=block_size,
-        kv_bytes_per_token=handoff_bytes(hello, block_size) // block_size,
+        kv_bytes_per_token=handoff_bytes(hello, typical_tokens) // typical_tokens,
         chunk_tokens=chunk_tokens,
         max_seqs=hello.capacity.max_num_seqs or 2**31,
         host_kv_tokens=hello.capacity.host_kv_tokens,
+        sends_prefixes=kv_fingerprint.keeps_every_token(hello.fingerprint),
         max_send_bytes=hello.capacity.max_send_bytes,
         max_receive_bytes=hello.capacity.max_receive_bytes,
         host_bytes_per_s=_HOST_BYTES_PER_S * kv_fingerprint.num_shards(hello.fingerprint),

@@ -30,11 +30,13 @@ class BlockCopies(ABC):
 
     Attributes:
         finishes_at_once: Whether a copy has ended when the call returns.
-        max_blocks: Most blocks of one gather.
     """
 
     finishes_at_once: bool
-    max_blocks: int
+
+    @abstractmethod
+    def max_blocks(self, layer: int) -> int:
+        """Returns the most blocks of one gather of a layer."""
 
     @abstractmethod
     def bind_thread(self) -> None:
@@ -42,7 +44,10 @@ class BlockCopies(ABC):
 
     @abstractmethod
     def prepare(self, block_ids: Sequence[int]) -> Any:
-        """Converts a step's block IDs to the form of the other calls; the same for all layers."""
+        """Converts a step's block IDs to the form of the other calls.
+
+        Layers of one block table use the same result.
+        """
 
     @abstractmethod
     def gather(self, layer: int, blocks: Any, runs: Sequence[Run]) -> Copy:
@@ -64,7 +69,10 @@ class BlockCopies(ABC):
 
     @abstractmethod
     def clear(self, block_ids: Sequence[int]) -> None:
-        """Fills blocks of every layer with zeros, on the caller's stream, after earlier copies."""
+        """Fills blocks of every layer with zeros, on the caller's stream, after earlier copies.
+
+        The blocks may belong to any block table.
+        """
 
     @abstractmethod
     def join(self) -> None:

@@ -6,9 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from baton.kvtransfer.connector.block_copies import BlockCopies, Run
+from baton.kvtransfer.connector.handoff_step import Part
 from baton.kvtransfer.connector.notifier import Copy
 from baton.kvtransfer.control import Claim, EnginePort, checksum
 from baton.kvtransfer.layout import KvLayout
+from baton.runtime.kv_groups import KvGroup
 from baton.v1 import kv_transfer_pb2
 
 
@@ -31,18 +33,28 @@ class Check:
     block_ids: Sequence[int]
 
 
-def _wanted_blocks(frame: kv_transfer_pb2.LocalFrame, first_block: int, num_blocks: int) -> range:
-    """Returns the blocks, as indices within the handoff, that are both in the frame and wanted."""
-    first = max(frame.first_block, first_block)
-    return range(first, min(frame.first_block + frame.num_blocks, first_block + num_blocks))
+def _wanted_blocks(
+    frame: kv_transfer_pb2.LocalFrame, group: KvGroup, part: Part
+) -> Iterator[tuple[int, range]]:
+    """Yields the blocks that are both in the frame and wanted.
+
+    Each item is an index in the part's block_ids, and the blocks from there on as indices within
+    the handoff. The one block of a state goes to each of the part's blocks.
+    """
+    if group.kind == "state":
+        yield from ((at, range(1)) for at in range(len(part.block_ids)))
+        return
+    first = max(frame.first_block, part.first_block)
+    end = min(frame.first_block + frame.num_blocks, part.first_block + len(part.block_ids))
+    if first < end:
+        yield first - part.first_block, range(first, end)
 
 
 def copy_in(
     copies: BlockCopies,
     layout: KvLayout,
     claimed: Claim,
-    first_block: int,
-    block_ids: Sequence[int],
+    parts: Sequence[Part],
 ) -> Iterator[Check]:
     """Begins the copies of a claim's frames that hold wanted blocks; yields one check per frame.
 
@@ -50,23 +62,29 @@ def copy_in(
         copies: This rank's copies.
         layout: Layout of the KV cache.
         claimed: The claimed staging.
-        first_block: Index within the handoff of block_ids[0].
-        block_ids: The wanted blocks, as ids in the engine's cache.
+        parts: The wanted blocks of each block table.
     """
-    blocks, block_bytes = copies.prepare(block_ids), layout.block_bytes
+    prepared = {
+        table.table: copies.prepare(part.block_ids)
+        for table, part in zip(layout.tables, parts, strict=True)
+        if part.block_ids
+    }
     for frame in claimed.frames:
-        wanted = _wanted_blocks(frame, first_block, len(block_ids))
-        if not wanted:
-            continue
-        at, begin = frame.layer * claimed.num_blocks, wanted.start - first_block
-        run = Run(begin, len(wanted), claimed.offset + (at + wanted.start) * block_bytes)
-        yield Check(
-            copies.scatter(frame.layer, blocks, run),
-            frame.checksum,
-            claimed.offset + (at + frame.first_block) * block_bytes,
-            frame.num_blocks * block_bytes,
-            block_ids[begin : begin + len(wanted)],
-        )
+        group = layout.group_of(frame.layer)
+        part = parts[group.table]
+
+        def staged(block: int, layer: int = frame.layer) -> int:
+            return claimed.offset + layout.offset(0, layer, block, claimed.num_blocks)
+
+        for begin, wanted in _wanted_blocks(frame, group, part):
+            run = Run(begin, len(wanted), staged(wanted.start))
+            yield Check(
+                copies.scatter(frame.layer, prepared[group.table], run),
+                frame.checksum,
+                staged(frame.first_block),
+                frame.num_blocks * group.block_bytes,
+                part.block_ids[begin : begin + len(wanted)],
+            )
 
 
 def holds(check: Check, port: EnginePort) -> bool:

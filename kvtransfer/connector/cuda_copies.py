@@ -117,7 +117,8 @@ class CudaCopies(BlockCopies):
     ) -> None:
         self._cache, self._device = cache, cache.device
         self._staging, self._words = staging, cache.words(staging)
-        self.max_blocks = _blocks_per_slot(cache.block_bytes, slot_bytes)
+        # Every slot holds the largest block of any layer, and each layer's blocks up to its size.
+        self._slot_bytes = scratch_slot_bytes(cache.largest_block_bytes, slot_bytes)
         self._kernels = torch.cuda.Stream(self._device)
         self._out = torch.cuda.Stream(self._device)
         self._in = torch.cuda.Stream(self._device)
@@ -141,6 +142,9 @@ class CudaCopies(BlockCopies):
         # in memory that the rank of GPU 0 has given to its KV cache.
         torch.cuda.set_device(self._device)
 
+    def max_blocks(self, layer: int) -> int:
+        return self._slot_bytes // self._cache.groups[layer].block_bytes
+
     def prepare(self, block_ids: Sequence[int]) -> torch.Tensor:
         # Pinned memory, because the host would wait for a copy from other memory. Torch keeps it
         # until the stream has read it, and keeps the result until `kernels`, its only user, has
@@ -157,8 +161,9 @@ class CudaCopies(BlockCopies):
                 raise TimeoutError(f"no copy to staging has ended in {_SLOT_TIMEOUT_S:g} s")
             slot.left.clear()
         begin, count = runs[0].begin, sum(run.num_blocks for run in runs)
-        assert count <= self.max_blocks, f"{count} blocks in one gather; at most {self.max_blocks}"
-        scratch = slot.words[: count * self._cache.block_words]
+        most = self.max_blocks(layer)
+        assert count <= most, f"{count} blocks in one gather; at most {most}"
+        scratch = slot.words[: count * self._cache.block_words(layer)]
         written = torch.cuda.current_stream(self._device).record_event()
         with torch.cuda.stream(self._kernels):
             self._kernels.wait_event(written)
@@ -168,7 +173,7 @@ class CudaCopies(BlockCopies):
                 self._cache.layers[layer],
                 0,
                 blocks[begin : begin + count],
-                out=self._cache.rows(scratch),
+                out=self._cache.rows(layer, scratch),
             )
             self._touched = self._kernels.record_event()
         copied = torch.cuda.Event(blocking=True)
@@ -180,7 +185,7 @@ class CudaCopies(BlockCopies):
                 host.copy_(scratch, non_blocking=True)
             at = 0
             for run in runs:
-                staging = self._words[self._cache.word_range(run.offset, run.num_blocks)]
+                staging = self._words[self._cache.word_range(layer, run.offset, run.num_blocks)]
                 end = at + len(staging)
                 if slot.host is None:
                     staging.copy_(scratch[at:end], non_blocking=True)
@@ -193,13 +198,13 @@ class CudaCopies(BlockCopies):
 
     def scatter(self, layer: int, blocks: torch.Tensor, run: Run) -> Copy:
         before = torch.cuda.current_stream(self._device).record_event()
-        cache = self._cache.layers[layer]
+        cache, block_bytes = self._cache.layers[layer], self._cache.groups[layer].block_bytes
         for first, count in split_blocks(
-            0, run.num_blocks, self._cache.block_bytes, self.max_blocks * self._cache.block_bytes
+            0, run.num_blocks, block_bytes, self.max_blocks(layer) * block_bytes
         ):
             slot = next(self._incoming)
-            offset = run.offset + first * self._cache.block_bytes
-            source = self._words[self._cache.word_range(offset, count)]
+            offset = run.offset + first * block_bytes
+            source = self._words[self._cache.word_range(layer, offset, count)]
             scratch = slot.words[: len(source)]
             if slot.host is not None:
                 if slot.read is not None:
@@ -216,7 +221,9 @@ class CudaCopies(BlockCopies):
                 self._kernels.wait_event(before)
                 self._kernels.wait_event(copied)
                 begin = run.begin + first
-                cache.index_copy_(0, blocks[begin : begin + count], self._cache.rows(scratch))
+                cache.index_copy_(
+                    0, blocks[begin : begin + count], self._cache.rows(layer, scratch)
+                )
                 slot.used = self._touched = self._kernels.record_event()
             slot.read = copied
         return _Arriving(copied)
@@ -242,7 +249,7 @@ class CudaCopies(BlockCopies):
             torch.cuda.cudart().cudaHostUnregister(self._staging.data_ptr())
 
     def _slot(self) -> _Slot:
-        num_words = self.max_blocks * self._cache.block_words
+        num_words = self._slot_bytes // int(self._cache.word.itemsize)
         words = torch.empty(num_words, dtype=self._cache.word, device=self._device)
         host = None
         if not self._pinned:
@@ -254,13 +261,14 @@ def scratch_bytes(block_bytes: int) -> int:
     """Returns the GPU memory of both scratch rings of one rank.
 
     Args:
-        block_bytes: Bytes of one block of one layer on one rank.
+        block_bytes: Bytes of the largest block of one layer on one rank.
     """
-    return 2 * _NUM_SLOTS * _blocks_per_slot(block_bytes, FRAME_TARGET_BYTES) * block_bytes
+    return 2 * _NUM_SLOTS * scratch_slot_bytes(block_bytes, FRAME_TARGET_BYTES)
 
 
-def _blocks_per_slot(block_bytes: int, slot_bytes: int) -> int:
-    return max(1, slot_bytes // block_bytes)
+def scratch_slot_bytes(block_bytes: int, slot_bytes: int) -> int:
+    """Returns the size of a slot: whole blocks of the largest size, at least one."""
+    return max(1, slot_bytes // block_bytes) * block_bytes
 
 
 def _pin(staging: torch.Tensor, device: torch.device) -> bool:

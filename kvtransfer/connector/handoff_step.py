@@ -8,23 +8,34 @@ from baton.v1 import kv_transfer_pb2
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Neighbouring blocks of one of the engine's block tables.
+
+    Attributes:
+        first_block: Index within the handoff of block_ids[0], in blocks of the table.
+        block_ids: Block ids in the engine's cache.
+    """
+
+    first_block: int
+    block_ids: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class Push:
     """Blocks that ranks gather into staging in this step, for every layer.
 
     Attributes:
         handoff_id: ID of the handoff, 16 bytes.
         offset: Where the handoff's bytes begin in the segment.
-        first_block: Index within the handoff of block_ids[0].
-        num_blocks: Number of blocks in the whole handoff.
-        block_ids: Block ids in the engine's cache.
+        num_blocks: Size of the whole handoff (KvLayout.num_blocks).
+        parts: The blocks of each block table; some may be empty.
         last: True if these blocks complete the handoff.
     """
 
     handoff_id: bytes
     offset: int
-    first_block: int
     num_blocks: int
-    block_ids: list[int]
+    parts: tuple[Part, ...]
     last: bool
 
 
@@ -35,14 +46,17 @@ class Load:
     Attributes:
         handoff_id: ID of the handoff, 16 bytes.
         num_tokens: Number of tokens that the handoff must hold.
-        first_block: Index within the handoff of block_ids[0].
-        block_ids: Block ids in the engine's cache.
+        parts: The blocks of each block table; some may be empty.
     """
 
     handoff_id: bytes
     num_tokens: int
-    first_block: int
-    block_ids: list[int]
+    parts: tuple[Part, ...]
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The blocks of all tables."""
+        return [block_id for part in self.parts for block_id in part.block_ids]
 
 
 @dataclass(slots=True)

@@ -46,8 +46,7 @@ class HostCopies(BlockCopies):
         self._staging, self._size = staging.data_ptr(), staging.numel()
         self._num_blocks = min(len(layer) for layer in cache.layers)
         self._addresses = [layer.data_ptr() for layer in cache.layers]
-        self._by_address = all(layer.ndim == 2 and layer.is_contiguous() for layer in cache.layers)
-        self.max_blocks = max(1, FRAME_TARGET_BYTES // cache.block_bytes)
+        self._by_address = [layer.ndim == 2 and layer.is_contiguous() for layer in cache.layers]
         for layer in cache.layers:
             _prefault(layer.untyped_storage())
 
@@ -59,23 +58,26 @@ class HostCopies(BlockCopies):
             raise ValueError(f"block ids are {block_ids}; must be below {self._num_blocks}")
         return block_ids
 
+    def max_blocks(self, layer: int) -> int:
+        return max(1, FRAME_TARGET_BYTES // self._cache.groups[layer].block_bytes)
+
     def gather(self, layer: int, blocks: Sequence[int], runs: Sequence[Run]) -> Copy:
         for run in runs:
-            if self._by_address:
+            if self._by_address[layer]:
                 for staging, cache, size in self._addressed(layer, blocks, run):
                     ctypes.memmove(staging, cache, size)
                 continue
-            rows = self._rows(run)
+            rows = self._rows(layer, run)
             for at, block_id, count in _neighbours(blocks, run):
                 rows[at : at + count].copy_(self._cache.layers[layer][block_id : block_id + count])
         return _DONE
 
     def scatter(self, layer: int, blocks: Sequence[int], run: Run) -> Copy:
-        if self._by_address:
+        if self._by_address[layer]:
             for staging, cache, size in self._addressed(layer, blocks, run):
                 ctypes.memmove(cache, staging, size)
             return _DONE
-        rows = self._rows(run)
+        rows = self._rows(layer, run)
         for at, block_id, count in _neighbours(blocks, run):
             self._cache.layers[layer][block_id : block_id + count].copy_(rows[at : at + count])
         return _DONE
@@ -89,14 +91,15 @@ class HostCopies(BlockCopies):
     def close(self) -> None:
         return
 
-    def _rows(self, run: Run) -> torch.Tensor:
-        return self._cache.rows(self._words[self._cache.word_range(run.offset, run.num_blocks)])
+    def _rows(self, layer: int, run: Run) -> torch.Tensor:
+        words = self._cache.word_range(layer, run.offset, run.num_blocks)
+        return self._cache.rows(layer, self._words[words])
 
     def _addressed(
         self, layer: int, blocks: Sequence[int], run: Run
     ) -> Iterator[tuple[int, int, int]]:
         """Yields each copy of a run: address in staging, address in the cache, bytes."""
-        block_bytes = self._cache.block_bytes
+        block_bytes = self._cache.groups[layer].block_bytes
         if not 0 <= run.offset <= self._size - run.num_blocks * block_bytes:
             raise ValueError(
                 f"{run.num_blocks} blocks at {run.offset} of staging; it has {self._size} bytes"

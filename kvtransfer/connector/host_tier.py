@@ -15,6 +15,7 @@ engine's cache until host memory has the block.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import (
     OffloadingConnectorWorker,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey
 from vllm.v1.request import RequestStatus
 
@@ -59,6 +61,8 @@ HOST_CHANGE = "baton_host_cache"
 HOST_LOADS = "baton_host_loads"
 # Most times that one request loads blocks from disk; host memory may have evicted them again.
 _MOST_DISK_LOADS = 3
+
+logger = logging.getLogger(__name__)
 
 # Fields of vLLM's private state that HostTier uses.
 _FIELDS: dict[type, tuple[str, ...]] = {
@@ -94,8 +98,20 @@ def host_options(host_bytes: int) -> dict[str, Any]:
 
 
 def _memory(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> HostMemory | None:
-    """Returns the host memory; None if it is off or holds no block."""
+    """Returns the host memory; None if it is off, holds no block, or does not fit the cache."""
     if not vllm_config.kv_transfer_config.kv_connector_extra_config.get(HOST_BYTES):
+        return None
+    # The scheduler's configuration has the first layer's specification in place of several.
+    specs = [
+        spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+        for spec in (group.kv_cache_spec for group in kv_cache_config.kv_cache_groups)
+    ]
+    if len(specs) != 1 or not isinstance(specs[0], FullAttentionSpec):
+        logger.warning(
+            "kv_store.host_bytes is not used: it keeps caches whose layers keep every token, and "
+            "this model has %s",
+            ", ".join(sorted({type(spec).__name__ for spec in specs})),
+        )
         return None
     memory = HostMemory(build_offloading_config(vllm_config, kv_cache_config))
     return memory if memory.num_chunks else None

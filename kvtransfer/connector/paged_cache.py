@@ -15,20 +15,23 @@ from collections.abc import Mapping
 import torch
 
 from baton.kvtransfer.layout import KvLayout
+from baton.runtime.kv_groups import KvGroup
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-def block_view(name: str, cache: torch.Tensor, layout: KvLayout) -> torch.Tensor:
+def block_view(name: str, cache: torch.Tensor, group: KvGroup) -> torch.Tensor:
     """Returns a layer's cache as [blocks, heads, parts of a block, tokens of a part, content].
 
     A kernel that takes smaller blocks than the scheduler's has each block cut into parts, one after
-    the other on the first axis. Otherwise a block is one part.
+    the other on the first axis. Otherwise a block is one part. A recurrent state counts as one
+    token.
 
     Raises:
-        ValueError: The cache is not [blocks, heads, tokens, content] as the layout says.
+        ValueError: The cache is not [blocks, heads, tokens, content] as its group says.
     """
-    heads, block_size, expected = layout.num_kv_heads, layout.block_size_tokens, layout.block_bytes
+    heads, expected = group.num_kv_heads, group.block_bytes
+    block_size = group.block_size_tokens if group.kind != "state" else 1
     parts = block_size // cache.shape[2] if cache.ndim == 4 and cache.shape[2] else 0
     fits = (
         parts > 0
@@ -50,9 +53,14 @@ def block_view(name: str, cache: torch.Tensor, layout: KvLayout) -> torch.Tensor
 class PagedCache:
     """One rank's cache as blocks of words.
 
+    Args:
+        kv_caches: The layers' caches by the engine's names, in the order of the layout.
+        layout: Layout of the cache.
+
     Attributes:
         device: Device of the cache.
-        block_bytes: Bytes of one block of one layer.
+        largest_block_bytes: Bytes of the largest block of one layer.
+        groups: For each layer, its group.
         layers: For each layer a view [blocks, ...] of the engine's memory.
         indices: Index of each layer, by the engine's name.
         word: The widest integer type that divides and aligns every part of a block.
@@ -72,39 +80,46 @@ class PagedCache:
             raise ValueError(
                 f"the cache is on {', '.join(sorted(map(str, devices)))}; Baton needs it on one"
             )
-        views = [block_view(name, cache, layout) for name, cache in kv_caches.items()]
+        self.groups = [layout.group_of(layer) for layer in range(layout.num_layers)]
+        views = [
+            block_view(name, cache, group)
+            for (name, cache), group in zip(kv_caches.items(), self.groups, strict=True)
+        ]
         self.device = devices.pop()
-        self.block_bytes = layout.block_bytes
+        self.largest_block_bytes = layout.block_bytes
         self.indices = {name: index for index, name in enumerate(kv_caches)}
         self.word = next(word for word in _WORDS if all(_is_made_of(view, word) for view in views))
         self.layers = [view.view(self.word) for view in views]
-        if all(layer[0].is_contiguous() for layer in self.layers):
-            # Two-dimensional tensors are faster to copy.
-            self.layers = [layer.flatten(1) for layer in self.layers]
+        # Two-dimensional tensors are faster to copy.
+        self.layers = [
+            layer.flatten(1) if layer[0].is_contiguous() else layer for layer in self.layers
+        ]
 
     def clear(self, block_ids: torch.Tensor) -> None:
-        """Fills blocks of every layer with zeros."""
+        """Fills blocks of every layer with zeros.
+
+        Groups share the cache's memory: a block belongs to one of them at a time.
+        """
         for layer in self.layers:
             layer.index_fill_(0, block_ids, 0)
 
-    @property
-    def block_words(self) -> int:
-        """Number of words of one block of one layer."""
-        return self.block_bytes // int(self.word.itemsize)
+    def block_words(self, layer: int) -> int:
+        """Returns the number of words of one block of a layer."""
+        return self.groups[layer].block_bytes // int(self.word.itemsize)
 
-    def rows(self, words: torch.Tensor) -> torch.Tensor:
-        """Returns contiguous words of whole blocks in the shape of the layers."""
-        return words.view(-1, *self.layers[0].shape[1:])
+    def rows(self, layer: int, words: torch.Tensor) -> torch.Tensor:
+        """Returns contiguous words of whole blocks in the shape of a layer."""
+        return words.view(-1, *self.layers[layer].shape[1:])
 
     def words(self, staging: torch.Tensor) -> torch.Tensor:
         """Returns bytes as words, without a remainder at the end."""
         size = int(self.word.itemsize)
         return staging[: staging.numel() // size * size].view(self.word)
 
-    def word_range(self, offset: int, num_blocks: int) -> slice:
-        """Returns the range of words of blocks that begin at an offset of staging."""
+    def word_range(self, layer: int, offset: int, num_blocks: int) -> slice:
+        """Returns the range of words of a layer's blocks that begin at an offset of staging."""
         start = offset // int(self.word.itemsize)
-        return slice(start, start + num_blocks * self.block_words)
+        return slice(start, start + num_blocks * self.block_words(layer))
 
 
 def _is_made_of(view: torch.Tensor, word: torch.dtype) -> bool:

@@ -18,6 +18,7 @@ from baton.kvtransfer.connector.notifier import Filled, Notifier, NotifierThread
 from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.control import Claim, EnginePort, split_blocks
 from baton.kvtransfer.layout import KvLayout
+from baton.runtime.kv_groups import KvGroup
 from baton.v1 import kv_transfer_pb2
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class _Piece:
 
     Attributes:
         push: The push that the blocks belong to.
-        begin: Index of the first block among all blocks that the step pushes.
+        begin: Index of the first block among all blocks of its table that the step pushes.
         first_block: Index of the first block within the handoff.
         num_blocks: Number of blocks in the frame.
         last: True if this is the push's last piece.
@@ -76,10 +77,12 @@ class RankHalf:
         self._shard, replica = divmod(rank, layout.num_replicas)
         self._sends = replica == 0
         self._cache: PagedCache | None = None
-        # For the step under way: all pushed blocks in the form the copies take, and the frames of a
-        # layer, in groups of which each goes into one gather.
-        self._blocks: Any = None
-        self._groups: list[list[_Piece]] = []
+        # For the step under way: its pushes; each table's blocks in the form the copies take; and
+        # for each group of layers the frames of one layer, in batches of which each goes into one
+        # gather.
+        self._pushes: list[Push] = []
+        self._blocks: dict[int, Any] = {}
+        self._batches: dict[KvGroup, list[list[_Piece]]] = {}
         # Incomplete handoffs of which this rank sends nothing more.
         self._given_up: set[bytes] = set()
         # Layers, by the engine's names, whose blocks this step has not gathered yet.
@@ -90,7 +93,11 @@ class RankHalf:
         self._report = LoadReport()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Takes the rank's caches. Raises ValueError if their layout is not the fingerprint's."""
+        """Takes the rank's caches, in the order of the layout's layers.
+
+        Raises:
+            ValueError: Their layout is not the fingerprint's.
+        """
         self._cache = PagedCache(kv_caches, self._layout)
         if self._cache.device.type == "cpu":
             allow_matrix_unit()
@@ -123,40 +130,54 @@ class RankHalf:
             self._notifier.ended(handoff_id)
         pushes = [push for push in step.pushes if push.handoff_id not in self._given_up]
         self._given_up -= {push.handoff_id for push in step.pushes if push.last}
-        self._groups = list(self._grouped(pushes)) if self._notifier.alive else []
-        if self._groups:
-            self._unsaved = dict.fromkeys(self._known_cache.indices)
-            self._blocks = self._copies.prepare(
-                [block_id for push in pushes for block_id in push.block_ids]
-            )
+        if not pushes or not self._notifier.alive:
+            return
+        self._pushes, self._unsaved = pushes, dict.fromkeys(self._known_cache.indices)
+        for table in self._layout.tables:
+            parts = [push.parts[table.table] for push in pushes]
+            block_ids = [block_id for part in parts for block_id in part.block_ids]
+            if block_ids:
+                self._blocks[table.table] = self._copies.prepare(block_ids)
 
-    def _grouped(self, pushes: list[Push]) -> Iterator[list[_Piece]]:
-        """Yields groups of frames that fit into one gather each, to avoid many small copies."""
-        group: list[_Piece] = []
-        begin, room = 0, self._copies.max_blocks
-        for push in pushes:
-            end = push.first_block + len(push.block_ids)
+    def _batched(self, group: KvGroup, layer: int) -> Iterator[list[_Piece]]:
+        """Yields batches of frames that fit into one gather each, to avoid many small copies.
+
+        Args:
+            group: A group of layers.
+            layer: One of its layers.
+        """
+        batch: list[_Piece] = []
+        begin, most = 0, self._copies.max_blocks(layer)
+        room = most
+        for push in self._pushes:
+            part = push.parts[group.table]
+            end = part.first_block + len(part.block_ids)
             for first, count in split_blocks(
-                push.first_block, len(push.block_ids), self._layout.block_bytes
+                part.first_block, len(part.block_ids), group.block_bytes
             ):
-                if group and count > room:
-                    yield group
-                    group, room = [], self._copies.max_blocks
-                group.append(_Piece(push, begin, first, count, first + count == end))
+                if batch and count > room:
+                    yield batch
+                    batch, room = [], most
+                batch.append(_Piece(push, begin, first, count, first + count == end))
                 begin, room = begin + count, room - count
-        if group:
-            yield group
+        if batch:
+            yield batch
 
     def save(self, layer_name: str) -> None:
-        """Gathers the step's blocks of one layer, whose kernels have just been launched."""
-        if not self._groups:
+        """Gathers the step's blocks of one layer, whose kernels have just been launched.
+
+        Layers that use another layer's cache have nothing of their own to gather.
+        """
+        if layer_name not in self._unsaved:
             return
         layer, layout = self._known_cache.indices[layer_name], self._layout
         del self._unsaved[layer_name]
-        ends_step = not self._unsaved
-        for index, group in enumerate(self._groups):
+        ends_step, group = not self._unsaved, self._known_cache.groups[layer]
+        if group not in self._batches:
+            self._batches[group] = list(self._batched(group, layer))
+        for batch in self._batches[group]:
             filled = []
-            for piece in group:
+            for piece in batch:
                 push = piece.push
                 offset = layout.offset(self._shard, layer, piece.first_block, push.num_blocks)
                 filled.append(
@@ -166,41 +187,36 @@ class RankHalf:
                         piece.first_block,
                         piece.num_blocks,
                         push.offset + offset,
-                        piece.num_blocks * layout.block_bytes,
+                        piece.num_blocks * group.block_bytes,
                         last=ends_step and piece.last and push.last,
                     )
                 )
             runs = [
                 Run(piece.begin, piece.num_blocks, each.offset)
-                for piece, each in zip(group, filled, strict=True)
+                for piece, each in zip(batch, filled, strict=True)
             ]
             try:
-                copy = self._copies.gather(layer, self._blocks, runs)
+                copy = self._copies.gather(layer, self._blocks[group.table], runs)
             except TimeoutError as error:
-                self._give_up(index, error)
+                self._give_up(batch[0].push, error)
                 break
             self._notifier.filled(copy, filled)
         if ends_step:
             self._notifier.flush()
 
-    def _give_up(self, index: int, why: Exception) -> None:
-        """Stops the handoffs with pieces in the groups from this index on; the engine goes on.
+    def _give_up(self, first_push: Push, why: Exception) -> None:
+        """Stops the handoffs of the step's pushes from one on; the engine goes on.
 
         Nothing more of these handoffs is written, because their staging may soon belong to others.
         """
-        pushes = [piece.push for group in self._groups[index:] for piece in group]
-        stopped = {push.handoff_id for push in pushes}
+        first = self._pushes.index(first_push)
+        stopped, self._pushes = self._pushes[first:], self._pushes[:first]
         logger.error("%s: this rank gives %d handoffs up", why, len(stopped))
-        for handoff_id in stopped:
-            self._notifier.stopped(handoff_id)
-        self._given_up |= {push.handoff_id for push in pushes if not push.last}
-        # The pieces of a stopped handoff are the last ones of their group, because pushes are in
-        # order: the rest of the group still follows each other.
-        kept = [
-            [piece for piece in group if piece.push.handoff_id not in stopped]
-            for group in self._groups[:index]
-        ]
-        self._groups = [group for group in kept if group]
+        for push in stopped:
+            self._notifier.stopped(push.handoff_id)
+        self._given_up |= {push.handoff_id for push in stopped if not push.last}
+        # Batches are made again; prepared blocks are in the order of the pushes.
+        self._batches.clear()
 
     def end_step(self) -> None:
         """Finishes the step's gathers after the last kernels have been launched.
@@ -215,9 +231,9 @@ class RankHalf:
         """
         for layer_name in list(self._unsaved):
             self.save(layer_name)
-        if self._groups:
+        if self._blocks:
             self._copies.join()
-        self._groups, self._blocks, self._unsaved = [], None, {}
+        self._pushes, self._blocks, self._batches, self._unsaved = [], {}, {}, {}
 
     def load(self, step: HandoffStep) -> None:
         """Claims the step's loads and begins to copy them into the cache."""
@@ -239,14 +255,16 @@ class RankHalf:
     def _load(self, load: Load, claimed: Claim) -> None:
         """Begins to copy the wanted blocks of a claim."""
         num_copied = 0
-        for check in copy_in(self._copies, self._layout, claimed, load.first_block, load.block_ids):
+        for check in copy_in(self._copies, self._layout, claimed, load.parts):
             num_copied += len(check.block_ids)
             if self._copies.finishes_at_once:
                 # Verifying at once is cheap: the bytes are still in the core's cache.
                 self._verify(load, check)
             else:
                 self._unchecked.append((load, check))
-        if num_copied != self._layout.num_layers * len(load.block_ids):
+        wanted = [len(part.block_ids) for part in load.parts]
+        num_wanted = sum(group.num_layers * wanted[group.table] for group in self._layout.groups)
+        if num_copied != num_wanted:
             self._fail(load, kv_transfer_pb2.REFUSAL_REASON_INCOMPLETE, load.block_ids)
 
     def _verify(self, load: Load, check: Check) -> None:

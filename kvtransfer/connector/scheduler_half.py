@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict, deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, LoadReport
+from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, LoadReport, Part
 from baton.kvtransfer.connector.sends import Sends
 from baton.kvtransfer.connector.step_work import STEP_WORK, StepCounter
 from baton.kvtransfer.connector.unverified import UnverifiedBlocks
 from baton.kvtransfer.connector.wrong_blocks import WrongBlocks
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.layout import KvLayout
+from baton.runtime.kv_groups import NULL_BLOCK
 from baton.v1 import kv_transfer_pb2
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class SchedulerHalf:
         self._loads: list[Load] = []
         self._loaders: set[str] = set()
         self._releases: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType] = {}
-        self._unverified = UnverifiedBlocks()
+        self._unverified = UnverifiedBlocks(layout.tables)
         # vLLM may schedule a step while another one runs, and finishes steps in order.
         self._unfinished: deque[_Unfinished] = deque()
         self._counter = StepCounter()
@@ -168,8 +169,9 @@ class SchedulerHalf:
             self._gone.add(request.request_id)
             return None
         if receive.handoff_id in self._committed:
-            return max(0, self._usable_tokens(receive, request) - num_computed_tokens)
-        if receive.handoff_id not in self._failed and self._port.alive:
+            if self._is_loadable(receive, request):
+                return max(0, self._usable_tokens(receive, request) - num_computed_tokens)
+        elif receive.handoff_id not in self._failed and self._port.alive:
             if time.monotonic() < receive.deadline:
                 return None
             self._port.release(receive.handoff_id, all_ranks=True, not_loaded=_EXPIRED)
@@ -217,37 +219,65 @@ class SchedulerHalf:
         # The engine computes at least one token, because it samples from that token's logits.
         return min(receive.num_tokens, int(request.num_tokens) - 1)
 
-    def allocated(self, request: Request, block_ids: list[int], num_loaded_tokens: int) -> None:
+    def _is_loadable(self, receive: _Receive, request: Request) -> bool:
+        """Returns whether the blocks of a committed handoff are those that the request needs.
+
+        A handoff holds the window that its last token and the next one need, and the state after
+        its last token. A request whose first token is forced computes the last token again.
+        """
+        num_missing = receive.num_tokens - self._usable_tokens(receive, request)
+        return not self._layout.own_groups or num_missing <= (0 if self._layout.has_states else 1)
+
+    def allocated(
+        self, request: Request, tables: Sequence[list[int]], num_loaded_tokens: int
+    ) -> None:
         """Takes the blocks of a request that runs in the step that is made next.
 
         Args:
             request: The engine's request.
-            block_ids: All blocks of the request.
+            tables: All blocks of the request, by block table.
             num_loaded_tokens: Number of tokens that the request loads from its handoff.
         """
-        self._unverified.follow(block_ids)
+        self._unverified.follow(tables)
         receive = self._receives.get(request.request_id)
         if receive is None or receive.over:
             return
         if num_loaded_tokens == 0:
             self._end(receive)
             return
-        usable, size = self._usable_tokens(receive, request), self._layout.block_size_tokens
-        first = (usable - num_loaded_tokens) // size
-        wanted = block_ids[first : self._layout.num_blocks(usable)]
+        usable = self._usable_tokens(receive, request)
+        first_token = usable - num_loaded_tokens
+        load = Load(
+            receive.handoff_id,
+            receive.num_tokens - receive.skip_tokens,
+            tuple(self._parts(tables, first_token, usable, receive.skip_tokens)),
+        )
         receive.over = True
         if receive.is_fetch:
             self._loaders.add(request.request_id)
         self._committed.discard(receive.handoff_id)
-        self._loads.append(
-            Load(
-                receive.handoff_id,
-                receive.num_tokens - receive.skip_tokens,
-                first - receive.skip_tokens // size,
-                wanted,
-            )
-        )
-        self._unverified.load(wanted, block_ids[first:])
+        self._loads.append(load)
+        self._unverified.load(load.block_ids, tables, first_token)
+
+    def _parts(
+        self, tables: Sequence[list[int]], first_token: int, end_token: int, skip_tokens: int
+    ) -> Iterator[Part]:
+        """Yields for each block table the blocks that hold a range of tokens.
+
+        Blocks before a window are left out: the request does not have them. A state goes to the
+        block of the last token and to the one behind it, if the next token begins a new block: vLLM
+        copies the state from one to the other before the load.
+        """
+        for table, block_ids in zip(self._layout.tables, tables, strict=True):
+            size = table.block_size_tokens
+            if table.kind == "state":
+                kept = block_ids[(end_token - 1) // size :]
+                yield Part(0, [block_id for block_id in kept if block_id != NULL_BLOCK])
+                continue
+            first, end = first_token // size, -(-end_token // size)
+            while first < end and block_ids[first] == NULL_BLOCK:
+                first += 1
+            yield Part(first - skip_tokens // size, block_ids[first:end])
 
     def distrust(self, invalid_block_ids: set[int]) -> set[int]:
         """Returns the blocks to take out of the prefix cache when the oldest step ends.
@@ -279,15 +309,21 @@ class SchedulerHalf:
         the request in the same schedule, in favour of a request further down its list: then no
         step computes these blocks (vllm-project/vllm#43569).
         """
-        size = self._layout.block_size_tokens
         for request_id in preempted_ids:
             if (request := self._requests.get(request_id)) is None:
                 continue
             # Rejected draft tokens are not among its tokens, and its last token has not been run.
             num_computed = min(self._counter.num_computed(request_id), request.num_tokens - 1)
-            for block_hash in request.block_hashes[num_computed // size :]:
-                while found := self._pool.get_cached_block(block_hash, [0]):
-                    self._pool.evict_blocks({found[0].block_id})
+            for table in self._layout.tables:
+                if table.block_size_tokens % self._pool.hash_block_size:
+                    # States of models without prefix caching, which have no names.
+                    continue
+                # vLLM names a block by the hash at its end.
+                per_block = table.block_size_tokens // self._pool.hash_block_size
+                first = num_computed // table.block_size_tokens
+                for block_hash in request.block_hashes[(first + 1) * per_block - 1 :: per_block]:
+                    while found := self._pool.get_cached_block(block_hash, [table.table]):
+                        self._pool.evict_blocks({found[0].block_id})
 
     def step(self, output: SchedulerOutput) -> HandoffStep:
         """Returns what the ranks push, load and clear in a step that vLLM has scheduled."""
@@ -342,7 +378,7 @@ class SchedulerHalf:
             told[CUT_OFF] = True
         return told
 
-    def finished(self, request: Request, block_ids: Sequence[int]) -> None:
+    def finished(self, request: Request, tables: Sequence[Sequence[int]]) -> None:
         """Takes the end of a request that had these blocks: the ranks push nothing more of it.
 
         Pushes of earlier steps may still be under way: a step that runs ahead, or copies that end
@@ -351,7 +387,7 @@ class SchedulerHalf:
         """
         self._counter.forget(request.request_id)
         self._requests.pop(request.request_id, None)
-        self._unverified.follow(block_ids)
+        self._unverified.follow(tables)
         self._sends.finished(request.request_id)
         self._only_cached.discard(request.request_id)
         receive = self._receives.pop(request.request_id, None)

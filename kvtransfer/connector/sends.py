@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from baton.kvtransfer.connector.handoff_step import Push
+from baton.kvtransfer.connector.handoff_step import Part, Push
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.layout import KvLayout
+from baton.runtime.kv_groups import KvGroup
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -21,17 +22,21 @@ class _Send:
     Attributes:
         handoff_id: ID of the handoff, 16 bytes.
         offset: Where the handoff's bytes begin in the segment.
-        num_tokens: Number of prompt tokens that the handoff covers.
-        skip_blocks: Number of blocks at the beginning that the handoff leaves out.
-        next_block: Index in the prompt of the next block to push. It never goes back: pushed blocks
-            stay right when the request is preempted.
+        num_tokens: Number of prompt tokens that the handoff covers, from the prompt's first.
+        skip_tokens: Number of tokens at the beginning that the handoff leaves out.
+        num_blocks: Size of the handoff.
+        next_blocks: For each block table, the index in the prompt of the next block to push. It
+            never goes back: pushed blocks stay right when the request is preempted.
+        end_blocks: The same of the block behind the last one.
     """
 
     handoff_id: bytes
     offset: int
     num_tokens: int
-    skip_blocks: int
-    next_block: int
+    skip_tokens: int
+    num_blocks: int
+    next_blocks: list[int]
+    end_blocks: list[int]
 
 
 class Sends:
@@ -61,23 +66,34 @@ class Sends:
             request_id: The engine's request ID.
             params: `baton_send` of the request's kv_transfer_params.
         """
-        skip_blocks = params["skip_tokens"] // self._layout.block_size_tokens
+        skip_tokens, num_tokens = params["skip_tokens"], params["num_tokens"]
+        num_blocks = self._layout.num_blocks(num_tokens - skip_tokens)
+        held = [
+            (self._layout.blocks(table, num_blocks), _skipped_blocks(table, skip_tokens))
+            for table in self._layout.tables
+        ]
         self._sends[request_id] = _Send(
             bytes.fromhex(params["handoff_id"]),
             params["offset"],
-            params["num_tokens"],
-            skip_blocks,
-            next_block=skip_blocks,
+            num_tokens,
+            skip_tokens,
+            num_blocks,
+            [skipped + blocks.start for blocks, skipped in held],
+            [skipped + blocks.stop for blocks, skipped in held],
         )
 
     def finished(self, request_id: str) -> None:
         """Takes the end of a request; gives its handoff up unless all blocks were pushed."""
         send = self._sends.pop(request_id, None)
-        if send is not None and send.next_block < self._layout.num_blocks(send.num_tokens):
+        if send is not None and send.next_blocks != send.end_blocks:
             self._give_up(send)
 
     def pushes(self, output: SchedulerOutput, unverified: Set[int]) -> Iterator[Push]:
         """Yields the blocks that a step finishes, one push per request.
+
+        The engine keeps every block of a handoff until the step that pushes it: it drops a window's
+        blocks only when no later token of the prompt needs them. If a block were gone (NULL_BLOCK)
+        nevertheless, the request would give its handoff up.
 
         Args:
             output: The step.
@@ -90,30 +106,58 @@ class Sends:
         for request_id, num_scheduled in output.num_scheduled_tokens.items():
             if (send := self._sends.get(request_id)) is None:
                 continue
-            num_blocks = self._layout.num_blocks(send.num_tokens)
             num_tokens = computed[request_id] + num_scheduled
-            # Blocks from the prefix cache never pass through the model; the first push includes
-            # them.
-            num_ready = (
-                num_blocks
-                if num_tokens >= send.num_tokens
-                else num_tokens // self._layout.block_size_tokens
-            )
-            if num_ready <= send.next_block:
+            ready = self._ready(send, num_tokens)
+            if ready == send.next_blocks:
                 continue
-            block_ids = output.kv_connector_block_state.get_block_ids(request_id)[0]
-            if not unverified.isdisjoint(block_ids):
+            tables = output.kv_connector_block_state.get_block_ids(request_id)
+            if any(not unverified.isdisjoint(block_ids) for block_ids in tables):
                 # A later step pushes these blocks too. Without one, the handoff is given up.
                 continue
-            first, send.next_block = send.next_block, num_ready
+            parts = tuple(self._parts(send, tables, ready))
+            # A state belongs to the last computed token, which must be the handoff's.
+            is_wrong = self._layout.has_states and num_tokens > send.num_tokens
+            if is_wrong or not all(all(part.block_ids) for part in parts):
+                self._give_up(self._sends.pop(request_id))
+                continue
+            send.next_blocks = ready
             yield Push(
                 send.handoff_id,
                 send.offset,
-                first - send.skip_blocks,
-                num_blocks - send.skip_blocks,
-                list(block_ids[first:num_ready]),
-                last=num_ready == num_blocks,
+                send.num_blocks,
+                parts,
+                last=ready == send.end_blocks,
             )
+
+    def _ready(self, send: _Send, num_tokens: int) -> list[int]:
+        """Returns for each table the block behind the last one that is complete or pushed.
+
+        Blocks from the prefix cache never pass through the model; the first push includes them.
+        """
+        if num_tokens >= send.num_tokens:
+            return send.end_blocks
+        return [
+            next_block
+            if table.kind == "state"
+            else max(next_block, min(end, num_tokens // table.block_size_tokens))
+            for table, next_block, end in zip(
+                self._layout.tables, send.next_blocks, send.end_blocks, strict=True
+            )
+        ]
+
+    def _parts(
+        self, send: _Send, tables: Sequence[Sequence[int]], ready: Sequence[int]
+    ) -> Iterator[Part]:
+        """Yields for each table the blocks from the next one to push on."""
+        for table, block_ids, first, end in zip(
+            self._layout.tables, tables, send.next_blocks, ready, strict=True
+        ):
+            skipped = _skipped_blocks(table, send.skip_tokens)
+            if table.kind == "state":
+                at = (send.num_tokens - 1) // table.block_size_tokens
+                yield Part(0, list(block_ids[at : at + end - first]))
+            else:
+                yield Part(first - skipped, list(block_ids[first:end]))
 
     def take_given_up(self) -> list[bytes]:
         """Returns incomplete handoffs that get no more pushes, for the step that is being made."""
@@ -123,3 +167,8 @@ class Sends:
     def _give_up(self, send: _Send) -> None:
         self._port.abort_send(send.handoff_id)
         self._given_up.append(send.handoff_id)
+
+
+def _skipped_blocks(table: KvGroup, skip_tokens: int) -> int:
+    """Returns the number of a table's blocks that a handoff leaves out; never a state."""
+    return 0 if table.kind == "state" else skip_tokens // table.block_size_tokens

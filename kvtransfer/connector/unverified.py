@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
+
+from baton.runtime.kv_groups import NULL_BLOCK, KvGroup
 
 
 class _Filling(NamedTuple):
@@ -24,33 +27,53 @@ class UnverifiedBlocks:
 
     vLLM may make a step while another one runs, and ends steps in order. The scheduler's half owns
     this object.
+
+    Args:
+        tables: The first group of each of the engine's block tables.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tables: Sequence[KvGroup]) -> None:
+        self._tables = tables
         # Fillings of the step that is made next.
         self._next: list[_Filling] = []
         self._unfinished: deque[list[_Filling]] = deque()
 
-    def load(self, block_ids: Collection[int], affected: Collection[int]) -> None:
+    def load(
+        self, block_ids: Collection[int], tables: Sequence[Sequence[int]], first_token: int
+    ) -> None:
         """Adds a load of the step that is made next.
 
         Args:
             block_ids: Blocks that the load fills.
-            affected: These blocks, and the request's blocks behind them.
+            tables: All blocks of the request, by table.
+            first_token: Index of the first token that the load brings. The request's blocks with
+                this token or later ones are wrong if one of block_ids is wrong.
         """
+        affected = [block_id for end, block_id in self._placed(tables) if end > first_token]
         self._next.append(_Filling(block_ids, affected))
 
-    def follow(self, block_ids: Sequence[int]) -> None:
+    def follow(self, tables: Sequence[Sequence[int]]) -> None:
         """Marks blocks that a request computes from blocks that are being filled as affected.
 
         Args:
-            block_ids: The request's blocks, in order.
+            tables: All blocks of the request, by table.
         """
         for fillings in self._all():
             filled = set[int]().union(*(each.affected for each in fillings))
-            found = [at for at, block_id in enumerate(block_ids) if block_id in filled]
+            placed = list(self._placed(tables))
+            found = [(end, block_id) for end, block_id in placed if block_id in filled]
             if found:
-                fillings.append(_Filling([block_ids[at] for at in found], block_ids[found[0] :]))
+                first_end = min(end for end, _ in found)
+                affected = [block_id for end, block_id in placed if end >= first_end]
+                fillings.append(_Filling([block_id for _, block_id in found], affected))
+
+    def _placed(self, tables: Sequence[Sequence[int]]) -> Iterator[tuple[float, int]]:
+        """Yields the blocks that a request keeps, each with the index behind its last token."""
+        for table, block_ids in zip(self._tables, tables, strict=True):
+            for at, block_id in enumerate(block_ids):
+                if block_id != NULL_BLOCK:
+                    is_state = table.kind == "state"
+                    yield math.inf if is_state else (at + 1) * table.block_size_tokens, block_id
 
     def step_made(self) -> None:
         """Closes the step that is made now; later loads belong to the following step."""

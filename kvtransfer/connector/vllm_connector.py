@@ -41,13 +41,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
-from baton.kvtransfer import engine_stages
+from baton.kvtransfer import engine_groups, engine_stages
 from baton.kvtransfer.connector.cache_drops import CacheDrops, Clearing
+from baton.kvtransfer.connector.cache_groups import UnsupportedCache, named_groups
 from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE, CachedBlocks
 from baton.kvtransfer.connector.disk_tier import SHUTDOWN_TIMEOUT_S, make_rank_disk
 from baton.kvtransfer.connector.handoff_step import HandoffStep, LoadReport
@@ -83,7 +84,7 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -138,23 +139,12 @@ class StepStats(KVConnectorStats):
         return not self.data
 
 
-def _keeps_every_token(spec: KVCacheSpec) -> bool:
-    """Returns whether a cache of this kind holds one state per token.
-
-    Subclasses of the two types are refused. FullAttentionSpec may have layers with a window. A
-    cache that compresses several tokens into one state (DeepSeek V4) is refused, because its blocks
-    would look like blocks that kernels cut into parts.
-    """
-    is_known = type(spec) in (FullAttentionSpec, MLAAttentionSpec)
-    return is_known and spec.tokens_per_state == 1
-
-
-class BatonConnector(KVConnectorBase_V1):
+class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     """The class that vLLM loads; each method belongs to one half.
 
     Raises:
-        ValueError: The model's cache is not one group that keeps every token, or ranks hold other
-            parts of the cache than the fingerprint says.
+        ValueError: The model has caches that Baton does not hand over, or ranks hold other parts of
+            the cache than the fingerprint says.
     """
 
     def __init__(
@@ -162,15 +152,15 @@ class BatonConnector(KVConnectorBase_V1):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         # The worker has checked the model's configuration; this checks the cache itself.
-        specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-        if len(specs) != 1 or not _keeps_every_token(specs[0]):
-            kinds = sorted({type(spec).__name__ for spec in specs})
+        try:
+            self._named = named_groups(kv_cache_config)
+        except UnsupportedCache as error:
             raise ValueError(
-                f"model {vllm_config.model_config.model} keeps {', '.join(kinds)} caches; Baton "
-                "hands over one group that keeps every token: serve it with plain vLLM"
-            )
+                f"model {vllm_config.model_config.model} keeps {error} caches, which Baton does "
+                "not hand over: serve it with plain vLLM"
+            ) from error
         extra = self._kv_transfer_config.kv_connector_extra_config
-        self._layout = KvLayout(**extra["layout"])
+        self._layout = KvLayout(**extra["layout"]).with_groups(list(self._named))
         if (replicas := kv_cache_config.kv_tp_replicas) % self._layout.num_replicas:
             raise ValueError(
                 f"{replicas} ranks hold the same part of the cache; "
@@ -179,7 +169,10 @@ class BatonConnector(KVConnectorBase_V1):
         self._port = EnginePort(extra["socket"])
         self._scheduler: SchedulerHalf | None = None
         self._cache_events: list[KVCacheEvent] = []
-        self._cached = CachedBlocks(self._layout.block_size_tokens)
+        # vLLM's events of one table stand for the prefix cache. A prefix that other tables have
+        # lost is found when a request asks for it.
+        self._indexed_table = self._layout.index_table.table
+        self._cached = CachedBlocks(self._layout.index_table.block_size_tokens)
         self._ranks: RankHalf | None = None
         self._host: HostTier | None = None
         self._host_copies: OffloadingConnectorWorker | None = None
@@ -201,6 +194,8 @@ class BatonConnector(KVConnectorBase_V1):
             )
             self._host_copies = make_rank_half(vllm_config, kv_cache_config)
             self._note_stage(engine_stages.WEIGHTS)
+            if get_tensor_model_parallel_rank() == 0:
+                engine_groups.record(self._socket_path, list(self._named))
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -250,7 +245,9 @@ class BatonConnector(KVConnectorBase_V1):
             engine_stages.record(self._socket_path, stage)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._rank_half.register(kv_caches)
+        # Layers that use another layer's cache are not among the names.
+        names = [name for of_group in self._named.values() for name in of_group]
+        self._rank_half.register({name: kv_caches[name] for name in names})
         if self._host_copies is not None:
             self._host_copies.register_kv_caches(kv_caches)
             assert self._host_copies.worker is not None, "vLLM makes it for these caches"
@@ -345,13 +342,13 @@ class BatonConnector(KVConnectorBase_V1):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        block_ids = blocks.get_block_ids()[0]
+        tables = blocks.get_block_ids()
         if num_external_tokens and not self._scheduler_half.receives(request.request_id):
             assert self._host is not None, "the tokens come from a handoff or from host memory"
-            self._scheduler_half.allocated(request, block_ids, 0)
+            self._scheduler_half.allocated(request, tables, 0)
             self._host.allocated(request, blocks, num_external_tokens)
         else:
-            self._scheduler_half.allocated(request, block_ids, num_external_tokens)
+            self._scheduler_half.allocated(request, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         step = self._scheduler_half.step(scheduler_output)
@@ -409,7 +406,7 @@ class BatonConnector(KVConnectorBase_V1):
         """Returns the change that these events make to the prefix cache; None for no change."""
         for event in events:
             match event:
-                case BlockStored(group_idx=0):
+                case BlockStored(group_idx=self._indexed_table):
                     self._cached.stored(
                         event.parent_block_hash,
                         event.block_hashes,
@@ -417,7 +414,7 @@ class BatonConnector(KVConnectorBase_V1):
                         event.extra_keys,
                         event.lora_name or "",
                     )
-                case BlockRemoved(group_idx=0):
+                case BlockRemoved(group_idx=self._indexed_table):
                     self._cached.removed(event.block_hashes)
                 case AllBlocksCleared():
                     self._cached.cleared()
@@ -456,6 +453,11 @@ class BatonConnector(KVConnectorBase_V1):
 
     def request_finished(
         self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._scheduler_half.finished(request, block_ids)
         if self._host is not None:

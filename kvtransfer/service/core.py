@@ -232,8 +232,10 @@ class TransferCore:
     def push_frame(self, stream: int, frame: Frame) -> None:
         if frame.kind is FrameKind.REFERENCE:
             # A reference before the layout is known is refused: no transport is accepted yet.
-            block_bytes = self._layout.block_bytes if self._layout is not None else 0
-            frame = self._negotiator.resolve(stream, frame, frame.num_blocks * block_bytes)
+            num_bytes = 0
+            if self._layout is not None and frame.layer < self._layout.num_layers:
+                num_bytes = frame.num_blocks * self._layout.group_of(frame.layer).block_bytes
+            frame = self._negotiator.resolve(stream, frame, num_bytes)
         if effects := self._receiver.handle_frame(stream, frame, time.monotonic()):
             self._carry_out(effects)
             self._arm()

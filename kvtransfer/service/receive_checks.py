@@ -17,19 +17,24 @@ def data_problem(handoff: Handoff, frame: Frame, layout: KvLayout) -> str | None
         return f"rank is {frame.rank}; must be below {layout.num_shards}"
     if frame.layer >= layout.num_layers:
         return f"layer is {frame.layer}; must be below {layout.num_layers}"
+    group = layout.group_of(frame.layer)
+    held = layout.blocks(group, handoff.num_blocks)
     end = frame.first_block + frame.num_blocks
-    if frame.num_blocks < 1 or end > handoff.num_blocks:
-        return f"blocks {frame.first_block} to {end}; the handoff has {handoff.num_blocks}"
-    if len(frame.payload) != frame.num_blocks * layout.block_bytes:
+    if frame.num_blocks < 1 or frame.first_block < held.start or end > held.stop:
+        return (
+            f"layer {frame.layer}, blocks {frame.first_block} to {end}; the handoff has "
+            f"{held.start} to {held.stop}"
+        )
+    if len(frame.payload) != frame.num_blocks * group.block_bytes:
         return (
             f"{len(frame.payload)} bytes for {frame.num_blocks} blocks; "
-            f"must be {frame.num_blocks * layout.block_bytes}"
+            f"must be {frame.num_blocks * group.block_bytes}"
         )
     part = handoff.ranks[frame.rank]
     if part.committed:
         return f"a data frame after rank {frame.rank}'s commit"
-    row = frame.layer * handoff.num_blocks
-    if part.seen.find(1, row + frame.first_block, row + end) != -1:
+    first = layout.index(frame.layer, frame.first_block, handoff.num_blocks)
+    if part.seen.find(1, first, first + frame.num_blocks) != -1:
         return f"layer {frame.layer}, blocks {frame.first_block} to {end}: came twice"
     return None
 
@@ -48,7 +53,7 @@ def check_commit(handoff: Handoff, frame: Frame, layout: KvLayout) -> None:
     if not verify(frame):
         raise MalformedFrame("the commit was altered", pb.REFUSAL_REASON_CHECKSUM)
     totals = Totals.decode(frame.payload)
-    expected = layout.num_layers * handoff.num_blocks
+    expected = layout.shard_blocks(handoff.num_blocks)
     if totals != part.totals or part.num_seen != expected:
         raise MalformedFrame(
             f"rank {frame.rank}: the commit says {totals}; {part.totals} arrived, "

@@ -80,7 +80,7 @@ class OpenHandler:
             raise MalformedFrame(
                 f"KV caches differ: {'; '.join(differing)}", pb.REFUSAL_REASON_FINGERPRINT
             )
-        most = opened.num_blocks * layout.block_size_tokens
+        most = opened.num_blocks * layout.counted_tokens
         if not 1 <= opened.num_tokens <= most:
             raise MalformedFrame(
                 f"num_tokens is {opened.num_tokens}; must be 1 to {most} for "
@@ -103,7 +103,7 @@ class OpenHandler:
         """Starts an epoch of a handoff, which drops everything of its older epochs."""
         live = self._table.live.get(opened.handoff_id)
         ranks = [
-            RankPart(bytearray(layout.num_layers * opened.num_blocks))
+            RankPart(bytearray(layout.shard_blocks(opened.num_blocks)))
             for _ in range(layout.num_shards)
         ]
         if live is None:

@@ -238,7 +238,7 @@ class Receiver:
 
     def _grant(self, handoff: Handoff, rank: int, frames: Sequence[ReceivedFrame]) -> Grant:
         assert handoff.extent is not None
-        begin = self._known_layout().offset(rank, 0, 0, handoff.num_blocks)
+        begin = rank * self._known_layout().shard_bytes(handoff.num_blocks)
         return Grant(
             handoff.handoff_id,
             handoff.epoch,
@@ -311,7 +311,7 @@ class Receiver:
             detail = f"layer {frame.layer}, block {frame.first_block}: the bytes were altered"
             self._table.interrupt(handoff, pb.REFUSAL_REASON_CHECKSUM, detail, now)
             return
-        first = frame.layer * handoff.num_blocks + frame.first_block
+        first = layout.index(frame.layer, frame.first_block, handoff.num_blocks)
         part.seen[first : first + frame.num_blocks] = b"\x01" * frame.num_blocks
         part.num_seen += frame.num_blocks
         part.frames.append(

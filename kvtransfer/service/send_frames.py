@@ -35,7 +35,7 @@ def outgoing_blocks(
     send: Send, filled: Filled, extent: Extent, layout: KvLayout, memory: memoryview
 ) -> OutgoingBlocks:
     """Returns a run of filled blocks with its place in the segment, and adds it to the totals."""
-    num_bytes = filled.num_blocks * layout.block_bytes
+    num_bytes = filled.num_blocks * layout.group_of(filled.layer).block_bytes
     start = extent.offset + layout.offset(
         filled.rank, filled.layer, filled.first_block, send.num_blocks
     )
@@ -62,10 +62,15 @@ def fill_problem(send: Send, filled: pb.LocalFrame, layout: KvLayout) -> str | N
         return "filled before its staging was reserved"
     if filled.rank >= layout.num_shards or filled.layer >= layout.num_layers:
         return f"rank {filled.rank}, layer {filled.layer} were filled: no such rank or layer"
+    group = layout.group_of(filled.layer)
+    held = layout.blocks(group, send.num_blocks)
     end = filled.first_block + filled.num_blocks
-    if end > send.num_blocks:
-        return f"blocks up to {end} were filled; the handoff has {send.num_blocks}"
-    num_bytes = filled.num_blocks * layout.block_bytes
+    if filled.num_blocks and (filled.first_block < held.start or end > held.stop):
+        return (
+            f"layer {filled.layer}, blocks {filled.first_block} to {end} were filled; the handoff "
+            f"has {held.start} to {held.stop}"
+        )
+    num_bytes = filled.num_blocks * group.block_bytes
     if num_bytes > frames.MAX_PAYLOAD_BYTES:
         return f"a frame of {num_bytes} bytes was filled; at most {frames.MAX_PAYLOAD_BYTES}"
     if send.last[filled.rank]:

@@ -97,10 +97,10 @@ class Sender:
         layout = self._known_layout()
         if len(handoff_id) != frames.HANDOFF_ID_BYTES:
             raise TransferRefused(f"handoff_id has {len(handoff_id)} bytes; must have 16")
-        if not 1 <= num_tokens <= num_blocks * layout.block_size_tokens:
+        if not 1 <= num_tokens <= num_blocks * layout.counted_tokens:
             raise TransferRefused(
                 f"num_tokens is {num_tokens}; must be 1 to "
-                f"{num_blocks * layout.block_size_tokens} for {num_blocks} blocks"
+                f"{num_blocks * layout.counted_tokens} for {num_blocks} blocks"
             )
         if handoff_id in self._table.sends:
             raise TransferRefused(f"handoff {handoff_id.hex()} is being sent already")
@@ -248,7 +248,9 @@ class Sender:
             send.num_sent += 1
             frame = self._frame(send, filled, send.extent)
             batch.append(frame)
-            num_bytes = filled.num_blocks * self._known_layout().block_bytes
+            num_bytes = filled.num_blocks and (
+                filled.num_blocks * self._known_layout().group_of(filled.layer).block_bytes
+            )
             room -= frames.HEADER_BYTES
             room -= num_bytes if frame.payload else num_bytes // _BYTES_BY_REFERENCE
             if send.num_commits == len(send.last):

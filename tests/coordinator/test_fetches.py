@@ -106,6 +106,14 @@ def test_the_reader_s_own_blocks_are_not_fetched():
         assert (choice.num_cached_tokens, choice.num_work_tokens) == (800, 800)
 
 
+def test_nothing_is_fetched_if_workers_keep_windows_or_states():
+    found = router("a", "b", sends_prefixes=False)
+    holds(found, "b", 150)
+    queue(found, "b", 5.0, 4)
+    for choice in both(found):
+        assert (choice.worker, choice.fetch) == (A, None)
+
+
 def test_nothing_is_fetched_that_takes_longer_than_computing_it():
     found = router("a", "b")
     holds(found, "b", 150)

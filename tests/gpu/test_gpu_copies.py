@@ -127,7 +127,7 @@ def test_the_same_bytes_as_on_the_host(order, dtype, parts, make_copies, staging
     reference = HostCopies(PagedCache(expected_cache, layout), expected_staging)
     # The rings wrap around, and a scatter has more blocks than a slot holds.
     copies = make_copies(cache, num_slots=2, slot_bytes=61 * size + size // 2)
-    assert copies.max_blocks == 61
+    assert copies.max_blocks(0) == 61
     for layer in range(LAYERS):
         base = BASE + layer * 101 * size
         # The first two change places in staging.

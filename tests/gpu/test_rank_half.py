@@ -9,7 +9,7 @@ import secrets
 import pytest
 import torch
 
-from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, Push
+from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, Part, Push
 from baton.kvtransfer.connector.rank_half import RankHalf
 from baton.kvtransfer.control import EnginePort, TransferClient
 from baton.kvtransfer.layout import KvLayout
@@ -156,29 +156,29 @@ async def test_blocks_computed_in_steps_are_loaded_in_another_order(workers):
     other_id, other_offset = await opened(sender, receiver, 2)
     for first, end in ((0, 7), (7, 8), (8, num_blocks)):
         ids = source[first:end]
-        push = Push(handoff_id, offset, first, num_blocks, ids, end == num_blocks)
+        push = Push(handoff_id, offset, num_blocks, (Part(first, ids),), end == num_blocks)
         values = {block_id: first + at for at, block_id in enumerate(ids)}
         pushes, free = [push], [each for each in range(BLOCKS) if each not in shuffled]
         if end == num_blocks:
             # The second prompt of the same step.
-            pushes.append(Push(other_id, other_offset, 0, 2, free[:2], True))
+            pushes.append(Push(other_id, other_offset, 2, (Part(0, free[:2]),), True))
             values |= {free[0]: 50, free[1]: 51}
         sender.step(pushes, compute=writes(values))
         # The next step uses the same blocks for something else.
         sender.step(compute=writes(dict.fromkeys(ids, 99)))
     await committed(receiver, handoff_id, other_id)
-    loads = [Load(handoff_id, num_blocks * TOKENS, 3, target[3:])]
+    loads = [Load(handoff_id, num_blocks * TOKENS, (Part(3, target[3:]),))]
     assert receiver.step(loads=loads) == set()
     for layer, cache in enumerate(receiver.caches.values()):
         for at, block_id in enumerate(target):
             wanted = at + 100 * layer if at >= 3 else 0
             assert bool((cache[block_id] == wanted).all()), (layer, at)
-    assert receiver.step(loads=[Load(other_id, 2 * TOKENS, 0, [7, 5])]) == set()
+    assert receiver.step(loads=[Load(other_id, 2 * TOKENS, (Part(0, [7, 5]),))]) == set()
     for layer, cache in enumerate(receiver.caches.values()):
         assert bool((cache[7] == 50 + 100 * layer).all())
         assert bool((cache[5] == 51 + 100 * layer).all())
     # The handoff was loaded once and released.
-    assert receiver.step(loads=[Load(other_id, 2 * TOKENS, 0, [7, 5])]) == {5, 7}
+    assert receiver.step(loads=[Load(other_id, 2 * TOKENS, (Part(0, [7, 5]),))]) == {5, 7}
     await empty(sender)
     await empty(receiver)
 
@@ -198,12 +198,12 @@ async def test_a_shard_of_several_ranks_is_handed_over_once(tmp_path, device, se
         assert receiver.port.subscribe()
         handoff_id, offset = await opened(sender, receiver, 3)
         assert (await sender.client.stats()).send_bytes_used == 3 * LAYERS * BLOCK_BYTES
-        push = Push(handoff_id, offset, 0, 3, [9, 4, 6], True)
+        push = Push(handoff_id, offset, 3, (Part(0, [9, 4, 6]),), True)
         for one in reversed(sides[0]):
             # A rank that does not send must not report that everything is filled.
             one.step([push], compute=writes({9: 0, 4: 1, 6: 2}))
         await committed(receiver, handoff_id)
-        load = Load(handoff_id, 3 * TOKENS, 0, [1, 3, 2])
+        load = Load(handoff_id, 3 * TOKENS, (Part(0, [1, 3, 2]),))
         for one in sides[1]:
             assert one.step(loads=[load], releases=False) == set()
             for layer, cache in enumerate(one.caches.values()):
@@ -226,13 +226,13 @@ async def test_layers_of_a_full_cuda_graph_are_handed_over(workers, told):
     in_graph = {f"layer.{layer}" for layer in range(LAYERS) if layer not in told}
     handoff_id, offset = await opened(sender, receiver, 3)
     for first, ids, last in ((0, [9, 4], False), (2, [6], True)):
-        push = Push(handoff_id, offset, first, 3, ids, last)
+        push = Push(handoff_id, offset, 3, (Part(first, ids),), last)
         values = {block_id: first + at for at, block_id in enumerate(ids)}
         sender.step([push], compute=writes(values), in_graph=in_graph)
         # The next step uses the same blocks for something else, in the same graph.
         sender.step(compute=writes(dict.fromkeys(ids, 99)), in_graph=in_graph)
     await committed(receiver, handoff_id)
-    assert receiver.step(loads=[Load(handoff_id, 3 * TOKENS, 0, [1, 3, 2])]) == set()
+    assert receiver.step(loads=[Load(handoff_id, 3 * TOKENS, (Part(0, [1, 3, 2]),))]) == set()
     for layer, cache in enumerate(receiver.caches.values()):
         for at, block_id in enumerate([1, 3, 2]):
             assert bool((cache[block_id] == at + 100 * layer).all()), (layer, at)
@@ -243,7 +243,7 @@ async def test_layers_of_a_full_cuda_graph_are_handed_over(workers, told):
 async def test_a_wrong_byte_is_found_in_the_step_that_loads_it(workers, monkeypatch):
     sender, receiver = workers
     handoff_id, offset = await opened(sender, receiver, 4)
-    push = Push(handoff_id, offset, 0, 4, [4, 3, 2, 1], True)
+    push = Push(handoff_id, offset, 4, (Part(0, [4, 3, 2, 1]),), True)
     sender.step([push], compute=writes({1: 1, 2: 2, 3: 3, 4: 4}))
     await committed(receiver, handoff_id)
     claim = receiver.port.claim
@@ -254,7 +254,7 @@ async def test_a_wrong_byte_is_found_in_the_step_that_loads_it(workers, monkeypa
         return claimed
 
     monkeypatch.setattr(receiver.port, "claim", claim_and_alter)
-    load = Load(handoff_id, 4 * TOKENS, 1, [8, 7, 6])
+    load = Load(handoff_id, 4 * TOKENS, (Part(1, [8, 7, 6]),))
     assert receiver.step(loads=[load]) == {6, 7, 8}
     assert receiver.step() == set()
     await empty(receiver)
@@ -263,7 +263,7 @@ async def test_a_wrong_byte_is_found_in_the_step_that_loads_it(workers, monkeypa
 async def test_an_incomplete_handoff_that_ends_leaves_nothing(workers):
     sender, receiver = workers
     handoff_id, offset = await opened(sender, receiver, 4)
-    sender.step([Push(handoff_id, offset, 0, 4, [4, 3], False)])
+    sender.step([Push(handoff_id, offset, 4, (Part(0, [4, 3]),), False)])
     sender.step(ended=[handoff_id])
     await empty(sender)
     await empty(receiver)
@@ -287,13 +287,13 @@ async def test_a_stalled_bus_fails_the_handoff_and_not_the_step(workers, monkeyp
     whole_id, whole_at = await opened(sender, receiver, 2)
     stalling(sender.rank, monkeypatch, 1)
     # The second layer's gather stalls; the rest of the prompt comes in a later step.
-    sender.step([Push(broken_id, broken_at, 0, 4, [4, 3], False)])
+    sender.step([Push(broken_id, broken_at, 4, (Part(0, [4, 3]),), False)])
     memory = sender.port.memory[broken_at : broken_at + 4 * LAYERS * BLOCK_BYTES]
     before = bytes(memory)
     sender.step(
         [
-            Push(broken_id, broken_at, 2, 4, [2, 1], True),
-            Push(whole_id, whole_at, 0, 2, [6, 5], True),
+            Push(broken_id, broken_at, 4, (Part(2, [2, 1]),), True),
+            Push(whole_id, whole_at, 2, (Part(0, [6, 5]),), True),
         ],
         compute=writes({1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6}),
     )
@@ -301,7 +301,7 @@ async def test_a_stalled_bus_fails_the_handoff_and_not_the_step(workers, monkeyp
     assert bytes(memory) == before
     memory.release()
     await committed(receiver, whole_id)
-    assert receiver.step(loads=[Load(whole_id, 2 * TOKENS, 0, [7, 8])]) == set()
+    assert receiver.step(loads=[Load(whole_id, 2 * TOKENS, (Part(0, [7, 8]),))]) == set()
     for layer, cache in enumerate(receiver.caches.values()):
         assert bool((cache[7] == 6 + 100 * layer).all()), layer
         assert bool((cache[8] == 5 + 100 * layer).all()), layer
@@ -322,13 +322,13 @@ async def test_a_rank_that_stalls_leaves_the_staging_to_the_other_rank(tmp_path,
         (stalled, other), (receiver, _) = sides
         stalling(stalled.rank, monkeypatch, 0)
         handoff_id, offset = await opened(stalled, receiver, 4)
-        first = Push(handoff_id, offset, 0, 4, [4, 3], False)
+        first = Push(handoff_id, offset, 4, (Part(0, [4, 3]),), False)
         for one in (stalled, other):
             one.step([first])
         await until_failed(stalled)
         assert (await stalled.client.stats()).send_bytes_used == 8 * LAYERS * BLOCK_BYTES
         for one in (stalled, other):
-            one.step([Push(handoff_id, offset, 2, 4, [2, 1], True)])
+            one.step([Push(handoff_id, offset, 4, (Part(2, [2, 1]),), True)])
         await empty(stalled)
         await empty(receiver)
     finally:
@@ -352,7 +352,7 @@ async def test_a_load_of_the_end_of_a_handoff_leaves_out_cached_blocks(workers):
     target = random.Random(6).sample(range(BLOCKS), 18)
     handoff_id, offset = await opened(sender, receiver, 20)
     sender.step(
-        [Push(handoff_id, offset, 0, 20, source, True)],
+        [Push(handoff_id, offset, 20, (Part(0, source),), True)],
         compute=writes({block: index + 1 for index, block in enumerate(source)}),
     )
     await committed(receiver, handoff_id)
@@ -361,7 +361,7 @@ async def test_a_load_of_the_end_of_a_handoff_leaves_out_cached_blocks(workers):
     def look(name, cache):
         seen[name] = cache.clone()
 
-    wanted = Load(handoff_id, 20 * TOKENS, 2, target)
+    wanted = Load(handoff_id, 20 * TOKENS, (Part(2, target),))
     assert receiver.step(loads=[wanted], compute=look) == set()
     # Every layer is loaded before the model runs.
     for name, cache in seen.items():

@@ -259,7 +259,7 @@ class RandomEngine(RuleBasedStateMachine):
             self.running.remove(request)
         else:
             return
-        self.half.finished(request, [block.block_id for block in request.blocks])
+        self.half.finished(request, ([block.block_id for block in request.blocks],))
         self.pool.free_blocks(reversed(request.blocks))
         self.coming = [one for one in self.coming if one.request is not request]
 
@@ -394,7 +394,7 @@ class RandomEngine(RuleBasedStateMachine):
             request.num_computed = len(found) * SIZE + num_loaded
             self.allocated(request)
             ids = [block.block_id for block in request.blocks]
-            self.half.allocated(request, ids, num_loaded)
+            self.half.allocated(request, (ids,), num_loaded)
             self.waiting.remove(request)
             self.running.append(request)
             self.coming = [one for one in self.coming if one.request is not request]

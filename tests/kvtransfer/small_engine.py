@@ -52,7 +52,7 @@ class Block:
 class Pool:
     """The parts of vLLM's BlockPool that are used; block 0 belongs to no request."""
 
-    enable_caching, num_gpu_blocks = True, NUM_BLOCKS
+    enable_caching, num_gpu_blocks, hash_block_size = True, NUM_BLOCKS, SIZE
 
     def __init__(self):
         self.blocks = [Block(number) for number in range(NUM_BLOCKS)]

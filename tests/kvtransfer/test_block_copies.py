@@ -117,7 +117,7 @@ def test_blocks_are_moved_in_the_widest_words_that_divide_them():
     assert words[torch.bfloat16] == words[torch.float32] == torch.int64
     assert words[torch.uint8] == torch.int32  # 12 bytes are three words of 4.
     contiguous = PagedCache(make_cache("BLHNC", torch.bfloat16), make_layout(torch.bfloat16))
-    assert contiguous.layers[0].shape == (BLOCKS, contiguous.block_words)
+    assert contiguous.layers[0].shape == (BLOCKS, contiguous.block_words(0))
 
 
 def test_words_are_narrow_when_the_cache_begins_at_an_odd_address():
@@ -409,4 +409,4 @@ def test_every_frame_fits_a_gather():
             PagedCache(make_cache("LBHNC", dtype), layout), torch.zeros(8, dtype=torch.uint8)
         )
         counts = [count for _, count in split_blocks(0, 10_000, layout.block_bytes)]
-        assert max(counts) <= copies.max_blocks
+        assert max(counts) <= copies.max_blocks(0)

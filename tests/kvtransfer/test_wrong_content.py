@@ -64,7 +64,8 @@ def test_loaded_blocks_are_handed_on_only_after_they_are_verified(when):
     engine.half.add(sending)
     steps.append(engine.half.step(as_scheduled(engine.schedule(), most_tokens=1)))
     assert sending.num_computed == 3 * SIZE
-    pushed = [block for push in steps[-1].pushes for block in push.block_ids]
+    parts = [part for push in steps[-1].pushes for part in push.parts]
+    pushed = [block for part in parts for block in part.block_ids]
     if when == "after it":
         assert pushed == [block.block_id for block in sending.blocks[:3]]
         assert not engine.service.given_up

@@ -201,7 +201,9 @@ def spoil(decode: Side, rank: int, num_blocks: int) -> None:
     """Flips a bit of one rank's part of a committed handoff; no other handoff is in the arena."""
     port = EnginePort(decode.transfer.socket_path)
     try:
-        at = decode.info.layout.offset(rank, 1, num_blocks // 2, num_blocks)
+        layout = decode.info.layout
+        held = layout.blocks(layout.group_of(1), num_blocks)
+        at = layout.offset(rank, 1, held[len(held) // 2], num_blocks)
         port.memory[STAGING.send_bytes + at] ^= 0x10
     finally:
         port.close()

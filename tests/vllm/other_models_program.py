@@ -1,4 +1,7 @@
-"""Two engines of a small random model that is not a Llama, and the answers of one alone."""
+"""Two engines of a small random model that is not a Llama, and the answers of one alone.
+
+Without prefix caching, one engine hands over to itself.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +49,122 @@ def _windowed() -> Any:
     )
 
 
+def _gpt_oss() -> Any:
+    return transformers.GptOssConfig(
+        **_SIZES | {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 128},
+        num_key_value_heads=2,
+        head_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=64,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+    )
+
+
+def _all_windowed() -> Any:
+    return transformers.MistralConfig(
+        **_SIZES, num_key_value_heads=2, head_dim=32, sliding_window=64
+    )
+
+
+def _two_sizes() -> Any:
+    """Returns a model whose layers with full attention have larger heads."""
+    return transformers.Gemma4TextConfig(
+        **_SIZES,
+        num_key_value_heads=2,
+        head_dim=32,
+        global_head_dim=64,
+        sliding_window=64,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=0,
+        vocab_size_per_layer_input=512,
+        num_kv_shared_layers=0,
+    )
+
+
+def _recurrent() -> Any:
+    """Returns a model with gated delta nets: recurrent layers beside full attention."""
+    return transformers.Qwen3NextConfig(
+        **_SIZES | {"num_hidden_layers": 4, "hidden_size": 128},
+        num_key_value_heads=2,
+        head_dim=32,
+        linear_num_value_heads=2,
+        linear_num_key_heads=1,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        decoder_sparse_step=1,
+    )
+
+
+_MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 64,
+}
+
+
+def _nemotron() -> Any:
+    """Returns a hybrid with a layer that has neither attention nor a state."""
+    return transformers.NemotronHConfig(
+        **_SIZES | {"num_hidden_layers": 4},
+        num_key_value_heads=2,
+        hybrid_override_pattern="M*M-",
+        head_dim=32,
+        mamba_num_heads=8,
+        mamba_head_dim=16,
+        ssm_state_size=16,
+        n_groups=2,
+        conv_kernel=4,
+        chunk_size=64,
+    )
+
+
+def _granite() -> Any:
+    return transformers.GraniteMoeHybridConfig(
+        **_SIZES | {"hidden_size": 128},
+        **_MAMBA | {"mamba_d_head": 32},
+        num_key_value_heads=2,
+        layer_types=["mamba", "attention", "mamba"],
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=128,
+        position_embedding_type="nope",
+    )
+
+
+def _falcon() -> Any:
+    """Returns a hybrid whose layers have attention and a state."""
+    return transformers.FalconH1Config(
+        **_SIZES, **_MAMBA, num_key_value_heads=2, head_dim=32, mamba_d_ssm=128
+    )
+
+
+def _mamba() -> Any:
+    return transformers.Mamba2Config(
+        vocab_size=512,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_heads=8,
+        head_dim=16,
+        state_size=16,
+        n_groups=2,
+        conv_kernel=4,
+        expand=2,
+        chunk_size=64,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+    )
+
+
 def _narrow() -> Any:
     """Returns a model whose KV cache has eight bits."""
     return transformers.LlamaConfig(**_SIZES, num_key_value_heads=2, head_dim=32)
@@ -78,13 +197,40 @@ ENGINE_ARGS = {
     # positions, latent attention is wrong for prompts of several tokens.
     "compilation_config": {"custom_ops": ["-rotary_embedding"]},
 }
-CONFIGS = {"windowed": _windowed, "latent": _latent, "fp8": _narrow}
-OWN_ARGS: dict[str, dict[str, Any]] = {"fp8": {"kv_cache_dtype": "fp8"}}
+CONFIGS = {
+    "windowed": _windowed,
+    "gpt-oss": _gpt_oss,
+    "all windowed": _all_windowed,
+    "two sizes": _two_sizes,
+    "recurrent": _recurrent,
+    "nemotron": _nemotron,
+    "granite": _granite,
+    "falcon": _falcon,
+    "mamba": _mamba,
+    "latent": _latent,
+    "fp8": _narrow,
+}
+OWN_ARGS: dict[str, dict[str, Any]] = {
+    "fp8": {"kv_cache_dtype": "fp8"},
+    # vLLM's CPU kernels for gated delta nets support only this type.
+    "recurrent": {"dtype": "bfloat16"},
+    # vLLM's CPU kernels for Mamba2 keep no states for the prefix cache.
+    **{
+        name: {"enable_prefix_caching": False}
+        for name in ("nemotron", "granite", "falcon", "mamba")
+    },
+}
 
 
 def make(name: str, directory: Path) -> str:
     """Writes the model's checkpoint, with the demo models' tokenizer."""
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+    torch.manual_seed(3)
+    config = CONFIGS[name]()
+    if isinstance(config, transformers.Mamba2Config):
+        # Transformers names no class for it.
+        model = transformers.Mamba2ForCausalLM(config).to(torch.float32)
+    else:
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weights in model.parameters():
@@ -127,13 +273,13 @@ async def run(name: str, ranks: list[int], given: dict[str, Any]) -> dict[str, A
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
         model = make(name, directory / "model")
         sides = []
-        for num_ranks, socket in zip(ranks, ("p.sock", "d.sock"), strict=True):
+        engine_args = {**ENGINE_ARGS, **OWN_ARGS.get(name, {})}
+        for num_ranks, socket in zip(ranks, ("p.sock", "d.sock"), strict=False):
             # The cores of one engine's ranks must not bind another engine's.
             os.environ.pop(affinity.VLLM_BIND_THREADS, None)
-            engine_args = {**ENGINE_ARGS, **OWN_ARGS.get(name, {})}
             begun = side(model, num_ranks, str(directory / socket), **engine_args)
             sides.append(await stack.enter_async_context(begun))
-        prefill, decode = sides
+        prefill, decode = sides[0], sides[-1]
         made = await handed_over(prefill, decode, given)
         alone = {
             case["name"]: await answered_alone(prefill, case)
@@ -145,7 +291,7 @@ async def run(name: str, ranks: list[int], given: dict[str, Any]) -> dict[str, A
             "block_bytes": layout.block_bytes,
             "block_size": layout.block_size_tokens,
         }
-        fixed = announced_block_size(model)
+        fixed = announced_block_size(model) if name == "latent" else None
     return {**made, **sizes, "alone": alone, "announced_block_size": fixed}
 
 

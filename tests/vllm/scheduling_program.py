@@ -162,9 +162,10 @@ class Engine:
         step = output.kv_connector_metadata.step
         self.given_up += step.ended
         for push in step.pushes:
-            self.pushed.append((push.first_block, len(push.block_ids), push.last))
+            (part,) = push.parts
+            self.pushed.append((part.first_block, len(part.block_ids), push.last))
             tokens = self.tokens["prompt"]
-            for index, block_id in enumerate(push.block_ids, push.first_block):
+            for index, block_id in enumerate(part.block_ids, part.first_block):
                 for at in range(index * BLOCK, min((index + 1) * BLOCK, len(tokens))):
                     made_of = self._keys.get((block_id, at % BLOCK))
                     self.is_pushed_right &= made_of == tuple(tokens[: at + 1])

@@ -29,7 +29,7 @@ class Told:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.demo = demo_model.ensure("demo", weights=False, root=directory / "models")
-        for name in ("mamba", "mistral"):
+        for name in ("mamba", "mistral", "whisper"):
             (directory / name).mkdir()
             (directory / name / "config.json").write_text(json.dumps(MODELS[name]))
         (directory / "empty").mkdir()
@@ -44,12 +44,14 @@ class Told:
         pools.write_text(
             yaml.safe_dump({"model": self.demo, "decode": {"engine_args": {"block_size": 64}}})
         )
-        windows = "disable_sliding_window=true"
+        runner, windows = "runner=pooling", "disable_sliding_window=true"
         commands = {
             "small": ["--config", str(self.small), "--write", str(self.made), "--json"],
-            "mamba": [str(directory / "mamba")],
-            "mamba as json": [str(directory / "mamba"), "--json"],
-            "window": [str(directory / "mistral"), "--json"],
+            "state": [str(directory / "mamba")],
+            "whisper": [str(directory / "whisper")],
+            "whisper as json": [str(directory / "whisper"), "--json"],
+            "window": [str(directory / "mistral")],
+            "pooling": [self.demo, "--engine-arg", runner, "--json"],
             "window off": [str(directory / "mistral"), "--engine-arg", windows],
             "argument": [self.demo, "--engine-arg", "max_modle_len=10"],
             "vllm": [self.demo, "--engine-arg", "max_model_len=-5"],
@@ -136,27 +138,42 @@ def test_baton_up_accepts_the_written_configuration(told: Told) -> None:
 
 
 def test_a_refused_model_names_its_kind_and_what_to_do(told: Told) -> None:
-    refused = told.answers["mamba"]
+    refused = told.answers["whisper"]
     assert (refused["code"], refused["out"]) == (2, "")
-    said = f"baton: model: {told.directory / 'mamba'} (MambaForCausalLM) has no attention: "
-    assert said in refused["err"]
+    kind = "(WhisperForConditionalGeneration) is an encoder-decoder model"
+    assert f"baton: model: {told.directory / 'whisper'} {kind}: " in refused["err"]
     assert "serve it with plain vLLM" in refused["err"]
-    assert told.answers["mamba as json"]["code"] == 2
-    as_json = told.json("mamba as json")
+    assert told.answers["whisper as json"]["code"] == 2
+    as_json = told.json("whisper as json")
     assert not as_json["can_be_served"]
-    assert "(MambaForCausalLM) has no attention" in as_json["reason"]
+    assert kind in as_json["reason"]
 
 
-def test_an_engine_argument_may_turn_a_refusal_off(told: Told) -> None:
-    assert told.answers["window"]["code"] == 2
-    assert "engine_args.disable_sliding_window" in told.json("window")["reason"]
-    served = told.answers["window off"]
-    assert served["code"] == 0
-    assert "(MistralForCausalLM) can be served, on cpu" in served["out"]
+def test_a_recurrent_state_is_listed(told: Told) -> None:
+    answer = told.answers["state"]
+    assert answer["code"] == 0, answer["err"]
+    assert "(MambaForCausalLM) can be served, on cpu" in answer["out"]
+    assert "recurrent state" in answer["out"]
+
+
+def test_an_engine_argument_may_cause_a_refusal(told: Told) -> None:
+    assert told.answers["pooling"]["code"] == 2
+    assert "generates no tokens" in told.json("pooling")["reason"]
+
+
+def test_windows_are_listed_beside_layers_that_keep_every_token(told: Told) -> None:
+    window, layers = MODELS["mistral"]["sliding_window"], DECODER["num_hidden_layers"]
+    windowed, full = told.answers["window"], told.answers["window off"]
+    assert (windowed["code"], full["code"]) == (0, 0)
+    assert "(MistralForCausalLM) can be served, on cpu" in windowed["out"]
+    # 4 layers, 2 heads of 16 keys and 16 values, in bfloat16.
+    size = f"{layers * window * 2 * 32 * 2 / 2**10:.1f} KiB"
+    [row] = [line for line in windowed["out"].splitlines() if line.startswith("window of 128")]
+    assert row.split()[4:] == [*size.split(), f"{layers}", "layers"]
+    assert "window of" not in full["out"]
     # Without a sliding window, the context is as long as the window was.
-    assert f"max_model_len is {MODELS['mistral']['sliding_window']:,}" in served["out"]
-    assert DECODER["num_hidden_layers"] == 4
-    assert "4 layers" in served["out"]
+    assert f"max_model_len is {window:,}" in full["out"]
+    assert f"{layers} layers" in full["out"]
 
 
 @pytest.mark.parametrize(

@@ -168,14 +168,10 @@ def said(directories: dict[str, str], tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.parametrize(
     ("model", "architecture", "state"),
     [
-        ("mamba", "MambaForCausalLM", "has no attention: its state is recurrent"),
-        ("jamba", "JambaForCausalLM", "is a hybrid model: it mixes attention"),
         ("whisper", "WhisperForConditionalGeneration", "is an encoder-decoder model"),
         ("bert", "BertModel", "generates no tokens (its runner is 'pooling')"),
-        ("mistral", "MistralForCausalLM", "uses sliding-window attention"),
         ("chunked", "LlamaForCausalLM", "uses chunked local attention"),
-        ("minimax", "TransformersMoEForCausalLM", "is a hybrid model: it mixes attention"),
-        ("gemma", "Gemma4ForCausalLM", "has layers whose keys and values differ in size"),
+        ("minimax", "TransformersMoEForCausalLM", "has recurrent layers whose state vLLM"),
     ],
 )
 def test_a_model_with_other_state_is_refused_by_name(
@@ -185,17 +181,6 @@ def test_a_model_with_other_state_is_refused_by_name(
     assert message.startswith(f"model: {directories[model]} ({architecture}) {state}")
     assert PLAIN in message
     assert "\n" not in message
-
-
-def test_the_refusal_of_a_sliding_window_names_the_setting_that_turns_it_off(
-    said: dict[str, str],
-) -> None:
-    assert "engine_args.disable_sliding_window" in said["mistral"]
-
-
-def test_turning_windows_off_is_advised_only_if_it_helps(said: dict[str, str]) -> None:
-    """The layers differ in size even without windows, so turning windows off is no advice."""
-    assert said["gemma"].endswith(PLAIN)
 
 
 def test_a_pooling_runner_is_refused(said: dict[str, str]) -> None:
@@ -267,7 +252,10 @@ def test_profiler_settings_that_baton_sets_or_vllm_rejects_are_refused(
     assert "torch_profiler_shapes" in said["profiler_config"]
 
 
-@pytest.mark.parametrize("name", ["llama", "window switched off", "ngram", "deepseek"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "mistral", "window switched off", "gemma", "jamba", "ngram", "deepseek"],
+)
 def test_supported_models_fail_only_at_their_missing_files(said: dict[str, str], name: str) -> None:
     assert said[name].startswith("vLLM could not start: ")
     assert "tokenizer" in said[name]
@@ -278,7 +266,7 @@ def test_baton_worker_prints_the_refusal_and_exits_with_code_1(
 ) -> None:
     arguments = ["worker", "--role", "prefill", "--coordinator", "127.0.0.1:1"]
     log = tmp_path / "worker.log"
-    process = fork(run_baton, *arguments, "--model", directories["mamba"], log=log)
+    process = fork(run_baton, *arguments, "--model", directories["whisper"], log=log)
     try:
         process.join(TIMEOUT_S)
         said = log.read_text()
@@ -287,9 +275,8 @@ def test_baton_worker_prints_the_refusal_and_exits_with_code_1(
         process.kill()
         process.join()
     last = said.splitlines()[-1]
-    assert f": engine: model: {directories['mamba']} (MambaForCausalLM) has no attention" in last, (
-        said[-3000:]
-    )
+    kind = "(WhisperForConditionalGeneration) is an encoder-decoder model"
+    assert f": engine: model: {directories['whisper']} {kind}" in last, said[-3000:]
     assert PLAIN in last
 
 
@@ -309,13 +296,24 @@ def test_settings_that_contradict_the_configured_adapters_are_refused(
     assert said[case].startswith(message)
 
 
-def test_the_connector_refuses_caches_that_do_not_keep_every_token(tmp_path: Path) -> None:
+def test_the_connector_describes_each_kind_of_cache_and_refuses_others(tmp_path: Path) -> None:
     """The connector checks the cache itself, whatever the model's configuration says."""
     with Program("cache_specs_program", directory=tmp_path) as program:
-        kept = program.result()
-    assert kept == {
-        "full": True,
-        "latent": True,
-        "window": False,
-        "several tokens in one state": False,
+        described = program.result()
+    keys_and_values, latents = 64 * 2 * 64 * 2, 64 * 64 * 2
+    assert described == {
+        # Kind, layers, block bytes, window, block table of each group.
+        "full": [["full", 2, keys_and_values, 0, 0]],
+        "full with a window": [["full", 2, keys_and_values, 0, 0]],
+        "latent": [["full", 2, latents, 0, 0]],
+        "window": [["window", 2, keys_and_values, 16, 0]],
+        "state": [["state", 2, 3 * 5 * 2 + 7 * 4, 0, 0]],
+        "state with drafts": "MambaSpec with drafts",
+        "window and full": [
+            ["window", 2, keys_and_values, 16, 0],
+            ["full", 2, keys_and_values, 0, 1],
+        ],
+        "two sizes in one table": [["full", 1, keys_and_values, 0, 0], ["full", 1, latents, 0, 0]],
+        "several tokens in one state": "MLAAttentionSpec",
+        "chunks": "ChunkedLocalAttentionSpec",
     }

@@ -175,6 +175,7 @@ class KvFingerprint(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     TP_SIZE_FIELD_NUMBER: _builtins.int
     NUM_SHARDS_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     model: _builtins.str
     revision: _builtins.str
@@ -195,6 +196,13 @@ class KvFingerprint(_message.Message):
     part (with MLA latents all ranks do: 1). `rank` in the messages below is the index of such a
     part.
     """
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvGroup]:
+        """Kinds of caches, each with neighbouring layers; the numbers of layers add up to num_layers.
+        Empty: all layers keep every token, in blocks of block_bytes. Otherwise block_size_tokens is a
+        common multiple of the groups' block sizes, and block_bytes is the largest block.
+        """
+
     def __init__(
         self,
         *,
@@ -210,14 +218,81 @@ class KvFingerprint(_message.Message):
         layout: _builtins.str = ...,
         tp_size: _builtins.int = ...,
         num_shards: _builtins.int = ...,
+        groups: _abc.Iterable[Global___KvGroup] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size_tokens", b"block_size_tokens", "dtype", b"dtype", "head_size", b"head_size", "layout", b"layout", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_shards", b"num_shards", "protocol_version", b"protocol_version", "revision", b"revision", "tp_size", b"tp_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size_tokens", b"block_size_tokens", "dtype", b"dtype", "groups", b"groups", "head_size", b"head_size", "layout", b"layout", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_shards", b"num_shards", "protocol_version", b"protocol_version", "revision", b"revision", "tp_size", b"tp_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvFingerprint: _TypeAlias = KvFingerprint  # noqa: Y015
+
+@_typing.final
+class KvGroup(_message.Message):
+    """Layers whose blocks have one kind and one size. The layers of a group follow each other in the
+    numbering of `layer` in the messages below.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Kind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[KvGroup._Kind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        KIND_UNSPECIFIED: KvGroup._Kind.ValueType  # 0
+        KIND_FULL: KvGroup._Kind.ValueType  # 1
+        """Every token is kept."""
+        KIND_WINDOW: KvGroup._Kind.ValueType  # 2
+        """The last window_tokens tokens are kept; a handoff holds the blocks of those."""
+        KIND_STATE: KvGroup._Kind.ValueType  # 3
+        """One block holds a recurrent state after the last token."""
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    KIND_UNSPECIFIED: KvGroup.Kind.ValueType  # 0
+    KIND_FULL: KvGroup.Kind.ValueType  # 1
+    """Every token is kept."""
+    KIND_WINDOW: KvGroup.Kind.ValueType  # 2
+    """The last window_tokens tokens are kept; a handoff holds the blocks of those."""
+    KIND_STATE: KvGroup.Kind.ValueType  # 3
+    """One block holds a recurrent state after the last token."""
+
+    KIND_FIELD_NUMBER: _builtins.int
+    NUM_LAYERS_FIELD_NUMBER: _builtins.int
+    NUM_KV_HEADS_FIELD_NUMBER: _builtins.int
+    BLOCK_SIZE_TOKENS_FIELD_NUMBER: _builtins.int
+    BLOCK_BYTES_FIELD_NUMBER: _builtins.int
+    WINDOW_TOKENS_FIELD_NUMBER: _builtins.int
+    TABLE_FIELD_NUMBER: _builtins.int
+    kind: Global___KvGroup.Kind.ValueType
+    num_layers: _builtins.int
+    num_kv_heads: _builtins.int
+    block_size_tokens: _builtins.int
+    block_bytes: _builtins.int
+    """Bytes of one block of one layer on one rank."""
+    window_tokens: _builtins.int
+    table: _builtins.int
+    """Layers of one table share the engine's list of blocks of a request."""
+    def __init__(
+        self,
+        *,
+        kind: Global___KvGroup.Kind.ValueType = ...,
+        num_layers: _builtins.int = ...,
+        num_kv_heads: _builtins.int = ...,
+        block_size_tokens: _builtins.int = ...,
+        block_bytes: _builtins.int = ...,
+        window_tokens: _builtins.int = ...,
+        table: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size_tokens", b"block_size_tokens", "kind", b"kind", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "table", b"table", "window_tokens", b"window_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvGroup: _TypeAlias = KvGroup  # noqa: Y015
 
 @_typing.final
 class PushOpen(_message.Message):
@@ -237,6 +312,9 @@ class PushOpen(_message.Message):
     epoch: _builtins.int
     rank: _builtins.int
     num_blocks: _builtins.int
+    """Size of the handoff in blocks of the smallest block size of all groups. It determines which
+    blocks of each group the handoff holds (runtime/kv_groups.py).
+    """
     num_tokens: _builtins.int
     """Prompt tokens that the blocks hold; the last block may be partly filled."""
     wait_ms: _builtins.int
@@ -658,8 +736,9 @@ class LocalSendOpened(_message.Message):
 
     OFFSET_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
-    """Position of each rank's bytes in the segment: layer l, block b of rank r is at
-    offset + ((r * num_layers + l) * num_blocks + b) * block_bytes.
+    """Where the handoff's bytes begin in the segment: rank after rank, in each rank layer after layer,
+    in each layer the blocks that the handoff holds. With one group, layer l, block b of rank r is
+    at offset + ((r * num_layers + l) * num_blocks + b) * block_bytes.
     """
     def __init__(
         self,
@@ -711,6 +790,7 @@ class LocalFrame(_message.Message):
     rank: _builtins.int
     layer: _builtins.int
     first_block: _builtins.int
+    """From the handoff's first token on, in blocks of the layer's group."""
     num_blocks: _builtins.int
     checksum: _builtins.int
     """XXH3-64 of the blocks' bytes."""
@@ -943,8 +1023,8 @@ class LocalClaimed(_message.Message):
     FRAMES_FIELD_NUMBER: _builtins.int
     NUM_FRAMES_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
-    """Position of this rank's bytes in the segment: layer l, block b is at offset + (l * num_blocks +
-    b) * block_bytes.
+    """Where this rank's bytes begin in the segment: layer after layer, in each layer the blocks that
+    the handoff holds.
     """
     num_blocks: _builtins.int
     num_tokens: _builtins.int

@@ -1,0 +1,73 @@
+"""vLLM's schedulers, with failed loads for caches of several block tables.
+
+vLLM itself ends a request whose load has failed only if the model has one block table. Everything
+else that follows from a failed load is the connector's (kvtransfer/connector/scheduler_half.py).
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import vllm
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from baton.engine.base import EngineDead
+
+_PARAMETERS = ["self", "invalid_block_ids", "num_scheduled_tokens"]
+
+
+class TableLoadFailures:
+    """Mixin of vLLM's schedulers that finds the requests whose load has failed."""
+
+    def _handle_invalid_blocks(
+        self: Any, invalid_block_ids: set[int], num_scheduled_tokens: dict[str, int]
+    ) -> set[str]:
+        """Returns the requests to end. The connector evicts their wrong blocks afterwards.
+
+        All tables take their blocks from one pool, so a block ID belongs to one table at a time.
+        """
+        if len(self.kv_cache_config.kv_cache_groups) == 1:
+            failed: set[str] = super()._handle_invalid_blocks(  # type: ignore[misc]
+                invalid_block_ids, num_scheduled_tokens
+            )
+            return failed
+        return {
+            request.request_id
+            for request in self.running
+            if any(
+                not invalid_block_ids.isdisjoint(block_ids)
+                for block_ids in self.kv_cache_manager.get_block_ids(request.request_id)
+            )
+        }
+
+
+class PlainScheduler(TableLoadFailures, Scheduler):  # type: ignore[misc]
+    """vLLM's scheduler."""
+
+
+class PlainAsyncScheduler(TableLoadFailures, AsyncScheduler):  # type: ignore[misc]
+    """vLLM's scheduler for steps that overlap."""
+
+
+def use_load_failures(config: Any) -> None:
+    """Makes vLLM use one of these schedulers, unless Baton's own one is set.
+
+    Args:
+        config: vLLM's VllmConfig.
+
+    Raises:
+        EngineDead: The installed vLLM lacks the method that the mixin overrides.
+    """
+    hook = getattr(Scheduler, "_handle_invalid_blocks", None)
+    if hook is None or list(inspect.signature(hook).parameters) != _PARAMETERS:
+        raise EngineDead(
+            f"vLLM {vllm.__version__} lacks Scheduler._handle_invalid_blocks("
+            f"{', '.join(_PARAMETERS)}), which handoffs use; install the version that Baton "
+            "requires"
+        )
+    scheduling = config.scheduler_config
+    if scheduling.scheduler_cls is None:
+        chosen = PlainAsyncScheduler if scheduling.async_scheduling else PlainScheduler
+        scheduling.scheduler_cls = f"{chosen.__module__}.{chosen.__qualname__}"

@@ -1,0 +1,91 @@
+"""Groups of layers of a KV cache, and the blocks of each group that a handoff holds.
+
+Most models have one group: every layer keeps every token. A layer with a sliding window keeps the
+last tokens only, so a handoff holds only the blocks of those. A recurrent layer keeps one state,
+whose content belongs to the last token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+# ID of the block that stands for blocks that a request does not keep; no request owns it (vLLM).
+NULL_BLOCK = 0
+
+Kind: TypeAlias = Literal["full", "window", "state"]
+
+
+@dataclass(frozen=True, slots=True)
+class KvGroup:
+    """Layers whose blocks have one kind and one size.
+
+    Attributes:
+        kind: "full": every token is kept. "window": the last window_tokens tokens are kept.
+            "state": one block holds a recurrent state after the last token.
+        num_layers: Number of layers.
+        num_kv_heads: Number of KV heads of one rank; 0 for states.
+        block_size_tokens: Tokens per block. For a state: how often the engine may keep one.
+        block_bytes: Bytes of one block of one layer on one rank.
+        window_tokens: Tokens of a window; 0 for other kinds.
+        table: Index of the engine's list of a request's blocks, which layers of several groups may
+            share (vLLM: KV cache group).
+    """
+
+    kind: Kind
+    num_layers: int
+    num_kv_heads: int
+    block_size_tokens: int
+    block_bytes: int
+    window_tokens: int = 0
+    table: int = 0
+
+    def blocks(self, num_blocks: int, counted_tokens: int) -> range:
+        """Returns the blocks of each layer in a handoff, as indices from its first token on.
+
+        Args:
+            num_blocks: Size of the handoff, in blocks of counted_tokens tokens; the last one may be
+                partly filled.
+            counted_tokens: Smallest block size of all groups, in tokens; see `smallest_block`.
+        """
+        if self.kind == "state":
+            return range(1)
+        end = -(-num_blocks * counted_tokens // self.block_size_tokens)
+        if self.kind == "full":
+            return range(end)
+        # Shortest prompt with this number of blocks. A receiver that computes the last token again
+        # needs the window before that token.
+        shortest = (num_blocks - 1) * counted_tokens + 1
+        return range(max(0, shortest - self.window_tokens) // self.block_size_tokens, end)
+
+
+def smallest_block(groups: Sequence[KvGroup]) -> int:
+    """Returns the smallest block size in tokens; it divides the others."""
+    return min(_block_sizes(groups))
+
+
+def common_block(groups: Sequence[KvGroup]) -> int:
+    """Returns the tokens of the shortest prefix that is whole blocks in every group."""
+    return math.lcm(*_block_sizes(groups))
+
+
+def _block_sizes(groups: Sequence[KvGroup]) -> list[int]:
+    """Returns the block sizes of the groups that keep tokens, or else those of states."""
+    sizes = [group.block_size_tokens for group in groups if group.kind != "state"]
+    return sizes or [group.block_size_tokens for group in groups]
+
+
+def shard_bytes(groups: Sequence[KvGroup], num_blocks: int) -> int:
+    """Returns the size of one shard of a handoff, in bytes.
+
+    Args:
+        groups: All groups.
+        num_blocks: Size of the handoff, in blocks of `smallest_block` tokens.
+    """
+    counted = smallest_block(groups)
+    return sum(
+        group.num_layers * len(group.blocks(num_blocks, counted)) * group.block_bytes
+        for group in groups
+    )
