@@ -138,11 +138,52 @@ class RandomEngine(RuleBasedStateMachine):
         token = 100 + number % 100
         receive = {
             "handoff_id": handoff_id.hex(), "num_tokens": length, "timeout_s": 1e9,
-            "skip_tokens": skip_blocks * SIZE,
+            "skip_tokens": skip_blocks * SIZE, "is_fetch": False,
         }  # fmt: skip
         request = Request(f"r{number}", [*prompt, token], {"baton_receive": receive})
         messages = self.sent(handoff_id, prompt, skip_blocks, fault)
         self.coming.append(Coming(handoff_id, messages, request))
+
+    @rule(
+        num_blocks=st.integers(1, 5),
+        num_more=st.integers(2, 9),
+        skip=st.integers(0, 3),
+        num_following=st.integers(0, 2),
+        fault=st.sampled_from([None, None, *FAULTS]),
+    )
+    def begin_fetch(self, num_blocks, num_more, skip, num_following, fault):
+        self.begin_fetch_one(num_blocks, num_more, skip, num_following, fault=fault)
+
+    def begin_fetch_one(self, num_blocks, num_more, skip, num_following=0, *, fault=None):
+        """Begins a fetch, and submits requests that wait for it.
+
+        Args:
+            num_blocks: Number of blocks at the beginning of the prompt that the handoff ends with.
+            num_more: Number of tokens that the request computes.
+            skip: Number of these blocks that the handoff leaves out, if some are left.
+            num_following: Number of other requests that wait for the fetch.
+            fault: What happens to the first epoch.
+        """
+        while len(self.coming) >= 5:
+            self.abort(self.coming[0])
+        self.num_handoffs += 1
+        number = self.num_handoffs
+        handoff_id = number.to_bytes(16, "big")
+        prompt, skip_blocks = [3] * (num_blocks * SIZE), min(skip, num_blocks - 1)
+        receive = {
+            "handoff_id": handoff_id.hex(), "num_tokens": num_blocks * SIZE, "timeout_s": 1e9,
+            "skip_tokens": skip_blocks * SIZE, "is_fetch": True,
+        }  # fmt: skip
+        tokens = [*prompt, *[100 + number % 100] * num_more]
+        request = Request(f"r{number}", tokens, {"baton_receive": receive})
+        messages = self.sent(handoff_id, prompt, skip_blocks, fault)
+        self.coming.append(Coming(handoff_id, messages, request))
+        for index in range(num_following):
+            waits = {**receive, "num_tokens": 0, "skip_tokens": 0}
+            tokens = [*prompt, 60 + index, 100 + number % 100]
+            one = Request(f"r{number}-{index}", tokens, {"baton_receive": waits})
+            self.waiting.append(one)
+            self.half.add(one)
 
     def sent(self, handoff_id, prompt, skip_blocks, fault):
         """Returns a prompt's messages; a fault adds an uncommitted epoch before the good one."""

@@ -12,6 +12,7 @@ import os
 import pytest
 from hypothesis import settings
 from random_engine import FAULTS, RandomEngine, as_scheduled, engine_with, num_uncommitted
+from small_engine import SIZE
 
 from baton.kvtransfer.connector.handoff_step import LoadReport
 from baton.kvtransfer.connector.scheduler_half import CUT_OFF
@@ -75,3 +76,42 @@ def test_an_engine_that_has_lost_the_service_reports_it(who):
     for _ in range(2):
         engine.half.step(as_scheduled([]))
         assert engine.half.finish_step()[CUT_OFF]
+
+
+def test_a_fetched_prefix_is_loaded_and_the_rest_is_computed():
+    engine = RandomEngine()
+    engine.starts(is_calm=True)
+    engine.begin_fetch_one(4, 3, 0, num_following=1)
+    (coming,), (following,) = engine.coming, engine.waiting
+    engine.submit(coming)
+    engine.run_step()
+    assert engine.waiting == [following, coming.request]
+    engine.deliver(coming, 1000)
+    engine.run_step()
+    assert engine.running == [coming.request]
+    # The other request waits until the loaded blocks are verified and released.
+    assert engine.waiting == [following]
+    engine.run_step()
+    engine.run_step()
+    assert following in engine.running
+    assert following.num_computed >= 4 * SIZE
+    engine.teardown()
+
+
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_a_fetch_without_its_prefix_or_its_bytes_is_computed(is_dropped):
+    engine = RandomEngine()
+    engine.starts(is_calm=True)
+    engine.begin_fetch_one(4, 3, 2, num_following=1)
+    (coming,), (following,) = engine.coming, engine.waiting
+    engine.submit(coming)
+    if is_dropped:
+        engine.drop(coming)
+    else:
+        engine.deliver(coming, 1000)
+    engine.run_step()
+    assert coming.request in engine.running
+    engine.run_step()
+    engine.run_step()
+    assert following in engine.running
+    engine.teardown()

@@ -238,6 +238,7 @@ def failed_load(*, is_fenced: bool) -> dict[str, Any]:
     prompt = list(range(1000, 1000 + 3 * BLOCK + 1))
     receive = {
         "handoff_id": HANDOFF.hex(), "num_tokens": 3 * BLOCK, "skip_tokens": 0, "timeout_s": 60.0,
+        "is_fetch": False,
     }  # fmt: skip
     engine.add("wants", range(BLOCK - 1), URGENT, 8)
     engine.schedule()

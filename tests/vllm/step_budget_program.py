@@ -45,6 +45,7 @@ def receive(handoff_id: bytes, num_tokens: int) -> dict[str, Any]:
             "num_tokens": num_tokens,
             "skip_tokens": 0,
             "timeout_s": 60.0,
+            "is_fetch": False,
         }
     }
 
