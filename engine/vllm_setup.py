@@ -177,7 +177,9 @@ class VllmSetup:
             return None
         namespace = namespace_of(self.layout.fingerprint(), f"vllm {vllm.__version__}")
         try:
-            directory = DiskDirectory.open(Path(disk_dir), namespace, self.layout.tp_size)
+            directory = DiskDirectory.open(
+                Path(disk_dir).absolute(), namespace, self.layout.tp_size
+            )
         except OSError as error:
             _log.warning("kv_store.disk_dir is not used: %s", error)
             return None

@@ -301,6 +301,18 @@ class DiskIndex:
         """Returns the changes since the last call as fields of CacheChange (engine/base.py)."""
         return self._changes.take()
 
+    def check_integrity(self) -> None:
+        """Raises AssertionError if blocks, jobs and their places in host memory do not agree."""
+        assert not self._writing.keys() & self._blocks.keys()
+        assert not self.off or not self._blocks
+        slots = [job.order.slot for job in self._jobs.values()]
+        assert len(slots) == len(set(slots))
+        for under_way in (self._writing, self._loading):
+            assert all(
+                self._jobs[number].order.block.key == key for key, number in under_way.items()
+            )
+        assert all(0 < job.num_missing <= self._num_ranks for job in self._jobs.values())
+
     def take_counts(self) -> DiskCounts:
         """Returns what has happened since the last call."""
         counts, self._counts = self._counts, DiskCounts()

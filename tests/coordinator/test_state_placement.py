@@ -31,7 +31,7 @@ def cell(new_world):
     """Makes a cell whose workers keep these groups; "d" has four blocks of every prompt cached."""
 
     def make(*groups, **changes):
-        world = new_world(local_prefill=False, **changes)
+        world = new_world(local_prefill=False, fetch=False, **changes)
         fingerprint = kv_transfer_pb2.KvFingerprint(
             num_layers=len(groups), block_size_tokens=BLOCK, block_bytes=1000, tp_size=1,
             groups=groups,

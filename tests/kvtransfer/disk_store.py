@@ -26,7 +26,7 @@ def namespace(**changed: object) -> bytes:
 
 def block(number: int, cache_salt: str = "") -> BlockName:
     key = hashlib.sha256(f"{number} {cache_salt}".encode()).digest() + bytes(4)
-    return BlockName(key, number + 1, owner_of(cache_salt))
+    return BlockName(key, int.from_bytes(key[:8]), owner_of(cache_salt))
 
 
 def content(one: BlockName, rank: int) -> np.ndarray:

@@ -283,6 +283,7 @@ async def hand_over(
         memory[begin] ^= 1
     receive = {
         "handoff_id": handoff_id.hex(), "num_tokens": num_tokens, "skip_tokens": skip_tokens,
+        "is_fetch": False,
         "timeout_s": WAIT_S,
     }  # fmt: skip
     num_known = num_tokens + (num_loaded is None)

@@ -1,0 +1,62 @@
+"""Commands to delete KV blocks: each waits for its worker's report, or for the worker's loss."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from baton.coordinator.server.cache_drops import CacheDrops
+from baton.runtime.errors import Internal, RemoteError, Unavailable, to_message
+from baton.v1 import cluster_pb2
+
+A, B = ("a", 1), ("b", 2)
+
+
+class Sent:
+    """Commands that were sent, by worker."""
+
+    def __init__(self) -> None:
+        self.commands: dict[tuple[str, int], cluster_pb2.DropCacheCommand] = {}
+        self.drops = CacheDrops(self.commands.__setitem__)
+
+    async def begin(self, worker: tuple[str, int], salt: str | None) -> asyncio.Task:
+        task = asyncio.create_task(self.drops.drop(worker, salt))
+        while worker not in self.commands:
+            await asyncio.sleep(0)
+        return task
+
+    def report(self, worker: tuple[str, int], **fields) -> None:
+        drop_id = self.commands[worker].drop_id
+        self.drops.on_report(worker, cluster_pb2.CacheDropped(drop_id=drop_id, **fields))
+
+
+async def test_each_worker_reports_its_own():
+    sent = Sent()
+    first, second = await sent.begin(A, "search"), await sent.begin(B, None)
+    assert sent.commands[A].cache_salt == "search"
+    assert not sent.commands[B].HasField("cache_salt")
+    # The default tenant's salt is empty, which is not the same as no salt.
+    third = await sent.begin(("c", 3), "")
+    assert sent.commands["c", 3].HasField("cache_salt")
+    sent.drops.on_report(A, cluster_pb2.CacheDropped(drop_id=sent.commands[B].drop_id))
+    sent.report(B, host_blocks=4)
+    sent.report(A, disk_blocks=5)
+    sent.report(A, disk_blocks=6)
+    assert (await first).disk_blocks == 5
+    assert (await second).host_blocks == 4
+    third.cancel()
+    await asyncio.gather(third, return_exceptions=True)
+    # A late report is ignored.
+    sent.report(("c", 3))
+
+
+async def test_a_failure_and_a_lost_worker_are_told():
+    sent = Sent()
+    first, second = await sent.begin(A, None), await sent.begin(B, None)
+    sent.drops.lost(A, "it fell silent")
+    sent.report(B, failed=to_message(Internal("the disk has failed")))
+    with pytest.raises(Unavailable, match=r"a was lost: it fell silent; .* files may be left"):
+        await first
+    with pytest.raises(RemoteError, match="the disk has failed"):
+        await second

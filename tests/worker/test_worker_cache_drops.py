@@ -1,0 +1,31 @@
+"""A worker's part of `baton cache drop`: it reports whether its engine has deleted the blocks."""
+
+from __future__ import annotations
+
+from baton.engine.simulated import SimulatedEngine
+from baton.runtime.config import SimulatedConfig
+from baton.v1 import cluster_pb2
+from baton.worker.cache_drops import CacheDrops
+from baton.worker.outbox import Outbox
+
+
+async def reported(engine, drop_id: int) -> cluster_pb2.CacheDropped:
+    outbox = Outbox()
+    drops = CacheDrops(engine, outbox)
+    drops.on_command(cluster_pb2.DropCacheCommand(drop_id=drop_id))
+    (task,) = drops._tasks
+    await task
+    await drops.close()
+    message = outbox.next_unsent()
+    assert message is not None
+    return message.cache_dropped
+
+
+async def test_a_dead_engine_is_reported(model):
+    engine = SimulatedEngine(model, "m", SimulatedConfig(), "")
+    await engine.start()
+    assert not (await reported(engine, 7)).HasField("failed")
+    await engine.stop()
+    found = await reported(engine, 8)
+    assert found.drop_id == 8
+    assert "stopped" in found.failed.message
