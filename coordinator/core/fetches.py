@@ -123,13 +123,11 @@ class Fetches:
             Whether the request had a fetch of its own.
         """
         plan, request.fetch = request.fetch, None
-        fetch = self._fetches.pop(plan.handoff_id, None) if plan is not None else None
-        if fetch is None or plan is None:
+        fetch = self._fetches.get(plan.handoff_id) if plan is not None else None
+        # A request may also have waited for the fetch of another one.
+        if plan is None or fetch is None or fetch.request is not request:
             return False
-        if fetch.request is not request:
-            # The request waited for another one's fetch.
-            self._fetches[plan.handoff_id] = fetch
-            return False
+        del self._fetches[plan.handoff_id]
         of_reader = self._by_reader[fetch.reader]
         del of_reader[plan.handoff_id]
         if not of_reader:
