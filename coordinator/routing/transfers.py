@@ -84,6 +84,7 @@ class Transfers:
     def took(self, pair: Pair, num_bytes: int, seconds: float, *, near: bool) -> None:
         """Records a transfer's size and duration."""
         if num_bytes < _LEAST_BYTES:
+            self._tried_at.pop(near, None)
             return
         latest = max(seconds, 1e-6) / num_bytes
         self._pairs[pair] = self._mean(self._pairs.pop(pair, None), latest)
@@ -98,7 +99,9 @@ class Transfers:
 
     def given_up(self, pair: Pair, num_bytes: int, seconds: float, *, near: bool) -> None:
         """Records a transfer that was given up after this many seconds."""
-        if num_bytes >= _LEAST_BYTES:
+        if num_bytes < _LEAST_BYTES:
+            self._tried_at.pop(near, None)
+        else:
             measured = _Measured(_GIVEN_UP_FACTOR * seconds / num_bytes, self.now)
             self._pairs.pop(pair, None)
             self._pairs[pair] = self._kinds[near] = measured

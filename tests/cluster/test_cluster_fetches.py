@@ -53,12 +53,17 @@ class Conversation:
 
 
 async def test_the_prefill_worker_fetches_the_answers_from_the_decode_worker(new_cluster):
-    cluster = new_cluster("p1", "d1", **STRICT)
+    # A fetch gets as long as the computation takes that it saves: seconds, for a busy machine.
+    cost = {"prefill_per_token_ms": 20.0}
+    slow = {**STRICT, "simulated": SIMULATED | cost, "latency": cost}
+    cluster = new_cluster("p1", "d1", **slow)
     await cluster.serving()
     async with BatonClient(cluster.address) as client, AdminClient(cluster.address) as admin:
         conversation = Conversation(cluster, client, admin)
         await conversation.turn()
         for _ in range(3):
+            # The workers have reported their blocks by then.
+            await cluster.nothing_left()
             info = await conversation.turn()
             sources = info.prompt_sources
             # New are the text of this turn and the last block of the one before.

@@ -220,6 +220,11 @@ def test_the_first_fetch_is_tried_alone():
     found.begins(A, 0.1, near=False)
     assert found.seconds((C, B), 10**9, near=False) == math.inf
     assert found.seconds((C, B), 10**9, near=True) == pytest.approx(0.1)
+    # A small one shows nothing, and the next one may be tried.
+    found.took((A, B), 1000, 0.1, near=False)
+    assert found.seconds((C, B), 10**9, near=False) == pytest.approx(0.1)
+    found.begins(A, 0.1, near=False)
+    assert found.seconds((C, B), 10**9, near=False) == math.inf
     found.took((A, B), 10**9, 0.1, near=False)
     assert found.seconds((C, B), 10**9, near=False) == pytest.approx(0.1)
 
