@@ -7,7 +7,7 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, Literal
 
 import vllm_cases as cases
 
@@ -113,13 +113,20 @@ class Side:
 
 @contextlib.asynccontextmanager
 async def side(
-    model: str, ranks: int, socket_path: str, host_bytes: int = 0, **engine_args: Any
+    model: str,
+    ranks: int,
+    socket_path: str,
+    host_bytes: int = 0,
+    scheduler: Literal["baton", "vllm"] = "baton",
+    **engine_args: Any,
 ) -> AsyncIterator[Side]:
     async with contextlib.AsyncExitStack() as stack:
         transfer = await TransferClient.start(STAGING, socket_path)
         stack.push_async_callback(transfer.close)
         arguments = {**ENGINE_ARGS, "tensor_parallel_size": ranks, **engine_args}
-        engine = VllmEngine(model, "m", arguments, socket_path, host_bytes=host_bytes)
+        engine = VllmEngine(
+            model, "m", arguments, socket_path, scheduler=scheduler, host_bytes=host_bytes
+        )
         stack.push_async_callback(engine.stop)
         info = await engine.start()
         await transfer.configure(info.layout.fingerprint())
