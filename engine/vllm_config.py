@@ -115,6 +115,10 @@ def checked_args(
         "enable_log_requests": False,
         **lora_args(adapters, engine_args),
         "worker_extension_cls": RECORDING,
+        # Blocks that leave a window stay in the prefix cache until they are used again, so that a
+        # prefix is found at every block, as the coordinator's index expects. By default vLLM finds
+        # it only near the end of an earlier prompt.
+        "prefix_cache_retention_interval": None,
         **engine_args,
         "profiler_config": _profiler_config(engine_args.get("profiler_config") or {}, traces),
     }

@@ -7,7 +7,7 @@ import contextlib
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, Literal
 
 import vllm_cases as cases
 
@@ -130,6 +130,7 @@ async def side(
     socket_path: str,
     host_bytes: int = 0,
     disk_dir: str = "",
+    scheduler: Literal["baton", "vllm"] = "baton",
     **engine_args: Any,
 ) -> AsyncIterator[Side]:
     async with contextlib.AsyncExitStack() as stack:
@@ -141,6 +142,7 @@ async def side(
             "m",
             arguments,
             socket_path,
+            scheduler=scheduler,
             host_bytes=host_bytes,
             disk_dir=disk_dir,
             disk_bytes=2**30,

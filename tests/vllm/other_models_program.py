@@ -277,7 +277,15 @@ async def run(name: str, ranks: list[int], given: dict[str, Any]) -> dict[str, A
         for num_ranks, socket in zip(ranks, ("p.sock", "d.sock"), strict=False):
             # The cores of one engine's ranks must not bind another engine's.
             os.environ.pop(affinity.VLLM_BIND_THREADS, None)
-            begun = side(model, num_ranks, str(directory / socket), **engine_args)
+            begun = side(
+                model,
+                num_ranks,
+                str(directory / socket),
+                # In bfloat16, answers depend on the chunks of a prompt, which Baton's scheduler
+                # chooses by the time that steps take.
+                scheduler="vllm" if name == "recurrent" else "baton",
+                **engine_args,
+            )
             sides.append(await stack.enter_async_context(begun))
         prefill, decode = sides[0], sides[-1]
         made = await handed_over(prefill, decode, given)
