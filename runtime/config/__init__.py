@@ -27,7 +27,13 @@ from baton.runtime.config.scaling import (
 )
 from baton.runtime.config.steps import StepsConfig
 from baton.runtime.config.tracing import TracingConfig
-from baton.runtime.config.workers import DecodePoolConfig, PoolConfig, SimulatedConfig, WorkerConfig
+from baton.runtime.config.workers import (
+    DecodePoolConfig,
+    PoolConfig,
+    SimulatedAnswer,
+    SimulatedConfig,
+    WorkerConfig,
+)
 from baton.runtime.kv_transfer_config import KvTransferConfig
 
 __all__ = [
@@ -50,6 +56,7 @@ __all__ = [
     "RayConfig",
     "RayPoolConfig",
     "ScalingSection",
+    "SimulatedAnswer",
     "SimulatedConfig",
     "StepsConfig",
     "TargetsConfig",
