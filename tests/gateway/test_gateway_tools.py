@@ -418,6 +418,25 @@ async def test_tool_results_and_the_session_reach_the_coordinator(gateway):
     assert request.session_id == "session-1"
 
 
+async def test_tools_that_an_agent_loads_later_reach_the_coordinator(gateway):
+    """Claude Code defers tools; its tool search answers with references to them."""
+    called = {"type": "tool_use", "id": "t1", "name": "search", "input": {"query": "weather"}}
+    reference = {"type": "tool_reference", "tool_name": "weather"}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [reference]}
+    turns = [
+        *TURNS,
+        {"role": "assistant", "content": [called]},
+        {"role": "user", "content": [result]},
+    ]
+    tools = [{"name": "search", "input_schema": {}}, {**WEATHER, "defer_loading": True}]
+    request, found = await gateway.message(call(OSLO), messages=turns, tools=tools)
+    assert [one.name for one in found.content] == ["weather"]
+    told = [one["function"].get("defer_loading") for one in json.loads(request.chat.tools)]
+    assert told == [None, True]
+    told = [(one.role, one.content) for one in request.chat.messages if one.role == "tool"]
+    assert told == [("tool", "<tool_reference>weather</tool_reference>")]
+
+
 async def test_errors_of_messages_have_anthropics_form(gateway):
     async with gateway.anthropic() as client:
         body = {"model": "scripted", "max_tokens": 9, "messages": TURNS}
