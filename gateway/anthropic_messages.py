@@ -110,7 +110,8 @@ def _with_references_as_text(turns: list[dict[str, Any]]) -> Iterator[dict[str, 
     vLLM's converter puts them into a second turn for the same result. The tools themselves are in
     the prompt, also those that the agent loads later.
     """
-    for turn, after in zip_longest(turns, turns[1:], fillvalue={}):
+    nothing: dict[str, Any] = {}
+    for turn, after in zip_longest(turns, turns[1:], fillvalue=nothing):
         content = turn.get("content")
         if turn["role"] == "tool" and isinstance(content, list):
             names = [part["name"] for part in content if part.get("type") == "tool_reference"]
