@@ -60,7 +60,7 @@ def parse_body(body: bytes, kind: type[B]) -> B:
     Raises:
         HttpError: The body is not a JSON object, or a field is wrong, unknown or not supported.
     """
-    values = _json_object(body)
+    values = json_object(body)
     known = {field.alias or name for name, field in kind.model_fields.items()}
     values = {name: value for name, value in values.items() if _is_validated(name, value, known)}
     try:
@@ -69,7 +69,7 @@ def parse_body(body: bytes, kind: type[B]) -> B:
         raise _explain(error, values) from None
 
 
-def _json_object(body: bytes) -> dict[str, Any]:
+def json_object(body: bytes) -> dict[str, Any]:
     """Parses a body that must be a JSON object. Raises HttpError."""
     try:
         values = pydantic_core.from_json(body, allow_inf_nan=False)
@@ -87,7 +87,7 @@ def parse_as(body: bytes, kind: type[M]) -> M:
     Raises:
         HttpError: The body is not JSON, or a field is wrong.
     """
-    values = _json_object(body)
+    values = json_object(body)
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

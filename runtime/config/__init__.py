@@ -9,7 +9,7 @@ from __future__ import annotations
 from baton.runtime.config.baton_config import BatonConfig
 from baton.runtime.config.coordinator import CoordinatorConfig, LatencyConfig
 from baton.runtime.config.files import dump, load, parse, shown
-from baton.runtime.config.http import BatchesConfig, CellConfig, HttpConfig
+from baton.runtime.config.http import BatchesConfig, CellConfig, HttpConfig, PoolingConfig
 from baton.runtime.config.lanes import (
     BatchLaneConfig,
     InteractiveLaneConfig,
@@ -52,6 +52,7 @@ __all__ = [
     "LatencyConfig",
     "NoTargetsConfig",
     "PoolConfig",
+    "PoolingConfig",
     "PoolLimitsConfig",
     "RayConfig",
     "RayPoolConfig",

@@ -364,6 +364,7 @@ async def test_messages_have_text_thinking_and_tool_use(gateway, stream):
     assert [one.role for one in request.chat.messages] == ["system", "user"]
     assert request.sampling.max_tokens == 100
     assert request.authorization == "Bearer key"
+    assert request.route == "/v1/messages"
     assert found.id.startswith("msg-")
     text = f"{THINK}Oslo is north{ANSWER}{call(OSLO)}"
     request, found = await gateway.message(text, tools=[WEATHER], stream=stream)
