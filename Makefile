@@ -19,7 +19,7 @@ BENCH := $(VENV)/.installed-bench
 RAY := $(VENV)/.installed-ray
 BATON := $(VENV)/.installed-baton
 # Clients of other projects need other versions than Baton.
-CLIENTS_VENV := $(VENV)-clients
+CLIENTS_VENV := .venv-clients
 CLIENTS := $(CLIENTS_VENV)/.installed
 
 .DEFAULT_GOAL := help
@@ -29,7 +29,7 @@ help:
 	@echo "make install  everything into $(VENV): vLLM on the CPU, Ray, tools, baton itself"
 	@echo "make demo     coordinator, prefill and decode worker on vLLM; one streamed completion"
 	@echo "make test     all tests; those of the web page need Chromium and are skipped without it"
-	@echo "make test-clients  HTTP clients of other projects against Baton, with a table; needs npm"
+	@echo "make test-clients  HTTP clients of other projects, with a table; needs npm"
 	@echo "make lint     format, lint, types, import contracts, protobuf lint, fresh generated code"
 	@echo "make bench    the benchmarks, with their tables"
 	@echo "make proto    generate the protobuf code again"
