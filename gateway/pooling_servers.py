@@ -23,9 +23,11 @@ _log = logging.getLogger(__name__)
 
 # Pause between two health checks of a server, and the longest wait for its answer.
 _HEALTH_PAUSE_S, _HEALTH_TIMEOUT_S = 5.0, 2.0
+# An idle connection is closed after this, before the server does: vLLM waits 5 s.
+_KEEP_ALIVE_S = 2.0
 # Longest error of a server that is read.
 _MAX_ERROR_BYTES = 64 * 2**10
-_FORWARDED_HEADERS = ("traceparent", "tracestate")
+_FORWARDED_HEADERS = (b"traceparent", b"tracestate", b"x-request-id")
 
 
 class PoolingServers(AsyncClosing):
@@ -43,7 +45,11 @@ class PoolingServers(AsyncClosing):
         self._num_running: Counter[str] = Counter()
         self._client = httpx.AsyncClient(
             # The gateway's own limit of running requests applies first.
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            limits=httpx.Limits(
+                max_connections=None,
+                max_keepalive_connections=64,
+                keepalive_expiry=_KEEP_ALIVE_S,
+            ),
             timeout=None,
             trust_env=False,
         )
@@ -92,8 +98,8 @@ class PoolingServers(AsyncClosing):
         Raises:
             HttpError: The server refused the request, or failed before its response began.
         """
-        sent = {"content-type": "application/json"}
-        sent |= {name: headers[name] for name in _FORWARDED_HEADERS if name in headers}
+        sent = [(name, value) for name, value in headers.raw if name in _FORWARDED_HEADERS]
+        sent.append((b"content-type", b"application/json"))
         self._num_running[server.url] += 1
         try:
             async with self._client.stream(
@@ -102,7 +108,7 @@ class PoolingServers(AsyncClosing):
                 self._health[server.model, server.url] = True
                 if response.status_code != 200:
                     raise await _refusal(server, path, response)
-                await send(_start(response.headers["content-type"]))
+                await send(_start(response.headers.get("content-type", "application/json")))
                 async for part in response.aiter_bytes():
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})

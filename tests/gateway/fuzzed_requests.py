@@ -211,14 +211,13 @@ def _changed(random: Random, body: Any) -> str:
     """Changes one place in a body; returns what."""
     place, key = random.choice(list(_places(body)))
     action = random.choice(("replace", "replace", "replace", "delete", "add", "repeat"))
+    value = copy.deepcopy(random.choice(VALUES))
     if action == "replace":
-        place[key] = random.choice(VALUES)
+        place[key] = value
     elif action == "delete":
         del place[key]
     elif action == "add" and isinstance(place, dict):
-        place[random.choice(("extra", "", "type", "strict", "n", "\0", "x" * 100))] = random.choice(
-            VALUES
-        )
+        place[random.choice(("extra", "", "type", "strict", "n", "\0", "x" * 100))] = value
     elif isinstance(place, list):
         place.append(copy.deepcopy(place[key]))
     else:

@@ -127,7 +127,8 @@ async def test_a_route_that_the_model_does_not_support_is_400(coordinator, start
         tcp_server(refuse) as url,
         start_gateway(coordinator, pooling=servers(url)) as gateway,
     ):
-        answer = await post(gateway, "/v1/embeddings")
+        answer = await post(gateway, "/v1/embeddings", **{"x-request-id": b"caf\xe9"})
+        assert answer.headers["x-request-id"] == "caf\xe9"
         error = answer.json()["error"]
         assert (answer.status_code, error["code"]) == (400, "unsupported_route")
         assert error["message"] == "model 'tiny' does not support /v1/embeddings"
