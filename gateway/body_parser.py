@@ -66,7 +66,7 @@ def parse_body(body: bytes, kind: type[B]) -> B:
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        raise _explain(error, values) from None
+        raise explain(error, values) from None
 
 
 def json_object(body: bytes) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def parse_as(body: bytes, kind: type[M]) -> M:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise _explain(error, values) from None
+        raise explain(error, values) from None
     except (TypeError, AttributeError, LookupError) as error:
         # Some validators of vLLM run before the types of the fields are checked.
         name = _field_with_wrong_type(values, kind)
@@ -133,8 +133,8 @@ def _is_validated(name: str, value: object, known: set[str]) -> bool:
     raise HttpError(400, f"{name}: unknown field{hint}", param=name, code="unknown_parameter")
 
 
-def _explain(error: ValidationError, values: Any) -> HttpError:
-    """Returns the first wrong field, with its path in the body.
+def explain(error: ValidationError, values: Any) -> HttpError:
+    """Returns the error that names the first wrong field, with its path in the body.
 
     A value of a union has one problem per member of the union. The most precise one counts: the
     deepest path, and of a field that is there rather than missing.

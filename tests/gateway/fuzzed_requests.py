@@ -18,7 +18,7 @@ BODIES: dict[str, Any] = {
         "model": "glossary",
         "prompt": ["What is a flip?"],
         "max_tokens": 3,
-        "stream": False,
+        "stream": True,
         "stream_options": {"include_usage": True},
         "logprobs": 1,
         "stop": ["x"],

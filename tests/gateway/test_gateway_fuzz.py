@@ -81,6 +81,12 @@ def check_error(path, method, body):
     assert found["error"]["message"]
 
 
+@pytest.mark.parametrize("path", GENERATIONS)
+def test_the_request_that_is_changed_is_right(gateway, path):
+    status, _, body = answered(gateway, "POST", path, json.dumps(BODIES[path]))
+    assert status == 200, body
+
+
 @pytest.mark.seeds(1)
 def test_no_request_is_an_internal_error(gateway, seed):
     random = Random(seed)
@@ -100,8 +106,6 @@ def test_no_request_is_an_internal_error(gateway, seed):
         seen.add((request.path, status))
     for route in BODIES:
         assert (route, 400) in seen, f"no request to {route} was wrong"
-    for route in GENERATIONS:
-        assert (route, 200) in seen, f"no request to {route} was served"
 
 
 def head(path, length):
