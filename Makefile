@@ -18,14 +18,18 @@ DEV := $(VENV)/.installed-dev
 BENCH := $(VENV)/.installed-bench
 RAY := $(VENV)/.installed-ray
 BATON := $(VENV)/.installed-baton
+# Clients of other projects need other versions than Baton.
+CLIENTS_VENV := .venv-clients
+CLIENTS := $(CLIENTS_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint bench proto clean
+.PHONY: help install demo test test-clients lint bench proto clean
 
 help:
 	@echo "make install  everything into $(VENV): vLLM on the CPU, Ray, tools, baton itself"
 	@echo "make demo     coordinator, prefill and decode worker on vLLM; one streamed completion"
 	@echo "make test     all tests; those of the web page need Chromium and are skipped without it"
+	@echo "make test-clients  HTTP clients of other projects, with a table; needs npm"
 	@echo "make lint     format, lint, types, import contracts, protobuf lint, fresh generated code"
 	@echo "make bench    the benchmarks, with their tables"
 	@echo "make proto    generate the protobuf code again"
@@ -44,11 +48,14 @@ test: $(BATON) $(DEV) $(RAY)
 		command -v chrome > /dev/null || \
 		echo "Chromium is missing: the web page's browser tests are skipped (Debian: apt-get install chromium)"
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not alone"
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not alone and not clients"
 	$(BIN)/python -m pytest tests/vllm -m alone
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
+
+test-clients: $(BATON) $(DEV) $(CLIENTS)
+	$(BIN)/python -m pytest tests/clients -m clients $(ARGS)
 
 lint: $(BATON) $(DEV)
 	$(BIN)/ruff format --check
@@ -107,6 +114,18 @@ $(BENCH): requirements/bench.txt | $(BIN)/python
 $(RAY): requirements/ray.txt | $(BIN)/python
 	@echo "installing $<"
 	@$(PIP_INSTALL) -r $<
+	@touch $@
+
+# inference-perf asks for Python 3.12 and also runs on 3.11. The scripts of npm packages do not run:
+# the packages bring the programs for this platform.
+$(CLIENTS): requirements/clients.txt requirements/clients.package.json | $(BIN)/python
+	@echo "installing $^ into $(CLIENTS_VENV) (this takes minutes)"
+	@$(PYTHON) -m venv $(CLIENTS_VENV)
+	@$(CLIENTS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
+		--ignore-requires-python -r requirements/clients.txt
+	@mkdir -p $(CLIENTS_VENV)/npm
+	@cp requirements/clients.package.json $(CLIENTS_VENV)/npm/package.json
+	@npm install --prefix $(CLIENTS_VENV)/npm --ignore-scripts --no-package-lock --silent
 	@touch $@
 
 $(BATON): pyproject.toml $(VLLM)

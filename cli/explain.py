@@ -146,7 +146,8 @@ def _head(info: RequestInfo) -> list[str]:
         ended = f" ({enum_name(common_pb2.FinishReason.DESCRIPTOR, info.finish_reason)})"
     tokens = f"{info.prompt_tokens} prompt tokens, {info.completion_tokens} output tokens"
     lines = [
-        f"{info.request_id}: {state}{ended}, {lane}, tenant {info.tenant}",
+        f"{info.request_id}: {state}{ended}, {lane}, tenant {info.tenant}"
+        + (f", {info.route}" if info.route else ""),
         f"{tokens}, attempt {info.attempt}",
     ]
     if info.HasField("ttft_target") and info.budget.ttft_us:

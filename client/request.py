@@ -104,6 +104,7 @@ class RequestOptions(SamplingOptions, total=False):
         authorization: Credential of this request, "Bearer ...".
         traceparent: W3C trace context.
         tenant: Tenant of the request; left out: the client's tenant.
+        route: Route by which the request came to a gateway, for `baton explain`.
         retry_timeout_s: Time after submission in which a refused request is submitted again, if
             the coordinator says when to retry; 0: never. Left out: the client's setting.
     """
@@ -122,6 +123,7 @@ class RequestOptions(SamplingOptions, total=False):
     authorization: str
     traceparent: str
     tenant: str
+    route: str
     retry_timeout_s: float | None
 
 

@@ -177,7 +177,7 @@ CELL_ROWS = (
             Panel(
                 "Time to first token, as HTTP clients see it",
                 "s",
-                _quantiles("baton_http_time_to_first_token_seconds", INTERACTIVE),
+                _quantiles("baton_http_time_to_first_token_seconds", INTERACTIVE, "route"),
             ),
             Panel(
                 "Connections",

@@ -76,9 +76,10 @@ class Sampler:
     def _ends_by_itself(self, live: LiveRequest) -> bool:
         """Returns whether the answer has its own length, as a model's answer ends with EOS."""
         sampling, count = live.request.sampling, live.num_output_tokens
-        if not self._mean_output_tokens or sampling.ignore_eos or count < sampling.min_tokens:
+        if sampling.ignore_eos or count < sampling.min_tokens:
             return False
-        return count >= live.chain.answer_length(self._mean_output_tokens)
+        length = live.chain.answer_length(self._mean_output_tokens)
+        return length is not None and count >= length
 
     def _logprobs(
         self, token_ids: Iterable[int], sampling: common_pb2.SamplingParams, field: str

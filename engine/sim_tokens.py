@@ -62,12 +62,25 @@ class TokenChain:
 
     The chain starts with the hash of the prompt's IDs (little-endian, 4 bytes each), seeded by the
     adapter. It advances by hashing its 8 bytes and the 4 bytes of the next token.
+
+    Args:
+        vocabulary: Vocabulary of the model.
+        prompt: Token IDs of the prompt.
+        adapter: Name of the LoRA adapter; empty: none.
+        written: Token IDs of the written answer to the prompt; empty: there is none.
     """
 
-    __slots__ = ("_hash", "_printable", "_prompt_hash")
+    __slots__ = ("_hash", "_num_tokens", "_printable", "_prompt_hash", "_written")
 
-    def __init__(self, vocabulary: Vocabulary, prompt: Sequence[int], adapter: str = "") -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        prompt: Sequence[int],
+        adapter: str = "",
+        written: Sequence[int] = (),
+    ) -> None:
         self._printable = vocabulary.printable
+        self._written, self._num_tokens = written, 0
         self._prompt_hash = xxhash.xxh3_64_intdigest(token_bytes(prompt), root_of(adapter))
         self._hash = self._prompt_hash
 
@@ -75,21 +88,30 @@ class TokenChain:
         """Adds tokens of the output, from this engine or another one."""
         for token_id in token_ids:
             self._hash = xxhash.xxh3_64_intdigest(struct.pack("<QI", self._hash, token_id))
+            self._num_tokens += 1
 
     def next(self) -> int:
         """Returns the token after those added; the same until `advance`."""
+        if self._num_tokens < len(self._written):
+            return self._written[self._num_tokens]
         return self._printable[self._hash % len(self._printable)]
 
-    def answer_length(self, mean_tokens: int) -> int:
-        """Number of tokens after which the answer to the prompt ends by itself.
+    def answer_length(self, mean_tokens: int) -> int | None:
+        """Number of tokens after which the answer to the prompt ends by itself; None: never.
+
+        A written answer ends after its tokens.
 
         The length depends only on the prompt and the adapter, so that every attempt at a request
         ends at the same token. Lengths are spread evenly between half and one and a half times the
         mean.
 
         Args:
-            mean_tokens: Mean answer length over many prompts, in tokens; at least 1.
+            mean_tokens: Mean answer length over many prompts, in tokens; 0: answers do not end.
         """
+        if self._written:
+            return len(self._written)
+        if not mean_tokens:
+            return None
         shortest = (mean_tokens + 1) // 2
         spread = 2 * (mean_tokens - shortest) + 1
         digest = xxhash.xxh3_64_intdigest(struct.pack("<Q", self._prompt_hash), _LENGTH_SEED)

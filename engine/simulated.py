@@ -2,7 +2,8 @@
 
 Steps take the time that the latency model predicts. Tokens are a hash chain over all tokens before
 them (`expected_tokens`), and KV bytes carry the prompt's digest, so lost, repeated or foreign data
-is detected. An answer ends at a length that follows from its prompt (`mean_output_tokens`). The
+is detected. An answer ends at a length that follows from its prompt (`mean_output_tokens`), or is
+written in the configuration (`answers`). The
 engine reads only the sampling parameters that end an output: max_tokens, min_tokens, ignore_eos,
 stop, stop_token_ids. It needs neither torch nor a model's weights, only the model's tokenizer.json.
 """
@@ -34,6 +35,7 @@ from baton.engine.base import (
     StepSample,
     Trace,
 )
+from baton.engine.sim_answers import WrittenAnswers
 from baton.engine.sim_blocks import BlockPool
 from baton.engine.sim_handoff import HandoffPort, WrongHandoff
 from baton.engine.sim_host_tier import HostTier
@@ -122,6 +124,7 @@ class SimulatedEngine:
         self._arrivals = itertools.count()
         self._vocabulary: Vocabulary | None = None
         self._sampler: Sampler | None = None
+        self._answers: WrittenAnswers | None = None
         self._port: HandoffPort | None = None
         self._task: asyncio.Task[None] | None = None
         self._dead: str | None = None
@@ -144,6 +147,7 @@ class SimulatedEngine:
         try:
             self._vocabulary = await asyncio.to_thread(Vocabulary.load, self._model)
             self._sampler = Sampler(self._vocabulary, settings.mean_output_tokens)
+            self._answers = WrittenAnswers(self._vocabulary, settings.answers)
             if self._transfer_socket:
                 self._port = HandoffPort(self._transfer_socket, self._layout)
         except (ValueError, ServiceGone) as error:
@@ -177,9 +181,11 @@ class SimulatedEngine:
         if self._dead is not None:
             raise EngineDead(self._dead)
         assert self._vocabulary is not None, "submit before start"
+        assert self._answers is not None
         max_output_tokens = self._validated(request, self._vocabulary)
         prompt, now = list(request.prompt_token_ids), monotonic()
-        chain = TokenChain(self._vocabulary, prompt, request.adapter)
+        written = self._answers.find(prompt)
+        chain = TokenChain(self._vocabulary, prompt, request.adapter, written)
         chain.advance(request.known_token_ids)
         text = OutputText(self._vocabulary, prompt, request.sampling)
         text.replay(request.known_token_ids, request.known_text_chars)

@@ -6,7 +6,8 @@ Source: vllm/entrypoints/anthropic/serving.py; https://docs.anthropic.com/en/api
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from itertools import zip_longest
 from typing import Any
 
 from vllm.entrypoints.anthropic.protocol import (
@@ -99,4 +100,26 @@ def _converted(request: AnthropicMessagesRequest | AnthropicCountTokensRequest) 
     found: dict[str, Any] = chat.model_dump(
         mode="json", exclude_unset=True, exclude_none=True, by_alias=True
     )
+    found["messages"] = list(_with_references_as_text(found["messages"]))
     return {name: value for name, value in found.items() if name not in _LEFT_OUT}
+
+
+def _with_references_as_text(turns: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Renders references to tools, which chat templates do not know, as text.
+
+    vLLM's converter puts them into a second turn for the same result. The tools themselves are in
+    the prompt, also those that the agent loads later.
+    """
+    nothing: dict[str, Any] = {}
+    for turn, after in zip_longest(turns, turns[1:], fillvalue=nothing):
+        content = turn.get("content")
+        if turn["role"] == "tool" and isinstance(content, list):
+            names = [part["name"] for part in content if part.get("type") == "tool_reference"]
+            text = "\n".join(f"<tool_reference>{name}</tool_reference>" for name in names)
+            yield {**turn, "content": text}
+        elif not (_is_empty_result(turn) and after.get("tool_call_id") == turn["tool_call_id"]):
+            yield turn
+
+
+def _is_empty_result(turn: dict[str, Any]) -> bool:
+    return turn["role"] == "tool" and not turn.get("content")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
 from baton.gateway.generation import CHAT, COMPLETIONS, Generation
 from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.gateway.metrics_auth import MetricsAuth
+from baton.gateway.pooling_route import POOLING_ROUTES, PoolingRoute
 from baton.gateway.response_store import ResponseStore
 from baton.gateway.responses_route import RESPONSES, Responses
 from baton.gateway.tokenize_routes import TokenizeRoutes
@@ -40,10 +41,10 @@ from baton.runtime.config import HttpConfig
 from baton.runtime.errors import RemoteError, shown
 from baton.runtime.refusals import Refusals
 from baton.runtime.security_config import SecurityConfig
-from baton.v1 import common_pb2
 
 if TYPE_CHECKING:
     from baton.gateway.batches.runner import BatchRunner
+    from baton.gateway.pooling_servers import PoolingServers
 
 _log = logging.getLogger(__name__)
 
@@ -75,6 +76,7 @@ class Gateway:
         stats: Counts and latencies of requests, for the metrics.
         refusals: Counts of refused callers of this process, for the metrics.
         batches: Runs batches, once the caller has opened it; None: there are none.
+        pooling: Servers of pooling models, once the caller has opened them; None: there are none.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Gateway:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.stats = GatewayStats((COMPLETIONS, CHAT, MESSAGES, RESPONSES), cells.failovers)
+        self.pooling = _pooling_servers(config, self.stats)
         self.refusals = Refusals()
         self._metrics_auth = MetricsAuth(security or SecurityConfig(), self.refusals)
         self._registry = GatewayCollector(self.stats).registry()
@@ -124,6 +127,14 @@ class Gateway:
                 *(
                     Route(route, generation, methods=["POST"])
                     for route, generation in self._generations.items()
+                ),
+                *(
+                    Route(
+                        route,
+                        PoolingRoute(route, self.pooling, cells, config, self.stats),
+                        methods=["POST"],
+                    )
+                    for route in POOLING_ROUTES
                 ),
                 Route("/v1/models", self._counted("/v1/models", self._models)),
                 Route("/v1/models/{name:path}", self._counted("/v1/models", self._one_model)),
@@ -210,19 +221,20 @@ class Gateway:
         return endpoint
 
     async def _models(self, request: Request) -> Response:
-        models = await self._cells.models(request_credential(request.headers))
-        return JSONResponse({"object": "list", "data": self._model_list(models)})
+        return JSONResponse({"object": "list", "data": await self._listed_models(request)})
 
     async def _one_model(self, request: Request) -> Response:
-        found = self._model_list(await self._cells.models(request_credential(request.headers)))
+        found = await self._listed_models(request)
         name = request.path_params["name"]
         for one in found:
             if one["id"] == name:
                 return JSONResponse(one)
         raise error_responses.model_not_found(name, [str(one["id"]) for one in found])
 
-    def _model_list(self, models: Iterable[common_pb2.ModelDescription]) -> list[dict[str, object]]:
-        """Lists each base model followed by its adapters, as vLLM does."""
+    async def _listed_models(self, request: Request) -> list[dict[str, object]]:
+        """Lists each base model followed by its adapters, as vLLM does, and the pooling models."""
+        models = await self._cells.models(request_credential(request.headers))
+        pooling = self.pooling.models if self.pooling is not None else ()
         return [
             {
                 "id": name,
@@ -231,12 +243,18 @@ class Gateway:
                 "owned_by": "baton",
                 "root": name,
                 "parent": parent,
-                "max_model_len": model.max_model_len or None,
+                "max_model_len": max_model_len or None,
             }
-            for model in models
-            for name, parent in (
-                (model.name, None),
-                *((adapter.name, model.name) for adapter in model.adapters),
+            for name, parent, max_model_len in (
+                *(
+                    (name, parent, model.max_model_len)
+                    for model in models
+                    for name, parent in (
+                        (model.name, None),
+                        *((adapter.name, model.name) for adapter in model.adapters),
+                    )
+                ),
+                *((name, None, 0) for name in pooling),
             )
         ]
 
@@ -333,6 +351,16 @@ class Gateway:
         kind = _ERROR_KINDS.get(error.status_code, error_responses.INVALID_REQUEST)
         problem = HttpError(error.status_code, message, kind=kind, code="no_such_route")
         return _response(problem, error.headers)
+
+
+def _pooling_servers(config: HttpConfig, stats: GatewayStats) -> PoolingServers | None:
+    """Returns the servers of pooling models; None: none is configured."""
+    if not config.pooling:
+        return None
+    # The HTTP client takes a third of a second to import.
+    from baton.gateway.pooling_servers import PoolingServers
+
+    return PoolingServers(config.pooling, stats)
 
 
 def _batches_off() -> list[tuple[str, Callable[[Request], Awaitable[Response]], list[str]]]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import pydantic_core
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from baton.gateway.error_responses import HttpError, invalid_value
 from baton.gateway.request_bodies import BodyModel
@@ -20,6 +21,8 @@ B = TypeVar("B", bound=BodyModel)
 M = TypeVar("M", bound=BaseModel)
 
 _MAX_NAME_CHARS = 80
+# Reasons in the error about one field; each member of a union gives one.
+_MAX_REASONS = 4
 
 # Fields of OpenAI and vLLM that Baton does not support, with the values that have no effect and are
 # therefore accepted.
@@ -57,6 +60,17 @@ def parse_body(body: bytes, kind: type[B]) -> B:
     Raises:
         HttpError: The body is not a JSON object, or a field is wrong, unknown or not supported.
     """
+    values = json_object(body)
+    known = {field.alias or name for name, field in kind.model_fields.items()}
+    values = {name: value for name, value in values.items() if _is_validated(name, value, known)}
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise explain(error, values) from None
+
+
+def json_object(body: bytes) -> dict[str, Any]:
+    """Parses a body that must be a JSON object. Raises HttpError."""
     try:
         values = pydantic_core.from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -64,12 +78,7 @@ def parse_body(body: bytes, kind: type[B]) -> B:
     if not isinstance(values, dict):
         message = f"the body is a JSON {type(values).__name__}; must be an object"
         raise HttpError(400, message, code="invalid_json")
-    known = {field.alias or name for name, field in kind.model_fields.items()}
-    values = {name: value for name, value in values.items() if _is_validated(name, value, known)}
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        raise _explain(error, values) from None
+    return values
 
 
 def parse_as(body: bytes, kind: type[M]) -> M:
@@ -78,17 +87,28 @@ def parse_as(body: bytes, kind: type[M]) -> M:
     Raises:
         HttpError: The body is not JSON, or a field is wrong.
     """
+    values = json_object(body)
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        reason = problem["msg"].removeprefix("Value error, ")
-        if problem["type"] == "json_invalid":
-            raise HttpError(400, f"the body is not JSON: {reason}", code="invalid_json") from None
-        path = ".".join(map(str, problem["loc"]))
-        given = "" if problem["type"] == "missing" else f" is {shown(problem['input'])}"
-        where = f"{path}{given}: " if path else ""
-        raise HttpError(400, f"{where}{reason}", param=path or None) from None
+        raise explain(error, values) from None
+    except (TypeError, AttributeError, LookupError) as error:
+        # Some validators of vLLM run before the types of the fields are checked.
+        name = _field_with_wrong_type(values, kind)
+        raise invalid_value(name, values.get(name), f"it has a wrong type ({error})") from None
+
+
+def _field_with_wrong_type(values: dict[str, Any], kind: type[BaseModel]) -> str:
+    """Returns the field without which the validators can tell what is wrong, or "body"."""
+    for name in values:
+        try:
+            kind.model_validate({other: one for other, one in values.items() if other != name})
+        except ValidationError:
+            return name
+        except (TypeError, AttributeError, LookupError):
+            continue
+        return name
+    return "body"
 
 
 def _is_validated(name: str, value: object, known: set[str]) -> bool:
@@ -113,41 +133,62 @@ def _is_validated(name: str, value: object, known: set[str]) -> bool:
     raise HttpError(400, f"{name}: unknown field{hint}", param=name, code="unknown_parameter")
 
 
-def _explain(error: ValidationError, values: Any) -> HttpError:
-    """Returns the first validation error, with the path of the wrong field in the body."""
-    paths: dict[str, tuple[Any, list[str]]] = {}
-    for problem in error.errors(include_url=False):
+def explain(error: ValidationError, values: Any) -> HttpError:
+    """Returns the error that names the first wrong field, with its path in the body.
+
+    A value of a union has one problem per member of the union. The most precise one counts: the
+    deepest path, and of a field that is there rather than missing.
+    """
+    problems = _without_other_types(error.errors(include_url=False))
+    found: dict[str, tuple[Any, bool, list[str]]] = {}
+    for problem in problems:
+        if problem["loc"][:1] != problems[0]["loc"][:1]:
+            continue
         path, value = _locate(problem["loc"], values)
         reason_text = problem["msg"].removeprefix("Value error, ")
         reason_text = reason_text[:1].lower() + reason_text[1:]
+        missing = problem["type"] == "missing"
         if problem["type"] in ("extra_forbidden", "missing"):
             # The last part of the location is the missing or extra field.
             *above, name = problem["loc"]
             path = f"{_locate(above, values)[0]}.{_shorten(str(name))}".lstrip(".")
-            missing = problem["type"] == "missing"
             reason_text = "it is required" if missing else "this server does not support it"
-        paths.setdefault(path, (value, []))[1].append(reason_text)
-    path, (value, reasons) = next(iter(paths.items()))
-    reason = " or ".join(dict.fromkeys(reasons))
+        found.setdefault(path, (value, missing, []))[2].append(reason_text)
+    path = max(found, key=lambda path: (not found[path][1], path.count(".") + path.count("[")))
+    value, missing, reasons = found[path]
+    reason = " or ".join(list(dict.fromkeys(reasons))[:_MAX_REASONS])
     if not path:
         return HttpError(400, reason, param=reason.split()[0], code="invalid_value")
-    if reason == "it is required":
+    if missing:
         return HttpError(400, f"{path} is missing; {reason}", param=path, code="missing_parameter")
     return invalid_value(path, value, reason)
+
+
+def _without_other_types(problems: list[ErrorDetails]) -> list[ErrorDetails]:
+    """Leaves out problems of union members with another `type` than the value, if one has this."""
+    others = {
+        one["loc"][:-1]
+        for one in problems
+        if one["type"] == "literal_error" and one["loc"][-1] == "type"
+    }
+    # Locations of members that have the value's type, or take values without a type.
+    fitting = {one["loc"][: len(other)] for one in problems for other in others} - others
+    unions = {member[:-1] for member in fitting}
+    left_out = {member for member in others if member[:-1] in unions}
+    return [one for one in problems if not any(one["loc"][: len(m)] == m for m in left_out)]
 
 
 def _locate(location: Sequence[int | str], values: Any) -> tuple[str, Any]:
     """Returns the path and the value in the body that a pydantic error location points to.
 
-    The end of a location may name members of unions, which do not exist in the body; that part is
-    ignored.
+    A location may name members of unions, which do not exist in the body and are left out.
     """
     path = ""
     for part in location:
         try:
             values = values[part]
         except (LookupError, TypeError):
-            break
+            continue
         name = _shorten(str(part))
         path += f"[{part}]" if isinstance(part, int) else f".{name}" if path else name
     return path, values

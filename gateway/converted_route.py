@@ -25,6 +25,8 @@ from baton.gateway.metrics import GatewayStats
 from baton.runtime import logs
 from baton.runtime.config import HttpConfig
 
+_log = logging.getLogger(__name__)
+
 
 class Conversion(Protocol):
     """One request of another API.
@@ -123,6 +125,13 @@ class ConvertedRoute:
             self._stats.requests[path, problem.status] += 1
             refusal = error_response(self._dialect, problem, headers.get("x-request-id", ""))
             await refusal(scope, receive, send)
+            return
+        except Exception:
+            _log.exception("%s failed", path)
+            self._stats.requests[path, 500] += 1
+            failure = HttpError(500, "internal error", kind="server_error")
+            answer = error_response(self._dialect, failure, headers.get("x-request-id", ""))
+            await answer(scope, receive, send)
             return
         sent = json.dumps(conversion.chat).encode()
         async with _Reply(send, self._dialect, conversion) as reply:

@@ -95,7 +95,7 @@ class Exchange:
             body = await body_reader.read_body(self._receive, self._headers, self._route.config)
             # Count a request only after its body is complete, so that slow clients occupy no slot.
             if stats.num_running >= self._route.config.max_running_requests:
-                raise self._gateway_full()
+                raise error_responses.gateway_full(self._route.config.max_running_requests)
             stats.num_running += 1
             running = True
             request, chat = self._parse_body(body)
@@ -198,6 +198,7 @@ class Exchange:
             request = parsed_request.from_completion_body(
                 completion, self._set_request_id(completion), self._headers
             )
+        request.options["route"] = self._route.path
         limit = self._route.config.max_choices
         if request.num_choices > limit:
             allowed = f"prompts times n must be at most {limit}, is {request.num_choices}"
@@ -383,16 +384,6 @@ class Exchange:
             return
         event = b"data: " + problem.body() + b"\n\n" + response_rendering.DONE
         await self._send({"type": "http.response.body", "body": event, "more_body": False})
-
-    def _gateway_full(self) -> HttpError:
-        limit = self._route.config.max_running_requests
-        return HttpError(
-            429,
-            f"{limit} requests are running on this gateway, its limit",
-            kind="rate_limit_error",
-            code="gateway_full",
-            retry_after_s=1.0,
-        )
 
 
 class _LatencyRecorder:

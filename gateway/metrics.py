@@ -57,6 +57,7 @@ class GatewayStats:
         refused_connections: Number of connections closed for exceeding a limit, by reason.
         failovers: Number of requests served by another cell, by the unreachable cell's name.
         batches: Counts of batches and their lines.
+        pooling_health: Whether each pooling server answers, by model and URL.
     """
 
     def __init__(self, routes: tuple[str, ...], failovers: Counter[str]) -> None:
@@ -67,6 +68,7 @@ class GatewayStats:
         self.refused_connections: Counter[str] = Counter()
         self.failovers = failovers
         self.batches = BatchStats()
+        self.pooling_health: dict[tuple[str, str], bool] = {}
 
 
 class GatewayCollector(Collector):
@@ -132,6 +134,14 @@ class GatewayCollector(Collector):
             "coordinator",
             stats.failovers,
         )
+        health = GaugeMetricFamily(
+            "baton_http_pooling_up",
+            "Whether a pooling server answers its health check.",
+            labels=["model", "url"],
+        )
+        for labels, is_up in stats.pooling_health.items():
+            health.add_metric(labels, is_up)
+        yield health
         yield _counter(
             "baton_http_batch_lines",
             "Lines of batches that completed, failed, or were refused and run again, by outcome.",

@@ -94,11 +94,15 @@ class ResponseConversion:
             before = previous(request.previous_response_id)
             history, root = before.messages, before.root_id
         self.root_id = root
-        messages = construct_input_messages(
-            request_instructions=request.instructions,
-            request_input=request.input,
-            prev_msg=list(history),
-        )
+        try:
+            messages = construct_input_messages(
+                request_instructions=request.instructions,
+                request_input=request.input,
+                prev_msg=list(history),
+            )
+        except VLLMValidationError as error:
+            param = error.parameter or "input"
+            raise HttpError(400, f"{param}: {error}", param=param, code="invalid_value") from None
         self._messages = _as_chat_turns(messages)
         self.chat = self._chat()
 

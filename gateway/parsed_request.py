@@ -191,7 +191,7 @@ def _options(body: GenerationBody, headers: Mapping[str, str]) -> RequestOptions
         ("tenant", headers.get("x-baton-tenant")),
         ("authorization", headers.get("authorization")),
         ("traceparent", headers.get("traceparent")),
-        ("timeout_s", _timeout_s(headers)),
+        ("timeout_s", timeout_s(headers)),
     ):
         if value is not None:
             found[name] = value
@@ -243,14 +243,15 @@ def _lane(body: GenerationBody, headers: Mapping[str, str]) -> LaneName:
     return cast("LaneName", value)
 
 
-def _timeout_s(headers: Mapping[str, str]) -> float | None:
+def timeout_s(headers: Mapping[str, str]) -> float | None:
+    """Returns the timeout that a request's headers set, if any. Raises HttpError."""
     value = headers.get("x-baton-timeout-s")
     if value is None:
         return None
     try:
-        timeout_s = float(value)
+        found = float(value)
     except ValueError:
-        timeout_s = math.nan
-    if not (math.isfinite(timeout_s) and timeout_s > 0):
+        found = math.nan
+    if not (math.isfinite(found) and found > 0):
         raise invalid_value("x-baton-timeout-s", value, "must be a positive number of seconds")
-    return timeout_s
+    return found

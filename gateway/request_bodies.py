@@ -172,6 +172,8 @@ class Function(BodyModel):
     # JSON schema of the arguments.
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    # vLLM: an agent loads the tool later. Chat templates may leave out such a tool.
+    defer_loading: bool | None = None
 
 
 class Tool(BodyModel):
@@ -183,8 +185,9 @@ class Tool(BodyModel):
     def template_tool(self) -> dict[str, Any]:
         """Returns the tool for the chat template; as in vLLM, absent fields are null."""
         found = self.model_dump()
-        if self.function.strict is None:
-            del found["function"]["strict"]
+        for name in ("strict", "defer_loading"):
+            if found["function"][name] is None:
+                del found["function"][name]
         return found
 
 

@@ -173,6 +173,8 @@ async def serve(
         gateway = Gateway(cells, query_limiter, config, security, database, clock)
         if gateway.batches is not None:
             await stack.enter_async_context(gateway.batches)
+        if gateway.pooling is not None:
+            await stack.enter_async_context(gateway.pooling)
         gateway.refusals.handshakes = handshakes
         server = _Server(
             uvicorn.Config(

@@ -27,6 +27,7 @@ from vllm.tool_parsers import ToolParserManager
 
 from baton.client import RequestOptions, Tokens
 from baton.gateway import error_responses
+from baton.gateway.body_parser import explain
 from baton.gateway.coordinator_queries import PerCallerQuery
 from baton.gateway.error_responses import HttpError
 from baton.gateway.parsed_request import ParsedRequest
@@ -140,14 +141,16 @@ class OutputParsers:
         """Returns the output parser of one request. Raises HttpError if vLLM rejects it."""
         fields = body.model_dump(include=_READ_BY_PARSERS, exclude_none=True, by_alias=True)
         kwargs = body.template_kwargs
+        if "json_schema" in fields.get("response_format", {}):
+            # Without parsers, a schema needs no name either.
+            fields["response_format"]["json_schema"].setdefault("name", "response")
         try:
             request = ChatCompletionRequest.model_validate(
                 {**fields, "chat_template_kwargs": kwargs}
             )
             request = self._parser(request).adjust_request(request)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise _rejected(first["msg"], ".".join(map(str, first["loc"]))) from None
+            raise explain(error, fields) from None
         except VLLMValidationError as error:
             raise _rejected(str(error), error.parameter or "tools") from None
         except ValueError as error:

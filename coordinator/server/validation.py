@@ -20,6 +20,7 @@ from baton.runtime.sampling import OPTIONAL_FIELDS, Range, given
 from baton.v1 import common_pb2, inference_pb2
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}", re.ASCII)
+_ROUTE = re.compile(r"[A-Za-z0-9._/-]{1,64}")
 _LANES = (common_pb2.LANE_UNSPECIFIED, common_pb2.LANE_INTERACTIVE, common_pb2.LANE_BATCH)
 _MAX_SESSION_ID_CHARS = 256
 _MAX_STOP_TOKEN_IDS = 256
@@ -75,6 +76,8 @@ def check_request(
         raise InvalidArgument(
             "session_id", request.session_id, f"at most {_MAX_SESSION_ID_CHARS} characters"
         )
+    if request.route and not _ROUTE.fullmatch(request.route):
+        raise InvalidArgument("route", request.route, "at most 64 characters of [A-Za-z0-9._/-]")
     if request.tenant and not is_tenant(request.tenant):
         raise InvalidArgument("tenant", request.tenant, TENANT_NAMES)
     if request.lane not in _LANES:

@@ -116,6 +116,7 @@ class Submission:
         adapter: Name of the LoRA adapter that computes the request; empty: none.
         cache_salt: The request finds only KV blocks of requests with the same salt.
         revision: Revision that computed the known tokens; empty: not known.
+        route: Route of the gateway that the request came by; empty: it came by gRPC.
     """
 
     to: StreamKey
@@ -136,6 +137,7 @@ class Submission:
     adapter: str = ""
     cache_salt: str = ""
     revision: str = ""
+    route: str = ""
 
     @property
     def key(self) -> RequestKey:
@@ -475,6 +477,7 @@ class EndedRequest:
         ttft_target_s, itl_target_s: Targets of the request; None: no target.
         stalls: Longest gaps between tokens that exceeded the target.
         predicted, prompt_sources: As in Request.
+        route: As in Submission.
     """
 
     request_id: str
@@ -499,3 +502,4 @@ class EndedRequest:
     stalls: tuple[Stall, ...] = ()
     predicted: Predicted | None = None
     prompt_sources: PromptSources | None = None
+    route: str = ""

@@ -59,6 +59,7 @@ def request(info: admin_pb2.RequestInfo) -> dict[str, Any]:
         "state": enum_name(admin_pb2.RequestState.DESCRIPTOR, info.state),
         "lane": lane_name(info.lane),
         "tenant": info.tenant,
+        "route": info.route,
         "prompt_tokens": info.prompt_tokens,
         "output_tokens": info.completion_tokens,
         "arrived_at": _seconds(info.arrived_at),

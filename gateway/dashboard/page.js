@@ -156,7 +156,8 @@ async function waterfall() {
   if (requested !== chosen) return;
   const chart = make("div");
   const stalls = one.stalls.map((stall) => ({ ...stall, label: `stall: ${stall.cause}`, kind: "stall" }));
-  const title = `${one.request_id}: ${one.state}, first token ${ms(one.ttft_ms)}, total ${ms(one.total_ms)}`;
+  const route = one.route ? `${one.route}, ` : "";
+  const title = `${one.request_id}: ${route}${one.state}, first token ${ms(one.ttft_ms)}, total ${ms(one.total_ms)}`;
   const note = one.itl_target_ms === null ? "the request has no ITL target"
     : `${stalls.length ? `the longest ${stalls.length}` : "no"} gaps over ${one.itl_target_ms} ms`;
   into.replaceChildren(make("strong", {}, title), chart, make("div", { class: "soft" }, note));

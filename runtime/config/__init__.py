@@ -9,7 +9,7 @@ from __future__ import annotations
 from baton.runtime.config.baton_config import BatonConfig
 from baton.runtime.config.coordinator import CoordinatorConfig, LatencyConfig
 from baton.runtime.config.files import dump, load, parse, shown
-from baton.runtime.config.http import BatchesConfig, CellConfig, HttpConfig
+from baton.runtime.config.http import BatchesConfig, CellConfig, HttpConfig, PoolingConfig
 from baton.runtime.config.lanes import (
     BatchLaneConfig,
     InteractiveLaneConfig,
@@ -27,7 +27,13 @@ from baton.runtime.config.scaling import (
 )
 from baton.runtime.config.steps import StepsConfig
 from baton.runtime.config.tracing import TracingConfig
-from baton.runtime.config.workers import DecodePoolConfig, PoolConfig, SimulatedConfig, WorkerConfig
+from baton.runtime.config.workers import (
+    DecodePoolConfig,
+    PoolConfig,
+    SimulatedAnswer,
+    SimulatedConfig,
+    WorkerConfig,
+)
 from baton.runtime.kv_transfer_config import KvTransferConfig
 
 __all__ = [
@@ -46,10 +52,12 @@ __all__ = [
     "LatencyConfig",
     "NoTargetsConfig",
     "PoolConfig",
+    "PoolingConfig",
     "PoolLimitsConfig",
     "RayConfig",
     "RayPoolConfig",
     "ScalingSection",
+    "SimulatedAnswer",
     "SimulatedConfig",
     "StepsConfig",
     "TargetsConfig",

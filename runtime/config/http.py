@@ -48,6 +48,18 @@ class BatchesConfig(Section):
     )
 
 
+class PoolingConfig(Section):
+    """A server of a pooling model: a plain `vllm serve MODEL --runner pooling`."""
+
+    model: str = Field(min_length=1, description="Name of the model in requests.")
+    url: str = Field(
+        pattern=r"^https?://[^/?#\s]+$",
+        description="URL of the server, such as http://127.0.0.1:8100. Servers with the same model "
+        "share its requests.",
+    )
+    timeout_s: PositiveSeconds = Field(60.0, description="Longest time of one request.")
+
+
 class HttpConfig(Section):
     """The OpenAI-compatible gateway."""
 
@@ -80,6 +92,11 @@ class HttpConfig(Section):
         "names; each is kept for an hour at most. 0: none is stored.",
     )
     batches: BatchesConfig = Field(default_factory=BatchesConfig)
+    pooling: list[PoolingConfig] = Field(
+        default_factory=list,
+        description="Servers that answer /v1/embeddings, /v1/rerank and /v1/score. Empty: these "
+        "routes refuse.",
+    )
     max_header_bytes: PositiveInt = Field(
         32 * 2**10, description="Size of one request's request line and headers."
     )

@@ -68,6 +68,20 @@ class WorkerConfig(Section):
         return value
 
 
+class SimulatedAnswer(Section):
+    """A written answer of the simulated engine."""
+
+    after: str = Field(
+        min_length=1,
+        description="Text in the prompt. If several of these texts are in a prompt, the last one "
+        "there decides.",
+    )
+    answer: str = Field(
+        min_length=1,
+        description="The answer, for example a tool call in the format of tool_call_parser.",
+    )
+
+
 class SimulatedConfig(Section):
     """Timing of the simulated engine: the latency model in ms, multiplied by `time_scale`."""
 
@@ -116,6 +130,11 @@ class SimulatedConfig(Section):
         description="Mean length of an answer in tokens. Each prompt has a fixed answer length "
         "between half and one and a half times the mean; the answer ends there with finish reason "
         "stop. 0: answers end at max_tokens, as they do for requests with ignore_eos.",
+    )
+    answers: list[SimulatedAnswer] = Field(
+        default_factory=list,
+        description="Written answers, to try programs that need certain ones, such as agents with "
+        "tools. Other prompts get answers without meaning.",
     )
 
     @property

@@ -45,6 +45,13 @@ def stalled(stutters) -> admin_pb2.RequestInfo:
     )
 
 
+def test_the_route_of_a_request_is_told(answers, stalled, capsys):
+    stalled.route = "/v1/messages"
+    answers(stalled)
+    explain.explain(stalled.request_id)
+    assert capsys.readouterr().out.splitlines()[0].endswith("tenant default, /v1/messages")
+
+
 def test_a_waterfall_and_its_stalls(answers, stalled, capsys):
     answers(stalled)
     explain.explain(stalled.request_id)

@@ -110,6 +110,8 @@ def test_sampling(sampling, field):
         ({"request_id": "x" * 129}, "request_id"),
         ({"request_id": "ü"}, "request_id"),
         ({"session_id": "x" * 257}, "session_id"),
+        ({"route": "/v1/messages?a=b"}, "route"),
+        ({"route": "/" * 65}, "route"),
         ({"timeout": {}}, "timeout"),
         ({"timeout": {"seconds": -1}}, "timeout"),
         ({"resume": {"token_ids": [512]}}, "resume.token_ids[0]"),

@@ -9,7 +9,7 @@ from baton.engine.sim_blocks import BlockPool
 from baton.engine.sim_tokens import TokenChain, Vocabulary, expected_tokens
 from baton.engine.simulated import SimulatedEngine
 from baton.runtime import demo_model
-from baton.runtime.config import SimulatedConfig
+from baton.runtime.config import SimulatedAnswer, SimulatedConfig
 from baton.runtime.latency import LatencyModel, PrefillChunk
 from baton.v1 import common_pb2
 
@@ -200,6 +200,43 @@ async def test_without_a_mean_answers_end_at_max_tokens_only(model: str) -> None
     engine = await started(model, INSTANT.model_copy(update={"mean_output_tokens": 0}))
     found = await answers(engine, request("a", [5, 6], max_tokens=500))
     assert (len(found["a"].tokens), found["a"].last.finish) == (500, Finish.LENGTH)
+    await engine.stop()
+
+
+@pytest.mark.parametrize("mean", [0, 200])
+async def test_a_written_answer_follows_the_last_of_the_texts_before_it(
+    model: str, vocabulary: Vocabulary, mean: int
+) -> None:
+    call = '<tool_call>\n{"name": "run"}\n</tool_call>'
+    written = [
+        SimulatedAnswer(after="How cold is it?", answer=call),
+        SimulatedAnswer(after="-3 C", answer="It is cold."),
+    ]
+    settings = INSTANT.model_copy(update={"mean_output_tokens": mean, "answers": written})
+    engine = await started(model, settings)
+
+    def ask(name: str, text: str, **options: object) -> EngineRequest:
+        return request(name, vocabulary.tokenizer.encode(text).ids, **options)
+
+    other = vocabulary.tokenizer.encode("What is a flip?").ids
+    found = await answers(
+        engine,
+        ask("call", "Hello. How cold is it?"),
+        ask("answer", "How cold is it? -3 C Say it."),
+        ask("cut", "How cold is it?", max_tokens=3),
+        ask("more", "-3 C", max_tokens=100, ignore_eos=True),
+        request("other", other, max_tokens=5),
+    )
+    assert (found["call"].text, found["call"].last.finish) == (call, Finish.STOP)
+    assert (found["answer"].text, found["answer"].last.finish) == ("It is cold.", Finish.STOP)
+    assert (len(found["cut"].tokens), found["cut"].last.finish) == (3, Finish.LENGTH)
+    assert found["more"].text.startswith("It is cold.")
+    assert len(found["more"].tokens) == 100
+    assert found["other"].tokens == expected_tokens(vocabulary, other, 5)
+    # Another worker goes on after the first token.
+    prompt, tokens = vocabulary.tokenizer.encode("How cold is it?").ids, found["call"].tokens
+    rest = await answers(engine, request("rest", prompt, known=(tokens[0],)))
+    assert [tokens[0], *rest["rest"].tokens] == tokens
     await engine.stop()
 
 

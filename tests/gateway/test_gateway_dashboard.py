@@ -112,7 +112,7 @@ async def test_a_browser_draws_a_waterfall(gateway, openai, tmp_path):
     answer = await openai.completions.create(model="demo", prompt=[5] * 100, max_tokens=8)
     text = await browse(f"{gateway.url}/dashboard#{answer.id}", tmp_path, 1280)
     drawn = text[text.index('id="waterfall"') : text.index('id="requests"')]
-    assert f"{answer.id}: finished, first token " in drawn
+    assert f"{answer.id}: /v1/completions, finished, first token " in drawn
     for stage in ("prefill", "decode"):
         assert re.search(rf"<title>{stage}: [\d.]+ ms from [\d.]+ ms</title>", drawn)
 

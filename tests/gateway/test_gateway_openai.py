@@ -195,6 +195,7 @@ async def test_request_id_tenant_and_lane_reach_the_coordinator(openai, cluster)
         by_id = {one.request_id: one for one in await admin.list_requests(include_ended=True)}
     assert (by_id["mine"].tenant, by_id["mine"].lane) == ("acme", 2)
     assert by_id[made.id].lane == 2
+    assert by_id["mine"].route == by_id[made.id].route == "/v1/completions"
 
 
 async def test_models(openai):

@@ -24,7 +24,7 @@ START_S = WAIT_S = 300.0
 CONFIG = {
     "tool_call_parser": "hermes",
     "reasoning_parser": "qwen3",
-    "http": {"listen": "127.0.0.1:0"},
+    "http": {"listen": "127.0.0.1:0", "write_timeout_s": 1.0},
 }
 THINK, ANSWER = "<think>", "</think>"
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
@@ -76,11 +76,11 @@ class Gateway:
         body = {"messages": TURNS, **kwargs, **body}
         async with httpx.AsyncClient(timeout=WAIT_S) as http:
             asked = asyncio.create_task(http.post(f"{self.url}/v1/chat/completions", json=body))
-            self._connection = self._connection or await self._model.connection()
-            submits = [await self._connection.submitted() for _ in range(body.get("n", 1))]
+            connection = await self.connection()
+            submits = [await connection.submitted() for _ in range(body.get("n", 1))]
             for submit in submits:
                 for event in self._model.events(submit.stream, text, reason):
-                    self._connection.send(event)
+                    connection.send(event)
             answer = await asked
         assert answer.status_code == 200, answer.text
         return submits[0].request, answer
@@ -135,11 +135,19 @@ class Gateway:
 
     async def answer(self, text, reason):
         """Answers the next request with this text; returns the request."""
-        self._connection = self._connection or await self._model.connection()
-        submit = await self._connection.submitted()
+        connection = await self.connection()
+        submit = await connection.submitted()
         for event in self._model.events(submit.stream, text, reason):
-            self._connection.send(event)
+            connection.send(event)
         return submit.request
+
+    async def connection(self):
+        """Returns the gateway's session stream."""
+        self._connection = self._connection or await self._model.connection()
+        return self._connection
+
+    def token_ids(self, text):
+        return self._model.tokenizer.encode(text, add_special_tokens=False).ids
 
     def anthropic(self):
         http = anthropic.DefaultAsyncHttpxClient(verify=False)
@@ -356,6 +364,7 @@ async def test_messages_have_text_thinking_and_tool_use(gateway, stream):
     assert [one.role for one in request.chat.messages] == ["system", "user"]
     assert request.sampling.max_tokens == 100
     assert request.authorization == "Bearer key"
+    assert request.route == "/v1/messages"
     assert found.id.startswith("msg-")
     text = f"{THINK}Oslo is north{ANSWER}{call(OSLO)}"
     request, found = await gateway.message(text, tools=[WEATHER], stream=stream)
@@ -418,6 +427,25 @@ async def test_tool_results_and_the_session_reach_the_coordinator(gateway):
     assert request.session_id == "session-1"
 
 
+async def test_tools_that_an_agent_loads_later_reach_the_coordinator(gateway):
+    """Claude Code defers tools; its tool search answers with references to them."""
+    called = {"type": "tool_use", "id": "t1", "name": "search", "input": {"query": "weather"}}
+    reference = {"type": "tool_reference", "tool_name": "weather"}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [reference]}
+    turns = [
+        *TURNS,
+        {"role": "assistant", "content": [called]},
+        {"role": "user", "content": [result]},
+    ]
+    tools = [{"name": "search", "input_schema": {}}, {**WEATHER, "defer_loading": True}]
+    request, found = await gateway.message(call(OSLO), messages=turns, tools=tools)
+    assert [one.name for one in found.content] == ["weather"]
+    told = [one["function"].get("defer_loading") for one in json.loads(request.chat.tools)]
+    assert told == [None, True]
+    told = [(one.role, one.content) for one in request.chat.messages if one.role == "tool"]
+    assert told == [("tool", "<tool_reference>weather</tool_reference>")]
+
+
 async def test_errors_of_messages_have_anthropics_form(gateway):
     async with gateway.anthropic() as client:
         body = {"model": "scripted", "max_tokens": 9, "messages": TURNS}
@@ -426,8 +454,8 @@ async def test_errors_of_messages_have_anthropics_form(gateway):
         assert refused.value.body["type"] == "error"
         told = refused.value.body["error"]
         assert told["type"] == "invalid_request_error"
-        assert told["message"] == "max_tokens is 0: max_tokens must be positive"
-        with pytest.raises(anthropic.BadRequestError, match=r"messages.0.role is 'robot'"):
+        assert told["message"] == "max_tokens is 0; max_tokens must be positive"
+        with pytest.raises(anthropic.BadRequestError, match=r"messages\[0\].role is 'robot'"):
             await client.messages.create(
                 **{**body, "messages": [{"role": "robot", "content": "a"}]}
             )
@@ -578,6 +606,65 @@ async def test_errors_of_responses_have_openais_form(gateway):
         with pytest.raises(BadRequestError, match="max_output_tokens") as refused:
             await client.responses.create(model="scripted", input="a", max_output_tokens="x")
         assert refused.value.param == "max_output_tokens"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("input", 5, "input"),
+        ("input", [5], "input[0]"),
+        ("input", [{"role": "robot", "content": "a"}], "input[0].role"),
+        (
+            "input",
+            [{"role": "user", "content": [{"type": "input_text", "text": 5}]}],
+            "input[0].content[0].text",
+        ),
+        ("input", [{"type": "reasoning", "id": "r", "summary": [1]}], "input"),
+        ("tools", 5, "tools"),
+        ("tools", [{"type": "function"}], "tools[0].name"),
+        ("text", {"format": {"type": "x"}}, "text.format.type"),
+        ("reasoning", {"effort": 5}, "reasoning.effort"),
+    ],
+)
+async def test_an_error_of_responses_names_the_path_of_the_field(gateway, field, value, param):
+    body = {"model": "scripted", "input": "a", field: value}
+    async with httpx.AsyncClient(timeout=WAIT_S) as http:
+        answer = await http.post(f"{gateway.url}/v1/responses", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(param)
+
+
+# ---- Both.
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/messages", {"messages": TURNS, "max_tokens": 9}), ("/v1/responses", {"input": "a"})],
+)
+async def test_a_client_that_stops_reading_is_disconnected_and_its_request_cancelled(
+    gateway, path, body
+):
+    sent = json.dumps({"model": "scripted", "stream": True, **body}).encode()
+    host, port = gateway.url.removeprefix("http://").split(":")
+    _reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    head = f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(sent)}\r\n"
+    writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + sent)
+    connection = await gateway.connection()
+    number = (await connection.submitted()).stream
+    connection.send(accepted(number))
+    cancelled = asyncio.create_task(connection.cancelled())
+    offset, (token, *_) = 0, gateway.token_ids("a")
+    while not cancelled.done():
+        # More than the buffers hold.
+        if offset < 200:
+            connection.send(delta(number, offset, [token], "a" * 100_000))
+            offset += 1
+        await asyncio.sleep(0.005)
+    assert cancelled.result() == number
+    connection.send(finished(number, common_pb2.FINISH_REASON_CANCELLED, offset))
+    writer.close()
 
 
 # ---- Batches of both.

@@ -68,6 +68,9 @@ def test_every_text_is_restored_from_its_tokens(tokenizer, text):
 def test_a_chat_renders_as_its_last_question(tokenizer):
     asked = chat(("system", "Be brief."), ("user", "Hi"), ("assistant", "Yes?"), ("user", "Why?"))
     assert tokenizer.render(asked) == "<s><|user|>Why?<|assistant|>"
+    asked.messages.add(role="assistant", content="Look.")
+    asked.messages.add(role="tool", content="4 C")
+    assert tokenizer.render(asked) == "<s><|user|>4 C<|assistant|>"
     with pytest.raises(InvalidArgument, match="chat template refuses"):
         tokenizer.render(chat(("system", "Be brief.")))
 

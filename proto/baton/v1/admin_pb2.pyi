@@ -723,6 +723,7 @@ class RequestInfo(_message.Message):
     ITL_TARGET_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
     PROMPT_SOURCES_FIELD_NUMBER: _builtins.int
+    ROUTE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     state: Global___RequestState.ValueType
     lane: _common_pb2.Lane.ValueType
@@ -736,6 +737,8 @@ class RequestInfo(_message.Message):
     """gRPC status code and message; set if the request failed."""
     error: _builtins.str
     finish_reason: _common_pb2.FinishReason.ValueType
+    route: _builtins.str
+    """Route by which the request came to a gateway; empty: it came by gRPC."""
     @_builtins.property
     def arrived_at(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
@@ -789,10 +792,11 @@ class RequestInfo(_message.Message):
         itl_target: _duration_pb2.Duration | None = ...,
         placement: Global___PlacementInfo | None = ...,
         prompt_sources: Global___PromptTokens | None = ...,
+        route: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "arrived_at", b"arrived_at", "budget", b"budget", "itl_target", b"itl_target", "placement", b"placement", "prompt_sources", b"prompt_sources", "ttft_target", b"ttft_target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "arrived_at", b"arrived_at", "attempt", b"attempt", "budget", b"budget", "completion_tokens", b"completion_tokens", "decode_worker_id", b"decode_worker_id", "error", b"error", "error_code", b"error_code", "finish_reason", b"finish_reason", "itl_target", b"itl_target", "lane", b"lane", "placement", b"placement", "prefill_worker_id", b"prefill_worker_id", "prompt_sources", b"prompt_sources", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "stalls", b"stalls", "state", b"state", "tenant", b"tenant", "ttft_target", b"ttft_target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "arrived_at", b"arrived_at", "attempt", b"attempt", "budget", b"budget", "completion_tokens", b"completion_tokens", "decode_worker_id", b"decode_worker_id", "error", b"error", "error_code", b"error_code", "finish_reason", b"finish_reason", "itl_target", b"itl_target", "lane", b"lane", "placement", b"placement", "prefill_worker_id", b"prefill_worker_id", "prompt_sources", b"prompt_sources", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "route", b"route", "stalls", b"stalls", "state", b"state", "tenant", b"tenant", "ttft_target", b"ttft_target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

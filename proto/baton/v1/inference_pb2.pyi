@@ -56,6 +56,7 @@ class GenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     DEFAULT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
     CUT_MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    ROUTE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of the request in logs, traces and `baton explain`: at most 128 characters of
     [A-Za-z0-9._:-]. It makes a submission idempotent: while a request with this ID and caller is
@@ -89,6 +90,10 @@ class GenerateRequest(_message.Message):
     cut_max_tokens: _builtins.bool
     """Whether to reduce sampling.max_tokens to the room that the prompt leaves, instead of failing
     with INVALID_ARGUMENT. A value above the whole context length still fails.
+    """
+    route: _builtins.str
+    """Route by which the request came to a gateway, such as "/v1/messages", for `baton explain`: at
+    most 64 characters of [A-Za-z0-9._/-]. Empty: none.
     """
     @_builtins.property
     def chat(self) -> Global___ChatPrompt: ...
@@ -133,10 +138,11 @@ class GenerateRequest(_message.Message):
         tenant: _builtins.str = ...,
         default_max_tokens: _builtins.int = ...,
         cut_max_tokens: _builtins.bool = ...,
+        route: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "prompt", b"prompt", "resume", b"resume", "sampling", b"sampling", "slo", b"slo", "text", b"text", "timeout", b"timeout", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["authorization", b"authorization", "chat", b"chat", "cut_max_tokens", b"cut_max_tokens", "default_max_tokens", b"default_max_tokens", "lane", b"lane", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "sampling", b"sampling", "session_id", b"session_id", "slo", b"slo", "tenant", b"tenant", "text", b"text", "timeout", b"timeout", "tokens", b"tokens", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["authorization", b"authorization", "chat", b"chat", "cut_max_tokens", b"cut_max_tokens", "default_max_tokens", b"default_max_tokens", "lane", b"lane", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "resume", b"resume", "route", b"route", "sampling", b"sampling", "session_id", b"session_id", "slo", b"slo", "tenant", b"tenant", "text", b"text", "timeout", b"timeout", "tokens", b"tokens", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["text", "chat", "tokens"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
