@@ -83,7 +83,7 @@ class Made:
     def __getitem__(self, model: str) -> dict[str, Any]:
         if model not in self._results:
             directory = self._directory / model.replace(" ", "-")
-            directory.mkdir()
+            directory.mkdir(exist_ok=True)
             given = (model, RANKS[model], all_cases(model))
             with Program("other_models_program", *given, directory=directory) as program:
                 self._results[model] = program.result()
