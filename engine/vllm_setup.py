@@ -190,7 +190,7 @@ class VllmSetup:
     def disk_kv_tokens(self) -> int:
         """Number of tokens that the disk holds, at most; 0 without a disk."""
         extra, layout = self.config.kv_transfer_config.kv_connector_extra_config, self.layout
-        if (options := extra.get(DISK)) is None:
+        if (options := extra.get(DISK)) is None or not layout.keeps_every_token:
             return 0
         payload_bytes = layout.block_bytes * layout.num_layers
         num_blocks = most_blocks(options["bytes"], payload_bytes, layout.tp_size)
