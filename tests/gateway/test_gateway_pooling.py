@@ -18,6 +18,8 @@ from baton.runtime import errors
 
 # Bounds hangs. No test may fail because a busy machine is slow.
 WAIT_S = 300.0
+# Longest start of a vLLM server, on a busy machine.
+START_S = 600.0
 BODY = {"model": "tiny", "input": "what is a flip"}
 
 
@@ -157,7 +159,7 @@ async def test_when_the_client_leaves_the_server_is_told(coordinator, start_gate
 
 
 class Closed(ScriptedInference):
-    """A coordinator that admits nobody."""
+    """A coordinator that refuses every client."""
 
     async def GetModel(self, request, context):
         await errors.abort(context, errors.Unauthenticated("no such key"))
@@ -186,8 +188,10 @@ def vllm(tmp_path_factory):
         environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
         process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
     try:
+        deadline = time.monotonic() + START_S
         while not answers(f"http://{address}"):
-            assert process.poll() is None, (directory / "log").read_text()[-3000:]
+            is_starting = process.poll() is None and time.monotonic() < deadline
+            assert is_starting, (directory / "log").read_text()[-3000:]
             time.sleep(0.5)
         yield f"http://{address}"
     finally:
