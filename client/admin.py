@@ -187,7 +187,7 @@ class AdminClient(AsyncClosing):
             tenant: Delete only blocks of this tenant; None: all blocks.
 
         Returns:
-            What each worker has deleted. A worker with an `error` may have blocks left.
+            The numbers of deleted blocks by worker. A worker with an `error` may have blocks left.
 
         Raises:
             FailedPreconditionError: Tenants share KV blocks, so that blocks belong to no tenant.

@@ -41,7 +41,7 @@ def request_name_parts(name: str) -> tuple[str, str]:
 
 
 def cache_salt_of(tenant: str) -> str:
-    """What keeps the KV blocks of a tenant from other tenants' requests."""
+    """Returns the salt that keeps a tenant's KV blocks from other tenants' requests."""
     return "" if tenant == DEFAULT_TENANT else tenant
 
 

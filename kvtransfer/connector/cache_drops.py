@@ -50,7 +50,7 @@ class _Drop:
 
 @dataclass(slots=True)
 class Clearing:
-    """What ranks do first in a step.
+    """Orders that ranks carry out first in a step.
 
     Attributes:
         slots: Blocks of host memory to overwrite.

@@ -37,7 +37,7 @@ class WrongFile(TransferError):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a file must say about itself.
+    """Properties of a block that its file must repeat.
 
     Attributes:
         namespace: Digest of everything that the bytes of a block depend on beside its tokens.

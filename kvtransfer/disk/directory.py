@@ -5,9 +5,9 @@
                       rank-R/OWNER/XX/KEY-HASH  one block's part of one rank
 
 A worker takes the first directory that no running worker holds, and prefers one with its own
-layout. It empties a directory with another layout, which holds blocks of a model, or of weights,
-that nobody serves now. So the number of directories is at most the number of workers that have run
-at the same time, and each directory has a bound.
+layout. It empties a directory with another layout, whose model or weights no running worker of this
+directory serves. So the number of directories is at most the number of workers that have run at the
+same time, and each directory has a bound.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class Ended:
 
 @dataclass(slots=True)
 class DiskCounts:
-    """What has happened since the last report.
+    """Wrong files and failures since the last report.
 
     Attributes:
         num_wrong: Files that were wrong.

@@ -1,4 +1,4 @@
-"""What the scheduler's half orders of the ranks' disks, and what the ranks report."""
+"""Orders of the scheduler's half to the ranks' disks, and the ranks' reports."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ Order: TypeAlias = Write | Load | Delete | DeleteOwner
 
 @dataclass(slots=True)
 class DiskReport:
-    """What ranks did since the last report.
+    """Results of a rank's orders since its last report.
 
     Attributes:
         ended: Numbers of ended orders, and whether the rank did what was ordered; one entry for
