@@ -64,8 +64,10 @@ async def pushed(decode: Side, failing: Failing, prompt: list[int]) -> dict[str,
     send = SendHandoff(secrets.token_bytes(16), 0, len(prompt))
     failing.num_left = 1
     request = EngineRequest("sends", prompt, SAMPLING, prefill_only=True, send=send)
-    output, *_ = await outputs(decode, request)
     port = EnginePort(decode.transfer.socket_path)
+    # Earlier sends have left their bytes there, and nothing owns the staging now.
+    port.memory[:num_bytes] = bytes(num_bytes)
+    output, *_ = await outputs(decode, request)
     is_written = any(port.memory[:num_bytes])
     port.close()
     return {"is_cut": output.finish is Finish.CUT, "is_written": is_written}

@@ -23,7 +23,10 @@ from baton.v1 import common_pb2
 async def serve(
     holder: Side, reader: Side, handoff_id: bytes, prompt: list[int], num_tokens: int, skip: int = 0
 ) -> dict[str, Any]:
-    """The holder sends what it has cached of a prompt, as prefill/role.py does."""
+    """The holder sends what it has cached of a prompt, as prefill/role.py does.
+
+    If it lacks a block, the reader is told to wait no longer, which is the coordinator's task.
+    """
     num_sent = num_tokens - skip
     offset = await holder.transfer.open_send(
         handoff_id,
@@ -44,6 +47,7 @@ async def serve(
     assert first.finish is not None
     if first.finish.value != "cut":
         holder.transfer.abort_send(handoff_id)
+        reader.transfer.drop(handoff_id)
     return {
         "finish": first.finish.value,
         "num_held": first.num_cached_tokens + first.num_host_tokens,

@@ -15,6 +15,7 @@ from engine_failures import failures
 from engine_fetches import fetches
 from engine_handoffs import TIMEOUT_S, handed_over, left_behind, side
 from engine_host_tier import host_tier
+from engine_wrong_requests import wrong_requests
 
 
 def shared_segments() -> list[str]:
@@ -53,6 +54,7 @@ async def run(model: str, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
         made = await handed_over(prefill, decode, given)
         made["host tier"] = await host_tier(prefill, decode)
         made["fetches"] = await fetches(prefill, decode, directory)
+        made["wrong requests"] = await wrong_requests(prefill)
         made["left"] += await left_behind(prefill, decode)
         made["segments"] = shared_segments()
         # This comes last because it ends the decode engine.
