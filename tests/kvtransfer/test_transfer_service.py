@@ -477,3 +477,16 @@ async def test_a_killed_worker_leaves_no_service_even_with_its_socket_inherited(
         await worker.communicate(b"x")
     assert os.listdir(tmp_path) == []
     assert not (SEGMENT_DIRECTORY / shm_name.decode()).exists()
+
+
+async def test_a_service_that_was_stopped_with_its_worker_has_time_to_answer(pair, monkeypatch):
+    """A machine that pauses stops both; a timeout that passed meanwhile is no answer missed."""
+    sender, _ = pair
+    loop = asyncio.get_running_loop()
+    asked = asyncio.create_task(sender.client.stats())
+    # The request is written, and the pause begins.
+    await asyncio.sleep(0)
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + transfer_client.CALL_TIMEOUT_S)
+    assert (await asked).send_bytes_used == 0
+    assert not sender.client.gone.is_set()
