@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import sys
 from typing import Any
+
+from huggingface_hub import constants
 
 from baton.cli.main import main as baton
 
 
 def main(commands: dict[str, list[str]]) -> dict[str, dict[str, Any]]:
     """Returns exit code, standard output and standard error of each command, by its name."""
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    # The fork server has imported the library, which read HF_HUB_OFFLINE then.
+    constants.HF_HUB_OFFLINE = True
     return {name: _run(arguments) for name, arguments in commands.items()}
 
 
