@@ -70,6 +70,16 @@ class Attempt:
         self.num_text_chars = self.spec.known_text_chars
         self.engine_id = f"{self.spec.request_id}#{self.spec.attempt}.{next(_numbers)}"
 
+    def shorten(self, num_tokens: int) -> None:
+        """Makes an attempt that serves a fetch send only this many tokens, from the first.
+
+        It is not shortened again: with another block gone, it sends nothing.
+        """
+        assert self.handoff is not None
+        # The token behind them is computed, whichever it is.
+        del self.spec.prompt_token_ids[num_tokens:-1]
+        self.handoff.num_tokens = self.handoff.least_tokens = num_tokens
+
     def engine_request(
         self,
         *,

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -267,11 +267,15 @@ class Runner:
             held.deadline = asyncio.get_running_loop().call_later(
                 attempt.spec.timeout.ToNanoseconds() / 1e9, self._expire, held
             )
-        held.begin = asyncio.create_task(self._begin(held), name=f"begin {attempt.engine_id}")
+        self._begin_with(held, policy.begin)
 
-    async def _begin(self, held: _Held) -> None:
+    def _begin_with(self, held: _Held, begin: Callable[[Attempt], Awaitable[None]]) -> None:
+        task = self._begin(held, begin)
+        held.begin = asyncio.create_task(task, name=f"begin {held.attempt.engine_id}")
+
+    async def _begin(self, held: _Held, begin: Callable[[Attempt], Awaitable[None]]) -> None:
         try:
-            await held.policy.begin(held.attempt)
+            await begin(held.attempt)
         except RequestRejected as error:
             self._fail(held, RemoteError(code_pb2.INVALID_ARGUMENT, str(error), []))
         except EngineDead as error:
@@ -359,6 +363,11 @@ class Runner:
 
     def _take(self, held: _Held, output: EngineOutput, step: cluster_pb2.StepOutputs) -> None:
         if held.attempt.only_cached:
+            if output.finish is Finish.PREFIX_GONE and self.prefill.shorten(
+                held.attempt, output.num_held_tokens
+            ):
+                self._begin_with(held, self.prefill.begin_again)
+                return
             held.policy.on_output(held.attempt, output)
             if output.finish is not None:
                 self._forget(held, "prefix_sent" if output.finish is Finish.CUT else "prefix_gone")

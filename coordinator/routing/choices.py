@@ -18,6 +18,7 @@ class Fetch(NamedTuple):
         fetch_s: predicted seconds until the reader has them.
         sending_s: the part of `fetch_s` in which the holder sends.
         timeout_s: seconds after which the reader computes the prompt instead.
+        least_tokens: the least `num_tokens` that is worth its time if the holder lacks blocks.
     """
 
     holder: WorkerKey
@@ -26,6 +27,7 @@ class Fetch(NamedTuple):
     fetch_s: float
     sending_s: float
     timeout_s: float = 0.0
+    least_tokens: int = 0
 
     @property
     def num_sent_tokens(self) -> int:

@@ -448,14 +448,21 @@ class Router:
         """
         num_held = own.num_cached_tokens + own.num_host_tokens + own.num_disk_tokens
         num_tokens = own.num_work_tokens + num_held
-        timeout_s = max(own.work_s - work_s, 2 * fetch.fetch_s, _LEAST_FETCH_TIMEOUT_S)
+        saved_s = own.work_s - work_s
+        timeout_s = max(saved_s, 2 * fetch.fetch_s, _LEAST_FETCH_TIMEOUT_S)
+        # A part of the fetch pays if its computation takes longer than the fetch.
+        share = min(1.0, fetch.fetch_s / saved_s) if saved_s > 0 else 1.0
+        size = self._loads.entries[own.worker].traits.block_size_tokens
+        least_tokens = num_held + math.ceil((fetch.num_tokens - num_held) * share / size) * size
         return PrefillChoice(
             own.worker,
             fetch.fetch_s + work_s,
             work_s,
             num_tokens - fetch.num_tokens,
             fetch.skip_tokens,
-            fetch=fetch._replace(timeout_s=timeout_s),
+            fetch=fetch._replace(
+                timeout_s=timeout_s, least_tokens=min(fetch.num_tokens, least_tokens)
+            ),
         )
 
     def choose_prefill(

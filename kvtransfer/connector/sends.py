@@ -88,6 +88,13 @@ class Sends:
         if send is not None and send.next_blocks != send.end_blocks:
             self._give_up(send)
 
+    def keep(self, request_id: str) -> None:
+        """Forgets a request that has pushed nothing, without giving its handoff up.
+
+        Baton's engine decides about the handoff.
+        """
+        self._sends.pop(request_id, None)
+
     def pushes(self, output: SchedulerOutput, unverified: Set[int]) -> Iterator[Push]:
         """Yields the blocks that a step finishes, one push per request.
 

@@ -96,6 +96,20 @@ def test_the_holder_itself_is_preferred_while_it_is_idle():
         assert (choice.worker, choice.fetch) == (B, None)
 
 
+@pytest.mark.parametrize("num_held", [0, 50])
+def test_the_least_that_is_worth_sending_takes_longer_to_compute_than_to_fetch(num_held):
+    found = router("a", "b")
+    holds(found, "a", num_held, HOST)
+    holds(found, "b", 150)
+    queue(found, "b", 5.0, 4)
+    for choice in both(found):
+        fetch = choice.fetch
+        num_own = num_held * BLOCK
+        least_s = (fetch.least_tokens - num_own) * 1e-3
+        assert num_own < fetch.least_tokens < fetch.num_tokens
+        assert fetch.fetch_s <= least_s < fetch.fetch_s + BLOCK * 1e-3
+
+
 def test_the_reader_s_own_blocks_are_not_fetched():
     found = router("a", "b")
     holds(found, "a", 50)
@@ -278,6 +292,7 @@ def test_the_holder_and_the_reader_are_told(new_world, out):
     assert sent.handoff.handoff_id == read.fetch.handoff_id
     assert (read.fetch.num_tokens, read.fetch.skip_tokens) == (SIZE, 0)
     assert 0 < read.fetch.timeout.ToNanoseconds() == sent.spec.timeout.ToNanoseconds()
+    assert 0 < sent.handoff.least_tokens < SIZE
     report(world, "h", read.fetch, COMMITTED)
     first_output(world, out, "r", num_fetched_tokens=SIZE)
     world.step("r", out("r1", [6], offset=1, finish=common_pb2.FINISH_REASON_STOP))
@@ -289,6 +304,18 @@ def test_the_holder_and_the_reader_are_told(new_world, out):
     assert world.core.stats.fetches == {"loaded": 1, "failed": 0}
     assert world.core.stats.handoffs.total() == 0
     assert len(world.commands["h"]) == 1
+
+
+def test_a_holder_that_lacks_blocks_shows_how_fast_the_rest_came(new_world, out):
+    world = cell(new_world)
+    world.submit(num_prompt=900)
+    read = world.commands["r"][0]
+    report(world, "h", read.fetch, COMMITTED, num_bytes=2**17, exposed_us=1000)
+    first_output(world, out, "r", num_fetched_tokens=512)
+    took_s = router_of(world).transfers.seconds((("h", 1), ("r", 1)), 2**17, near=True)
+    assert took_s == pytest.approx(0.001)
+    assert world.core.stats.fetches == {"loaded": 1, "failed": 0}
+    assert world.core.stats.prompt_tokens["fetched"] == 512
 
 
 def test_a_burst_with_one_prefix_fetches_it_once(new_world, out):
