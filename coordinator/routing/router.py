@@ -43,8 +43,6 @@ _LEAST_FETCH_TIMEOUT_S = 0.1
 # this request. Recomputing a prefix that another worker has cached also delays later requests and
 # evicts other prefixes from the cache.
 _WORK_WEIGHT = 4.0
-# Assumed handoff speed between hosts and within a host.
-_NETWORK_BYTES_PER_S, _MEMORY_BYTES_PER_S = 1e9, 5e9
 # Batch requests are packed onto a worker with urgent requests only if its steps are at most this
 # many times as long as on the fastest worker.
 _PACKED_ITL = 1.15
@@ -522,13 +520,14 @@ class Router:
                     best = self.fetching(own, fetch, work_s)._replace(predicted_s=wait_s + work_s)
         return best
 
-    def by_handoff(self, worker: WorkerKey, num_tokens: int) -> PrefillChoice:
+    def by_handoff(self, worker: WorkerKey, to: WorkerKey, num_tokens: int) -> PrefillChoice:
         """Predicts the cost for a worker to hand over a request that it was decoding.
 
         The worker recomputes the tokens of the last block that is not full.
 
         Args:
             worker: worker of any pool; its engine keeps the KV blocks it has computed.
+            to: worker that continues the request.
             num_tokens: tokens of the prompt and of the output generated so far.
         """
         entry = self._loads.entries[worker]
@@ -536,7 +535,8 @@ class Router:
         cached = (num_tokens - 1) // traits.block_size_tokens * traits.block_size_tokens
         work_s = traits.latency.prefill_s(num_tokens - cached)
         # This handoff is sent after the computation; other handoffs are sent during the prefill.
-        sent_s = num_tokens * traits.kv_bytes_per_token / _NETWORK_BYTES_PER_S
+        num_bytes = num_tokens * traits.kv_bytes_per_token
+        sent_s = self.transfers.handoff_s((worker, to), num_bytes, near=self.near(worker, to))
         step_s = entry.itl_with_s(0, 0) if entry.num_decodes else 0.0
         predicted_s = entry.queued_s(self.now) + step_s + work_s + sent_s
         return PrefillChoice(entry.key, predicted_s, work_s, num_tokens - cached, cached)
@@ -689,9 +689,8 @@ class Router:
         if source is None:
             return traits.prompt_s(num_tokens, target.hits)
         near = source.traits.host_id == traits.host_id
-        speed = _MEMORY_BYTES_PER_S if near else _NETWORK_BYTES_PER_S
-        num_sent = num_tokens - target.hits.num_cached
-        return num_sent * source.traits.kv_bytes_per_token / speed
+        num_bytes = (num_tokens - target.hits.num_cached) * source.traits.kv_bytes_per_token
+        return self.transfers.handoff_s((source.key, target.entry.key), num_bytes, near=near)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if sums or masks differ from the entries they summarize."""

@@ -209,6 +209,18 @@ def test_speeds_are_measured_by_pair():
     assert seconds((B, C)) == pytest.approx(1.0)
 
 
+def test_handoffs_have_assumed_speeds_until_their_kind_is_measured():
+    found = Transfers()
+    found.begins(A, 0.1, near=False)
+    assert found.handoff_s((A, B), 10**9, near=False) == pytest.approx(1.0)
+    assert found.handoff_s((A, B), 10**9, near=True) == pytest.approx(0.2)
+    found.took((B, C), 10**9, 0.5, near=False)
+    assert found.handoff_s((A, B), 10**9, near=False) == pytest.approx(0.5)
+    assert found.handoff_s((A, B), 10**9, near=True) == pytest.approx(0.2)
+    found.took((A, B), 10**9, 0.1, near=False)
+    assert found.handoff_s((A, B), 10**9, near=False) == pytest.approx(0.1)
+
+
 def test_what_was_slow_is_tried_again_some_time():
     found = Transfers()
     found.given_up((A, B), 10**9, 1.0, near=False)
