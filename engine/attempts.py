@@ -49,6 +49,8 @@ class Attempt:
         engine_id: The engine's request ID. It is never reused, unlike an attempt number, which
             another coordinator may assign again.
         decoding: True once this worker has produced output.
+        num_own_host_tokens: Prompt tokens that were loaded from host memory before the attempt was
+            submitted, because its fetch leaves them out.
     """
 
     spec: cluster_pb2.RequestSpec
@@ -62,6 +64,7 @@ class Attempt:
     submitted_at: float | None = field(init=False, default=None)
     engine_id: str = field(init=False)
     decoding: bool = field(init=False, default=False)
+    num_own_host_tokens: int = field(init=False, default=0)
     _text: list[str] = field(init=False, default_factory=list)
     _prompt_logprobs: Sequence[Sequence[Logprob]] = field(init=False, default=())
 
@@ -117,10 +120,16 @@ class Attempt:
         return ReceiveHandoff(
             plan.handoff_id,
             plan.num_tokens,
-            plan.timeout.ToNanoseconds() / 1e9,
+            self.fetch_left_s(),
             plan.skip_tokens,
             is_fetch=True,
         )
+
+    def fetch_left_s(self) -> float:
+        """Returns for how many seconds the attempt may still wait for its fetch."""
+        assert self.fetch is not None
+        timeout_s = self.fetch.timeout.ToNanoseconds() / 1e9
+        return max(0.0, timeout_s - (monotonic() - self.arrived_at))
 
     def running(self) -> cluster_pb2.RunningRequest:
         """Returns the attempt's state for a restarted coordinator."""
@@ -224,8 +233,10 @@ class Attempt:
         """Completes the engine's timings; the time before the submission counts as queueing."""
         if self.submitted_at is not None:
             timings.queue_us += round((self.submitted_at - self.arrived_at) * 1e6)
-        timings.num_cached_tokens = output.num_cached_tokens
-        timings.num_host_tokens = output.num_host_tokens
+        # The prefix cache has got them from host memory for this attempt.
+        num_own = min(self.num_own_host_tokens, output.num_cached_tokens)
+        timings.num_cached_tokens = output.num_cached_tokens - num_own
+        timings.num_host_tokens = output.num_host_tokens + num_own
         timings.num_disk_tokens = output.num_disk_tokens
         if self.fetch is None:
             timings.num_handoff_tokens = output.num_handoff_tokens

@@ -30,6 +30,7 @@ from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 from baton.worker.cache_reports import CacheReports
 from baton.worker.handoffs import RECEIVE, SEND, HandoffLog
 from baton.worker.outbox import Outbox
+from baton.worker.own_blocks import OwnBlocks
 
 _log = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class Runner:
     ) -> None:
         self._engine, self._outbox, self.max_requests = engine, outbox, max_requests
         self._transfer, self._handoffs = transfer, handoffs
+        self._own_blocks = OwnBlocks(engine)
         self._cache = CacheReports(outbox)
         self._host_cache = CacheReports(outbox, cluster_pb2.CACHE_TIER_HOST)
         self._disk_cache = CacheReports(outbox, cluster_pb2.CACHE_TIER_DISK)
@@ -275,6 +277,7 @@ class Runner:
 
     async def _begin(self, held: _Held, begin: Callable[[Attempt], Awaitable[None]]) -> None:
         try:
+            await self._own_blocks.load(held.attempt)
             await begin(held.attempt)
         except RequestRejected as error:
             self._fail(held, RemoteError(code_pb2.INVALID_ARGUMENT, str(error), []))
@@ -357,6 +360,8 @@ class Runner:
                 held = self._by_engine_id.get(output.request_id)
                 if held is not None:
                     self._take(held, output, message)
+                else:
+                    self._own_blocks.take(output)
             if message.outputs or message.HasField("tokens"):
                 self._outbox.post(cluster_pb2.WorkerMessage(step=message))
             await self._outbox.wait_for_space()
@@ -375,6 +380,8 @@ class Runner:
         self.num_tokens += len(output.token_ids)
         self.num_handoff_tokens += output.num_handoff_tokens
         self.num_host_tokens += output.num_host_tokens
+        if output.timings is not None:
+            self.num_host_tokens += held.attempt.num_own_host_tokens
         self.num_disk_tokens += output.num_disk_tokens
         if self.use_handles and held.attempt.report_token(output, step.tokens):
             held.policy.on_output(held.attempt, output)

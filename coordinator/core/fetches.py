@@ -100,6 +100,7 @@ class Fetches:
             num_tokens=choice.num_tokens,
             skip_tokens=choice.skip_tokens,
             timeout=duration(choice.timeout_s),
+            host_tokens=choice.host_tokens,
         )
         fetch = _Fetch(
             request,

@@ -412,29 +412,57 @@ class Router:
         # Two tokens are left to compute: the first one in the step that loads the fetched blocks.
         # A prompt that ends in that step could not be handed over before its blocks are verified.
         usable = (num_tokens - 2) // size * size
-        skip = 0
-        if hits.num_cached:
-            skip = min(match.stored_by(reader.key).num_device * size, usable)
         best, least = None, math.inf
-        for key, held in sources.items():
-            holder = self._loads.entries[key]
-            most_bytes = min(holder.traits.max_send_bytes, traits.max_receive_bytes)
-            most_tokens = most_bytes // (per_token * size) * size
-            end = min(held.num_total * size, usable, skip + most_tokens)
-            if key == reader.key or end <= hits.num_tokens:
-                continue
-            near = holder.traits.host_id == traits.host_id
-            num_bytes = (end - skip) * per_token
-            sending_s = self.transfers.seconds((key, reader.key), num_bytes, near=near)
-            wait_s = max(self.transfers.wait_s(key), holder.one_step_s(self.now))
-            num_stored = max(0, end - held.num_device * size)
-            num_disk = min(held.num_disk * size, num_stored)
-            load_s = holder.traits.load_s(num_stored - num_disk, num_disk)
-            fetch_s = _FETCH_BASE_S + wait_s + load_s + sending_s
-            total_s = fetch_s + traits.latency.prefill_s(num_tokens - end)
-            if total_s < least:
-                least, best = total_s, Fetch(key, end, skip, fetch_s, sending_s)
+        for skip, num_own in self._skips(match, reader, hits, usable):
+            for key, held in sources.items():
+                holder = self._loads.entries[key]
+                most_bytes = min(holder.traits.max_send_bytes, traits.max_receive_bytes)
+                most_tokens = most_bytes // (per_token * size) * size
+                end = min(held.num_total * size, usable, skip + most_tokens)
+                if key == reader.key or end <= max(skip, hits.num_tokens):
+                    continue
+                near = holder.traits.host_id == traits.host_id
+                num_bytes = (end - skip) * per_token
+                sending_s = self.transfers.seconds((key, reader.key), num_bytes, near=near)
+                wait_s = max(self.transfers.wait_s(key), holder.one_step_s(self.now))
+                num_stored = max(0, end - held.num_device * size)
+                num_disk = min(held.num_disk * size, num_stored)
+                load_s = holder.traits.load_s(num_stored - num_disk, num_disk)
+                fetch_s = _FETCH_BASE_S + wait_s + load_s + sending_s
+                if num_own:
+                    # The reader loads its own blocks meanwhile, in a step of its own.
+                    own_s = traits.load_s(num_own, 0) + reader.one_step_s(self.now)
+                    fetch_s = max(fetch_s, own_s)
+                total_s = fetch_s + traits.latency.prefill_s(num_tokens - end)
+                if total_s < least:
+                    least = total_s
+                    best = Fetch(key, end, skip, fetch_s, sending_s, host_tokens=num_own)
         return best
+
+    @staticmethod
+    def _skips(
+        match: PrefixMatch, reader: WorkerLoad, hits: PromptHits, usable: int
+    ) -> list[tuple[int, int]]:
+        """What a fetch may leave out because its reader has it.
+
+        Args:
+            match: prefix match of the prompt.
+            reader: load of the worker that computes the prompt.
+            hits: tokens of the prompt that the reader holds.
+            usable: tokens of the prompt that need not be computed; whole blocks.
+
+        Returns:
+            Pairs of tokens to leave out, and those of them that the reader loads from host memory.
+        """
+        if not (hits.num_cached or hits.num_host):
+            return [(0, 0)]
+        own, size = match.stored_by(reader.key), reader.traits.block_size_tokens
+        on_device = min(own.num_device * size, usable)
+        with_host = min(own.num_total * size, usable)
+        # A load from disk takes too long to hold the blocks behind it in staging.
+        if with_host == on_device or own.num_disk:
+            return [(on_device, 0)]
+        return [(on_device, 0), (with_host, with_host - on_device)]
 
     def fetching(self, own: PrefillChoice, fetch: Fetch, work_s: float) -> PrefillChoice:
         """A choice with a fetch instead of what the worker holds itself.
@@ -457,7 +485,8 @@ class Router:
             fetch.fetch_s + work_s,
             work_s,
             num_tokens - fetch.num_tokens,
-            fetch.skip_tokens,
+            fetch.skip_tokens - fetch.host_tokens,
+            fetch.host_tokens,
             fetch=fetch._replace(
                 timeout_s=timeout_s, least_tokens=min(fetch.num_tokens, least_tokens)
             ),

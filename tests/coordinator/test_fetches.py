@@ -21,6 +21,7 @@ from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 BLOCK = 16
 DEVICE, HOST = cluster_pb2.CACHE_TIER_UNSPECIFIED, cluster_pb2.CACHE_TIER_HOST
+DISK = cluster_pb2.CACHE_TIER_DISK
 COMMITTED = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
 FAILED = kv_transfer_pb2.HANDOFF_STATE_FAILED
 A, B, C = ("a", 1), ("b", 1), ("c", 1)
@@ -118,6 +119,31 @@ def test_the_reader_s_own_blocks_are_not_fetched():
     for choice in both(found):
         assert (choice.worker, choice.fetch.skip_tokens, choice.fetch.num_tokens) == (A, 800, 2400)
         assert (choice.num_cached_tokens, choice.num_work_tokens) == (800, 800)
+
+
+def test_the_reader_s_blocks_in_host_memory_are_loaded_beside_the_fetch():
+    found = router("a", "b")
+    holds(found, "a", 20)
+    holds(found, "a", 50, HOST)
+    holds(found, "b", 150)
+    queue(found, "b", 5.0, 4)
+    for choice in both(found):
+        fetch = choice.fetch
+        assert (choice.worker, fetch.num_tokens) == (A, 2400)
+        assert (fetch.skip_tokens, fetch.host_tokens) == (800, 480)
+        assert (choice.num_cached_tokens, choice.num_host_tokens) == (320, 480)
+        assert choice.num_work_tokens == 800
+
+
+@pytest.mark.parametrize("changes", [{"host_bytes_per_s": 1e8}, {"disk_kv_tokens": 65536}])
+def test_the_reader_s_blocks_are_fetched_where_its_own_load_takes_longer(changes):
+    found = router("a", "b", **changes)
+    holds(found, "a", 50, DISK if "disk_kv_tokens" in changes else HOST)
+    holds(found, "b", 150)
+    queue(found, "b", 5.0, 4)
+    for choice in both(found):
+        assert (choice.worker, choice.fetch.skip_tokens, choice.fetch.host_tokens) == (A, 0, 0)
+        assert choice.fetch.num_sent_tokens == 2400
 
 
 def test_nothing_is_fetched_if_workers_keep_windows_or_states():

@@ -103,6 +103,19 @@ async def fetch(
     return {"sent": sent, **made}
 
 
+async def own_blocks(reader: Side, name: str, prompt: list[int]) -> int:
+    """Loads a prompt from host memory, as worker/own_blocks.py does; returns the loaded tokens."""
+    request = EngineRequest(
+        name,
+        [*prompt, prompt[0]],
+        common_pb2.SamplingParams(max_tokens=2, ignore_eos=True),
+        prefill_only=True,
+        only_cached=True,
+    )
+    _, first = await reader.finish(request)
+    return first.num_host_tokens
+
+
 async def twins(holder: Side, reader: Side, prompt: list[int]) -> list[dict[str, Any]]:
     """A request with a fetch, and one that waits for the same fetch."""
     handoff_id = secrets.token_bytes(16)
@@ -197,6 +210,14 @@ async def fetches(reader: Side, holder: Side, directory: Path) -> dict[str, Any]
         turn, made["answer, from host"] = await conversation(221)
         await evict(holder, "fetch host")
         made["from host"] = await fetch(holder, reader, "from host", turn)
+        turn, made["answer, beside host"] = await conversation(311)
+        await ask(reader, "own beginning", turn[: 4 * cases.BLOCK_SIZE + 1])
+        await evict(reader, "own host")
+        num_own = await own_blocks(reader, "own", turn[: 4 * cases.BLOCK_SIZE])
+        made["beside host"] = {
+            "num_own": num_own,
+            **await fetch(holder, reader, "beside host", turn, skip=4 * cases.BLOCK_SIZE),
+        }
         turn, made["answer, spoiled"] = await conversation(231)
         made["spoiled"] = await fetch(holder, reader, "spoiled fetch", turn, spoiled=True)
         turn, made["answer, lost skip"] = await conversation(241)

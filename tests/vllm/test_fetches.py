@@ -38,6 +38,13 @@ def test_blocks_that_the_reader_has_are_left_out(made: dict[str, Any]) -> None:
     assert (skipped["num_fetched"], skipped["num_cached"]) == (HELD - SKIP, SKIP)
 
 
+def test_blocks_in_the_reader_s_host_memory_are_left_out(made: dict[str, Any]) -> None:
+    beside = made["beside host"]
+    assert beside["tokens"] == made["answer, beside host"]
+    assert beside["num_own"] == SKIP
+    assert (beside["num_fetched"], beside["num_cached"]) == (HELD - SKIP, SKIP)
+
+
 def test_blocks_in_the_holder_s_host_memory_are_fetched(made: dict[str, Any]) -> None:
     fetched = made["from host"]
     assert fetched["tokens"] == made["answer, from host"]

@@ -19,6 +19,9 @@ TURN = [3 + index % 90 for index in range(100)]
 ANSWER, HELD = 12, 96
 NEXT = [20 + index % 70 for index in range(40)]
 BLOCK_BYTES = 4 * 1024
+# A prompt of nearly as many tokens evicts everything else from the device.
+DEVICE_TOKENS = 1024
+OTHER = [7 + index % 83 for index in range(DEVICE_TOKENS - 8)]
 
 
 class Workers:
@@ -77,7 +80,13 @@ async def workers(coordinator, start_worker, vocabulary):
             own = ScriptedCoordinator()
             await own.start()
             stack.push_async_callback(own.stop)
-            start_worker(DECODE, name, address=own.address)
+            start_worker(
+                DECODE,
+                name,
+                address=own.address,
+                simulated={"kv_tokens": DEVICE_TOKENS},
+                kv_store={"host_bytes": 2**25},
+            )
             started.append((own, await own.stream()))
         yield Workers(started, vocabulary)
 
@@ -126,6 +135,46 @@ async def test_tokens_that_the_reader_has_are_left_out(workers):
     assert (timings.num_fetched_tokens, timings.num_cached_tokens) == (HELD - 48, 48)
     assert (await workers.holder[1].next_of("handoff")).handoff.num_bytes == 3 * BLOCK_BYTES
     await workers.idle()
+
+
+async def test_tokens_in_the_reader_s_host_memory_are_left_out(workers):
+    prompt = await conversation(workers)
+    await workers.computes(workers.reader, "beginning", prompt[:50], 1)
+    await workers.computes(workers.reader, "other", OTHER, 1)
+    handoff_id = await workers.asks(prompt, HELD, 48)
+    plan_ = fetch(handoff_id, HELD, 48)
+    plan_.host_tokens = 48
+    timings = await reads(workers, "turn 2", prompt, plan_)
+    assert (timings.num_fetched_tokens, timings.num_host_tokens) == (HELD - 48, 48)
+    assert timings.num_cached_tokens == 0
+    assert (await workers.holder[1].next_of("handoff")).handoff.num_bytes == 3 * BLOCK_BYTES
+    await workers.idle()
+
+
+async def test_a_prompt_is_computed_when_host_memory_lost_what_was_left_out(workers):
+    prompt = await conversation(workers)
+    handoff_id = await workers.asks(prompt, HELD, 48)
+    plan_ = fetch(handoff_id, HELD, 48)
+    plan_.host_tokens = 48
+    timings = await reads(workers, "turn 2", prompt, plan_)
+    assert (timings.num_fetched_tokens, timings.num_host_tokens) == (0, 0)
+    await workers.idle()
+
+
+async def test_a_request_is_cancelled_while_its_own_blocks_are_loaded(workers):
+    prompt = await conversation(workers)
+    await workers.computes(workers.reader, "beginning", prompt[:50], 1)
+    await workers.computes(workers.reader, "other", OTHER, 1)
+    plan_ = fetch(secrets.token_bytes(16), HELD, 48)
+    plan_.host_tokens = 48
+    command = cluster_pb2.DecodeCommand(spec=spec("turn 2", prompt, max_tokens=8), fetch=plan_)
+    await workers.tell(workers.reader, decode=command)
+    await workers.tell(
+        workers.reader, cancel=cluster_pb2.CancelCommand(request_id="turn 2", attempt=1)
+    )
+    await workers.idle()
+    # Nothing holds their blocks on the device any more.
+    assert await workers.computes(workers.reader, "again", OTHER, 1)
 
 
 async def test_a_prompt_is_computed_when_the_reader_lost_what_was_left_out(workers):

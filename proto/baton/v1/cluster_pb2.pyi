@@ -900,6 +900,7 @@ class FetchPlan(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     SKIP_TOKENS_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
+    HOST_TOKENS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     """16 random bytes, never reused."""
     num_tokens: _builtins.int
@@ -910,6 +911,10 @@ class FetchPlan(_message.Message):
     """
     skip_tokens: _builtins.int
     """Number of these tokens that the handoff leaves out: whole blocks."""
+    host_tokens: _builtins.int
+    """Number of the tokens that the handoff leaves out, the last of them, that the worker has only in
+    its host memory. The worker loads them into its prefix cache before it waits for the handoff.
+    """
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """How long the worker waits for the handoff before it computes the prompt."""
@@ -921,10 +926,11 @@ class FetchPlan(_message.Message):
         num_tokens: _builtins.int = ...,
         skip_tokens: _builtins.int = ...,
         timeout: _duration_pb2.Duration | None = ...,
+        host_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "num_tokens", b"num_tokens", "skip_tokens", b"skip_tokens", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "host_tokens", b"host_tokens", "num_tokens", b"num_tokens", "skip_tokens", b"skip_tokens", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
