@@ -141,6 +141,15 @@ class Runner:
         """Number of KV blocks in the KV store on disk."""
         return len(self._disk_cache)
 
+    @property
+    def num_removed_blocks(self) -> dict[str, int]:
+        """Number of KV blocks that each tier has lost since the start: evicted, or deleted."""
+        return {
+            "device": self._cache.num_removed,
+            "host": self._host_cache.num_removed,
+            "disk": self._disk_cache.num_removed,
+        }
+
     def running(self) -> list[cluster_pb2.RunningRequest]:
         """Running requests, and finished ones whose end is unacknowledged, for adoption in a Hello.
 
