@@ -163,7 +163,7 @@ class EngineOutput:
         num_handoff_tokens: Only in the first output: prompt tokens loaded from the handoff that the
             request received.
         num_held_tokens: Only with Finish.PREFIX_GONE of a request with `only_cached`: prompt
-            tokens, from the first, that this engine holds.
+            tokens, from the first, that this engine holds; 0 if it has filled a part of the send.
         error: The reason, with Finish.ERROR.
     """
 

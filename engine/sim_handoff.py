@@ -156,6 +156,9 @@ class HandoffSend:
 
     As on vLLM, staged blocks stay right when the request is preempted and its prompt is computed
     again, so each block is staged once.
+
+    Attributes:
+        has_written: Whether some blocks are staged.
     """
 
     def __init__(
@@ -172,6 +175,7 @@ class HandoffSend:
         self._digests = KvDigests(prompt, send.num_tokens, layout.block_size_tokens, adapter)
         # Index within the handoff of the first block that is not staged yet.
         self._first_block, self._ended = 0, False
+        self.has_written = False
 
     def write(self, layer: int, num_computed_tokens: int) -> None:
         """Stages one layer of the blocks that this step finishes.
@@ -204,6 +208,7 @@ class HandoffSend:
                 filled_frame(self._send.handoff_id, 0, layer, first, count, data, last=last)
             )
         if frames:
+            self.has_written = True
             self._port.send_frames(frames)
         if is_last_layer:
             self._first_block = end

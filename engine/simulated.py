@@ -507,7 +507,8 @@ class SimulatedEngine:
         """Loads the handoff of a request that is about to run, once."""
         if live.request.only_cached and live.num_missing > 1:
             gone = EngineOutput(live.id, finish=Finish.PREFIX_GONE)
-            gone.num_held_tokens = live.num_computed
+            if live.send is None or not live.send.has_written:
+                gone.num_held_tokens = live.num_computed
             self._give_up(live, gone)
             return
         receive = live.request.receive

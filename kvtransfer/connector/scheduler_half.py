@@ -204,8 +204,8 @@ class SchedulerHalf:
             return False
         if num_held_tokens >= request.num_tokens - 1:
             return False
-        self._gone[request.request_id] = num_held_tokens
-        self._sends.keep(request.request_id)
+        is_left = self._sends.leave(request.request_id)
+        self._gone[request.request_id] = num_held_tokens if is_left else 0
         return True
 
     def holds_back_end(self, request_id: str) -> bool:
