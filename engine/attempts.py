@@ -51,6 +51,7 @@ class Attempt:
         decoding: True once this worker has produced output.
         num_own_host_tokens: Prompt tokens that were loaded from host memory before the attempt was
             submitted, because its fetch leaves them out.
+        own_load_s: Seconds that this took; the attempt waits for its fetch for so much less.
     """
 
     spec: cluster_pb2.RequestSpec
@@ -65,6 +66,7 @@ class Attempt:
     engine_id: str = field(init=False)
     decoding: bool = field(init=False, default=False)
     num_own_host_tokens: int = field(init=False, default=0)
+    own_load_s: float = field(init=False, default=0.0)
     _text: list[str] = field(init=False, default_factory=list)
     _prompt_logprobs: Sequence[Sequence[Logprob]] = field(init=False, default=())
 
@@ -120,16 +122,10 @@ class Attempt:
         return ReceiveHandoff(
             plan.handoff_id,
             plan.num_tokens,
-            self.fetch_left_s(),
+            max(0.0, plan.timeout.ToNanoseconds() / 1e9 - self.own_load_s),
             plan.skip_tokens,
             is_fetch=True,
         )
-
-    def fetch_left_s(self) -> float:
-        """Returns for how many seconds the attempt may still wait for its fetch."""
-        assert self.fetch is not None
-        timeout_s = self.fetch.timeout.ToNanoseconds() / 1e9
-        return max(0.0, timeout_s - (monotonic() - self.arrived_at))
 
     def running(self) -> cluster_pb2.RunningRequest:
         """Returns the attempt's state for a restarted coordinator."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import logging
 import re
@@ -108,9 +109,15 @@ def _missing() -> list[str]:
         f"{owner.__name__}.{name}"
         for owner, names in _ATTRIBUTES.items()
         for name in names
-        if not re.search(rf"\bself\.{name}\b[^=\n]*=[^=]", inspect.getsource(owner))
+        if not re.search(rf"\bself\.{name}\b[^=\n]*=[^=]", _source(owner))
     ]
     hook = getattr(Scheduler, "_reserve_prefill_lookahead", None)
     if hook is not None and list(inspect.signature(hook).parameters) != _HOOK_PARAMETERS:
         found.append(f"Scheduler._reserve_prefill_lookahead({', '.join(_HOOK_PARAMETERS)})")
     return found
+
+
+@functools.cache
+def _source(owner: type) -> str:
+    """Returns the code of a class, which takes tens of milliseconds to find."""
+    return inspect.getsource(owner)

@@ -292,12 +292,14 @@ class TransferClient:
         self._calls[request.call_id] = answer
         self._write(request)
         try:
-            async with asyncio.timeout(timeout_s):
-                reply: pb.LocalReply = await answer
-        except TimeoutError:
-            # A service that does not answer is treated as ended.
-            self._lost(f"transfer service: no answer within {timeout_s:g} s")
-            raise ServiceGone(self.gone_reason) from None
+            # The time is waited in two parts: when both processes were stopped, the first part is
+            # over at once, and the service then has the second one to answer.
+            for _ in range(2):
+                await asyncio.wait([answer], timeout=timeout_s / 2)
+            if not answer.done():
+                # A service that does not answer is treated as ended.
+                self._lost(f"transfer service: no answer within {timeout_s:g} s")
+            reply: pb.LocalReply = answer.result()
         finally:
             self._calls.pop(request.call_id, None)
         if reply.error:

@@ -125,12 +125,7 @@ class PrefillRole:
         if attempt.handoff is None:
             return
         if attempt.only_cached:
-            # No output reports the end of this attempt.
-            report = _Send(attempt).report()
-            report.state = kv_transfer_pb2.HANDOFF_STATE_FAILED
-            report.reason = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
-            report.detail = "the worker does not send the prefix"
-            self._report(attempt, report)
+            self._report_cut_off(attempt)
         # Failed sends too: the service keeps their staging until the engine has stopped writing.
         self._transfer.abort_send(attempt.handoff.handoff_id)
         if self._sends.pop(attempt.handoff.handoff_id, None) is not None:
@@ -141,7 +136,9 @@ class PrefillRole:
 
     def abort(self, handoff_id: bytes) -> None:
         """Aborts a send; unknown IDs are ignored."""
-        if self._sends.pop(handoff_id, None) is not None:
+        if (send := self._sends.pop(handoff_id, None)) is not None:
+            if send.attempt.only_cached:
+                self._report_cut_off(send.attempt)
             self._transfer.abort_send(handoff_id)
             self._on_change()
 
@@ -168,6 +165,14 @@ class PrefillRole:
         report.fill_us = state.fill_us
         self._report(send.attempt, report)
         self._on_change()
+
+    def _report_cut_off(self, attempt: Attempt) -> None:
+        """Reports the end of an attempt that only sends a prefix; no output reports it."""
+        report = _Send(attempt).report()
+        report.state = kv_transfer_pb2.HANDOFF_STATE_FAILED
+        report.reason = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
+        report.detail = "the worker does not send the prefix"
+        self._report(attempt, report)
 
     async def _reserve(self, attempt: Attempt) -> SendHandoff | None:
         plan = attempt.handoff

@@ -86,7 +86,7 @@ def channel(
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.initial_reconnect_backoff_ms", 100),
         # Time for one connection attempt, not a pause: a busy peer needs some time to accept.
-        ("grpc.min_reconnect_backoff_ms", 2_000),
+        ("grpc.min_reconnect_backoff_ms", 5_000),
         ("grpc.max_reconnect_backoff_ms", 2_000),
         # One connection per channel object: handoffs and tokens do not share a connection.
         ("grpc.use_local_subchannel_pool", 1),

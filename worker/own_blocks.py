@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from time import monotonic
 
 from baton.engine.attempts import Attempt
 from baton.engine.base import Engine, EngineOutput, EngineRequest
@@ -44,10 +45,11 @@ class OwnBlocks:
             cache_salt=attempt.spec.cache_salt,
             only_cached=True,
         )
+        begun_at = monotonic()
         ended = self._loads[request.request_id] = asyncio.get_running_loop().create_future()
         try:
             await self._engine.submit(request)
-            async with asyncio.timeout(attempt.fetch_left_s()):
+            async with asyncio.timeout(plan.timeout.ToNanoseconds() / 1e9):
                 attempt.num_own_host_tokens = (await ended).num_host_tokens
         except TimeoutError:
             await self._engine.abort([request.request_id])
@@ -56,6 +58,7 @@ class OwnBlocks:
             raise
         finally:
             del self._loads[request.request_id]
+            attempt.own_load_s = monotonic() - begun_at
 
     def take(self, output: EngineOutput) -> None:
         """Takes an output of a request that may be one of these; it has only one."""

@@ -497,3 +497,16 @@ async def test_a_send_that_shrinks_arrives_with_its_new_size(pair, handoff):
     with pytest.raises(TransferRefused, match="is not being sent"):
         await sender.client.shrink_send(each.handoff_id, 1, 1)
     await asyncio.gather(sender.empty(), receiver.empty())
+
+
+async def test_a_service_that_was_stopped_with_its_worker_has_time_to_answer(pair, monkeypatch):
+    """A machine that pauses stops both; a timeout that passed meanwhile is no answer missed."""
+    sender, _ = pair
+    loop = asyncio.get_running_loop()
+    asked = asyncio.create_task(sender.client.stats())
+    # The request is written, and the pause begins.
+    await asyncio.sleep(0)
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + transfer_client.CALL_TIMEOUT_S)
+    assert (await asked).send_bytes_used == 0
+    assert not sender.client.gone.is_set()

@@ -14,6 +14,7 @@ from typing import Any
 import vllm_cases as cases
 from engine_handoffs import TIMEOUT_S, Side, left_behind, side
 from engine_host_tier import ask, evict, hashes
+from forked_engines import fork_engines
 
 from baton.kvtransfer.disk.orders import owner_of
 
@@ -128,4 +129,5 @@ async def run(model: str, ranks: int) -> dict[str, Any]:
 
 def main(model: str, ranks: int) -> dict[str, Any]:
     """Returns the results of the cases."""
+    fork_engines()
     return asyncio.run(run(model, ranks))

@@ -10,6 +10,7 @@ from typing import Any
 
 import other_models_program as models
 from engine_handoffs import ENGINE_ARGS, side
+from forked_engines import fork_engines
 from vllm import LLM
 
 from baton.runtime import affinity
@@ -30,6 +31,7 @@ def plain(model: str, engine_args: dict[str, Any]) -> int:
 
 def main(name: str) -> dict[str, Any]:
     """Returns both sizes in tokens, for requests of the longest length."""
+    fork_engines()
     engine_args = {**models.ENGINE_ARGS, **models.OWN_ARGS.get(name, {})}
     with tempfile.TemporaryDirectory(prefix="baton-") as own:
         directory = Path(own)

@@ -18,6 +18,7 @@ import torch
 import transformers
 import vllm_cases as cases
 from engine_handoffs import Side, handed_over, side
+from forked_engines import fork_engines
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
 
@@ -304,4 +305,5 @@ async def run(name: str, ranks: list[int], given: dict[str, Any]) -> dict[str, A
 
 
 def main(name: str, ranks: list[int], given: dict[str, Any]) -> dict[str, Any]:
+    fork_engines()
     return asyncio.run(run(name, ranks, given))

@@ -6,7 +6,10 @@ step_with_batch_queue of vllm/v1/engine/core.py).
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
+import json
 import tempfile
 from collections import deque
 from collections.abc import Sequence
@@ -15,6 +18,7 @@ from typing import Any
 
 import torch
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -65,6 +69,19 @@ class Port:
         pass
 
 
+def engine_config(engine_args: str) -> VllmConfig:
+    """Returns an own configuration for engine arguments in JSON."""
+    return copy.deepcopy(_configured(engine_args))
+
+
+@functools.cache
+def _configured(engine_args: str) -> VllmConfig:
+    # This takes longer than most runs of an engine.
+    args = json.loads(engine_args)
+    checked = checked_args(demo_model.ensure("demo-2-layers"), "m", args, {}, Path("traces"))
+    return RefusingEngineArgs(**checked).create_engine_config()
+
+
 class Engine:
     """A scheduler, and a model that records from which tokens each KV slot was computed.
 
@@ -85,8 +102,7 @@ class Engine:
     ) -> None:
         args = {"dtype": "float32", "block_size": BLOCK, "max_model_len": 256, **engine_args}
         args = {"max_num_batched_tokens": CHUNK, "kv_cache_memory_bytes": 2**20, **args}
-        checked = checked_args(demo_model.ensure("demo-2-layers"), "m", args, {}, Path("traces"))
-        config = RefusingEngineArgs(**checked).create_engine_config()
+        config = engine_config(json.dumps(args))
         # vLLM's CPU platform turns asynchronous scheduling off.
         config.scheduler_config.async_scheduling = asynchronous
         config.cache_config.num_gpu_blocks = num_blocks + 1

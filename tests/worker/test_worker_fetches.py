@@ -2,6 +2,7 @@
 
 import contextlib
 import secrets
+import socket
 
 import pytest
 from scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, spec, tokens_of
@@ -335,13 +336,21 @@ async def test_a_cancelled_request_drops_what_it_fetches(workers):
     await workers.idle()
 
 
-async def test_a_holder_reports_a_fetch_that_was_cancelled(workers):
+@pytest.mark.parametrize("is_filled", [False, True])
+async def test_a_holder_reports_a_fetch_that_was_cancelled(workers, is_filled):
+    """The engine has still work to do for it, or has already filled its staging."""
     prompt = await conversation(workers)
-    handoff_id = await workers.asks(prompt, HELD, target="127.0.0.1:9")
-    cancel = cluster_pb2.CancelCommand(
-        request_id=f"fetch-{handoff_id.hex()}", attempt=1, handoff_id=handoff_id
-    )
-    await workers.tell(workers.holder, cancel=cancel)
-    sent = (await workers.holder[1].next_of("handoff")).handoff
-    assert (sent.state, sent.handoff_id) == (FAILED, handoff_id)
-    await workers.idle()
+    with socket.create_server(("127.0.0.1", 0)) as never_answers:
+        target = f"127.0.0.1:{never_answers.getsockname()[1]}"
+        handoff_id = await workers.asks(prompt, HELD, target=target)
+        while is_filled:
+            load = await workers.holder[1].load_after()
+            if load.staging_bytes_used and not load.num_running + load.num_waiting:
+                break
+        cancel = cluster_pb2.CancelCommand(
+            request_id=f"fetch-{handoff_id.hex()}", attempt=1, handoff_id=handoff_id
+        )
+        await workers.tell(workers.holder, cancel=cancel)
+        sent = (await workers.holder[1].next_of("handoff")).handoff
+        assert (sent.state, sent.handoff_id) == (FAILED, handoff_id)
+        await workers.idle()
