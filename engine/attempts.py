@@ -49,6 +49,9 @@ class Attempt:
         engine_id: The engine's request ID. It is never reused, unlike an attempt number, which
             another coordinator may assign again.
         decoding: True once this worker has produced output.
+        num_own_host_tokens: Prompt tokens that were loaded from host memory before the attempt was
+            submitted, because its fetch leaves them out.
+        own_load_s: Seconds that this took; the attempt waits for its fetch for so much less.
     """
 
     spec: cluster_pb2.RequestSpec
@@ -62,6 +65,8 @@ class Attempt:
     submitted_at: float | None = field(init=False, default=None)
     engine_id: str = field(init=False)
     decoding: bool = field(init=False, default=False)
+    num_own_host_tokens: int = field(init=False, default=0)
+    own_load_s: float = field(init=False, default=0.0)
     _text: list[str] = field(init=False, default_factory=list)
     _prompt_logprobs: Sequence[Sequence[Logprob]] = field(init=False, default=())
 
@@ -69,6 +74,16 @@ class Attempt:
         self.token_ids = list(self.spec.known_token_ids)
         self.num_text_chars = self.spec.known_text_chars
         self.engine_id = f"{self.spec.request_id}#{self.spec.attempt}.{next(_numbers)}"
+
+    def shorten(self, num_tokens: int) -> None:
+        """Makes an attempt that serves a fetch send only this many tokens, from the first.
+
+        It is not shortened again: with another block gone, it sends nothing.
+        """
+        assert self.handoff is not None
+        # The token behind them is computed, whichever it is.
+        del self.spec.prompt_token_ids[num_tokens:-1]
+        self.handoff.num_tokens = self.handoff.least_tokens = num_tokens
 
     def engine_request(
         self,
@@ -107,7 +122,7 @@ class Attempt:
         return ReceiveHandoff(
             plan.handoff_id,
             plan.num_tokens,
-            plan.timeout.ToNanoseconds() / 1e9,
+            max(0.0, plan.timeout.ToNanoseconds() / 1e9 - self.own_load_s),
             plan.skip_tokens,
             is_fetch=True,
         )
@@ -214,8 +229,10 @@ class Attempt:
         """Completes the engine's timings; the time before the submission counts as queueing."""
         if self.submitted_at is not None:
             timings.queue_us += round((self.submitted_at - self.arrived_at) * 1e6)
-        timings.num_cached_tokens = output.num_cached_tokens
-        timings.num_host_tokens = output.num_host_tokens
+        # The prefix cache has got them from host memory for this attempt.
+        num_own = min(self.num_own_host_tokens, output.num_cached_tokens)
+        timings.num_cached_tokens = output.num_cached_tokens - num_own
+        timings.num_host_tokens = output.num_host_tokens + num_own
         timings.num_disk_tokens = output.num_disk_tokens
         if self.fetch is None:
             timings.num_handoff_tokens = output.num_handoff_tokens

@@ -106,8 +106,9 @@ class EngineRequest:
         receive: Handoff to load; None: none.
         adapter: Name of the LoRA adapter; empty: none.
         cache_salt: The request finds only KV blocks of requests with the same salt; empty: none.
-        only_cached: Whether the request ends with Finish.PREFIX_GONE unless the prefix cache and
-            host memory hold all prompt tokens but the last one.
+        only_cached: Whether the request ends with Finish.PREFIX_GONE unless the prefix cache, host
+            memory and the disk hold all prompt tokens but the last one. Its send is kept then, and
+            the caller may shrink it for the next request.
         due_in_s: Seconds until the first token is due; infinite without a TTFT target.
         itl_s: ITL target that the client named, in seconds; None: the engine's target applies.
     """
@@ -161,6 +162,8 @@ class EngineOutput:
             (kv_store.disk_dir).
         num_handoff_tokens: Only in the first output: prompt tokens loaded from the handoff that the
             request received.
+        num_held_tokens: Only with Finish.PREFIX_GONE of a request with `only_cached`: prompt
+            tokens, from the first, that this engine holds; 0 if it has filled a part of the send.
         error: The reason, with Finish.ERROR.
     """
 
@@ -176,6 +179,7 @@ class EngineOutput:
     num_host_tokens: int = 0
     num_disk_tokens: int = 0
     num_handoff_tokens: int = 0
+    num_held_tokens: int = 0
     error: str = ""
 
 

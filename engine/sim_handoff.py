@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from baton.engine.base import ReceiveHandoff, SendHandoff
 from baton.engine.sim_tokens import KvDigests
@@ -73,7 +74,8 @@ class HandoffPort:
             adapter: LoRA adapter of the request; empty: none.
 
         Returns:
-            Number of tokens loaded; 0 if the handoff is missing or damaged.
+            Number of prompt tokens, from the first, that are loaded or were left out; 0 if the
+                handoff is missing or damaged. A fetch may bring fewer than expected.
 
         Raises:
             WrongHandoff: The handoff is intact, but belongs to another prompt or adapter.
@@ -89,6 +91,9 @@ class HandoffPort:
             if claim is None:
                 return 0
             not_loaded = kv_transfer_pb2.REFUSAL_REASON_INCOMPLETE
+            if receive.is_fetch:
+                brought = min(receive.num_tokens, receive.skip_tokens + claim.num_tokens)
+                receive = replace(receive, num_tokens=brought)
             num_tokens = receive.num_tokens - receive.skip_tokens
             num_blocks = self.layout.num_blocks(num_tokens)
             if (claim.num_blocks, claim.num_tokens) != (num_blocks, num_tokens):
@@ -151,6 +156,9 @@ class HandoffSend:
 
     As on vLLM, staged blocks stay right when the request is preempted and its prompt is computed
     again, so each block is staged once.
+
+    Attributes:
+        has_written: Whether some blocks are staged.
     """
 
     def __init__(
@@ -167,6 +175,7 @@ class HandoffSend:
         self._digests = KvDigests(prompt, send.num_tokens, layout.block_size_tokens, adapter)
         # Index within the handoff of the first block that is not staged yet.
         self._first_block, self._ended = 0, False
+        self.has_written = False
 
     def write(self, layer: int, num_computed_tokens: int) -> None:
         """Stages one layer of the blocks that this step finishes.
@@ -199,6 +208,7 @@ class HandoffSend:
                 filled_frame(self._send.handoff_id, 0, layer, first, count, data, last=last)
             )
         if frames:
+            self.has_written = True
             self._port.send_frames(frames)
         if is_last_layer:
             self._first_block = end

@@ -506,7 +506,10 @@ class SimulatedEngine:
     def _on_start(self, live: LiveRequest) -> None:
         """Loads the handoff of a request that is about to run, once."""
         if live.request.only_cached and live.num_missing > 1:
-            self._give_up(live, EngineOutput(live.id, finish=Finish.PREFIX_GONE))
+            gone = EngineOutput(live.id, finish=Finish.PREFIX_GONE)
+            if live.send is None or not live.send.has_written:
+                gone.num_held_tokens = live.num_computed
+            self._give_up(live, gone)
             return
         receive = live.request.receive
         if live.receive_deadline is None or receive is None or self._port is None:

@@ -308,12 +308,14 @@ class VllmEngine:
         for drop_id, blocks in reports.get(DROPPED, {}).items():
             if (dropped := self._drops.get(drop_id)) is not None and not dropped.done():
                 dropped.set_result(DroppedBlocks(*blocks))
-        for internal_id in reports.get(PREFIX_GONE, ()):
+        for internal_id, num_held_tokens in reports.get(PREFIX_GONE, {}).items():
             # The request waits in vLLM until it is aborted, and may be reported again until then.
             if (live := self._by_internal_id.get(internal_id)) is not None:
                 name = live.request.request_id
                 await self.abort([name])
-                step.outputs.append(EngineOutput(name, finish=Finish.PREFIX_GONE))
+                gone = EngineOutput(name, finish=Finish.PREFIX_GONE)
+                gone.num_held_tokens = num_held_tokens
+                step.outputs.append(gone)
 
     async def _retry_failed_loads(self, outputs: list[EngineCoreOutput]) -> None:
         """Runs requests with failed handoff loads again, and removes their outputs."""

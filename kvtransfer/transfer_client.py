@@ -214,6 +214,27 @@ class TransferClient:
             raise
         return reply.send_opened.offset
 
+    async def shrink_send(self, handoff_id: bytes, num_blocks: int, num_tokens: int) -> int:
+        """Makes a send smaller, of which the engine has filled nothing, and opens it again.
+
+        Args:
+            handoff_id: ID of a send that `open_send` has opened.
+            num_blocks: New number of blocks; at most as many as before.
+            num_tokens: Number of tokens in the blocks.
+
+        Returns:
+            The offset of the handoff's bytes in the segment.
+
+        Raises:
+            TransferRefused: The send has ended, or blocks of it were filled.
+            ServiceGone: The service has ended.
+        """
+        shrink = pb.LocalShrinkSend(
+            handoff_id=handoff_id, num_blocks=num_blocks, num_tokens=num_tokens
+        )
+        reply = await self._call(pb.LocalRequest(shrink_send=shrink))
+        return reply.send_opened.offset
+
     def abort_send(self, handoff_id: bytes) -> None:
         """Ends a send: cancelled, failed, or finished with its first token. Idempotent.
 

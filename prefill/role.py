@@ -10,6 +10,7 @@ from baton.engine.attempts import Attempt
 from baton.engine.base import Engine, EngineOutput, Finish, RequestRejected, SendHandoff
 from baton.kvtransfer.control import TransferClient, TransferError
 from baton.kvtransfer.layout import KvLayout
+from baton.runtime.shorter_fetches import tokens_to_send
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 
 
@@ -74,6 +75,44 @@ class PrefillRole:
         """
         send = await self._reserve(attempt) if attempt.handoff is not None else None
         attempt.submitted_at = monotonic()
+        await self._engine.submit(attempt.engine_request(prefill_only=True, send=send))
+
+    def shorten(self, attempt: Attempt, num_held_tokens: int) -> bool:
+        """Shortens an attempt that serves a fetch to the blocks that the engine holds.
+
+        `begin_again` then sends these.
+
+        Args:
+            attempt: An attempt that has ended with Finish.PREFIX_GONE.
+            num_held_tokens: Prompt tokens, from the first, that the engine holds.
+
+        Returns:
+            False if these blocks are not worth sending; nothing has changed then.
+        """
+        plan, size = attempt.handoff, self._layout.block_size_tokens
+        if plan is None or plan.handoff_id not in self._sends:
+            return False
+        if num_tokens := tokens_to_send(plan, num_held_tokens, size):
+            attempt.shorten(num_tokens)
+        return num_tokens > 0
+
+    async def begin_again(self, attempt: Attempt) -> None:
+        """Makes the handoff of a shortened attempt smaller, and submits the attempt again.
+
+        Raises:
+            RequestRejected: The engine does not accept the request, or the handoff has ended.
+            EngineDead: The engine has failed.
+        """
+        plan = attempt.handoff
+        assert plan is not None
+        num_sent_tokens = plan.num_tokens - plan.skip_tokens
+        try:
+            offset = await self._transfer.shrink_send(
+                plan.handoff_id, self._layout.num_blocks(num_sent_tokens), num_sent_tokens
+            )
+        except TransferError as error:
+            raise RequestRejected(str(error)) from None
+        send = SendHandoff(plan.handoff_id, offset, plan.num_tokens, plan.skip_tokens)
         await self._engine.submit(attempt.engine_request(prefill_only=True, send=send))
 
     def on_output(self, attempt: Attempt, output: EngineOutput) -> None:

@@ -170,10 +170,11 @@ class Engine:
     def load(self, request: SimulatedRequest) -> None:
         """Takes what the prefix cache and host memory hold of a prompt before it runs."""
         self._take_held(request)
-        if request.sends is not None and request.num_uncomputed > 1:
+        lacks = request.sends is not None and request.num_uncomputed > 1
+        if lacks and not self.fetches.shorten(request):
             # Another worker wants a prefix that is not here any more.
             self._cancel(request.key)
-            self.fetches.refuse(request.sends)
+            self.fetches.refuse(request)
             return
         # Like vLLM's, the load runs beside the steps of other requests.
         wait_s = request.num_host * self.shape.kv_bytes_per_token / self.shape.host_bytes_per_s
@@ -213,18 +214,24 @@ class Engine:
         if not self.stopped:
             action(*arguments)
 
-    def loaded(self, request: SimulatedRequest, plan: cluster_pb2.FetchPlan) -> None:
+    def loaded(
+        self, request: SimulatedRequest, plan: cluster_pb2.FetchPlan, num_tokens: int
+    ) -> None:
         """Takes a fetched prefix into the prefix cache; the request then waits for a step."""
-        num_cached, _ = self._held(request.hashes, request.num_tokens)
-        if not plan.skip_tokens <= num_cached < plan.num_tokens:
+        num_cached, num_host = self._held(request.hashes, request.num_tokens)
+        # What the fetch leaves out and the device has not is loaded from host memory meanwhile.
+        num_host = min(num_host, max(0, plan.skip_tokens - num_cached)) if plan.host_tokens else 0
+        if not plan.skip_tokens <= num_cached + num_host < num_tokens:
             self.load(request)
             return
-        request.num_cached, request.num_host = num_cached, 0
-        request.num_fetched = plan.num_tokens - num_cached
+        request.num_cached, request.num_host = num_cached, num_host
+        request.num_fetched = num_tokens - num_cached - num_host
         request.num_computed = request.num_held
         request.num_uncomputed = request.num_tokens - request.num_held
         self._cache_blocks(request)
-        self._arrive(request)
+        load_s = num_host * self.shape.kv_bytes_per_token / self.shape.host_bytes_per_s
+        loaded_at = request.arrived_at + load_s
+        self.host.at(max(self.host.now, loaded_at), self._arrive, request)
 
     def fetches_at(self, address: str) -> Fetches | None:
         engine = self.host.engine_at(address)

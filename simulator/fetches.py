@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from baton.runtime.shorter_fetches import tokens_to_send
 from baton.simulator.parts import Shape, SimulatedRequest
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 
@@ -20,7 +21,9 @@ class Owner(Protocol):
     def now(self) -> float: ...
     def at(self, when: float, action: Callable[..., object], *arguments: object) -> None: ...
     def load(self, request: SimulatedRequest) -> None: ...
-    def loaded(self, request: SimulatedRequest, plan: cluster_pb2.FetchPlan) -> None: ...
+    def loaded(
+        self, request: SimulatedRequest, plan: cluster_pb2.FetchPlan, num_tokens: int
+    ) -> None: ...
     def fetches_at(self, address: str) -> Fetches | None: ...
     def report_handoff(self, report: cluster_pb2.HandoffReport) -> None: ...
 
@@ -68,13 +71,13 @@ class Fetches:
             self._waiting[handoff_id].remove(request)
             self._owner.load(request)
 
-    def _arrived(self, handoff_id: bytes) -> bool:
-        """Takes a prefix; returns whether it was wanted."""
+    def _arrived(self, handoff_id: bytes, num_tokens: int) -> bool:
+        """Takes a prefix of this many tokens; returns whether it was wanted."""
         first = next(iter(self._waiting.get(handoff_id, ())), None)
         if first is None or first.fetches is None or first.ended:
             return False
         self._waiting[handoff_id].remove(first)
-        self._owner.loaded(first, first.fetches)
+        self._owner.loaded(first, first.fetches, num_tokens)
         self.end(handoff_id)
         return True
 
@@ -89,13 +92,35 @@ class Fetches:
         self._sent_at = max(owner.now, self._sent_at) + sending_s
         owner.at(self._sent_at, self._sent, handoff, num_bytes, owner.now)
 
-    def refuse(self, handoff: cluster_pb2.HandoffPlan) -> None:
-        """Reports that this worker does not hold a prefix."""
-        self._report(handoff.handoff_id, _FAILED)
+    def shorten(self, request: SimulatedRequest) -> bool:
+        """Lets a request that sends a prefix send only what this worker holds of it.
+
+        Returns:
+            False if that is not worth sending; nothing has changed then.
+        """
+        plan, size = request.sends, self._owner.shape.block_size_tokens
+        assert plan is not None
+        num_tokens = tokens_to_send(plan, request.num_held, size)
+        if not num_tokens:
+            return False
+        request.sends = cluster_pb2.HandoffPlan()
+        request.sends.CopyFrom(plan)
+        request.sends.num_tokens = num_tokens
+        request.num_cached = min(request.num_cached, num_tokens)
+        request.num_host = num_tokens - request.num_cached
+        request.hashes = request.hashes[: num_tokens // size]
+        request.num_computed, request.num_uncomputed = num_tokens, 1
+        request.num_tokens = request.num_prompt_tokens = num_tokens + 1
+        return True
+
+    def refuse(self, request: SimulatedRequest) -> None:
+        """Reports that this worker does not hold the prefix that a request should send."""
+        assert request.sends is not None
+        self._report(request.sends.handoff_id, _FAILED)
 
     def _sent(self, handoff: cluster_pb2.HandoffPlan, num_bytes: int, filled_at: float) -> None:
         reader = self._owner.fetches_at(handoff.target)
-        if reader is not None and reader._arrived(handoff.handoff_id):
+        if reader is not None and reader._arrived(handoff.handoff_id, handoff.num_tokens):
             state = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
             self._report(handoff.handoff_id, state, num_bytes, self._owner.now - filled_at)
         else:

@@ -21,6 +21,9 @@ class CacheReports:
     Args:
         outbox: Keeps the messages until they are acknowledged.
         tier: Where the engine keeps the blocks.
+
+    Attributes:
+        num_removed: Number of blocks that the tier has lost since the start: evicted, or deleted.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class CacheReports:
         self._stored: dict[int, None] = {}
         self._removed: dict[int, None] = {}
         self._reset = False
+        self.num_removed = 0
 
     def __len__(self) -> int:
         """Number of blocks that the tier holds."""
@@ -44,8 +48,10 @@ class CacheReports:
     def take(self, change: CacheChange) -> None:
         """Adds the changes of one step; posts a message if many changes are pending."""
         if change.cleared:
+            self.num_removed += len(self._held)
             self._clear()
         for block in change.removed:
+            self.num_removed += block in self._held
             self._held.pop(block, None)
             self._stored.pop(block, None)
             if block in self._reported:

@@ -174,6 +174,7 @@ class WorkerHost:
             num_host_blocks=self._runner.num_host_blocks,
             num_disk_tokens=self._runner.num_disk_tokens,
             num_disk_blocks=self._runner.num_disk_blocks,
+            num_removed_blocks=self._runner.num_removed_blocks,
             num_wrong_files=self._runner.num_wrong_files,
             disk_failed=self._runner.disk_failed,
             handoffs=self._handoffs.counts(),

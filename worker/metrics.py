@@ -39,6 +39,7 @@ class Snapshot:
     num_host_blocks: int = 0
     num_disk_tokens: int = 0
     num_disk_blocks: int = 0
+    num_removed_blocks: Mapping[str, int] = field(default_factory=dict)
     num_wrong_files: int = 0
     disk_failed: bool = False
     handoffs: HandoffCounts = field(default_factory=HandoffCounts)
@@ -109,6 +110,13 @@ class WorkerCollector(Collector):
         )
         yield self._counter(
             "disk_prompt_tokens", "Prompt tokens loaded from disk.", self.snapshot.num_disk_tokens
+        )
+        yield self._split(
+            CounterMetricFamily,
+            "removed_kv_blocks",
+            "KV blocks that a tier has evicted, or deleted by an operator's order.",
+            ("tier",),
+            {(tier,): count for tier, count in self.snapshot.num_removed_blocks.items()},
         )
         yield self._counter(
             "disk_wrong_files",

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -30,6 +30,7 @@ from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 from baton.worker.cache_reports import CacheReports
 from baton.worker.handoffs import RECEIVE, SEND, HandoffLog
 from baton.worker.outbox import Outbox
+from baton.worker.own_blocks import OwnBlocks
 
 _log = logging.getLogger(__name__)
 
@@ -97,6 +98,7 @@ class Runner:
     ) -> None:
         self._engine, self._outbox, self.max_requests = engine, outbox, max_requests
         self._transfer, self._handoffs = transfer, handoffs
+        self._own_blocks = OwnBlocks(engine)
         self._cache = CacheReports(outbox)
         self._host_cache = CacheReports(outbox, cluster_pb2.CACHE_TIER_HOST)
         self._disk_cache = CacheReports(outbox, cluster_pb2.CACHE_TIER_DISK)
@@ -138,6 +140,15 @@ class Runner:
     def num_disk_blocks(self) -> int:
         """Number of KV blocks in the KV store on disk."""
         return len(self._disk_cache)
+
+    @property
+    def num_removed_blocks(self) -> dict[str, int]:
+        """Number of KV blocks that each tier has lost since the start: evicted, or deleted."""
+        return {
+            "device": self._cache.num_removed,
+            "host": self._host_cache.num_removed,
+            "disk": self._disk_cache.num_removed,
+        }
 
     def running(self) -> list[cluster_pb2.RunningRequest]:
         """Running requests, and finished ones whose end is unacknowledged, for adoption in a Hello.
@@ -267,11 +278,16 @@ class Runner:
             held.deadline = asyncio.get_running_loop().call_later(
                 attempt.spec.timeout.ToNanoseconds() / 1e9, self._expire, held
             )
-        held.begin = asyncio.create_task(self._begin(held), name=f"begin {attempt.engine_id}")
+        self._begin_with(held, policy.begin)
 
-    async def _begin(self, held: _Held) -> None:
+    def _begin_with(self, held: _Held, begin: Callable[[Attempt], Awaitable[None]]) -> None:
+        task = self._begin(held, begin)
+        held.begin = asyncio.create_task(task, name=f"begin {held.attempt.engine_id}")
+
+    async def _begin(self, held: _Held, begin: Callable[[Attempt], Awaitable[None]]) -> None:
         try:
-            await held.policy.begin(held.attempt)
+            await self._own_blocks.load(held.attempt)
+            await begin(held.attempt)
         except RequestRejected as error:
             self._fail(held, RemoteError(code_pb2.INVALID_ARGUMENT, str(error), []))
         except EngineDead as error:
@@ -353,12 +369,19 @@ class Runner:
                 held = self._by_engine_id.get(output.request_id)
                 if held is not None:
                     self._take(held, output, message)
+                else:
+                    self._own_blocks.take(output)
             if message.outputs or message.HasField("tokens"):
                 self._outbox.post(cluster_pb2.WorkerMessage(step=message))
             await self._outbox.wait_for_space()
 
     def _take(self, held: _Held, output: EngineOutput, step: cluster_pb2.StepOutputs) -> None:
         if held.attempt.only_cached:
+            if output.finish is Finish.PREFIX_GONE and self.prefill.shorten(
+                held.attempt, output.num_held_tokens
+            ):
+                self._begin_with(held, self.prefill.begin_again)
+                return
             held.policy.on_output(held.attempt, output)
             if output.finish is not None:
                 self._forget(held, "prefix_sent" if output.finish is Finish.CUT else "prefix_gone")
@@ -366,6 +389,8 @@ class Runner:
         self.num_tokens += len(output.token_ids)
         self.num_handoff_tokens += output.num_handoff_tokens
         self.num_host_tokens += output.num_host_tokens
+        if output.timings is not None:
+            self.num_host_tokens += held.attempt.num_own_host_tokens
         self.num_disk_tokens += output.num_disk_tokens
         if self.use_handles and held.attempt.report_token(output, step.tokens):
             held.policy.on_output(held.attempt, output)

@@ -84,8 +84,17 @@ class Commands:
             command.fetch.CopyFrom(request.fetch)
         self._send(request.decode, command)
 
-    def send_prefix(self, request: Request, holder: WorkerKey, reader: WorkerKey) -> None:
-        """Tells a worker to send the cached beginning of a prompt to the reader of a request."""
+    def send_prefix(
+        self, request: Request, holder: WorkerKey, reader: WorkerKey, least_tokens: int
+    ) -> None:
+        """Tells a worker to send the cached beginning of a prompt to the reader of a request.
+
+        Args:
+            request: the request, with its fetch.
+            holder: the worker that sends.
+            reader: the worker that computes the prompt.
+            least_tokens: the least number of tokens, from the first, that is worth sending.
+        """
         fetch, worker = request.fetch, self._workers.get(reader)
         assert fetch is not None
         assert worker is not None
@@ -103,6 +112,7 @@ class Commands:
             num_tokens=fetch.num_tokens,
             skip_tokens=fetch.skip_tokens,
             commit_timeout=fetch.timeout,
+            least_tokens=least_tokens,
         )
         self._send(holder, cluster_pb2.PrefillCommand(spec=spec, handoff=handoff, only_cached=True))
 

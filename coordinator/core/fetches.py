@@ -100,6 +100,7 @@ class Fetches:
             num_tokens=choice.num_tokens,
             skip_tokens=choice.skip_tokens,
             timeout=duration(choice.timeout_s),
+            host_tokens=choice.host_tokens,
         )
         fetch = _Fetch(
             request,
@@ -112,7 +113,7 @@ class Fetches:
         )
         self._fetches[handoff_id] = fetch
         self._by_reader.setdefault(reader, {})[handoff_id] = fetch
-        self._commands.send_prefix(request, choice.holder, reader)
+        self._commands.send_prefix(request, choice.holder, reader, choice.least_tokens)
 
     def over(self, request: Request) -> bool:
         """Ends the fetch of a request whose prompt is computed or that leaves its workers.
@@ -150,7 +151,8 @@ class Fetches:
             # its staging.
             seconds = (report.exposed_us - max(0, report.open_us - report.fill_us)) / 1e6
             router, pair = self._router(fetch), (fetch.choice.holder, fetch.reader)
-            router.transfers.took(pair, fetch.num_bytes, seconds, near=router.near(*pair))
+            # Fewer than planned if the holder lacked blocks.
+            router.transfers.took(pair, report.num_bytes, seconds, near=router.near(*pair))
         elif report.state == kv_transfer_pb2.HANDOFF_STATE_FAILED and not fetch.failed:
             self._fail(fetch, handoff_id, from_holder=worker == fetch.choice.holder)
         return True

@@ -14,10 +14,13 @@ class Fetch(NamedTuple):
     Attributes:
         holder: the worker that holds it, on its device or in host memory.
         num_tokens: prompt tokens, from the first, that the reader has afterwards; whole blocks.
-        skip_tokens: the first of them, which the reader has on its device; whole blocks.
+        skip_tokens: the first of them, which the reader has on its device or in host memory; whole
+            blocks.
         fetch_s: predicted seconds until the reader has them.
         sending_s: the part of `fetch_s` in which the holder sends.
         timeout_s: seconds after which the reader computes the prompt instead.
+        host_tokens: the last of `skip_tokens`, which the reader loads from its host memory.
+        least_tokens: the least `num_tokens` that is worth its time if the holder lacks blocks.
     """
 
     holder: WorkerKey
@@ -26,6 +29,8 @@ class Fetch(NamedTuple):
     fetch_s: float
     sending_s: float
     timeout_s: float = 0.0
+    least_tokens: int = 0
+    host_tokens: int = 0
 
     @property
     def num_sent_tokens(self) -> int:

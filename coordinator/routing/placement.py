@@ -174,11 +174,12 @@ class Placer:
         """
         if request.suspect or not source.hello.capacity.keeps_prefixes:
             return None
-        choice = self.router.by_handoff(source.key, request.num_prefill_tokens)
-        if choice.predicted_s >= within_s:
-            return None
         decode = self._decode_anew(request, source.key)
-        return self._split(request, choice, decode) if decode is not None else None
+        if decode is None:
+            return None
+        num_tokens = request.num_prefill_tokens
+        choice = self.router.by_handoff(source.key, decode.worker, num_tokens)
+        return self._split(request, choice, decode) if choice.predicted_s < within_s else None
 
     def has_room(self, request: Request) -> bool:
         """Whether any decode worker has room for a request that leaves its own worker."""

@@ -43,8 +43,6 @@ _LEAST_FETCH_TIMEOUT_S = 0.1
 # this request. Recomputing a prefix that another worker has cached also delays later requests and
 # evicts other prefixes from the cache.
 _WORK_WEIGHT = 4.0
-# Assumed handoff speed between hosts and within a host.
-_NETWORK_BYTES_PER_S, _MEMORY_BYTES_PER_S = 1e9, 5e9
 # Batch requests are packed onto a worker with urgent requests only if its steps are at most this
 # many times as long as on the fastest worker.
 _PACKED_ITL = 1.15
@@ -414,29 +412,57 @@ class Router:
         # Two tokens are left to compute: the first one in the step that loads the fetched blocks.
         # A prompt that ends in that step could not be handed over before its blocks are verified.
         usable = (num_tokens - 2) // size * size
-        skip = 0
-        if hits.num_cached:
-            skip = min(match.stored_by(reader.key).num_device * size, usable)
         best, least = None, math.inf
-        for key, held in sources.items():
-            holder = self._loads.entries[key]
-            most_bytes = min(holder.traits.max_send_bytes, traits.max_receive_bytes)
-            most_tokens = most_bytes // (per_token * size) * size
-            end = min(held.num_total * size, usable, skip + most_tokens)
-            if key == reader.key or end <= hits.num_tokens:
-                continue
-            near = holder.traits.host_id == traits.host_id
-            num_bytes = (end - skip) * per_token
-            sending_s = self.transfers.seconds((key, reader.key), num_bytes, near=near)
-            wait_s = max(self.transfers.wait_s(key), holder.one_step_s(self.now))
-            num_stored = max(0, end - held.num_device * size)
-            num_disk = min(held.num_disk * size, num_stored)
-            load_s = holder.traits.load_s(num_stored - num_disk, num_disk)
-            fetch_s = _FETCH_BASE_S + wait_s + load_s + sending_s
-            total_s = fetch_s + traits.latency.prefill_s(num_tokens - end)
-            if total_s < least:
-                least, best = total_s, Fetch(key, end, skip, fetch_s, sending_s)
+        for skip, num_own in self._skips(match, reader, hits, usable):
+            for key, held in sources.items():
+                holder = self._loads.entries[key]
+                most_bytes = min(holder.traits.max_send_bytes, traits.max_receive_bytes)
+                most_tokens = most_bytes // (per_token * size) * size
+                end = min(held.num_total * size, usable, skip + most_tokens)
+                if key == reader.key or end <= max(skip, hits.num_tokens):
+                    continue
+                near = holder.traits.host_id == traits.host_id
+                num_bytes = (end - skip) * per_token
+                sending_s = self.transfers.seconds((key, reader.key), num_bytes, near=near)
+                wait_s = max(self.transfers.wait_s(key), holder.one_step_s(self.now))
+                num_stored = max(0, end - held.num_device * size)
+                num_disk = min(held.num_disk * size, num_stored)
+                load_s = holder.traits.load_s(num_stored - num_disk, num_disk)
+                fetch_s = _FETCH_BASE_S + wait_s + load_s + sending_s
+                if num_own:
+                    # The reader loads its own blocks meanwhile, in a step of its own.
+                    own_s = traits.load_s(num_own, 0) + reader.one_step_s(self.now)
+                    fetch_s = max(fetch_s, own_s)
+                total_s = fetch_s + traits.latency.prefill_s(num_tokens - end)
+                if total_s < least:
+                    least = total_s
+                    best = Fetch(key, end, skip, fetch_s, sending_s, host_tokens=num_own)
         return best
+
+    @staticmethod
+    def _skips(
+        match: PrefixMatch, reader: WorkerLoad, hits: PromptHits, usable: int
+    ) -> list[tuple[int, int]]:
+        """What a fetch may leave out because its reader has it.
+
+        Args:
+            match: prefix match of the prompt.
+            reader: load of the worker that computes the prompt.
+            hits: tokens of the prompt that the reader holds.
+            usable: tokens of the prompt that need not be computed; whole blocks.
+
+        Returns:
+            Pairs of tokens to leave out, and those of them that the reader loads from host memory.
+        """
+        if not (hits.num_cached or hits.num_host):
+            return [(0, 0)]
+        own, size = match.stored_by(reader.key), reader.traits.block_size_tokens
+        on_device = min(own.num_device * size, usable)
+        with_host = min(own.num_total * size, usable)
+        # A load from disk takes too long to hold the blocks behind it in staging.
+        if with_host == on_device or own.num_disk:
+            return [(on_device, 0)]
+        return [(on_device, 0), (with_host, with_host - on_device)]
 
     def fetching(self, own: PrefillChoice, fetch: Fetch, work_s: float) -> PrefillChoice:
         """A choice with a fetch instead of what the worker holds itself.
@@ -448,14 +474,22 @@ class Router:
         """
         num_held = own.num_cached_tokens + own.num_host_tokens + own.num_disk_tokens
         num_tokens = own.num_work_tokens + num_held
-        timeout_s = max(own.work_s - work_s, 2 * fetch.fetch_s, _LEAST_FETCH_TIMEOUT_S)
+        saved_s = own.work_s - work_s
+        timeout_s = max(saved_s, 2 * fetch.fetch_s, _LEAST_FETCH_TIMEOUT_S)
+        # A part of the fetch pays if its computation takes longer than the fetch.
+        share = min(1.0, fetch.fetch_s / saved_s) if saved_s > 0 else 1.0
+        size = self._loads.entries[own.worker].traits.block_size_tokens
+        least_tokens = num_held + math.ceil((fetch.num_tokens - num_held) * share / size) * size
         return PrefillChoice(
             own.worker,
             fetch.fetch_s + work_s,
             work_s,
             num_tokens - fetch.num_tokens,
-            fetch.skip_tokens,
-            fetch=fetch._replace(timeout_s=timeout_s),
+            fetch.skip_tokens - fetch.host_tokens,
+            fetch.host_tokens,
+            fetch=fetch._replace(
+                timeout_s=timeout_s, least_tokens=min(fetch.num_tokens, least_tokens)
+            ),
         )
 
     def choose_prefill(
@@ -515,13 +549,14 @@ class Router:
                     best = self.fetching(own, fetch, work_s)._replace(predicted_s=wait_s + work_s)
         return best
 
-    def by_handoff(self, worker: WorkerKey, num_tokens: int) -> PrefillChoice:
+    def by_handoff(self, worker: WorkerKey, to: WorkerKey, num_tokens: int) -> PrefillChoice:
         """Predicts the cost for a worker to hand over a request that it was decoding.
 
         The worker recomputes the tokens of the last block that is not full.
 
         Args:
             worker: worker of any pool; its engine keeps the KV blocks it has computed.
+            to: worker that continues the request.
             num_tokens: tokens of the prompt and of the output generated so far.
         """
         entry = self._loads.entries[worker]
@@ -529,7 +564,8 @@ class Router:
         cached = (num_tokens - 1) // traits.block_size_tokens * traits.block_size_tokens
         work_s = traits.latency.prefill_s(num_tokens - cached)
         # This handoff is sent after the computation; other handoffs are sent during the prefill.
-        sent_s = num_tokens * traits.kv_bytes_per_token / _NETWORK_BYTES_PER_S
+        num_bytes = num_tokens * traits.kv_bytes_per_token
+        sent_s = self.transfers.handoff_s((worker, to), num_bytes, near=self.near(worker, to))
         step_s = entry.itl_with_s(0, 0) if entry.num_decodes else 0.0
         predicted_s = entry.queued_s(self.now) + step_s + work_s + sent_s
         return PrefillChoice(entry.key, predicted_s, work_s, num_tokens - cached, cached)
@@ -682,9 +718,8 @@ class Router:
         if source is None:
             return traits.prompt_s(num_tokens, target.hits)
         near = source.traits.host_id == traits.host_id
-        speed = _MEMORY_BYTES_PER_S if near else _NETWORK_BYTES_PER_S
-        num_sent = num_tokens - target.hits.num_cached
-        return num_sent * source.traits.kv_bytes_per_token / speed
+        num_bytes = (num_tokens - target.hits.num_cached) * source.traits.kv_bytes_per_token
+        return self.transfers.handoff_s((source.key, target.entry.key), num_bytes, near=near)
 
     def check_integrity(self) -> None:
         """Raises AssertionError if sums or masks differ from the entries they summarize."""

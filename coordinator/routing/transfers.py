@@ -13,6 +13,9 @@ Pair: TypeAlias = tuple[WorkerKey, WorkerKey]
 # Seconds per byte before the first transfer: 10 GB/s. The guess is low, so that a fetch is tried;
 # if the guess was wrong, the fetch is given up when its time is over.
 _GUESS = 1e-10
+# Assumed speed of handoffs between hosts and within a host before the first transfer. These guesses
+# are not tried out, so they are closer to what networks can do.
+_FAR_BYTES_PER_S, _NEAR_BYTES_PER_S = 1e9, 5e9
 # Weight of the latest transfer in the mean seconds per byte.
 _WEIGHT = 0.3
 # Transfers with fewer bytes say more about delays than about speed.
@@ -63,14 +66,31 @@ class Transfers:
         Returns:
             Infinite while the first transfer of a kind shows how fast it is.
         """
-        found = self._pairs.get(pair)
-        if found is None or self.now - found.at > _HALF_LIFE_S:
-            found = self._kinds.get(near)
+        found = self._measured(pair, near=near)
         if found is None:
             is_trying = self.now - self._tried_at.get(near, -math.inf) < _TRIAL_S
             return math.inf if is_trying else num_bytes * _GUESS
         share = math.exp2(-(self.now - found.at) / _HALF_LIFE_S)
         return num_bytes * max(_GUESS, found.s_per_byte * share)
+
+    def handoff_s(self, pair: Pair, num_bytes: float, *, near: bool) -> float:
+        """Predicted seconds that the bytes of a handoff take; always finite.
+
+        Args:
+            pair: sender and receiver.
+            num_bytes: number of bytes.
+            near: whether both are on one host.
+        """
+        if (found := self._measured(pair, near=near)) is not None:
+            return num_bytes * found.s_per_byte
+        return num_bytes / (_NEAR_BYTES_PER_S if near else _FAR_BYTES_PER_S)
+
+    def _measured(self, pair: Pair, *, near: bool) -> _Measured | None:
+        """The latest measurement of a pair, or of its kind."""
+        found = self._pairs.get(pair)
+        if found is None or self.now - found.at > _HALF_LIFE_S:
+            return self._kinds.get(near)
+        return found
 
     def wait_s(self, holder: WorkerKey) -> float:
         """Predicted seconds until a worker has sent what it was told to send."""

@@ -38,7 +38,8 @@ _CANCELLED = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
 # not come back.
 CUT_OFF = "baton_cut_off"
 # Key in SchedulerStats.kv_connector_stats: requests whose handoff leaves out blocks that the prefix
-# cache no longer holds, and requests for cached blocks that are not there.
+# cache no longer holds, with 0, and requests for cached blocks that are not there, with the number
+# of prompt tokens, from the first, that are there.
 PREFIX_GONE = "baton_gone"
 
 
@@ -98,8 +99,9 @@ class SchedulerHalf:
         self._requests: dict[str, Request] = {}
         self._sends = Sends(port, layout)
         self._receives: dict[str, _Receive] = {}
-        # Committed handoffs that were not loaded. The transfer service bounds their number.
-        self._committed: set[bytes] = set()
+        # Committed handoffs that were not loaded, with their number of tokens. The transfer service
+        # bounds their number.
+        self._committed: dict[bytes, int] = {}
         # Handoffs that failed, and that were released; their requests may not have come yet.
         self._failed: OrderedDict[bytes, None] = OrderedDict()
         self._released: OrderedDict[bytes, None] = OrderedDict()
@@ -107,8 +109,9 @@ class SchedulerHalf:
         self._failed_loads: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType] = {}
         # Requests that must find their whole prompt in the cache, but for its last token.
         self._only_cached: set[str] = set()
-        # Requests that wait until Baton's engine aborts them, because their prefix is gone.
-        self._gone: set[str] = set()
+        # Requests that wait until Baton's engine aborts them, because their prefix is gone. With
+        # each, the number of tokens to report (see PREFIX_GONE).
+        self._gone: dict[str, int] = {}
         # True once a rank has lost the transfer service.
         self._is_cut_off = False
         # Loads and releases of the step that is made next.
@@ -166,9 +169,13 @@ class SchedulerHalf:
                 self._end(receive, _CANCELLED)
                 return 0
             # Baton's engine must abort the request.
-            self._gone.add(request.request_id)
+            self._gone[request.request_id] = 0
             return None
         if receive.handoff_id in self._committed:
+            if receive.is_fetch:
+                # The holder may have lacked blocks at the end.
+                brought = receive.skip_tokens + self._committed[receive.handoff_id]
+                receive.num_tokens = min(receive.num_tokens, brought)
             if self._is_loadable(receive, request):
                 return max(0, self._usable_tokens(receive, request) - num_computed_tokens)
         elif receive.handoff_id not in self._failed and self._port.alive:
@@ -190,13 +197,15 @@ class SchedulerHalf:
 
         Args:
             request: The engine's request, which is about to run.
-            num_held_tokens: Tokens of its prompt in the prefix cache and in host memory.
+            num_held_tokens: Tokens of its prompt, from the first, in the prefix cache and in host
+                memory.
         """
         if request.request_id not in self._only_cached:
             return False
         if num_held_tokens >= request.num_tokens - 1:
             return False
-        self._gone.add(request.request_id)
+        is_left = self._sends.leave(request.request_id)
+        self._gone[request.request_id] = num_held_tokens if is_left else 0
         return True
 
     def holds_back_end(self, request_id: str) -> bool:
@@ -255,7 +264,7 @@ class SchedulerHalf:
         receive.over = True
         if receive.is_fetch:
             self._loaders.add(request.request_id)
-        self._committed.discard(receive.handoff_id)
+        self._committed.pop(receive.handoff_id, None)
         self._loads.append(load)
         self._unverified.load(load.block_ids, tables, first_token)
 
@@ -373,7 +382,7 @@ class SchedulerHalf:
                 self._port.release(handoff_id, all_ranks=True, not_loaded=not_loaded)
         self._wrong.release_free()
         if self._gone:
-            told[PREFIX_GONE], self._gone = list(self._gone), set()
+            told[PREFIX_GONE], self._gone = self._gone, {}
         if self._is_cut_off or not self._port.alive:
             told[CUT_OFF] = True
         return told
@@ -419,7 +428,7 @@ class SchedulerHalf:
         if not receive.num_tokens:
             # The handoff belongs to another request.
             return
-        self._committed.discard(receive.handoff_id)
+        self._committed.pop(receive.handoff_id, None)
         if not receive.is_fetch:
             self._failed.pop(receive.handoff_id, None)
         self._releases[receive.handoff_id] = not_loaded
@@ -428,9 +437,9 @@ class SchedulerHalf:
         """Takes the changes of handoffs' states from the transfer service."""
         for state in self._port.poll():
             if state.state == _COMMITTED:
-                self._committed.add(state.handoff_id)
+                self._committed[state.handoff_id] = state.num_tokens
             else:
-                self._committed.discard(state.handoff_id)
+                self._committed.pop(state.handoff_id, None)
             for ended, handoffs in ((_FAILED, self._failed), (_RELEASED, self._released)):
                 if state.state == ended:
                     handoffs[state.handoff_id] = None

@@ -28,6 +28,7 @@ class _Send:
         next_blocks: For each block table, the index in the prompt of the next block to push. It
             never goes back: pushed blocks stay right when the request is preempted.
         end_blocks: The same of the block behind the last one.
+        has_pushed: Whether a step has pushed some blocks.
     """
 
     handoff_id: bytes
@@ -37,6 +38,7 @@ class _Send:
     num_blocks: int
     next_blocks: list[int]
     end_blocks: list[int]
+    has_pushed: bool = False
 
 
 class Sends:
@@ -88,6 +90,18 @@ class Sends:
         if send is not None and send.next_blocks != send.end_blocks:
             self._give_up(send)
 
+    def leave(self, request_id: str) -> bool:
+        """Leaves the handoff of a request that has pushed nothing to Baton's engine.
+
+        Returns:
+            False if the request has pushed blocks: its handoff cannot begin again.
+        """
+        send = self._sends.get(request_id)
+        if send is not None and send.has_pushed:
+            return False
+        self._sends.pop(request_id, None)
+        return True
+
     def pushes(self, output: SchedulerOutput, unverified: Set[int]) -> Iterator[Push]:
         """Yields the blocks that a step finishes, one push per request.
 
@@ -120,7 +134,7 @@ class Sends:
             if is_wrong or not all(all(part.block_ids) for part in parts):
                 self._give_up(self._sends.pop(request_id))
                 continue
-            send.next_blocks = ready
+            send.next_blocks, send.has_pushed = ready, True
             yield Push(
                 send.handoff_id,
                 send.offset,

@@ -148,6 +148,13 @@ class TransferCore:
             return pb.LocalReply(configured=self._configured)
         if kind == "open_send":
             return self._open_send(connection, request, now)
+        if kind == "shrink_send":
+            shrink = request.shrink_send
+            offset, reopened = self._sender.shrink(
+                shrink.handoff_id, shrink.num_blocks, shrink.num_tokens, now
+            )
+            self._carry_out(reopened)
+            return pb.LocalReply(send_opened=pb.LocalSendOpened(offset=offset))
         if kind == "claim":
             claim = request.claim
             grant, effects = self._receiver.claim(claim.handoff_id, claim.rank, now)

@@ -107,6 +107,10 @@ class SendTable:
             return
         self.statistics.num_fallbacks[send.transport] += 1
         send.num_fallbacks += 1
+        self.next_epoch(send, now)
+
+    def next_epoch(self, send: Send, now: float) -> None:
+        """Opens a send again, to send everything from the first byte."""
         send.epoch += 1
         self._reopen(send, now)
 

@@ -97,11 +97,7 @@ class Sender:
         layout = self._known_layout()
         if len(handoff_id) != frames.HANDOFF_ID_BYTES:
             raise TransferRefused(f"handoff_id has {len(handoff_id)} bytes; must have 16")
-        if not 1 <= num_tokens <= num_blocks * layout.counted_tokens:
-            raise TransferRefused(
-                f"num_tokens is {num_tokens}; must be 1 to "
-                f"{num_blocks * layout.counted_tokens} for {num_blocks} blocks"
-            )
+        _check_num_tokens(num_tokens, num_blocks, layout)
         if handoff_id in self._table.sends:
             raise TransferRefused(f"handoff {handoff_id.hex()} is being sent already")
         if len(self._table.sends) >= self._limits.max_sends:
@@ -119,6 +115,38 @@ class Sender:
         self._table.queue.add(handoff_id, num_bytes)
         self._table.admit(now)
         return self._table.take_effects()
+
+    def shrink(
+        self, handoff_id: bytes, num_blocks: int, num_tokens: int, now: float
+    ) -> tuple[int, list[Effect]]:
+        """Makes a send smaller, of which nothing is filled yet, and opens it again.
+
+        Args:
+            handoff_id: ID of the handoff.
+            num_blocks: New number of KV blocks of each layer; at most as many as before.
+            num_tokens: Number of prompt tokens in the blocks.
+            now: Current time.monotonic(), in seconds.
+
+        Returns:
+            The offset of the handoff's bytes, and the effects.
+
+        Raises:
+            TransferRefused: The arguments are wrong, or the send is over or has filled blocks.
+        """
+        layout, send = self._known_layout(), self._table.sends.get(handoff_id)
+        if send is None or send.state in OVER or send.extent is None:
+            raise TransferRefused(f"handoff {handoff_id.hex()} is not being sent")
+        if send.filled:
+            raise TransferRefused(f"handoff {handoff_id.hex()}: some of its blocks are filled")
+        if not 1 <= num_blocks <= send.num_blocks:
+            raise TransferRefused(
+                f"num_blocks is {num_blocks}; must be 1 to {send.num_blocks}, its size so far"
+            )
+        _check_num_tokens(num_tokens, num_blocks, layout)
+        send.num_blocks, send.num_tokens = num_blocks, num_tokens
+        send.num_bytes = layout.handoff_bytes(num_blocks)
+        self._table.next_epoch(send, now)
+        return send.extent.offset, self._table.take_effects()
 
     def fill(self, filled: pb.LocalFrame, now: float) -> list[Effect]:
         """Takes a rank's report of filled blocks; ignores unknown sends.
@@ -333,3 +361,11 @@ class Sender:
         if self._layout is None:
             raise TransferRefused("the transfer service is not configured yet")
         return self._layout
+
+
+def _check_num_tokens(num_tokens: int, num_blocks: int, layout: KvLayout) -> None:
+    most = num_blocks * layout.counted_tokens
+    if not 1 <= num_tokens <= most:
+        raise TransferRefused(
+            f"num_tokens is {num_tokens}; must be 1 to {most} for {num_blocks} blocks"
+        )

@@ -21,6 +21,7 @@ from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 BLOCK = 16
 DEVICE, HOST = cluster_pb2.CACHE_TIER_UNSPECIFIED, cluster_pb2.CACHE_TIER_HOST
+DISK = cluster_pb2.CACHE_TIER_DISK
 COMMITTED = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
 FAILED = kv_transfer_pb2.HANDOFF_STATE_FAILED
 A, B, C = ("a", 1), ("b", 1), ("c", 1)
@@ -96,6 +97,20 @@ def test_the_holder_itself_is_preferred_while_it_is_idle():
         assert (choice.worker, choice.fetch) == (B, None)
 
 
+@pytest.mark.parametrize("num_held", [0, 50])
+def test_the_least_that_is_worth_sending_takes_longer_to_compute_than_to_fetch(num_held):
+    found = router("a", "b")
+    holds(found, "a", num_held, HOST)
+    holds(found, "b", 150)
+    queue(found, "b", 5.0, 4)
+    for choice in both(found):
+        fetch = choice.fetch
+        num_own = num_held * BLOCK
+        least_s = (fetch.least_tokens - num_own) * 1e-3
+        assert num_own < fetch.least_tokens < fetch.num_tokens
+        assert fetch.fetch_s <= least_s < fetch.fetch_s + BLOCK * 1e-3
+
+
 def test_the_reader_s_own_blocks_are_not_fetched():
     found = router("a", "b")
     holds(found, "a", 50)
@@ -104,6 +119,31 @@ def test_the_reader_s_own_blocks_are_not_fetched():
     for choice in both(found):
         assert (choice.worker, choice.fetch.skip_tokens, choice.fetch.num_tokens) == (A, 800, 2400)
         assert (choice.num_cached_tokens, choice.num_work_tokens) == (800, 800)
+
+
+def test_the_reader_s_blocks_in_host_memory_are_loaded_beside_the_fetch():
+    found = router("a", "b")
+    holds(found, "a", 20)
+    holds(found, "a", 50, HOST)
+    holds(found, "b", 150)
+    queue(found, "b", 5.0, 4)
+    for choice in both(found):
+        fetch = choice.fetch
+        assert (choice.worker, fetch.num_tokens) == (A, 2400)
+        assert (fetch.skip_tokens, fetch.host_tokens) == (800, 480)
+        assert (choice.num_cached_tokens, choice.num_host_tokens) == (320, 480)
+        assert choice.num_work_tokens == 800
+
+
+@pytest.mark.parametrize("changes", [{"host_bytes_per_s": 1e8}, {"disk_kv_tokens": 65536}])
+def test_the_reader_s_blocks_are_fetched_where_its_own_load_takes_longer(changes):
+    found = router("a", "b", **changes)
+    holds(found, "a", 50, DISK if "disk_kv_tokens" in changes else HOST)
+    holds(found, "b", 150)
+    queue(found, "b", 5.0, 4)
+    for choice in both(found):
+        assert (choice.worker, choice.fetch.skip_tokens, choice.fetch.host_tokens) == (A, 0, 0)
+        assert choice.fetch.num_sent_tokens == 2400
 
 
 def test_nothing_is_fetched_if_workers_keep_windows_or_states():
@@ -195,6 +235,18 @@ def test_speeds_are_measured_by_pair():
     assert seconds((B, C)) == pytest.approx(1.0)
 
 
+def test_handoffs_have_assumed_speeds_until_their_kind_is_measured():
+    found = Transfers()
+    found.begins(A, 0.1, near=False)
+    assert found.handoff_s((A, B), 10**9, near=False) == pytest.approx(1.0)
+    assert found.handoff_s((A, B), 10**9, near=True) == pytest.approx(0.2)
+    found.took((B, C), 10**9, 0.5, near=False)
+    assert found.handoff_s((A, B), 10**9, near=False) == pytest.approx(0.5)
+    assert found.handoff_s((A, B), 10**9, near=True) == pytest.approx(0.2)
+    found.took((A, B), 10**9, 0.1, near=False)
+    assert found.handoff_s((A, B), 10**9, near=False) == pytest.approx(0.1)
+
+
 def test_what_was_slow_is_tried_again_some_time():
     found = Transfers()
     found.given_up((A, B), 10**9, 1.0, near=False)
@@ -278,6 +330,7 @@ def test_the_holder_and_the_reader_are_told(new_world, out):
     assert sent.handoff.handoff_id == read.fetch.handoff_id
     assert (read.fetch.num_tokens, read.fetch.skip_tokens) == (SIZE, 0)
     assert 0 < read.fetch.timeout.ToNanoseconds() == sent.spec.timeout.ToNanoseconds()
+    assert 0 < sent.handoff.least_tokens < SIZE
     report(world, "h", read.fetch, COMMITTED)
     first_output(world, out, "r", num_fetched_tokens=SIZE)
     world.step("r", out("r1", [6], offset=1, finish=common_pb2.FINISH_REASON_STOP))
@@ -289,6 +342,18 @@ def test_the_holder_and_the_reader_are_told(new_world, out):
     assert world.core.stats.fetches == {"loaded": 1, "failed": 0}
     assert world.core.stats.handoffs.total() == 0
     assert len(world.commands["h"]) == 1
+
+
+def test_a_holder_that_lacks_blocks_shows_how_fast_the_rest_came(new_world, out):
+    world = cell(new_world)
+    world.submit(num_prompt=900)
+    read = world.commands["r"][0]
+    report(world, "h", read.fetch, COMMITTED, num_bytes=2**17, exposed_us=1000)
+    first_output(world, out, "r", num_fetched_tokens=512)
+    took_s = router_of(world).transfers.seconds((("h", 1), ("r", 1)), 2**17, near=True)
+    assert took_s == pytest.approx(0.001)
+    assert world.core.stats.fetches == {"loaded": 1, "failed": 0}
+    assert world.core.stats.prompt_tokens["fetched"] == 512
 
 
 def test_a_burst_with_one_prefix_fetches_it_once(new_world, out):

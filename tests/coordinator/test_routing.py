@@ -279,6 +279,38 @@ def test_of_equals_the_prefill_workers_own_host_decodes() -> None:
     assert choice.worker == key("d5")
 
 
+@pytest.mark.parametrize("slow", ["d1", "d2"])
+def test_a_worker_to_which_handoffs_are_slow_is_avoided(slow: str) -> None:
+    # The least loaded worker and the one with most room are compared.
+    router = decode_router(
+        ("d1", traits("d1", kv_bytes_per_token=10**6)),
+        ("d2", traits("d2", kv_tokens=131072, kv_bytes_per_token=10**6)),
+    )
+    router.add_worker(key("p"), traits("p", kv_bytes_per_token=10**6), Pool.PREFILL)
+    for name in ("d1", "d2"):
+        seconds = 60.0 if name == slow else 0.1
+        router.transfers.took((key("p"), key(name)), 10**9, seconds, near=False)
+    choice = router.choose_decode(router.match([]), 320, 100, prefill=key("p"))
+    assert choice is not None
+    assert choice.worker != key(slow)
+
+
+def test_a_move_counts_the_measured_speed_to_its_new_worker() -> None:
+    heavy = {name: traits(name, kv_bytes_per_token=10**6) for name in ("d1", "d2", "d3")}
+    router = decode_router(*heavy.items())
+
+    def sent_s(to: str) -> float:
+        choice = router.by_handoff(key("d1"), key(to), 321)
+        return choice.predicted_s - choice.work_s
+
+    # Before the first transfer between hosts, 1 GB/s are assumed.
+    assert sent_s("d2") == pytest.approx(0.321)
+    router.transfers.took((key("d1"), key("d2")), 10**9, 10.0, near=False)
+    assert sent_s("d2") == pytest.approx(3.21)
+    router.transfers.took((key("d1"), key("d3")), 10**9, 0.1, near=False)
+    assert sent_s("d3") == pytest.approx(0.0321)
+
+
 def test_room_is_kept_for_prompt_and_expected_output() -> None:
     router = decode_router(("small", traits(kv_tokens=640)), ("large", traits(kv_tokens=1280)))
     wanted = prompt(1, 500)

@@ -149,12 +149,15 @@ class RandomEngine(RuleBasedStateMachine):
         num_more=st.integers(2, 9),
         skip=st.integers(0, 3),
         num_following=st.integers(0, 2),
+        lacking=st.sampled_from([0, 0, 1, 2]),
         fault=st.sampled_from([None, None, *FAULTS]),
     )
-    def begin_fetch(self, num_blocks, num_more, skip, num_following, fault):
-        self.begin_fetch_one(num_blocks, num_more, skip, num_following, fault=fault)
+    def begin_fetch(self, num_blocks, num_more, skip, num_following, lacking, fault):
+        self.begin_fetch_one(num_blocks, num_more, skip, num_following, lacking, fault=fault)
 
-    def begin_fetch_one(self, num_blocks, num_more, skip, num_following=0, *, fault=None):
+    def begin_fetch_one(
+        self, num_blocks, num_more, skip, num_following=0, lacking=0, *, fault=None
+    ):
         """Begins a fetch, and submits requests that wait for it.
 
         Args:
@@ -162,6 +165,8 @@ class RandomEngine(RuleBasedStateMachine):
             num_more: Number of tokens that the request computes.
             skip: Number of these blocks that the handoff leaves out, if some are left.
             num_following: Number of other requests that wait for the fetch.
+            lacking: Number of the last blocks that the holder lacks, if it has some of those that
+                it should send.
             fault: What happens to the first epoch.
         """
         while len(self.coming) >= 5:
@@ -176,7 +181,8 @@ class RandomEngine(RuleBasedStateMachine):
         }  # fmt: skip
         tokens = [*prompt, *[100 + number % 100] * num_more]
         request = Request(f"r{number}", tokens, {"baton_receive": receive})
-        messages = self.sent(handoff_id, prompt, skip_blocks, fault)
+        num_held = max(skip_blocks + 1, num_blocks - lacking)
+        messages = self.sent(handoff_id, prompt[: num_held * SIZE], skip_blocks, fault, prompt)
         self.coming.append(Coming(handoff_id, messages, request))
         for index in range(num_following):
             waits = {**receive, "num_tokens": 0, "skip_tokens": 0}
@@ -185,10 +191,15 @@ class RandomEngine(RuleBasedStateMachine):
             self.waiting.append(one)
             self.half.add(one)
 
-    def sent(self, handoff_id, prompt, skip_blocks, fault):
-        """Returns a prompt's messages; a fault adds an uncommitted epoch before the good one."""
+    def sent(self, handoff_id, prompt, skip_blocks, fault, wanted=None):
+        """Returns a prompt's messages; a fault adds an uncommitted epoch before the good one.
+
+        A `wanted` prompt that is longer was opened before, in an epoch without blocks.
+        """
         attempts = []
-        if fault == "foreign bytes":
+        if wanted is not None and len(wanted) > len(prompt):
+            attempts.append(messages_of(handoff_id, wanted, skip_blocks)[:1])
+        elif fault == "foreign bytes":
             attempts.append(
                 messages_of(handoff_id, prompt, skip_blocks, alter=lambda _: SIZE * POISON)
             )

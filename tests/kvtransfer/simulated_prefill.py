@@ -101,6 +101,22 @@ class Prefill:
         self.carry_out(effects)
         return send
 
+    def shrink(self, send: Send, num_blocks: int) -> None:
+        """Makes a handoff smaller whose engine lacks blocks and has filled nothing."""
+        if not send.writing or any(send.progress) or num_blocks > send.num_blocks:
+            return
+        tokens = num_blocks * self.world.layout.block_size_tokens
+        try:
+            offset, effects = self.sender.shrink(
+                send.handoff_id, num_blocks, tokens, self.world.now
+            )
+        except TransferRefused:
+            assert send.ended or self.sends.get(send.handoff_id) is not send
+            return
+        assert offset == send.offset
+        send.num_blocks = num_blocks
+        self.carry_out(effects)
+
     def fill(self, send: Send, rank: int, count: int = 1, *, last_apart: bool = False) -> None:
         """Writes the next runs of blocks of a rank and reports them."""
         for _ in range(count):

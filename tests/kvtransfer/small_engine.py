@@ -16,6 +16,7 @@ from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.frames import FrameKind, Totals
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.receiving import Changed, ReceiverLimits
+from baton.kvtransfer.service.local_replies import received_state
 from baton.kvtransfer.service.receiver import Receiver
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -167,9 +168,7 @@ class Service:
     def told(self, effects):
         for effect in effects:
             if isinstance(effect, Changed):
-                state = pb.LocalHandoffState(
-                    handoff_id=effect.handoff_id, epoch=effect.epoch, state=effect.state.value,
-                )  # fmt: skip
+                state = received_state(effect)
                 self.states.pop(effect.handoff_id, None)
                 self.states[effect.handoff_id] = state
 

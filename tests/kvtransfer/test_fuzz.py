@@ -154,7 +154,7 @@ class Fuzzer:
         rng = self.rng
         handoff_id = rng.choice([own_id, own_id, b"", rng.randbytes(16)])
         request = pb.LocalRequest(call_id=rng.choice(WORDS))
-        kind = rng.choice(["open", "frames", "abort", "claim", "release", "drop", "none"])
+        kind = rng.choice(["open", "shrink", "frames", "abort", "claim", "release", "drop", "none"])
         match kind:
             case "open":
                 target = rng.choice(["", "x", "127.0.0.1:1", "127.0.0.1:99999", "dns:///", "a b:1"])
@@ -162,6 +162,13 @@ class Fuzzer:
                     pb.LocalOpenSend(
                         handoff_id=own_id, target=target, num_blocks=rng.choice(WORDS),
                         num_tokens=rng.choice(WORDS), wait_ms=rng.choice(WORDS),
+                    )
+                )  # fmt: skip
+            case "shrink":
+                request.shrink_send.MergeFrom(
+                    pb.LocalShrinkSend(
+                        handoff_id=handoff_id, num_blocks=rng.choice(WORDS),
+                        num_tokens=rng.choice(WORDS),
                     )
                 )  # fmt: skip
             case "frames":

@@ -99,6 +99,12 @@ class HandoffMachine(RuleBasedStateMachine):
                 send.source.fill_all(send)
 
     @precondition(lambda self: self.under_way())
+    @rule(data=st.data(), num_blocks=st.integers(1, 3))
+    def shrinks(self, data, num_blocks):
+        send = data.draw(st.sampled_from(self.under_way()))
+        send.source.shrink(send, num_blocks)
+
+    @precondition(lambda self: self.under_way())
     @rule(data=st.data(), counts=st.tuples(*[st.integers(0, 4)] * 2), apart=st.booleans())
     def fills(self, data, counts, apart):
         send = data.draw(st.sampled_from(self.under_way()))

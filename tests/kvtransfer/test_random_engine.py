@@ -115,3 +115,24 @@ def test_a_fetch_without_its_prefix_or_its_bytes_is_computed(is_dropped):
     engine.run_step()
     assert following in engine.running
     engine.teardown()
+
+
+@pytest.mark.parametrize("skip", [0, 1])
+def test_a_fetch_that_brings_fewer_blocks_is_loaded_as_far_as_it_goes(skip):
+    engine = RandomEngine()
+    engine.starts(is_calm=True)
+    if skip:
+        engine.submit_plain([3] * SIZE + [99])
+        engine.run_step()
+    engine.begin_fetch_one(4, 3, skip, lacking=2)
+    (coming,) = engine.coming
+    engine.submit(coming)
+    engine.deliver(coming, 1)
+    engine.run_step()
+    assert coming.request in engine.waiting
+    engine.deliver(coming, 1000)
+    # Two of the four blocks came. The step computes the others.
+    assert engine.half.num_loadable_tokens(coming.request, skip * SIZE) == (2 - skip) * SIZE
+    engine.run_step()
+    assert coming.request in engine.running
+    engine.teardown()

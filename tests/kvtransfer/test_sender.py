@@ -383,3 +383,45 @@ def test_nothing_to_offer_and_a_choice_not_offered_end_the_send():
     _, ended = harness.reply(pb.PushReply.KIND_OPENED, transport="pigeon")
     assert ended.reason == pb.REFUSAL_REASON_MALFORMED
     assert "'pigeon', which was not offered" in ended.detail
+
+
+def test_a_send_that_shrinks_is_opened_again_in_its_staging(harness):
+    harness.open()
+    (first,) = harness.sent()
+    harness.reply(pb.PushReply.KIND_OPENED)
+    offset, _ = harness.sender.shrink(A, 2, 7, harness.now)
+    (second,) = harness.sent()
+    assert (offset, first.epoch, second.epoch) == (0, 1, 2)
+    opened = pb.PushOpen.FromString(bytes(second.payload))
+    assert (opened.num_blocks, opened.num_tokens) == (2, 7)
+    # A late reply to the first open says nothing about the second.
+    harness.reply(pb.PushReply.KIND_OPENED)
+    for rank in range(2):
+        for layer in range(3):
+            harness.fill(rank, layer, num_blocks=2, last=layer == 2)
+    assert harness.sent() == []
+    harness.reply(pb.PushReply.KIND_OPENED, epoch=2)
+    sent = harness.sent()
+    assert [frame.num_blocks for frame in sent if frame.kind is FrameKind.DATA] == [2] * 6
+    _, ended = harness.reply(pb.PushReply.KIND_COMMITTED, epoch=2)
+    assert (ended.committed, ended.num_bytes) == (True, LAYOUT.handoff_bytes(2))
+    assert ended.num_fallbacks == 0
+    harness.assert_empty()
+
+
+def test_only_a_smaller_send_without_filled_blocks_shrinks(harness):
+    def refuses(message, handoff_id=A, num_blocks=2, num_tokens=8):
+        with pytest.raises(TransferRefused, match=message):
+            harness.sender.shrink(handoff_id, num_blocks, num_tokens, harness.now)
+
+    refuses("is not being sent")
+    harness.open(num_blocks=3)
+    harness.open(B)
+    refuses("is not being sent", B)  # It waits for staging.
+    refuses("num_blocks is 0; must be 1 to 3", num_blocks=0)
+    refuses("num_blocks is 4; must be 1 to 3", num_blocks=4)
+    refuses("num_tokens is 9; must be 1 to 8 for 2 blocks", num_tokens=9)
+    harness.fill(0, 0, num_blocks=3)
+    refuses("some of its blocks are filled")
+    harness.sender.abort(A, harness.now)
+    refuses("is not being sent")

@@ -479,6 +479,26 @@ async def test_a_killed_worker_leaves_no_service_even_with_its_socket_inherited(
     assert not (SEGMENT_DIRECTORY / shm_name.decode()).exists()
 
 
+async def test_a_send_that_shrinks_arrives_with_its_new_size(pair, handoff):
+    sender, receiver = pair
+    each = handoff(8)
+    await each.open(sender, receiver.client.address)
+    await receiver.received(each.handoff_id, pb.HANDOFF_STATE_RECEIVING)
+    small = handoff(3)
+    small.handoff_id = each.handoff_id
+    small.offset = await sender.client.shrink_send(each.handoff_id, 3, small.num_tokens)
+    assert small.offset == each.offset
+    small.fill(sender)
+    sent = await sender.sent(each.handoff_id)
+    assert (sent.state, sent.num_bytes, sent.epoch) == (COMMITTED, len(small.data), 2)
+    received = await receiver.received(each.handoff_id, pb.HANDOFF_STATE_COMMITTED)
+    assert (received.num_blocks, received.num_tokens) == (3, small.num_tokens)
+    assert small.load(receiver) == small.data
+    with pytest.raises(TransferRefused, match="is not being sent"):
+        await sender.client.shrink_send(each.handoff_id, 1, 1)
+    await asyncio.gather(sender.empty(), receiver.empty())
+
+
 async def test_a_service_that_was_stopped_with_its_worker_has_time_to_answer(pair, monkeypatch):
     """A machine that pauses stops both; a timeout that passed meanwhile is no answer missed."""
     sender, _ = pair

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from baton.load.traces import MOONCAKE_BLOCK_TOKENS, Arrival
@@ -9,6 +11,19 @@ from baton.runtime.config import parse
 from baton.simulator.run import simulate
 
 NUM_BURSTS, NUM_REQUESTS, NUM_SHARED, NUM_OWN = 6, 16, 8, 3
+# A 70B model on eight H100s (deploy/examples/conversations.yaml).
+LARGE = {
+    "prefill_base_ms": 20.7,
+    "prefill_per_token_ms": 0.0704,
+    "prefill_per_token_squared_ms": 6.59e-7,
+    "step_base_ms": 29.9,
+    "step_per_request_ms": 0.188,
+    "step_per_kv_token_ms": 0.000199,
+    "kv_tokens": 1_370_000,
+    "num_layers": 80,
+    "block_bytes": 2**21,
+    "max_num_batched_tokens": 4096,
+}
 
 
 def bursts() -> list[Arrival]:
@@ -24,7 +39,7 @@ def bursts() -> list[Arrival]:
     return found
 
 
-def served(*, fetch=True, **simulated):
+def served(arrivals=None, *, fetch=True, **simulated):
     values = {
         "simulated": {
             "prefill_per_token_ms": 0.1,
@@ -41,7 +56,7 @@ def served(*, fetch=True, **simulated):
         "decode": {"workers": 1},
         "elastic": True,
     }
-    found = simulate(parse(values, "test"), bursts(), "static")
+    found = simulate(parse(values, "test"), arrivals or bursts(), "static")
     assert not found.figures.num_failed
     return found.figures
 
@@ -70,3 +85,18 @@ def test_a_fetch_that_comes_too_late_is_not_waited_for():
     assert slow.hits.total < quick.hits.total
     without = served(fetch=False)
     assert slow.ttft_ms[99] < 1.5 * without.ttft_ms[99]
+
+
+@pytest.mark.parametrize("rate", [3.0, 5.0])
+def test_a_system_prompt_gets_more_holders_when_its_holder_is_busy(rate):
+    """Many prompts begin with one system prompt, which one worker has at first."""
+    rng, arrivals, at_s = random.Random(1), [], 0.0
+    for number in range(240):
+        at_s += rng.expovariate(rate)
+        blocks = (*range(16), 10_000 + 2 * number, 10_001 + 2 * number)
+        arrivals.append(Arrival(at_s, len(blocks) * MOONCAKE_BLOCK_TOKENS, 100, blocks))
+    alone, fetched = served(arrivals, fetch=False, **LARGE), served(arrivals, **LARGE)
+    for share in (90, 99):
+        assert fetched.ttft_ms[share] < 0.5 * alone.ttft_ms[share], share
+    # Each of the other workers fetches the system prompt at most once.
+    assert 0 < fetched.hits.fetched <= 3 * 16 / (240 * 18)

@@ -15,7 +15,7 @@ from engine_cases import NUM_FETCH_TOKENS as NUM_TOKENS
 from engine_handoffs import STAGING, TIMEOUT_S, Side, spoil
 from engine_host_tier import ask, evict, greedy
 
-from baton.engine.base import EngineRequest, ReceiveHandoff, SendHandoff
+from baton.engine.base import EngineOutput, EngineRequest, Finish, ReceiveHandoff, SendHandoff
 from baton.kvtransfer.control import EnginePort, TransferClient, filled_frame
 from baton.v1 import common_pb2
 
@@ -25,27 +25,38 @@ async def serve(
 ) -> dict[str, Any]:
     """The holder sends what it has cached of a prompt, as prefill/role.py does.
 
-    If it lacks a block, the reader is told to wait no longer, which is the coordinator's task.
+    If it lacks all blocks, the reader is told to wait no longer, which is the coordinator's task.
     """
-    num_sent = num_tokens - skip
+    size = holder.info.layout.num_blocks
     offset = await holder.transfer.open_send(
         handoff_id,
         reader.transfer.address,
-        holder.info.layout.num_blocks(num_sent),
-        num_sent,
+        size(num_tokens - skip),
+        num_tokens - skip,
         TIMEOUT_S,
     )
-    request = EngineRequest(
-        f"fetch-{handoff_id.hex()}",
-        [*prompt[:num_tokens], prompt[0]],
-        common_pb2.SamplingParams(max_tokens=2, ignore_eos=True),
-        prefill_only=True,
-        send=SendHandoff(handoff_id, offset, num_tokens, skip),
-        only_cached=True,
-    )
-    _, first = await holder.finish(request)
-    assert first.finish is not None
-    if first.finish.value != "cut":
+
+    async def send() -> EngineOutput:
+        request = EngineRequest(
+            f"fetch-{handoff_id.hex()}",
+            [*prompt[:num_tokens], prompt[0]],
+            common_pb2.SamplingParams(max_tokens=2, ignore_eos=True),
+            prefill_only=True,
+            send=SendHandoff(handoff_id, offset, num_tokens, skip),
+            only_cached=True,
+        )
+        _, first = await holder.finish(request)
+        assert first.finish is not None
+        return first
+
+    first = await send()
+    if first.num_held_tokens > skip:
+        num_tokens = first.num_held_tokens
+        offset = await holder.transfer.shrink_send(
+            handoff_id, size(num_tokens - skip), num_tokens - skip
+        )
+        first = await send()
+    if first.finish is not Finish.CUT:
         holder.transfer.abort_send(handoff_id)
         reader.transfer.drop(handoff_id)
     return {
@@ -90,6 +101,19 @@ async def fetch(
         serve(holder, reader, handoff_id, prompt, num_tokens, skip),
     )
     return {"sent": sent, **made}
+
+
+async def own_blocks(reader: Side, name: str, prompt: list[int]) -> int:
+    """Loads a prompt from host memory, as worker/own_blocks.py does; returns the loaded tokens."""
+    request = EngineRequest(
+        name,
+        [*prompt, prompt[0]],
+        common_pb2.SamplingParams(max_tokens=2, ignore_eos=True),
+        prefill_only=True,
+        only_cached=True,
+    )
+    _, first = await reader.finish(request)
+    return first.num_host_tokens
 
 
 async def twins(holder: Side, reader: Side, prompt: list[int]) -> list[dict[str, Any]]:
@@ -186,6 +210,14 @@ async def fetches(reader: Side, holder: Side, directory: Path) -> dict[str, Any]
         turn, made["answer, from host"] = await conversation(221)
         await evict(holder, "fetch host")
         made["from host"] = await fetch(holder, reader, "from host", turn)
+        turn, made["answer, beside host"] = await conversation(311)
+        await ask(reader, "own beginning", turn[: 4 * cases.BLOCK_SIZE + 1])
+        await evict(reader, "own host")
+        num_own = await own_blocks(reader, "own", turn[: 4 * cases.BLOCK_SIZE])
+        made["beside host"] = {
+            "num_own": num_own,
+            **await fetch(holder, reader, "beside host", turn, skip=4 * cases.BLOCK_SIZE),
+        }
         turn, made["answer, spoiled"] = await conversation(231)
         made["spoiled"] = await fetch(holder, reader, "spoiled fetch", turn, spoiled=True)
         turn, made["answer, lost skip"] = await conversation(241)
@@ -206,4 +238,12 @@ async def fetches(reader: Side, holder: Side, directory: Path) -> dict[str, Any]
         await ask(holder, "half", prompt[: NUM_TOKENS // 2])
         made["half"] = await fetch(holder, reader, "half seen", prompt)
         made["answer, half"] = (await ask(holder, "answer 281", prompt))["tokens"]
+        prompt = cases.prompt(NUM_TOKENS + 60, 301)
+        await ask(holder, "host half", prompt[: NUM_TOKENS // 2])
+        await evict(holder, "half host")
+        await ask(reader, "block", prompt[: cases.BLOCK_SIZE + 1])
+        made["half from host"] = await fetch(
+            holder, reader, "half from host", prompt, skip=cases.BLOCK_SIZE
+        )
+        made["answer, half from host"] = (await ask(holder, "answer 301", prompt))["tokens"]
     return made

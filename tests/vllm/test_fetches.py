@@ -38,6 +38,13 @@ def test_blocks_that_the_reader_has_are_left_out(made: dict[str, Any]) -> None:
     assert (skipped["num_fetched"], skipped["num_cached"]) == (HELD - SKIP, SKIP)
 
 
+def test_blocks_in_the_reader_s_host_memory_are_left_out(made: dict[str, Any]) -> None:
+    beside = made["beside host"]
+    assert beside["tokens"] == made["answer, beside host"]
+    assert beside["num_own"] == SKIP
+    assert (beside["num_fetched"], beside["num_cached"]) == (HELD - SKIP, SKIP)
+
+
 def test_blocks_in_the_holder_s_host_memory_are_fetched(made: dict[str, Any]) -> None:
     fetched = made["from host"]
     assert fetched["tokens"] == made["answer, from host"]
@@ -45,15 +52,30 @@ def test_blocks_in_the_holder_s_host_memory_are_fetched(made: dict[str, Any]) ->
     assert fetched["sent"] == {"finish": "cut", "num_held": HELD, "num_host": HELD}
 
 
-@pytest.mark.parametrize("case", ["spoiled", "lost skip", "killed", "never seen", "half"])
+@pytest.mark.parametrize("case", ["spoiled", "lost skip", "killed", "never seen"])
 def test_what_does_not_come_is_computed(made: dict[str, Any], case: str) -> None:
     assert made[case]["num_fetched"] == 0
     assert made[case]["tokens"] == made[f"answer, {case}"]
 
 
-@pytest.mark.parametrize("case", ["never seen", "half"])
-def test_a_holder_without_all_blocks_computes_nothing(made: dict[str, Any], case: str) -> None:
-    assert made[case]["sent"] == {"finish": "prefix gone", "num_held": 0, "num_host": 0}
+def test_a_holder_without_blocks_computes_nothing(made: dict[str, Any]) -> None:
+    nothing = {"finish": "prefix gone", "num_held": 0, "num_host": 0}
+    assert made["never seen"]["sent"] == nothing
+
+
+@pytest.mark.parametrize(
+    ("case", "num_skipped"), [("half", 0), ("half from host", cases.BLOCK_SIZE)]
+)
+def test_a_holder_sends_the_beginning_that_it_has(
+    made: dict[str, Any], case: str, num_skipped: int
+) -> None:
+    num_held = NUM_TOKENS // 2 // cases.BLOCK_SIZE * cases.BLOCK_SIZE
+    sent = made[case]["sent"]
+    assert (sent["finish"], sent["num_held"]) == ("cut", num_held)
+    assert (sent["num_host"] > 0) == (case == "half from host")
+    fetched = made[case]["num_fetched"], made[case]["num_cached"]
+    assert fetched == (num_held - num_skipped, num_skipped)
+    assert made[case]["tokens"] == made[f"answer, {case}"]
 
 
 def test_a_request_waits_for_another_one_s_fetch(made: dict[str, Any]) -> None:

@@ -53,12 +53,14 @@ _STEPS = st.lists(
 @given(_STEPS)
 def test_the_coordinator_knows_the_cache_after_each_flush(steps: list[tuple]) -> None:
     outbox, cache, known = Outbox(), set[int](), Known()
-    reports = CacheReports(outbox)
+    reports, num_removed = CacheReports(outbox), 0
     for step in steps:
         if step[0] == "change":
             _, stored, removed, cleared = step
+            num_removed += len(cache if cleared else cache & set(removed))
             cache = (set() if cleared else cache) - set(removed) | set(stored)
             reports.take(CacheChange(stored, removed, cleared))
+            assert (len(reports), reports.num_removed) == (len(cache), num_removed)
             continue
         if step[0] == "flush":
             reports.flush()

@@ -20,6 +20,9 @@ TURN = [3 + index % 90 for index in range(100)]
 ANSWER, HELD = 12, 96
 NEXT = [20 + index % 70 for index in range(40)]
 BLOCK_BYTES = 4 * 1024
+# A prompt of nearly as many tokens evicts everything else from the device.
+DEVICE_TOKENS = 1024
+OTHER = [7 + index % 83 for index in range(DEVICE_TOKENS - 8)]
 
 
 class Workers:
@@ -47,10 +50,10 @@ class Workers:
         assert tokens == self.expected(prompt, max_tokens)
         return tokens
 
-    async def asks(self, prompt, num_tokens, skip_tokens=0, target=None):
+    async def asks(self, prompt, num_tokens, skip_tokens=0, target=None, least_tokens=0):
         """Tells the holder to send tokens of a prompt to the reader; returns the handoff's id."""
         handoff = plan(secrets.token_bytes(16), target or self.address(self.reader), num_tokens)
-        handoff.skip_tokens = skip_tokens
+        handoff.skip_tokens, handoff.least_tokens = skip_tokens, least_tokens
         name = f"fetch-{handoff.handoff_id.hex()}"
         made = spec(name, prompt[: num_tokens + 1], max_tokens=2, ignore_eos=True)
         command = cluster_pb2.PrefillCommand(spec=made, handoff=handoff, only_cached=True)
@@ -78,7 +81,13 @@ async def workers(coordinator, start_worker, vocabulary):
             own = ScriptedCoordinator()
             await own.start()
             stack.push_async_callback(own.stop)
-            start_worker(DECODE, name, address=own.address)
+            start_worker(
+                DECODE,
+                name,
+                address=own.address,
+                simulated={"kv_tokens": DEVICE_TOKENS},
+                kv_store={"host_bytes": 2**25},
+            )
             started.append((own, await own.stream()))
         yield Workers(started, vocabulary)
 
@@ -129,6 +138,46 @@ async def test_tokens_that_the_reader_has_are_left_out(workers):
     await workers.idle()
 
 
+async def test_tokens_in_the_reader_s_host_memory_are_left_out(workers):
+    prompt = await conversation(workers)
+    await workers.computes(workers.reader, "beginning", prompt[:50], 1)
+    await workers.computes(workers.reader, "other", OTHER, 1)
+    handoff_id = await workers.asks(prompt, HELD, 48)
+    plan_ = fetch(handoff_id, HELD, 48)
+    plan_.host_tokens = 48
+    timings = await reads(workers, "turn 2", prompt, plan_)
+    assert (timings.num_fetched_tokens, timings.num_host_tokens) == (HELD - 48, 48)
+    assert timings.num_cached_tokens == 0
+    assert (await workers.holder[1].next_of("handoff")).handoff.num_bytes == 3 * BLOCK_BYTES
+    await workers.idle()
+
+
+async def test_a_prompt_is_computed_when_host_memory_lost_what_was_left_out(workers):
+    prompt = await conversation(workers)
+    handoff_id = await workers.asks(prompt, HELD, 48)
+    plan_ = fetch(handoff_id, HELD, 48)
+    plan_.host_tokens = 48
+    timings = await reads(workers, "turn 2", prompt, plan_)
+    assert (timings.num_fetched_tokens, timings.num_host_tokens) == (0, 0)
+    await workers.idle()
+
+
+async def test_a_request_is_cancelled_while_its_own_blocks_are_loaded(workers):
+    prompt = await conversation(workers)
+    await workers.computes(workers.reader, "beginning", prompt[:50], 1)
+    await workers.computes(workers.reader, "other", OTHER, 1)
+    plan_ = fetch(secrets.token_bytes(16), HELD, 48)
+    plan_.host_tokens = 48
+    command = cluster_pb2.DecodeCommand(spec=spec("turn 2", prompt, max_tokens=8), fetch=plan_)
+    await workers.tell(workers.reader, decode=command)
+    await workers.tell(
+        workers.reader, cancel=cluster_pb2.CancelCommand(request_id="turn 2", attempt=1)
+    )
+    await workers.idle()
+    # Nothing holds their blocks on the device any more.
+    assert await workers.computes(workers.reader, "again", OTHER, 1)
+
+
 async def test_a_prompt_is_computed_when_the_reader_lost_what_was_left_out(workers):
     prompt = await conversation(workers)
     handoff_id = await workers.asks(prompt, HELD, 48)
@@ -155,13 +204,52 @@ async def test_a_prompt_of_a_fetch_is_handed_over_in_turn(workers):
     await workers.idle()
 
 
-@pytest.mark.parametrize("num_held", [0, 5])
-async def test_a_holder_without_a_block_sends_nothing_and_computes_nothing(workers, num_held):
+async def half_held(workers):
+    """The holder has three of six blocks; returns the prompt."""
+    prompt = [*TURN, *workers.expected(TURN, ANSWER), *NEXT]
+    await workers.computes(workers.holder, "turn 1", TURN[: 3 * BLOCK + 1], 1)
+    return prompt
+
+
+@pytest.mark.parametrize(("skip_tokens", "least_tokens"), [(0, BLOCK), (0, 48), (BLOCK, 32)])
+async def test_a_holder_without_a_block_sends_the_blocks_before_it(
+    workers, skip_tokens, least_tokens
+):
+    prompt = await half_held(workers)
+    if skip_tokens:
+        await workers.computes(workers.reader, "beginning", prompt[: skip_tokens + 1], 1)
+    handoff_id = await workers.asks(prompt, HELD, skip_tokens, least_tokens=least_tokens)
+    timings = await reads(workers, "turn 2", prompt, fetch(handoff_id, HELD, skip_tokens))
+    assert timings.num_fetched_tokens == 48 - skip_tokens
+    assert timings.num_cached_tokens == skip_tokens
+    sent = (await workers.holder[1].next_of("handoff")).handoff
+    received = (await workers.reader[1].next_of("handoff")).handoff
+    assert (sent.state, received.state) == (COMMITTED, RELEASED)
+    assert sent.num_bytes == received.num_bytes == (48 - skip_tokens) // BLOCK * BLOCK_BYTES
+    await workers.idle()
+
+
+async def test_a_fetch_that_is_cancelled_while_it_shrinks_leaves_nothing(workers):
+    prompt = await half_held(workers)
+    handoff_id = await workers.asks(prompt, HELD, least_tokens=BLOCK)
+    cancel = cluster_pb2.CancelCommand(
+        request_id=f"fetch-{handoff_id.hex()}", attempt=1, handoff_id=handoff_id
+    )
+    await workers.tell(workers.holder, cancel=cancel)
+    drop = cluster_pb2.CancelCommand(request_id="turn 2", handoff_id=handoff_id)
+    await workers.tell(workers.reader, cancel=drop)
+    await workers.idle()
+
+
+@pytest.mark.parametrize(("num_held", "least_tokens"), [(0, 0), (5, 0), (0, 16), (3, 64), (5, 96)])
+async def test_a_holder_without_enough_blocks_sends_and_computes_nothing(
+    workers, num_held, least_tokens
+):
     prompt = [*TURN, *workers.expected(TURN, ANSWER), *NEXT]
     if num_held:
         await workers.computes(workers.holder, "turn 1", TURN[: num_held * BLOCK + 1], 1)
     before = (await workers.holder[1].load_after()).num_steps
-    handoff_id = await workers.asks(prompt, HELD)
+    handoff_id = await workers.asks(prompt, HELD, least_tokens=least_tokens)
     sent = (await workers.holder[1].next_of("handoff")).handoff
     assert (sent.state, sent.handoff_id, sent.num_bytes) == (FAILED, handoff_id, 0)
     assert (await workers.holder[1].load_after()).num_steps == before
@@ -184,8 +272,9 @@ async def test_the_prompt_is_computed_when_the_time_is_over(workers):
     await workers.idle()
 
 
-async def test_another_request_waits_for_the_same_fetch(workers):
-    prompt = await conversation(workers)
+@pytest.mark.parametrize("num_held", [3, 6])
+async def test_another_request_waits_for_the_same_fetch(workers, num_held):
+    prompt = await (conversation if num_held == 6 else half_held)(workers)
     other = [*prompt[:HELD], *NEXT[::-1]]
     handoff_id = secrets.token_bytes(16)
     for name, tokens, plan_ in (
@@ -195,6 +284,7 @@ async def test_another_request_waits_for_the_same_fetch(workers):
         command = cluster_pb2.DecodeCommand(spec=spec(name, tokens, max_tokens=8), fetch=plan_)
         await workers.tell(workers.reader, decode=command)
     handoff = plan(handoff_id, workers.address(workers.reader), HELD)
+    handoff.least_tokens = BLOCK
     made = spec("fetch-1", prompt[: HELD + 1], max_tokens=2, ignore_eos=True)
     command = cluster_pb2.PrefillCommand(spec=made, handoff=handoff, only_cached=True)
     await workers.tell(workers.holder, prefill=command)
@@ -204,9 +294,11 @@ async def test_another_request_waits_for_the_same_fetch(workers):
             outputs[output.request_id].append(output)
     assert tokens_of(outputs["first"]) == workers.expected(prompt, 8)
     assert tokens_of(outputs["second"]) == workers.expected(other, 8)
-    assert outputs["first"][0].timings.num_fetched_tokens == HELD
+    assert outputs["first"][0].timings.num_fetched_tokens == num_held * BLOCK
     timings = outputs["second"][0].timings
-    assert (timings.num_cached_tokens, timings.num_fetched_tokens) == (HELD, 0)
+    # The first request computes the blocks that the holder lacks.
+    assert num_held * BLOCK <= timings.num_cached_tokens <= HELD
+    assert timings.num_fetched_tokens == 0
     await workers.idle()
 
 

@@ -360,7 +360,12 @@ def test_metrics_come_from_the_last_snapshot():
     collector = WorkerCollector("demo", "prefill")
     load = cluster_pb2.LoadReport(num_steps=7, kv_tokens_used=5, kv_tokens_total=10)
     collector.snapshot = Snapshot(
-        load, num_tokens=3, num_ended={"finished": 2}, num_disk_blocks=4, disk_failed=True
+        load,
+        num_tokens=3,
+        num_ended={"finished": 2},
+        num_disk_blocks=4,
+        num_removed_blocks={"device": 6},
+        disk_failed=True,
     )
     text = generate_latest(collector.registry()).decode()
     labels = 'model="demo",role="prefill"'
@@ -369,6 +374,8 @@ def test_metrics_come_from_the_last_snapshot():
     assert f"baton_worker_kv_cache_usage_ratio{{{labels}}} 0.5" in text
     assert f"baton_worker_requests_total{{{ended}}} 2.0" in text
     assert f"baton_worker_disk_kv_blocks{{{labels}}} 4.0" in text
+    removed = 'model="demo",role="prefill",tier="device"'
+    assert f"baton_worker_removed_kv_blocks_total{{{removed}}} 6.0" in text
     assert f"baton_worker_disk_failed{{{labels}}} 1.0" in text
 
 

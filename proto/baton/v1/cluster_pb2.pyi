@@ -820,9 +820,10 @@ class PrefillCommand(_message.Message):
     FETCH_FIELD_NUMBER: _builtins.int
     only_cached: _builtins.bool
     """Serves a fetch: the worker sends the KV cache of handoff.num_tokens prompt tokens, which it
-    should hold on its device or in host memory, and computes only the last prompt token. If it
-    lacks a block, it sends nothing. It reports only the end of the handoff. The request_id is not
-    that of a client's request.
+    should hold on its device, in host memory or on disk, and computes only the last prompt token.
+    If it lacks a block, it sends the blocks before that one, or nothing if these hold fewer than
+    handoff.least_tokens tokens. It reports only the end of the handoff. The request_id is not that
+    of a client's request.
     """
     @_builtins.property
     def spec(self) -> Global___RequestSpec: ...
@@ -899,15 +900,21 @@ class FetchPlan(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     SKIP_TOKENS_FIELD_NUMBER: _builtins.int
     TIMEOUT_FIELD_NUMBER: _builtins.int
+    HOST_TOKENS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     """16 random bytes, never reused."""
     num_tokens: _builtins.int
     """Number of prompt tokens, from the first, that are present once the handoff is loaded: whole
-    blocks, fewer than the prompt has. 0: another request of this worker loads the handoff, and this
-    request waits until it is in the prefix cache.
+    blocks, fewer than the prompt has. The handoff may bring fewer, if its sender lacks blocks. 0:
+    another request of this worker loads the handoff, and this request waits until it is in the
+    prefix cache.
     """
     skip_tokens: _builtins.int
     """Number of these tokens that the handoff leaves out: whole blocks."""
+    host_tokens: _builtins.int
+    """Number of the tokens that the handoff leaves out, the last of them, that the worker has only in
+    its host memory. The worker loads them into its prefix cache before it waits for the handoff.
+    """
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """How long the worker waits for the handoff before it computes the prompt."""
@@ -919,10 +926,11 @@ class FetchPlan(_message.Message):
         num_tokens: _builtins.int = ...,
         skip_tokens: _builtins.int = ...,
         timeout: _duration_pb2.Duration | None = ...,
+        host_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "num_tokens", b"num_tokens", "skip_tokens", b"skip_tokens", "timeout", b"timeout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "host_tokens", b"host_tokens", "num_tokens", b"num_tokens", "skip_tokens", b"skip_tokens", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -939,6 +947,7 @@ class HandoffPlan(_message.Message):
     COMMIT_TIMEOUT_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     SKIP_TOKENS_FIELD_NUMBER: _builtins.int
+    LEAST_TOKENS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     """16 random bytes, never reused."""
     target: _builtins.str
@@ -952,6 +961,10 @@ class HandoffPlan(_message.Message):
     prefix cache: whole blocks, less than num_tokens. If it has fewer, it computes the prompt
     itself.
     """
+    least_tokens: _builtins.int
+    """Only with PrefillCommand.only_cached: the least num_tokens that is worth sending if the worker
+    lacks blocks. 0: num_tokens.
+    """
     @_builtins.property
     def commit_timeout(self) -> _duration_pb2.Duration:
         """How long the decode worker waits for the commit before it computes the prompt itself."""
@@ -964,10 +977,11 @@ class HandoffPlan(_message.Message):
         commit_timeout: _duration_pb2.Duration | None = ...,
         num_tokens: _builtins.int = ...,
         skip_tokens: _builtins.int = ...,
+        least_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["commit_timeout", b"commit_timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_timeout", b"commit_timeout", "handoff_id", b"handoff_id", "num_tokens", b"num_tokens", "skip_tokens", b"skip_tokens", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit_timeout", b"commit_timeout", "handoff_id", b"handoff_id", "least_tokens", b"least_tokens", "num_tokens", b"num_tokens", "skip_tokens", b"skip_tokens", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

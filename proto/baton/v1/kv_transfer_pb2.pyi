@@ -525,6 +525,7 @@ class LocalRequest(_message.Message):
     DROP_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
     DESCRIBE_FIELD_NUMBER: _builtins.int
+    SHRINK_SEND_FIELD_NUMBER: _builtins.int
     call_id: _builtins.int
     """Repeated in the reply; 0 if no reply is wanted."""
     @_builtins.property
@@ -551,6 +552,8 @@ class LocalRequest(_message.Message):
     def stats(self) -> Global___LocalStats: ...
     @_builtins.property
     def describe(self) -> Global___LocalDescribe: ...
+    @_builtins.property
+    def shrink_send(self) -> Global___LocalShrinkSend: ...
     def __init__(
         self,
         *,
@@ -565,12 +568,13 @@ class LocalRequest(_message.Message):
         drop: Global___LocalDrop | None = ...,
         stats: Global___LocalStats | None = ...,
         describe: Global___LocalDescribe | None = ...,
+        shrink_send: Global___LocalShrinkSend | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "release", b"release", "request", b"request", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "release", b"release", "request", b"request", "shrink_send", b"shrink_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "call_id", b"call_id", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "release", b"release", "request", b"request", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["abort_send", b"abort_send", "call_id", b"call_id", "claim", b"claim", "configure", b"configure", "describe", b"describe", "drop", b"drop", "frames", b"frames", "open_send", b"open_send", "release", b"release", "request", b"request", "shrink_send", b"shrink_send", "stats", b"stats", "subscribe", b"subscribe"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["configure", "open_send", "frames", "abort_send", "subscribe", "claim", "release", "drop", "stats", "describe"]  # noqa: Y015
+    _WhichOneofReturnType_request: _TypeAlias = _typing.Literal["configure", "open_send", "frames", "abort_send", "subscribe", "claim", "release", "drop", "stats", "describe", "shrink_send"]  # noqa: Y015
     _WhichOneofArgType_request: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_request) -> _WhichOneofReturnType_request | None: ...
 
@@ -729,6 +733,36 @@ class LocalOpenSend(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LocalOpenSend: _TypeAlias = LocalOpenSend  # noqa: Y015
+
+@_typing.final
+class LocalShrinkSend(_message.Message):
+    """From the main process: make a send smaller, of which no block is filled yet, because its engine
+    lacks blocks at its end. The handoff is opened again as the next epoch, in the same staging.
+    Answered with LocalSendOpened.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDOFF_ID_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    handoff_id: _builtins.bytes
+    num_blocks: _builtins.int
+    num_tokens: _builtins.int
+    def __init__(
+        self,
+        *,
+        handoff_id: _builtins.bytes = ...,
+        num_blocks: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LocalShrinkSend: _TypeAlias = LocalShrinkSend  # noqa: Y015
 
 @_typing.final
 class LocalSendOpened(_message.Message):

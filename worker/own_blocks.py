@@ -1,0 +1,67 @@
+"""Loads a worker's own KV blocks from host memory before a request fetches those behind them."""
+
+from __future__ import annotations
+
+import asyncio
+from time import monotonic
+
+from baton.engine.attempts import Attempt
+from baton.engine.base import Engine, EngineOutput, EngineRequest
+from baton.v1 import common_pb2
+
+
+class OwnBlocks:
+    """Owns the engine requests that load blocks of other requests into the prefix cache.
+
+    Such a request computes one token behind the blocks, whichever, as the holder of a fetch does.
+    The blocks may be evicted again before the fetch has come; then the prompt is computed.
+
+    Args:
+        engine: Started engine.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._loads: dict[str, asyncio.Future[EngineOutput]] = {}
+
+    async def load(self, attempt: Attempt) -> None:
+        """Loads the blocks that a fetch leaves out and that are not on the device.
+
+        Raises:
+            RequestRejected: The engine does not accept the request.
+            EngineDead: The engine has failed.
+        """
+        plan = attempt.fetch
+        if plan is None or not plan.host_tokens:
+            return
+        prompt = attempt.spec.prompt_token_ids
+        request = EngineRequest(
+            request_id=f"{attempt.engine_id}.own",
+            prompt_token_ids=[*prompt[: plan.skip_tokens], prompt[0]],
+            sampling=common_pb2.SamplingParams(max_tokens=2, ignore_eos=True),
+            prefill_only=True,
+            priority=attempt.spec.priority,
+            adapter=attempt.spec.adapter,
+            cache_salt=attempt.spec.cache_salt,
+            only_cached=True,
+        )
+        begun_at = monotonic()
+        ended = self._loads[request.request_id] = asyncio.get_running_loop().create_future()
+        try:
+            await self._engine.submit(request)
+            async with asyncio.timeout(plan.timeout.ToNanoseconds() / 1e9):
+                attempt.num_own_host_tokens = (await ended).num_host_tokens
+        except TimeoutError:
+            await self._engine.abort([request.request_id])
+        except asyncio.CancelledError:
+            await self._engine.abort([request.request_id])
+            raise
+        finally:
+            del self._loads[request.request_id]
+            attempt.own_load_s = monotonic() - begun_at
+
+    def take(self, output: EngineOutput) -> None:
+        """Takes an output of a request that may be one of these; it has only one."""
+        ended = self._loads.get(output.request_id)
+        if ended is not None and not ended.done() and output.finish is not None:
+            ended.set_result(output)
