@@ -37,6 +37,8 @@ class RequestState:
         address: Coordinator that the request was last submitted to; empty: none yet.
         on_cancel: Called when the request is cancelled or has ended here (`ended`); the current
             holder (session or connector) sets it.
+        push: Forwards a delta and returns True, or returns False: the reader must take it. None:
+            the reader takes all deltas.
         accepted: The first Accepted event; None before it.
         resuming: The request has lost its session and was not accepted again yet.
         num_resumes: Number of times that the request was accepted again.
@@ -58,6 +60,7 @@ class RequestState:
         self._request, self._credential = request, credential
         self.number, self.address = 0, ""
         self.on_cancel: Callable[[RequestState], None] | None = None
+        self.push: Callable[[Tokens], bool] | None = None
         self.accepted: events.Accepted | None = None
         self.resuming = False
         self.num_resumes = 0
@@ -145,11 +148,11 @@ class RequestState:
             message.timeout.FromMicroseconds(round(remaining_s * 1e6))
         return message
 
-    def on_event(self, event: inference_pb2.SessionEvent) -> None:
-        """Handles an event; the last event ends the request."""
+    def on_event(self, event: inference_pb2.SessionEvent, kind: str | None) -> None:
+        """Handles an event of this kind (`WhichOneof`); the last event ends the request."""
         if self.ended:
             return
-        match event.WhichOneof("event"):
+        match kind:
             case "delta":
                 self._on_delta(event.delta)
             case "accepted":
@@ -159,6 +162,23 @@ class RequestState:
                 self._end(None)
             case "failed":
                 self._end(errors.from_message(event.failed))
+
+    def push_deltas(self) -> None:
+        """Forwards the deltas of a message while the reader waits; wakes the reader for the rest.
+
+        Called after the whole message, so that a last delta and the Finished event, which wakes
+        the reader, stay together.
+        """
+        if self._waiter is None:
+            return
+        # A waiting reader has taken all earlier events: the buffer holds only new deltas.
+        buffer, push = self._buffer, self.push
+        while buffer and push is not None and isinstance(delta := buffer[0], Tokens):
+            if not push(delta):
+                break
+            buffer.popleft()
+        if buffer:
+            self._wake()
 
     def on_session_lost(
         self, error: RemoteError, resume_timeout_s: float, *, counts: bool = True
@@ -328,7 +348,7 @@ class RequestState:
         else:
             self._join_overflow()
             buffer.append(event)
-        if self._waiter is not None:
+        if self._waiter is not None and (self.push is None or not isinstance(event, Tokens)):
             self._wake()
 
     def _join_overflow(self) -> None:

@@ -184,8 +184,10 @@ class Session:
         try:
             while isinstance(batch := await self._call.read(), inference_pb2.SessionEvents):
                 self._served = True
-                for event in batch.events:
-                    self._dispatch(event)
+                states = [self._dispatch(event) for event in batch.events]
+                for state in states:
+                    if state is not None:
+                        state.push_deltas()
         except grpc.RpcError as error:
             cause = await self._cause(error)
             refused = cause.code in _REFUSALS or errors.is_from_proxy(cause)
@@ -208,25 +210,28 @@ class Session:
                 error = hidden
         return errors.from_rpc_error(error, self.address)
 
-    def _dispatch(self, event: inference_pb2.SessionEvent) -> None:
+    def _dispatch(self, event: inference_pb2.SessionEvent) -> RequestState | None:
+        """Returns the request that received the event."""
         number = event.stream
         state = self._requests.get(number)
         if state is None:
-            return  # The request was cancelled here while the event was in flight.
+            return None  # The request was cancelled here while the event was in flight.
         resumes = number in self._unaccepted
         if resumes:
             self._answered(number)
-        if event.HasField("failed"):
+        kind = event.WhichOneof("event")
+        if kind == "failed":
             error = errors.from_message(event.failed)
             self.draining |= errors.is_restarting(error)
             again = resumes and state.resuming
             if again or state.may_retry or errors.is_restarting(error):
                 del self._requests[number]
                 self._on_refused(state, error)
-                return
-        state.on_event(event)
+                return None
+        state.on_event(event, kind)
         if state.ended:
             self._requests.pop(number, None)
+        return state
 
     def _lost(self, why: str) -> SessionEnd:
         message = f"the session with the coordinator at {self.address} is lost: {why}"

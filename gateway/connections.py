@@ -10,7 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from baton.gateway.error_responses import HttpError
 from baton.gateway.metrics import GatewayStats
@@ -19,6 +23,37 @@ from baton.runtime.tls import Handshakes
 
 # Time that a refused client has to read the error response before the connection is closed.
 LINGER_S = 1.0
+
+
+# Key of the ChunkWriter in the ASGI scope's `extensions`.
+CHUNK_WRITER = "baton.chunk_writer"
+
+
+class ChunkWriter:
+    """Writes parts of a chunked response that has begun, without a coroutine per part.
+
+    Args:
+        cycle: The request and its response; not shared with other requests of the connection.
+    """
+
+    __slots__ = ("_cycle", "_flow", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._flow, self._transport = cycle, cycle.flow, cycle.transport
+
+    def can_write(self) -> bool:
+        """Whether a part can be written now; otherwise ASGI's `send` waits for a slow reader."""
+        cycle = self._cycle
+        return (
+            cycle.response_started
+            and not self._flow.write_paused
+            and not cycle.disconnected
+            and not cycle.response_complete
+        )
+
+    def write(self, part: bytes) -> None:
+        """Writes a part that is not empty, after `can_write`."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
 
 
 def protocol_factory(
@@ -145,6 +180,8 @@ class Connection(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
         super().on_headers_complete()
+        # The request's task has not run yet.
+        self.scope["extensions"] = {CHUNK_WRITER: ChunkWriter(self.cycle)}
 
     def on_message_complete(self) -> None:
         if self._upgrades():

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from google.rpc import code_pb2
@@ -26,6 +27,7 @@ from baton.gateway import (
 from baton.gateway.anthropic_route import MESSAGES
 from baton.gateway.cell import Cell
 from baton.gateway.cells import Cells
+from baton.gateway.connections import CHUNK_WRITER, ChunkWriter
 from baton.gateway.coordinator_queries import request_credential
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
 from baton.gateway.metrics import GatewayStats, RouteStats
@@ -77,6 +79,7 @@ class Exchange:
     def __init__(self, route: Generation, scope: Scope, receive: Receive, send: Send) -> None:
         self._route, self._receive, self._send = route, receive, send
         self._headers = Headers(scope=scope)
+        self._writer: ChunkWriter | None = scope.get("extensions", {}).get(CHUNK_WRITER)
         self._started_at = time.monotonic()
         self._id = self._headers.get("x-request-id") or parsed_request.new_request_id(
             _ID_PREFIXES[route.path]
@@ -316,6 +319,8 @@ class Exchange:
     ) -> Finished:
         """Sends one chunk per delta of a choice; the last chunk has the finish reason."""
         latency = _LatencyRecorder(self._latencies(chunks.request), self._started_at)
+        if self._writer is not None and chunks.has_plain_deltas:
+            stream.push_to(partial(_push, self._writer, chunks, latency))
         while events := await stream.read():
             parts: list[bytes] = []
             tokens: Tokens | None = None
@@ -399,6 +404,20 @@ class _LatencyRecorder:
         histogram = self._stats.itl if self._has_first else self._stats.ttft
         histogram.observe(now - self._last_at)
         self._last_at, self._has_first = now, True
+
+
+def _push(
+    writer: ChunkWriter,
+    chunks: response_rendering.ChunkRenderer,
+    latency: _LatencyRecorder,
+    tokens: Tokens,
+) -> bool:
+    """Writes the chunk of a delta to the connection, unless its client reads too slowly."""
+    if not writer.can_write():
+        return False
+    latency.record_delta()
+    writer.write(chunks.render(tokens, None))
+    return True
 
 
 def _parsers(

@@ -102,6 +102,11 @@ class ChunkRenderer:
         num_prompt_tokens: Number of tokens of the choice's prompt.
         prompt: The parts of the prompt that the first chunk shows.
         parser: Output parser of the choice; None: outputs are not parsed.
+
+    Attributes:
+        request: The request.
+        has_plain_deltas: Whether chunks of deltas are quick to render, from their text alone, and
+            never empty.
     """
 
     def __init__(
@@ -123,6 +128,7 @@ class ChunkRenderer:
             and not head.request.return_token_ids
             and not head.request.only_prompt
         )
+        self.has_plain_deltas = self._has_constant_end and parser is None
         kind = "chat.completion.chunk" if head.request.chat else "text_completion"
         fields = json.dumps(head.fields(kind), separators=(",", ":"))
         content = '"delta":{"content":' if head.request.chat else '"text":'
