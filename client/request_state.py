@@ -58,6 +58,7 @@ class RequestState:
         credential: Callable[[], str] | None = None,
     ) -> None:
         self._request, self._credential = request, credential
+        self._has_logprobs = request.sampling.HasField("logprobs")
         self.number, self.address = 0, ""
         self.on_cancel: Callable[[RequestState], None] | None = None
         self.push: Callable[[Tokens], bool] | None = None
@@ -148,13 +149,13 @@ class RequestState:
             message.timeout.FromMicroseconds(round(remaining_s * 1e6))
         return message
 
-    def on_event(self, event: inference_pb2.SessionEvent, kind: str | None) -> None:
-        """Handles an event of this kind (`WhichOneof`); the last event ends the request."""
+    def on_event(self, event: inference_pb2.SessionEvent) -> None:
+        """Handles an event; the last event ends the request."""
         if self.ended:
             return
-        match kind:
+        match event.WhichOneof("event"):
             case "delta":
-                self._on_delta(event.delta)
+                self.on_delta(event.delta, event.delta.token_ids[:])
             case "accepted":
                 self._on_accepted(events.accepted(event.accepted))
             case "finished":
@@ -163,20 +164,37 @@ class RequestState:
             case "failed":
                 self._end(errors.from_message(event.failed))
 
-    def push_deltas(self) -> None:
-        """Forwards the deltas of a message while the reader waits; wakes the reader for the rest.
+    def on_delta(self, delta: common_pb2.TokenDelta, token_ids: list[int]) -> None:
+        """Handles the delta of an event with its tokens. This is the whole cost per token."""
+        if self.ended:
+            return
+        known, offset = self.token_ids, delta.offset
+        num_known = len(known) - offset
+        if num_known:
+            if not self._has_new_tokens(delta, num_known):
+                return
+            token_ids, offset = token_ids[num_known:], len(known)
+        text = delta.text
+        logprobs = events.logprobs(delta.logprobs[num_known:]) if self._has_logprobs else ()
+        self._put(Tokens(tuple(token_ids), text, offset, logprobs))
+        known += token_ids
+        self._num_text_chars += len(text)
+        self._num_losses_without_progress = 0
+        self._revision = delta.revision or self._revision
 
-        Called after the whole message, so that a last delta and the Finished event, which wakes
-        the reader, stay together.
+    def deliver(self) -> None:
+        """Delivers the events of a message to a waiting reader: forwards deltas, or wakes it.
+
+        Called after the whole message, so that the last delta and Finished stay together:
+        Finished has woken the reader before.
         """
         if self._waiter is None:
             return
-        # A waiting reader has taken all earlier events: the buffer holds only new deltas.
+        # A waiting reader has taken all earlier events.
         buffer, push = self._buffer, self.push
-        while buffer and push is not None and isinstance(delta := buffer[0], Tokens):
-            if not push(delta):
-                break
-            buffer.popleft()
+        if push is not None and not self._overflow:
+            while buffer and isinstance(event := buffer[0], Tokens) and push(event):
+                buffer.popleft()
         if buffer:
             self._wake()
 
@@ -311,45 +329,40 @@ class RequestState:
             self._stop_resume_timer()
         return None
 
-    def _on_delta(self, delta: common_pb2.TokenDelta) -> None:
-        self._revision = delta.revision or self._revision
-        num_known = len(self.token_ids) - delta.offset
+    def _has_new_tokens(self, delta: common_pb2.TokenDelta, num_known: int) -> bool:
+        """Checks a delta that does not begin after the last token received."""
         if num_known < 0:
-            return self._abort(
+            self._abort(
                 errors.make(
                     code_pb2.DATA_LOSS,
                     f"tokens {len(self.token_ids)} to {delta.offset - 1} of the output are missing",
                 )
             )
-        if num_known > 0:
-            if num_known >= len(delta.token_ids):
-                return None
-            if delta.text:
-                return self._abort(
-                    errors.make(
-                        code_pb2.DATA_LOSS,
-                        f"tokens from {delta.offset} were repeated with new tokens: the text "
-                        "of the new tokens is unknown",
-                    )
+            return False
+        if num_known >= len(delta.token_ids):
+            return False
+        if delta.text:
+            self._abort(
+                errors.make(
+                    code_pb2.DATA_LOSS,
+                    f"tokens from {delta.offset} were repeated with new tokens: the text "
+                    "of the new tokens is unknown",
                 )
-        tokens = events.tokens(delta, num_known)
-        self.token_ids.extend(tokens.token_ids)
-        self._num_text_chars += len(tokens.text)
-        self._num_losses_without_progress = 0
-        self._put(tokens)
-        return None
+            )
+            return False
+        return True
 
     def _put(self, event: Event) -> None:
+        """Buffers an event; `deliver` or `_end` passes it to a waiting reader."""
         buffer = self._buffer
-        is_full = len(buffer) >= self._max_buffered_events
-        if is_full and isinstance(event, Tokens) and isinstance(last := buffer[-1], Tokens):
+        if len(buffer) < self._max_buffered_events:
+            buffer.append(event)
+        elif isinstance(event, Tokens) and isinstance(last := buffer[-1], Tokens):
             self._overflow = self._overflow or [last]
             self._overflow.append(event)
         else:
             self._join_overflow()
             buffer.append(event)
-        if self._waiter is not None and (self.push is None or not isinstance(event, Tokens)):
-            self._wake()
 
     def _join_overflow(self) -> None:
         if self._overflow:

@@ -184,10 +184,7 @@ class Session:
         try:
             while isinstance(batch := await self._call.read(), inference_pb2.SessionEvents):
                 self._served = True
-                states = [self._dispatch(event) for event in batch.events]
-                for state in states:
-                    if state is not None:
-                        state.push_deltas()
+                self._receive(batch)
         except grpc.RpcError as error:
             cause = await self._cause(error)
             refused = cause.code in _REFUSALS or errors.is_from_proxy(cause)
@@ -210,28 +207,43 @@ class Session:
                 error = hidden
         return errors.from_rpc_error(error, self.address)
 
-    def _dispatch(self, event: inference_pb2.SessionEvent) -> RequestState | None:
-        """Returns the request that received the event."""
+    def _receive(self, batch: inference_pb2.SessionEvents) -> None:
+        """Passes the events of a message to their requests, then all of them to the readers."""
+        requests, unaccepted = self._requests, self._unaccepted
+        received = list[RequestState]()
+        for event in batch.events:
+            number = event.stream
+            state = requests.get(number)
+            if state is None:
+                continue  # The request was cancelled here while the event was in flight.
+            received.append(state)
+            # Nearly all events are deltas with tokens. Looking for tokens is cheaper than asking
+            # for the event's kind, and copying them to a list is cheaper than iterating over them.
+            delta = event.delta
+            token_ids = delta.token_ids[:]
+            if token_ids and number not in unaccepted:
+                state.on_delta(delta, token_ids)
+            else:
+                self._dispatch(state, event)
+        for state in received:
+            state.deliver()
+
+    def _dispatch(self, state: RequestState, event: inference_pb2.SessionEvent) -> None:
         number = event.stream
-        state = self._requests.get(number)
-        if state is None:
-            return None  # The request was cancelled here while the event was in flight.
         resumes = number in self._unaccepted
         if resumes:
             self._answered(number)
-        kind = event.WhichOneof("event")
-        if kind == "failed":
+        if event.HasField("failed"):
             error = errors.from_message(event.failed)
             self.draining |= errors.is_restarting(error)
             again = resumes and state.resuming
             if again or state.may_retry or errors.is_restarting(error):
                 del self._requests[number]
                 self._on_refused(state, error)
-                return None
-        state.on_event(event, kind)
+                return
+        state.on_event(event)
         if state.ended:
             self._requests.pop(number, None)
-        return state
 
     def _lost(self, why: str) -> SessionEnd:
         message = f"the session with the coordinator at {self.address} is lost: {why}"

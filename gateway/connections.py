@@ -7,7 +7,7 @@ import contextlib
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import (
@@ -25,12 +25,14 @@ from baton.runtime.tls import Handshakes
 LINGER_S = 1.0
 
 
+T = TypeVar("T")
+
 # Key of the ChunkWriter in the ASGI scope's `extensions`.
 CHUNK_WRITER = "baton.chunk_writer"
 
 
 class ChunkWriter:
-    """Writes parts of a chunked response that has begun, without a coroutine per part.
+    """Writes parts of a chunked response that has begun and not ended, without a coroutine each.
 
     Args:
         cycle: The request and its response; not shared with other requests of the connection.
@@ -41,19 +43,22 @@ class ChunkWriter:
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle, self._flow, self._transport = cycle, cycle.flow, cycle.transport
 
-    def can_write(self) -> bool:
-        """Whether a part can be written now; otherwise ASGI's `send` waits for a slow reader."""
-        cycle = self._cycle
-        return (
-            cycle.response_started
-            and not self._flow.write_paused
-            and not cycle.disconnected
-            and not cycle.response_complete
-        )
+    def write(self, render: Callable[[T], bytes], value: T) -> bool:
+        """Renders and writes a part, unless the client reads too slowly or has left.
 
-    def write(self, part: bytes) -> None:
-        """Writes a part that is not empty, after `can_write`."""
+        Args:
+            render: Renders the part, which must not be empty.
+            value: Its argument.
+
+        Returns:
+            Whether the part was written. Otherwise nothing was rendered: ASGI's `send` waits until
+            the client has read.
+        """
+        if self._flow.write_paused or self._cycle.disconnected:
+            return False
+        part = render(value)
         self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        return True
 
 
 def protocol_factory(
@@ -181,7 +186,8 @@ class Connection(HttpToolsProtocol):
             self._head_timer = None
         super().on_headers_complete()
         # The request's task has not run yet.
-        self.scope["extensions"] = {CHUNK_WRITER: ChunkWriter(self.cycle)}
+        extensions: dict[str, Any] = {CHUNK_WRITER: ChunkWriter(self.cycle)}
+        self.scope["extensions"] = extensions
 
     def on_message_complete(self) -> None:
         if self._upgrades():

@@ -319,8 +319,6 @@ class Exchange:
     ) -> Finished:
         """Sends one chunk per delta of a choice; the last chunk has the finish reason."""
         latency = _LatencyRecorder(self._latencies(chunks.request), self._started_at)
-        if self._writer is not None and chunks.has_plain_deltas:
-            stream.push_to(partial(_push, self._writer, chunks, latency))
         while events := await stream.read():
             parts: list[bytes] = []
             tokens: Tokens | None = None
@@ -344,6 +342,9 @@ class Exchange:
                 await self._write(body)
             if finished is not None:
                 return finished
+            if self._writer is not None and chunks.has_plain_deltas:
+                # The response has begun: later chunks need no task to be written.
+                stream.push_to(partial(self._writer.write, partial(_chunk, chunks, latency)))
         raise _incomplete_stream()
 
     def _latencies(self, request: ParsedRequest) -> RouteStats:
@@ -406,18 +407,11 @@ class _LatencyRecorder:
         self._last_at, self._has_first = now, True
 
 
-def _push(
-    writer: ChunkWriter,
-    chunks: response_rendering.ChunkRenderer,
-    latency: _LatencyRecorder,
-    tokens: Tokens,
-) -> bool:
-    """Writes the chunk of a delta to the connection, unless its client reads too slowly."""
-    if not writer.can_write():
-        return False
+def _chunk(
+    chunks: response_rendering.ChunkRenderer, latency: _LatencyRecorder, tokens: Tokens
+) -> bytes:
     latency.record_delta()
-    writer.write(chunks.render(tokens, None))
-    return True
+    return chunks.render(tokens, None)
 
 
 def _parsers(

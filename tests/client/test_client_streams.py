@@ -36,7 +36,7 @@ async def gathered(stream):
 
 
 async def test_events_arrive_typed_and_in_order(client, inference):
-    stream = client.generate("hello", max_tokens=2, request_id="r1")
+    stream = client.generate("hello", max_tokens=2, request_id="r1", logprobs=0)
     connection = await inference.connection()
     submit = await connection.submitted()
     assert submit.request.text == "hello"

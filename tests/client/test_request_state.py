@@ -13,10 +13,6 @@ from baton.client.request_state import RequestState
 from baton.v1 import inference_pb2
 
 
-def receive(state, event):
-    state.on_event(event, event.WhichOneof("event"))
-
-
 @st.composite
 def outputs(draw):
     """Draws the text of each token, and the numbers of tokens at which sessions are lost."""
@@ -34,18 +30,18 @@ def test_lost_sessions_do_not_change_the_output(output, max_buffered_events):
         request = state.message()
         num_known, num_chars = len(request.resume.token_ids), request.resume.num_text_chars
         assert list(request.resume.token_ids) == list(range(num_known))
-        receive(state, accepted(1, "r1"))
+        state.on_event(accepted(1, "r1"))
         if num_known:
             again = chosen.randrange(num_known)
             known = range(again, chosen.randint(again + 1, num_known))
-            receive(state, delta(1, again, known, "".join(texts[again : known.stop])))
+            state.on_event(delta(1, again, known, "".join(texts[again : known.stop])))
         while num_known < until:
             upto = chosen.randint(num_known + 1, until)
             final = len("".join(texts[:upto]))
             to = final if upto == len(texts) else chosen.randint(min(num_chars, final), final)
             text = whole[num_chars:to]
             num_chars = max(num_chars, to)
-            receive(state, delta(1, num_known, range(num_known, upto), text))
+            state.on_event(delta(1, num_known, range(num_known, upto), text))
             num_known = upto
 
     async def run():
@@ -58,7 +54,7 @@ def test_lost_sessions_do_not_change_the_output(output, max_buffered_events):
             while state.num_buffered and chosen.random() < 0.5:
                 events.append(await state.next())
         send(state, len(texts))
-        receive(state, finished(1))
+        state.on_event(finished(1))
         while (event := await state.next()) is not None:
             events.append(event)
         return events
@@ -79,10 +75,10 @@ def test_tokens_for_a_slow_reader_are_joined_once(monkeypatch):
     async def run():
         request = inference_pb2.GenerateRequest(text="x")
         state = RequestState(request, max_buffered_events=4, timeout_s=None)
-        receive(state, accepted(1, "r1"))
+        state.on_event(accepted(1, "r1"))
         for offset in range(100):
-            receive(state, delta(1, offset, [offset], "t"))
-        receive(state, finished(1))
+            state.on_event(delta(1, offset, [offset], "t"))
+        state.on_event(finished(1))
         return await state.read()
 
     first, *parts, last = asyncio.run(run())
