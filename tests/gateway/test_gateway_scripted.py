@@ -365,6 +365,28 @@ async def test_a_stream_that_fails_midway_ends_with_an_error(inference, scripted
             await anext(stream)
 
 
+async def test_tokens_of_all_choices_arrive_at_once_and_before_an_error(inference, scripted):
+    async with scripted.openai() as openai:
+        asked = asyncio.create_task(
+            openai.completions.create(model="scripted", prompt="x", stream=True, n=2)
+        )
+        connection = await inference.connection()
+        numbers = [(await connection.submitted()).stream for _ in range(2)]
+        connection.send(*(accepted(number, f"r{number}") for number in numbers))
+        stream = None
+        for offset in range(5):
+            texts = {number: f"{number}-{offset}" for number in numbers}
+            connection.send(*(delta(number, offset, [1], texts[number]) for number in numbers))
+            # The next tokens are sent only when the client has these.
+            stream = stream or await asked
+            found = [(await anext(stream)).choices[0].text for _ in range(2)]
+            assert set(found) == set(texts.values())
+        connection.send(failed(numbers[0], Unavailable("no worker is left")))
+        with pytest.raises(APIError, match="no worker is left"):
+            await anext(stream)
+        assert await connection.cancelled() == numbers[1]
+
+
 async def test_the_error_event_is_followed_by_done(inference, scripted):
     answer = asyncio.create_task(post(scripted, {"prompt": "x", "stream": True}))
     connection = await inference.connection()
