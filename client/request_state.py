@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable
 
@@ -14,6 +15,8 @@ from baton.client.events import Event, Finished, Tokens
 from baton.client.retry_policy import MAX_LOSSES_WITHOUT_PROGRESS, resume_failed
 from baton.runtime.errors import RemoteError
 from baton.v1 import common_pb2, inference_pb2
+
+_log = logging.getLogger(__name__)
 
 _MIN_TIMEOUT_S = 1e-3
 
@@ -193,8 +196,13 @@ class RequestState:
         # A waiting reader has taken all earlier events.
         buffer, push = self._buffer, self.push
         if push is not None and not self._overflow:
-            while buffer and isinstance(event := buffer[0], Tokens) and push(event):
-                buffer.popleft()
+            try:
+                while buffer and isinstance(event := buffer[0], Tokens) and push(event):
+                    buffer.popleft()
+            except Exception:
+                # Only this request may fail: its reader takes the delta.
+                _log.exception("pushing a delta failed")
+                self.push = None
         if buffer:
             self._wake()
 

@@ -86,7 +86,8 @@ class TokenStream(AsyncClosing):
 
         Args:
             push: Forwards a delta and returns True; or returns False, and `read` returns the delta.
-                Runs between the events of other streams: it must be short and must not raise.
+                Runs between the events of other streams, so it must be short. After an exception,
+                `read` returns the delta and all later ones.
         """
         self._state.push = push
 

@@ -35,13 +35,13 @@ class ChunkWriter:
     """Writes parts of a chunked response that has begun and not ended, without a coroutine each.
 
     Args:
-        cycle: The request and its response; not shared with other requests of the connection.
+        cycle: The request and its response.
     """
 
-    __slots__ = ("_cycle", "_flow", "_transport")
+    __slots__ = ("_flow", "_transport")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
-        self._cycle, self._flow, self._transport = cycle, cycle.flow, cycle.transport
+        self._flow, self._transport = cycle.flow, cycle.transport
 
     def write(self, render: Callable[[T], bytes], value: T) -> bool:
         """Renders and writes a part, unless the client reads too slowly or has left.
@@ -54,7 +54,8 @@ class ChunkWriter:
             Whether the part was written. Otherwise nothing was rendered: ASGI's `send` waits until
             the client has read.
         """
-        if self._flow.write_paused or self._cycle.disconnected:
+        # With pipelined requests, uvicorn marks only the last cycle as disconnected.
+        if self._flow.write_paused or self._transport.is_closing():
             return False
         part = render(value)
         self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))

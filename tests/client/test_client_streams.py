@@ -111,6 +111,28 @@ async def test_deltas_are_pushed_while_the_reader_waits(client, inference):
     await other.aclose()
 
 
+async def test_a_failed_push_harms_no_other_stream(client, inference):
+    stream, other = (client.generate("x") for _ in range(2))
+    connection = await inference.connection()
+    number, other_number = [(await connection.submitted()).stream for _ in range(2)]
+    connection.send(accepted(number), accepted(other_number))
+    for one in (stream, other):
+        assert isinstance(await anext(one), Accepted)
+
+    def push(tokens):
+        raise RuntimeError("closed")
+
+    stream.push_to(push)
+    reading = asyncio.create_task(stream.read())
+    await asyncio.sleep(0)
+    connection.send(delta(number, 0, [5], "a"), delta(other_number, 0, [6], "b"))
+    assert await reading == [Tokens((5,), "a", 0)]
+    assert await anext(other) == Tokens((6,), "b", 0)
+    for one in (stream, other):
+        assert one.num_resumes == 0
+        await one.aclose()
+
+
 @pytest.mark.parametrize("max_buffered_events", [1, 2])
 async def test_pushed_deltas_of_a_large_message_keep_their_order(
     server, inference, max_buffered_events

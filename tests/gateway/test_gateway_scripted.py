@@ -462,6 +462,30 @@ async def test_a_slow_reader_gets_the_whole_response(inference, scripted):
     assert text.split() == [str(offset) for offset in range(num_deltas)]
 
 
+async def test_tokens_for_a_lost_connection_with_two_requests_harm_no_other(inference, scripted):
+    reader, writer = await asyncio.open_connection(*scripted.address)
+    body = b'{"prompt": "x", "stream": true}'
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n"
+    # The second request waits for the end of the first response.
+    writer.write(2 * (head.encode() + b"content-type: application/json\r\n\r\n" + body))
+    connection = await inference.connection()
+    number = (await connection.submitted()).stream
+    other = asyncio.create_task(post(scripted, {"prompt": "y", "stream": True}))
+    other_number = (await connection.submitted()).stream
+    connection.send(accepted(number, "r1"), accepted(other_number, "r2"))
+    connection.send(delta(number, 0, [1], "a"), delta(other_number, 0, [1], "a"))
+    await reader.readuntil(b"\n\n")
+    writer.transport.abort()
+    while scripted.accepted[0] in scripted.accepted[0].connections:
+        await asyncio.sleep(0)
+    for offset in range(1, 5):
+        connection.send(delta(number, offset, [1], "b"), delta(other_number, offset, [1], "b"))
+    connection.send(finished(number), finished(other_number))
+    *said, last = events(await other)
+    assert last == "[DONE]"
+    assert "".join(json.loads(one)["choices"][0]["text"] for one in said) == "abbbb"
+
+
 @pytest.mark.parametrize("ends", [True, False])
 async def test_a_stop_drains_requests_until_the_timeout(
     inference, coordinator, start_gateway, ends
