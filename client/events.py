@@ -160,16 +160,6 @@ def accepted(message: inference_pb2.Accepted) -> Accepted:
     return Accepted(message.request_id, message.model, message.prompt_tokens)
 
 
-def tokens(delta: common_pb2.TokenDelta, num_known: int = 0) -> Tokens:
-    """Converts a delta, without its first `num_known` tokens."""
-    return Tokens(
-        tuple(delta.token_ids[num_known:] if num_known else delta.token_ids),
-        delta.text,
-        delta.offset + num_known,
-        _logprobs(delta.logprobs[num_known:]) if delta.logprobs else (),
-    )
-
-
 def finished(message: inference_pb2.Finished) -> Finished:
     """Converts the protobuf message."""
     usage = message.usage
@@ -178,7 +168,7 @@ def finished(message: inference_pb2.Finished) -> Finished:
         message.stop,
         Usage(usage.prompt_tokens, usage.completion_tokens, usage.cached_prompt_tokens),
         budget(message.budget),
-        _logprobs(message.prompt_logprobs),
+        logprobs(message.prompt_logprobs),
     )
 
 
@@ -201,16 +191,10 @@ def budget(message: common_pb2.LatencyBudget) -> LatencyBudget:
     )
 
 
-_FINISH_REASONS: dict[int, FinishReason] = {
-    common_pb2.FINISH_REASON_STOP: "stop",
-    common_pb2.FINISH_REASON_LENGTH: "length",
-    common_pb2.FINISH_REASON_CANCELLED: "cancelled",
-}
-
-
-def _logprobs(
+def logprobs(
     positions: Iterable[common_pb2.TokenLogprobs],
 ) -> tuple[tuple[TokenLogprob, ...], ...]:
+    """Converts the protobuf messages, one per position."""
     return tuple(
         tuple(
             TokenLogprob(entry.token_id, entry.logprob, entry.rank, entry.text)
@@ -218,3 +202,10 @@ def _logprobs(
         )
         for position in positions
     )
+
+
+_FINISH_REASONS: dict[int, FinishReason] = {
+    common_pb2.FINISH_REASON_STOP: "stop",
+    common_pb2.FINISH_REASON_LENGTH: "length",
+    common_pb2.FINISH_REASON_CANCELLED: "cancelled",
+}

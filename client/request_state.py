@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import deque
 from collections.abc import Callable
 
@@ -14,6 +15,8 @@ from baton.client.events import Event, Finished, Tokens
 from baton.client.retry_policy import MAX_LOSSES_WITHOUT_PROGRESS, resume_failed
 from baton.runtime.errors import RemoteError
 from baton.v1 import common_pb2, inference_pb2
+
+_log = logging.getLogger(__name__)
 
 _MIN_TIMEOUT_S = 1e-3
 
@@ -37,6 +40,8 @@ class RequestState:
         address: Coordinator that the request was last submitted to; empty: none yet.
         on_cancel: Called when the request is cancelled or has ended here (`ended`); the current
             holder (session or connector) sets it.
+        push: Forwards a delta and returns True, or returns False: the reader must take it. None:
+            the reader takes all deltas.
         accepted: The first Accepted event; None before it.
         resuming: The request has lost its session and was not accepted again yet.
         num_resumes: Number of times that the request was accepted again.
@@ -56,8 +61,10 @@ class RequestState:
         credential: Callable[[], str] | None = None,
     ) -> None:
         self._request, self._credential = request, credential
+        self._has_logprobs = request.sampling.HasField("logprobs")
         self.number, self.address = 0, ""
         self.on_cancel: Callable[[RequestState], None] | None = None
+        self.push: Callable[[Tokens], bool] | None = None
         self.accepted: events.Accepted | None = None
         self.resuming = False
         self.num_resumes = 0
@@ -151,7 +158,7 @@ class RequestState:
             return
         match event.WhichOneof("event"):
             case "delta":
-                self._on_delta(event.delta)
+                self.on_delta(event.delta, event.delta.token_ids[:])
             case "accepted":
                 self._on_accepted(events.accepted(event.accepted))
             case "finished":
@@ -159,6 +166,45 @@ class RequestState:
                 self._end(None)
             case "failed":
                 self._end(errors.from_message(event.failed))
+
+    def on_delta(self, delta: common_pb2.TokenDelta, token_ids: list[int]) -> None:
+        """Handles the delta of an event with its tokens. This is the whole cost per token."""
+        if self.ended:
+            return
+        known, offset = self.token_ids, delta.offset
+        num_known = len(known) - offset
+        if num_known:
+            if not self._has_new_tokens(delta, num_known):
+                return
+            token_ids, offset = token_ids[num_known:], len(known)
+        text = delta.text
+        logprobs = events.logprobs(delta.logprobs[num_known:]) if self._has_logprobs else ()
+        self._put(Tokens(tuple(token_ids), text, offset, logprobs))
+        known += token_ids
+        self._num_text_chars += len(text)
+        self._num_losses_without_progress = 0
+        self._revision = delta.revision or self._revision
+
+    def deliver(self) -> None:
+        """Delivers the events of a message to a waiting reader: forwards deltas, or wakes it.
+
+        Called after the whole message, so that the last delta and Finished stay together:
+        Finished has woken the reader before.
+        """
+        if self._waiter is None:
+            return
+        # A waiting reader has taken all earlier events.
+        buffer, push = self._buffer, self.push
+        if push is not None and not self._overflow:
+            try:
+                while buffer and isinstance(event := buffer[0], Tokens) and push(event):
+                    buffer.popleft()
+            except Exception:
+                # Only this request may fail: its reader takes the delta.
+                _log.exception("pushing a delta failed")
+                self.push = None
+        if buffer:
+            self._wake()
 
     def on_session_lost(
         self, error: RemoteError, resume_timeout_s: float, *, counts: bool = True
@@ -291,45 +337,40 @@ class RequestState:
             self._stop_resume_timer()
         return None
 
-    def _on_delta(self, delta: common_pb2.TokenDelta) -> None:
-        self._revision = delta.revision or self._revision
-        num_known = len(self.token_ids) - delta.offset
+    def _has_new_tokens(self, delta: common_pb2.TokenDelta, num_known: int) -> bool:
+        """Checks a delta that does not begin after the last token received."""
         if num_known < 0:
-            return self._abort(
+            self._abort(
                 errors.make(
                     code_pb2.DATA_LOSS,
                     f"tokens {len(self.token_ids)} to {delta.offset - 1} of the output are missing",
                 )
             )
-        if num_known > 0:
-            if num_known >= len(delta.token_ids):
-                return None
-            if delta.text:
-                return self._abort(
-                    errors.make(
-                        code_pb2.DATA_LOSS,
-                        f"tokens from {delta.offset} were repeated with new tokens: the text "
-                        "of the new tokens is unknown",
-                    )
+            return False
+        if num_known >= len(delta.token_ids):
+            return False
+        if delta.text:
+            self._abort(
+                errors.make(
+                    code_pb2.DATA_LOSS,
+                    f"tokens from {delta.offset} were repeated with new tokens: the text "
+                    "of the new tokens is unknown",
                 )
-        tokens = events.tokens(delta, num_known)
-        self.token_ids.extend(tokens.token_ids)
-        self._num_text_chars += len(tokens.text)
-        self._num_losses_without_progress = 0
-        self._put(tokens)
-        return None
+            )
+            return False
+        return True
 
     def _put(self, event: Event) -> None:
+        """Buffers an event; `deliver` or `_end` passes it to a waiting reader."""
         buffer = self._buffer
-        is_full = len(buffer) >= self._max_buffered_events
-        if is_full and isinstance(event, Tokens) and isinstance(last := buffer[-1], Tokens):
+        if len(buffer) < self._max_buffered_events:
+            buffer.append(event)
+        elif isinstance(event, Tokens) and isinstance(last := buffer[-1], Tokens):
             self._overflow = self._overflow or [last]
             self._overflow.append(event)
         else:
             self._join_overflow()
             buffer.append(event)
-        if self._waiter is not None:
-            self._wake()
 
     def _join_overflow(self) -> None:
         if self._overflow:

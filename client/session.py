@@ -184,8 +184,7 @@ class Session:
         try:
             while isinstance(batch := await self._call.read(), inference_pb2.SessionEvents):
                 self._served = True
-                for event in batch.events:
-                    self._dispatch(event)
+                self._receive(batch)
         except grpc.RpcError as error:
             cause = await self._cause(error)
             refused = cause.code in _REFUSALS or errors.is_from_proxy(cause)
@@ -208,11 +207,29 @@ class Session:
                 error = hidden
         return errors.from_rpc_error(error, self.address)
 
-    def _dispatch(self, event: inference_pb2.SessionEvent) -> None:
+    def _receive(self, batch: inference_pb2.SessionEvents) -> None:
+        """Passes the events of a message to their requests, then all of them to the readers."""
+        requests, unaccepted = self._requests, self._unaccepted
+        received = list[RequestState]()
+        for event in batch.events:
+            number = event.stream
+            state = requests.get(number)
+            if state is None:
+                continue  # The request was cancelled here while the event was in flight.
+            received.append(state)
+            # Nearly all events are deltas with tokens. Looking for tokens is cheaper than asking
+            # for the event's kind, and copying them to a list is cheaper than iterating over them.
+            delta = event.delta
+            token_ids = delta.token_ids[:]
+            if token_ids and number not in unaccepted:
+                state.on_delta(delta, token_ids)
+            else:
+                self._dispatch(state, event)
+        for state in received:
+            state.deliver()
+
+    def _dispatch(self, state: RequestState, event: inference_pb2.SessionEvent) -> None:
         number = event.stream
-        state = self._requests.get(number)
-        if state is None:
-            return  # The request was cancelled here while the event was in flight.
         resumes = number in self._unaccepted
         if resumes:
             self._answered(number)

@@ -7,10 +7,14 @@ import contextlib
 import socket
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from baton.gateway.error_responses import HttpError
 from baton.gateway.metrics import GatewayStats
@@ -19,6 +23,43 @@ from baton.runtime.tls import Handshakes
 
 # Time that a refused client has to read the error response before the connection is closed.
 LINGER_S = 1.0
+
+
+T = TypeVar("T")
+
+# Key of the ChunkWriter in the ASGI scope's `extensions`.
+CHUNK_WRITER = "baton.chunk_writer"
+
+
+class ChunkWriter:
+    """Writes parts of a chunked response that has begun and not ended, without a coroutine each.
+
+    Args:
+        cycle: The request and its response.
+    """
+
+    __slots__ = ("_flow", "_transport")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._flow, self._transport = cycle.flow, cycle.transport
+
+    def write(self, render: Callable[[T], bytes], value: T) -> bool:
+        """Renders and writes a part, unless the client reads too slowly or has left.
+
+        Args:
+            render: Renders the part, which must not be empty.
+            value: Its argument.
+
+        Returns:
+            Whether the part was written. Otherwise nothing was rendered: ASGI's `send` waits until
+            the client has read.
+        """
+        # With pipelined requests, uvicorn marks only the last cycle as disconnected.
+        if self._flow.write_paused or self._transport.is_closing():
+            return False
+        part = render(value)
+        self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+        return True
 
 
 def protocol_factory(
@@ -145,6 +186,9 @@ class Connection(HttpToolsProtocol):
             self._head_timer.cancel()
             self._head_timer = None
         super().on_headers_complete()
+        # The request's task has not run yet.
+        extensions: dict[str, Any] = {CHUNK_WRITER: ChunkWriter(self.cycle)}
+        self.scope["extensions"] = extensions
 
     def on_message_complete(self) -> None:
         if self._upgrades():

@@ -164,7 +164,8 @@ def _as_chat(scope: Scope, length: int) -> Scope:
     """Returns the scope of the converted request."""
     headers = with_bearer(Headers(scope=scope))
     headers["content-length"] = str(length)
-    return {**scope, "headers": headers.raw}
+    # Without the connection's extensions: chunks must pass through `_Reply`.
+    return {**scope, "headers": headers.raw, "extensions": {}}
 
 
 def _received(body: bytes, receive: Receive) -> Receive:

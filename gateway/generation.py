@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from google.rpc import code_pb2
@@ -26,6 +27,7 @@ from baton.gateway import (
 from baton.gateway.anthropic_route import MESSAGES
 from baton.gateway.cell import Cell
 from baton.gateway.cells import Cells
+from baton.gateway.connections import CHUNK_WRITER, ChunkWriter
 from baton.gateway.coordinator_queries import request_credential
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
 from baton.gateway.metrics import GatewayStats, RouteStats
@@ -77,6 +79,7 @@ class Exchange:
     def __init__(self, route: Generation, scope: Scope, receive: Receive, send: Send) -> None:
         self._route, self._receive, self._send = route, receive, send
         self._headers = Headers(scope=scope)
+        self._writer: ChunkWriter | None = scope.get("extensions", {}).get(CHUNK_WRITER)
         self._started_at = time.monotonic()
         self._id = self._headers.get("x-request-id") or parsed_request.new_request_id(
             _ID_PREFIXES[route.path]
@@ -339,6 +342,9 @@ class Exchange:
                 await self._write(body)
             if finished is not None:
                 return finished
+            if self._writer is not None and chunks.has_plain_deltas:
+                # The response has begun: later chunks need no task to be written.
+                stream.push_to(partial(self._writer.write, partial(_chunk, chunks, latency)))
         raise _incomplete_stream()
 
     def _latencies(self, request: ParsedRequest) -> RouteStats:
@@ -399,6 +405,13 @@ class _LatencyRecorder:
         histogram = self._stats.itl if self._has_first else self._stats.ttft
         histogram.observe(now - self._last_at)
         self._last_at, self._has_first = now, True
+
+
+def _chunk(
+    chunks: response_rendering.ChunkRenderer, latency: _LatencyRecorder, tokens: Tokens
+) -> bytes:
+    latency.record_delta()
+    return chunks.render(tokens, None)
 
 
 def _parsers(

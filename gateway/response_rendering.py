@@ -102,6 +102,11 @@ class ChunkRenderer:
         num_prompt_tokens: Number of tokens of the choice's prompt.
         prompt: The parts of the prompt that the first chunk shows.
         parser: Output parser of the choice; None: outputs are not parsed.
+
+    Attributes:
+        request: The request.
+        has_plain_deltas: Whether chunks of deltas are quick to render, from their text alone, and
+            never empty.
     """
 
     def __init__(
@@ -123,6 +128,7 @@ class ChunkRenderer:
             and not head.request.return_token_ids
             and not head.request.only_prompt
         )
+        self.has_plain_deltas = self._has_constant_end and parser is None
         kind = "chat.completion.chunk" if head.request.chat else "text_completion"
         fields = json.dumps(head.fields(kind), separators=(",", ":"))
         content = '"delta":{"content":' if head.request.chat else '"text":'
@@ -150,8 +156,10 @@ class ChunkRenderer:
         """Renders one event with tokens, the end, or both; b"" if there is nothing to send yet."""
         if self.request.only_prompt:
             tokens = None
-        content = self._content(tokens, finished)
-        if not content:
+        if self._parser is None:
+            content = quoted(self._echo + (tokens.text if tokens is not None else ""))
+            self._echo = ""
+        elif not (content := self._parsed(self._parser, tokens, finished)):
             return b""
         start, self._start = self._start, self._next_start
         if finished is None and self._has_constant_end:
@@ -173,12 +181,11 @@ class ChunkRenderer:
             close = f'],"usage":{json.dumps(rendered_usage)}}}\n\n'
         return f"{start}{content}{self._closed},{end}{close}".encode()
 
-    def _content(self, tokens: Tokens | None, finished: Finished | None) -> str:
-        """Renders the text, or the parsed delta, as JSON; "" if there is nothing to send yet."""
-        if self._parser is None:
-            text, self._echo = self._echo + (tokens.text if tokens is not None else ""), ""
-            return quoted(text)
-        delta = self._parser.delta(tokens, finished=finished is not None)
+    def _parsed(
+        self, parser: ChoiceOutputParser, tokens: Tokens | None, finished: Finished | None
+    ) -> str:
+        """Renders the parsed delta as JSON; "" if there is nothing to send yet."""
+        delta = parser.delta(tokens, finished=finished is not None)
         if delta is None and finished is None and self._has_constant_end:
             return ""
         content, self._first = {**self._first, **(delta or {})}, {}

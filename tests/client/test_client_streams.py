@@ -36,7 +36,7 @@ async def gathered(stream):
 
 
 async def test_events_arrive_typed_and_in_order(client, inference):
-    stream = client.generate("hello", max_tokens=2, request_id="r1")
+    stream = client.generate("hello", max_tokens=2, request_id="r1", logprobs=0)
     connection = await inference.connection()
     submit = await connection.submitted()
     assert submit.request.text == "hello"
@@ -62,6 +62,98 @@ async def test_events_arrive_typed_and_in_order(client, inference):
         ("prefill", 20.0),
     ]
     assert last.budget.ttft_ms == 21.5
+
+
+async def test_deltas_are_pushed_while_the_reader_waits(client, inference):
+    stream, other = (client.generate("x") for _ in range(2))
+    connection = await inference.connection()
+    number, other_number = [(await connection.submitted()).stream for _ in range(2)]
+    connection.send(accepted(number), accepted(other_number))
+    assert isinstance(await anext(other), Accepted)
+    pushed, takes = asyncio.Queue(), True
+
+    def push(tokens):
+        if takes:
+            pushed.put_nowait(tokens)
+        return takes
+
+    stream.push_to(push)
+    assert [type(event) for event in await stream.read()] == [Accepted]
+
+    reading = asyncio.create_task(stream.read())
+    await asyncio.sleep(0)
+    connection.send(delta(number, 0, [5], "a"), delta(number, 1, [6], "b"))
+    connection.send(delta(number, 2, [7], "c"))
+    found = [await pushed.get() for _ in range(3)]
+    assert found == [Tokens((5,), "a", 0), Tokens((6,), "b", 1), Tokens((7,), "c", 2)]
+    assert not reading.done()
+
+    # Refused: the reader gets the delta.
+    takes = False
+    connection.send(delta(number, 3, [8], "d"))
+    assert await reading == [Tokens((8,), "d", 3)]
+
+    # No reader waits. The other stream's delta arrives with this one.
+    takes = True
+    connection.send(delta(number, 4, [9], "e"), delta(other_number, 0, [1], "x"))
+    assert await anext(other) == Tokens((1,), "x", 0)
+    assert await stream.read() == [Tokens((9,), "e", 4)]
+
+    # The last delta stays with the end.
+    reading = asyncio.create_task(stream.read())
+    await asyncio.sleep(0)
+    connection.send(delta(number, 5, [2], "f"), finished(number))
+    last, end = await reading
+    assert last == Tokens((2,), "f", 5)
+    assert isinstance(end, Finished)
+    assert pushed.empty()
+    assert stream.token_ids == (5, 6, 7, 8, 9, 2)
+    await other.aclose()
+
+
+async def test_a_failed_push_harms_no_other_stream(client, inference):
+    stream, other = (client.generate("x") for _ in range(2))
+    connection = await inference.connection()
+    number, other_number = [(await connection.submitted()).stream for _ in range(2)]
+    connection.send(accepted(number), accepted(other_number))
+    for one in (stream, other):
+        assert isinstance(await anext(one), Accepted)
+
+    def push(tokens):
+        raise RuntimeError("closed")
+
+    stream.push_to(push)
+    reading = asyncio.create_task(stream.read())
+    await asyncio.sleep(0)
+    connection.send(delta(number, 0, [5], "a"), delta(other_number, 0, [6], "b"))
+    assert await reading == [Tokens((5,), "a", 0)]
+    assert await anext(other) == Tokens((6,), "b", 0)
+    for one in (stream, other):
+        assert one.num_resumes == 0
+        await one.aclose()
+
+
+@pytest.mark.parametrize("max_buffered_events", [1, 2])
+async def test_pushed_deltas_of_a_large_message_keep_their_order(
+    server, inference, max_buffered_events
+):
+    async with BatonClient(server[0], max_buffered_events=max_buffered_events) as client:
+        stream = client.generate("x")
+        connection = await inference.connection()
+        number = (await connection.submitted()).stream
+        texts = []
+
+        def push(tokens):
+            texts.append(tokens.text)
+            return True
+
+        stream.push_to(push)
+        connection.send(accepted(number), *(delta(number, at, [at], f"{at} ") for at in range(9)))
+        connection.send(*(delta(number, at, [at], f"{at} ") for at in range(9, 18)))
+        connection.send(finished(number))
+        while events := await stream.read():
+            texts += [event.text for event in events if isinstance(event, Tokens)]
+        assert "".join(texts).split() == [str(at) for at in range(18)]
 
 
 async def test_all_options_are_sent(client, inference):

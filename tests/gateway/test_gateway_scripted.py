@@ -365,6 +365,28 @@ async def test_a_stream_that_fails_midway_ends_with_an_error(inference, scripted
             await anext(stream)
 
 
+async def test_tokens_of_all_choices_arrive_at_once_and_before_an_error(inference, scripted):
+    async with scripted.openai() as openai:
+        asked = asyncio.create_task(
+            openai.completions.create(model="scripted", prompt="x", stream=True, n=2)
+        )
+        connection = await inference.connection()
+        numbers = [(await connection.submitted()).stream for _ in range(2)]
+        connection.send(*(accepted(number, f"r{number}") for number in numbers))
+        stream = None
+        for offset in range(5):
+            texts = {number: f"{number}-{offset}" for number in numbers}
+            connection.send(*(delta(number, offset, [1], texts[number]) for number in numbers))
+            # The next tokens are sent only when the client has these.
+            stream = stream or await asked
+            found = [(await anext(stream)).choices[0].text for _ in range(2)]
+            assert set(found) == set(texts.values())
+        connection.send(failed(numbers[0], Unavailable("no worker is left")))
+        with pytest.raises(APIError, match="no worker is left"):
+            await anext(stream)
+        assert await connection.cancelled() == numbers[1]
+
+
 async def test_the_error_event_is_followed_by_done(inference, scripted):
     answer = asyncio.create_task(post(scripted, {"prompt": "x", "stream": True}))
     connection = await inference.connection()
@@ -438,6 +460,30 @@ async def test_a_slow_reader_gets_the_whole_response(inference, scripted):
     lines = [line for chunk in chunks for line in chunk.split("\n\n") if line]
     text = "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines)
     assert text.split() == [str(offset) for offset in range(num_deltas)]
+
+
+async def test_tokens_for_a_lost_connection_with_two_requests_harm_no_other(inference, scripted):
+    reader, writer = await asyncio.open_connection(*scripted.address)
+    body = b'{"prompt": "x", "stream": true}'
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n"
+    # The second request waits for the end of the first response.
+    writer.write(2 * (head.encode() + b"content-type: application/json\r\n\r\n" + body))
+    connection = await inference.connection()
+    number = (await connection.submitted()).stream
+    other = asyncio.create_task(post(scripted, {"prompt": "y", "stream": True}))
+    other_number = (await connection.submitted()).stream
+    connection.send(accepted(number, "r1"), accepted(other_number, "r2"))
+    connection.send(delta(number, 0, [1], "a"), delta(other_number, 0, [1], "a"))
+    await reader.readuntil(b"\n\n")
+    writer.transport.abort()
+    while scripted.accepted[0] in scripted.accepted[0].connections:
+        await asyncio.sleep(0)
+    for offset in range(1, 5):
+        connection.send(delta(number, offset, [1], "b"), delta(other_number, offset, [1], "b"))
+    connection.send(finished(number), finished(other_number))
+    *said, last = events(await other)
+    assert last == "[DONE]"
+    assert "".join(json.loads(one)["choices"][0]["text"] for one in said) == "abbbb"
 
 
 @pytest.mark.parametrize("ends", [True, False])
