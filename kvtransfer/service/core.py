@@ -250,6 +250,7 @@ class TransferCore:
     def push_malformed(self, stream: int, error: MalformedFrame) -> None:
         self._carry_out(self._receiver.handle_malformed(stream, error, time.monotonic()))
         self._end_unless_served(stream)
+        self._arm()
 
     def push_ended(self, stream: int) -> None:
         self._incoming.pop(stream, None)
