@@ -34,6 +34,7 @@ def overview(view: View, requests: Iterable[admin_pb2.RequestInfo]) -> dict[str,
         "findings": [asdict(one) for one in view.findings],
         "pools": [_pool(one) for one in status.pools],
         "lanes": [_lane(one) for one in status.lanes],
+        "prompt_tokens": _prompt_tokens(status.prompt_tokens),
         "workers": [_worker(one) for one in status.workers],
         "history": [_sample(one) for one in status.history],
         "decisions": None
@@ -102,6 +103,17 @@ def _pool(pool: admin_pb2.PoolInfo) -> dict[str, Any]:
         "running": pool.num_running,
         "waiting": pool.num_waiting,
         "kv_used": _share(pool.kv_tokens_used, pool.kv_tokens_total),
+    }
+
+
+def _prompt_tokens(found: admin_pb2.PromptTokens) -> dict[str, int]:
+    """Returns the prompt tokens of the window by where they came from."""
+    return {
+        "computed": found.computed,
+        "device": found.device,
+        "host": found.host,
+        "disk": found.disk,
+        "fetched": found.fetched,
     }
 
 

@@ -100,6 +100,19 @@ function lanes(cell) {
     "tokens/s", "refused"], rows, "no lanes");
 }
 
+// What prompts found in prefix caches and in the KV store, and what workers computed.
+function promptTokens(cell) {
+  const found = cell.prompt_tokens, sources = ["device", "host", "disk", "fetched", "computed"];
+  const total = sources.reduce((sum, one) => sum + found[one], 0);
+  const seconds = Math.max(1, Math.min(cell.window_s, cell.uptime_s));
+  const rows = !total ? [] : [
+    ["tokens/s", ...sources.map((one) => (found[one] / seconds).toFixed(0))],
+    ["share", ...sources.map((one) => share(found[one] / total))],
+  ];
+  table("prompt-tokens", ["<", "prefix cache", "host memory", "disk", "other workers", "computed"], rows,
+    "no prompt was computed in the last minute");
+}
+
 function stages(cell) {
   const lane = cell.lanes.find((one) => one.lane === "interactive" && one.ended)
     ?? cell.lanes.find((one) => one.ended);
@@ -194,7 +207,7 @@ function draw() {
   const cell = latest;
   by("where").textContent = `${cell.model || "no model"} at ${cell.coordinator}, up ${ago(cell.uptime_s)}`;
   by("window").textContent = cell.window_s.toFixed(0);
-  for (const part of [cells, findings, overTime, lanes, stages, decisions, workers, requests]) part(cell);
+  for (const part of [cells, findings, overTime, lanes, promptTokens, stages, decisions, workers, requests]) part(cell);
 }
 
 async function refresh() {

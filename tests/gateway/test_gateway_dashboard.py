@@ -63,6 +63,8 @@ async def test_the_data_is_that_of_the_admin_service(cluster, gateway, openai):
     assert 0 < interactive["ttft"]["p50_ms"] <= interactive["ttft"]["p99_ms"]
     assert {"prefill", "decode"} <= {one["stage"] for one in interactive["stages"]}
     assert seen["history"][-1]["pools"]["decode"]["serving"] == 1
+    assert seen["prompt_tokens"].keys() == {"computed", "device", "host", "disk", "fetched"}
+    assert sum(seen["prompt_tokens"].values()) >= 100
     listed = next(one for one in seen["requests"] if one["request_id"] == answer.id)
     assert (listed["prompt_tokens"], listed["output_tokens"]) == (100, 8)
     drawn = (await get(f"{gateway.url}/dashboard/requests/{answer.id}")).json()
@@ -105,6 +107,7 @@ async def test_a_browser_draws_the_charts(gateway, openai, tmp_path, width):
         assert unit in text
     assert text.count("<svg") >= 4
     assert ">p1<" in text
+    assert "prefix cache</th>" in text
 
 
 @needs_browser
