@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 from baton.engine.base import CacheChange
-from baton.engine.sim_changes import ChangeLog
+from baton.kvtransfer.block_changes import BlockChanges
 
 
 class BlockPool:
@@ -30,7 +30,7 @@ class BlockPool:
         self._num_holders = [0] * num_blocks
         self._cached: dict[int, int] = {}
         self._hashes: dict[int, int] = {}
-        self._changes = ChangeLog()
+        self._changes = BlockChanges()
 
     @property
     def num_used_blocks(self) -> int:
@@ -95,7 +95,7 @@ class BlockPool:
         for block, block_hash in zip(self._held[request_id][first_block:], hashes, strict=False):
             if block_hash not in self._cached and block not in self._hashes:
                 self._cached[block_hash], self._hashes[block] = block, block_hash
-                self._changes.record(block_hash, present=True)
+                self._changes.store(block_hash)
 
     def free(self, request_id: str) -> None:
         """Frees all blocks of a request."""
@@ -121,12 +121,13 @@ class BlockPool:
         for block_hash, block in gone:
             del self._cached[block_hash], self._hashes[block]
             self._free.move_to_end(block, last=False)
-            self._changes.record(block_hash, present=False)
+            self._changes.remove(block_hash)
         return len(gone)
 
     def take_change(self) -> CacheChange | None:
         """Returns the cache's changes since the last call; None for no change."""
-        return self._changes.take()
+        change = self._changes.take()
+        return None if change is None else CacheChange(**change)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if a block is leaked, counted wrong, or cached under a wrong hash."""
@@ -145,6 +146,6 @@ class BlockPool:
         block, _ = self._free.popitem(last=False)
         if (block_hash := self._hashes.pop(block, None)) is not None:
             del self._cached[block_hash]
-            self._changes.record(block_hash, present=False)
+            self._changes.remove(block_hash)
         self._num_holders[block] = 1
         return block

@@ -11,7 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
 from baton.engine.base import CacheChange
-from baton.engine.sim_changes import ChangeLog
+from baton.kvtransfer.block_changes import BlockChanges
 
 
 class HostTier:
@@ -28,7 +28,7 @@ class HostTier:
         # Blocks that a request loads, and the number of such requests by block.
         self._loads: dict[str, Sequence[int]] = {}
         self._num_pins: Counter[int] = Counter()
-        self._changes = ChangeLog()
+        self._changes = BlockChanges()
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -58,7 +58,7 @@ class HostTier:
                 if not self._evict(own):
                     break
             self._blocks[block] = None
-            self._changes.record(block, present=True)
+            self._changes.store(block)
         self.touch(hashes)
 
     def touch(self, hashes: Sequence[int]) -> None:
@@ -89,12 +89,13 @@ class HostTier:
         gone = [one for one in self._blocks if one not in self._num_pins and salted(one)]
         for block in gone:
             del self._blocks[block]
-            self._changes.record(block, present=False)
+            self._changes.remove(block)
         return len(gone)
 
     def take_change(self) -> CacheChange | None:
         """Returns the changes since the last call; None for no change."""
-        return self._changes.take()
+        change = self._changes.take()
+        return None if change is None else CacheChange(**change)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError if there are too many blocks, or a pinned block is missing."""
@@ -118,6 +119,6 @@ class HostTier:
                 return False
             if block not in self._num_pins:
                 del self._blocks[block]
-                self._changes.record(block, present=False)
+                self._changes.remove(block)
                 return True
         return False

@@ -1,4 +1,4 @@
-"""Blocks that one tier of the KV store has got and lost since its last report."""
+"""Blocks that one tier of an engine's KV cache has got and lost since its last report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from typing import Any
 
 
 class BlockChanges:
-    """Blocks that were stored and removed since the last report, each in order."""
+    """Blocks that were stored and removed since the last report, each in order.
+
+    A block is stored only while the tier lacks it, and removed only while the tier has it: what was
+    stored and removed again, or the reverse, is not reported.
+    """
 
     def __init__(self) -> None:
         self._stored: dict[int, None] = {}

@@ -76,7 +76,8 @@ class RawSender:
 
 @pytest.fixture
 async def receiver(start):
-    # An interrupted handoff waits open_timeout_s for its next epoch, and no longer deadline ends it.
+    # An interrupted handoff waits open_timeout_s for its next epoch. Another deadline would end it
+    # much later.
     return await start(open_timeout_s=0.5, idle_timeout_s=1000)
 
 
