@@ -130,12 +130,15 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def direct_pair(tmp_path_factory, model):
-    """Uses the transport that the pair negotiates; silent workers are removed after 10 s."""
+    """Uses the transport that the pair negotiates; silent workers are removed after 10 s.
+
+    A request waits for a replacement worker however long that takes to start.
+    """
     with Cluster(
         tmp_path_factory.mktemp("direct"),
         model,
         elastic=False,
-        coordinator={"worker_timeout_s": 10},
+        coordinator={"worker_timeout_s": 10, "max_recovery_s": SOON_S},
         simulated=SLOW,
         kv_transfer={**KV_TRANSFER, "idle_timeout_s": LEASE_S},
     ) as cluster:
