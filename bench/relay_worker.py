@@ -31,7 +31,8 @@ class Stream:
 
     async def opened(self) -> None:
         """Waits until the relay has accepted the stream and forwards messages."""
-        await self._call.wait_for_connection()
+        # The relay sends its metadata when it forwards; gRPC's wait_for_connection may end before.
+        await self._call.initial_metadata()
 
     async def __aiter__(self) -> AsyncIterator[Any]:
         while (message := await self._call.read()) is not grpc.aio.EOF:

@@ -35,7 +35,12 @@ class Cluster(Closing):
         self._directory = directory
         self._config = directory / "baton.yaml"
         # The timeouts for silent workers are the defaults; tests of dying workers shorten them.
-        coordinator = {"listen": "127.0.0.1:0", "heartbeat_s": HEARTBEAT_S}
+        # Requests wait for a replacement worker however slowly it starts.
+        coordinator = {
+            "listen": "127.0.0.1:0",
+            "heartbeat_s": HEARTBEAT_S,
+            "max_recovery_s": START_S,
+        }
         simulated = {
             "step_base_ms": 4,
             "step_per_request_ms": 0.05,

@@ -130,15 +130,12 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def direct_pair(tmp_path_factory, model):
-    """Uses the transport that the pair negotiates; silent workers are removed after 10 s.
-
-    A request waits for a replacement worker however long that takes to start.
-    """
+    """Uses the transport that the pair negotiates; silent workers are removed after 10 s."""
     with Cluster(
         tmp_path_factory.mktemp("direct"),
         model,
         elastic=False,
-        coordinator={"worker_timeout_s": 10, "max_recovery_s": SOON_S},
+        coordinator={"worker_timeout_s": 10},
         simulated=SLOW,
         kv_transfer={**KV_TRANSFER, "idle_timeout_s": LEASE_S},
     ) as cluster:
