@@ -319,6 +319,7 @@ class Exchange:
     ) -> Finished:
         """Sends one chunk per delta of a choice; the last chunk has the finish reason."""
         latency = _LatencyRecorder(self._latencies(chunks.request), self._started_at)
+        writer = self._writer if chunks.has_plain_deltas else None
         while events := await stream.read():
             parts: list[bytes] = []
             tokens: Tokens | None = None
@@ -342,9 +343,10 @@ class Exchange:
                 await self._write(body)
             if finished is not None:
                 return finished
-            if self._writer is not None and chunks.has_plain_deltas:
+            if writer is not None:
                 # The response has begun: later chunks need no task to be written.
-                stream.push_to(partial(self._writer.write, partial(_chunk, chunks, latency)))
+                stream.push_to(partial(writer.write, partial(_chunk, chunks, latency)))
+                writer = None
         raise _incomplete_stream()
 
     def _latencies(self, request: ParsedRequest) -> RouteStats:
