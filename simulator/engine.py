@@ -177,7 +177,7 @@ class Engine:
             self.fetches.refuse(request)
             return
         # Like vLLM's, the load runs beside the steps of other requests.
-        wait_s = request.num_host * self.shape.kv_bytes_per_token / self.shape.host_bytes_per_s
+        wait_s = self.shape.host_load_s(request.num_host)
         self.host.at(self.host.now + wait_s, self._arrive, request)
 
     def _take_held(self, request: SimulatedRequest) -> None:
@@ -219,7 +219,7 @@ class Engine:
     ) -> None:
         """Takes a fetched prefix into the prefix cache; the request then waits for a step."""
         num_cached, num_host = self._held(request.hashes, request.num_tokens)
-        # What the fetch leaves out and the device has not is loaded from host memory meanwhile.
+        # Left-out tokens that the device lacks are loaded from host memory meanwhile.
         num_host = min(num_host, max(0, plan.skip_tokens - num_cached)) if plan.host_tokens else 0
         if not plan.skip_tokens <= num_cached + num_host < num_tokens:
             self.load(request)
@@ -229,8 +229,7 @@ class Engine:
         request.num_computed = request.num_held
         request.num_uncomputed = request.num_tokens - request.num_held
         self._cache_blocks(request)
-        load_s = num_host * self.shape.kv_bytes_per_token / self.shape.host_bytes_per_s
-        loaded_at = request.arrived_at + load_s
+        loaded_at = request.arrived_at + self.shape.host_load_s(num_host)
         self.host.at(max(self.host.now, loaded_at), self._arrive, request)
 
     def fetches_at(self, address: str) -> Fetches | None:

@@ -61,6 +61,10 @@ class Shape:
     host_bytes_per_s: float = 10e9
     network_bytes_per_s: float = 10e9
 
+    def host_load_s(self, num_tokens: int) -> float:
+        """Returns the seconds that a load of these tokens from host memory takes."""
+        return num_tokens * self.kv_bytes_per_token / self.host_bytes_per_s
+
 
 @dataclass(slots=True, eq=False)
 class SimulatedRequest:

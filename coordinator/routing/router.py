@@ -443,7 +443,7 @@ class Router:
     def _skips(
         match: PrefixMatch, reader: WorkerLoad, hits: PromptHits, usable: int
     ) -> list[tuple[int, int]]:
-        """What a fetch may leave out because its reader has it.
+        """Prompt tokens that a fetch may leave out because its reader has them.
 
         Args:
             match: prefix match of the prompt.

@@ -81,6 +81,11 @@ function overTime(cell) {
   }
 }
 
+// The time in which the cell has counted requests and tokens.
+function countedSeconds(cell) {
+  return Math.max(1, Math.min(cell.window_s, cell.uptime_s));
+}
+
 function lanes(cell) {
   const rows = cell.lanes.flatMap((lane) => ["ttft", "itl"].map((what) => {
     const values = lane[what], first = what === "ttft";
@@ -89,9 +94,9 @@ function lanes(cell) {
     const kept = values.kept === null ? "-" :
       [percent(values.kept), values.kept >= lane.percentile / 100 ? "good" : "bad"];
     const sheds = Object.values(lane.sheds).reduce((sum, one) => sum + one, 0);
-    const age = Math.max(1, Math.min(cell.window_s, cell.uptime_s));
-    const counts = [lane.queued, lane.running, (lane.ended / age).toFixed(1),
-      (lane.output_tokens / age).toFixed(0), [sheds, sheds ? "bad" : ""]];
+    const seconds = countedSeconds(cell);
+    const counts = [lane.queued, lane.running, (lane.ended / seconds).toFixed(1),
+      (lane.output_tokens / seconds).toFixed(0), [sheds, sheds ? "bad" : ""]];
     return [first ? lane.lane : "", what.toUpperCase(), time(values.p50_ms, 0), time(values.p95_ms, 1),
       time(values.p99_ms, 2), values.target ?? "-", kept,
       ...(first ? counts : counts.map(() => ""))];
@@ -104,7 +109,7 @@ function lanes(cell) {
 function promptTokens(cell) {
   const found = cell.prompt_tokens, sources = ["device", "host", "disk", "fetched", "computed"];
   const total = sources.reduce((sum, one) => sum + found[one], 0);
-  const seconds = Math.max(1, Math.min(cell.window_s, cell.uptime_s));
+  const seconds = countedSeconds(cell);
   const rows = !total ? [] : [
     ["tokens/s", ...sources.map((one) => (found[one] / seconds).toFixed(0))],
     ["share", ...sources.map((one) => share(found[one] / total))],
