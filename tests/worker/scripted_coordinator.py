@@ -19,26 +19,35 @@ WAIT_S = 120.0
 class Stream:
     """One Attach call, seen from its coordinator."""
 
-    def __init__(self, context: grpc.aio.ServicerContext, hello: cluster_pb2.Hello) -> None:
+    def __init__(
+        self,
+        coordinator: "ScriptedCoordinator",
+        context: grpc.aio.ServicerContext,
+        hello: cluster_pb2.Hello,
+    ) -> None:
         self.hello = hello
         self.ended = asyncio.Event()
-        self.load = cluster_pb2.LoadReport()
         self.heard = asyncio.Event()
         self.acks = 0
+        self._coordinator = coordinator
         self._context = context
+        self._load = cluster_pb2.LoadReport()
+        self._num_loads = 0
         self._inbox: asyncio.Queue[cluster_pb2.WorkerMessage] = asyncio.Queue()
         self.end_with: tuple[grpc.StatusCode, str] | None = None
         self._end = asyncio.Event()
         # Messages that a call of next_of has passed over.
         self._others: list[cluster_pb2.WorkerMessage] = []
 
-    async def pump(self, coordinator: "ScriptedCoordinator") -> None:
+    async def pump(self) -> None:
+        coordinator = self._coordinator
         while (message := await self._context.read()) is not grpc.aio.EOF:
             self.acks = max(self.acks, message.ack)
             if message.batch:
                 coordinator.batches.append(len(message.batch))
             if message.HasField("load"):
-                self.load = message.load
+                self._load = message.load
+                self._num_loads += 1
             for one in message.batch or [message]:
                 if one.seq:
                     assert one.seq == coordinator.received + 1, "a message is missing or doubled"
@@ -50,8 +59,8 @@ class Stream:
     async def send(self, **command: object) -> None:
         await self._context.write(cluster_pb2.CoordinatorMessage(**command))
 
-    async def run(self, coordinator: "ScriptedCoordinator") -> None:
-        pump = asyncio.create_task(self.pump(coordinator))
+    async def run(self) -> None:
+        pump = asyncio.create_task(self.pump())
         end = asyncio.create_task(self._end.wait())
         await asyncio.wait([pump, end], return_when=asyncio.FIRST_COMPLETED)
         for task in (pump, end):
@@ -97,27 +106,31 @@ class Stream:
 
     async def idle(self) -> None:
         """Waits for a load report without requests and reserved memory."""
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                self.heard.clear()
-                load = self.load
-                if load.kv_tokens_total and not (
-                    load.num_running
-                    or load.num_waiting
-                    or load.kv_tokens_used
-                    or load.staging_bytes_used
-                ):
-                    return
-                await self.heard.wait()
+        load = await self.load_after()
+        while (
+            load.num_running or load.num_waiting or load.kv_tokens_used or load.staging_bytes_used
+        ):
+            load = await self._load_number(self._num_loads + 1)
 
     async def load_after(self) -> cluster_pb2.LoadReport:
         """A load report that is made after this call."""
-        self.load = cluster_pb2.LoadReport()
+        # The worker knows no such request.
+        cancel = cluster_pb2.CancelCommand(request_id="made for its acknowledgement", attempt=1)
+        await self._coordinator.command(self, cancel=cancel)
+        seq = self._coordinator.sent
         async with asyncio.timeout(WAIT_S):
-            while not self.load.kv_tokens_total:
+            while self.acks < seq:
                 self.heard.clear()
                 await self.heard.wait()
-        return self.load
+        # The worker may have had a report to send, and another half made, when it got the command.
+        return await self._load_number(self._num_loads + 3)
+
+    async def _load_number(self, number: int) -> cluster_pb2.LoadReport:
+        async with asyncio.timeout(WAIT_S):
+            while self._num_loads < number:
+                self.heard.clear()
+                await self.heard.wait()
+        return self._load
 
 
 class ScriptedCoordinator(cluster_pb2_grpc.ClusterServicer):
@@ -158,12 +171,12 @@ class ScriptedCoordinator(cluster_pb2_grpc.ClusterServicer):
             adopted=self.adopted,
             step_targets=self.step_targets,
         )
-        welcome.heartbeat_interval.FromMilliseconds(50)
+        welcome.heartbeat_interval.FromMilliseconds(20)
         welcome.adoption_grace.FromMicroseconds(round(self.grace_s * 1e6))
-        stream = Stream(context, hello)
+        stream = Stream(self, context, hello)
         await stream.send(welcome=welcome)
         self._streams.put_nowait(stream)
-        await stream.run(self)
+        await stream.run()
         if stream.end_with is not None:
             await context.abort(*stream.end_with)
 

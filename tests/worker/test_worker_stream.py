@@ -249,7 +249,7 @@ async def test_a_draining_worker_accepts_requests_that_are_assigned_to_it(
     worker.stop.set()
     change = (await stream.next("state_changed")).state_changed
     assert change.state == cluster_pb2.WORKER_STATE_DRAINING
-    for _ in range(20):
+    for _ in range(3):
         await stream.load_after()
     await coordinator.command(stream, decode=decode("r", [5, 6], max_tokens=5))
     await coordinator.command(stream, release=cluster_pb2.ReleaseCommand())
@@ -279,7 +279,7 @@ async def test_a_draining_worker_keeps_a_handoff_that_is_not_yet_sent(
         change = (await gives.next_of("state_changed")).state_changed
         assert change.state == cluster_pb2.WORKER_STATE_DRAINING
         await coordinator.command(gives, release=cluster_pb2.ReleaseCommand())
-        for _ in range(20):
+        for _ in range(3):
             assert (await gives.load_after()).staging_bytes_used
         service.resume()
         report = (await gives.next_of("handoff")).handoff
