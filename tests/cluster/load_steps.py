@@ -191,9 +191,11 @@ async def prefill_follows_prompts(
             # A new worker may leave before it computes a prompt, so any new worker counts.
             while not await new_computed(admin):
                 await asyncio.sleep(0.1)
-        latest, *_ = await admin.list_decisions(PREFILL)
-        assert "prompts" in latest.reason
-        assert latest.inputs["interactive_requests_per_s"] > 0
+        # On a slow machine, no request may have come in the seconds before the latest decision.
+        assert any(
+            "prompts" in one.reason and one.inputs["interactive_requests_per_s"] > 0
+            for one in await admin.list_decisions(PREFILL)
+        )
         await load.within(CAUGHT_UP_TTFT_S)
         load.rate = 0.0
 
