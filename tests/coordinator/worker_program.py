@@ -49,13 +49,14 @@ async def main() -> None:
         child = subprocess.Popen([sys.executable, "-c", _SLEEPER])
         print(f"child {child.pid}", file=sys.stderr, flush=True)
     directory = WorkerDirectory(Path(arguments.directory))
-    (directory.path / "something").touch()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     if not behaviour.get("stubborn"):
         loop.add_signal_handler(signal.SIGTERM, stop.set)
     else:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # From now on this process removes the directory when it is told to end.
+    (directory.path / "something").touch()
     hello = cluster_pb2.Hello(
         worker_id=arguments.worker_id,
         incarnation=os.getpid(),
