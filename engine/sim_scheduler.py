@@ -9,7 +9,6 @@ policy of runtime/step_budget.py; otherwise first come, first served.
 from __future__ import annotations
 
 import heapq
-import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -100,11 +99,10 @@ class LiveRequest:
         """Whether the next step computes one token that follows computed ones."""
         return self.num_missing == 1 and self.num_computed > 0
 
-    def limit_s(self, targets: StepTargets, now: float) -> float:
-        """Longest step that this stream's ITL target allows; infinite without a target."""
-        # Batch streams have no ITL target.
+    def pace_at(self, now: float, targets: StepTargets) -> StreamPace | None:
+        """How this stream compares with its ITL target; None: batch streams have no target."""
         if self.order[0] > 0:
-            return math.inf
+            return None
         if self.pace is None:
             # After a handoff, the gap since the first token counts too.
             receive = self.request.receive
@@ -112,7 +110,7 @@ class LiveRequest:
             begin = self.submitted_at if handed_over else now
             self.pace = StreamPace(begin, len(self.tokens), self.request.itl_s)
         self.pace.advance(targets, now, len(self.tokens))
-        return self.pace.limit_s(targets)
+        return self.pace
 
     def block_hashes(self, num_tokens: int, block_size_tokens: int) -> array[int]:
         """Returns the hashes of the full blocks of the first `num_tokens` tokens."""
@@ -173,12 +171,12 @@ class _Policy:
     ) -> list[tuple[LiveRequest, int]]:
         """Distributes prompt tokens beside the decodes in `work`, in the policy's order."""
         decodes = [item.request for item in work]
-        streams = Streams(
-            num_streams=len(decodes),
-            num_kv_tokens=sum(len(request.tokens) for request in decodes),
-            limit_s=min(
-                (request.limit_s(self.targets, self.now) for request in decodes), default=math.inf
-            ),
+        paces = (request.pace_at(self.now, self.targets) for request in decodes)
+        streams = Streams.of(
+            len(decodes),
+            sum(len(request.tokens) for request in decodes),
+            [pace for pace in paces if pace is not None],
+            self.targets,
         )
         ordered = self.ordered(prompts)
         counts = prompt_tokens(

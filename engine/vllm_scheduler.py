@@ -27,7 +27,7 @@ from baton.engine.vllm_load_failures import TableLoadFailures
 from baton.engine.vllm_step_targets import TargetsReader
 from baton.engine.warm_up import is_warm_up
 from baton.runtime.latency import LatencyModel
-from baton.runtime.step_budget import Prompt, Streams, prompt_order
+from baton.runtime.step_budget import Prompt, StreamPace, Streams, prompt_order
 
 # Key in kv_connector_extra_config; the value has the keys "socket" (the transfer service's control
 # socket) and "prior" (LatencyModel's fields).
@@ -174,7 +174,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
 
     def _streams(self, decodes: Sequence[Request], now: float) -> Streams:
         num_tokens = num_kv_tokens = 0
-        limit_s = math.inf
+        paces: list[StreamPace] = []
         for request in decodes:
             # Placeholders stand for tokens of steps under way (asynchronous scheduling).
             pending = request.num_output_placeholders
@@ -189,10 +189,10 @@ class BatonScheduler(TableLoadFailures, Scheduler):
                     # The prefill worker made the first token just before this request arrived.
                     waited_s = max(0.0, now - request.arrival_time)
                 itl_s = (request.kv_transfer_params or {}).get(ITL)
-                pace = self.planner.pace(request.request_id, num_outputs, waited_s, itl_s)
-                limit_s = min(limit_s, pace.limit_s(self.planner.targets))
+                paces.append(self.planner.pace(request.request_id, num_outputs, waited_s, itl_s))
         num_drafts = num_tokens - len(decodes)
-        return Streams(len(decodes), num_kv_tokens, limit_s, num_drafts)
+        targets = self.planner.targets
+        return Streams.of(len(decodes), num_kv_tokens, paces, targets, num_drafts)
 
     def _candidate(self, request: Request, now: float, model: LatencyModel) -> _Candidate:
         num_done = request.num_computed_tokens

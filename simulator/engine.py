@@ -15,7 +15,7 @@ import heapq
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from baton.coordinator.state import events as ev
@@ -588,11 +588,10 @@ class Engine:
             for one in self._prefilling
         ]
         order = sorted(range(len(prompts)), key=lambda index: prompt_order(prompts[index], model))
-        limit_s = min((self._limit_s(one, targets) for one in self._decoding), default=math.inf)
         counts = prompt_tokens(
             model,
             targets,
-            Streams(batch, self._kv_decoding, limit_s),
+            Streams.of(batch, self._kv_decoding, self._paces(targets), targets),
             [prompts[index] for index in order],
             # A batch that fills the step still leaves room for one prompt token.
             max(self.shape.max_num_batched_tokens, batch + 1),
@@ -603,14 +602,14 @@ class Engine:
             if count
         ]
 
-    def _limit_s(self, request: SimulatedRequest, targets: StepTargets) -> float:
-        """Longest step that a decoding request's ITL target allows; batch requests have none."""
-        if request.priority:
-            return math.inf
-        pace = request.pace
-        assert pace is not None
-        pace.advance(targets, self.host.now, self._step - request.joined_at_step)
-        return pace.limit_s(targets)
+    def _paces(self, targets: StepTargets) -> Iterator[StreamPace]:
+        """Yields how the decoding requests compare with their ITL targets; batch has none."""
+        for request in self._decoding:
+            if not request.priority:
+                assert request.pace is not None
+                num_tokens = self._step - request.joined_at_step
+                request.pace.advance(targets, self.host.now, num_tokens)
+                yield request.pace
 
     def _mixed_over(
         self,

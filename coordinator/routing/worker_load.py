@@ -287,7 +287,7 @@ class WorkerLoad:
     def predict_prompt_speed(self, targets: StepTargets, now: float) -> None:
         """Updates `prompt_speed`, and the queue with it, after a change of decodes or targets."""
         self._rest_of_step_s = targets.prompt_step_s / 2
-        limit_s = targets.stream_limit_s() if self.num_urgent else math.inf
+        limit_s = targets.expected_limit_s(self.mean_itl_s()) if self.num_urgent else math.inf
         streams = Streams(len(self._decodes), self.mean_tokens, limit_s)
         speed = prompt_speed(self.traits.latency.model, targets, streams)
         if speed != self.prompt_speed:

@@ -30,7 +30,7 @@ SETTINGS = SimulatedConfig(
 # Share of the longest gap that a step may take, and of a step that the oldest prompt gets
 # (runtime/step_budget.py).
 GAP_MARGIN, OLDEST_SHARE = 0.9, 0.1
-TARGETS = StepTargets(itl_s=0.03, longest_gap_s=0.04, prompt_step_s=0.1)
+TARGETS = StepTargets(itl_s=0.03, longest_gap_s=0.036, prompt_step_s=0.1)
 
 
 @dataclass

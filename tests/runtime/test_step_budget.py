@@ -22,6 +22,8 @@ from baton.runtime.step_budget import (
 
 MODEL = LatencyModel(5e-3, 1e-4, 2e-9, 8e-3, 5e-5, 2e-7)
 TARGETS = StepTargets(0.05, 0.06, 0.2)
+# Streams may owe time.
+LONG_GAPS = StepTargets(0.05, 0.15, 0.2)
 # Shares of the ITL target and of the longest gap that the policy aims at; least prompt tokens of a
 # step.
 MEAN_MARGIN, GAP_MARGIN, LEAST_TOKENS = 0.97, 0.9, 16
@@ -43,6 +45,7 @@ streams = st.builds(
     num_kv_tokens=st.integers(0, 100_000),
     limit_s=st.floats(-10, 10).map(TARGETS.stream_limit_s) | st.just(math.inf),
     num_drafts=st.integers(0, 300),
+    itl_s=st.none() | st.floats(0.01, 0.2),
 )
 
 
@@ -61,12 +64,12 @@ def test_a_step_has_at_most_its_tokens_and_no_prompt_gets_more_than_it_needs(
     assert sum(grants) <= max(0, max_tokens - decoding.num_tokens)
 
 
-@given(prompts, streams, st.integers(1, 4096))
+@given(prompts, streams, st.integers(1, 4096), st.sampled_from([TARGETS, LONG_GAPS]))
 def test_a_step_takes_as_long_as_its_limit_or_has_the_least_tokens(
-    found: list[Prompt], decoding: Streams, max_tokens: int
+    found: list[Prompt], decoding: Streams, max_tokens: int, targets: StepTargets
 ) -> None:
     found = ordered(found)
-    grants = prompt_tokens(MODEL, TARGETS, decoding, found, max_tokens)
+    grants = prompt_tokens(MODEL, targets, decoding, found, max_tokens)
     if sum(grants) <= LEAST_TOKENS:
         return
     squares = sum(
@@ -79,7 +82,8 @@ def test_a_step_takes_as_long_as_its_limit_or_has_the_least_tokens(
     predicted_s = MODEL.mixed_step_s(sum(grants), squares, num_streams, num_kv)
     fixed_s = MODEL.mixed_step_s(1, 0, num_streams, num_kv)
     share = 2.0 if math.isinf(decoding.limit_s) else 1.1
-    limit_s = max(step_limit_s(TARGETS, decoding), share * fixed_s)
+    alone_s = fixed_s - MODEL.prefill_per_token_s
+    limit_s = max(step_limit_s(targets, decoding, alone_s), share * fixed_s)
     assert predicted_s <= limit_s + least_s
 
 
@@ -234,3 +238,34 @@ def test_a_step_whose_base_alone_exceeds_the_limit_still_computes_prompts_effici
     assert 450 < grant < 600
     (grant,) = prompt_tokens(slow, TARGETS, Streams(1, 10, TARGETS.stream_limit_s()), found, 2048)
     assert 45 < grant < 60
+
+
+def test_streams_owe_what_they_would_save_in_their_next_tokens() -> None:
+    """At 40 ms per step they would save 8.5 ms per token, so the longest gap is the limit."""
+    aim_s = 0.05 * MEAN_MARGIN
+    for saved_s, fixed_s, expected_s in (
+        (0.0, 0.04, 0.15 * GAP_MARGIN),
+        (-0.5, 0.04, aim_s - 0.5 + 60 * (aim_s - 0.04)),
+        (0.0, 0.048, aim_s + 60 * (aim_s - 0.048)),
+        (0.0, 0.049, aim_s),
+    ):
+        pace = StreamPace(0.0, 0, saved_s=saved_s)
+        streams = Streams.of(1, 100, [pace], LONG_GAPS)
+        assert step_limit_s(LONG_GAPS, streams, fixed_s) == pytest.approx(expected_s)
+        # The default gap is as long as what streams may spend of their savings: they owe nothing.
+        streams = Streams.of(1, 100, [pace], TARGETS)
+        assert step_limit_s(TARGETS, streams, fixed_s) == pace.limit_s(TARGETS)
+
+
+def test_the_stream_with_the_tightest_target_decides_what_is_owed() -> None:
+    paces = [StreamPace(0.0, 0), StreamPace(0.0, 0, 0.02)]
+    streams = Streams.of(2, 100, paces, LONG_GAPS)
+    assert step_limit_s(LONG_GAPS, streams, 0.01) == pytest.approx(0.06 * GAP_MARGIN)
+    assert step_limit_s(LONG_GAPS, streams, 0.03) == pytest.approx(0.02 * MEAN_MARGIN)
+
+
+def test_placement_expects_long_gaps_only_beside_fast_streams() -> None:
+    assert LONG_GAPS.expected_limit_s(0.03) == pytest.approx(0.15 * GAP_MARGIN)
+    assert LONG_GAPS.expected_limit_s(0.04) == LONG_GAPS.stream_limit_s()
+    assert TARGETS.expected_limit_s(0.03) == TARGETS.stream_limit_s()
+    assert math.isinf(StepTargets().expected_limit_s(0.03))
