@@ -1,8 +1,9 @@
 """Compares Baton with two plain vLLM servers under a mixed load, on two cores.
 
 `python -m baton.bench.colocated --help`. Every system has the same two engines, each on one core:
-Baton's prefill and decode worker, strict and elastic, and two plain servers behind round robin and
-behind least loaded. All get the same requests at the same times, one system after the other.
+Baton's prefill and decode worker, strict, elastic, and elastic with longer gaps, and two plain
+servers behind round robin and behind least loaded. All get the same requests at the same times,
+one system after the other.
 """
 
 from __future__ import annotations
@@ -49,8 +50,14 @@ MIXES = {
     "short": Mix(short=mixed_load.Kind("short", 64, 256), long_share=0.0),
 }
 
-System = Literal["strict", "elastic", "round robin", "least loaded"]
+System = Literal["strict", "elastic", "long gaps", "round robin", "least loaded"]
 SYSTEMS: tuple[System, ...] = get_args(System)
+# Settings of Baton's systems.
+BATON: dict[System, dict[str, Any]] = {
+    "strict": {"elastic": False},
+    "elastic": {"elastic": True},
+    "long gaps": {"elastic": True, "steps": {"longest_gap_ms": 3 * SLO.itl_s * 1e3}},
+}
 
 
 def plain_sender(http: aiohttp.ClientSession, server: systems.Process) -> mixed_load.Send:
@@ -88,10 +95,10 @@ async def plain(
 
 @contextlib.asynccontextmanager
 async def baton(
-    arguments: dict[str, Any], cores: tuple[str, str], *, elastic: bool
+    arguments: dict[str, Any], cores: tuple[str, str], system: System
 ) -> AsyncIterator[mixed_load.Send]:
     settings = {
-        "elastic": elastic,
+        **BATON[system],
         "scaling": {
             "targets": {"interactive": {"ttft_ms": SLO.ttft_s * 1e3, "itl_ms": SLO.itl_s * 1e3}}
         },
@@ -166,7 +173,7 @@ async def measure(given: argparse.Namespace) -> None:
             with half_busy(pair[0], wanted=case["half_busy"]):
                 answers = await mixed_load.open_loop(send, load)
             print(json.dumps(row(system, case, answers)), flush=True)
-            if given.budget and system in ("strict", "elastic"):
+            if given.budget and system in BATON:
                 print(json.dumps(budget(answers)), file=sys.stderr, flush=True)
 
     if {"round robin", "least loaded"} & set(given.systems):
@@ -174,8 +181,8 @@ async def measure(given: argparse.Namespace) -> None:
             for name, send in senders.items():
                 await run(name, send)
     for name in given.systems:
-        if name in ("strict", "elastic"):
-            async with baton(arguments, pair, elastic=name == "elastic") as send:
+        if name in BATON:
+            async with baton(arguments, pair, name) as send:
                 await run(name, send)
 
 
