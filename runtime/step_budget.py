@@ -187,9 +187,9 @@ class Streams(NamedTuple):
         limit_s, itl_s = math.inf, None
         for pace in paces:
             limit_s = min(limit_s, pace.limit_s(targets))
-            own_s = targets.itl_s if pace.itl_s is None else pace.itl_s
-            if own_s is not None:
-                itl_s = own_s if itl_s is None else min(itl_s, own_s)
+            target_s = pace.target_s(targets)
+            if target_s is not None:
+                itl_s = target_s if itl_s is None else min(itl_s, target_s)
         return cls(num_streams, num_kv_tokens, limit_s, num_drafts, itl_s)
 
     @property
@@ -218,9 +218,13 @@ class StreamPace:
     itl_s: float | None = None
     saved_s: float = 0.0
 
+    def target_s(self, targets: StepTargets) -> float | None:
+        """The stream's ITL target in seconds; `targets` are the worker's."""
+        return targets.itl_s if self.itl_s is None else self.itl_s
+
     def advance(self, targets: StepTargets, now: float, num_tokens: int) -> None:
         """Counts the tokens up to `now`; `targets` are the worker's in the time since `at`."""
-        itl_s = targets.itl_s if self.itl_s is None else self.itl_s
+        itl_s = self.target_s(targets)
         if itl_s is None:
             self.saved_s = 0.0
         else:
