@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from processes import COMMAND, START_S, Cluster
 
 from baton.client import AdminClient, BatonClient, Tokens
+from baton.runtime import rpc
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -72,16 +73,17 @@ async def until(cluster, done, within_s=START_S):
     """Waits for the first event of Admin.Watch for which `done` is true, and returns it.
 
     The limit is that of a worker's start, because most waits are for a pool that grows: on a busy
-    machine Ray needs minutes for that.
+    machine Ray needs minutes for that. For the same reason, pings may be answered as late.
     """
-    async with (
-        AdminClient(cluster.address) as admin,
-        asyncio.timeout(within_s),
-        contextlib.aclosing(admin.watch(0.1)) as events,
-    ):
-        async for event in events:
-            if done(event):
-                return event
+    async with rpc.channel(cluster.address, ping_timeout_s=within_s) as channel:
+        admin = AdminClient.from_channel(channel, cluster.address, timeout_s=within_s)
+        async with (
+            asyncio.timeout(within_s),
+            contextlib.aclosing(admin.watch(0.1)) as events,
+        ):
+            async for event in events:
+                if done(event):
+                    return event
     raise AssertionError("the coordinator stopped")
 
 

@@ -375,6 +375,10 @@ def test_backends_of_this_machine():
 _LENGTH = struct.Struct("<I")
 
 
+# Tells a sending peer that the other end is open.
+OPENED_KEY = "opened"
+
+
 class Stream:
     """One end of the stream between the two processes."""
 
@@ -400,7 +404,7 @@ class Stream:
 async def peer(role, action, socket_path):
     """Runs one end of a link that stops, dies or leaves as soon as a frame is begun."""
     stream = Stream(*await asyncio.open_unix_connection(socket_path))
-    begun = asyncio.Event()
+    begun, other_is_open = asyncio.Event(), asyncio.Event()
 
     def act():
         if action == "leave":
@@ -420,13 +424,17 @@ async def peer(role, action, socket_path):
         link = ReceivingLink(OPTIONS, stream.publish, lambda detail: None, lambda frame: None)
 
     def received(message):
-        if message.key == FRAMES_KEY:
+        if message.key == OPENED_KEY:
+            other_is_open.set()
+        elif message.key == FRAMES_KEY:
             act()
-            return
-        link.received(message)
+        else:
+            link.received(message)
 
     feeding = asyncio.create_task(stream.feed(received))
     if role == "sender":
+        # One end may have joined the group while the other still connects, and would then fail.
+        await other_is_open.wait()
         sending = asyncio.create_task(link.send([data_frame(bytearray(2**24))]))
     await begun.wait()
     # The link is neither closed nor waited for: the interpreter must still end.
@@ -526,6 +534,7 @@ async def test_a_peer_that_falls_silent_within_a_frame(remote, role, action):
     feeding = asyncio.create_task(other.stream.feed(link.received))
     async with asyncio.timeout(WAIT_S):
         await link.opened()
+        other.stream.publish(pb.LinkMessage(key=OPENED_KEY))
         if role == "receiver":
             memory = bytearray(2**24)
             with pytest.raises(LinkLost):
@@ -557,6 +566,7 @@ async def test_a_process_can_leave_with_a_frame_begun(remote, role):
     )
     async with asyncio.timeout(WAIT_S):
         await link.opened()
+        other.stream.publish(pb.LinkMessage(key=OPENED_KEY))
         if role == "receiver":
             with pytest.raises(LinkLost):
                 await link.send([data_frame(bytearray(2**24))])
