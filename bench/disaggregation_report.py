@@ -167,6 +167,8 @@ def goals(results: Results) -> Iterator[Goal]:
             what = f"{cell.name}: outputs that differ from plain vLLM's"
             yield Goal(what, cell.num_different(BATON), 0)
     pairs = [one for one in results.fresh if one.system == BATON]
+    if not pairs:
+        return
     for name, measure in (("exposed handoff", exposed), ("gap first to second token", second_gap)):
         what = f"a fresh pair's first {name} / its steady one, worst of {len(pairs)} pairs"
         yield Goal(what, stats.worst([one.ratio(measure) for one in pairs]), MAX_FIRST_RATIO, " x")
@@ -206,13 +208,15 @@ def show(results: Results) -> None:
     for cell in results.cells:
         show_cell(cell, results.output_tokens)
     print(NOTES)
-    show_fresh(results)
+    if results.fresh:
+        show_fresh(results)
     rows = [
         [process, kind, f"{mb:.0f}"]
         for process, kinds in results.resident_mb.items()
         for kind, mb in kinds.items()
     ]
-    stats.print_table("Resident memory without staging, MB", ["process", "part", "MB"], rows)
+    if rows:
+        stats.print_table("Resident memory without staging, MB", ["process", "part", "MB"], rows)
     rows = [["requests sent", f"{results.num_sent}"]]
     rows += [[name, f"{value:,.0f}"] for name, value in results.handoff_counters.items()]
     stats.print_table("Handoffs of the last pair", ["counter of the coordinator", "seen"], rows)

@@ -91,6 +91,14 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
+def plain(model: str, engine_args: dict[str, Any], cores: str = "") -> Iterator[Process]:
+    """Starts one vLLM OpenAI server; `cores` binds an engine on a CPU."""
+    with _starting_vllm(model, engine_args, cores) as server:
+        _wait_http(server)
+        yield server
+
+
+@contextlib.contextmanager
 def plain_pair(
     model: str, engine_args: dict[str, Any], cores: tuple[str, str]
 ) -> Iterator[tuple[Process, Process]]:
@@ -311,4 +319,4 @@ def _flag(name: str, value: Any) -> list[str]:
         return [flag]
     if value is False:
         return [f"--no-{flag.removeprefix('--')}"]
-    return [flag, str(value)]
+    return [flag, json.dumps(value) if isinstance(value, dict) else str(value)]

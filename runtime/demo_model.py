@@ -63,6 +63,8 @@ SHAPES = {
     "demo-2-layers": Shape(128, 256, 2, 4, 2, 2048),
     # Used by the benchmarks; 88 million parameters.
     "demo-88m": Shape(768, 2048, 12, 12, 4, 4096, vocab_size=16384),
+    # The shape of Llama 3 8B, for benchmarks on GPUs with vLLM's `load_format: dummy`.
+    "demo-8b": Shape(4096, 14336, 32, 32, 8, 16384, vocab_size=128256),
 }
 
 

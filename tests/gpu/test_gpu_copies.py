@@ -176,6 +176,8 @@ def test_a_refused_registration_leaves_no_error_behind(staging):
     first.close()
 
 
+# torch warns of this debug mode when it is first set.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("stream", ["default", "own"])
 def test_the_host_waits_for_nothing_while_it_launches_a_step(staging, stream):
     """Gathers and scatters are only queued: a model that computes meanwhile is not waited for."""

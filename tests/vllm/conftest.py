@@ -8,6 +8,7 @@ from pathlib import Path
 import engine_cases
 import pytest
 import pytest_asyncio
+import torch
 import vllm_cases as cases
 from vllm_adapters import NAMES, make_adapter
 from vllm_cluster import (
@@ -41,7 +42,12 @@ def model() -> str:
 
 @pytest.fixture(scope="session")
 def adapters(model: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Directories of adapters by name."""
+    """Directories of adapters by name.
+
+    None on CUDA: vLLM's LoRA kernels there take no float32, in which these tests compare tokens.
+    """
+    if torch.cuda.is_available():
+        return {}
     root = tmp_path_factory.mktemp("adapters")
     return {name: make_adapter(root / name, model, seed) for seed, name in enumerate(NAMES)}
 

@@ -11,6 +11,10 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+# Several engines share a GPU; vLLM wants this share to be free when it starts.
+SHARED_GPU = {"gpu_memory_utilization": 0.1} if torch.cuda.is_available() else {}
 BLOCK_SIZE = 32
 CHUNK = 256
 MAX_MODEL_LEN = 1024

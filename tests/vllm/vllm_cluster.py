@@ -46,6 +46,7 @@ ENGINE_ARGS = {
     "max_model_len": cases.MAX_MODEL_LEN,
     "max_num_seqs": 16,
     "kv_cache_memory_bytes": 32 * 2**20,
+    **cases.SHARED_GPU,
 }
 CONFIG = {
     "engine": "vllm",
