@@ -52,8 +52,8 @@ _LEAST_TOKENS = 16
 # would make prompts many times slower and streams hardly faster.
 _LEAST_SHARE, _LEAST_SHARE_ALONE = 0.1, 1.0
 _LEAST_S = 1e-9
-# Default of `longest_gap_s` and a long gap, as multiples of the ITL target. Streams may owe time for
-# gaps that are longer than the default.
+# Default of `longest_gap_s`, and a long gap, as multiples of the ITL target. Streams may owe time
+# for gaps longer than the default.
 _LONGEST_GAP, _LONG_GAP = 1.2, 3.0
 # Streams may owe what they would save in this many tokens. In simulations with 2 workers near
 # capacity, 60 attained more than 20.
