@@ -9,8 +9,8 @@ predicted time stays within a limit:
   step may spend it. A stream whose tokens came more slowly gets shorter steps until it has caught
   up. The stream with the tightest limit decides.
 - With a `StepTargets.longest_gap_s` of more than 1.2 times the ITL target, steps may take up to
-  that long. They then spend what the streams would save in their next `_AHEAD_TOKENS` tokens, so
-  that prompts are in time where no worker is without streams.
+  that long for interactive prompts. They then spend what the streams would save in their next
+  `_AHEAD_TOKENS` tokens, so that prompts are in time where no worker is without streams.
 - Without interactive streams, the limit is `StepTargets.prompt_step_s`, so that a short prompt that
   arrives never waits behind a whole long one.
 

@@ -48,7 +48,9 @@ class StepControl:
         """Why the longest gap is as it is, for people."""
         if self._config.steps.longest_gap_ms is not None:
             return "set as steps.longest_gap_ms"
-        return self._gaps.reason if self._gaps is not None else "the cell is not elastic"
+        if self._gaps is None:
+            return "long gaps are for elastic cells with steps.scheduler baton"
+        return self._gaps.reason
 
     def set_targets(self, targets: LaneTargetsConfig) -> None:
         """Follows the latency targets of the lanes."""

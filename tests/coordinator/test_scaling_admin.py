@@ -166,7 +166,7 @@ async def test_targets_change_by_field_and_lane(cell):
     interactive = after[common_pb2.LANE_INTERACTIVE]
     assert (interactive.ttft_ms, interactive.itl_ms, interactive.percentile) == (300, 50, 95)
     gap = interactive.longest_gap_ms, interactive.longest_gap_reason
-    assert gap == (60, "the cell is not elastic")
+    assert gap == (60, "long gaps are for elastic cells with steps.scheduler baton")
     found = after[common_pb2.LANE_BATCH]
     assert (found.ttft_ms, found.itl_ms, found.percentile) == (0, 200, 90)
     assert not found.longest_gap_ms
