@@ -145,13 +145,15 @@ def targets(
     if as_json:
         return print_json([plain(one) for one in found])
     return print_table(
-        ("LANE", ">TTFT", ">ITL", ">PERCENTILE"),
+        ("LANE", ">TTFT", ">ITL", ">PERCENTILE", ">LONGEST GAP", "WHY"),
         [
             (
                 lane_name(one.lane),
                 ttft_target(one),
                 f"{one.itl_ms} ms" if one.itl_ms else "-",
                 f"{one.percentile:g}",
+                f"{one.longest_gap_ms:g} ms" if one.longest_gap_ms else "-",
+                one.longest_gap_reason,
             )
             for one in found
         ],

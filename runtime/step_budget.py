@@ -9,8 +9,8 @@ predicted time stays within a limit:
   step may spend it. A stream whose tokens came more slowly gets shorter steps until it has caught
   up. The stream with the tightest limit decides.
 - With a `StepTargets.longest_gap_s` of more than 1.2 times the ITL target, steps may take up to
-  that long. They then spend what the streams would save in their next `_AHEAD_TOKENS` tokens, so
-  that prompts are in time where no worker is without streams.
+  that long for interactive prompts. They then spend what the streams would save in their next
+  `_AHEAD_TOKENS` tokens, so that prompts are in time where no worker is without streams.
 - Without interactive streams, the limit is `StepTargets.prompt_step_s`, so that a short prompt that
   arrives never waits behind a whole long one.
 
@@ -52,9 +52,9 @@ _LEAST_TOKENS = 16
 # would make prompts many times slower and streams hardly faster.
 _LEAST_SHARE, _LEAST_SHARE_ALONE = 0.1, 1.0
 _LEAST_S = 1e-9
-# Default of `longest_gap_s`, as a multiple of the ITL target. A longer gap is one that streams may
-# owe.
-_LONGEST_GAP = 1.2
+# Default of `longest_gap_s`, and a long gap, as multiples of the ITL target. Streams may owe time
+# for gaps longer than the default.
+_LONGEST_GAP, _LONG_GAP = 1.2, 3.0
 # Streams may owe what they would save in this many tokens. In simulations with 2 workers near
 # capacity, 60 attained more than 20.
 _AHEAD_TOKENS = 60
@@ -80,13 +80,22 @@ class StepTargets:
     prompt_step_s: float = 0.2
 
     @classmethod
-    def of(cls, config: StepsConfig, itl_s: float | None) -> StepTargets:
-        """Targets of a configuration, with the ITL target of the interactive lane."""
+    def of(
+        cls, config: StepsConfig, itl_s: float | None, *, long_gaps: bool = False
+    ) -> StepTargets:
+        """Targets of a configuration.
+
+        Args:
+            config: The configuration.
+            itl_s: ITL target of the interactive lane; None: it has none.
+            long_gaps: Whether gaps are long if the configuration does not say how long.
+        """
         prompt_step_s = config.prompt_step_ms / 1e3
         if itl_s is None:
             return cls(prompt_step_s=prompt_step_s)
         longest_ms = config.longest_gap_ms
-        longest_s = _LONGEST_GAP * itl_s if longest_ms is None else longest_ms / 1e3
+        default_s = (_LONG_GAP if long_gaps else _LONGEST_GAP) * itl_s
+        longest_s = default_s if longest_ms is None else longest_ms / 1e3
         return cls(itl_s, max(itl_s, longest_s), prompt_step_s)
 
     @property
@@ -291,6 +300,9 @@ def prompt_tokens(
     grants = [0] * len(prompts)
     if room <= 0 or not prompts:
         return grants
+    if prompts[0].lane:
+        # Streams owe no time for batch prompts.
+        streams = streams._replace(itl_s=None)
     left_s = _prompts_s(targets, streams, _streams_s(model, streams))
 
     def add(index: int, most: int) -> None:

@@ -266,6 +266,8 @@ class SimulatedCell(VirtualTime):
                         record.first_token(to.stream, now)
             elif isinstance(effect, ev.SendCommand):
                 self._command(effect)
+            elif isinstance(effect, ev.WelcomeWorker):
+                self._command(ev.SendCommand(effect.worker, self.core.step_targets()))
             elif isinstance(effect, ev.SendFinished):
                 record.finished(effect.to.stream, now)
             elif isinstance(effect, ev.SendFailed):

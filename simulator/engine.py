@@ -5,8 +5,8 @@ prompt to compute, or when tokens must be sent to the coordinator. The engine se
 of a request at once, the last tokens when the request ends, and the others every `flush_s`. Load
 reports show the exact state at the time of the report, also in the middle of a run.
 
-With `Shape.steps`, prompts get their tokens by the policy of runtime/step_budget.py, as in Baton's
-engines; otherwise first come, first served, as in vLLM.
+With `Shape.follows_step_targets`, prompts get their tokens by the policy of runtime/step_budget.py,
+as in Baton's engines; otherwise first come, first served, as in vLLM.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from baton.runtime.step_budget import (
     prompt_order,
     prompt_tokens,
 )
+from baton.runtime.step_messages import from_message
 from baton.simulator.fetches import Fetches
 from baton.simulator.kv_room import num_blocks, num_steps_that_fit
 from baton.simulator.parts import PrefixCache, Run, Shape, SimulatedRequest
@@ -65,6 +66,8 @@ class Engine:
     ) -> None:
         self.host, self.key, self.role, self.shape = host, key, role, shape
         self.stopped = False
+        # The coordinator's latest; None: prompts are computed first come, first served.
+        self._step_targets = StepTargets() if shape.follows_step_targets else None
         self.num_steps = 0
         self._order = itertools.count()
         self._requests: dict[tuple[str, int], SimulatedRequest] = {}
@@ -105,6 +108,9 @@ class Engine:
                 self.fetches.end(command.handoff_id)
         elif isinstance(command, cluster_pb2.PrefillCommand | cluster_pb2.DecodeCommand):
             self._begin(command)
+        elif isinstance(command, cluster_pb2.StepTargets):
+            if self.shape.follows_step_targets:
+                self._step_targets = from_message(command)
         elif isinstance(command, cluster_pb2.SetRoleCommand):
             self.role = command.role
             self._report_state(cluster_pb2.WORKER_STATE_SERVING)
@@ -542,7 +548,7 @@ class Engine:
 
     def _mixed_step(self, stall_s: float) -> None:
         shape, batch = self.shape, len(self._decoding)
-        targets = shape.steps
+        targets = self._step_targets
         work = self._in_turn(batch) if targets is None else self._within(targets, batch)
         chunks = [
             PrefillChunk(request.num_computed - request.num_held, count) for request, count in work

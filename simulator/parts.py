@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.runtime.latency import LatencyModel
-from baton.runtime.step_budget import StepTargets, StreamPace
+from baton.runtime.step_budget import StreamPace
 from baton.v1 import cluster_pb2
 
 
@@ -22,8 +22,9 @@ class Shape:
         announced_kv_tokens: KV cache size that the worker announces; None: the true size. 0 means
             no limit, for systems whose dispatcher ignores the size.
         chunked: Whether a prompt may be computed in several steps (chunked prefill).
-        steps: Targets of the policy that fills steps with prompt tokens (runtime/step_budget.py);
-            None: first come, first served, up to `max_num_batched_tokens` per step, as in vLLM.
+        follows_step_targets: Whether step targets limit the steps, as in Baton's scheduler
+            (runtime/step_budget.py). Otherwise prompts are computed first come, first served, up to
+            `max_num_batched_tokens` per step, as in vLLM.
         join_reserve_share: Share of the KV cache that must stay free when a request joins the
             batch.
         swaps: Whether a preempted request keeps its KV cache (in CPU memory); if not, it is
@@ -47,7 +48,7 @@ class Shape:
     max_num_batched_tokens: int = 2048
     max_model_len: int = 131072
     chunked: bool = True
-    steps: StepTargets | None = None
+    follows_step_targets: bool = False
     join_reserve_share: float = 0.0
     swaps: bool = False
     handoff_s: float = 0.002

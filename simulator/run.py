@@ -14,7 +14,6 @@ from baton.load import traces
 from baton.load.traces import Arrival
 from baton.runtime.config import BatonConfig
 from baton.runtime.latency import LatencyModel
-from baton.runtime.step_budget import StepTargets
 from baton.simulator.baselines import Hindsight, Hpa, Planner, needed_sizes
 from baton.simulator.cell import ColdStart, SimulatedCell
 from baton.simulator.colocated import ColocatedCell
@@ -64,7 +63,9 @@ def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> S
         number = config.prefill.workers + config.decode.workers
         if not number:
             raise ValueError("prefill.workers and decode.workers are 0; one must be at least 1")
-        plain = ColocatedCell(replace(shape, steps=None), number, scaling.limits(Pool.DECODE).gpus)
+        plain = ColocatedCell(
+            replace(shape, follows_step_targets=False), number, scaling.limits(Pool.DECODE).gpus
+        )
         record = plain.run(arrivals, lasts_s)
         found = figures(record, plain.gaps, targets, PromptHits.of(plain.prompt_tokens, most_hits))
         return Simulation(found, record)
@@ -85,7 +86,7 @@ def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> S
 
 def shape_of(config: BatonConfig) -> Shape:
     """Returns the shape of a worker with the settings of `simulated` and `steps`."""
-    engine, itl_s = config.simulated, in_seconds(config.scaling.targets.interactive).itl_s
+    engine = config.simulated
     return Shape(
         LatencyModel.from_config(engine),
         kv_tokens=engine.kv_tokens,
@@ -98,7 +99,7 @@ def shape_of(config: BatonConfig) -> Shape:
         kv_bytes_per_token=engine.kv_bytes_per_token,
         host_bytes_per_s=engine.host_bytes_per_s,
         network_bytes_per_s=engine.network_bytes_per_s,
-        steps=StepTargets.of(config.steps, itl_s) if config.steps.scheduler == "baton" else None,
+        follows_step_targets=config.steps.scheduler == "baton",
     )
 
 

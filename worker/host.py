@@ -13,7 +13,7 @@ from baton.engine.base import Engine, EngineInfo
 from baton.kvtransfer.control import ServiceGone, TransferClient
 from baton.runtime.enum_names import role_name
 from baton.runtime.errors import Unavailable
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.step_messages import from_message
 from baton.v1 import cluster_pb2, common_pb2
 from baton.worker.cache_drops import CacheDrops
 from baton.worker.handoffs import HandoffLog
@@ -218,13 +218,7 @@ class WorkerHost:
         self.attached.set()
 
     def on_step_targets(self, targets: cluster_pb2.StepTargets) -> None:
-        prompt_step_s = targets.prompt_step.ToNanoseconds() / 1e9
-        found = StepTargets(prompt_step_s=prompt_step_s)
-        if targets.HasField("itl"):
-            itl_s = targets.itl.ToNanoseconds() / 1e9
-            longest_s = targets.longest_gap.ToNanoseconds() / 1e9
-            found = StepTargets(itl_s, max(itl_s, longest_s), prompt_step_s)
-        self._engine.set_step_targets(found)
+        self._engine.set_step_targets(from_message(targets))
 
     def on_detached(self) -> None:
         # The next stream may be to a coordinator that does not know the handles.

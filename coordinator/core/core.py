@@ -17,7 +17,7 @@ from baton.coordinator.core.outputs import apply_step
 from baton.coordinator.core.recovery_timeout import RecoveryTimeout
 from baton.coordinator.core.request_lifecycle import RequestLifecycle
 from baton.coordinator.core.rollout_control import RolloutControl
-from baton.coordinator.core.step_targets import step_targets
+from baton.coordinator.core.step_control import StepControl
 from baton.coordinator.rollouts.retiring import gone_error
 from baton.coordinator.rollouts.rollout import Rollouts
 from baton.coordinator.rollouts.traffic import Traffic
@@ -37,6 +37,7 @@ from baton.coordinator.state.timers import CoreTimer, Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime import errors
+from baton.runtime.step_messages import to_message
 from baton.v1 import cluster_pb2, common_pb2
 
 
@@ -73,6 +74,7 @@ class Core:
         self.workers = WorkerRegistry(config.model_name, self.fleets)
         self.latency = LatencyRegistry(config.latency)
         self.placers = Placers(config, self.workers, self.latency)
+        self._steps = StepControl(config, self.workers, self.placers, self._emit)
         traffic = Traffic(self.fleets)
         self._lifecycle = RequestLifecycle(
             config,
@@ -185,6 +187,7 @@ class Core:
         self._members.excuse(now)
         self._handlers[type(event)](event, now)
         self._rollout_control.after_event(now)
+        self._steps.after_event(now)
         if self._may_dispatch:
             self._may_dispatch = self._dispatcher.dispatch(now)
         self._members.advance()
@@ -283,7 +286,12 @@ class Core:
 
     def step_targets(self) -> cluster_pb2.StepTargets:
         """Returns the targets of the workers' steps."""
-        return step_targets(self._config.steps, self.scaler.targets.get("interactive"))
+        return to_message(self.placers.step_targets)
+
+    @property
+    def gap_reason(self) -> str:
+        """Why the longest gap of the step targets is as it is, for people."""
+        return self._steps.gap_reason
 
     def observer(self) -> Observer:
         """Returns a new observer of the load that the pools are sized by."""
@@ -392,14 +400,10 @@ class Core:
         self.scaler.begin(event.sizes, now)
 
     def _targets_requested(self, event: ev.TargetsRequested, now: float) -> None:
-        before = self.step_targets()
         self.scaler.set_targets(event.targets, now)
         self.stats.recent.targets = in_config(self.scaler.targets)
-        self.placers.set_targets(self.stats.recent.targets)
+        self._steps.set_targets(self.stats.recent.targets)
         self._room_freed()
-        if (targets := self.step_targets()) != before:
-            for worker in self.workers:
-                self._emit(ev.SendCommand(worker.key, targets))
 
     def _tick(self, event: ev.Tick, now: float) -> None:
         while (key := self._timers.pop_due(now)) is not None:

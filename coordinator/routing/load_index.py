@@ -25,6 +25,7 @@ class LoadIndex:
             by_yielding contains it.
 
     Attributes:
+        step_targets: Targets of the workers' steps in an elastic cell; None elsewhere.
         entries: Load entries, read-only for callers; `add` and `remove` change them.
         open_prefill, open_decode: bit masks of the workers that can take another request.
         num_prefill_workers: number of workers in the prefill pool, including full workers.
@@ -42,7 +43,7 @@ class LoadIndex:
         max_decode_requests: int,
         step_targets: StepTargets | None = None,
     ) -> None:
-        self._step_targets = step_targets
+        self.step_targets = step_targets
         self.now = 0.0
         self._max_prefills, self._max_decodes = max_prefill_requests, max_decode_requests
         self.entries: dict[WorkerKey, WorkerLoad] = {}
@@ -59,7 +60,7 @@ class LoadIndex:
 
     def set_step_targets(self, targets: StepTargets) -> None:
         """Changes the step targets of an elastic cell, and the predictions that follow."""
-        self._step_targets = targets
+        self.step_targets = targets
         for entry in self.entries.values():
             self.file(entry)
 
@@ -69,7 +70,7 @@ class LoadIndex:
 
         The workers of the least loaded group stand for all.
         """
-        if self._step_targets is None:
+        if self.step_targets is None:
             return float(self.num_prefill_workers)
         speeds = [one.prompt_speed for one in self.least_loaded_group() if one.key in self._pools]
         return self.num_prefill_workers * sum(speeds) / len(speeds) if speeds else 0.0
@@ -121,11 +122,11 @@ class LoadIndex:
 
     def computes_prompts(self, pool: Pool | None) -> bool:
         """Whether the workers of a pool compute prompts; in an elastic cell, those of any pool."""
-        return pool is Pool.PREFILL or (pool is not None and self._step_targets is not None)
+        return pool is Pool.PREFILL or (pool is not None and self.step_targets is not None)
 
     def decodes(self, pool: Pool | None) -> bool:
         """Whether the workers of a pool decode; in an elastic cell, those of any pool."""
-        return pool is Pool.DECODE or (pool is not None and self._step_targets is not None)
+        return pool is Pool.DECODE or (pool is not None and self.step_targets is not None)
 
     def pool(self, worker: WorkerKey) -> Pool | None:
         """The pool that a worker gets work from; None: the worker gets no work."""
@@ -148,8 +149,8 @@ class LoadIndex:
     def file(self, entry: WorkerLoad) -> None:
         """Updates all indexes after a change of a worker's load or pool."""
         worker, pool = entry.key, self._pools.get(entry.key)
-        if self._step_targets is not None:
-            entry.predict_prompt_speed(self._step_targets, self.now)
+        if self.step_targets is not None:
+            entry.predict_prompt_speed(self.step_targets, self.now)
         if self.computes_prompts(pool) and entry.num_prefills < self._max_prefills:
             self.open_prefill |= entry.bit
             self.by_queue.set(worker, entry.free_at)

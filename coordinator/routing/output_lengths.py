@@ -39,9 +39,14 @@ class OutputLengths:
         The mean is not limited to `max_tokens`: the recent outputs were already cut at the limits
         of their requests, and a second cut would make the expected total too low.
         """
+        mean = self.recent_mean(lane, 1)
+        return min(self._initial_tokens, max_tokens) if mean is None else mean
+
+    def recent_mean(self, lane: Hashable, least: int) -> float | None:
+        """Mean length of the lane's outputs; None: fewer than `least` have ended."""
         recent = self._recent.get(lane)
-        if recent is None:
-            return min(self._initial_tokens, max_tokens)
+        if recent is None or len(recent) < least:
+            return None
         return recent.total / len(recent)
 
     def expected(self, lane: Hashable, max_tokens: int, num_known_tokens: int = 0) -> int:

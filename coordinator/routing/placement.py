@@ -34,10 +34,9 @@ from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.lanes import lane_config
 from baton.coordinator.state.pools import POOL_OF, Pool
 from baton.coordinator.state.requests import Request, WorkerKey
-from baton.coordinator.state.scaling_config import in_seconds
 from baton.coordinator.state.workers import AttachedWorkers, Worker
+from baton.coordinator.telemetry.recent_values import RecentValues
 from baton.runtime import kv_fingerprint
-from baton.runtime.config import LaneTargetsConfig
 from baton.runtime.sampling import needs_exact_state
 from baton.runtime.step_budget import StepTargets
 from baton.v1 import common_pb2
@@ -75,7 +74,9 @@ class Placer:
         latency: Latency models by worker kind.
         outputs: Prediction of output lengths; shared by all fleets.
         crowded: The placer adds the decode workers that get interactive work.
-        targets: Latency targets of the lanes.
+        prompt_times: The placer adds the seconds that interactive prompts take to compute without
+            other work, prefix hits left out; only in an elastic cell.
+        step_targets: Targets of the workers' steps.
 
     Attributes:
         router: load of each worker; read-only for callers.
@@ -91,19 +92,18 @@ class Placer:
         latency: LatencyRegistry,
         outputs: OutputLengths,
         crowded: dict[WorkerKey, None],
-        targets: LaneTargetsConfig,
+        prompt_times: RecentValues[float],
+        step_targets: StepTargets,
     ) -> None:
         self._config, self._workers, self._latency = config, workers, latency
-        self._elastic_itl_s = math.inf
         self.router = Router(
             config.max_prefill_requests,
             config.max_decode_requests,
-            StepTargets() if config.elastic else None,
+            step_targets if config.elastic else None,
             fetches=config.fetch,
         )
-        self.set_targets(targets)
         self._rule = ElasticRule(self.router) if config.elastic else None
-        self._outputs, self._crowded = outputs, crowded
+        self._outputs, self._crowded, self._prompt_times = outputs, crowded, prompt_times
         self._itl_target_s = config.lanes.interactive.itl_ms / 1e3
         self._local_prompts = LocalPrompts(self.router, self._itl_target_s)
         self.batch_prompts = BatchPrompts(self.router, workers)
@@ -112,12 +112,10 @@ class Placer:
             self.router, workers, self.prompts, self.batch_prompts, outputs, config, self._rule
         )
 
-    def set_targets(self, targets: LaneTargetsConfig) -> None:
-        """Places from now on by these latency targets; strict cells have no use for them."""
+    def set_step_targets(self, targets: StepTargets) -> None:
+        """Places from now on by these step targets; strict cells have no use for them."""
         if self._config.elastic:
-            itl_s = in_seconds(targets.interactive).itl_s
-            self._elastic_itl_s = math.inf if itl_s is None else itl_s
-            self.router.set_step_targets(StepTargets.of(self._config.steps, itl_s))
+            self.router.set_step_targets(targets)
 
     # ---- Members.
 
@@ -229,6 +227,8 @@ class Placer:
             yields: whether the request may be preempted if it is a batch request.
         """
         urgent = request.submission.lane != _BATCH
+        if urgent and self._rule is not None and (reader := placement.reader) is not None:
+            self._measure_prompt(reader)
         if placement.prefill is not None:
             self._assign_prompt(request, placement.prefill)
             worker = placement.prefill.worker
@@ -367,8 +367,15 @@ class Placer:
             request.first_token_due_at,
         )
 
+    def _measure_prompt(self, reader: PrefillChoice) -> None:
+        load = self.router.load(reader.worker)
+        assert load is not None
+        prompt_s = load.traits.latency.model.chunk_s(0, reader.num_work_tokens)
+        self._prompt_times.add(prompt_s)
+
     def _demand(self, request: Request) -> Demand:
         submission, num_known = request.submission, len(request.token_ids)
+        targets = self.router.step_targets
         most = max_output_tokens(submission, self._workers.max_model_len)
         waited_s = self.router.now - request.state_since
         longest_s = lane_config(self._config.lanes, submission.lane).max_queue_s
@@ -383,7 +390,7 @@ class Placer:
             ),
             num_mean_tokens=self._num_mean_tokens(request),
             due_in_s=request.first_token_due_at - self.router.now,
-            itl_s=self._elastic_itl_s,
+            itl_s=math.inf if targets is None or targets.itl_s is None else targets.itl_s,
             others_go_first_if_late=not request.is_late and self._lane_of(request) != _BATCH,
             waits_for_others=(request.is_late or is_batch) and not must_place,
             must_place=must_place,

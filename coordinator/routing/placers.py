@@ -14,9 +14,14 @@ from baton.coordinator.routing.worker_load import WorkerLoad
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.requests import RequestKey, WorkerKey
+from baton.coordinator.state.scaling_config import in_seconds
 from baton.coordinator.state.workers import Worker, WorkerRegistry
-from baton.runtime.config import LaneTargetsConfig
+from baton.coordinator.telemetry.recent_values import RecentValues
+from baton.runtime.step_budget import StepTargets
 from baton.v1 import cluster_pb2
+
+# Number of recent prompts, the same as of recent outputs.
+_WINDOW = 512
 
 
 class Placers:
@@ -24,14 +29,20 @@ class Placers:
 
     Attributes:
         crowded: decode workers that got interactive work since the last check for crowding.
+        outputs: lengths of recent outputs, of all fleets.
+        prompt_times: seconds that recent interactive prompts take to compute, of all fleets; empty
+            in a cell that is not elastic.
+        step_targets: targets of the workers' steps; in elastic cells, requests are placed by them.
     """
 
     def __init__(
         self, config: CoreConfig, workers: WorkerRegistry, latency: LatencyRegistry
     ) -> None:
         self._config, self._workers, self._latency = config, workers, latency
-        self._outputs = OutputLengths()
-        self._targets = config.targets
+        self.outputs = OutputLengths()
+        self.prompt_times = RecentValues[float](_WINDOW)
+        itl_s = in_seconds(config.targets.interactive).itl_s
+        self.step_targets = StepTargets.of(config.steps, itl_s)
         self._now = 0.0
         self.crowded: dict[WorkerKey, None] = {}
         self._placers: dict[Fleet, Placer] = {}
@@ -45,11 +56,16 @@ class Placers:
         for placer in self._placers.values():
             placer.router.now = now
 
-    def set_targets(self, targets: LaneTargetsConfig) -> None:
-        """Changes the latency targets that requests are placed by."""
-        self._targets = targets
+    def set_step_targets(self, targets: StepTargets) -> None:
+        """Changes the step targets of the placers; the caller tells the workers."""
+        self.step_targets = targets
         for placer in self._placers.values():
-            placer.set_targets(targets)
+            placer.set_step_targets(targets)
+
+    def single_step_s(self) -> float | None:
+        """Time of the fastest worker's decode step with one stream; None without workers."""
+        loads = [load for worker in self._workers if (load := self.load(worker)) is not None]
+        return min((one.traits.latency.decode_step_s(1, 0) for one in loads), default=None)
 
     def of(self, fleet: Fleet) -> Placer:
         """Returns the placer of a fleet; creates it if it does not exist."""
@@ -59,9 +75,10 @@ class Placers:
                 self._config,
                 fleet.workers,
                 self._latency,
-                self._outputs,
+                self.outputs,
                 self.crowded,
-                self._targets,
+                self.prompt_times,
+                self.step_targets,
             )
             placer.router.now = self._now
         return placer
@@ -75,6 +92,7 @@ class Placers:
         assert self._placers.keys() <= set(self._workers.fleets)
         for fleet, placer in self._placers.items():
             placer.check_integrity()
+            assert placer.router.step_targets in (None, self.step_targets)
             for worker in self._workers:
                 assert worker.fleet is fleet or placer.router.load(worker.key) is None
 

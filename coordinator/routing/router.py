@@ -123,6 +123,11 @@ class Router:
     def now(self, now: float) -> None:
         self._loads.now = self.transfers.now = now
 
+    @property
+    def step_targets(self) -> StepTargets | None:
+        """Targets of the workers' steps in an elastic cell; None elsewhere."""
+        return self._loads.step_targets
+
     def set_step_targets(self, targets: StepTargets) -> None:
         """Changes the targets of the workers' steps; only in an elastic cell."""
         self._loads.set_step_targets(targets)

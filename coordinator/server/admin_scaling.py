@@ -100,7 +100,7 @@ class ScalingCalls:
     def targets(self) -> list[admin_pb2.LaneTargets]:
         """Latency targets of all lanes."""
         known = self._scaler.targets
-        return [
+        found = [
             admin_pb2.LaneTargets(
                 lane=lane,
                 ttft_ms=round((known[name].ttft_s or 0) * 1e3),
@@ -111,6 +111,12 @@ class ScalingCalls:
             for lane in LANES
             if (name := lane_name(lane)) in known
         ]
+        core = self._shell.core
+        for one in found:
+            if one.lane == common_pb2.LANE_INTERACTIVE and one.itl_ms:
+                one.longest_gap_ms = round(core.placers.step_targets.longest_gap_s * 1e3, 3)
+                one.longest_gap_reason = core.gap_reason
+        return found
 
     def set_autoscale(
         self, request: admin_pb2.SetAutoscaleRequest

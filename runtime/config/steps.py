@@ -26,8 +26,9 @@ class StepsConfig(Section):
         gt=0,
         allow_inf_nan=False,
         description="Longest step beside interactive requests that decode: the target of a single "
-        "gap between tokens. null: 1.2 times the ITL target. Never less than the ITL target. "
-        "With more than 1.2 times, streams may owe time while prompts wait.",
+        "gap between tokens. null: 1.2 times the ITL target, or three times in an elastic cell of "
+        "few workers with long outputs and short prompts. Never less than the ITL target. With "
+        "more than 1.2 times, streams may owe time while prompts wait.",
     )
     prompt_step_ms: float = Field(
         200.0,

@@ -165,8 +165,11 @@ async def test_targets_change_by_field_and_lane(cell):
     after = {one.lane: one for one in await admin.set_targets([asked, batch])}
     interactive = after[common_pb2.LANE_INTERACTIVE]
     assert (interactive.ttft_ms, interactive.itl_ms, interactive.percentile) == (300, 50, 95)
+    gap = interactive.longest_gap_ms, interactive.longest_gap_reason
+    assert gap == (60, "long gaps are for elastic cells with steps.scheduler baton")
     found = after[common_pb2.LANE_BATCH]
     assert (found.ttft_ms, found.itl_ms, found.percentile) == (0, 200, 90)
+    assert not found.longest_gap_ms
     listed = await admin.list_pools()
     assert list(listed.targets) == [interactive, found]
     # Without a base there is no slope.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import urllib.request
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -150,6 +151,23 @@ async def test_messages_in_a_batch_are_taken_one_by_one(coordinator, channel, sa
         code, details = await d.ended()
         assert code is grpc.StatusCode.INVALID_ARGUMENT
         assert "seq is 6; must be 5" in details
+
+
+async def test_workers_that_return_or_join_later_learn_the_step_targets_in_force(
+    coordinator, say_hello
+):
+    async with attached(coordinator.address, say_hello("p", PREFILL)) as (first,):
+        core = coordinator.shell.core
+        assert first.welcome.step_targets == core.step_targets()
+        await first.disconnect()
+        targets = replace(core.scaler.targets["interactive"], itl_s=0.02)
+        coordinator.shell.post(ev.TargetsRequested({"interactive": targets}))
+        await first.connect()
+        assert first.welcome.step_targets.itl.ToMilliseconds() == 20
+        # The command that was sent meanwhile follows.
+        assert await first.command("step_targets") == core.step_targets()
+        async with attached(coordinator.address, say_hello("d", DECODE)) as (second,):
+            assert second.welcome.step_targets == core.step_targets()
 
 
 async def test_newer_stream_takes_over_from_a_half_open_one(coordinator, say_hello):

@@ -257,6 +257,15 @@ def test_streams_owe_what_they_would_save_in_their_next_tokens() -> None:
         assert step_limit_s(TARGETS, streams, fixed_s) == pace.limit_s(TARGETS)
 
 
+def test_streams_owe_no_time_for_batch_prompts() -> None:
+    streams = Streams.of(1, 100, [StreamPace(0.0, 0)], LONG_GAPS)
+    interactive, batch = (Prompt(0, 5000, priority, 0.0, running=True) for priority in (0, 1))
+    by_default = prompt_tokens(MODEL, TARGETS, streams, [batch], 8192)
+    assert prompt_tokens(MODEL, LONG_GAPS, streams, [batch], 8192) == by_default
+    (owed,) = prompt_tokens(MODEL, LONG_GAPS, streams, [interactive], 8192)
+    assert owed > 2 * by_default[0]
+
+
 def test_the_stream_with_the_tightest_target_decides_what_is_owed() -> None:
     paces = [StreamPace(0.0, 0), StreamPace(0.0, 0, 0.02)]
     streams = Streams.of(2, 100, paces, LONG_GAPS)

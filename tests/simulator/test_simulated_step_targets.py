@@ -10,6 +10,7 @@ from baton.load.traces import Arrival
 from baton.runtime.config import parse
 from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import StepTargets
+from baton.runtime.step_messages import to_message
 from baton.simulator.colocated import ColocatedCell
 from baton.simulator.parts import Shape
 from baton.simulator.run import shape_of
@@ -17,12 +18,13 @@ from baton.simulator.run import shape_of
 MODEL = LatencyModel(0.005, 1e-4, 0.0, 0.010, 1e-4, 0.0)
 IN_TURN = Shape(MODEL, kv_tokens=100_000, max_num_batched_tokens=2048, max_model_len=8192)
 TARGETS = StepTargets(itl_s=0.03, longest_gap_s=0.04, prompt_step_s=0.1)
-BY_TARGETS = replace(IN_TURN, steps=TARGETS)
+BY_TARGETS = replace(IN_TURN, follows_step_targets=True)
 
 
-def served(shape, *arrivals):
+def served(shape, *arrivals, targets=TARGETS):
     """Serves requests on one worker; returns the gaps, TTFTs and times per output token."""
     cell = ColocatedCell(shape, 1)
+    cell.engines[0].take(to_message(targets))
     record = cell.run(list(arrivals), arrivals[-1].at_s + 1.0)
     ttfts = [first - at for first, at in zip(record.firsts, record.arrivals, strict=True)]
     per_token = [
@@ -52,13 +54,11 @@ def test_a_short_prompt_overtakes_a_long_one_between_two_steps():
 
 
 def test_without_an_itl_target_only_the_length_of_prompt_steps_is_limited():
-    shape = replace(BY_TARGETS, steps=replace(TARGETS, itl_s=None))
-    gaps, _, _ = served(shape, Arrival(0.0, 10, 200), Arrival(1.0, 2000, 1))
+    arrivals = Arrival(0.0, 10, 200), Arrival(1.0, 2000, 1)
+    gaps, _, _ = served(BY_TARGETS, *arrivals, targets=StepTargets(prompt_step_s=0.1))
     assert gaps.percentile(100) == pytest.approx(TARGETS.prompt_step_s, rel=0.05)
 
 
-def test_the_configuration_sets_the_targets_of_simulated_steps():
-    values = {"scaling": {"targets": {"interactive": {"itl_ms": 40}}}}
-    assert shape_of(parse(values, "test")).steps == StepTargets(0.04, 0.048, 0.2)
-    values["steps"] = {"scheduler": "vllm"}
-    assert shape_of(parse(values, "test")).steps is None
+def test_simulated_workers_follow_step_targets_unless_vllm_schedules():
+    assert shape_of(parse({}, "test")).follows_step_targets
+    assert not shape_of(parse({"steps": {"scheduler": "vllm"}}, "test")).follows_step_targets

@@ -9,6 +9,7 @@ from baton.load.traces import Arrival
 from baton.runtime.config import BatonConfig, parse
 from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import StepTargets
+from baton.runtime.step_messages import to_message
 from baton.simulator import comparison
 from baton.simulator.colocated import ColocatedCell
 from baton.simulator.parts import Shape
@@ -92,12 +93,13 @@ class Picky(ColocatedCell):
 def test_the_tightest_itl_target_of_the_streams_limits_the_steps(others):
     """The worker's target is 30 ms. Prompts keep it busy beside the streams."""
     model = LatencyModel(0.005, 1e-4, 0.0, 0.010, 1e-4, 0.0)
-    shape = Shape(model, max_num_batched_tokens=2048, steps=StepTargets(0.03, 0.036, 0.1))
+    shape = Shape(model, max_num_batched_tokens=2048, follows_step_targets=True)
     streams = [Arrival(0.0, 10, 300) for _ in range(others)]
     prompts = [Arrival(0.5 + number / 10, 3000, 1) for number in range(80)]
     mean_s = {}
     for itl_ms in (0, 20, 60):
         cell = Picky(shape, 1)
+        cell.engines[0].take(to_message(StepTargets(0.03, 0.036, 0.1)))
         cell.itl_ms = itl_ms
         record = cell.run([*streams, *prompts], 10.0)
         mean_s[itl_ms] = (record.ends[0] - record.firsts[0]) / 299

@@ -1730,6 +1730,8 @@ class LaneTargets(_message.Message):
     ITL_MS_FIELD_NUMBER: _builtins.int
     PERCENTILE_FIELD_NUMBER: _builtins.int
     TTFT_MS_PER_1K_TOKENS_FIELD_NUMBER: _builtins.int
+    LONGEST_GAP_MS_FIELD_NUMBER: _builtins.int
+    LONGEST_GAP_REASON_FIELD_NUMBER: _builtins.int
     lane: _common_pb2.Lane.ValueType
     ttft_ms: _builtins.int
     """0: no target. In a request, absent fields stay unchanged."""
@@ -1740,6 +1742,11 @@ class LaneTargets(_message.Message):
     """Milliseconds that are added to ttft_ms per 1,000 prompt tokens. Without ttft_ms it must be 0; a
     request that sets ttft_ms to 0 sets it to 0 too.
     """
+    longest_gap_ms: _builtins.float
+    """Longest step beside the lane's streams that is in force, in milliseconds, and why it is that
+    long, for people. Only the interactive lane with an ITL target has one. Ignored in requests.
+    """
+    longest_gap_reason: _builtins.str
     def __init__(
         self,
         *,
@@ -1748,10 +1755,12 @@ class LaneTargets(_message.Message):
         itl_ms: _builtins.int | None = ...,
         percentile: _builtins.float | None = ...,
         ttft_ms_per_1k_tokens: _builtins.int | None = ...,
+        longest_gap_ms: _builtins.float = ...,
+        longest_gap_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_ms", b"_itl_ms", "_percentile", b"_percentile", "_ttft_ms", b"_ttft_ms", "_ttft_ms_per_1k_tokens", b"_ttft_ms_per_1k_tokens", "itl_ms", b"itl_ms", "percentile", b"percentile", "ttft_ms", b"ttft_ms", "ttft_ms_per_1k_tokens", b"ttft_ms_per_1k_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_ms", b"_itl_ms", "_percentile", b"_percentile", "_ttft_ms", b"_ttft_ms", "_ttft_ms_per_1k_tokens", b"_ttft_ms_per_1k_tokens", "itl_ms", b"itl_ms", "lane", b"lane", "percentile", b"percentile", "ttft_ms", b"ttft_ms", "ttft_ms_per_1k_tokens", b"ttft_ms_per_1k_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_ms", b"_itl_ms", "_percentile", b"_percentile", "_ttft_ms", b"_ttft_ms", "_ttft_ms_per_1k_tokens", b"_ttft_ms_per_1k_tokens", "itl_ms", b"itl_ms", "lane", b"lane", "longest_gap_ms", b"longest_gap_ms", "longest_gap_reason", b"longest_gap_reason", "percentile", b"percentile", "ttft_ms", b"ttft_ms", "ttft_ms_per_1k_tokens", b"ttft_ms_per_1k_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__itl_ms: _TypeAlias = _typing.Literal["itl_ms"]  # noqa: Y015
     _WhichOneofArgType__itl_ms: _TypeAlias = _typing.Literal["_itl_ms", b"_itl_ms"]  # noqa: Y015

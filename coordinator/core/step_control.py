@@ -1,0 +1,92 @@
+"""The targets of the workers' steps: one owner for placement and for what workers are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from baton.coordinator.core.gap_choice import LEAST_OUTPUTS, GapChoice, Workload
+from baton.coordinator.routing.placers import Placers
+from baton.coordinator.state import events as ev
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.scaling_config import in_seconds
+from baton.coordinator.state.workers import WorkerRegistry
+from baton.runtime.config import LaneTargetsConfig
+from baton.runtime.step_budget import StepTargets
+from baton.runtime.step_messages import to_message
+from baton.v1 import common_pb2
+
+# Time between two looks at the mean output, in seconds. Changes of workers count at once.
+_LOOK_EVERY_S = 1.0
+
+
+class StepControl:
+    """Changes the step targets of placers and workers, always together.
+
+    A worker that attaches gets `Placers.step_targets` in its Welcome.
+
+    Args:
+        config: Configured targets and limits.
+        workers: All attached workers.
+        placers: Place requests by the step targets, and hold them.
+        emit: Takes effects.
+    """
+
+    def __init__(
+        self,
+        config: CoreConfig,
+        workers: WorkerRegistry,
+        placers: Placers,
+        emit: Callable[[ev.Effect], None],
+    ) -> None:
+        self._config, self._workers, self._placers = config, workers, placers
+        self._emit = emit
+        self._gaps = GapChoice() if _may_choose(config) else None
+        self._look_at, self._num_workers = 0.0, 0
+
+    @property
+    def gap_reason(self) -> str:
+        """Why the longest gap is as it is, for people."""
+        if self._config.steps.longest_gap_ms is not None:
+            return "set as steps.longest_gap_ms"
+        if self._gaps is None:
+            return "long gaps are for elastic cells with steps.scheduler baton"
+        return self._gaps.reason
+
+    def set_targets(self, targets: LaneTargetsConfig) -> None:
+        """Follows the latency targets of the lanes."""
+        self._apply(in_seconds(targets.interactive).itl_s)
+
+    def after_event(self, now: float) -> None:
+        """Chooses the longest gap again, if the operator leaves it to the coordinator."""
+        if self._gaps is None:
+            return
+        if now < self._look_at and len(self._workers) == self._num_workers:
+            return
+        self._look_at, self._num_workers = now + _LOOK_EVERY_S, len(self._workers)
+        itl_s = self._placers.step_targets.itl_s
+        self._gaps.look(self._num_workers, self._workload(itl_s), now)
+        self._apply(itl_s)
+
+    def _workload(self, itl_s: float | None) -> Workload | None:
+        placers, times = self._placers, self._placers.prompt_times.ordered
+        output_tokens = placers.outputs.recent_mean(common_pb2.LANE_INTERACTIVE, LEAST_OUTPUTS)
+        step_s = placers.single_step_s()
+        if output_tokens is None or step_s is None or itl_s is None or not times:
+            return None
+        prompt_s = sum(one * one for one in times) / sum(times)
+        return Workload(output_tokens, prompt_s / itl_s, step_s / itl_s)
+
+    def _apply(self, itl_s: float | None) -> None:
+        is_long = self._gaps is not None and self._gaps.is_long
+        targets = StepTargets.of(self._config.steps, itl_s, long_gaps=is_long)
+        if targets == self._placers.step_targets:
+            return
+        self._placers.set_step_targets(targets)
+        for worker in self._workers:
+            self._emit(ev.SendCommand(worker.key, to_message(targets)))
+
+
+def _may_choose(config: CoreConfig) -> bool:
+    """Whether long gaps may help: only Baton's scheduler lets streams owe time."""
+    steps = config.steps
+    return config.elastic and steps.scheduler == "baton" and steps.longest_gap_ms is None

@@ -1,0 +1,33 @@
+"""Step targets as the coordinator tells them to workers."""
+
+from __future__ import annotations
+
+from google.protobuf.duration_pb2 import Duration
+
+from baton.runtime.step_budget import StepTargets
+from baton.v1 import cluster_pb2
+
+
+def to_message(targets: StepTargets) -> cluster_pb2.StepTargets:
+    """Returns the message that tells a worker these targets."""
+    message = cluster_pb2.StepTargets(prompt_step=_duration(targets.prompt_step_s))
+    if targets.itl_s is not None:
+        message.itl.CopyFrom(_duration(targets.itl_s))
+        message.longest_gap.CopyFrom(_duration(targets.longest_gap_s))
+    return message
+
+
+def from_message(message: cluster_pb2.StepTargets) -> StepTargets:
+    """Returns the targets that a worker was told."""
+    prompt_step_s = message.prompt_step.ToNanoseconds() / 1e9
+    if not message.HasField("itl"):
+        return StepTargets(prompt_step_s=prompt_step_s)
+    itl_s = message.itl.ToNanoseconds() / 1e9
+    longest_s = message.longest_gap.ToNanoseconds() / 1e9
+    return StepTargets(itl_s, max(itl_s, longest_s), prompt_step_s)
+
+
+def _duration(seconds: float) -> Duration:
+    found = Duration()
+    found.FromNanoseconds(round(seconds * 1e9))
+    return found
