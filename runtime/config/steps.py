@@ -35,5 +35,6 @@ class StepsConfig(Section):
         gt=0,
         allow_inf_nan=False,
         description="Longest step without interactive requests that decode, so that a short "
-        "prompt does not wait for a whole long one.",
+        "prompt does not wait for a whole long one. Where a step's fixed part is long, interactive "
+        "prompts that can be in time may make it up to three times as long while nothing decodes.",
     )

@@ -27,6 +27,9 @@ LONG_GAPS = StepTargets(0.05, 0.15, 0.2)
 # Shares of the ITL target and of the longest gap that the policy aims at; least prompt tokens of a
 # step.
 MEAN_MARGIN, GAP_MARGIN, LEAST_TOKENS = 0.97, 0.9, 16
+# Longest step of prompts in time without streams, as a multiple of the step's fixed part and of
+# `prompt_step_s`.
+FIXED_PARTS, PROMPT_STEPS = 20.0, 3.0
 
 prompts = st.lists(
     st.builds(
@@ -84,6 +87,8 @@ def test_a_step_takes_as_long_as_its_limit_or_has_the_least_tokens(
     share = 2.0 if math.isinf(decoding.limit_s) else 1.1
     alone_s = fixed_s - MODEL.prefill_per_token_s
     limit_s = max(step_limit_s(targets, decoding, alone_s), share * fixed_s)
+    if not num_streams and any(not one.lane for one in found):
+        limit_s = max(limit_s, min(FIXED_PARTS * fixed_s, PROMPT_STEPS * targets.prompt_step_s))
     assert predicted_s <= limit_s + least_s
 
 
@@ -99,6 +104,32 @@ def test_the_oldest_running_prompt_of_the_first_lane_always_gets_tokens(
     if running and has_room:
         oldest = min(running, key=lambda one: (one.lane, -one.waited_s))
         assert grants[found.index(oldest)] > 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "longest_s"),
+    [
+        (Prompt(0, 10_000, 0, 0.0, running=False, due_in_s=30.0), FIXED_PARTS * 0.02),
+        (Prompt(0, 10_000, 0, 0.0, running=False), FIXED_PARTS * 0.02),
+        (Prompt(0, 10_000, 0, 9.0, running=False, due_in_s=0.1), 0.2),
+        (Prompt(0, 10_000, 1, 0.0, running=False), 0.2),
+    ],
+    ids=["in time", "without a TTFT target", "late", "batch"],
+)
+def test_without_streams_only_prompts_in_time_make_steps_longer(
+    prompt: Prompt, longest_s: float
+) -> None:
+    """Where the fixed part of a step takes 20 ms, steps of 200 ms would lose 10 % to it."""
+    slow = LatencyModel(0.02, 1e-4, 0.0, 0.02, 5e-5, 2e-7)
+    (tokens,) = prompt_tokens(slow, TARGETS, Streams(0, 0), [prompt], 100_000)
+    assert slow.mixed_step_s(tokens, 0, 0, 0) == pytest.approx(longest_s, abs=1e-3)
+
+
+def test_a_late_prompt_fills_only_the_shorter_limit_behind_one_in_time() -> None:
+    slow = LatencyModel(0.02, 1e-4, 0.0, 0.02, 5e-5, 2e-7)
+    in_time = Prompt(0, 2_500, 0, 0.0, running=False, due_in_s=1.0)
+    late = Prompt(0, 10_000, 0, 1.0, running=False, due_in_s=0.1)
+    assert prompt_tokens(slow, TARGETS, Streams(0, 0), [in_time, late], 100_000) == [2_500, 0]
 
 
 def test_the_oldest_running_prompt_leaves_most_of_a_small_step_to_a_short_prompt() -> None:
