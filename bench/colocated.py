@@ -25,6 +25,7 @@ from baton.bench import interrupts, mixed_load, streams, systems
 from baton.bench.mixed_load import Answer, Arrival, Mix, Slo
 from baton.bench.streams import Timed
 from baton.client.client import BatonClient
+from baton.client.errors import ResourceExhaustedError
 from baton.load import stats
 from baton.runtime import demo_model
 
@@ -107,9 +108,13 @@ async def baton(
         async with BatonClient(cluster.coordinator.address) as client:
             await client.wait_ready(READY_TIMEOUT_S)
 
-            async def send(arrival: Arrival) -> Timed:
+            async def send(arrival: Arrival) -> Timed | None:
                 number = arrival.kind.output_tokens
-                return await streams.through_baton(client, arrival.prompt, number)
+                try:
+                    return await streams.through_baton(client, arrival.prompt, number)
+                except ResourceExhaustedError:
+                    # Refused after `max_queue_s`: it has met no target.
+                    return None
 
             yield send
 
