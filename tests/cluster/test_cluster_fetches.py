@@ -53,8 +53,9 @@ class Conversation:
 
 
 async def test_the_prefill_worker_fetches_the_answers_from_the_decode_worker(new_cluster):
-    # A fetch gets as long as the computation takes that it saves: seconds, for a busy machine.
-    cost = {"prefill_per_token_ms": 20.0}
+    # A fetch is predicted by the measured speed of handoffs, and gets as long as the computation
+    # takes that it saves: on a busy machine, either may be seconds.
+    cost = {"prefill_per_token_ms": 40.0}
     slow = {**STRICT, "simulated": SIMULATED | cost, "latency": cost}
     cluster = new_cluster("p1", "d1", **slow)
     await cluster.serving()
@@ -67,7 +68,7 @@ async def test_the_prefill_worker_fetches_the_answers_from_the_decode_worker(new
             info = await conversation.turn()
             sources = info.prompt_sources
             # New are the text of this turn and the last block of the one before.
-            assert sources.computed <= TURN + 2 * BLOCK
+            assert sources.computed <= TURN + 2 * BLOCK, info
             assert sources.fetched >= ANSWER - 2 * BLOCK
             assert info.placement.fetched_from == "d1"
             assert info.placement.fetched_tokens == sources.fetched
