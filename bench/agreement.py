@@ -76,7 +76,7 @@ async def live(arguments: argparse.Namespace, requests: list[Planned]) -> Live:
     with systems.baton(model, ENGINE_ARGS, pair_cores, SETTINGS) as cluster:
         address = cluster.coordinator.address
         async with BatonClient(address) as client:
-            await client.wait_ready(READY_TIMEOUT_S)
+            await cluster.wait_ready(client)
             prompts = Prompts(VOCAB_SIZE, arguments.seed)
             for what, load in (
                 ("warm-up", plan(arguments.rate, arguments.warm_up_s, arguments.seed + 1)),

@@ -31,7 +31,6 @@ from baton.runtime import demo_model
 
 MODEL = "demo-88m"
 SLO = Slo(ttft_s=3.0, itl_s=0.05)
-READY_TIMEOUT_S = 300.0
 # A pause after requests that do not count, which end a vLLM rank's spinning.
 SPIN_S = 1.5
 # Requests before the counted ones: every system has measured or compiled its steps then.
@@ -106,7 +105,7 @@ async def baton(
     }
     with systems.baton(demo_model.ensure(MODEL), arguments, cores, settings) as cluster:
         async with BatonClient(cluster.coordinator.address) as client:
-            await client.wait_ready(READY_TIMEOUT_S)
+            await cluster.wait_ready(client)
 
             async def send(arrival: Arrival) -> Timed | None:
                 number = arrival.kind.output_tokens

@@ -30,7 +30,6 @@ from baton.runtime import demo_model
 MODEL = "demo-88m"
 # An engine's cache holds less than two conversations, and host memory holds all of them.
 CACHE_BYTES, HOST_BYTES = 64 * 2**20, 512 * 2**20
-READY_TIMEOUT_S = 300.0
 
 System = Literal["baton", "baton without host memory", "plain", "plain with offloading"]
 SYSTEMS: tuple[System, ...] = get_args(System)
@@ -81,7 +80,7 @@ async def baton(
     settings = {"kv_store": {"host_bytes": host_bytes}}
     with systems.baton(demo_model.ensure(MODEL), arguments, cores, settings) as cluster:
         async with BatonClient(cluster.coordinator.address) as client:
-            await client.wait_ready(READY_TIMEOUT_S)
+            await cluster.wait_ready(client)
 
             async def send(number: int, prompt: list[int]) -> Timed:
                 return await streams.through_baton(

@@ -45,7 +45,6 @@ MAX_NUM_SEQS = 16
 ENGINE_ARGS = systems.engine_args(MODEL, MAX_NUM_SEQS)
 # Token IDs of the demo tokenizer without special tokens.
 TOKEN_IDS = range(5, 430)
-READY_TIMEOUT_S = 300.0
 # Counted requests of one system per round, and smallest number of uncounted requests before them.
 ROUND = 12
 WARM_UP_REQUESTS = 2
@@ -154,7 +153,7 @@ async def baton(
     settings = {"decode": {"local_prefill": False}}
     with systems.baton(model, ENGINE_ARGS, cores, settings) as cluster:
         async with BatonClient(cluster.coordinator.address) as client:
-            await client.wait_ready(READY_TIMEOUT_S)
+            await cluster.wait_ready(client)
             yield cluster, CountingSender(client, max_tokens)
 
 

@@ -28,14 +28,13 @@ from baton.load import stats
 from baton.runtime import demo_model
 
 MODEL = "demo-8b"
-READY_TIMEOUT_S = 300.0
-LONGEST_PROMPT = 8192
+LONGEST_PROMPT, MOST_OUTPUTS = 8192, 256
 # Keys and values of one token in bfloat16: 32 layers, 8 heads of 128.
 TOKEN_BYTES = 32 * 8 * 2 * 128 * 2
 ENGINE_ARGS: dict[str, Any] = {
     "load_format": "dummy",
     "dtype": "bfloat16",
-    "max_model_len": LONGEST_PROMPT + 256,
+    "max_model_len": LONGEST_PROMPT + MOST_OUTPUTS,
     "max_num_batched_tokens": LONGEST_PROMPT,
     "max_num_seqs": 16,
     # Three engines share the memory of the GPU; vLLM wants this share to be free at its start.
@@ -49,30 +48,10 @@ SETTINGS = {
 }
 
 
-async def ready(client: BatonClient, cluster: systems.Baton) -> None:
-    """Waits for both workers.
-
-    Raises:
-        RuntimeError: A worker has ended instead.
-    """
-    waiting = asyncio.create_task(client.wait_ready(READY_TIMEOUT_S))
-    while not waiting.done():
-        await asyncio.wait({waiting}, timeout=0.5)
-        for worker in (cluster.prefill, cluster.decode):
-            if (code := worker.popen.poll()) is not None:
-                waiting.cancel()
-                raise RuntimeError(f"a worker ended with {code}")
-    await waiting
-
-
 async def run(arguments: argparse.Namespace, model: str) -> Results:
     engine_args = ENGINE_ARGS | arguments.engine_args
     max_tokens = arguments.output_tokens
-    results = Results(
-        output_tokens=max_tokens,
-        fresh_tokens=0,
-        cells=[],
-    )
+    results = Results(output_tokens=max_tokens, fresh_tokens=0, cells=[])
     timeout = aiohttp.ClientTimeout(total=streams.REQUEST_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout) as http:
         with (
@@ -80,7 +59,7 @@ async def run(arguments: argparse.Namespace, model: str) -> Results:
             systems.plain(model, engine_args) as server,
         ):
             async with BatonClient(cluster.coordinator.address) as client:
-                await ready(client, cluster)
+                await cluster.wait_ready(client)
                 sender = disaggregation.CountingSender(client, max_tokens)
                 senders: dict[str, streams.Send] = {
                     PLAIN: disaggregation.plain_sender(http, server, max_tokens),
@@ -109,8 +88,8 @@ def parsed() -> argparse.Namespace:
     arguments = parser.parse_args()
     if not all(1 <= length <= LONGEST_PROMPT for length in arguments.prompt_tokens):
         parser.error(f"--prompt-tokens: must be from 1 to {LONGEST_PROMPT}")
-    if not 3 <= arguments.output_tokens <= 256:
-        parser.error("--output-tokens: must be from 3 to 256")
+    if not 3 <= arguments.output_tokens <= MOST_OUTPUTS:
+        parser.error(f"--output-tokens: must be from 3 to {MOST_OUTPUTS}")
     if arguments.repeats < 1:
         parser.error("--repeats: must be at least 1")
     return arguments

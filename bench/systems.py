@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -22,6 +23,7 @@ import psutil
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton.client.client import BatonClient
 from baton.runtime import demo_model
 from baton.runtime.affinity import VLLM_BIND_THREADS
 
@@ -156,6 +158,21 @@ class Baton:
     prefill: Process
     decode: Process
     metrics_url: str
+
+    async def wait_ready(self, client: BatonClient) -> None:
+        """Waits until both workers serve.
+
+        Raises:
+            RuntimeError: A worker has ended instead.
+        """
+        waiting = asyncio.create_task(client.wait_ready(START_TIMEOUT_S))
+        while not waiting.done():
+            await asyncio.wait({waiting}, timeout=0.5)
+            for worker in (self.prefill, self.decode):
+                if (code := worker.popen.poll()) is not None:
+                    waiting.cancel()
+                    raise RuntimeError(f"a worker ended with {code}")
+        await waiting
 
     def handoff_counters(self) -> dict[str, float]:
         """Returns the coordinator's handoff counters since its start, by name and labels."""

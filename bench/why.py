@@ -54,7 +54,6 @@ SETTINGS = {
     "elastic": False,
     "decode": {"local_prefill": True},
 }
-READY_TIMEOUT_S = 300.0
 # A vLLM rank spins for a second after its last step; the next system's run begins after that.
 SPIN_S = 1.5
 # A rate counts as kept if this share of the requests meets the SLO.
@@ -168,7 +167,7 @@ async def both() -> AsyncIterator[dict[str, Send]]:
             aiohttp.ClientSession(timeout=timeout) as http,
             BatonClient(cluster.coordinator.address) as client,
         ):
-            await client.wait_ready(READY_TIMEOUT_S)
+            await cluster.wait_ready(client)
             in_turn = itertools.cycle(server.address for server in servers)
 
             async def send_round_robin(arrival: Arrival) -> Timed | None:

@@ -326,7 +326,7 @@ def prompt_tokens(
         longest_s = min(_FIXED_PARTS * fixed_s, _PROMPT_STEPS * targets.prompt_step_s)
         in_time_s = max(prompts_s, longest_s - fixed_s)
 
-    def left_s(prompt: Prompt) -> float:
+    def room_s(prompt: Prompt) -> float:
         is_short = prompt.lane or _is_late(prompt, model)
         return (prompts_s if is_short else in_time_s) - spent_s
 
@@ -345,7 +345,7 @@ def prompt_tokens(
         share = int(_OLDEST_SHARE * min(room, fits))
         add(oldest, max(_LEAST_TOKENS, share))
     for index, prompt in enumerate(prompts):
-        if room <= 0 or (seconds := left_s(prompt)) <= 0:
+        if room <= 0 or (seconds := room_s(prompt)) <= 0:
             break
         add(index, _fits(model, prompt.num_done + grants[index], seconds))
     if not any(grants):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from google.protobuf.duration_pb2 import Duration
-
+from baton.runtime.durations import duration
 from baton.runtime.step_budget import StepTargets
 from baton.v1 import cluster_pb2
 
 
 def to_message(targets: StepTargets) -> cluster_pb2.StepTargets:
     """Returns the message that tells a worker these targets."""
-    message = cluster_pb2.StepTargets(prompt_step=_duration(targets.prompt_step_s))
+    message = cluster_pb2.StepTargets(prompt_step=duration(targets.prompt_step_s))
     if targets.itl_s is not None:
-        message.itl.CopyFrom(_duration(targets.itl_s))
-        message.longest_gap.CopyFrom(_duration(targets.longest_gap_s))
+        message.itl.CopyFrom(duration(targets.itl_s))
+        message.longest_gap.CopyFrom(duration(targets.longest_gap_s))
     return message
 
 
@@ -25,9 +24,3 @@ def from_message(message: cluster_pb2.StepTargets) -> StepTargets:
     itl_s = message.itl.ToNanoseconds() / 1e9
     longest_s = message.longest_gap.ToNanoseconds() / 1e9
     return StepTargets(itl_s, max(itl_s, longest_s), prompt_step_s)
-
-
-def _duration(seconds: float) -> Duration:
-    found = Duration()
-    found.FromNanoseconds(round(seconds * 1e9))
-    return found

@@ -9,7 +9,7 @@ from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.requests import Request, WorkerKey
 from baton.coordinator.state.workers import WorkerRegistry
-from baton.coordinator.telemetry.times import duration
+from baton.runtime.durations import duration
 from baton.v1 import cluster_pb2, common_pb2
 
 # Fetches have one attempt.

@@ -11,7 +11,7 @@ from baton.coordinator.routing.choices import Fetch, Placement
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.routing.router import Router
 from baton.coordinator.state.requests import Request, WorkerKey
-from baton.coordinator.telemetry.times import duration
+from baton.runtime.durations import duration
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 
 # Number of fetches that are remembered after their end, for reports that come later.

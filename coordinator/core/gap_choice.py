@@ -31,7 +31,7 @@ _HOLD_S = 60.0
 
 
 class Workload(NamedTuple):
-    """What long gaps depend on, beside the number of workers.
+    """The load that the choice depends on, beside the number of workers.
 
     Attributes:
         output_tokens: Mean length of recent interactive outputs.

@@ -24,8 +24,9 @@ from baton.coordinator.state.pools import POOL_OF
 from baton.coordinator.state.requests import EndedRequest, Predicted, Request
 from baton.coordinator.state.workers import Worker
 from baton.coordinator.telemetry.budget import latency_budget
-from baton.coordinator.telemetry.times import duration, timestamp
+from baton.coordinator.telemetry.times import timestamp
 from baton.runtime.config import BatonConfig
+from baton.runtime.durations import duration
 from baton.runtime.errors import BatonError, InvalidArgument, NotFound, Unavailable, abort, shown
 from baton.runtime.latency_fit import StepErrors
 from baton.v1 import admin_pb2, admin_pb2_grpc, cluster_pb2, common_pb2

@@ -17,9 +17,10 @@ from baton.coordinator.state.lanes import LANES
 from baton.coordinator.state.pools import ROLE_OF, Pool
 from baton.coordinator.state.revision import Revision
 from baton.coordinator.telemetry.fleet_stats import FleetStats
-from baton.coordinator.telemetry.times import drain_s, duration
+from baton.coordinator.telemetry.times import drain_s
 from baton.runtime.config import BatonConfig
 from baton.runtime.config_error import ConfigError
+from baton.runtime.durations import duration
 from baton.runtime.errors import InvalidArgument
 from baton.v1 import admin_pb2, cluster_pb2
 

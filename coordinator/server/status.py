@@ -9,8 +9,8 @@ from baton.coordinator.state.lanes import lane_config
 from baton.coordinator.state.workers import Worker
 from baton.coordinator.telemetry.recent import LASTS_S, LaneWindow, Recent, Window
 from baton.coordinator.telemetry.sketch import Sketch
-from baton.coordinator.telemetry.times import duration
 from baton.runtime.config import BatonConfig
+from baton.runtime.durations import duration
 from baton.v1 import admin_pb2, common_pb2
 
 _PERCENTS = (50, 95, 99)

@@ -11,12 +11,6 @@ LONGEST_S = 3.2e7
 """About a year; timers reject longer delays."""
 
 
-def duration(seconds: float) -> Duration:
-    found = Duration()
-    found.FromMicroseconds(round(seconds * 1e6))
-    return found
-
-
 def timestamp(seconds: float) -> Timestamp:
     """Converts seconds since the epoch."""
     found = Timestamp()

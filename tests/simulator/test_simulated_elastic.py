@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
+from bursty_load import SIMULATED, bursty
 
-from baton.load.traces import Arrival
 from baton.runtime.config import parse
 from baton.simulator.run import simulate
 
 NUM_WORKERS = 4
 
 
-def bursty(rate: float, num_requests: int, mean_prompt: float, mean_output: float) -> list[Arrival]:
-    """Poisson arrivals with lengths of an exponential distribution."""
-    rng, at, found = random.Random(1), 0.0, []
-    for _ in range(num_requests):
-        at += rng.expovariate(rate)
-        lengths = rng.expovariate(1 / mean_prompt), rng.expovariate(1 / mean_output)
-        found.append(Arrival(at, 1 + round(lengths[0]), 2 + round(lengths[1])))
-    return found
-
-
 def served(arrivals, num_prefill, *, policy="static", elastic=False, max_queue_s=60):
     values = {
-        "simulated": {
-            "prefill_base_ms": 20,
-            "prefill_per_token_ms": 0.07,
-            "step_base_ms": 30,
-            "step_per_request_ms": 0.2,
-            "step_per_kv_token_ms": 0.0002,
-            "kv_tokens": 400_000,
-            "max_model_len": 65536,
-            "max_num_batched_tokens": 2048,
-        },
+        "simulated": SIMULATED,
         "scaling": {"targets": {"interactive": {"ttft_ms": 500, "itl_ms": 50}}},
         "lanes": {"interactive": {"max_queue_s": max_queue_s}},
         "prefill": {"workers": num_prefill},

@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
+from bursty_load import SIMULATED, bursty
 
-from baton.load.traces import Arrival
 from baton.runtime.config import parse
 from baton.simulator.run import simulate
 
-
-def bursty(rate: float, num_requests: int, mean_output: float) -> list[Arrival]:
-    """Poisson arrivals with lengths of an exponential distribution."""
-    rng, at, found = random.Random(1), 0.0, []
-    for _ in range(num_requests):
-        at += rng.expovariate(rate)
-        lengths = rng.expovariate(1 / 1200), rng.expovariate(1 / mean_output)
-        found.append(Arrival(at, 1 + round(lengths[0]), 2 + round(lengths[1])))
-    return found
+MEAN_PROMPT = 1200
 
 
 def config(num_workers: int, longest_gap_ms: float | None):
     values = {
-        "simulated": {
-            "prefill_base_ms": 20,
-            "prefill_per_token_ms": 0.07,
-            "step_base_ms": 30,
-            "step_per_request_ms": 0.2,
-            "step_per_kv_token_ms": 0.0002,
-            "kv_tokens": 400_000,
-            "max_model_len": 65536,
-            "max_num_batched_tokens": 2048,
-        },
+        "simulated": SIMULATED,
         "prefill": {"workers": 1},
         "decode": {"workers": num_workers - 1},
         "elastic": True,
@@ -46,7 +27,7 @@ def served(arrivals, num_workers=2, longest_gap_ms=None):
 
 
 def test_two_busy_workers_attain_more_by_long_gaps():
-    arrivals = bursty(4.5, 700, 250)
+    arrivals = bursty(4.5, 700, MEAN_PROMPT, 250)
     chosen, default, long = (served(arrivals, longest_gap_ms=one) for one in (None, 60, 150))
     assert default.itl_ms[99] < 60 < chosen.itl_ms[99] < long.itl_ms[99]
     assert default.attained + 0.03 < chosen.attained < long.attained
@@ -59,5 +40,5 @@ def test_two_busy_workers_attain_more_by_long_gaps():
 def test_short_outputs_and_many_workers_keep_the_default(
     rate, num_requests, mean_output, num_workers
 ):
-    arrivals = bursty(rate, num_requests, mean_output)
+    arrivals = bursty(rate, num_requests, MEAN_PROMPT, mean_output)
     assert served(arrivals, num_workers) == served(arrivals, num_workers, 60)
