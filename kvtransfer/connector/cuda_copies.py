@@ -28,10 +28,13 @@ from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.engine_port import split_blocks
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES
 
+# Largest copy. Launching one takes the host about as long as the bus needs for 8 MiB, so frames are
+# copied together.
+_SLOT_BYTES = 4 * FRAME_TARGET_BYTES
 # Slots of each scratch ring. They bound the bytes that are gathered and not yet copied out, so a
 # slow bus delays the model and does not fill the memory. They also bound how long a step's bytes
 # are under way: 64 MiB take 40 ms on the slowest bus in use.
-_NUM_SLOTS = 32
+_NUM_SLOTS = 8
 _SLOT_TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -111,7 +114,7 @@ class CudaCopies(BlockCopies):
         cache: PagedCache,
         staging: torch.Tensor,
         *,
-        slot_bytes: int = FRAME_TARGET_BYTES,
+        slot_bytes: int = _SLOT_BYTES,
         num_slots: int = _NUM_SLOTS,
         pin: bool = True,
     ) -> None:
@@ -263,7 +266,7 @@ def scratch_bytes(block_bytes: int) -> int:
     Args:
         block_bytes: Bytes of the largest block of one layer on one rank.
     """
-    return 2 * _NUM_SLOTS * scratch_slot_bytes(block_bytes, FRAME_TARGET_BYTES)
+    return 2 * _NUM_SLOTS * scratch_slot_bytes(block_bytes, _SLOT_BYTES)
 
 
 def scratch_slot_bytes(block_bytes: int, slot_bytes: int) -> int:

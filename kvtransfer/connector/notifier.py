@@ -34,7 +34,7 @@ class Copy(Protocol):
     """A copy that may still be under way."""
 
     def wait(self) -> None:
-        """Returns when the bytes are there. Any thread may call it, once.
+        """Returns when the bytes are there. Any thread may call it; for a gather, once.
 
         Raises:
             RuntimeError: The copy has failed.

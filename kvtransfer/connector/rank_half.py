@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ from baton.kvtransfer.control import Claim, EnginePort, split_blocks
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.kv_groups import KvGroup
 from baton.v1 import kv_transfer_pb2
+
+# Threads that verify checksums of loads; they end before the step does.
+_NUM_VERIFIERS = 4
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +109,9 @@ class RankHalf:
         self._port.prefault()
         staging = torch.frombuffer(self._port.memory, dtype=torch.uint8)
         self._copies: BlockCopies = open_copies(self._cache, staging)
+        self._verifiers = ThreadPoolExecutor(
+            _NUM_VERIFIERS, "baton-verifier", initializer=self._copies.bind_thread
+        )
         self._notifier: Notifier | NotifierThread
         if self._copies.finishes_at_once:
             self._notifier = Notifier(self._port, self._shard)
@@ -191,10 +199,13 @@ class RankHalf:
                         last=ends_step and piece.last and push.last,
                     )
                 )
-            runs = [
-                Run(piece.begin, piece.num_blocks, each.offset)
-                for piece, each in zip(batch, filled, strict=True)
-            ]
+            runs = _joined(
+                (
+                    Run(piece.begin, piece.num_blocks, each.offset)
+                    for piece, each in zip(batch, filled, strict=True)
+                ),
+                group.block_bytes,
+            )
             try:
                 copy = self._copies.gather(layer, self._blocks[group.table], runs)
             except TimeoutError as error:
@@ -259,7 +270,8 @@ class RankHalf:
             num_copied += len(check.block_ids)
             if self._copies.finishes_at_once:
                 # Verifying at once is cheap: the bytes are still in the core's cache.
-                self._verify(load, check)
+                if not holds(check, self._port.memory):
+                    self._fail_checked(load, check)
             else:
                 self._unchecked.append((load, check))
         wanted = [len(part.block_ids) for part in load.parts]
@@ -267,9 +279,8 @@ class RankHalf:
         if num_copied != num_wanted:
             self._fail(load, kv_transfer_pb2.REFUSAL_REASON_INCOMPLETE, load.block_ids)
 
-    def _verify(self, load: Load, check: Check) -> None:
-        if not holds(check, self._port):
-            self._fail(load, kv_transfer_pb2.REFUSAL_REASON_CHECKSUM, check.block_ids)
+    def _fail_checked(self, load: Load, check: Check) -> None:
+        self._fail(load, kv_transfer_pb2.REFUSAL_REASON_CHECKSUM, check.block_ids)
 
     def _fail(
         self,
@@ -290,15 +301,21 @@ class RankHalf:
     def take_invalid_block_ids(self) -> set[int]:
         """Verifies the step's copies while its model computes; returns the wrong blocks' ids.
 
-        One frame is verified while the next one is copied. The engine hears of the wrong blocks
-        together with the step's output, and throws away what running requests computed from them.
+        Frames are verified while the next ones are copied, by several threads: one core reads a
+        few GB/s, and the step's other streams wait for the result. The engine hears of the wrong
+        blocks together with the step's output, and throws away what running requests computed from
+        them.
         Every affected request is still running: with a connector that loads, vLLM preempts no
         request whose step is under way (Scheduler._request_blocks_can_be_freed of
         vllm/v1/core/sched/scheduler.py).
         """
-        for load, check in self._unchecked:
-            self._verify(load, check)
-        self._unchecked.clear()
+        unchecked, self._unchecked = self._unchecked, []
+        if unchecked:
+            verify = partial(holds, memory=self._port.memory)
+            results = self._verifiers.map(verify, [check for _, check in unchecked])
+            for (load, check), good in zip(unchecked, results, strict=True):
+                if not good:
+                    self._fail_checked(load, check)
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
 
@@ -306,12 +323,28 @@ class RankHalf:
         """Waits, within bounds, for copies under way, because they read and write staging."""
         if self._cache is not None:
             self._notifier.close()
+            self._verifiers.shutdown()
             self._copies.close()
 
     @property
     def _known_cache(self) -> PagedCache:
         assert self._cache is not None, "vLLM registers its caches before the first step"
         return self._cache
+
+
+def _joined(runs: Iterable[Run], block_bytes: int) -> list[Run]:
+    """Joins runs that are neighbours both in the prepared block IDs and in staging."""
+    joined: list[Run] = []
+    for run in runs:
+        if joined:
+            before = joined[-1]
+            num_blocks = before.num_blocks
+            end = before.begin + num_blocks, before.offset + num_blocks * block_bytes
+            if end == (run.begin, run.offset):
+                joined[-1] = Run(before.begin, num_blocks + run.num_blocks, before.offset)
+                continue
+        joined.append(run)
+    return joined
 
 
 def allow_matrix_unit() -> None:
