@@ -140,7 +140,7 @@ class _Step:
                     copy.wait()
                 elif wait:
                     under_way.append(copy)
-        self.copies.join()
+        self.copies.join_gathers()
         for copy in under_way:
             copy.wait()
 
@@ -149,7 +149,7 @@ class _Step:
         for layer in range(_LAYERS):
             for run in self._runs(layer):
                 self.copies.scatter(layer, blocks, run)
-        self.copies.join()
+        self.copies.join_scatters()
 
     def _runs(self, layer: int) -> list[Run]:
         block_bytes = self.layout.block_bytes

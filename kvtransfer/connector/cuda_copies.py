@@ -1,13 +1,14 @@
 """Copies of a cache in GPU memory.
 
-Three streams beside the model's stream move the bytes, ordered by events:
+Four streams beside the model's stream move the bytes, ordered by events:
 
-    kernels   gathers blocks into scratch and scatters scratch into blocks
-    out       copies scratch to staging
-    in        copies staging to scratch
+    gathers    gathers blocks into scratch
+    out        copies scratch to staging
+    in         copies staging to scratch
+    scatters   scatters scratch into blocks
 
-The host waits for none of them while it launches a model. The model's stream waits only for
-`kernels` (`join`), never for the bus.
+The host waits for none of them while it launches a model. The model's stream waits for `gathers`
+(`join_gathers`), never for the bus, and for `scatters` only where a step needs what it loads.
 """
 
 from __future__ import annotations
@@ -122,10 +123,12 @@ class CudaCopies(BlockCopies):
         self._staging, self._words = staging, cache.words(staging)
         # Every slot holds the largest block of any layer, and each layer's blocks up to its size.
         self._slot_bytes = scratch_slot_bytes(cache.largest_block_bytes, slot_bytes)
-        self._kernels = torch.cuda.Stream(self._device)
+        self._gathers = torch.cuda.Stream(self._device)
         self._out = torch.cuda.Stream(self._device)
         self._in = torch.cuda.Stream(self._device)
-        self._touched: Any = None
+        self._scatters = torch.cuda.Stream(self._device)
+        self._gathered: Any = None
+        self._scattered: Any = None
         # Whether the last wait for a slot timed out. The next waits do not wait again until a slot
         # is free, so that a bus that stands still delays the model once and not in every layer.
         self._stalled = False
@@ -150,11 +153,14 @@ class CudaCopies(BlockCopies):
 
     def prepare(self, block_ids: Sequence[int]) -> torch.Tensor:
         # Pinned memory, because the host would wait for a copy from other memory. Torch keeps it
-        # until the stream has read it, and keeps the result until `kernels`, its only user, has
+        # until the stream has read it, and keeps the result until the streams that use it have
         # passed it.
         ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=True)
-        with torch.cuda.stream(self._kernels):
-            return ids.to(self._device, non_blocking=True)
+        with torch.cuda.stream(self._gathers):
+            blocks = ids.to(self._device, non_blocking=True)
+            blocks.record_stream(self._scatters)
+            self._scatters.wait_event(self._gathers.record_event())
+        return blocks
 
     def gather(self, layer: int, blocks: torch.Tensor, runs: Sequence[Run]) -> Copy:
         slot = next(self._outgoing)
@@ -168,21 +174,21 @@ class CudaCopies(BlockCopies):
         assert count <= most, f"{count} blocks in one gather; at most {most}"
         scratch = slot.words[: count * self._cache.block_words(layer)]
         written = torch.cuda.current_stream(self._device).record_event()
-        with torch.cuda.stream(self._kernels):
-            self._kernels.wait_event(written)
+        with torch.cuda.stream(self._gathers):
+            self._gathers.wait_event(written)
             if slot.used is not None:
-                self._kernels.wait_event(slot.used)
+                self._gathers.wait_event(slot.used)
             torch.index_select(
                 self._cache.layers[layer],
                 0,
                 blocks[begin : begin + count],
                 out=self._cache.rows(layer, scratch),
             )
-            self._touched = self._kernels.record_event()
+            self._gathered = self._gathers.record_event()
         copied = torch.cuda.Event(blocking=True)
         targets = []
         with torch.cuda.stream(self._out):
-            self._out.wait_event(self._touched)
+            self._out.wait_event(self._gathered)
             if slot.host is not None:
                 host = slot.host[: len(scratch)]
                 host.copy_(scratch, non_blocking=True)
@@ -220,25 +226,35 @@ class CudaCopies(BlockCopies):
                     self._in.wait_event(slot.used)
                 scratch.copy_(source, non_blocking=True)
                 copied.record(self._in)
-            with torch.cuda.stream(self._kernels):
-                self._kernels.wait_event(before)
-                self._kernels.wait_event(copied)
+            with torch.cuda.stream(self._scatters):
+                self._scatters.wait_event(before)
+                self._scatters.wait_event(copied)
                 begin = run.begin + first
                 cache.index_copy_(
                     0, blocks[begin : begin + count], self._cache.rows(layer, scratch)
                 )
-                slot.used = self._touched = self._kernels.record_event()
+                slot.used = self._scattered = self._scatters.record_event()
             slot.read = copied
         return _Arriving(copied)
 
+    def landing(self) -> Copy:
+        landed = torch.cuda.Event(blocking=True)
+        landed.record(self._scatters)
+        return _Arriving(landed)
+
     def clear(self, block_ids: Sequence[int]) -> None:
-        self.join()
+        self.join_gathers()
+        self.join_scatters()
         ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=True)
         self._cache.clear(ids.to(self._device, non_blocking=True))
 
-    def join(self) -> None:
-        if self._touched is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._touched)
+    def join_gathers(self) -> None:
+        if self._gathered is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._gathered)
+
+    def join_scatters(self) -> None:
+        if self._scattered is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._scattered)
 
     def close(self) -> None:
         if self._closed:
@@ -246,7 +262,7 @@ class CudaCopies(BlockCopies):
         self._closed = True
         # A failed GPU reports its error again here; its copies are lost in any case.
         with contextlib.suppress(RuntimeError):
-            for stream in (self._kernels, self._out, self._in):
+            for stream in (self._gathers, self._out, self._in, self._scatters):
                 stream.synchronize()
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._staging.data_ptr())

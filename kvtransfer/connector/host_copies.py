@@ -85,7 +85,13 @@ class HostCopies(BlockCopies):
     def clear(self, block_ids: Sequence[int]) -> None:
         self._cache.clear(torch.tensor(self.prepare(block_ids), dtype=torch.int64))
 
-    def join(self) -> None:
+    def landing(self) -> Copy:
+        return _DONE
+
+    def join_gathers(self) -> None:
+        return
+
+    def join_scatters(self) -> None:
         return
 
     def close(self) -> None:
