@@ -159,7 +159,7 @@ class RankHalf:
             part = push.parts[group.table]
             end = part.first_block + len(part.block_ids)
             for first, count in split_blocks(
-                part.first_block, len(part.block_ids), group.block_bytes
+                part.first_block, len(part.block_ids), group.block_bytes, most * group.block_bytes
             ):
                 if batch and count > room:
                     yield batch
