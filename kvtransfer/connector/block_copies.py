@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.kvtransfer.connector.notifier import Copy
+from baton.kvtransfer.head_ranges import HeadRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,17 @@ class BlockCopies(ABC):
 
         The blocks change after the earlier work of the caller's stream. The caller must `join`
         before later work that depends on the blocks.
+        """
+
+    @abstractmethod
+    def scatter_heads(self, layer: int, blocks: Any, run: Run, heads: HeadRange) -> Copy:
+        """Copies some heads of a run from staging to the cache; otherwise like `scatter`.
+
+        Args:
+            layer: Index of a layer that keeps keys and values.
+            blocks: The prepared block IDs.
+            run: Blocks of a sender that has another number of shards.
+            heads: The heads to copy.
         """
 
     @abstractmethod

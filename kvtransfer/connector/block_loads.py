@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.kvtransfer.connector.block_copies import BlockCopies, Run
 from baton.kvtransfer.connector.handoff_step import Part
 from baton.kvtransfer.connector.notifier import Copy
 from baton.kvtransfer.control import Claim, EnginePort, checksum
+from baton.kvtransfer.head_ranges import HeadRange
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.kv_groups import KvGroup
 from baton.v1 import kv_transfer_pb2
@@ -55,14 +56,16 @@ def copy_in(
     layout: KvLayout,
     claimed: Claim,
     parts: Sequence[Part],
+    heads: Mapping[KvGroup, HeadRange],
 ) -> Iterator[Check]:
     """Begins the copies of a claim's frames that hold wanted blocks; yields one check per frame.
 
     Args:
         copies: This rank's copies.
-        layout: Layout of the KV cache.
+        layout: Layout of the sender's KV cache.
         claimed: The claimed staging.
         parts: The wanted blocks of each block table.
+        heads: The wanted heads of the layers of each group; empty: all heads of the blocks.
     """
     prepared = {
         table.table: copies.prepare(part.block_ids)
@@ -78,8 +81,11 @@ def copy_in(
 
         for begin, wanted in _wanted_blocks(frame, group, part):
             run = Run(begin, len(wanted), staged(wanted.start))
+            blocks, of_group = prepared[group.table], heads.get(group)
             yield Check(
-                copies.scatter(frame.layer, prepared[group.table], run),
+                copies.scatter(frame.layer, blocks, run)
+                if of_group is None
+                else copies.scatter_heads(frame.layer, blocks, run, of_group),
                 frame.checksum,
                 staged(frame.first_block),
                 frame.num_blocks * group.block_bytes,

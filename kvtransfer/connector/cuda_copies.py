@@ -27,6 +27,7 @@ from baton.kvtransfer.connector.notifier import Copy
 from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.engine_port import split_blocks
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES
+from baton.kvtransfer.head_ranges import HeadRange
 
 # Slots of each scratch ring. They bound the bytes that are gathered and not yet copied out, so a
 # slow bus delays the model and does not fill the memory. They also bound how long a step's bytes
@@ -223,6 +224,42 @@ class CudaCopies(BlockCopies):
                 begin = run.begin + first
                 cache.index_copy_(
                     0, blocks[begin : begin + count], self._cache.rows(layer, scratch)
+                )
+                slot.used = self._touched = self._kernels.record_event()
+            slot.read = copied
+        return _Arriving(copied)
+
+    def scatter_heads(self, layer: int, blocks: torch.Tensor, run: Run, heads: HeadRange) -> Copy:
+        before = torch.cuda.current_stream(self._device).record_event()
+        cache, word_bytes = self._cache.heads(layer, heads), int(self._cache.word.itemsize)
+        head_bytes = self._cache.head_words(layer) * word_bytes
+        block_bytes, wanted_bytes = heads.num_staged * head_bytes, heads.num_heads * head_bytes
+        # A copy carries everything from the first wanted head to the last one, also the heads
+        # between them that other ranks take: it takes less time than a copy for each block.
+        most = 1 + (self._slot_bytes - wanted_bytes) // block_bytes
+        for first in range(0, run.num_blocks, most):
+            count, slot = min(most, run.num_blocks - first), next(self._incoming)
+            offset = run.offset + first * block_bytes
+            source = self._words[self._cache.head_word_range(layer, offset, count, heads)]
+            scratch = slot.words[: len(source)]
+            if slot.host is not None:
+                if slot.read is not None:
+                    slot.read.synchronize()
+                source = slot.host[: len(source)].copy_(source)
+            copied = torch.cuda.Event(blocking=True)
+            with torch.cuda.stream(self._in):
+                if slot.used is not None:
+                    self._in.wait_event(slot.used)
+                scratch.copy_(source, non_blocking=True)
+                copied.record(self._in)
+            with torch.cuda.stream(self._kernels):
+                self._kernels.wait_event(before)
+                self._kernels.wait_event(copied)
+                begin = run.begin + first
+                cache.index_copy_(
+                    0,
+                    blocks[begin : begin + count],
+                    self._cache.staged_heads(layer, scratch, heads),
                 )
                 slot.used = self._touched = self._kernels.record_event()
             slot.read = copied

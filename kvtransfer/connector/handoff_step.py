@@ -47,11 +47,13 @@ class Load:
         handoff_id: ID of the handoff, 16 bytes.
         num_tokens: Number of tokens that the handoff must hold.
         parts: The blocks of each block table; some may be empty.
+        num_shards: Number of shards of the sender's cache; 0: as many as of this one.
     """
 
     handoff_id: bytes
     num_tokens: int
     parts: tuple[Part, ...]
+    num_shards: int = 0
 
     @property
     def block_ids(self) -> list[int]:

@@ -13,6 +13,7 @@ from baton.kvtransfer.connector.block_copies import BlockCopies, Run
 from baton.kvtransfer.connector.notifier import Copy
 from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES
+from baton.kvtransfer.head_ranges import HeadRange
 
 
 class _Done:
@@ -80,6 +81,13 @@ class HostCopies(BlockCopies):
         rows = self._rows(layer, run)
         for at, block_id, count in _neighbours(blocks, run):
             self._cache.layers[layer][block_id : block_id + count].copy_(rows[at : at + count])
+        return _DONE
+
+    def scatter_heads(self, layer: int, blocks: Sequence[int], run: Run, heads: HeadRange) -> Copy:
+        words = self._words[self._cache.head_word_range(layer, run.offset, run.num_blocks, heads)]
+        rows, cache = self._cache.staged_heads(layer, words, heads), self._cache.heads(layer, heads)
+        for at, block_id, count in _neighbours(blocks, run):
+            cache[block_id : block_id + count].copy_(rows[at : at + count])
         return _DONE
 
     def clear(self, block_ids: Sequence[int]) -> None:

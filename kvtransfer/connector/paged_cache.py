@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 import torch
 
+from baton.kvtransfer.head_ranges import HeadRange
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.kv_groups import KvGroup
 
@@ -110,6 +111,42 @@ class PagedCache:
     def rows(self, layer: int, words: torch.Tensor) -> torch.Tensor:
         """Returns contiguous words of whole blocks in the shape of a layer."""
         return words.view(-1, *self.layers[layer].shape[1:])
+
+    def heads(self, layer: int, heads: HeadRange) -> torch.Tensor:
+        """Returns a view [blocks, heads of the range, ...] of a layer."""
+        return self._by_head(layer)[:, heads.first : heads.first + heads.num_heads]
+
+    def head_words(self, layer: int) -> int:
+        """Returns the number of words of one head of one block of a layer."""
+        return self.block_words(layer) // self.groups[layer].num_kv_heads
+
+    def head_word_range(self, layer: int, offset: int, num_blocks: int, heads: HeadRange) -> slice:
+        """Returns the range of words from the first head of a range to the last one.
+
+        Args:
+            layer: Index of a layer.
+            offset: Where the sender's blocks begin in staging.
+            num_blocks: Number of blocks; the range begins in the first one and ends in the last.
+            heads: Heads of each block.
+        """
+        size = self.head_words(layer)
+        start = offset // int(self.word.itemsize) + heads.first_staged * size
+        return slice(start, start + ((num_blocks - 1) * heads.num_staged + heads.num_heads) * size)
+
+    def staged_heads(self, layer: int, words: torch.Tensor, heads: HeadRange) -> torch.Tensor:
+        """Returns the words of such a range in the shape of `heads`."""
+        size = self.head_words(layer)
+        num_words, distance = heads.num_heads * size, heads.num_staged * size
+        num_blocks = 1 + (len(words) - num_words) // distance
+        rows = words.as_strided((num_blocks, num_words), (distance, 1))
+        return rows.unflatten(1, (heads.num_heads, *self._by_head(layer).shape[2:]))
+
+    def _by_head(self, layer: int) -> torch.Tensor:
+        """Returns a layer as [blocks, heads, ...]."""
+        view = self.layers[layer]
+        if view.ndim == 2:
+            return view.unflatten(1, (self.groups[layer].num_kv_heads, self.head_words(layer)))
+        return view
 
     def words(self, staging: torch.Tensor) -> torch.Tensor:
         """Returns bytes as words, without a remainder at the end."""

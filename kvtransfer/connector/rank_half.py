@@ -16,7 +16,8 @@ from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, LoadRepor
 from baton.kvtransfer.connector.host_copies import HostCopies
 from baton.kvtransfer.connector.notifier import Filled, Notifier, NotifierThread
 from baton.kvtransfer.connector.paged_cache import PagedCache
-from baton.kvtransfer.control import Claim, EnginePort, split_blocks
+from baton.kvtransfer.control import EnginePort, split_blocks
+from baton.kvtransfer.head_ranges import head_ranges, sources
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.kv_groups import KvGroup
 from baton.v1 import kv_transfer_pb2
@@ -238,24 +239,33 @@ class RankHalf:
     def load(self, step: HandoffStep) -> None:
         """Claims the step's loads and begins to copy them into the cache."""
         for load in step.loads:
-            claimed = self._port.claim(load.handoff_id, self._shard)
-            if claimed is None:
-                # The handoff has ended, with its own reason, or the service does not answer.
-                self._fail(load, kv_transfer_pb2.REFUSAL_REASON_EXPIRED, load.block_ids)
-            elif claimed.num_tokens != load.num_tokens:
-                self._fail(load, kv_transfer_pb2.REFUSAL_REASON_INCOMPLETE, load.block_ids)
-            else:
-                self._load(load, claimed)
+            sender = self._layout.split_into(load.num_shards or self._layout.num_shards)
+            for source in sources(self._shard, self._layout.num_shards, sender.num_shards):
+                if not self._load(load, sender, source):
+                    break
         if step.loads:
             # Every layer is loaded before the first layer runs: the engine writes a layer's new
             # keys to the blocks before it calls `wait_for_layer_load`, and a later scatter would
             # undo that.
             self._copies.join()
 
-    def _load(self, load: Load, claimed: Claim) -> None:
-        """Begins to copy the wanted blocks of a claim."""
+    def _load(self, load: Load, sender: KvLayout, source: int) -> bool:
+        """Claims one of the sender's shards, and begins to copy the wanted blocks and heads.
+
+        Returns:
+            False if the load has failed.
+        """
+        claimed = self._port.claim(load.handoff_id, source)
+        if claimed is None:
+            # The handoff has ended, with its own reason, or the service does not answer.
+            self._fail(load, kv_transfer_pb2.REFUSAL_REASON_EXPIRED, load.block_ids)
+            return False
+        if claimed.num_tokens != load.num_tokens:
+            self._fail(load, kv_transfer_pb2.REFUSAL_REASON_INCOMPLETE, load.block_ids)
+            return False
+        heads = head_ranges(self._layout, self._shard, sender, source)
         num_copied = 0
-        for check in copy_in(self._copies, self._layout, claimed, load.parts):
+        for check in copy_in(self._copies, sender, claimed, load.parts, heads):
             num_copied += len(check.block_ids)
             if self._copies.finishes_at_once:
                 # Verifying at once is cheap: the bytes are still in the core's cache.
@@ -266,6 +276,7 @@ class RankHalf:
         num_wanted = sum(group.num_layers * wanted[group.table] for group in self._layout.groups)
         if num_copied != num_wanted:
             self._fail(load, kv_transfer_pb2.REFUSAL_REASON_INCOMPLETE, load.block_ids)
+        return num_copied == num_wanted
 
     def _verify(self, load: Load, check: Check) -> None:
         if not holds(check, self._port):
