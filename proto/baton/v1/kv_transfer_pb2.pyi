@@ -1035,6 +1035,7 @@ class LocalClaim(_message.Message):
     NUM_SEEN_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     rank: _builtins.int
+    """Index of one of the sender's parts; an engine rank claims each part of which it needs heads."""
     num_seen: _builtins.int
     """Number of frames in the previous answers; 0: none."""
     def __init__(
@@ -1062,8 +1063,8 @@ class LocalClaimed(_message.Message):
     FRAMES_FIELD_NUMBER: _builtins.int
     NUM_FRAMES_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
-    """Where this rank's bytes begin in the segment: layer after layer, in each layer the blocks that
-    the handoff holds.
+    """Where this part's bytes begin in the segment: layer after layer, in each layer the blocks that
+    the handoff holds, as the sender's ranks have them.
     """
     num_blocks: _builtins.int
     num_tokens: _builtins.int
