@@ -6,14 +6,20 @@ The reference is the cache of all heads: each rank holds a range of them.
 import asyncio
 import dataclasses
 import itertools
+import mmap
 import secrets
 
 import pytest
 import torch
 
+from baton.kvtransfer.connector.block_copies import Run
+from baton.kvtransfer.connector.cuda_copies import CudaCopies
 from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, Part, Push
+from baton.kvtransfer.connector.host_copies import HostCopies
+from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.connector.rank_half import RankHalf
 from baton.kvtransfer.control import EnginePort, TransferClient
+from baton.kvtransfer.head_ranges import head_ranges
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.config import KvTransferConfig
 from baton.runtime.kv_groups import KvGroup
@@ -303,3 +309,38 @@ async def test_caches_that_no_heads_divide_are_refused(pair):
         assert "num_kv_heads is 8, here 2" in events[0].detail
     finally:
         await client.close()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("slot_blocks", [1, 6], ids=["small slots", "slots"])
+@pytest.mark.parametrize("pin", [True, False], ids=["pinned", "bounced"])
+def test_a_block_of_the_sender_may_be_larger_than_scratch(device, slot_blocks, pin):
+    """The sender's rank has the heads of four ranks; a slot holds blocks of one of them."""
+    layout = layout_of(ONE_GROUP, 4)
+    sender = layout.split_into(1)
+    whole = torch.randint(256, (BLOCKS, 4, 4, CONTENT)).to(torch.uint8)
+    staging = torch.frombuffer(mmap.mmap(-1, 2**20), dtype=torch.uint8)
+    staging[: whole.numel()] = whole.flatten()
+    caches = {
+        f"layer.{layer}": paged(torch.zeros_like(whole[:, :1]), TOKENS_FIRST, 0, device)
+        for layer in range(layout.num_layers)
+    }
+    cache = PagedCache(caches, layout)
+    if device == "cpu":
+        copies = HostCopies(cache, staging)
+    else:
+        copies = CudaCopies(
+            cache, staging, slot_bytes=slot_blocks * layout.block_bytes, num_slots=2, pin=pin
+        )
+        assert copies.pinned == pin
+    ids = torch.randperm(BLOCKS).tolist()[:12]
+    heads = head_ranges(layout, 2, sender, 0)[sender.groups[0]]
+    # The blocks from the third one on.
+    run = Run(2, 10, 2 * sender.block_bytes)
+    copies.scatter_heads(1, copies.prepare(ids), run, heads).wait()
+    copies.join()
+    expected = torch.zeros_like(whole[:, :1])
+    expected[ids[2:]] = whole[2:12, 2:3]
+    assert torch.equal(caches["layer.1"].cpu(), expected)
+    assert not caches["layer.0"].any()
+    copies.close()
