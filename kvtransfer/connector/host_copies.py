@@ -73,19 +73,14 @@ class HostCopies(BlockCopies):
                 rows[at : at + count].copy_(self._cache.layers[layer][block_id : block_id + count])
         return _DONE
 
-    def scatter(self, layer: int, blocks: Sequence[int], run: Run) -> Copy:
-        if self._by_address[layer]:
+    def scatter(
+        self, layer: int, blocks: Sequence[int], run: Run, heads: HeadRange | None = None
+    ) -> Copy:
+        if self._by_address[layer] and heads is None:
             for staging, cache, size in self._addressed(layer, blocks, run):
                 ctypes.memmove(cache, staging, size)
             return _DONE
-        rows = self._rows(layer, run)
-        for at, block_id, count in _neighbours(blocks, run):
-            self._cache.layers[layer][block_id : block_id + count].copy_(rows[at : at + count])
-        return _DONE
-
-    def scatter_heads(self, layer: int, blocks: Sequence[int], run: Run, heads: HeadRange) -> Copy:
-        words = self._words[self._cache.head_word_range(layer, run.offset, run.num_blocks, heads)]
-        rows, cache = self._cache.staged_heads(layer, words, heads), self._cache.heads(layer, heads)
+        rows, cache = self._rows(layer, run, heads), self._cache.view(layer, heads)
         for at, block_id, count in _neighbours(blocks, run):
             cache[block_id : block_id + count].copy_(rows[at : at + count])
         return _DONE
@@ -93,15 +88,21 @@ class HostCopies(BlockCopies):
     def clear(self, block_ids: Sequence[int]) -> None:
         self._cache.clear(torch.tensor(self.prepare(block_ids), dtype=torch.int64))
 
-    def join(self) -> None:
+    def landing(self) -> Copy:
+        return _DONE
+
+    def join_gathers(self) -> None:
+        return
+
+    def join_scatters(self) -> None:
         return
 
     def close(self) -> None:
         return
 
-    def _rows(self, layer: int, run: Run) -> torch.Tensor:
-        words = self._cache.word_range(layer, run.offset, run.num_blocks)
-        return self._cache.rows(layer, self._words[words])
+    def _rows(self, layer: int, run: Run, heads: HeadRange | None = None) -> torch.Tensor:
+        words = self._cache.word_range(layer, run.offset, run.num_blocks, heads)
+        return self._cache.rows(layer, self._words[words], heads)
 
     def _addressed(
         self, layer: int, blocks: Sequence[int], run: Run

@@ -34,6 +34,8 @@ _RELEASED = kv_transfer_pb2.HANDOFF_STATE_RELEASED
 _LOADED = kv_transfer_pb2.REFUSAL_REASON_UNSPECIFIED
 _EXPIRED = kv_transfer_pb2.REFUSAL_REASON_EXPIRED
 _CANCELLED = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
+# Key in kv_connector_extra_config: whether requests wait for their loads (see SchedulerHalf).
+REQUESTS_WAIT = "requests_wait"
 # Key in SchedulerStats.kv_connector_stats: this engine has lost its transfer service, which does
 # not come back.
 CUT_OFF = "baton_cut_off"
@@ -73,7 +75,7 @@ class _Unfinished:
 
     Attributes:
         work: The step's work as the latency model counts it; None when it computes nothing.
-        loads: Handoffs that the step loads.
+        loads: Handoffs that the step loads before it ends.
         loaders: Requests that load fetched prefixes.
         releases: Handoffs to release when the step has ended, with the reason why they were not
             loaded.
@@ -93,10 +95,17 @@ class SchedulerHalf:
     Args:
         port: This thread's connection to the transfer service.
         layout: Layout of the KV cache.
+        requests_wait: Whether requests wait for their loads, with their blocks, while other
+            requests run; otherwise the step that first runs a request loads its handoff.
+
+    Attributes:
+        requests_wait: As given; False for caches with states, because vLLM copies a state when it
+            runs the request.
     """
 
-    def __init__(self, port: EnginePort, layout: KvLayout) -> None:
+    def __init__(self, port: EnginePort, layout: KvLayout, *, requests_wait: bool = False) -> None:
         self._port, self._layout = port, layout
+        self.requests_wait = requests_wait and not layout.has_states
         # Every request that has not ended, by the engine's request id.
         self._requests: dict[str, Request] = {}
         self._sends = Sends(port, layout)
@@ -115,6 +124,10 @@ class SchedulerHalf:
         self._gone: dict[str, int] = {}
         # True once a rank has lost the transfer service.
         self._is_cut_off = False
+        # Handoffs that requests wait for, by the engine's request id, until all ranks have loaded
+        # them; and why ranks could not.
+        self._waited: dict[str, bytes] = {}
+        self._waited_failed: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType] = {}
         # Loads and releases of the step that is made next.
         self._loads: list[Load] = []
         self._loaders: set[str] = set()
@@ -262,13 +275,17 @@ class SchedulerHalf:
             receive.handoff_id,
             receive.num_tokens - receive.skip_tokens,
             tuple(self._parts(tables, first_token, usable, receive.skip_tokens)),
+            request.request_id if self.requests_wait else "",
             receive.num_shards,
         )
         receive.over = True
-        if receive.is_fetch:
-            self._loaders.add(request.request_id)
         self._committed.pop(receive.handoff_id, None)
         self._loads.append(load)
+        if load.waiting_id:
+            self._waited[request.request_id] = receive.handoff_id
+            return
+        if receive.is_fetch:
+            self._loaders.add(request.request_id)
         self._unverified.load(load.block_ids, tables, first_token)
 
     def _parts(
@@ -347,7 +364,7 @@ class SchedulerHalf:
         self._unfinished.append(
             _Unfinished(
                 self._counter.count(output),
-                [load.handoff_id for load in step.loads],
+                [load.handoff_id for load in step.loads if not load.waiting_id],
                 frozenset(self._loaders),
                 self._releases,
             )
@@ -414,7 +431,21 @@ class SchedulerHalf:
             is_cut_off: True if a rank has lost the transfer service.
         """
         self._is_cut_off = self._is_cut_off or is_cut_off
-        self._failed_loads = report.failed
+        waited = set(self._waited.values())
+        for handoff_id, why in report.failed.items():
+            failed = self._waited_failed if handoff_id in waited else self._failed_loads
+            failed[handoff_id] = why
+
+    def loaded(self, request_ids: Collection[str]) -> None:
+        """Takes the requests whose loads have ended in all ranks, after `reported`.
+
+        Args:
+            request_ids: The engine's request IDs; others than those that wait are ignored.
+        """
+        for request_id in self._waited.keys() & request_ids:
+            handoff_id = self._waited.pop(request_id)
+            why = self._waited_failed.pop(handoff_id, _LOADED)
+            self._port.release(handoff_id, all_ranks=True, not_loaded=why)
 
     def _end(
         self,

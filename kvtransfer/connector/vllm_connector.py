@@ -11,9 +11,10 @@ bytes into a handoff. Gathered blocks stay right when the request is preempted a
 computed again, so the send goes on with the first block that was not gathered.
 
 Receiving. While the handoff is not committed, the connector tells the scheduler to ask again later,
-and the request waits without blocks. The step that first runs the request loads the whole handoff
-synchronously, into the blocks that the scheduler gave to the request. Every failure (refused,
-expired, altered bytes) ends with the engine computing the prompt itself.
+and the request waits without blocks. Then the ranks load the whole handoff into the blocks that the
+scheduler gives to the request. On a GPU the request waits until they have, and other requests run
+meanwhile; on a CPU, and for caches with states, the step that first runs the request loads it.
+Every failure (refused, expired, altered bytes) ends with the engine computing the prompt itself.
 
 Fetching. A fetch is a handoff of whole blocks at the beginning of a prompt; the request computes
 the rest. The holder runs a request for the same tokens and one more, which pushes its cached
@@ -40,6 +41,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -61,7 +63,7 @@ from baton.kvtransfer.connector.host_tier import (
     make_rank_half,
 )
 from baton.kvtransfer.connector.rank_half import RankHalf
-from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
+from baton.kvtransfer.connector.scheduler_half import REQUESTS_WAIT, SchedulerHalf
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.disk.orders import DiskReport, Order
 from baton.kvtransfer.disk.rank_disk import RankDisk
@@ -179,7 +181,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             # vLLM's scheduler spins while its ranks compute; it must not take their cores.
             affinity.avoid_cores(extra["rank_cpus"])
-            self._scheduler = SchedulerHalf(self._port, self._layout)
+            self._scheduler = SchedulerHalf(
+                self._port, self._layout, requests_wait=extra[REQUESTS_WAIT]
+            )
             self._host = HostTier.make(vllm_config, kv_cache_config, self._cached)
             num_ranks = vllm_config.parallel_config.world_size
             self._drops = CacheDrops(self._cached, self._scheduler, self._host, num_ranks)
@@ -292,11 +296,12 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if self._host_copies is not None:
             self._host_copies.prepare_store_kv(self._orders().host)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        ended, failed = self._rank_half.take_ended()
         if self._host_copies is None:
-            return None, None
+            return KVConnectorTransferResults(set(), ended, failed)
         sent, received = self._host_copies.get_finished(finished_req_ids)
-        return sent, received
+        return KVConnectorTransferResults(sent, received | ended, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._rank_half.take_invalid_block_ids()
@@ -333,7 +338,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             num_tokens = self._host.num_loadable_tokens(request, num_computed_tokens)
         if num_tokens is not None and half.lacks_cached(request, num_computed_tokens + num_tokens):
             return None, False
-        return num_tokens, is_host and bool(num_tokens)
+        return num_tokens, (is_host or half.requests_wait) and bool(num_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -430,6 +435,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(told, RankReport):
             self._scheduler_half.reported(told.loads, is_cut_off=told.is_cut_off)
             self._drops.reported(told.cleared)
+        self._scheduler_half.loaded(connector_output.finished_recving or set())
         invalid = connector_output.invalid_block_ids
         untrusted = self._scheduler_half.distrust(invalid)
         if untrusted:

@@ -239,7 +239,7 @@ async def hand_over(sender, receiver, num_tokens, num_cached_blocks=0):
         skipped = num_cached_blocks if table == 0 else 0
         for one, other in zip(source[table][skipped:], target[table][skipped:], strict=True):
             whole[other] = sender.whole[layer][one]
-    return Load(state.handoff_id, num_tokens, tuple(parts), state.num_shards)
+    return Load(state.handoff_id, num_tokens, tuple(parts), num_shards=state.num_shards)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -283,6 +283,23 @@ async def test_a_wrong_byte_of_any_shard_is_found(pair, case):
     invalid = receiver.step(loads=[load])
     assert invalid[-1]
     assert receiver.failed[-1] == {load.handoff_id: pb.REFUSAL_REASON_CHECKSUM}
+
+
+@pytest.mark.parametrize("case", ["1 to 2", "4 to 2"])
+async def test_a_request_waits_for_the_heads_of_all_shards(pair, case):
+    sender, receiver = await pair.start(case)
+    load = dataclasses.replace(await hand_over(sender, receiver, 50), waiting_id="request")
+    assert receiver.step(loads=[load]) == [set()] * receiver.layout.tp_size
+    ended = [set() for _ in receiver.ranks]
+    async with asyncio.timeout(30):
+        while not all(ended):
+            for half, found in zip(receiver.ranks, ended, strict=True):
+                done, failed = half.take_ended()
+                assert not failed
+                found |= done
+            await asyncio.sleep(0.01)
+    assert ended == [{"request"}] * receiver.layout.tp_size
+    receiver.check()
 
 
 async def test_a_load_of_another_length_is_refused(pair):
@@ -337,8 +354,8 @@ def test_a_block_of_the_sender_may_be_larger_than_scratch(device, slot_blocks, p
     heads = head_ranges(layout, 2, sender, 0)[sender.groups[0]]
     # The blocks from the third one on.
     run = Run(2, 10, 2 * sender.block_bytes)
-    copies.scatter_heads(1, copies.prepare(ids), run, heads).wait()
-    copies.join()
+    copies.scatter(1, copies.prepare(ids), run, heads).wait()
+    copies.join_scatters()
     expected = torch.zeros_like(whole[:, :1])
     expected[ids[2:]] = whole[2:12, 2:3]
     assert torch.equal(caches["layer.1"].cpu(), expected)
