@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -261,8 +262,27 @@ def layout_of(
         block_bytes=heads * cache.block_size * content * itemsize,
         axes=f"heads,tokens,content of {_content(config, backends)}{_states(cache, model)}",
         tp_size=tp_size,
-        num_replicas=tp_size if model.use_mla else 1,
+        num_replicas=_num_replicas(model, parallel),
     )
+
+
+def _num_replicas(model: Any, parallel: Any) -> int:
+    """Returns the number of neighbouring ranks that hold the same part of the cache.
+
+    All ranks hold the same latents. If there are more ranks than KV heads, neighbouring ranks hold
+    the same head (QKVParallelLinear of vllm/model_executor/layers/linear.py).
+    """
+    tp_size = int(parallel.tensor_parallel_size)
+    if model.use_mla:
+        return tp_size
+    if model.has_inner_state:
+        # Every rank has its own part of the states.
+        return 1
+    heads = [
+        model.model_arch_config[layer].total_num_kv_heads
+        for layer in range(model.get_num_layers(parallel))
+    ]
+    return math.gcd(*(max(1, tp_size // num_heads) for num_heads in heads))
 
 
 def _states(cache: Any, model: Any) -> str:

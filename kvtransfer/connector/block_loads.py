@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.kvtransfer.connector.block_copies import BlockCopies, Run
 from baton.kvtransfer.connector.handoff_step import Part
 from baton.kvtransfer.connector.notifier import Copy
 from baton.kvtransfer.control import Claim, checksum
+from baton.kvtransfer.head_ranges import HeadRange
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.kv_groups import KvGroup
 from baton.v1 import kv_transfer_pb2
@@ -80,14 +81,16 @@ def copy_in(
     layout: KvLayout,
     claimed: Claim,
     parts: Sequence[Part],
+    heads: Mapping[KvGroup, HeadRange],
 ) -> Iterator[Check]:
     """Begins the copies of a claim's frames that hold wanted blocks; yields one check per frame.
 
     Args:
         copies: This rank's copies.
-        layout: Layout of the KV cache.
+        layout: Layout of the sender's KV cache.
         claimed: The claimed staging.
         parts: The wanted blocks of each block table.
+        heads: The wanted heads of the layers of each group; empty: all heads of the blocks.
     """
     prepared = {
         table.table: copies.prepare(part.block_ids)
@@ -105,7 +108,7 @@ def copy_in(
         held = range(batch[0].first_block, _held_blocks(batch[-1]).stop)
         for begin, wanted in _wanted_blocks(held, group, part):
             run = Run(begin, len(wanted), staged(wanted.start))
-            copy = copies.scatter(layer, prepared[group.table], run)
+            copy = copies.scatter(layer, prepared[group.table], run, heads.get(group))
             for frame in batch:
                 copied = _common(_held_blocks(frame), wanted)
                 if not copied:

@@ -26,8 +26,8 @@ import torch
 from baton.kvtransfer.connector.block_copies import BlockCopies, Run
 from baton.kvtransfer.connector.notifier import Copy
 from baton.kvtransfer.connector.paged_cache import PagedCache
-from baton.kvtransfer.engine_port import split_blocks
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES
+from baton.kvtransfer.head_ranges import HeadRange
 
 # Largest copy. Launching one takes the host about as long as the bus needs for 8 MiB, so frames are
 # copied together.
@@ -205,15 +205,19 @@ class CudaCopies(BlockCopies):
         slot.used = copied
         return _Arriving(copied) if slot.host is None else _Bouncing(copied, slot, targets)
 
-    def scatter(self, layer: int, blocks: torch.Tensor, run: Run) -> Copy:
+    def scatter(
+        self, layer: int, blocks: torch.Tensor, run: Run, heads: HeadRange | None = None
+    ) -> Copy:
         before = torch.cuda.current_stream(self._device).record_event()
-        cache, block_bytes = self._cache.layers[layer], self._cache.groups[layer].block_bytes
-        for first, count in split_blocks(
-            0, run.num_blocks, block_bytes, self.max_blocks(layer) * block_bytes
-        ):
-            slot = next(self._incoming)
-            offset = run.offset + first * block_bytes
-            source = self._words[self._cache.word_range(layer, offset, count)]
+        cache, word_bytes = self._cache.view(layer, heads), int(self._cache.word.itemsize)
+        block, wanted = (each * word_bytes for each in self._cache.staged_words(layer, heads))
+        # One copy for many blocks takes less time than a copy for each, even if it carries heads
+        # between the wanted ones that other ranks take.
+        most = 1 + (self._slot_bytes - wanted) // block
+        for first in range(0, run.num_blocks, most):
+            count, slot = min(most, run.num_blocks - first), next(self._incoming)
+            offset = run.offset + first * block
+            source = self._words[self._cache.word_range(layer, offset, count, heads)]
             scratch = slot.words[: len(source)]
             if slot.host is not None:
                 if slot.read is not None:
@@ -231,7 +235,7 @@ class CudaCopies(BlockCopies):
                 self._scatters.wait_event(copied)
                 begin = run.begin + first
                 cache.index_copy_(
-                    0, blocks[begin : begin + count], self._cache.rows(layer, scratch)
+                    0, blocks[begin : begin + count], self._cache.rows(layer, scratch, heads)
                 )
                 slot.used = self._scattered = self._scatters.record_event()
             slot.read = copied

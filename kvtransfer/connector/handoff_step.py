@@ -49,12 +49,14 @@ class Load:
         parts: The blocks of each block table; some may be empty.
         waiting_id: The engine's ID of the request that waits until the load has ended. Empty: the
             request runs in this step, whose model waits for the load.
+        num_shards: Number of shards of the sender's cache; 0: as many as of this one.
     """
 
     handoff_id: bytes
     num_tokens: int
     parts: tuple[Part, ...]
     waiting_id: str = ""
+    num_shards: int = 0
 
     @property
     def block_ids(self) -> list[int]:

@@ -8,7 +8,7 @@ copies, and its output for the verification.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,12 +17,29 @@ from baton.kvtransfer.connector.block_copies import BlockCopies
 from baton.kvtransfer.connector.block_loads import Check, copy_in, holds
 from baton.kvtransfer.connector.handoff_step import Load, LoadReport
 from baton.kvtransfer.control import Claim, EnginePort
+from baton.kvtransfer.head_ranges import HeadRange, head_ranges, sources
 from baton.kvtransfer.layout import KvLayout
+from baton.runtime.kv_groups import KvGroup
 from baton.v1 import kv_transfer_pb2
 
 _CHECKSUM = kv_transfer_pb2.REFUSAL_REASON_CHECKSUM
 _EXPIRED = kv_transfer_pb2.REFUSAL_REASON_EXPIRED
 _INCOMPLETE = kv_transfer_pb2.REFUSAL_REASON_INCOMPLETE
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """A claimed shard of a sender.
+
+    Attributes:
+        layout: Layout of the sender's cache.
+        claimed: The claimed staging.
+        heads: The heads of this rank, for each group of layers; empty: all heads.
+    """
+
+    layout: KvLayout
+    claimed: Claim
+    heads: Mapping[KvGroup, HeadRange]
 
 
 @dataclass(slots=True)
@@ -75,61 +92,77 @@ class RankLoads:
     def begin(self, loads: Sequence[Load]) -> None:
         """Claims a step's loads and begins to copy them into the cache."""
         for load in loads:
-            claimed = self._port.claim(load.handoff_id, self._shard)
-            failed = None
-            if claimed is None:
-                # The handoff has ended, with its own reason, or the service does not answer.
-                failed = _EXPIRED
-            elif claimed.num_tokens != load.num_tokens:
-                failed = _INCOMPLETE
+            shards, failed = self._claimed(load)
             if load.waiting_id:
-                self._waited.append(self._begun(load, claimed, failed))
-            elif claimed is None or failed is not None:
-                self._fail(load, failed or _EXPIRED, load.block_ids)
+                self._waited.append(self._begun(load, shards, failed))
+            elif failed is not None:
+                self._fail(load, failed, load.block_ids)
             else:
-                self._load(load, claimed)
+                self._load(load, shards)
         if not all(load.waiting_id for load in loads):
             # Every layer is loaded before the first layer runs: the engine writes a layer's new
             # keys to the blocks before it calls `wait_for_layer_load`, and a later scatter would
             # undo that.
             self._copies.join_scatters()
 
+    def _claimed(
+        self, load: Load
+    ) -> tuple[list[_Shard], kv_transfer_pb2.RefusalReason.ValueType | None]:
+        """Claims the sender's shards that have heads of this rank; or says why the load fails."""
+        sender = self._layout.split_into(load.num_shards or self._layout.num_shards)
+        shards = []
+        for source in sources(self._shard, self._layout.num_shards, sender.num_shards):
+            claimed = self._port.claim(load.handoff_id, source)
+            if claimed is None:
+                # The handoff has ended, with its own reason, or the service does not answer.
+                return [], _EXPIRED
+            if claimed.num_tokens != load.num_tokens:
+                return [], _INCOMPLETE
+            heads = head_ranges(self._layout, self._shard, sender, source)
+            shards.append(_Shard(sender, claimed, heads))
+        return shards, None
+
+    def _copied(self, load: Load, shards: Sequence[_Shard]) -> Iterator[Check]:
+        """Begins the copies of the wanted blocks; yields one check per frame."""
+        for shard in shards:
+            yield from copy_in(self._copies, shard.layout, shard.claimed, load.parts, shard.heads)
+
     def _begun(
         self,
         load: Load,
-        claimed: Claim | None,
+        shards: Sequence[_Shard],
         failed: kv_transfer_pb2.RefusalReason.ValueType | None,
     ) -> _Waited:
         """Begins the copies of a load that a request waits for."""
-        if claimed is None or failed is not None:
+        if failed is not None:
             return _Waited(load, failed=failed)
-        checks = list(copy_in(self._copies, self._layout, claimed, load.parts))
+        checks = list(self._copied(load, shards))
         return _Waited(
             load,
             checks,
             [self._threads.submit(self._verify, check) for check in checks],
             self._threads.submit(self._copies.landing().wait),
-            None if self._is_whole(load, checks) else _INCOMPLETE,
+            None if self._is_whole(load, shards, checks) else _INCOMPLETE,
         )
 
-    def _load(self, load: Load, claimed: Claim) -> None:
+    def _load(self, load: Load, shards: Sequence[_Shard]) -> None:
         """Begins the copies of a load that belongs to the step."""
         checks = []
-        for check in copy_in(self._copies, self._layout, claimed, load.parts):
+        for check in self._copied(load, shards):
             checks.append(check)
             if not self._copies.finishes_at_once:
                 self._unchecked.append((load, check))
             elif not self._verify(check):
                 # Verifying at once is cheap: the bytes are still in the core's cache.
                 self._fail(load, _CHECKSUM, check.block_ids)
-        if not self._is_whole(load, checks):
+        if not self._is_whole(load, shards, checks):
             self._fail(load, _INCOMPLETE, load.block_ids)
 
-    def _is_whole(self, load: Load, checks: Sequence[Check]) -> bool:
-        """Returns whether a claim had frames of all blocks that the load wants."""
+    def _is_whole(self, load: Load, shards: Sequence[_Shard], checks: Sequence[Check]) -> bool:
+        """Returns whether the claims had frames of all blocks that the load wants."""
         wanted = [len(part.block_ids) for part in load.parts]
         num_wanted = sum(group.num_layers * wanted[group.table] for group in self._layout.groups)
-        return sum(len(check.block_ids) for check in checks) == num_wanted
+        return sum(len(check.block_ids) for check in checks) == len(shards) * num_wanted
 
     def _fail(
         self,

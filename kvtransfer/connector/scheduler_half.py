@@ -57,6 +57,7 @@ class _Receive:
         is_fetch: Whether the request computes what the handoff does not bring. With a num_tokens of
             0 it waits until another request has loaded the handoff.
         over: True once the handoff was loaded or given up, or there was nothing to load.
+        num_shards: Number of shards of the sender's cache, known when the handoff is committed.
     """
 
     handoff_id: bytes
@@ -65,6 +66,7 @@ class _Receive:
     deadline: float
     is_fetch: bool = False
     over: bool = False
+    num_shards: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +110,8 @@ class SchedulerHalf:
         self._requests: dict[str, Request] = {}
         self._sends = Sends(port, layout)
         self._receives: dict[str, _Receive] = {}
-        # Committed handoffs that were not loaded, with their number of tokens. The transfer service
-        # bounds their number.
-        self._committed: dict[bytes, int] = {}
+        # Committed handoffs that were not loaded. The transfer service bounds their number.
+        self._committed: dict[bytes, kv_transfer_pb2.LocalHandoffState] = {}
         # Handoffs that failed, and that were released; their requests may not have come yet.
         self._failed: OrderedDict[bytes, None] = OrderedDict()
         self._released: OrderedDict[bytes, None] = OrderedDict()
@@ -184,10 +185,11 @@ class SchedulerHalf:
             # Baton's engine must abort the request.
             self._gone[request.request_id] = 0
             return None
-        if receive.handoff_id in self._committed:
+        if (committed := self._committed.get(receive.handoff_id)) is not None:
+            receive.num_shards = committed.num_shards
             if receive.is_fetch:
                 # The holder may have lacked blocks at the end.
-                brought = receive.skip_tokens + self._committed[receive.handoff_id]
+                brought = receive.skip_tokens + committed.num_tokens
                 receive.num_tokens = min(receive.num_tokens, brought)
             if self._is_loadable(receive, request):
                 return max(0, self._usable_tokens(receive, request) - num_computed_tokens)
@@ -274,6 +276,7 @@ class SchedulerHalf:
             receive.num_tokens - receive.skip_tokens,
             tuple(self._parts(tables, first_token, usable, receive.skip_tokens)),
             request.request_id if self.requests_wait else "",
+            receive.num_shards,
         )
         receive.over = True
         self._committed.pop(receive.handoff_id, None)
@@ -468,7 +471,7 @@ class SchedulerHalf:
         """Takes the changes of handoffs' states from the transfer service."""
         for state in self._port.poll():
             if state.state == _COMMITTED:
-                self._committed[state.handoff_id] = state.num_tokens
+                self._committed[state.handoff_id] = state
             else:
                 self._committed.pop(state.handoff_id, None)
             for ended, handoffs in ((_FAILED, self._failed), (_RELEASED, self._released)):

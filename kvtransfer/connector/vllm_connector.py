@@ -163,11 +163,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             ) from error
         extra = self._kv_transfer_config.kv_connector_extra_config
         self._layout = KvLayout(**extra["layout"]).with_groups(list(self._named))
-        if (replicas := kv_cache_config.kv_tp_replicas) % self._layout.num_replicas:
-            raise ValueError(
-                f"{replicas} ranks hold the same part of the cache; "
-                f"must be a multiple of the fingerprint's {self._layout.num_replicas}"
-            )
+        _check_replicas(vllm_config, kv_cache_config, self._layout)
         self._port = EnginePort(extra["socket"])
         self._scheduler: SchedulerHalf | None = None
         self._cache_events: list[KVCacheEvent] = []
@@ -469,3 +465,20 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if self._host is not None:
             self._host.finished(request)
         return False, None
+
+
+def _check_replicas(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, layout: KvLayout
+) -> None:
+    """Raises ValueError if a shard's ranks cannot hold the same part of the cache.
+
+    vLLM counts only ranks that hold the same latents. Ranks that hold the same KV head have no
+    other head.
+    """
+    replicas, expected = kv_cache_config.kv_tp_replicas, layout.num_replicas
+    has_one_head = all(group.num_kv_heads == 1 for group in layout.groups)
+    if replicas % expected and (vllm_config.model_config.use_mla or not has_one_head):
+        raise ValueError(
+            f"{replicas} ranks hold the same part of the cache; must be a multiple of the "
+            f"fingerprint's {expected}"
+        )

@@ -238,10 +238,9 @@ class TransferCore:
 
     def push_frame(self, stream: int, frame: Frame) -> None:
         if frame.kind is FrameKind.REFERENCE:
-            # A reference before the layout is known is refused: no transport is accepted yet.
-            num_bytes = 0
-            if self._layout is not None and frame.layer < self._layout.num_layers:
-                num_bytes = frame.num_blocks * self._layout.group_of(frame.layer).block_bytes
+            # A reference to no live handoff has 0 bytes, and the receiver refuses it.
+            block_bytes = self._receiver.block_bytes(frame.handoff_id, frame.layer)
+            num_bytes = frame.num_blocks * block_bytes
             frame = self._negotiator.resolve(stream, frame, num_bytes)
         if effects := self._receiver.handle_frame(stream, frame, time.monotonic()):
             self._carry_out(effects)

@@ -122,17 +122,24 @@ class Receiver:
             self._table.fail(handoff, *(handoff.problem or incomplete), now)
         return self._table.take_effects()
 
+    def block_bytes(self, handoff_id: bytes, layer: int) -> int:
+        """Returns the size of a block of a live handoff, as its sender's ranks have it; else 0."""
+        live = self._table.live.get(handoff_id)
+        if live is None or layer >= live.layout.num_layers:
+            return 0
+        return live.layout.group_of(layer).block_bytes
+
     def serves(self, stream: int) -> bool:
         """Returns whether a stream carries a handoff that still needs its frames."""
         handoff = self._table.of_stream(stream)
         return handoff is not None and handoff.state in SENDER_AT_WORK
 
     def claim(self, handoff_id: bytes, rank: int, now: float) -> tuple[Grant, list[Effect]]:
-        """Lets one rank read its part of a committed handoff until it releases it.
+        """Lets a rank read one of the sender's shards of a committed handoff until its release.
 
         Raises:
-            TransferRefused: The handoff is not committed (any more), or the rank does not exist
-                or has released its part.
+            TransferRefused: The handoff is not committed (any more), or this shard does not exist
+                or was released.
         """
         handoff = self._table.live.get(handoff_id)
         if handoff is None or handoff.extent is None:
@@ -238,7 +245,7 @@ class Receiver:
 
     def _grant(self, handoff: Handoff, rank: int, frames: Sequence[ReceivedFrame]) -> Grant:
         assert handoff.extent is not None
-        begin = rank * self._known_layout().shard_bytes(handoff.num_blocks)
+        begin = rank * handoff.layout.shard_bytes(handoff.num_blocks)
         return Grant(
             handoff.handoff_id,
             handoff.epoch,
@@ -290,7 +297,7 @@ class Receiver:
         return None
 
     def _data(self, handoff: Handoff, frame: Frame, now: float) -> None:
-        layout = self._known_layout()
+        layout = handoff.layout
         if handoff.state in (_S.COMMITTED, _S.CLAIMED):
             detail = "a data frame after the commit"
             self._table.refuse(
@@ -326,7 +333,7 @@ class Receiver:
         self._table.statistics.num_frames[handoff.choice.transport] += 1
 
     def _commit(self, handoff: Handoff, frame: Frame, now: float) -> None:
-        layout = self._known_layout()
+        layout = handoff.layout
         if handoff.state in (_S.COMMITTED, _S.CLAIMED):
             detail = "a second commit"
             self._table.refuse(

@@ -94,7 +94,7 @@ async def fetch(
     if spoiled:
         sent = await serve(holder, reader, handoff_id, prompt, num_tokens, skip)
         await reader.committed(handoff_id)
-        spoil(reader, 0, reader.info.layout.num_blocks(num_tokens - skip))
+        spoil(holder, reader, 0, reader.info.layout.num_blocks(num_tokens - skip))
         return {"sent": sent, **await read(reader, name, prompt, receive)}
     made, sent = await asyncio.gather(
         read(reader, name, prompt, receive),
