@@ -11,13 +11,12 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
-from baton.kvtransfer.engine_port import EnginePort
-from baton.kvtransfer.frames import checksum
+from baton.kvtransfer.engine_port import EnginePort, filled_frame
 from baton.v1 import kv_transfer_pb2
 
 # Bytes per notification: each one wakes the service on another core. The last one of a step may be
@@ -32,13 +31,6 @@ _PUT_TIMEOUT_S = 1.0
 _CLOSE_TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
-
-Checksums: TypeAlias = Callable[[Sequence[memoryview]], Iterable[int]]
-
-
-def checksums_here(frames: Sequence[memoryview]) -> Iterable[int]:
-    """Computes checksums in the caller's thread."""
-    return map(checksum, frames)
 
 
 class Copy(Protocol):
@@ -83,11 +75,10 @@ class Notifier:
     Args:
         port: The thread's connection to the transfer service.
         shard: Shard that this rank sends.
-        checksums: Computes the checksums of several frames, in their order.
     """
 
-    def __init__(self, port: EnginePort, shard: int, checksums: Checksums = checksums_here) -> None:
-        self._port, self._shard, self._checksums = port, shard, checksums
+    def __init__(self, port: EnginePort, shard: int) -> None:
+        self._port, self._shard = port, shard
         self._frames: list[kv_transfer_pb2.LocalFrame] = []
         self._num_bytes = 0
 
@@ -107,19 +98,16 @@ class Notifier:
             return
         if not self._port.alive:
             return
-        memory = self._port.memory
-        found = self._checksums(
-            [memory[each.offset : each.offset + each.num_bytes] for each in filled]
-        )
-        for each, value in zip(filled, found, strict=True):
+        for each in filled:
+            data = self._port.memory[each.offset : each.offset + each.num_bytes]
             self._frames.append(
-                kv_transfer_pb2.LocalFrame(
-                    handoff_id=each.handoff_id,
-                    rank=self._shard,
-                    layer=each.layer,
-                    first_block=each.first_block,
-                    num_blocks=each.num_blocks,
-                    checksum=value,
+                filled_frame(
+                    each.handoff_id,
+                    self._shard,
+                    each.layer,
+                    each.first_block,
+                    each.num_blocks,
+                    data,
                     last=each.last,
                 )
             )

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +17,13 @@ from baton.kvtransfer.connector.host_copies import HostCopies
 from baton.kvtransfer.connector.notifier import Filled, Notifier, NotifierThread
 from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.connector.rank_loads import RankLoads
-from baton.kvtransfer.control import EnginePort, checksum, split_blocks
+from baton.kvtransfer.control import EnginePort, split_blocks
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.kv_groups import KvGroup
 
-# Threads that compute checksums beside the engine: one computes some 7 GB/s, and a bus brings 50.
-_NUM_THREADS = 4
+# Threads that verify loads: one computes checksums of some 7 GB/s, and a bus brings 50. A send uses
+# one thread for them: more took the interpreter lock from the model's launches too often.
+_NUM_THREADS = 8
 
 logger = logging.getLogger(__name__)
 
@@ -115,9 +115,8 @@ class RankHalf:
         else:
             # Only one thread may use a port.
             port = EnginePort(self._socket_path)
-            checksums = partial(self._threads.map, checksum)
             self._notifier = NotifierThread(
-                Notifier(port, self._shard, checksums), port, prepare=self._copies.bind_thread
+                Notifier(port, self._shard), port, prepare=self._copies.bind_thread
             )
 
     @property
