@@ -7,7 +7,7 @@ outputs of one step as one list, so that a step costs one message, however many 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -364,7 +364,9 @@ class Engine(Protocol):
         """Sets the targets of the steps from the next one on; may be called before `start`."""
         ...
 
-    async def drop_cache(self, cache_salt: str | None) -> DroppedBlocks:
+    async def drop_cache(
+        self, cache_salt: str | None, block_hashes: Collection[int] | None = None
+    ) -> DroppedBlocks:
         """Deletes KV blocks from every tier, and overwrites their bytes. Raises EngineDead.
 
         Running requests keep their blocks until they end, and may store what they compute later.
@@ -372,6 +374,8 @@ class Engine(Protocol):
         Args:
             cache_salt: Delete only blocks of requests with this salt (EngineRequest.cache_salt);
                 None: all blocks.
+            block_hashes: Of these, delete only blocks with these hashes (CacheChange); None: with
+                any hash.
         """
         ...
 

@@ -107,16 +107,16 @@ class BlockPool:
                 # blocks.
                 self._free.move_to_end(block, last=block in self._hashes)
 
-    def delete(self, salted: Callable[[int], bool]) -> int:
+    def delete(self, is_meant: Callable[[int], bool]) -> int:
         """Takes free blocks out of the cache; returns how many.
 
         Args:
-            salted: Says by its hash whether a block is meant.
+            is_meant: Says by its hash whether a block is meant.
         """
         gone = [
             (block_hash, block)
             for block_hash, block in self._cached.items()
-            if block in self._free and salted(block_hash)
+            if block in self._free and is_meant(block_hash)
         ]
         for block_hash, block in gone:
             del self._cached[block_hash], self._hashes[block]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.base import EngineRequest
@@ -508,21 +508,26 @@ class Scheduler:
             first, request.num_stored_blocks = request.num_stored_blocks, num_full
             self.host.store(hashes, first)
 
-    def delete(self, cache_salt: str | None) -> tuple[int, int]:
+    def delete(
+        self, cache_salt: str | None, block_hashes: Collection[int] | None
+    ) -> tuple[int, int]:
         """Deletes blocks that no request holds from the prefix cache and from host memory.
 
         Args:
             cache_salt: Only blocks of requests with this salt; None: all blocks.
+            block_hashes: Only blocks with these hashes; None: with any hash.
 
         Returns:
             How many blocks were deleted in each.
         """
+        only = frozenset(block_hashes) if block_hashes is not None else None
 
-        def salted(block_hash: int) -> bool:
-            return cache_salt is None or self._salts.get(block_hash, "") == cache_salt
+        def is_meant(block_hash: int) -> bool:
+            has_salt = cache_salt is None or self._salts.get(block_hash, "") == cache_salt
+            return has_salt and (only is None or block_hash in only)
 
-        num_host = self.host.delete(salted) if self.host is not None else 0
-        return self.blocks.delete(salted), num_host
+        num_host = self.host.delete(is_meant) if self.host is not None else 0
+        return self.blocks.delete(is_meant), num_host
 
     def _note_salt(self, request: LiveRequest, hashes: Sequence[int]) -> None:
         if not (salt := request.request.cache_salt):

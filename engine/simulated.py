@@ -17,7 +17,7 @@ import math
 import os
 import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from time import monotonic
 
@@ -247,10 +247,12 @@ class SimulatedEngine:
     def set_step_targets(self, targets: StepTargets) -> None:
         self._scheduler.targets = targets
 
-    async def drop_cache(self, cache_salt: str | None) -> DroppedBlocks:
+    async def drop_cache(
+        self, cache_salt: str | None, block_hashes: Collection[int] | None = None
+    ) -> DroppedBlocks:
         if self._dead is not None:
             raise EngineDead(self._dead)
-        dropped = DroppedBlocks(*self._scheduler.delete(cache_salt))
+        dropped = DroppedBlocks(*self._scheduler.delete(cache_salt, block_hashes))
         self._publish([])
         return dropped
 

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -240,12 +240,15 @@ class VllmEngine:
         self._output.abort_requests(internal_ids, internal=True)
         await self._core.abort_requests_async(internal_ids)
 
-    async def drop_cache(self, cache_salt: str | None) -> DroppedBlocks:
+    async def drop_cache(
+        self, cache_salt: str | None, block_hashes: Collection[int] | None = None
+    ) -> DroppedBlocks:
         drop_id = next(self._counter)
         dropped: asyncio.Future[DroppedBlocks] = asyncio.get_running_loop().create_future()
         self._drops[drop_id] = dropped
         try:
-            await self._add(drop_request(self._input, f"drop#{drop_id}", drop_id, cache_salt))
+            order = drop_request(self._input, f"drop#{drop_id}", drop_id, cache_salt, block_hashes)
+            await self._add(order)
             return await dropped
         finally:
             del self._drops[drop_id]

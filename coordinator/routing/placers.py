@@ -118,6 +118,11 @@ class Placers:
     def apply_cache(self, worker: Worker, changes: cluster_pb2.CacheEvents) -> None:
         self._router(worker).apply_cache(worker.key, changes)
 
+    def forget_session(self, session: str) -> None:
+        """Forgets which workers a session had."""
+        for placer in self._placers.values():
+            placer.router.forget_session(session)
+
     # ---- Requests from before a restart that workers still decode and no client has resumed yet.
 
     def hold(self, key: RequestKey, worker: Worker, num_tokens: int) -> None:

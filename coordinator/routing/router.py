@@ -340,6 +340,10 @@ class Router:
             entry.end_prefill(request_id, self.now)
             self._loads.file(entry)
 
+    def forget_session(self, session: str) -> None:
+        """Forgets which workers a session had; idempotent."""
+        self._sessions.pop(session, None)
+
     def _session(self, session: str) -> _Session:
         found = self._sessions.setdefault(session, _Session())
         self._sessions.move_to_end(session)

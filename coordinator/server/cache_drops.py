@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.cache_drops import DROP_TIMEOUT_S
@@ -26,12 +26,15 @@ class CacheDrops:
         self._send = send
         self._waiting: dict[tuple[WorkerKey, int], asyncio.Future[cluster_pb2.CacheDropped]] = {}
 
-    async def drop(self, worker: WorkerKey, cache_salt: str | None) -> cluster_pb2.CacheDropped:
+    async def drop(
+        self, worker: WorkerKey, cache_salt: str | None, only: Collection[int] | None = None
+    ) -> cluster_pb2.CacheDropped:
         """Deletes KV blocks of a worker.
 
         Args:
             worker: an attached worker.
             cache_salt: delete only blocks of requests with this salt; None: all blocks.
+            only: of these, delete only blocks with these hashes; None: with any hash.
 
         Returns:
             The worker's report.
@@ -44,6 +47,8 @@ class CacheDrops:
         self._waiting[worker, drop_id] = reported
         try:
             command = cluster_pb2.DropCacheCommand(drop_id=drop_id, cache_salt=cache_salt)
+            if only is not None:
+                command.only.CopyFrom(cluster_pb2.BlockHashes(hashes=only))
             self._send(worker, command)
             async with asyncio.timeout(_TIMEOUT_S):
                 report: cluster_pb2.CacheDropped = await reported

@@ -35,7 +35,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks, Name
 from baton.kvtransfer.disk.index import DiskIndex
-from baton.kvtransfer.disk.orders import BlockName, DiskReport
+from baton.kvtransfer.disk.orders import BlockName, BlockSelection, DiskReport
 
 # Share of the blocks in host memory that may be on their way to disk at a time, and share of those
 # that may be on their way from disk; the rest stays for the engine.
@@ -151,8 +151,8 @@ class HostBlocks(CPUOffloadingManager):
 
     # ---- Deletion
 
-    def delete_owner(self, owner: str | None) -> int:
-        """Deletes the blocks of an owner and those of an unknown one; None: all blocks.
+    def delete(self, selection: BlockSelection) -> int:
+        """Deletes blocks, and those of which Baton's hash and the owner are not known.
 
         Blocks in use are deleted as soon as they are not.
 
@@ -163,7 +163,7 @@ class HostBlocks(CPUOffloadingManager):
         doomed = [
             key
             for key, name in zip(keys, _names(keys), strict=True)
-            if owner is None or self._reports.owner(name) in (owner, None)
+            if self._reports.is_selected(name, selection)
         ]
         self._doomed.update(doomed)
         self._delete_unused(doomed)

@@ -16,8 +16,9 @@ from baton.kvtransfer.disk import block_file
 from baton.kvtransfer.disk.block_file import Identity, WrongFile
 from baton.kvtransfer.disk.orders import (
     BlockName,
+    BlockSelection,
     Delete,
-    DeleteOwner,
+    DeleteSelected,
     DiskReport,
     Load,
     Order,
@@ -57,7 +58,9 @@ class RankDisk:
         self._report = DiskReport()
         self._off = ""
         self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
-        self._changes: queue.SimpleQueue[Write | Delete | DeleteOwner | None] = queue.SimpleQueue()
+        self._changes: queue.SimpleQueue[Write | Delete | DeleteSelected | None] = (
+            queue.SimpleQueue()
+        )
         # The threads do not keep a process alive whose disk hangs.
         self._threads = [
             threading.Thread(target=self._change, name="baton-disk-write", daemon=True),
@@ -104,8 +107,8 @@ class RankDisk:
                     self._delete(block)
                 continue
             done = False
-            if isinstance(order, DeleteOwner):
-                done = self._delete_owner(order.owner)
+            if isinstance(order, DeleteSelected):
+                done = self._delete_selected(order.selection)
             elif not self._off:
                 try:
                     self._write(order)
@@ -154,19 +157,26 @@ class RankDisk:
         except OSError as error:
             self._turn_off(error)
 
-    def _delete_owner(self, owner: str | None) -> bool:
-        """Deletes an owner's files, also while the disk is not used; returns whether none is left.
+    def _delete_selected(self, selection: BlockSelection) -> bool:
+        """Deletes files, also while the disk is not used; returns whether none of them is left.
 
         A load that runs meanwhile has opened its file before; its result is not used.
         """
         try:
-            if owner is not None:
-                paths = [self._directory / owner]
+            if selection.owner is not None:
+                paths = [self._directory / selection.owner]
             else:
                 paths = [one for one in self._directory.iterdir() if one.is_dir()]
             for path in paths:
-                if path.is_dir():
+                if not path.is_dir():
+                    continue
+                if selection.hashes is None:
                     shutil.rmtree(path)
+                    continue
+                for file in path.glob("*/*"):
+                    block = BlockName.parse(path.name, file.parent.name, file.name)
+                    if block is not None and selection.includes(block.hash, block.owner):
+                        file.unlink(missing_ok=True)
         except OSError as error:
             self._turn_off(error)
             # Without the directory there is no file.

@@ -20,8 +20,10 @@ class Sent:
         self.commands: dict[tuple[str, int], cluster_pb2.DropCacheCommand] = {}
         self.drops = CacheDrops(self.commands.__setitem__)
 
-    async def begin(self, worker: tuple[str, int], salt: str | None) -> asyncio.Task:
-        task = asyncio.create_task(self.drops.drop(worker, salt))
+    async def begin(
+        self, worker: tuple[str, int], salt: str | None, only: tuple[int, ...] | None = None
+    ) -> asyncio.Task:
+        task = asyncio.create_task(self.drops.drop(worker, salt, only))
         while worker not in self.commands:
             await asyncio.sleep(0)
         return task
@@ -36,6 +38,7 @@ async def test_each_worker_reports_its_own():
     first, second = await sent.begin(A, "search"), await sent.begin(B, None)
     assert sent.commands[A].cache_salt == "search"
     assert not sent.commands[B].HasField("cache_salt")
+    assert not sent.commands[B].HasField("only")
     # The default tenant's salt is empty, which is not the same as no salt.
     third = await sent.begin(("c", 3), "")
     assert sent.commands["c", 3].HasField("cache_salt")
@@ -47,6 +50,13 @@ async def test_each_worker_reports_its_own():
     assert (await second).host_blocks == 4
     third.cancel()
     await asyncio.gather(third, return_exceptions=True)
+    # No block is not the same as any block.
+    for worker, only in ((("d", 4), ()), (("e", 5), (7, 9))):
+        fourth = await sent.begin(worker, "search", only)
+        assert sent.commands[worker].HasField("only")
+        assert tuple(sent.commands[worker].only.hashes) == only
+        sent.report(worker)
+        await fourth
     # A late report is ignored.
     sent.report(("c", 3))
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import engine_cases
 import vllm_cases as cases
 from engine_handoffs import TIMEOUT_S, Side, left_behind, side
 from engine_host_tier import ask, evict, hashes
@@ -70,10 +71,14 @@ async def first_life(one: Side, disk_dir: Path) -> dict[str, Any]:
 
 
 async def deleted(one: Side, disk_dir: Path, turn: list[int]) -> dict[str, Any]:
-    """Deletes the blocks of one tenant, then all."""
+    """Deletes some blocks of one tenant, then those of the tenant, then all."""
     prompt = cases.prompt(330, 94)
     made: dict[str, Any] = {"tenant's": await ask(one, "tenant's", prompt, "search")}
     await written(one, "tenant's", prompt, "search")
+    chosen = hashes(prompt, "search")[engine_cases.NUM_KEPT :]
+    made["chosen deleted"] = dataclasses.asdict(await one.engine.drop_cache("search", chosen))
+    made["chosen again"] = await ask(one, "chosen again", prompt, "search")
+    await written(one, "chosen again", prompt, "search")
     owners = directories(disk_dir, "search")
     made["num_owner_directories"] = len(owners)
     made["deleted"] = dataclasses.asdict(await one.engine.drop_cache("search"))

@@ -73,6 +73,15 @@ def test_a_restarted_engine_finds_the_files(made: dict[str, Any]) -> None:
     assert made["disk_kv_tokens"] > 0
 
 
+def test_chosen_blocks_are_deleted_from_all_tiers(made: dict[str, Any]) -> None:
+    num_chosen = whole_blocks(330) // cases.BLOCK_SIZE - engine_cases.NUM_KEPT
+    deleted = made["chosen deleted"]
+    assert [deleted[tier] for tier in ("device", "host", "disk")] == [num_chosen] * 3
+    assert not deleted["has_files_left"]
+    assert found(made["chosen again"]) == engine_cases.NUM_KEPT * cases.BLOCK_SIZE
+    assert made["chosen again"]["tokens"] == made["tenant's"]["tokens"]
+
+
 def test_the_blocks_of_a_tenant_are_deleted(made: dict[str, Any]) -> None:
     num_blocks = whole_blocks(330) // cases.BLOCK_SIZE
     deleted = made["deleted"]

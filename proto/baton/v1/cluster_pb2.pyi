@@ -1527,25 +1527,53 @@ class DropCacheCommand(_message.Message):
 
     DROP_ID_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    ONLY_FIELD_NUMBER: _builtins.int
     drop_id: _builtins.int
     """Random, not 0."""
     cache_salt: _builtins.str
     """Delete only blocks of requests with this RequestSpec.cache_salt; absent: all blocks."""
+    @_builtins.property
+    def only(self) -> Global___BlockHashes:
+        """Of these, delete only blocks with these hashes; absent: with any hash."""
+
     def __init__(
         self,
         *,
         drop_id: _builtins.int = ...,
         cache_salt: _builtins.str | None = ...,
+        only: Global___BlockHashes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "only", b"only"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "drop_id", b"drop_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "drop_id", b"drop_id", "only", b"only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
 
 Global___DropCacheCommand: _TypeAlias = DropCacheCommand  # noqa: Y015
+
+@_typing.final
+class BlockHashes(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASHES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Hashes of blocks, as in CacheEvents."""
+
+    def __init__(
+        self,
+        *,
+        hashes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockHashes: _TypeAlias = BlockHashes  # noqa: Y015
 
 @_typing.final
 class CacheDropped(_message.Message):
