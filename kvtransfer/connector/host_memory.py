@@ -31,6 +31,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.policies.arc import ARCCachePolicy
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks, Name
@@ -56,6 +57,7 @@ class HostBlocks(CPUOffloadingManager):
         num_blocks: Number of blocks that the memory holds.
         reports: Receives the changes.
         disk: Blocks on disk; None: there is no disk tier.
+        eviction_policy: vLLM's name of the order of eviction: "lru" or "arc".
     """
 
     # vLLM's names that this class uses; HostTier checks them.
@@ -72,9 +74,13 @@ class HostBlocks(CPUOffloadingManager):
     _num_evictable_cache_chunks: int
 
     def __init__(
-        self, num_blocks: int, reports: CachedBlocks, disk: DiskIndex | None = None
+        self,
+        num_blocks: int,
+        reports: CachedBlocks,
+        disk: DiskIndex | None = None,
+        eviction_policy: str = "lru",
     ) -> None:
-        super().__init__(num_blocks)
+        super().__init__(num_blocks, eviction_policy)
         self._reports = reports
         # Blocks whose store is under way and whose content is wrong.
         self._wrong: set[OffloadKey] = set()
@@ -159,7 +165,7 @@ class HostBlocks(CPUOffloadingManager):
         Returns:
             How many blocks are deleted.
         """
-        keys = list(self._policy.chunks)
+        keys = self._held_keys()
         doomed = [
             key
             for key, name in zip(keys, _names(keys), strict=True)
@@ -168,6 +174,12 @@ class HostBlocks(CPUOffloadingManager):
         self._doomed.update(doomed)
         self._delete_unused(doomed)
         return len(doomed)
+
+    def _held_keys(self) -> list[OffloadKey]:
+        """Returns the keys of all blocks."""
+        if isinstance(self._policy, ARCCachePolicy):
+            return [*self._policy.t1, *self._policy.t2]
+        return list(self._policy.chunks)
 
     def _delete_unused(self, keys: Sequence[OffloadKey]) -> None:
         """Deletes those doomed blocks that are not in use."""
@@ -280,7 +292,7 @@ class HostMemory(CPUOffloadingSpec):
         if self._blocks is None:
             # In a plain vLLM (bench/conversation.py) the changes are not read.
             reports = self._reports or CachedBlocks(self.tokens_per_block[0])
-            self._blocks = HostBlocks(self.num_chunks, reports, self._disk)
+            self._blocks = HostBlocks(self.num_chunks, reports, self._disk, self.eviction_policy)
         return self._blocks
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:

@@ -16,7 +16,7 @@ engine's cache until host memory has the block.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -91,10 +91,15 @@ class _DiskLoads:
     num_loads: int = 0
 
 
-def host_options(host_bytes: int) -> dict[str, Any]:
-    """Returns the entries of kv_connector_extra_config that turn the host tier on."""
+def host_options(host_bytes: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries of kv_connector_extra_config that turn the host tier on.
+
+    Args:
+        host_bytes: Host memory of all ranks in bytes.
+        settings: The user's settings of vLLM's OffloadingConnector, by vLLM's names.
+    """
     # By default vLLM keeps prompts only. The next turn of a conversation needs the answers too.
-    return {HOST_BYTES: host_bytes, "offload_prompt_only": False}
+    return {HOST_BYTES: host_bytes, "offload_prompt_only": False, **settings}
 
 
 def _memory(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> HostMemory | None:

@@ -73,6 +73,11 @@ def test_a_restarted_engine_finds_the_files(made: dict[str, Any]) -> None:
     assert made["disk_kv_tokens"] > 0
 
 
+def test_the_user_s_own_offloading_connector_sets_the_host_memory(made: dict[str, Any]) -> None:
+    # The second engine got vLLM's settings and evicts by "arc"; the other tests show its blocks.
+    assert made["host_kv_tokens"] == 64 * cases.BLOCK_SIZE
+
+
 def test_chosen_blocks_are_deleted_from_all_tiers(made: dict[str, Any]) -> None:
     num_chosen = whole_blocks(330) // cases.BLOCK_SIZE - engine_cases.NUM_KEPT
     deleted = made["chosen deleted"]
