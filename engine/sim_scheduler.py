@@ -214,6 +214,8 @@ class Scheduler:
     _waiting: list[tuple[tuple[int, int], LiveRequest]] = field(default_factory=list)
     # In order of their ends: one load follows the other.
     _loads: dict[str, _Load] = field(default_factory=dict)
+    # Blocks loaded from host memory since the last `take_loaded`.
+    _num_loaded: int = 0
     _now: float = 0.0
     # Salts of blocks with one, by hash.
     _salts: dict[int, str] = field(default_factory=dict)
@@ -482,6 +484,7 @@ class Scheduler:
             assert self.host is not None
             del self._loads[request.id]
             self.host.end_load(request.id)
+            self._num_loaded += load.num_blocks - request.num_cached_blocks
             hashes = request.block_hashes(load.num_blocks * size, size)
             first, request.num_cached_blocks = request.num_cached_blocks, load.num_blocks
             self.blocks.cache(request.id, first, hashes[first:])
@@ -491,6 +494,11 @@ class Scheduler:
             request.num_host_tokens = held - request.num_cached_tokens
             request.has_blocks = True
             self.add(request)
+
+    def take_loaded(self) -> int:
+        """Returns how many blocks were loaded from host memory since the last call."""
+        loaded, self._num_loaded = self._num_loaded, 0
+        return loaded
 
     def cache_blocks(self, request: LiveRequest) -> None:
         """Puts a request's full computed blocks into the prefix cache and into host memory."""

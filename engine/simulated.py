@@ -33,6 +33,7 @@ from baton.engine.base import (
     ReceiveHandoff,
     RequestRejected,
     StepSample,
+    TierLoads,
     Trace,
 )
 from baton.engine.sim_answers import WrittenAnswers
@@ -230,6 +231,8 @@ class SimulatedEngine:
 
     def load(self) -> EngineLoad:
         samples, self._samples = tuple(self._samples), deque(maxlen=_MAX_SAMPLES)
+        num_loaded, settings = self._scheduler.take_loaded(), self._settings
+        block_bytes = settings.num_layers * settings.block_bytes
         return EngineLoad(
             num_steps=self._num_steps,
             num_running=len(self._scheduler.running),
@@ -242,6 +245,9 @@ class SimulatedEngine:
                 if request.num_missing > 1
             ),
             samples=samples,
+            host_loads=TierLoads(
+                num_loaded * block_bytes, num_loaded * self._scheduler.load_block_s
+            ),
         )
 
     def set_step_targets(self, targets: StepTargets) -> None:

@@ -21,6 +21,11 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    DirectionalTransferStats,
+    OffloadingWorkerMetadata,
+    TransferStats,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
@@ -44,7 +49,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
         OffloadingConnectorMetadata,
-        OffloadingWorkerMetadata,
     )
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -59,6 +63,9 @@ HOST_CHANGE = "baton_host_cache"
 # Key in SchedulerStats.kv_connector_stats: by the engine's request id, how many prompt tokens a
 # request loads from host memory, and how many of these had to come from disk.
 HOST_LOADS = "baton_host_loads"
+# Key in SchedulerStats.kv_connector_stats: for host memory and for the disk, bytes that were loaded
+# from there, of all ranks, and the seconds in which the ranks loaded them at the same time.
+TIER_LOADS = "baton_tier_loads"
 # Most times that one request loads blocks from disk; host memory may have evicted them again.
 _MOST_DISK_LOADS = 3
 
@@ -75,6 +82,9 @@ _FIELDS: dict[type, tuple[str, ...]] = {
         "transfer_jobs",
     ),
     RequestGroupState: ("offload_keys",),
+    OffloadingWorkerMetadata: ("transfer_stats",),
+    TransferStats: ("load",),
+    DirectionalTransferStats: ("bytes", "time"),
 }
 
 
@@ -145,6 +155,9 @@ class HostTier:
         self._scheduler = scheduler
         self.disk = disk
         self._loads: dict[str, tuple[int, int]] = {}
+        self._num_ranks = memory.config.parallel.world_size
+        # Bytes loaded from host memory and from disk, and the seconds of a rank.
+        self._copied = {"host": (0, 0.0), "disk": (0, 0.0)}
         # Blocks loaded from disk, by the engine's request id.
         self._disk_loads: dict[str, _DiskLoads] = {}
 
@@ -257,6 +270,8 @@ class HostTier:
     def reported(self, output: KVConnectorOutput, report: OffloadingWorkerMetadata | None) -> None:
         """Takes the ranks' report on copies that have ended."""
         if report is not None:
+            load = report.transfer_stats.load
+            self._count("host", load.bytes, load.time)
             output = replace(output, kv_connector_worker_meta=report)
             self._scheduler.update_connector_output(output)
 
@@ -291,7 +306,19 @@ class HostTier:
 
     def disk_reported(self, report: DiskReport) -> None:
         """Takes the ranks' report on their disks."""
+        self._count("disk", report.loaded_bytes, report.load_s)
         self.blocks.disk_reported(report)
+
+    def _count(self, tier: str, num_bytes: int, seconds: float) -> None:
+        """Counts loads; the seconds are those of all ranks added up."""
+        bytes_before, before_s = self._copied[tier]
+        self._copied[tier] = bytes_before + num_bytes, before_s + seconds / self._num_ranks
+
+    def take_copied(self) -> dict[str, tuple[int, float]]:
+        """Returns the loads since the last call, see TIER_LOADS; empty if there were none."""
+        copied = {tier: one for tier, one in self._copied.items() if one[0]}
+        self._copied |= dict.fromkeys(copied, (0, 0.0))
+        return copied
 
     def clear(self) -> None:
         """Forgets all blocks."""

@@ -57,6 +57,7 @@ from baton.kvtransfer.connector.host_tier import (
     HOST_BYTES,
     HOST_CHANGE,
     HOST_LOADS,
+    TIER_LOADS,
     HostTier,
     make_rank_half,
 )
@@ -397,6 +398,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
                 told[HOST_CHANGE] = change
             if loads := self._host.take_loads():
                 told[HOST_LOADS] = loads
+            if copied := self._host.take_copied():
+                told[TIER_LOADS] = copied
             if self._host.disk is not None:
                 told |= self._host.disk.told()
         told |= self._drops.told()

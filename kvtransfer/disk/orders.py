@@ -126,17 +126,23 @@ class DiskReport:
             each rank.
         num_wrong: Files that were missing, damaged, cut or of another block; each was deleted.
         off: Why a rank has stopped using its disk; empty while the disk works.
+        loaded_bytes: Bytes of the blocks that were loaded.
+        load_s: Time in which they were loaded, added up over the ranks.
     """
 
     ended: list[tuple[int, bool]] = field(default_factory=list)
     num_wrong: int = 0
     off: str = ""
+    loaded_bytes: int = 0
+    load_s: float = 0.0
 
     def __bool__(self) -> bool:
-        return bool(self.ended or self.num_wrong or self.off)
+        return bool(self.ended or self.num_wrong or self.off or self.load_s)
 
     def add(self, other: DiskReport) -> None:
         """Adds another rank's report."""
         self.ended += other.ended
         self.num_wrong += other.num_wrong
         self.off = self.off or other.off
+        self.loaded_bytes += other.loaded_bytes
+        self.load_s += other.load_s

@@ -33,6 +33,9 @@ def test_blocks_come_back(tmp_path: Path):
         "removed": [],
         "cleared": False,
     }
+    # Each rank has loaded its part, and says how long that took.
+    assert store.loaded_bytes == len(blocks) * NUM_RANKS * PAYLOAD_BYTES
+    assert store.load_s > 0
     # Written once.
     assert store.write(blocks[:1]) == [False]
     assert (store.num_wrong, store.off) == (0, "")

@@ -62,6 +62,14 @@ def test_damaged_files_are_computed_again_and_written_again(made: dict[str, Any]
     assert made["written again"]["tokens"] == made["first"]["tokens"]
 
 
+def test_loads_of_both_tiers_are_measured(made: dict[str, Any]) -> None:
+    # A block has 32 KiB in all layers and ranks.
+    num_bytes = made["written again"]["num_disk"] // cases.BLOCK_SIZE * 2**15
+    for loads in made["loads"]:
+        assert loads["num_bytes"] == num_bytes
+        assert loads["seconds"] > 0
+
+
 def test_a_restarted_engine_finds_the_files(made: dict[str, Any]) -> None:
     assert made["num_files"] > 0
     assert made["restarted"]["num_disk"] == whole_blocks(330)
