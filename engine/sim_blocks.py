@@ -72,6 +72,18 @@ class BlockPool:
         self._held[request_id] = [*cached, *(self._take() for _ in range(num_new))]
         return len(cached)
 
+    def keep(self, name: str, hashes: Sequence[int]) -> bool:
+        """Holds cached blocks under a name until `free`, if all of them are cached."""
+        assert name not in self._held
+        cached = [self._cached[one] for one in hashes if one in self._cached]
+        if len(cached) < len(hashes):
+            return False
+        for block in cached:
+            self._free.pop(block, None)
+            self._num_holders[block] += 1
+        self._held[name] = cached
+        return True
+
     def grow(self, request_id: str, num_tokens: int) -> bool:
         """Grows a request's blocks to hold `num_tokens`.
 

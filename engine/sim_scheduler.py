@@ -19,6 +19,7 @@ from baton.engine.sim_handoff import HandoffSend
 from baton.engine.sim_host_tier import HostTier
 from baton.engine.sim_text import OutputText
 from baton.engine.sim_tokens import TokenChain
+from baton.kvtransfer.connector.kept_prefixes import MOST_KEPT
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import (
@@ -214,6 +215,8 @@ class Scheduler:
     _waiting: list[tuple[tuple[int, int], LiveRequest]] = field(default_factory=list)
     # In order of their ends: one load follows the other.
     _loads: dict[str, _Load] = field(default_factory=dict)
+    # Numbers of blocks that are held for waiting requests, by request ID.
+    _kept: dict[str, int] = field(default_factory=dict)
     # Blocks loaded from host memory since the last `take_loaded`.
     _num_loaded: int = 0
     _now: float = 0.0
@@ -236,6 +239,24 @@ class Scheduler:
 
     def add(self, request: LiveRequest) -> None:
         heapq.heappush(self._waiting, (request.order, request))
+
+    def keep_prefix(self, request: LiveRequest, num_tokens: int) -> None:
+        """Holds the first blocks of a request that waits for a fetch of the blocks behind them.
+
+        As in kvtransfer/connector/kept_prefixes.py: only if the prefix cache has all of them, and
+        not more than a part of the cache.
+        """
+        hashes = self._usable_hashes(request)[: num_tokens // (self.caching_block_tokens or 1)]
+        num_kept = sum(self._kept.values()) + len(hashes)
+        if not hashes or num_kept > MOST_KEPT * self.blocks.num_blocks:
+            return
+        if self.blocks.keep(_kept_name(request), hashes):
+            self._kept[request.id] = len(hashes)
+
+    def let_prefix_go(self, request: LiveRequest) -> None:
+        """Frees the blocks that are held for a request; idempotent."""
+        if self._kept.pop(request.id, None) is not None:
+            self.blocks.free(_kept_name(request))
 
     def remove(self, request: LiveRequest) -> None:
         """Removes a request and frees its blocks."""
@@ -549,6 +570,10 @@ class Scheduler:
     def _work(request: LiveRequest, num_tokens: int) -> Work:
         is_decode = num_tokens == 1 and request.is_decoding
         return Work(request, request.run, num_tokens, is_decode)
+
+
+def _kept_name(request: LiveRequest) -> str:
+    return f"kept for {request.id}"
 
 
 def _num_tokens(work: Iterable[Work]) -> int:

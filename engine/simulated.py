@@ -204,6 +204,8 @@ class SimulatedEngine:
             receive_deadline=now + request.receive.timeout_s if request.receive else None,
         )
         self._requests[request.request_id] = live
+        if self._port is not None and (receive := request.receive) and receive.is_fetch:
+            self._scheduler.keep_prefix(live, receive.skip_tokens)
         self._scheduler.add(live)
         self._has_work.set()
 
@@ -508,6 +510,7 @@ class SimulatedEngine:
         """Loads nothing of a handoff."""
         assert self._port is not None
         live.receive_deadline = None
+        self._scheduler.let_prefix_go(live)
         if receive.num_tokens:
             self._port.release(receive.handoff_id)
 
@@ -528,6 +531,7 @@ class SimulatedEngine:
                 self._give_up(live, EngineOutput(live.id, finish=Finish.PREFIX_GONE))
             return
         live.receive_deadline = None
+        self._scheduler.let_prefix_go(live)
         try:
             loaded = self._port.load(receive, live.tokens, live.request.adapter)
         except WrongHandoff as error:

@@ -20,7 +20,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     DirectionalTransferStats,
     OffloadingWorkerMetadata,
@@ -42,7 +41,7 @@ from vllm.v1.request import RequestStatus
 
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks
 from baton.kvtransfer.connector.disk_tier import DiskTier
-from baton.kvtransfer.connector.host_memory import HostBlocks, HostMemory
+from baton.kvtransfer.connector.host_memory import HostBlocks, HostMemory, lacking
 from baton.kvtransfer.disk.orders import DiskReport
 
 if TYPE_CHECKING:
@@ -181,11 +180,7 @@ class HostTier:
         memory.report_to(reports, disk.index if disk is not None else None)
         scheduler = OffloadingConnectorScheduler(memory, vllm_config, kv_cache_config)
         if missing := _missing(scheduler):
-            raise ValueError(
-                f"vLLM {vllm.__version__} lacks {', '.join(missing)}, which the KV store in host "
-                "memory uses; install the version that Baton requires, or set kv_store.host_bytes "
-                "to 0"
-            )
+            raise lacking(missing)
         return cls(memory, scheduler, disk)
 
     def add(self, request: Request) -> None:
@@ -331,11 +326,9 @@ def _missing(scheduler: OffloadingConnectorScheduler) -> list[str]:
         for owner, names in _FIELDS.items()
         for name in set(names).difference(one.name for one in fields(owner))
     ]
-    private = [
-        *((scheduler, name) for name in ("_jobs", "_req_status")),
-        *((scheduler.manager, name) for name in HostBlocks.PRIVATE),
-    ]
-    return found + [name for owner, name in private if not hasattr(owner, name)]
+    found += [name for name in ("_jobs", "_req_status") if not hasattr(scheduler, name)]
+    assert isinstance(scheduler.manager, HostBlocks), "HostMemory makes no other"
+    return found + scheduler.manager.missing
 
 
 def make_rank_half(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, LoadReport, Part
+from baton.kvtransfer.connector.kept_prefixes import KeptPrefixes
 from baton.kvtransfer.connector.sends import Sends
 from baton.kvtransfer.connector.step_work import STEP_WORK, StepCounter
 from baton.kvtransfer.connector.unverified import UnverifiedBlocks
@@ -48,6 +49,7 @@ class _Receive:
     """A request that waits for a handoff.
 
     Attributes:
+        request_id: The engine's ID of the request.
         handoff_id: ID of the handoff, 16 bytes.
         num_tokens: Number of tokens of the prompt, from the first, that the handoff covers.
         skip_tokens: Number of these tokens, from the first, that the handoff leaves out.
@@ -57,6 +59,7 @@ class _Receive:
         over: True once the handoff was loaded or given up, or there was nothing to load.
     """
 
+    request_id: str
     handoff_id: bytes
     num_tokens: int
     skip_tokens: int
@@ -128,6 +131,7 @@ class SchedulerHalf:
         """Takes the engine's block pool; vLLM calls this before the first request."""
         self._pool = pool
         self._wrong = WrongBlocks(pool)
+        self._kept = KeptPrefixes(pool, self._layout.tables)
 
     def add(self, request: Request) -> None:
         """Takes a request that was given to the engine."""
@@ -136,13 +140,16 @@ class SchedulerHalf:
         if (send := params.get("baton_send")) is not None:
             self._sends.add(request.request_id, send)
         if (receive := params.get("baton_receive")) is not None:
-            self._receives[request.request_id] = _Receive(
+            self._receives[request.request_id] = made = _Receive(
+                request.request_id,
                 bytes.fromhex(receive["handoff_id"]),
                 receive["num_tokens"],
                 receive["skip_tokens"],
                 time.monotonic() + receive["timeout_s"],
                 receive["is_fetch"],
             )
+            if made.is_fetch and made.skip_tokens:
+                self._kept.keep(request, made.skip_tokens, made.deadline)
         if params.get("baton_only_cached"):
             self._only_cached.add(request.request_id)
 
@@ -263,6 +270,8 @@ class SchedulerHalf:
         )
         receive.over = True
         if receive.is_fetch:
+            # The request has the blocks now.
+            self._kept.let_go(request.request_id)
             self._loaders.add(request.request_id)
         self._committed.pop(receive.handoff_id, None)
         self._loads.append(load)
@@ -337,6 +346,8 @@ class SchedulerHalf:
     def step(self, output: SchedulerOutput) -> HandoffStep:
         """Returns what the ranks push, load and clear in a step that vLLM has scheduled."""
         self._uncache_uncomputed(output.preempted_req_ids)
+        if self._kept:
+            self._kept.expire(time.monotonic())
         pushes = []
         if len(self._sends):
             pushes = list(self._sends.pushes(output, self._unverified.block_ids()))
@@ -425,6 +436,7 @@ class SchedulerHalf:
             not_loaded: Why nothing was loaded.
         """
         receive.over = True
+        self._kept.let_go(receive.request_id)
         if not receive.num_tokens:
             # The handoff belongs to another request.
             return

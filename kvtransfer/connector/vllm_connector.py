@@ -17,7 +17,8 @@ expired, altered bytes) ends with the engine computing the prompt itself.
 
 Fetching. A fetch is a handoff of whole blocks at the beginning of a prompt; the request computes
 the rest. The holder runs a request for the same tokens and one more, which pushes its cached
-blocks; if some are missing, this request ends before it gets blocks.
+blocks; if some are missing, this request ends before it gets blocks. The blocks that a fetch leaves
+out are held on the device while its request waits (kept_prefixes.py).
 
 Keeping. Blocks that the engine's cache evicts stay in host memory (host_tier.py), and on disk
 (disk_tier.py); a request without a handoff loads them from there.

@@ -191,6 +191,34 @@ def test_chosen_blocks_are_deleted() -> None:
     assert table.lookup(keys) == [table.found.HIT, table.found.MISS, table.found.MISS]
 
 
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_every_policy_of_eviction_lists_its_blocks(policy: str) -> None:
+    from baton.kvtransfer.connector.host_memory import HostBlocks
+
+    table = Table(0)
+    table.blocks = HostBlocks(NUM_BLOCKS, table.reports, None, policy)
+    assert table.blocks.missing == []
+    keys = table.keys(3)
+    table.store(keys)
+    # A block that is used again goes to another list of "arc".
+    table.blocks.touch(keys[:1], table.context)
+    assert table.blocks.delete(ALL_BLOCKS) == 3
+    assert table.lookup(keys) == [table.found.MISS] * 3
+
+
+def test_a_vllm_with_other_private_names_is_refused_by_name() -> None:
+    from baton.kvtransfer.connector.host_memory import host_layers
+
+    class Renamed:
+        """A worker of a vLLM that keeps its memory elsewhere."""
+
+    with pytest.raises(ValueError, match=r"lacks Renamed\._store_handler\.dst_tensors, which"):
+        host_layers(Renamed())
+    table = Table(0)
+    del table.blocks._policy.chunks
+    assert table.blocks.missing == ["LRUCachePolicy.chunks"]
+
+
 def test_blocks_in_use_are_deleted_when_they_are_not() -> None:
     table = Table()
     read, stored = table.keys(2, "search"), table.keys(2, "search", begin=50)
