@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from baton.coordinator.server import cache_drops
 from baton.coordinator.server.cache_drops import CacheDrops
 from baton.runtime.errors import Internal, RemoteError, Unavailable, to_message
 from baton.v1 import cluster_pb2
@@ -59,6 +60,21 @@ async def test_each_worker_reports_its_own():
         await fourth
     # A late report is ignored.
     sent.report(("c", 3))
+
+
+async def test_many_blocks_are_deleted_by_several_commands(monkeypatch):
+    monkeypatch.setattr(cache_drops, "MAX_HASHES", 4)
+    sent, found = Sent(), []
+    task = await sent.begin(A, "search", range(10))
+    while not task.done():
+        if (command := sent.commands.pop(A, None)) is not None:
+            found.append(list(command.only.hashes))
+            sent.drops.on_report(
+                A, cluster_pb2.CacheDropped(drop_id=command.drop_id, host_blocks=len(found[-1]))
+            )
+        await asyncio.sleep(0)
+    assert found == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert (await task).host_blocks == 10
 
 
 async def test_a_failure_and_a_lost_worker_are_told():
