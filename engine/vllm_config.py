@@ -26,6 +26,7 @@ from vllm.v1.attention.selector import get_attn_backend
 from baton.engine.base import EngineDead
 from baton.engine.file_digest import file_digest
 from baton.engine.vllm_lora import lora_args
+from baton.engine.vllm_own_connector import OWN_ARGUMENTS, own_offloading
 from baton.engine.vllm_recording import Recording
 from baton.engine.vllm_refusals import refuse_cache, refuse_model, refuse_settings, refuse_states
 from baton.kvtransfer.layout import KvLayout
@@ -51,7 +52,6 @@ LATENT_THEN_ROPE = frozenset(
 _OWN_ARGS = (
     "model",
     "tokenizer",
-    "kv_transfer_config",
     "data_parallel_size",
     "served_model_name",
     "scheduling_policy",
@@ -100,6 +100,9 @@ def checked_args(
             hint = did_you_mean(name, known)
             raise EngineDead(f"engine_args.{name}: is no vLLM engine argument{hint}")
     refuse_settings(engine_args)
+    own_offloading(engine_args)
+    # Its settings go to Baton's connector (VllmSetup.make).
+    passed = {name: one for name, one in engine_args.items() if name not in OWN_ARGUMENTS}
     args: dict[str, Any] = {
         "model": model,
         "served_model_name": served_name,
@@ -120,7 +123,7 @@ def checked_args(
         # prefix is found at every block, as the coordinator's index expects. By default vLLM finds
         # it only near the end of an earlier prompt.
         "prefix_cache_retention_interval": None,
-        **engine_args,
+        **passed,
         "profiler_config": _profiler_config(engine_args.get("profiler_config") or {}, traces),
     }
     if args.get("enable_prefix_caching") is not False:

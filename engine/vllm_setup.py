@@ -13,7 +13,7 @@ import vllm
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from baton.engine.base import EngineInfo
+from baton.engine.base import EngineDead, EngineInfo
 from baton.engine.vllm_config import (
     RECORDING,
     RefusingEngineArgs,
@@ -27,6 +27,7 @@ from baton.engine.vllm_forced_tokens import use_forced_tokens
 from baton.engine.vllm_groups import expected_layout
 from baton.engine.vllm_load_failures import use_load_failures
 from baton.engine.vllm_lora import revision_of
+from baton.engine.vllm_own_connector import Offloading, own_offloading
 from baton.engine.vllm_refusals import refuse_executor, refuse_speculation
 from baton.engine.vllm_step_budget import use_step_budget
 from baton.kvtransfer import engine_groups, engine_stages
@@ -139,7 +140,8 @@ class VllmSetup:
             traces: Directory that profiled ranks write into.
             prior: Latency model of Baton's scheduler until it has measured steps; None: vLLM's own
                 scheduler runs.
-            host_bytes: Host memory for blocks that the cache evicts; 0: none.
+            host_bytes: Host memory for blocks that the cache evicts, unless the engine arguments
+                say how much; 0: none.
 
         Raises:
             EngineDead: Baton does not serve this model or these settings.
@@ -150,6 +152,14 @@ class VllmSetup:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         checked = CheckedModel.make(model, served_name, engine_args, adapters, traces)
         config, layout = checked.config, checked.layout
+        offloading = own_offloading(engine_args)
+        if offloading is None:
+            offloading = Offloading(host_bytes)
+        elif not config.cache_config.enable_prefix_caching:
+            raise EngineDead(
+                "engine_args.enable_prefix_caching: is False; offloading needs prefix caching, "
+                "because vLLM finds no block again without it"
+            )
         use_forced_tokens(config)
         if current_platform.is_cuda():
             scratch = scratch_bytes(checked.expected_layout.block_bytes)
@@ -164,7 +174,11 @@ class VllmSetup:
             # core: they may go on loading for minutes, or wait forever for a dead rank.
             "leash": EndsWithParent(),
             # Without prefix caching, vLLM finds no block again.
-            **(host_options(host_bytes) if config.cache_config.enable_prefix_caching else {}),
+            **(
+                host_options(offloading.host_bytes, offloading.settings)
+                if config.cache_config.enable_prefix_caching
+                else {}
+            ),
         }
         if prior is not None:
             use_step_budget(config, prior, transfer_socket)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, LoadReport, Part
+from baton.kvtransfer.connector.kept_prefixes import KeptPrefixes
 from baton.kvtransfer.connector.sends import Sends
 from baton.kvtransfer.connector.step_work import STEP_WORK, StepCounter
 from baton.kvtransfer.connector.unverified import UnverifiedBlocks
@@ -50,6 +51,7 @@ class _Receive:
     """A request that waits for a handoff.
 
     Attributes:
+        request_id: The engine's ID of the request.
         handoff_id: ID of the handoff, 16 bytes.
         num_tokens: Number of tokens of the prompt, from the first, that the handoff covers.
         skip_tokens: Number of these tokens, from the first, that the handoff leaves out.
@@ -60,6 +62,7 @@ class _Receive:
         num_shards: Number of shards of the sender's cache, known when the handoff is committed.
     """
 
+    request_id: str
     handoff_id: bytes
     num_tokens: int
     skip_tokens: int
@@ -142,6 +145,7 @@ class SchedulerHalf:
         """Takes the engine's block pool; vLLM calls this before the first request."""
         self._pool = pool
         self._wrong = WrongBlocks(pool)
+        self._kept = KeptPrefixes(pool, self._layout.tables)
 
     def add(self, request: Request) -> None:
         """Takes a request that was given to the engine."""
@@ -150,13 +154,16 @@ class SchedulerHalf:
         if (send := params.get("baton_send")) is not None:
             self._sends.add(request.request_id, send)
         if (receive := params.get("baton_receive")) is not None:
-            self._receives[request.request_id] = _Receive(
+            self._receives[request.request_id] = made = _Receive(
+                request.request_id,
                 bytes.fromhex(receive["handoff_id"]),
                 receive["num_tokens"],
                 receive["skip_tokens"],
                 time.monotonic() + receive["timeout_s"],
                 receive["is_fetch"],
             )
+            if made.is_fetch and made.skip_tokens:
+                self._kept.keep(request, made.skip_tokens, made.deadline)
         if params.get("baton_only_cached"):
             self._only_cached.add(request.request_id)
 
@@ -279,6 +286,9 @@ class SchedulerHalf:
             receive.num_shards,
         )
         receive.over = True
+        if receive.is_fetch:
+            # The request has the blocks now.
+            self._kept.let_go(request.request_id)
         self._committed.pop(receive.handoff_id, None)
         self._loads.append(load)
         if load.waiting_id:
@@ -357,6 +367,8 @@ class SchedulerHalf:
     def step(self, output: SchedulerOutput) -> HandoffStep:
         """Returns what the ranks push, load and clear in a step that vLLM has scheduled."""
         self._uncache_uncomputed(output.preempted_req_ids)
+        if self._kept:
+            self._kept.expire(time.monotonic())
         pushes = []
         if len(self._sends):
             pushes = list(self._sends.pushes(output, self._unverified.block_ids()))
@@ -459,6 +471,7 @@ class SchedulerHalf:
             not_loaded: Why nothing was loaded.
         """
         receive.over = True
+        self._kept.let_go(receive.request_id)
         if not receive.num_tokens:
             # The handoff belongs to another request.
             return

@@ -18,7 +18,8 @@ Every failure (refused, expired, altered bytes) ends with the engine computing t
 
 Fetching. A fetch is a handoff of whole blocks at the beginning of a prompt; the request computes
 the rest. The holder runs a request for the same tokens and one more, which pushes its cached
-blocks; if some are missing, this request ends before it gets blocks.
+blocks; if some are missing, this request ends before it gets blocks. The blocks that a fetch leaves
+out are held on the device while its request waits (kept_prefixes.py).
 
 Keeping. Blocks that the engine's cache evicts stay in host memory (host_tier.py), and on disk
 (disk_tier.py); a request without a handoff loads them from there.
@@ -59,6 +60,7 @@ from baton.kvtransfer.connector.host_tier import (
     HOST_BYTES,
     HOST_CHANGE,
     HOST_LOADS,
+    TIER_LOADS,
     HostTier,
     make_rank_half,
 )
@@ -398,6 +400,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
                 told[HOST_CHANGE] = change
             if loads := self._host.take_loads():
                 told[HOST_LOADS] = loads
+            if copied := self._host.take_copied():
+                told[TIER_LOADS] = copied
             if self._host.disk is not None:
                 told |= self._host.disk.told()
         told |= self._drops.told()

@@ -88,3 +88,7 @@ def unequal(way: str) -> list[cases.Case]:
 
 def together() -> list[cases.Case]:
     return [cases.greedy(f"together-{n}", cases.prompt(20 + 90 * n, 54), 10) for n in range(6)]
+
+
+# First blocks of a prompt that stay when its other blocks are deleted.
+NUM_KEPT = 3
