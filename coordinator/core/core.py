@@ -225,7 +225,7 @@ class Core:
     def take_session(self, session_id: str, tenant: str) -> TakenSession:
         """Forgets a session's workers, and its KV blocks; see SessionBlocks.take."""
         taken = self._lifecycle.session_blocks.take(session_id, tenant)
-        self.placers.forget_session(session_id)
+        self.placers.forget_session(taken.key)
         return taken
 
     def put_session_back(self, taken: TakenSession) -> None:

@@ -31,7 +31,7 @@ from baton.coordinator.state.requests import (
     Submission,
     WorkerKey,
 )
-from baton.coordinator.state.session_blocks import SessionBlocks, SessionKey
+from baton.coordinator.state.session_blocks import SessionBlocks
 from baton.coordinator.state.slow_steps import Stall
 from baton.coordinator.state.timers import Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
@@ -478,9 +478,9 @@ class RequestLifecycle:
     def _note_blocks(self, request: Request) -> None:
         """Notes the KV blocks of a request with a session, when it begins and when it ends."""
         submission = request.submission
-        if submission.session_id:
+        if (session := submission.session) is not None:
             hashes = self._placers.of(request.fleet).prompts.hashes_with_output(request)
-            self.session_blocks.add(SessionKey(submission.tenant, submission.session_id), hashes)
+            self.session_blocks.add(session, hashes)
 
     def _emit(self, effect: ev.Effect) -> None:
         self.out.append(effect)

@@ -26,7 +26,7 @@ from baton.coordinator.routing.choices import DecodeChoice, NoPlacement, Prefill
 from baton.coordinator.routing.prefix_match import HeldPrefix, PrefixMatch
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import PromptHits, WorkerLoad
-from baton.coordinator.state.requests import WorkerKey
+from baton.coordinator.state.requests import SessionKey, WorkerKey
 
 # Share of the ITL target that a decode step may take with one more decode: when prompts find free
 # workers, and when they do not. Below capacity, a margin keeps streams fast; at capacity, it would
@@ -67,7 +67,7 @@ class Demand(NamedTuple):
         waits_for_others: Whether it is placed only where it delays no request that can be in time.
         must_place: Whether it may break the ITL target of others.
         continues: Whether it is a stream that goes on elsewhere: it waits for no prompts.
-        session: Session ID; "" means no session.
+        session: The session; None means no session.
         may_fetch: Whether its reader may fetch the prompt's beginning from another worker.
     """
 
@@ -80,7 +80,7 @@ class Demand(NamedTuple):
     waits_for_others: bool = False
     must_place: bool = False
     continues: bool = False
-    session: str = ""
+    session: SessionKey | None = None
     may_fetch: bool = True
 
 
@@ -144,7 +144,9 @@ class ElasticRule:
         decoder = self._decoder(found, demand)
         return ElasticPlacement(reader, decoder) if decoder is not None else NoPlacement.FULL
 
-    def soonest(self, match: PrefixMatch, num_tokens: int, session: str) -> PrefillChoice | None:
+    def soonest(
+        self, match: PrefixMatch, num_tokens: int, session: SessionKey | None
+    ) -> PrefillChoice | None:
         """Returns where the first token of a prompt would come soonest; None: there is no worker.
 
         Unlike `place`, it counts the prompts ahead, however many.

@@ -204,7 +204,7 @@ class Placer:
         if idlest is None:
             return math.inf
         if self._rule is not None:
-            found = self.router.elastic_candidates(self.prompts.match(request), "")
+            found = self.router.elastic_candidates(self.prompts.match(request), None)
             times = [entry.free_at - AHEAD_S for entry, _ in found]
             return min((at for at in times if at > self.router.now), default=math.inf)
         return idlest.room_at(_AHEAD[self._lane_of(request)], self.router.now)
@@ -212,7 +212,7 @@ class Placer:
     def is_crowded_out(self, request: Request) -> bool:
         """Whether no prefill worker takes a batch prompt, but one would take an interactive one."""
         match, now = self.prompts.match(request), self.router.now
-        entries = self.router.prefill_candidates(match, request.submission.session_id)
+        entries = self.router.prefill_candidates(match, request.submission.session)
         batch, interactive = _AHEAD[_BATCH], _AHEAD[common_pb2.LANE_INTERACTIVE]
         return all(one.is_full(batch, now) for one in entries) and not all(
             one.is_full(interactive, now) for one in entries
@@ -244,7 +244,7 @@ class Placer:
             self.router.assign_decode(
                 request.key,
                 placement.decode,
-                request.submission.session_id,
+                request.submission.session,
                 urgent=urgent,
                 yields=yields and not urgent,
                 num_mean_tokens=self._num_mean_tokens(request),
@@ -269,7 +269,7 @@ class Placer:
         )
         urgent = submission.lane != _BATCH
         self.router.assign_decode(
-            request.key, choice, submission.session_id, urgent=urgent, yields=not urgent
+            request.key, choice, submission.session, urgent=urgent, yields=not urgent
         )
         self.router.first_token(request.key, request.prefill, request.decode)
 
@@ -363,7 +363,7 @@ class Placer:
             request.key,
             choice,
             self.prompts.hashes_of(request),
-            request.submission.session_id,
+            request.submission.session,
             request.first_token_due_at,
         )
 
@@ -395,7 +395,7 @@ class Placer:
             waits_for_others=(request.is_late or is_batch) and not must_place,
             must_place=must_place,
             continues=num_known > 0,
-            session=submission.session_id,
+            session=submission.session,
             may_fetch=self._may_fetch(request),
         )
 
@@ -429,7 +429,7 @@ class Placer:
         prefill = self.router.choose_prefill(
             match,
             request.num_prefill_tokens,
-            submission.session_id,
+            submission.session,
             _AHEAD[self._lane_of(request)],
             may_fetch=self._may_fetch(request),
         )
@@ -456,7 +456,7 @@ class Placer:
             return None
         if self.router.num_prefill_workers or not num_known:
             prefill = self.router.choose_prefill(
-                match, request.num_prefill_tokens, submission.session_id, _AHEAD[submission.lane]
+                match, request.num_prefill_tokens, submission.session, _AHEAD[submission.lane]
             )
             if prefill is None:
                 return None
@@ -496,7 +496,7 @@ class Placer:
             request.num_prompt_tokens + num_known,
             self._outputs.expected(submission.lane, most, num_known),
             prefill=prefill,
-            session=submission.session_id,
+            session=submission.session,
             max_itl_s=max_itl_s,
             yields=yields,
         )

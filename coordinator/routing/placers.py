@@ -13,7 +13,7 @@ from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerLoad
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.fleets import Fleet
-from baton.coordinator.state.requests import RequestKey, WorkerKey
+from baton.coordinator.state.requests import RequestKey, SessionKey, WorkerKey
 from baton.coordinator.state.scaling_config import in_seconds
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.coordinator.telemetry.recent_values import RecentValues
@@ -121,7 +121,7 @@ class Placers:
     def apply_cache(self, worker: Worker, changes: cluster_pb2.CacheEvents) -> None:
         self._router(worker).apply_cache(worker.key, changes)
 
-    def forget_session(self, session: str) -> None:
+    def forget_session(self, session: SessionKey) -> None:
         """Forgets which workers a session had."""
         for placer in self._placers.values():
             placer.router.forget_session(session)

@@ -15,7 +15,7 @@ from baton.coordinator.routing.prompt_blocks import PromptBlocks
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerLoad
 from baton.coordinator.state.config import CoreConfig
-from baton.coordinator.state.requests import Prediction, Request, Submission
+from baton.coordinator.state.requests import Prediction, Request, SessionKey, Submission
 from baton.coordinator.state.workers import AttachedWorkers
 from baton.v1 import common_pb2
 
@@ -95,7 +95,7 @@ class Predictions:
         Returns:
             None while no worker computes prompts.
         """
-        num_tokens, session = len(submission.prompt_token_ids), submission.session_id
+        num_tokens, session = len(submission.prompt_token_ids), submission.session
         choice = self._soonest(self._router.match(hashes), num_tokens, session)
         if choice is None:
             return None
@@ -124,7 +124,7 @@ class Predictions:
         Returns:
             Seconds; infinite if no worker computes prompts.
         """
-        choice = self._soonest(match, request.num_prefill_tokens, request.submission.session_id)
+        choice = self._soonest(match, request.num_prefill_tokens, request.submission.session)
         return choice.predicted_s if choice is not None else math.inf
 
     def here_s(self, request: Request) -> float:
@@ -157,7 +157,9 @@ class Predictions:
         queued_s = waiting_s / speed if speed else 0.0
         return self.at_a_prefill_worker_s(request, self._prompts.match(request)) + queued_s
 
-    def _soonest(self, match: PrefixMatch, num_tokens: int, session: str) -> PrefillChoice | None:
+    def _soonest(
+        self, match: PrefixMatch, num_tokens: int, session: SessionKey | None
+    ) -> PrefillChoice | None:
         """Where a prompt would be computed if it were queued at a worker now."""
         if self._rule is not None:
             return self._rule.soonest(match, num_tokens, session)

@@ -27,7 +27,7 @@ from baton.coordinator.routing.worker_load import (
     WorkerTraits,
 )
 from baton.coordinator.state.pools import Pool
-from baton.coordinator.state.requests import WorkerKey
+from baton.coordinator.state.requests import SessionKey, WorkerKey
 from baton.runtime.step_budget import StepTargets
 from baton.v1 import cluster_pb2
 
@@ -108,7 +108,7 @@ class Router:
         self.transfers = Transfers()
         self._fetches = fetches
         self._loads = LoadIndex(max_prefill_requests, max_decode_requests, step_targets)
-        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+        self._sessions: OrderedDict[SessionKey, _Session] = OrderedDict()
         # Number of decodes, on all workers, that batch requests yield to.
         self._num_urgent = 0
         # The worker that got the most recent batch decode.
@@ -239,7 +239,7 @@ class Router:
         request_id: str,
         choice: PrefillChoice,
         prompt_hashes: Sequence[int],
-        session: str = "",
+        session: SessionKey | None = None,
         due_at: float = math.inf,
     ) -> None:
         """Adds a prompt to the load of its chosen worker.
@@ -248,7 +248,7 @@ class Router:
             request_id: ID of the request.
             choice: choice that the router or the placement rule returned for the request.
             prompt_hashes: hashes of the prompt's blocks.
-            session: session ID; "" means no session.
+            session: the session; None means no session.
             due_at: when the first token is due, by the core's clock; infinite: no target.
         """
         entry = self._loads.entries[choice.worker]
@@ -259,14 +259,14 @@ class Router:
             self.transfers.begins(fetch.holder, fetch.sending_s, near=near)
         self.index.expect(request_id, choice.worker, prompt_hashes)
         self._loads.file(entry)
-        if session:
+        if session is not None:
             self._session(session).prefill = choice.worker
 
     def assign_decode(
         self,
         request_id: str,
         choice: DecodeChoice,
-        session: str = "",
+        session: SessionKey | None = None,
         *,
         urgent: bool = False,
         yields: bool = False,
@@ -277,7 +277,7 @@ class Router:
         Args:
             request_id: ID of the request.
             choice: choice that `choose_decode` returned for the request.
-            session: session ID; "" means no session.
+            session: the session; None means no session.
             urgent: whether batch requests yield to this request.
             yields: whether this request can be preempted for an urgent request.
             num_mean_tokens: KV tokens that the request has at half of its mean output; None: as
@@ -296,7 +296,7 @@ class Router:
         else:
             self._packed = choice.worker
         self._loads.file(entry)
-        if session:
+        if session is not None:
             self._session(session).decode = choice.worker
 
     def hold(self, request_id: str, worker: WorkerKey, num_tokens: int) -> None:
@@ -350,11 +350,16 @@ class Router:
             entry.end_prefill(request_id, self.now)
             self._loads.file(entry)
 
-    def forget_session(self, session: str) -> None:
+    def forget_session(self, session: SessionKey) -> None:
         """Forgets which workers a session had; idempotent."""
         self._sessions.pop(session, None)
 
-    def _session(self, session: str) -> _Session:
+    def _last_of(self, session: SessionKey | None) -> _Session:
+        """Returns the last workers of a session."""
+        found = self._sessions.get(session) if session is not None else None
+        return found or _Session()
+
+    def _session(self, session: SessionKey) -> _Session:
         found = self._sessions.setdefault(session, _Session())
         self._sessions.move_to_end(session)
         if len(self._sessions) > _MAX_SESSIONS:
@@ -364,7 +369,7 @@ class Router:
     # ---- Choices.
 
     def elastic_candidates(
-        self, match: PrefixMatch, session: str
+        self, match: PrefixMatch, session: SessionKey | None
     ) -> list[tuple[WorkerLoad, HeldPrefix]]:
         """Workers that a placement in an elastic cell compares.
 
@@ -376,7 +381,7 @@ class Router:
         group = loads.least_loaded_group()
         found = {entry.key: entry for entry in group if loads.pool(entry.key) is not None}
         if loads.num_groups > 1:
-            last = self._sessions.get(session) or _Session()
+            last = self._last_of(session)
             holders = match.holders(_NUM_HOLDERS, loads.open_prefill | loads.open_decode)
             for worker in (*holders, last.prefill, last.decode):
                 entry = loads.get(worker)
@@ -515,7 +520,7 @@ class Router:
         self,
         match: PrefixMatch,
         num_tokens: int,
-        session: str = "",
+        session: SessionKey | None = None,
         ahead: Ahead = ANYTHING_AHEAD,
         *,
         may_fetch: bool = True,
@@ -528,7 +533,7 @@ class Router:
         Args:
             match: prefix match of the prompt.
             num_tokens: tokens of the prompt.
-            session: session ID; "" means no session.
+            session: the session; None means no session.
             ahead: limit of the work queued on the worker. Requests beyond it wait in the
                 coordinator, where they can still be reordered.
             may_fetch: whether the worker may fetch the prompt's beginning from another worker.
@@ -589,14 +594,17 @@ class Router:
         predicted_s = entry.queued_s(self.now) + step_s + work_s + sent_s
         return PrefillChoice(entry.key, predicted_s, work_s, num_tokens - cached, cached)
 
-    def prefill_candidates(self, match: PrefixMatch, session: str = "") -> list[WorkerLoad]:
+    def prefill_candidates(
+        self, match: PrefixMatch, session: SessionKey | None = None
+    ) -> list[WorkerLoad]:
         """The loads of the workers that `choose_prefill` compares."""
         return [self._loads.entries[one] for one in self._prefill_candidates(match, session)]
 
-    def _prefill_candidates(self, match: PrefixMatch, session: str) -> dict[WorkerKey, HeldPrefix]:
+    def _prefill_candidates(
+        self, match: PrefixMatch, session: SessionKey | None
+    ) -> dict[WorkerKey, HeldPrefix]:
         """The workers that `choose_prefill` compares, with the prefix that each holds."""
-        loads, last = self._loads, self._sessions.get(session)
-        sticky = last.prefill if last is not None else None
+        loads, sticky = self._loads, self._last_of(session).prefill
         candidates: dict[WorkerKey, HeldPrefix] = {}
         if sticky is not None and sticky in loads.by_queue:
             candidates[sticky] = match.held_by(sticky)
@@ -613,7 +621,7 @@ class Router:
         num_output_tokens: int,
         *,
         prefill: WorkerKey | None = None,
-        session: str = "",
+        session: SessionKey | None = None,
         max_itl_s: float = math.inf,
         yields: bool = False,
     ) -> DecodeChoice | None:
@@ -624,7 +632,7 @@ class Router:
             num_tokens: tokens of the prompt and of the output generated so far.
             num_output_tokens: expected number of further output tokens (OutputLengths).
             prefill: the worker that computes the prompt; None: the decode worker itself.
-            session: session ID; "" means no session.
+            session: the session; None means no session.
             max_itl_s: desired maximum step time on a worker that also runs other requests. If it is
                 exceeded on all workers, the request goes to the fastest worker.
             yields: whether this is a batch request. A batch request is not placed on a worker
@@ -667,7 +675,12 @@ class Router:
         )
 
     def _decode_candidates(
-        self, match: PrefixMatch, session: str, source: WorkerLoad | None, *, apart: bool
+        self,
+        match: PrefixMatch,
+        session: SessionKey | None,
+        source: WorkerLoad | None,
+        *,
+        apart: bool,
     ) -> dict[WorkerKey, HeldPrefix]:
         """The workers that `choose_decode` compares, with the prefix that each holds.
 
@@ -676,8 +689,7 @@ class Router:
         the prefill worker's host, and for a batch request (`apart`) the fastest worker without
         urgent requests.
         """
-        loads, last = self._loads, self._sessions.get(session)
-        sticky = last.decode if last is not None else None
+        loads, sticky = self._loads, self._last_of(session).decode
         candidates: dict[WorkerKey, HeldPrefix] = {}
         if sticky is not None and sticky in loads.by_itl:
             candidates[sticky] = match.held_by(sticky)

@@ -95,6 +95,13 @@ class StreamKey:
     stream: int
 
 
+class SessionKey(NamedTuple):
+    """A conversation. Tenants choose session IDs independently of each other."""
+
+    tenant: str
+    session_id: str
+
+
 @dataclass(frozen=True, slots=True)
 class Submission:
     """A request that was validated and tokenized.
@@ -142,6 +149,11 @@ class Submission:
     @property
     def key(self) -> RequestKey:
         return RequestKey(request_name(self.tenant, self.request_id))
+
+    @property
+    def session(self) -> SessionKey | None:
+        """The conversation that the request belongs to."""
+        return SessionKey(self.tenant, self.session_id) if self.session_id else None
 
     def ordered_in(self, long_prompt_tokens: int) -> common_pb2.Lane.ValueType:
         """Returns the lane that orders its prompt: a long prompt is ordered in the batch lane.

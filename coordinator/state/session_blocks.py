@@ -8,6 +8,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from baton.coordinator.state.requests import SessionKey
 from baton.runtime.errors import InvalidArgument, NotFound
 
 # Most hashes of blocks that are remembered, 8 bytes each: those of 134 million tokens in blocks
@@ -18,13 +19,6 @@ _MAX_SESSIONS = 65536
 # Most chains of one session: continued conversations replace their chain, so that a session has
 # as many as it has branches.
 _MAX_CHAINS = 256
-
-
-class SessionKey(NamedTuple):
-    """Tenants choose session IDs independently of each other."""
-
-    tenant: str
-    session_id: str
 
 
 @dataclass(slots=True)

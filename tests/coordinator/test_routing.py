@@ -14,7 +14,7 @@ from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import ANYTHING_AHEAD, Ahead, WorkerTraits
 from baton.coordinator.state.pools import Pool
-from baton.coordinator.state.requests import WorkerKey
+from baton.coordinator.state.requests import SessionKey, WorkerKey
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.latency import LatencyModel
 from baton.v1 import cluster_pb2
@@ -45,7 +45,10 @@ class Cluster:
             self.router.add_worker(key(name), traits(), Pool.PREFILL)
         self.prompts: dict[str, tuple[WorkerKey, list[int]]] = {}
 
-    def send(self, request: str, prompt: list[int], session: str = "") -> PrefillChoice:
+    def send(
+        self, request: str, prompt: list[int], session_id: str = "", tenant: str = "a"
+    ) -> PrefillChoice:
+        session = SessionKey(tenant, session_id) if session_id else None
         hashes = block_hashes(prompt, BLOCK)
         choice = self.router.choose_prefill(self.router.match(hashes), len(prompt), session)
         assert choice is not None
@@ -146,6 +149,23 @@ def test_a_session_stays_where_equals_hold_its_prefix() -> None:
     for number in range(1, 10):
         assert cluster.send(str(number), prompt(1), "chat").worker == first
         cluster.done(str(number))
+
+
+def test_equal_session_ids_of_two_tenants_are_two_sessions() -> None:
+    names = [f"w{number}" for number in range(20)]
+    cluster = Cluster(*names)
+    hashes = block_hashes(prompt(1), BLOCK)
+    for name in names:
+        cluster.router.index.stored(key(name), hashes)
+    workers = {}
+    for tenant in ("a", "b"):
+        # While the first session's worker is busy, the second one gets another.
+        workers[tenant] = cluster.send(tenant, prompt(1), "chat", tenant).worker
+    assert workers["a"] != workers["b"]
+    for tenant in workers:
+        cluster.done(tenant)
+    cluster.router.forget_session(SessionKey("a", "chat"))
+    assert cluster.send("again", prompt(1), "chat", "b").worker == workers["b"]
 
 
 def test_a_session_leaves_a_worker_that_has_too_much_to_do() -> None:
@@ -404,7 +424,7 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
             hashes = block_hashes(prompt(number, length), BLOCK)
             match = router.match(hashes)
             first = router.choose_prefill(match, length, f"s{number}")
-            second = router.choose_decode(match, length, 20, session=f"s{number}")
+            second = router.choose_decode(match, length, 20, session=SessionKey("a", f"s{number}"))
             if first is not None and second is not None:
                 router.assign_prefill(str(count), first, hashes, f"s{number}")
                 router.assign_decode(str(count), second, f"s{number}")

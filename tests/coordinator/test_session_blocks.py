@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.coordinator.state.session_blocks import SessionBlocks, SessionKey
+from baton.coordinator.state.requests import SessionKey
+from baton.coordinator.state.session_blocks import SessionBlocks
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.errors import InvalidArgument, NotFound
 
