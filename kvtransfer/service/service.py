@@ -126,7 +126,7 @@ async def serve(arguments: ServiceArguments) -> int:
         segment.prefault()
         sending, receiving = limits(config)
         within_host = security.serves_tls and not security.allow_plain_links
-        context = ServiceContext(segment.name, config, dial, within_host)
+        context = ServiceContext(segment.name, segment.memory, config, dial, within_host)
         transports = registry.make(config.transports, context)
         negotiator = Negotiator(transports)
         sender = Sender(Arena(0, config.send_bytes), segment.memory, sending, negotiator)

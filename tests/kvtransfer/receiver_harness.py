@@ -41,7 +41,7 @@ def truth(handoff_id: bytes, epoch: int, num_blocks: int) -> bytes:
     return generator.randbytes(LAYOUT.handoff_bytes(num_blocks))
 
 
-def open_message(handoff_id, epoch, num_blocks, *, layout=LAYOUT, wait_ms=2000) -> bytes:
+def open_message(handoff_id, epoch, num_blocks, *, layout=LAYOUT, wait_ms=2000, offers=()) -> bytes:
     return frames.encode_open(
         pb.PushOpen(
             handoff_id=handoff_id,
@@ -50,6 +50,7 @@ def open_message(handoff_id, epoch, num_blocks, *, layout=LAYOUT, wait_ms=2000) 
             num_blocks=num_blocks,
             num_tokens=num_blocks * layout.block_size_tokens,
             wait_ms=wait_ms,
+            offers=offers,
         )
     )
 
@@ -84,9 +85,9 @@ def honest_messages(handoff_id, epoch, num_blocks) -> tuple[list[bytes], list[by
 class Harness:
     """A receiver with its memory; tests deliver messages to it."""
 
-    def __init__(self, limits=LIMITS):
+    def __init__(self, limits=LIMITS, transports=("grpc",)):
         self.memory = memoryview(bytearray(ARENA_BYTES))
-        choose = named("grpc").choose
+        choose = named(*transports).choose
         self.receiver = Receiver(Arena(0, ARENA_BYTES), self.memory, limits, choose)
         self.receiver.configure(LAYOUT)
         self.now = 0.0
