@@ -30,6 +30,8 @@ from baton.v1 import kv_transfer_pb2 as pb
 IDLE_TIMEOUT_S = 5.0
 # Bytes that are copied at a time; the checksum then reads them from the core's cache.
 _COPY_BYTES = 2**18
+# Bytes that are copied before the event loop is told: each report costs two thread switches.
+_REPORT_BYTES = 8 * 2**20
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 # Python's mmap does not tell where it maps, and copies of its memory keep the interpreter's lock.
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -103,10 +105,12 @@ class ShmPuller(Puller[PeerSegment]):
         self._started.append((source, pull))
 
     def ended(self) -> list[EndedPull]:
-        if not self._started:
-            return []
-        source, pull = self._started.popleft()
-        return [EndedPull(pull.serial, self._copy(source, pull))]
+        ended, room = list[EndedPull](), _REPORT_BYTES
+        while self._started and room > 0:
+            source, pull = self._started.popleft()
+            ended.append(EndedPull(pull.serial, self._copy(source, pull)))
+            room -= pull.num_bytes
+        return ended
 
     def _copy(self, source: PeerSegment, pull: Pull) -> int:
         """Copies the bytes of a pull; returns the checksum of the bytes in the target."""
