@@ -142,6 +142,7 @@ async def serve(arguments: ServiceArguments) -> int:
         KvTransferServicer(core, core.description).add_to(server)
         for transport in transports:
             transport.serve(server, core)
+        await negotiator.started()
         health = rpc.add_health_and_reflection(server, [SERVICE])
         with _watched_parent(stop, arguments.parent_pid):
             await _run(core, server, health, listener, stop, arguments.socket_path)

@@ -77,11 +77,14 @@ class Negotiator:
             return
         # The reasons are those of the offer: by now the transport may be usable.
         withheld = self._withheld.get(target, {})
+        better = self._names[: self._names.index(reply.transport)]
         reasons = [
             f"{name}: {withheld[name]}"
-            for name in self._names[: self._names.index(reply.transport)]
+            for name in better
             if name not in offered and name in withheld
         ]
+        for name in better:
+            self._transports[name].passed_over()
         if reply.transport_reason:
             reasons.append(reply.transport_reason)
         self._peers.pop(target, None)
@@ -156,6 +159,11 @@ class Negotiator:
         source_bytes = transport.accept(stream, offer)
         self._accepted[stream] = transport
         return source_bytes
+
+    async def started(self) -> None:
+        """Waits until every transport is as ready as it can be without other services."""
+        for transport in self._transports.values():
+            await transport.started()
 
     async def close(self) -> None:
         """Closes every transport."""

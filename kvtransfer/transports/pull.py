@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Generic, TypeVar
@@ -33,6 +34,9 @@ from baton.kvtransfer.transports.transport import (
 SourceT = TypeVar("SourceT")
 # Longest wait in seconds for the thread to end.
 CLOSE_TIMEOUT_S = 2.0
+# Part of the time without an end after which the thread looks for ends again, and its limit.
+_POLL_SHARE = 1 / 16
+_MAX_POLL_S = 0.05
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +58,10 @@ class Puller(ABC, Generic[SourceT]):
     @abstractmethod
     def start(self, source: SourceT, pull: Pull) -> None:
         """Begins a read. One that cannot begin ends like one that fails."""
+
+    def forget(self, source: SourceT) -> None:
+        """Releases what reads from a source have left; none of them is under way."""
+        del source
 
     @abstractmethod
     def ended(self) -> list[EndedPull]:
@@ -79,10 +87,11 @@ class PullThread(Generic[SourceT]):
         self._puller, self._on_ended = puller, on_ended
         self._loop = asyncio.get_running_loop()
         self._problem: str | None = "is starting"
-        self._gone = asyncio.Event()
+        self._opened, self._gone = asyncio.Event(), asyncio.Event()
         # Guards the attributes below, which both sides use.
         self._changed = threading.Condition()
-        self._posted: list[tuple[SourceT, Pull]] = []
+        # Reads to begin; without a pull, sources to forget.
+        self._posted: list[tuple[SourceT, Pull | None]] = []
         self._ended: list[EndedPull] = []
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -95,9 +104,15 @@ class PullThread(Generic[SourceT]):
 
     def post(self, source: SourceT, pull: Pull) -> None:
         """Begins a read after those that were posted before."""
-        with self._changed:
-            self._posted.append((source, pull))
-            self._changed.notify()
+        self._post(source, pull)
+
+    def forget(self, source: SourceT) -> None:
+        """Releases what reads from a source have left; none of them is under way."""
+        self._post(source, None)
+
+    async def opened(self) -> None:
+        """Waits until the puller is ready or has failed: `problem` then is final."""
+        await self._opened.wait()
 
     async def close(self) -> None:
         """Ends the thread and waits at most CLOSE_TIMEOUT_S for it. Idempotent.
@@ -111,13 +126,19 @@ class PullThread(Generic[SourceT]):
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self._gone.wait()
 
+    def _post(self, source: SourceT, pull: Pull | None) -> None:
+        with self._changed:
+            self._posted.append((source, pull))
+            self._changed.notify()
+
     def _deliver(self) -> None:
         with self._changed:
             ended, self._ended = self._ended, []
         self._on_ended(ended)
 
-    def _set_problem(self, problem: str | None) -> None:
+    def _decided(self, problem: str | None) -> None:
         self._problem = problem
+        self._opened.set()
 
     # ---- In the thread.
 
@@ -125,7 +146,7 @@ class PullThread(Generic[SourceT]):
         problem = "is closed"
         try:
             self._puller.open()
-            self._call(self._set_problem, None)
+            self._call(self._decided, None)
             self._serve()
             self._puller.close()
         except TransferError as error:
@@ -133,25 +154,38 @@ class PullThread(Generic[SourceT]):
         except Exception:
             logger.exception("the thread of a transport failed")
             problem = "internal error"
-        self._call(self._set_problem, problem)
+        self._call(self._decided, problem)
         self._call(self._gone.set)
 
     def _serve(self) -> None:
-        num_started, waits = 0, True
+        num_started, last_end = 0, 0.0
+        wait_s: float | None = None
         while True:
             with self._changed:
-                if waits and not self._closing and not self._posted:
-                    self._changed.wait(self._puller.poll_s if num_started else None)
+                if wait_s != 0.0 and not self._closing and not self._posted:
+                    self._changed.wait(wait_s)
                 if self._closing:
                     return
                 posted, self._posted = self._posted, []
+            if not num_started:
+                last_end = time.monotonic()
             for source, pull in posted:
-                self._puller.start(source, pull)
+                if pull is None:
+                    self._puller.forget(source)
+                else:
+                    self._puller.start(source, pull)
+                    num_started += 1
             ended = self._puller.ended()
-            num_started += len(posted) - len(ended)
-            waits = not (ended and num_started)
             if ended:
+                num_started -= len(ended)
+                last_end = time.monotonic()
                 self._tell(ended)
+            wait_s = None
+            if num_started:
+                waited_s = time.monotonic() - last_end
+                # Reads that do not end for long, perhaps never, are looked at ever less often.
+                patient_s = min(waited_s * _POLL_SHARE, _MAX_POLL_S)
+                wait_s = 0.0 if ended else max(self._puller.poll_s, patient_s)
 
     def _tell(self, ended: list[EndedPull]) -> None:
         with self._changed:
@@ -187,6 +221,9 @@ class PullTransport(Transport, Generic[SourceT]):
 
     def serve(self, server: grpc.aio.Server, handler: TransportHandler) -> None:
         self._handler = handler
+        self._start_thread()
+
+    def _start_thread(self) -> None:
         self._thread = PullThread(f"kv-{self.name}", self._puller(), self._take_ended)
 
     async def close(self) -> None:

@@ -120,6 +120,13 @@ class Transport(ABC):
         """Adds the transport's methods to the gRPC port. Called once, before the port serves."""
         del server, handler
 
+    async def started(self) -> None:
+        """Waits until the transport can be offered and accepted, if that needs time and no peer.
+
+        Called once, after `serve` and before other services are answered.
+        """
+        return
+
     async def close(self) -> None:
         """Ends everything and waits until no payload is read any more. Idempotent."""
         return
@@ -137,6 +144,10 @@ class Transport(ABC):
     async def prepare(self, target: str) -> None:
         """Waits until `offer` has its final answer for this address."""
         del target
+
+    def passed_over(self) -> None:
+        """Called when a receiver took a worse transport than this one for a handoff."""
+        return
 
     def frame(self, blocks: OutgoingBlocks) -> Outgoing:
         """Returns the frame that carries a run of blocks: a data frame with its bytes."""
