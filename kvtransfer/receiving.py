@@ -155,7 +155,14 @@ class Pull:
     num_bytes: int
 
 
-Effect = Reply | Changed | Pull
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """Effect: end the service, because too much staging waits for pulls that do not end."""
+
+    detail: str
+
+
+Effect = Reply | Changed | Pull | Stuck
 
 
 @dataclass(slots=True)

@@ -287,6 +287,9 @@ class TransferCore:
                         pusher.wake()
                 case receiving.Pull():
                     self._negotiator.pull(effect)
+                case receiving.Stuck(detail):
+                    logger.error("the service ends: %s", detail)
+                    self._stop.set()
                 case receiving.Changed():
                     self._notify_changed(effect)
                 case receiving.Reply():

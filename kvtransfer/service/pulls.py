@@ -37,9 +37,10 @@ class OutstandingPulls:
     def __init__(self, free: Callable[[Extent], None]) -> None:
         self._free = free
         self._pulls: dict[int, OutstandingPull] = {}
-        # By the extent's offset: number of its pulls, and the extents that were given up.
+        # Number of pulls by the offset of their extent.
         self._numbers: Counter[int] = Counter()
-        self._quarantine: dict[int, Extent] = {}
+        # Extents that were given up, and when, by their offset.
+        self._quarantine: dict[int, tuple[Extent, float]] = {}
         self._last_serial = 0
 
     def begin(self, pull: OutstandingPull) -> int:
@@ -58,20 +59,24 @@ class OutstandingPulls:
         self._numbers[offset] -= 1
         if not self._numbers[offset]:
             del self._numbers[offset]
-            if (extent := self._quarantine.pop(offset, None)) is not None:
-                self._free(extent)
+            if (kept := self._quarantine.pop(offset, None)) is not None:
+                self._free(kept[0])
         return pull
 
     def writes_to(self, extent: Extent) -> bool:
         """Returns whether a pull may still write to an extent."""
         return extent.offset in self._numbers
 
-    def give_up(self, extent: Extent) -> None:
+    def give_up(self, extent: Extent, now: float) -> None:
         """Frees an extent that its handoff no longer uses: now, or when its last pull has ended."""
         if self.writes_to(extent):
-            self._quarantine[extent.offset] = extent
+            self._quarantine[extent.offset] = extent, now
         else:
             self._free(extent)
+
+    def quarantined_since(self) -> Iterator[tuple[Extent, float]]:
+        """Yields the extents that wait for the end of pulls, and when they were given up."""
+        yield from self._quarantine.values()
 
     @property
     def num_quarantined(self) -> int:
@@ -89,5 +94,5 @@ class OutstandingPulls:
         """
         assert Counter(pull.extent.offset for pull in self) == self._numbers
         assert self._numbers.keys() >= self._quarantine.keys()
-        reserved = [*held, *self._quarantine.values()]
+        reserved = [*held, *(extent for extent, _ in self._quarantine.values())]
         assert all(any(pull.extent is each for each in reserved) for pull in self)

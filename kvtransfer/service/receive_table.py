@@ -21,6 +21,7 @@ from baton.kvtransfer.receiving import (
     ReceiverStatistics,
     ReceiveState,
     Reply,
+    Stuck,
     changed,
 )
 from baton.kvtransfer.service.pulls import OutstandingPull, OutstandingPulls
@@ -28,6 +29,8 @@ from baton.kvtransfer.service.staging_queue import StagingQueue
 from baton.v1 import kv_transfer_pb2 as pb
 
 _S = ReceiveState
+# Share of staging that may wait for reads that do not end. Only the end of the process ends them.
+MAX_STUCK_SHARE = 0.25
 
 
 class ReceiveTable:
@@ -55,6 +58,7 @@ class ReceiveTable:
         # The last state of handoffs that are over, oldest first.
         self._ended: OrderedDict[bytes, Changed] = OrderedDict()
         self._effects: list[Effect] = []
+        self._expired_at = 0.0
         self.statistics = ReceiverStatistics()
 
     def of_stream(self, stream: int) -> Handoff | None:
@@ -77,6 +81,9 @@ class ReceiveTable:
 
     def expire(self, now: float) -> None:
         """Ends every handoff whose state has lasted too long."""
+        self._expired_at = now
+        if self._stuck_bytes(now) > self._queue.statistics().total_bytes * MAX_STUCK_SHARE:
+            self._effects.append(Stuck(f"{self._stuck_bytes(now)} bytes of staging wait for reads"))
         for handoff in [each for each in self.live.values() if each.deadline <= now]:
             if handoff.state is _S.QUEUED and handoff.handoff_id in self._queue:
                 detail = "no room in the receiver's staging in time"
@@ -94,7 +101,12 @@ class ReceiveTable:
 
     def next_deadline(self) -> float | None:
         """Returns the earliest time at which `expire` may have something to do."""
-        return min((handoff.deadline for handoff in self.live.values()), default=None)
+        deadlines = [handoff.deadline for handoff in self.live.values()]
+        stuck_at = [
+            since + self._limits.idle_timeout_s for _, since in self.pulls.quarantined_since()
+        ]
+        deadlines += [each for each in stuck_at if each > self._expired_at]
+        return min(deadlines, default=None)
 
     def known(self) -> Iterator[Changed]:
         """Yields the state of every handoff that is live or remembered."""
@@ -179,7 +191,7 @@ class ReceiveTable:
             if handoff.num_bytes == num_bytes and not self.pulls.writes_to(handoff.extent):
                 self._receive(handoff, now)
                 return
-            self._give_up_extent(handoff)
+            self._give_up_extent(handoff, now)
             wait_s = max(wait_s, self._limits.retry_timeout_s)
         handoff.num_bytes = num_bytes
         handoff.deadline = now + wait_s
@@ -210,6 +222,15 @@ class ReceiveTable:
         handoff.ranks[pull.rank].num_pulls -= 1
         return handoff, pull
 
+    def _stuck_bytes(self, now: float) -> int:
+        """Returns the size of the extents whose pulls have not ended for idle_timeout_s."""
+        longest = self._limits.idle_timeout_s
+        return sum(
+            extent.size_bytes
+            for extent, since in self.pulls.quarantined_since()
+            if since + longest <= now
+        )
+
     def _is_pulled(self, handoff: Handoff) -> bool:
         return (
             handoff.state is _S.RECEIVING
@@ -217,9 +238,9 @@ class ReceiveTable:
             and self.pulls.writes_to(handoff.extent)
         )
 
-    def _give_up_extent(self, handoff: Handoff) -> None:
+    def _give_up_extent(self, handoff: Handoff, now: float) -> None:
         if handoff.extent is not None:
-            self.pulls.give_up(handoff.extent)
+            self.pulls.give_up(handoff.extent, now)
             handoff.extent = None
 
     def _admit(self, now: float) -> None:
@@ -272,7 +293,7 @@ class ReceiveTable:
         if handoff.stream is not None:
             del self.streams[handoff.stream]
         self.advance(handoff, state, quiet=True)
-        self._give_up_extent(handoff)
+        self._give_up_extent(handoff, now)
         self._queue.remove(handoff.handoff_id)
         del self.live[handoff.handoff_id]
         if state is _S.RELEASED:

@@ -31,6 +31,7 @@ from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.receiving import Pull
 from baton.kvtransfer.transports.pull import Puller, PullTransport
 from baton.kvtransfer.transports.transport import EndedPull, ServiceContext, TransportHandler
+from baton.runtime import quick_exit
 from baton.v1 import kv_transfer_pb2 as pb
 
 # Time in microseconds for which the thread of UCX sleeps between two looks at its wires. NIXL's own
@@ -89,6 +90,7 @@ class NixlPuller(Puller[NixlSource]):
         self._names: dict[bytes, str] = {}
         self._reads: list[_Read] = []
         self._failed: list[EndedPull] = []
+        self._kept: memoryview | None = None
 
     def open(self) -> None:
         os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
@@ -140,8 +142,11 @@ class NixlPuller(Puller[NixlSource]):
                 logger.info("an agent of NIXL could not be removed: %s", error)
 
     def close(self) -> None:
-        # Without its agent NIXL would release the handles of reads under way, which is no fence.
-        if not self._reads:
+        if self._reads:
+            # Bytes may land until the process ends, so its memory stays mapped until then.
+            self._kept = self._memory[:]
+            quick_exit.skip_cleanup(0)
+        else:
             self._agent = None
 
     def _handle(self, source: NixlSource, pull: Pull) -> Any:

@@ -15,6 +15,7 @@ from baton.kvtransfer.receiving import (
     ReceiverLimits,
     ReceiveState,
     Reply,
+    Stuck,
 )
 from baton.kvtransfer.service.receiver import Receiver
 from baton.v1 import kv_transfer_pb2 as pb
@@ -91,6 +92,7 @@ class Harness:
         self.receiver = Receiver(Arena(0, ARENA_BYTES), self.memory, limits, choose)
         self.receiver.configure(LAYOUT)
         self.now = 0.0
+        self.stuck = ""
         self.states: dict[bytes, ReceiveState] = {}
         # Epoch for which each handoff last got its staging.
         self.opened: dict[bytes, int] = {}
@@ -111,6 +113,8 @@ class Harness:
                 if before is not None:
                     assert effect.state in TRANSITIONS[before], (before, effect)
                 self.states[effect.handoff_id] = effect.state
+            elif isinstance(effect, Stuck):
+                self.stuck = effect.detail
             elif effect.kind == pb.PushReply.KIND_OPENED:
                 self.opened[effect.handoff_id] = effect.epoch
         return [effect for effect in effects if isinstance(effect, Reply)]

@@ -189,6 +189,9 @@ class Decode:
                 if effect.state is ReceiveState.COMMITTED:
                     self.world.committed.add((effect.handoff_id, effect.epoch))
                 continue
+            if isinstance(effect, receiving.Stuck):
+                # The service would end; going on is harder.
+                continue
             if isinstance(effect, receiving.Pull):
                 self.negotiator.pull(effect)
                 continue

@@ -165,6 +165,16 @@ def test_the_extent_of_an_ended_handoff_is_kept_until_its_reads_have_ended(pulli
     assert pulling.used() == ARENA_BYTES
 
 
+def test_the_service_ends_when_reads_that_never_end_keep_too_much_staging(pulling):
+    pulling.seen(pulling.receiver.drop(IDS[0], pulling.now))
+    pulling.tick(LIMITS.idle_timeout_s - 0.5)
+    assert pulling.stuck == ""
+    assert pulling.receiver.next_deadline() == LIMITS.idle_timeout_s
+    pulling.tick(0.5)
+    assert pulling.stuck == f"{LAYOUT.handoff_bytes(2)} bytes of staging wait for reads"
+    assert pulling.receiver.next_deadline() is None
+
+
 def test_the_next_epoch_gets_another_extent_before_all_who_wait(pulling):
     assert pulling.open(2, IDS[1], 1, 2) == OPENED
     assert pulling.open(3, IDS[2], 1, 1, wait_ms=9000) == []
