@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from baton.engine.vllm_setup import CheckedModel
 
 # Transports that need no GPU and no second host.
-_MEASURED = ("shm", "grpc")
+_MEASURED = ("shm", "nixl", "grpc")
 _NOTES = {
     "shm": "measured; between workers of one host",
+    "nixl": "measured within this host; between hosts as fast as the network",
     "grpc": "measured over loopback; between hosts at most as fast as the network",
     "nccl": "not measured; between GPUs of different workers",
     "gloo": "not measured; between any two hosts",
