@@ -227,14 +227,14 @@ async def _transports(
 async def _transport(
     name: str, configured: bool, layout: KvLayout, num_blocks: int, directory: Path
 ) -> TransportCheck:
-    note = _NOTES.get(name, "not measured")
+    note, is_usable = _NOTES.get(name, "not measured"), True
     try:
         registry.transport_class(name)(name, ServiceContext(segment_name=""))
     except TransferError as error:
-        note = f"not usable here: {error}"
+        note, is_usable = f"not usable here: {error}", False
     if not configured:
         note += "; not in kv_transfer.transports"
-    if name not in _MEASURED:
+    if name not in _MEASURED or not is_usable:
         return TransportCheck(name, configured, None, None, note)
     measured = transport_speed.measured_blocks(layout, num_blocks)
     try:

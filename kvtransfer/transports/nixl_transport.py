@@ -60,9 +60,11 @@ class _Read:
     """A read under way.
 
     Attributes:
+        agent: Metadata of the agent whose memory is read.
         state: NIXL's PROC, DONE or ERR; or LOST when NIXL no longer tells.
     """
 
+    agent: bytes
     pull: Pull
     handle: Any
     state: str
@@ -88,6 +90,8 @@ class NixlPuller(Puller[NixlSource]):
         self._agent: Any = None
         self._disconnected: type[Exception] = Exception
         self._names: dict[bytes, str] = {}
+        # Agents with a failed read. NIXL does not connect to them again unless they are removed.
+        self._broken: set[bytes] = set()
         self._reads: list[_Read] = []
         self._failed: list[EndedPull] = []
         self._kept: memoryview | None = None
@@ -113,7 +117,7 @@ class NixlPuller(Puller[NixlSource]):
             logger.warning("a read by NIXL could not begin: %s", error)
             self._failed.append(EndedPull(pull.serial, None))
             return
-        read = _Read(pull, handle, "PROC")
+        read = _Read(source.agent, pull, handle, "PROC")
         self._look(read, self._agent.transfer)
         self._reads.append(read)
 
@@ -130,11 +134,14 @@ class NixlPuller(Puller[NixlSource]):
             if read.state == "DONE":
                 begin, end = pull.target, pull.target + pull.num_bytes
                 digest = frames.checksum(self._memory[begin:end])
+            else:
+                self._broken.add(read.agent)
             ended.append(EndedPull(pull.serial, digest))
         self._reads = under_way
         return ended
 
     def forget(self, source: NixlSource) -> None:
+        self._broken.discard(source.agent)
         if (name := self._names.pop(source.agent, None)) is not None:
             try:
                 self._agent.remove_remote_agent(name)
@@ -151,6 +158,8 @@ class NixlPuller(Puller[NixlSource]):
 
     def _handle(self, source: NixlSource, pull: Pull) -> Any:
         agent = self._agent
+        if source.agent in self._broken and all(r.agent != source.agent for r in self._reads):
+            self.forget(source)
         if (name := self._names.get(source.agent)) is None:
             name = self._names[source.agent] = agent.add_remote_agent(source.agent)
         here = self.address + pull.target
@@ -227,10 +236,6 @@ class NixlTransport(PullTransport[NixlSource]):
         if self._is_eager:
             self._start()
 
-    async def started(self) -> None:
-        if self._thread is not None:
-            await self._thread.opened()
-
     async def close(self) -> None:
         for peer in self._peers.values():
             if peer.idle_timer is not None:
@@ -241,11 +246,10 @@ class NixlTransport(PullTransport[NixlSource]):
         self._start()
 
     def offer(self, target: str) -> pb.TransportOffer:
-        if self._thread is None or self._running is None:
+        if self._running is None:
             # The receiver prefers shared memory. If it has none, both start their agents.
             return pb.TransportOffer(name=self.name)
-        if self._thread.problem is not None:
-            raise TransferError(self._thread.problem)
+        self._check_thread()
         return pb.TransportOffer(
             name=self.name,
             nixl_agent=self._running.metadata,
@@ -255,8 +259,7 @@ class NixlTransport(PullTransport[NixlSource]):
 
     def accept(self, stream: int, offer: pb.TransportOffer) -> int:
         self._start()
-        if self._thread is not None and self._thread.problem is not None:
-            raise TransferError(self._thread.problem)
+        self._check_thread()
         if not offer.nixl_agent:
             raise TransferError("is starting at the sender")
         source = NixlSource(offer.nixl_agent, offer.nixl_address)

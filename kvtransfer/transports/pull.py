@@ -68,7 +68,7 @@ class Puller(ABC, Generic[SourceT]):
         """Returns reads that have ended; each read is returned once."""
 
     def close(self) -> None:
-        """Called last, perhaps with reads under way."""
+        """Called last after `open` has succeeded, perhaps with reads under way."""
         return
 
 
@@ -146,9 +146,11 @@ class PullThread(Generic[SourceT]):
         problem = "is closed"
         try:
             self._puller.open()
-            self._call(self._decided, None)
-            self._serve()
-            self._puller.close()
+            try:
+                self._call(self._decided, None)
+                self._serve()
+            finally:
+                self._puller.close()
         except TransferError as error:
             problem = str(error)
         except Exception:
@@ -215,6 +217,11 @@ class PullTransport(Transport, Generic[SourceT]):
     def _puller(self) -> Puller[SourceT]:
         """Returns the puller of this transport."""
 
+    def _check_thread(self) -> None:
+        """Raises TransferError when the thread of this service reads nothing; says why."""
+        if self._thread is not None and self._thread.problem is not None:
+            raise TransferError(self._thread.problem)
+
     def _released(self, source: SourceT) -> None:
         """Called when a push or a pull no longer uses a source."""
         del source
@@ -225,6 +232,10 @@ class PullTransport(Transport, Generic[SourceT]):
 
     def _start_thread(self) -> None:
         self._thread = PullThread(f"kv-{self.name}", self._puller(), self._take_ended)
+
+    async def started(self) -> None:
+        if self._thread is not None:
+            await self._thread.opened()
 
     async def close(self) -> None:
         if self._thread is not None:

@@ -143,6 +143,7 @@ class ShmTransport(PullTransport[PeerSegment]):
         )
 
     def accept(self, stream: int, offer: pb.TransportOffer) -> int:
+        self._check_thread()
         if offer.shm_domain != self._domain:
             raise TransferError("sender and receiver do not share memory")
         segment = self._segments.get(offer.shm_segment)

@@ -255,6 +255,19 @@ async def test_memory_that_changes_before_the_read_is_refused(wire, receiver, op
     await receiver.empty()
 
 
+@pytest.mark.parametrize("metadata", [b"not an agent", b"nixl" * 999])
+async def test_metadata_that_is_none_fails_one_handoff(receiver, layout, handoff, start, metadata):
+    one = handoff(8)
+    offer = pb.TransportOffer(name="nixl", nixl_agent=metadata, nixl_address=1, nixl_bytes=2**40)
+    async with dialled(receiver, layout, one) as raw:
+        await raw.send(raw.open(offers=[offer]))
+        assert (await raw.reply()).kind == pb.PushReply.KIND_OPENED
+        await raw.send(*raw.references())
+        assert (await raw.reply()).reason == pb.REFUSAL_REASON_TRANSPORT
+    await receiver.empty()
+    await hand_over(await start(transports=["nixl"]), receiver, handoff(8))
+
+
 async def test_a_service_ends_while_a_read_is_under_way(tcp, receiver, open_push, handoff):
     async with open_push(handoff(8)) as (owner, raw):
         owner.signal(signal.SIGSTOP)

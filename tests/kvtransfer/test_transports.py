@@ -199,6 +199,7 @@ async def test_a_peers_segment_is_unmapped_when_nothing_uses_it(monkeypatch):
     context = ServiceContext(own.name, own.memory)
     (shm,) = registry.make(["shm"], context)
     shm.serve(None, Handler())
+    await shm.started()
     offer = shm.offer("")
     try:
         with pytest.raises(TransferError, match="must begin with"):
