@@ -4,7 +4,7 @@ The push carries references: frames that say where in the sender's segment the b
 receiver maps the segment read-only, so it cannot change the sender's memory. A mapping outlives the
 segment's file, so a sender that is killed during a copy takes no bytes away. Bytes that change
 during a copy (the send was aborted, or the prompt is computed again) are found by their checksum,
-which is that of the bytes that have arrived.
+which is computed after the copy.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ class PeerSegment:
         name: Name of the segment.
         address: Where it is mapped; 0 once it is closed.
         size_bytes: Size of the segment.
+        memory: The segment, which may not be read once it is closed.
 
     Raises:
         TransferError: The segment does not exist or cannot be mapped.
@@ -75,6 +76,7 @@ class PeerSegment:
                 if at == _MAP_FAILED:
                     raise OSError(number := ctypes.get_errno(), os.strerror(number))
                 self.address = at
+                self.memory = memoryview((ctypes.c_char * self.size_bytes).from_address(at))
             finally:
                 os.close(file)
         except OSError as error:
@@ -113,14 +115,19 @@ class ShmPuller(Puller[PeerSegment]):
         return ended
 
     def _copy(self, source: PeerSegment, pull: Pull) -> int:
-        """Copies the bytes of a pull; returns the checksum of the bytes in the target."""
+        """Copies the bytes of a pull; returns the checksum of the source after the copy.
+
+        If the source is right after the copy, the copy is right too: the source was written before
+        it was announced, and any later write makes its checksum wrong. The source is in the core's
+        cache then, the target is not.
+        """
         digest = xxhash.xxh3_64()
-        shift = source.address + pull.source - pull.target
-        end = pull.target + pull.num_bytes
-        for begin in range(pull.target, end, _COPY_BYTES):
+        shift = self._address + pull.target - pull.source
+        end = pull.source + pull.num_bytes
+        for begin in range(pull.source, end, _COPY_BYTES):
             until = min(begin + _COPY_BYTES, end)
-            ctypes.memmove(self._address + begin, shift + begin, until - begin)
-            digest.update(self._memory[begin:until])
+            ctypes.memmove(shift + begin, source.address + begin, until - begin)
+            digest.update(source.memory[begin:until])
         return int(digest.intdigest())
 
 
