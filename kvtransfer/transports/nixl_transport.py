@@ -62,12 +62,14 @@ class _Read:
     Attributes:
         agent: Metadata of the agent whose memory is read.
         state: NIXL's PROC, DONE or ERR; or LOST when NIXL no longer tells.
+        digest: Checksum of the bytes that landed, once the read is done.
     """
 
     agent: bytes
     pull: Pull
     handle: Any
     state: str
+    digest: int | None = None
 
 
 class NixlPuller(Puller[NixlSource]):
@@ -130,13 +132,9 @@ class NixlPuller(Puller[NixlSource]):
             if read.state in ("PROC", "LOST"):
                 under_way.append(read)
                 continue
-            pull, digest = read.pull, None
-            if read.state == "DONE":
-                begin, end = pull.target, pull.target + pull.num_bytes
-                digest = frames.checksum(self._memory[begin:end])
-            else:
+            if read.digest is None:
                 self._broken.add(read.agent)
-            ended.append(EndedPull(pull.serial, digest))
+            ended.append(EndedPull(read.pull.serial, read.digest))
         self._reads = under_way
         return ended
 
@@ -181,6 +179,10 @@ class NixlPuller(Puller[NixlSource]):
         except Exception as error:
             logger.warning("the state of a read by NIXL is not known: %s", error)
             read.state = "LOST"
+        if read.state == "DONE":
+            # At once: the bytes may still be in the core's cache.
+            begin, end = read.pull.target, read.pull.target + read.pull.num_bytes
+            read.digest = frames.checksum(self._memory[begin:end])
 
 
 def _patient_agent(api: Any, name: str) -> Any:
