@@ -192,11 +192,11 @@ async def receiver(start, layout):
 
 
 @pytest.fixture
-def open_push(receiver, layout, tmp_path):
+def open_push(layout, tmp_path):
     """Opens a handoff whose references name the memory of an owner, by NIXL."""
 
     @asynccontextmanager
-    async def opened(one):
+    async def opened(receiver, one):
         with owner_of(one.data, tmp_path / "memory") as owner:
             async with dialled(receiver, layout, one) as raw:
                 await raw.send(raw.open(offers=[owner.offer]))
@@ -212,7 +212,7 @@ async def test_a_read_of_a_stopped_owner_keeps_its_extent_until_it_ends(
 ):
     one, size = handoff(8), layout.handoff_bytes(8)
     sender = await start(transports=["grpc"])
-    async with open_push(one) as (owner, raw):
+    async with open_push(receiver, one) as (owner, raw):
         owner.signal(signal.SIGSTOP)
         await raw.send(*raw.references(), *raw.commits())
         receiver.client.drop(one.handoff_id)
@@ -234,7 +234,7 @@ async def test_a_read_of_a_stopped_owner_keeps_its_extent_until_it_ends(
 
 
 async def test_a_killed_owner_ends_the_reads_of_its_memory(tcp, receiver, open_push, handoff):
-    async with open_push(handoff(8)) as (owner, raw):
+    async with open_push(receiver, handoff(8)) as (owner, raw):
         owner.signal(signal.SIGSTOP)
         await raw.send(*raw.references(), *raw.commits())
         owner.signal(signal.SIGKILL)
@@ -247,7 +247,7 @@ async def test_a_killed_owner_ends_the_reads_of_its_memory(tcp, receiver, open_p
 async def test_memory_that_changes_before_the_read_is_refused(wire, receiver, open_push, handoff):
     one = handoff(8)
     one.data = one.data[:-1] + b"\1"
-    async with open_push(one) as (owner, raw):
+    async with open_push(receiver, one) as (owner, raw):
         owner.alter(len(one.data) - 1)
         await raw.send(*raw.references(), *raw.commits())
         reply = await raw.reply()
@@ -268,8 +268,24 @@ async def test_metadata_that_is_none_fails_one_handoff(receiver, layout, handoff
     await hand_over(await start(transports=["nixl"]), receiver, handoff(8))
 
 
+async def test_reads_that_never_end_end_the_service(tcp, start, open_push, handoff, layout):
+    size = layout.handoff_bytes(8)
+    receiver = await start(
+        transports=["nixl"], receive_bytes=2 * size, idle_timeout_s=1, open_timeout_s=1
+    )
+    async with open_push(receiver, handoff(8)) as (owner, raw):
+        owner.signal(signal.SIGSTOP)
+        await raw.send(*raw.references())
+        reply = await raw.reply()
+        assert reply.reason == pb.REFUSAL_REASON_TRANSPORT
+        assert reply.detail == "reads of the sender's memory have not ended in time"
+        async with asyncio.timeout(120):
+            await receiver.client.gone.wait()
+    assert receiver.client._process.returncode == 0
+
+
 async def test_a_service_ends_while_a_read_is_under_way(tcp, receiver, open_push, handoff):
-    async with open_push(handoff(8)) as (owner, raw):
+    async with open_push(receiver, handoff(8)) as (owner, raw):
         owner.signal(signal.SIGSTOP)
         await raw.send(*raw.references(), *raw.commits())
         await receiver.received(raw.handoff.handoff_id, pb.HANDOFF_STATE_RECEIVING)
