@@ -44,7 +44,7 @@ async def plain(
     arguments = {**arguments, "enable_prompt_tokens_details": True}
     if offloads:
         extra = {
-            **host_options(HOST_BYTES),
+            **host_options(HOST_BYTES, {}),
             # vLLM's own store works only with GPUs.
             "spec_name": "HostMemory",
             "spec_module_path": "baton.kvtransfer.connector.host_memory",

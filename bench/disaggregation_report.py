@@ -264,6 +264,12 @@ def show_fresh(results: Results) -> None:
     stats.print_table(title, ["", *(one.system for one in results.fresh)], rows)
 
 
+def stage_medians(timed: list[Timed]) -> dict[str, float]:
+    """Returns the medians of the stages of Baton's latency budgets, in ms."""
+    names = {stage.stage for one in timed if one.budget for stage in one.budget.stages}
+    return {name: stats.median([one.stage_s(name) * 1e3 for one in timed]) for name in names}
+
+
 def as_json(results: Results, model: str) -> dict[str, Any]:
     """Returns all measurements as JSON."""
     return {
@@ -275,6 +281,7 @@ def as_json(results: Results, model: str) -> dict[str, Any]:
                 "concurrency": cell.concurrency,
                 "requests": {name: len(timed) for name, timed in cell.timed.items()},
                 "systems": {name: summary(timed) for name, timed in cell.timed.items()},
+                "stages_p50_ms": stage_medians(cell.timed.get(BATON, [])),
                 "outputs that differ": {name: cell.num_different(name) for name in cell.timed},
             }
             for cell in results.cells

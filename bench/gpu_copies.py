@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from rich.console import Console
@@ -24,7 +25,7 @@ from baton.kvtransfer.connector.block_copies import Run
 from baton.kvtransfer.connector.cuda_copies import CudaCopies
 from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.control import split_blocks
-from baton.kvtransfer.frames import checksum
+from baton.kvtransfer.frames import FRAME_TARGET_BYTES, checksum
 from baton.kvtransfer.layout import KvLayout
 
 _LAYERS, _TOKENS, _BLOCK_TOKENS, _HEAD_SIZE = 32, 4096, 16, 128
@@ -53,6 +54,21 @@ def _gb_per_s(num_bytes: int, call: Callable[[], object]) -> float:
     return num_bytes / _seconds(call) / 1e9
 
 
+def _checksums(data: memoryview, num_threads: int) -> Callable[[], None]:
+    """Returns a function that computes the checksums of all frames, as the connector does."""
+    frames = [
+        data[begin : begin + FRAME_TARGET_BYTES]
+        for begin in range(0, len(data), FRAME_TARGET_BYTES)
+    ]
+    pool = ThreadPoolExecutor(num_threads)
+
+    def call() -> None:
+        for _ in pool.map(checksum, frames):
+            pass
+
+    return call
+
+
 def _ceilings(num_bytes: int) -> dict[str, float]:
     device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
     other = torch.empty_like(device)
@@ -71,7 +87,10 @@ def _ceilings(num_bytes: int) -> dict[str, float]:
         "bus, pinned host to device": _gb_per_s(num_bytes, to_device),
         "device to device": _gb_per_s(num_bytes, lambda: other.copy_(device)),
         "host memcpy": _gb_per_s(num_bytes, lambda: pinned.copy_(pageable)),
-        "host checksum, one core": _gb_per_s(num_bytes, lambda: checksum(memory)),
+        **{
+            f"host checksum, {num} threads": _gb_per_s(num_bytes, _checksums(memory, num))
+            for num in (1, 2, 4, 8)
+        },
     }
 
 
@@ -86,9 +105,16 @@ def _layers(heads: int, order: tuple[int, ...]) -> dict[str, torch.Tensor]:
 
 
 class _Step:
-    """The copies of one step, as the connector makes them."""
+    """The copies of one step, as the connector makes them.
 
-    def __init__(self, heads: int, order: tuple[int, ...], *, pin: bool) -> None:
+    Args:
+        heads: Heads of a block.
+        order: Physical order of a layer.
+        pin: Whether staging is pinned.
+        slots: Size in bytes and number of the scratch slots; the connector's by default.
+    """
+
+    def __init__(self, heads: int, order: tuple[int, ...], *, pin: bool, **slots: int) -> None:
         block_bytes = heads * _BLOCK_TOKENS * 2 * _HEAD_SIZE * 2
         self.layout = KvLayout(
             "m", "r", "bfloat16", _LAYERS, heads, _HEAD_SIZE, _BLOCK_TOKENS, block_bytes, ""
@@ -98,7 +124,7 @@ class _Step:
         # A shared mapping, like a segment of the transfer service.
         self._staging = torch.frombuffer(mmap.mmap(-1, self.num_bytes), dtype=torch.uint8)
         self.copies = CudaCopies(
-            PagedCache(_layers(heads, order), self.layout), self._staging, pin=pin
+            PagedCache(_layers(heads, order), self.layout), self._staging, pin=pin, **slots
         )
         self._ids = random.Random(1).sample(range(_CACHE_BLOCKS), self.num_blocks)
 
@@ -114,7 +140,7 @@ class _Step:
                     copy.wait()
                 elif wait:
                     under_way.append(copy)
-        self.copies.join()
+        self.copies.join_gathers()
         for copy in under_way:
             copy.wait()
 
@@ -123,12 +149,14 @@ class _Step:
         for layer in range(_LAYERS):
             for run in self._runs(layer):
                 self.copies.scatter(layer, blocks, run)
-        self.copies.join()
+        self.copies.join_scatters()
 
     def _runs(self, layer: int) -> list[Run]:
+        block_bytes = self.layout.block_bytes
+        most_bytes = self.copies.max_blocks(layer) * block_bytes
         return [
             Run(first, count, self.layout.offset(0, layer, first, self.num_blocks))
-            for first, count in split_blocks(0, self.num_blocks, self.layout.block_bytes)
+            for first, count in split_blocks(0, self.num_blocks, block_bytes, most_bytes)
         ]
 
 
@@ -142,6 +170,21 @@ def _computing() -> Callable[[], None]:
             torch.mm(left, right, out=result)
 
     return compute
+
+
+def _slots_table() -> Table:
+    """Returns the speeds with slots of several sizes, which take the same memory together."""
+    title = "slots of 64 MiB together, Llama-8B"
+    table = Table("MiB", "gather GB/s", "scatter GB/s", "ms to launch a layer", title=title)
+    for mebibytes in (2, 4, 8, 16, 32):
+        slots = {"slot_bytes": mebibytes * 2**20, "num_slots": 64 // mebibytes}
+        step = _Step(8, _ORDERS["tokens, heads"], pin=True, **slots)
+        gather = _gb_per_s(step.num_bytes, step.gather)
+        scatter = _gb_per_s(step.num_bytes, step.scatter)
+        launch_ms = _launch_s(step) * 1e3
+        table.add_row(str(mebibytes), f"{gather:.1f}", f"{scatter:.1f}", f"{launch_ms:.3f}")
+        step.copies.close()
+    return table
 
 
 def _launch_s(step: _Step) -> float:
@@ -173,6 +216,8 @@ def main() -> None:
                 table.add_row(shape, name, way, f"{gather:.1f}", f"{scatter:.1f}")
                 each.copies.close()
     console.print(table)
+
+    console.print(_slots_table())
 
     compute = _computing()
     alone_s = _seconds(lambda: [compute() for _ in range(_LAYERS)])

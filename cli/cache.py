@@ -10,8 +10,6 @@ from baton.cli import options
 from baton.cli.admin_calls import call_admin
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from baton.client import AdminClient
     from baton.v1 import admin_pb2
 
@@ -35,6 +33,14 @@ def drop(
             "requests that name none.",
         ),
     ] = "",
+    session: Annotated[
+        str,
+        typer.Option(
+            "--session",
+            help="Delete the KV blocks of this session (session_id) that no other session has. "
+            "Add --tenant if several tenants have a session of this ID.",
+        ),
+    ] = "",
     everything: Annotated[
         bool, typer.Option("--all", help="Delete the KV blocks of all tenants.")
     ] = False,
@@ -49,13 +55,14 @@ def drop(
     """
     from baton.cli.output import plain, print_json, print_table
 
-    if bool(tenant) == everything:
-        raise typer.BadParameter("give either --tenant or --all")
+    if bool(tenant or session) == everything:
+        raise typer.BadParameter("give --tenant, --session or --all")
 
-    async def question(admin: AdminClient) -> Sequence[admin_pb2.WorkerCacheDropped]:
-        return await admin.drop_cache(None if everything else tenant)
+    async def question(admin: AdminClient) -> admin_pb2.DropCacheResponse:
+        return await admin.drop_cache(tenant or None, session_id=session)
 
-    found = call_admin(address, question)
+    answer = call_admin(address, question)
+    found = answer.workers
     if as_json:
         print_json([plain(one) for one in found])
     else:
@@ -71,5 +78,8 @@ def drop(
         ]
         columns = ["WORKER", ">DEVICE", ">HOST", ">DISK", "BLOCKS"]
         print_table(columns, rows, empty="no workers are attached")
+    if num_shared := answer.shared_blocks:
+        note = f"{num_shared} blocks of the session were kept: other sessions have them too"
+        typer.echo(note, err=True)
     if any(one.error for one in found):
         raise typer.Exit(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Iterable, Mapping
 from typing import Any, Self, TypeVar
 
 import grpc
@@ -180,22 +180,28 @@ class AdminClient(AsyncClosing):
         answer = await self._change(self._stub.FlipWorker(request, timeout=self._timeout_s))
         return answer.message
 
-    async def drop_cache(self, tenant: str | None = None) -> Sequence[admin_pb2.WorkerCacheDropped]:
+    async def drop_cache(
+        self, tenant: str | None = None, *, session_id: str = ""
+    ) -> admin_pb2.DropCacheResponse:
         """Deletes KV blocks from every tier of every worker, and waits for the end.
 
         Args:
-            tenant: Delete only blocks of this tenant; None: all blocks.
+            tenant: Delete only blocks of this tenant; None: all blocks, or those of the session.
+            session_id: Delete only blocks of this session that no other session has.
 
         Returns:
             The numbers of deleted blocks by worker. A worker with an `error` may have blocks left.
 
         Raises:
             FailedPreconditionError: Tenants share KV blocks, so that blocks belong to no tenant.
+            NotFoundError: The coordinator knows no blocks of the session.
+            InvalidArgumentError: Several tenants have a session of this ID, and none is named.
         """
-        request = admin_pb2.DropCacheRequest(tenant=tenant or "", all=tenant is None)
+        request = admin_pb2.DropCacheRequest(
+            tenant=tenant or "", all=tenant is None and not session_id, session_id=session_id
+        )
         timeout_s = DROP_TIMEOUT_S + self._timeout_s
-        answer = await self._change(self._stub.DropCache(request, timeout=timeout_s))
-        return answer.workers
+        return await self._change(self._stub.DropCache(request, timeout=timeout_s))
 
     async def list_decisions(
         self, role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED, *, limit: int = 0

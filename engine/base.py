@@ -7,7 +7,7 @@ outputs of one step as one list, so that a step costs one message, however many 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -262,6 +262,22 @@ class DroppedBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class TierLoads:
+    """Loads of KV blocks from one tier.
+
+    Attributes:
+        num_bytes: Bytes of all ranks.
+        seconds: Time in which the ranks loaded them, all at the same time.
+    """
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+NO_LOADS = TierLoads()
+
+
+@dataclass(frozen=True, slots=True)
 class EngineLoad:
     """A snapshot for load reports.
 
@@ -274,6 +290,8 @@ class EngineLoad:
         kv_tokens_total: Size of the KV cache in tokens.
         prefill_tokens_waiting: Prompt tokens that are still to be computed.
         samples: Costs of the steps since the last snapshot, at most a few hundred.
+        host_loads: Loads from host memory to the device since the last snapshot.
+        disk_loads: Loads from disk to host memory since the last snapshot.
     """
 
     num_steps: int
@@ -283,6 +301,8 @@ class EngineLoad:
     kv_tokens_total: int
     prefill_tokens_waiting: int
     samples: Sequence[StepSample] = ()
+    host_loads: TierLoads = NO_LOADS
+    disk_loads: TierLoads = NO_LOADS
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +318,8 @@ class EngineInfo:
         kv_tokens: Size of the KV cache in tokens.
         host_kv_tokens: Size of the KV store in host memory in tokens; 0: none.
         disk_kv_tokens: Size of the KV store on disk in tokens; 0: none.
-        disk_bytes_per_s: Speed of loads from disk in bytes per second; 0: unknown.
+        disk_bytes_per_s: Speed of loads from disk in bytes per second until a load is measured; 0:
+            unknown.
         max_num_seqs: Most requests of one step.
         max_num_batched_tokens: Most tokens of one step, which is the size of a prefill chunk.
         supports_forced_tokens: Whether known tokens can be replayed with the exact sampling state.
@@ -364,7 +385,9 @@ class Engine(Protocol):
         """Sets the targets of the steps from the next one on; may be called before `start`."""
         ...
 
-    async def drop_cache(self, cache_salt: str | None) -> DroppedBlocks:
+    async def drop_cache(
+        self, cache_salt: str | None, block_hashes: Collection[int] | None = None
+    ) -> DroppedBlocks:
         """Deletes KV blocks from every tier, and overwrites their bytes. Raises EngineDead.
 
         Running requests keep their blocks until they end, and may store what they compute later.
@@ -372,6 +395,8 @@ class Engine(Protocol):
         Args:
             cache_salt: Delete only blocks of requests with this salt (EngineRequest.cache_salt);
                 None: all blocks.
+            block_hashes: Of these, delete only blocks with these hashes (CacheChange); None: with
+                any hash.
         """
         ...
 

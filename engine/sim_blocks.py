@@ -72,6 +72,18 @@ class BlockPool:
         self._held[request_id] = [*cached, *(self._take() for _ in range(num_new))]
         return len(cached)
 
+    def keep(self, name: str, hashes: Sequence[int]) -> bool:
+        """Holds cached blocks under a name until `free`, if all of them are cached."""
+        assert name not in self._held
+        cached = [self._cached[one] for one in hashes if one in self._cached]
+        if len(cached) < len(hashes):
+            return False
+        for block in cached:
+            self._free.pop(block, None)
+            self._num_holders[block] += 1
+        self._held[name] = cached
+        return True
+
     def grow(self, request_id: str, num_tokens: int) -> bool:
         """Grows a request's blocks to hold `num_tokens`.
 
@@ -107,16 +119,16 @@ class BlockPool:
                 # blocks.
                 self._free.move_to_end(block, last=block in self._hashes)
 
-    def delete(self, salted: Callable[[int], bool]) -> int:
+    def delete(self, is_meant: Callable[[int], bool]) -> int:
         """Takes free blocks out of the cache; returns how many.
 
         Args:
-            salted: Says by its hash whether a block is meant.
+            is_meant: Says by its hash whether a block is meant.
         """
         gone = [
             (block_hash, block)
             for block_hash, block in self._cached.items()
-            if block in self._free and salted(block_hash)
+            if block in self._free and is_meant(block_hash)
         ]
         for block_hash, block in gone:
             del self._cached[block_hash], self._hashes[block]

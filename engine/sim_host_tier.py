@@ -80,13 +80,13 @@ class HostTier:
             if not self._num_pins[block]:
                 del self._num_pins[block]
 
-    def delete(self, salted: Callable[[int], bool]) -> int:
+    def delete(self, is_meant: Callable[[int], bool]) -> int:
         """Deletes blocks that are not being loaded; returns how many.
 
         Args:
-            salted: Says by its hash whether a block is meant.
+            is_meant: Says by its hash whether a block is meant.
         """
-        gone = [one for one in self._blocks if one not in self._num_pins and salted(one)]
+        gone = [one for one in self._blocks if one not in self._num_pins and is_meant(one)]
         for block in gone:
             del self._blocks[block]
             self._changes.remove(block)

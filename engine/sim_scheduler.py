@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from baton.engine.base import EngineRequest
@@ -19,6 +19,7 @@ from baton.engine.sim_handoff import HandoffSend
 from baton.engine.sim_host_tier import HostTier
 from baton.engine.sim_text import OutputText
 from baton.engine.sim_tokens import TokenChain
+from baton.kvtransfer.connector.kept_prefixes import MOST_KEPT
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import (
@@ -214,6 +215,10 @@ class Scheduler:
     _waiting: list[tuple[tuple[int, int], LiveRequest]] = field(default_factory=list)
     # In order of their ends: one load follows the other.
     _loads: dict[str, _Load] = field(default_factory=dict)
+    # Numbers of blocks that are held for waiting requests, by request ID.
+    _kept: dict[str, int] = field(default_factory=dict)
+    # Blocks loaded from host memory since the last `take_loaded`.
+    _num_loaded: int = 0
     _now: float = 0.0
     # Salts of blocks with one, by hash.
     _salts: dict[int, str] = field(default_factory=dict)
@@ -234,6 +239,24 @@ class Scheduler:
 
     def add(self, request: LiveRequest) -> None:
         heapq.heappush(self._waiting, (request.order, request))
+
+    def keep_prefix(self, request: LiveRequest, num_tokens: int) -> None:
+        """Holds the first blocks of a request that waits for a fetch of the blocks behind them.
+
+        As in kvtransfer/connector/kept_prefixes.py: only if the prefix cache has all of them, and
+        not more than a part of the cache.
+        """
+        hashes = self._usable_hashes(request)[: num_tokens // (self.caching_block_tokens or 1)]
+        num_kept = sum(self._kept.values()) + len(hashes)
+        if not hashes or num_kept > MOST_KEPT * self.blocks.num_blocks:
+            return
+        if self.blocks.keep(_kept_name(request), hashes):
+            self._kept[request.id] = len(hashes)
+
+    def let_prefix_go(self, request: LiveRequest) -> None:
+        """Frees the blocks that are held for a request; idempotent."""
+        if self._kept.pop(request.id, None) is not None:
+            self.blocks.free(_kept_name(request))
 
     def remove(self, request: LiveRequest) -> None:
         """Removes a request and frees its blocks."""
@@ -482,6 +505,7 @@ class Scheduler:
             assert self.host is not None
             del self._loads[request.id]
             self.host.end_load(request.id)
+            self._num_loaded += load.num_blocks - request.num_cached_blocks
             hashes = request.block_hashes(load.num_blocks * size, size)
             first, request.num_cached_blocks = request.num_cached_blocks, load.num_blocks
             self.blocks.cache(request.id, first, hashes[first:])
@@ -491,6 +515,11 @@ class Scheduler:
             request.num_host_tokens = held - request.num_cached_tokens
             request.has_blocks = True
             self.add(request)
+
+    def take_loaded(self) -> int:
+        """Returns how many blocks were loaded from host memory since the last call."""
+        loaded, self._num_loaded = self._num_loaded, 0
+        return loaded
 
     def cache_blocks(self, request: LiveRequest) -> None:
         """Puts a request's full computed blocks into the prefix cache and into host memory."""
@@ -508,21 +537,26 @@ class Scheduler:
             first, request.num_stored_blocks = request.num_stored_blocks, num_full
             self.host.store(hashes, first)
 
-    def delete(self, cache_salt: str | None) -> tuple[int, int]:
+    def delete(
+        self, cache_salt: str | None, block_hashes: Collection[int] | None
+    ) -> tuple[int, int]:
         """Deletes blocks that no request holds from the prefix cache and from host memory.
 
         Args:
             cache_salt: Only blocks of requests with this salt; None: all blocks.
+            block_hashes: Only blocks with these hashes; None: with any hash.
 
         Returns:
             How many blocks were deleted in each.
         """
+        only = frozenset(block_hashes) if block_hashes is not None else None
 
-        def salted(block_hash: int) -> bool:
-            return cache_salt is None or self._salts.get(block_hash, "") == cache_salt
+        def is_meant(block_hash: int) -> bool:
+            has_salt = cache_salt is None or self._salts.get(block_hash, "") == cache_salt
+            return has_salt and (only is None or block_hash in only)
 
-        num_host = self.host.delete(salted) if self.host is not None else 0
-        return self.blocks.delete(salted), num_host
+        num_host = self.host.delete(is_meant) if self.host is not None else 0
+        return self.blocks.delete(is_meant), num_host
 
     def _note_salt(self, request: LiveRequest, hashes: Sequence[int]) -> None:
         if not (salt := request.request.cache_salt):
@@ -536,6 +570,10 @@ class Scheduler:
     def _work(request: LiveRequest, num_tokens: int) -> Work:
         is_decode = num_tokens == 1 and request.is_decoding
         return Work(request, request.run, num_tokens, is_decode)
+
+
+def _kept_name(request: LiveRequest) -> str:
+    return f"kept for {request.id}"
 
 
 def _num_tokens(work: Iterable[Work]) -> int:

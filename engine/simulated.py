@@ -17,7 +17,7 @@ import math
 import os
 import tempfile
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from time import monotonic
 
@@ -33,6 +33,7 @@ from baton.engine.base import (
     ReceiveHandoff,
     RequestRejected,
     StepSample,
+    TierLoads,
     Trace,
 )
 from baton.engine.sim_answers import WrittenAnswers
@@ -203,6 +204,8 @@ class SimulatedEngine:
             receive_deadline=now + request.receive.timeout_s if request.receive else None,
         )
         self._requests[request.request_id] = live
+        if self._port is not None and (receive := request.receive) and receive.is_fetch:
+            self._scheduler.keep_prefix(live, receive.skip_tokens)
         self._scheduler.add(live)
         self._has_work.set()
 
@@ -230,6 +233,8 @@ class SimulatedEngine:
 
     def load(self) -> EngineLoad:
         samples, self._samples = tuple(self._samples), deque(maxlen=_MAX_SAMPLES)
+        num_loaded, settings = self._scheduler.take_loaded(), self._settings
+        block_bytes = settings.num_layers * settings.block_bytes
         return EngineLoad(
             num_steps=self._num_steps,
             num_running=len(self._scheduler.running),
@@ -242,15 +247,20 @@ class SimulatedEngine:
                 if request.num_missing > 1
             ),
             samples=samples,
+            host_loads=TierLoads(
+                num_loaded * block_bytes, num_loaded * self._scheduler.load_block_s
+            ),
         )
 
     def set_step_targets(self, targets: StepTargets) -> None:
         self._scheduler.targets = targets
 
-    async def drop_cache(self, cache_salt: str | None) -> DroppedBlocks:
+    async def drop_cache(
+        self, cache_salt: str | None, block_hashes: Collection[int] | None = None
+    ) -> DroppedBlocks:
         if self._dead is not None:
             raise EngineDead(self._dead)
-        dropped = DroppedBlocks(*self._scheduler.delete(cache_salt))
+        dropped = DroppedBlocks(*self._scheduler.delete(cache_salt, block_hashes))
         self._publish([])
         return dropped
 
@@ -500,6 +510,7 @@ class SimulatedEngine:
         """Loads nothing of a handoff."""
         assert self._port is not None
         live.receive_deadline = None
+        self._scheduler.let_prefix_go(live)
         if receive.num_tokens:
             self._port.release(receive.handoff_id)
 
@@ -520,6 +531,7 @@ class SimulatedEngine:
                 self._give_up(live, EngineOutput(live.id, finish=Finish.PREFIX_GONE))
             return
         live.receive_deadline = None
+        self._scheduler.let_prefix_go(live)
         try:
             loaded = self._port.load(receive, live.tokens, live.request.adapter)
         except WrongHandoff as error:

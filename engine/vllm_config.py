@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from vllm.v1.attention.selector import get_attn_backend
 from baton.engine.base import EngineDead
 from baton.engine.file_digest import file_digest
 from baton.engine.vllm_lora import lora_args
+from baton.engine.vllm_own_connector import OWN_ARGUMENTS, own_offloading
 from baton.engine.vllm_recording import Recording
 from baton.engine.vllm_refusals import refuse_cache, refuse_model, refuse_settings, refuse_states
 from baton.kvtransfer.layout import KvLayout
@@ -50,7 +52,6 @@ LATENT_THEN_ROPE = frozenset(
 _OWN_ARGS = (
     "model",
     "tokenizer",
-    "kv_transfer_config",
     "data_parallel_size",
     "served_model_name",
     "scheduling_policy",
@@ -99,6 +100,9 @@ def checked_args(
             hint = did_you_mean(name, known)
             raise EngineDead(f"engine_args.{name}: is no vLLM engine argument{hint}")
     refuse_settings(engine_args)
+    own_offloading(engine_args)
+    # Its settings go to Baton's connector (VllmSetup.make).
+    passed = {name: one for name, one in engine_args.items() if name not in OWN_ARGUMENTS}
     args: dict[str, Any] = {
         "model": model,
         "served_model_name": served_name,
@@ -119,7 +123,7 @@ def checked_args(
         # prefix is found at every block, as the coordinator's index expects. By default vLLM finds
         # it only near the end of an earlier prompt.
         "prefix_cache_retention_interval": None,
-        **engine_args,
+        **passed,
         "profiler_config": _profiler_config(engine_args.get("profiler_config") or {}, traces),
     }
     if args.get("enable_prefix_caching") is not False:
@@ -261,8 +265,27 @@ def layout_of(
         block_bytes=heads * cache.block_size * content * itemsize,
         axes=f"heads,tokens,content of {_content(config, backends)}{_states(cache, model)}",
         tp_size=tp_size,
-        num_replicas=tp_size if model.use_mla else 1,
+        num_replicas=_num_replicas(model, parallel),
     )
+
+
+def _num_replicas(model: Any, parallel: Any) -> int:
+    """Returns the number of neighbouring ranks that hold the same part of the cache.
+
+    All ranks hold the same latents. If there are more ranks than KV heads, neighbouring ranks hold
+    the same head (QKVParallelLinear of vllm/model_executor/layers/linear.py).
+    """
+    tp_size = int(parallel.tensor_parallel_size)
+    if model.use_mla:
+        return tp_size
+    if model.has_inner_state:
+        # Every rank has its own part of the states.
+        return 1
+    heads = [
+        model.model_arch_config[layer].total_num_kv_heads
+        for layer in range(model.get_num_layers(parallel))
+    ]
+    return math.gcd(*(max(1, tp_size // num_heads) for num_heads in heads))
 
 
 def _states(cache: Any, model: Any) -> str:

@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.metrics.stats import SchedulerStats
 
 from baton.engine.base import (
+    NO_LOADS,
     CacheChange,
     DroppedBlocks,
     EngineDead,
@@ -41,6 +42,7 @@ from baton.engine.base import (
     Finish,
     RequestRejected,
     StepSample,
+    TierLoads,
     Trace,
 )
 from baton.engine.vllm_forced_tokens import EXTRA_ARG
@@ -54,7 +56,7 @@ from baton.engine.vllm_step_targets import write_targets
 from baton.kvtransfer.connector.cache_drops import DROPPED
 from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE
 from baton.kvtransfer.connector.disk_tier import DISK_CHANGE, DISK_COUNTS
-from baton.kvtransfer.connector.host_tier import HOST_CHANGE, HOST_LOADS
+from baton.kvtransfer.connector.host_tier import HOST_CHANGE, HOST_LOADS, TIER_LOADS
 from baton.kvtransfer.connector.scheduler_half import CUT_OFF, PREFIX_GONE
 from baton.kvtransfer.connector.step_work import STEP_WORK
 from baton.kvtransfer.disk.directory import DiskDirectory
@@ -65,6 +67,7 @@ from baton.runtime.step_budget import StepTargets
 
 # Most step costs that are kept for the next load report.
 _MAX_SAMPLES = 256
+_TIERS = ("host", "disk")
 _PRIOR = LatencyModel.from_config(LatencyConfig())
 _STOP_TIMEOUT_S = 10.0
 _KILL_INTERVAL_S = 0.1
@@ -122,6 +125,7 @@ class VllmEngine:
         self._samples: deque[StepSample] = deque(maxlen=_MAX_SAMPLES)
         self._last_step_at = 0.0
         # Orders to delete KV blocks, by their IDs.
+        self._tier_loads = dict.fromkeys(_TIERS, NO_LOADS)
         self._drops: dict[int, asyncio.Future[DroppedBlocks]] = {}
         self._core: Any = None
         self._profiler: VllmProfiler | None = None
@@ -240,12 +244,15 @@ class VllmEngine:
         self._output.abort_requests(internal_ids, internal=True)
         await self._core.abort_requests_async(internal_ids)
 
-    async def drop_cache(self, cache_salt: str | None) -> DroppedBlocks:
+    async def drop_cache(
+        self, cache_salt: str | None, block_hashes: Collection[int] | None = None
+    ) -> DroppedBlocks:
         drop_id = next(self._counter)
         dropped: asyncio.Future[DroppedBlocks] = asyncio.get_running_loop().create_future()
         self._drops[drop_id] = dropped
         try:
-            await self._add(drop_request(self._input, f"drop#{drop_id}", drop_id, cache_salt))
+            order = drop_request(self._input, f"drop#{drop_id}", drop_id, cache_salt, block_hashes)
+            await self._add(order)
             return await dropped
         finally:
             del self._drops[drop_id]
@@ -305,6 +312,11 @@ class VllmEngine:
             if (live := self._by_internal_id.get(internal_id)) is not None:
                 live.num_host_tokens = num_tokens - num_from_disk
                 live.num_disk_tokens = num_from_disk
+        for tier, (num_bytes, seconds) in reports.get(TIER_LOADS, {}).items():
+            before = self._tier_loads[tier]
+            self._tier_loads[tier] = TierLoads(
+                before.num_bytes + num_bytes, before.seconds + seconds
+            )
         for drop_id, blocks in reports.get(DROPPED, {}).items():
             if (dropped := self._drops.get(drop_id)) is not None and not dropped.done():
                 dropped.set_result(DroppedBlocks(*blocks))
@@ -404,6 +416,7 @@ class VllmEngine:
     def load(self) -> EngineLoad:
         samples = list(self._samples)
         self._samples.clear()
+        loads, self._tier_loads = self._tier_loads, dict.fromkeys(_TIERS, NO_LOADS)
         waiting = [live for live in self._live.values() if not live.reported]
         num_waiting = self._stats.num_waiting_reqs + self._stats.num_skipped_waiting_reqs
         return EngineLoad(
@@ -414,6 +427,8 @@ class VllmEngine:
             kv_tokens_total=self._kv_tokens,
             prefill_tokens_waiting=sum(len(live.request.prompt_token_ids) for live in waiting),
             samples=samples,
+            host_loads=loads["host"],
+            disk_loads=loads["disk"],
         )
 
     def set_step_targets(self, targets: StepTargets) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from vllm import SamplingParams
@@ -80,10 +80,18 @@ def engine_core_requests(
 
 
 def drop_request(
-    inputs: InputProcessor, internal_id: str, drop_id: int, cache_salt: str | None
+    inputs: InputProcessor,
+    internal_id: str,
+    drop_id: int,
+    cache_salt: str | None,
+    block_hashes: Collection[int] | None,
 ) -> EngineCoreRequest:
     """Returns the request that carries an order to delete KV blocks (connector/cache_drops.py)."""
-    order = {"id": drop_id, **({"salt": cache_salt} if cache_salt is not None else {})}
+    order: dict[str, Any] = {"id": drop_id}
+    if cache_salt is not None:
+        order["salt"] = cache_salt
+    if block_hashes is not None:
+        order["hashes"] = list(block_hashes)
     params = SamplingParams(
         max_tokens=1, temperature=0.0, extra_args={"kv_transfer_params": {DROP: order}}
     )

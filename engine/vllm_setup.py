@@ -13,7 +13,7 @@ import vllm
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
-from baton.engine.base import EngineInfo
+from baton.engine.base import EngineDead, EngineInfo
 from baton.engine.vllm_config import (
     RECORDING,
     RefusingEngineArgs,
@@ -27,12 +27,14 @@ from baton.engine.vllm_forced_tokens import use_forced_tokens
 from baton.engine.vllm_groups import expected_layout
 from baton.engine.vllm_load_failures import use_load_failures
 from baton.engine.vllm_lora import revision_of
+from baton.engine.vllm_own_connector import Offloading, own_offloading
 from baton.engine.vllm_refusals import refuse_executor, refuse_speculation
 from baton.engine.vllm_step_budget import use_step_budget
 from baton.kvtransfer import engine_groups, engine_stages
 from baton.kvtransfer.connector.cuda_copies import scratch_bytes
 from baton.kvtransfer.connector.disk_tier import DISK, disk_options, most_blocks
 from baton.kvtransfer.connector.host_tier import HOST_BYTES, host_options
+from baton.kvtransfer.connector.scheduler_half import REQUESTS_WAIT
 from baton.kvtransfer.disk.directory import DiskDirectory, namespace_of
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.latency import LatencyModel
@@ -89,6 +91,14 @@ class CheckedModel:
         return cls(config, layout_of(config, served_name, described), described)
 
 
+def requests_wait() -> bool:
+    """Whether requests wait for their loads while others run.
+
+    On a CPU the thread that computes the model also copies, so no request could run meanwhile.
+    """
+    return bool(current_platform.is_cuda())
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class VllmSetup:
     """Configuration of one engine.
@@ -130,7 +140,8 @@ class VllmSetup:
             traces: Directory that profiled ranks write into.
             prior: Latency model of Baton's scheduler until it has measured steps; None: vLLM's own
                 scheduler runs.
-            host_bytes: Host memory for blocks that the cache evicts; 0: none.
+            host_bytes: Host memory for blocks that the cache evicts, unless the engine arguments
+                say how much; 0: none.
 
         Raises:
             EngineDead: Baton does not serve this model or these settings.
@@ -141,6 +152,14 @@ class VllmSetup:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         checked = CheckedModel.make(model, served_name, engine_args, adapters, traces)
         config, layout = checked.config, checked.layout
+        offloading = own_offloading(engine_args)
+        if offloading is None:
+            offloading = Offloading(host_bytes)
+        elif not config.cache_config.enable_prefix_caching:
+            raise EngineDead(
+                "engine_args.enable_prefix_caching: is False; offloading needs prefix caching, "
+                "because vLLM finds no block again without it"
+            )
         use_forced_tokens(config)
         if current_platform.is_cuda():
             scratch = scratch_bytes(checked.expected_layout.block_bytes)
@@ -150,11 +169,16 @@ class VllmSetup:
             "socket": transfer_socket,
             "layout": dataclasses.asdict(layout),
             "rank_cpus": rank_cpus,
+            REQUESTS_WAIT: requests_wait(),
             # Without it an engine core outlives a killed worker, and ranks outlive a killed engine
             # core: they may go on loading for minutes, or wait forever for a dead rank.
             "leash": EndsWithParent(),
             # Without prefix caching, vLLM finds no block again.
-            **(host_options(host_bytes) if config.cache_config.enable_prefix_caching else {}),
+            **(
+                host_options(offloading.host_bytes, offloading.settings)
+                if config.cache_config.enable_prefix_caching
+                else {}
+            ),
         }
         if prior is not None:
             use_step_budget(config, prior, transfer_socket)

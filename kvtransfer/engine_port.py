@@ -21,12 +21,12 @@ _RECEIVE_BYTES = 2**18
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Staging that one rank is about to load.
+    """Staging that one rank is about to load: one of the sender's shards.
 
     Attributes:
-        offset: Where this rank's bytes begin in the segment; KvLayout.offset of shard 0 says where
-            a block lies behind it.
-        frames: All received frames of the rank's part, in layer order. The loader must verify each
+        offset: Where the shard's bytes begin in the segment; KvLayout.offset of shard 0 in the
+            sender's layout says where a block lies behind it.
+        frames: All received frames of the shard, in layer order. The loader must verify each
             frame's checksum after its copy, not before, because staging may expire during a slow
             copy.
     """
@@ -193,7 +193,7 @@ class EnginePort:
 
         Args:
             handoff_id: 16 bytes.
-            rank: Rank of the part.
+            rank: Index of one of the sender's shards.
             timeout_s: Longest wait for each reply; a reply lists at most MAX_LISTED_FRAMES.
         """
         frames: list[kv_transfer_pb2.LocalFrame] = []

@@ -17,6 +17,8 @@ PROTOCOL_VERSION = 2
 class KvLayout:
     """The properties of one engine's KV cache that both ends of a handoff must share.
 
+    Only the number of shards, and with it the heads and bytes of one rank, may differ.
+
     Layers are numbered group by group. A handoff's size is a number of blocks of the smallest block
     size; it determines which blocks of each layer the handoff holds (KvGroup.blocks).
 
@@ -180,6 +182,29 @@ class KvLayout:
             block_bytes=max(group.block_bytes for group in groups),
             axes=axes,
             own_groups=tuple(groups),
+        )
+
+    def split_into(self, num_shards: int) -> KvLayout:
+        """Returns the layout of the same cache in another number of shards, one rank for each.
+
+        Raises:
+            ValueError: The cache cannot be divided into so many shards.
+        """
+        if num_shards == self.num_shards:
+            return self
+        groups = kv_groups.split(self.groups, self.num_shards, num_shards)
+        if groups is None:
+            raise ValueError(
+                f"num_shards is {num_shards}; a cache in {self.num_shards} shards of "
+                f"{self.num_kv_heads} KV heads cannot be divided so"
+            )
+        return replace(
+            self,
+            num_kv_heads=groups[0].num_kv_heads,
+            block_bytes=max(group.block_bytes for group in groups),
+            tp_size=num_shards,
+            num_replicas=1,
+            own_groups=tuple(groups) if self.own_groups else (),
         )
 
     def fingerprint(self) -> kv_transfer_pb2.KvFingerprint:

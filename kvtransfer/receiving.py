@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 from baton.kvtransfer.arena import Extent
 from baton.kvtransfer.errors import MalformedFrame
 from baton.kvtransfer.frames import Frame, Totals, verify
+from baton.kvtransfer.layout import KvLayout
 from baton.v1 import kv_transfer_pb2 as pb
 
 
@@ -111,7 +112,7 @@ class ReceivedFrame:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The part of a handoff that one rank may read; offset is where it begins in the segment."""
+    """One shard of a handoff, which a rank may read; offset is where it begins in the segment."""
 
     handoff_id: bytes
     epoch: int
@@ -134,6 +135,7 @@ class Changed:
     reason: pb.RefusalReason.ValueType = pb.REFUSAL_REASON_UNSPECIFIED
     detail: str = ""
     transport: str = ""
+    num_shards: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,7 @@ class ReceiverStatistics:
 
 @dataclass(slots=True)
 class RankPart:
-    """The frames of one rank that arrived in the current epoch.
+    """The frames of one of the sender's shards that arrived in the current epoch.
 
     Attributes:
         seen: One byte for each block of the shard (KvLayout.index); 1 when it has arrived or is
@@ -188,7 +190,7 @@ class RankPart:
         num_pulls: Number of pulls of the epoch that have not ended.
         promised: Totals of the rank's commit, once that has come. It counts when no pull is
             outstanding.
-        in_order: The frames in the order of a claim, once the rank has claimed its part.
+        in_order: The frames in the order of a claim, once a rank has claimed the part.
     """
 
     seen: bytearray
@@ -211,6 +213,8 @@ class Handoff:
 
     Attributes:
         stream: Number of the push that carries it; None once that has ended.
+        ranks: The parts of the sender's shards.
+        layout: Layout of this cache in the sender's number of shards.
         problem: Why the epoch was interrupted.
     """
 
@@ -224,6 +228,7 @@ class Handoff:
     deadline: float
     ranks: list[RankPart]
     choice: Choice
+    layout: KvLayout
     extent: Extent | None = None
     problem: tuple[pb.RefusalReason.ValueType, str] | None = None
 
@@ -244,6 +249,7 @@ def changed(
         reason,
         detail,
         handoff.choice.transport,
+        handoff.layout.num_shards,
     )
 
 

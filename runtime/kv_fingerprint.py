@@ -43,6 +43,19 @@ def own_groups(fingerprint: kv_transfer_pb2.KvFingerprint) -> list[KvGroup]:
     return [_group(message) for message in fingerprint.groups]
 
 
+def _groups(fingerprint: kv_transfer_pb2.KvFingerprint) -> list[KvGroup]:
+    """Returns the groups of layers, at least one."""
+    return own_groups(fingerprint) or [
+        KvGroup(
+            "full",
+            fingerprint.num_layers,
+            fingerprint.num_kv_heads,
+            fingerprint.block_size_tokens or 1,
+            fingerprint.block_bytes,
+        )
+    ]
+
+
 def _group(message: kv_transfer_pb2.KvGroup) -> KvGroup:
     return KvGroup(
         _NAMES.get(message.kind, "full"),
@@ -68,15 +81,7 @@ def keeps_every_token(fingerprint: kv_transfer_pb2.KvFingerprint) -> bool:
 
 def handoff_bytes(fingerprint: kv_transfer_pb2.KvFingerprint, num_tokens: int) -> int:
     """Returns the size of a prompt's handoff, all layers and shards, in bytes."""
-    groups = own_groups(fingerprint) or [
-        KvGroup(
-            "full",
-            fingerprint.num_layers,
-            fingerprint.num_kv_heads,
-            fingerprint.block_size_tokens or 1,
-            fingerprint.block_bytes,
-        )
-    ]
+    groups = _groups(fingerprint)
     num_blocks = -(-num_tokens // kv_groups.smallest_block(groups))
     return num_shards(fingerprint) * kv_groups.shard_bytes(groups, num_blocks)
 
@@ -86,15 +91,30 @@ def differences(
 ) -> list[str]:
     """Fields in which two fingerprints differ, with both values.
 
-    An empty list means that KV caches can be handed over between the workers. The number of ranks
-    that hold the same shard is ignored.
+    An empty list means that KV caches can be handed over between the workers: both divide the same
+    cache, by its heads, among their ranks. The number of ranks that hold the same shard is ignored.
     """
-    ignored = ("tp_size", "num_shards") if num_shards(ours) == num_shards(theirs) else ()
+    ignored: tuple[str, ...] = ()
+    if num_shards(ours) == num_shards(theirs):
+        ignored = ("tp_size", "num_shards")
+    elif _are_parts_of_one_cache(ours, theirs):
+        ignored = ("tp_size", "num_shards", "num_kv_heads", "block_bytes", "groups")
     return [
         f"{name} is {_shown(theirs, name)}, here {_shown(ours, name)}"
         for name in (descriptor.name for descriptor in ours.DESCRIPTOR.fields)
         if name not in ignored and getattr(ours, name) != getattr(theirs, name)
     ]
+
+
+def _are_parts_of_one_cache(
+    ours: kv_transfer_pb2.KvFingerprint, theirs: kv_transfer_pb2.KvFingerprint
+) -> bool:
+    """Returns whether shards of two sizes together have the same heads, in every group."""
+    if any(group.kind not in _NAMES for group in theirs.groups):
+        return False
+    as_ours = kv_groups.split(_groups(theirs), num_shards(theirs), num_shards(ours))
+    sizes = [one.block_bytes * num_shards(one) for one in (ours, theirs)]
+    return as_ours == _groups(ours) and sizes[0] == sizes[1]
 
 
 def _shown(fingerprint: kv_transfer_pb2.KvFingerprint, name: str) -> str:

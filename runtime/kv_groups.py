@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 # ID of the block that stands for blocks that a request does not keep; no request owns it (vLLM).
@@ -59,6 +59,35 @@ class KvGroup:
         # needs the window before that token.
         shortest = (num_blocks - 1) * counted_tokens + 1
         return range(max(0, shortest - self.window_tokens) // self.block_size_tokens, end)
+
+
+def split(groups: Sequence[KvGroup], num_shards: int, num_wanted: int) -> list[KvGroup] | None:
+    """Returns the groups of one shard when the same cache is held in another number of shards.
+
+    Args:
+        groups: Groups of one shard.
+        num_shards: Number of shards of the cache.
+        num_wanted: The other number of shards.
+
+    Returns:
+        None if the heads of a group cannot be divided so, or a group keeps states, of which a shard
+        is not a range of heads.
+    """
+    if num_wanted == num_shards:
+        return list(groups)
+    made = []
+    for group in groups:
+        num_heads, num_bytes = group.num_kv_heads * num_shards, group.block_bytes * num_shards
+        if group.kind == "state" or not num_heads or num_heads % num_wanted:
+            return None
+        made.append(
+            replace(
+                group,
+                num_kv_heads=num_heads // num_wanted,
+                block_bytes=num_bytes // num_wanted,
+            )
+        )
+    return made
 
 
 def smallest_block(groups: Sequence[KvGroup]) -> int:

@@ -33,8 +33,8 @@ class KvStoreConfig(Section):
     )
     disk_bytes_per_s: Annotated[int, Field(ge=1, le=2**63 - 1)] = Field(
         10**9,
-        description="Speed of the disk when a worker loads KV blocks, in bytes per second. The "
-        "coordinator uses it to choose a worker.",
+        description="Speed of the disk when a worker loads KV blocks, in bytes per second, until "
+        "its first load is measured. The coordinator uses the speed to choose a worker.",
     )
     share: Literal["tenant", "all"] = Field(
         "tenant",

@@ -56,8 +56,6 @@ class Tokenizer:
         vocab_size: Vocabulary size from config.json, or else from the tokenizer.
         eos_token_id: End-of-sequence token of the tokenizer; None when it has none.
         extra_eos_token_ids: Further tokens that end an output, from generation_config.json.
-        has_latent_attention: Whether the model caches one latent per token that all ranks share
-            (MLA), from config.json; None without config.json.
 
     Raises:
         ConfigError: The model does not exist or has no tokenizer.json.
@@ -81,7 +79,6 @@ class Tokenizer:
         self._settings = {**settings, **self._special_tokens, "chat_template": source}
         config = _read_json(directory / "config.json")
         config = config.get("text_config", config)
-        self.has_latent_attention = "kv_lora_rank" in config if config else None
         self.max_model_len = _positive(config.get("max_position_embeddings"))
         self.vocab_size = _positive(config.get("vocab_size")) or int(
             self._tokenizer.get_vocab_size(with_added_tokens=True)

@@ -88,6 +88,8 @@ class Engine:
         self._awaiting_first_output: list[SimulatedRequest] = []
         self.fetches = Fetches(self)
         self._samples: deque[cluster_pb2.StepSample] = deque(maxlen=_SAMPLES)
+        # Tokens loaded from host memory since the last report.
+        self._num_loaded = 0
         self._sampled_at = 0.0
         self._cache = self._host_cache = None
         if shape.prefix_caching:
@@ -183,8 +185,13 @@ class Engine:
             self.fetches.refuse(request)
             return
         # Like vLLM's, the load runs beside the steps of other requests.
-        wait_s = self.shape.host_load_s(request.num_host)
+        wait_s = self._host_load_s(request.num_host)
         self.host.at(self.host.now + wait_s, self._arrive, request)
+
+    def _host_load_s(self, num_tokens: int) -> float:
+        """Returns the seconds that a load from host memory takes, and counts the load."""
+        self._num_loaded += num_tokens
+        return self.shape.host_load_s(num_tokens)
 
     def _take_held(self, request: SimulatedRequest) -> None:
         """Counts what the prefix cache and host memory hold of a prompt as computed."""
@@ -235,7 +242,7 @@ class Engine:
         request.num_computed = request.num_held
         request.num_uncomputed = request.num_tokens - request.num_held
         self._cache_blocks(request)
-        loaded_at = request.arrived_at + self.shape.host_load_s(num_host)
+        loaded_at = request.arrived_at + self._host_load_s(num_host)
         self.host.at(max(self.host.now, loaded_at), self._arrive, request)
 
     def fetches_at(self, address: str) -> Fetches | None:
@@ -679,6 +686,11 @@ class Engine:
             self._kv_decoding += done * len(self._decoding)
             self._record(self._run, done)
             self._kv_decoding -= done * len(self._decoding)
+        num_loaded, self._num_loaded = self._num_loaded, 0
+        loads = cluster_pb2.TierLoads(
+            num_bytes=round(num_loaded * self.shape.kv_bytes_per_token),
+            duration_us=round(self.shape.host_load_s(num_loaded) * 1e6),
+        )
         samples = list(self._samples)
         self._samples.clear()
         self._sampled_at = self.host.now
@@ -689,6 +701,7 @@ class Engine:
             kv_tokens_used=held,
             kv_tokens_total=self.shape.kv_tokens,
             steps=samples,
+            host_loads=loads,
         )
 
 

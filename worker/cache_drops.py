@@ -52,9 +52,10 @@ class CacheDrops:
     async def _run(self, command: cluster_pb2.DropCacheCommand) -> None:
         dropped = cluster_pb2.CacheDropped(drop_id=command.drop_id)
         salt = command.cache_salt if command.HasField("cache_salt") else None
+        only = command.only.hashes if command.HasField("only") else None
         try:
             async with asyncio.timeout(DROP_TIMEOUT_S):
-                blocks = await self._engine.drop_cache(salt)
+                blocks = await self._engine.drop_cache(salt, only)
             dropped.device_blocks, dropped.host_blocks = blocks.device, blocks.host
             dropped.disk_blocks = blocks.disk
             if blocks.has_files_left:

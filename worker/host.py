@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import psutil
 
-from baton.engine.base import Engine, EngineInfo
+from baton.engine.base import Engine, EngineInfo, TierLoads
 from baton.kvtransfer.control import ServiceGone, TransferClient
 from baton.runtime.enum_names import role_name
 from baton.runtime.errors import Unavailable
@@ -163,6 +163,8 @@ class WorkerHost:
             num_handoffs=transfer.num_sends + transfer.num_receives,
             resident_bytes=self._process.memory_info().rss,
             peers=transfer.peers,
+            host_loads=_tier_loads(load.host_loads),
+            disk_loads=_tier_loads(load.disk_loads),
         )
         self._collector.snapshot = Snapshot(
             report,
@@ -245,3 +247,7 @@ class WorkerHost:
             state=self._state, role=self._role, reason=reason, failed=failed
         )
         self._outbox.post(cluster_pb2.WorkerMessage(state_changed=change))
+
+
+def _tier_loads(loads: TierLoads) -> cluster_pb2.TierLoads:
+    return cluster_pb2.TierLoads(num_bytes=loads.num_bytes, duration_us=round(loads.seconds * 1e6))

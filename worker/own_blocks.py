@@ -14,7 +14,8 @@ class OwnBlocks:
     """Owns the engine requests that load blocks of other requests into the prefix cache.
 
     Such a request computes one token behind the blocks, whichever, as the holder of a fetch does.
-    The blocks may be evicted again before the fetch has come; then the prompt is computed.
+    The request that waits for the fetch holds the blocks from its submission on
+    (kvtransfer/connector/kept_prefixes.py). If they were evicted before, the prompt is computed.
 
     Args:
         engine: Started engine.

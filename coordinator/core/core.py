@@ -32,6 +32,7 @@ from baton.coordinator.state.fleets import Fleets
 from baton.coordinator.state.pools import POOL_OF
 from baton.coordinator.state.requests import EndedRequest, Request, RequestKey
 from baton.coordinator.state.scaling_config import in_config
+from baton.coordinator.state.session_blocks import TakenSession
 from baton.coordinator.state.slow_steps import Stall
 from baton.coordinator.state.timers import CoreTimer, Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
@@ -220,6 +221,16 @@ class Core:
     def stats(self) -> CoreStats:
         """The counters."""
         return self._lifecycle.stats
+
+    def take_session(self, session_id: str, tenant: str) -> TakenSession:
+        """Forgets a session's workers, and its KV blocks; see SessionBlocks.take."""
+        taken = self._lifecycle.session_blocks.take(session_id, tenant)
+        self.placers.forget_session(session_id)
+        return taken
+
+    def put_session_back(self, taken: TakenSession) -> None:
+        """Remembers KV blocks of a session that may not all be deleted."""
+        self._lifecycle.session_blocks.put_back(taken)
 
     @property
     def num_requests(self) -> int:

@@ -161,6 +161,7 @@ class Membership:
         if worker.role == common_pb2.ROLE_DECODE and load.steps:
             self._lifecycle.stats.recent.at(now).decode_steps(load.steps)
         self._placers.report_kv(worker, load.kv_tokens_used)
+        self._placers.report_loads(worker, load)
         if len(self._lifecycle.lanes):
             self._lifecycle.room_freed()
         is_idle = not (load.num_running or worker.stuck or self._awaits_step(worker))

@@ -31,6 +31,7 @@ from baton.coordinator.state.requests import (
     Submission,
     WorkerKey,
 )
+from baton.coordinator.state.session_blocks import SessionBlocks, SessionKey
 from baton.coordinator.state.slow_steps import Stall
 from baton.coordinator.state.timers import Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
@@ -70,6 +71,7 @@ class RequestLifecycle:
         admission: Decides whether requests are admitted.
         stats: Counters.
         fetches: Prefixes that workers send to the readers of requests.
+        session_blocks: KV blocks of the latest sessions.
         out: Effects of the event that is being handled; the core takes them.
         room_freed: Called when a waiting request may find a worker now: a request has arrived or
             ended, or a worker can take more.
@@ -109,6 +111,7 @@ class RequestLifecycle:
         self._assignments = Assignments(workers, placers)
         self._commands = Commands(config, workers, self._emit)
         self.fetches = Fetches(self._commands, placers, random_bytes)
+        self.session_blocks = SessionBlocks()
 
     def worker(self, key: WorkerKey) -> Worker | None:
         """Returns the attached worker of a key, or None."""
@@ -212,6 +215,7 @@ class RequestLifecycle:
         # The tenant is charged only for the first attempt.
         is_owed = self.lanes.dispatched(request, num_tokens if request.attempt == 1 else 0)
         self._assignments.assign(request, placement, num_tokens, yields=not is_owed)
+        self._note_blocks(request)
         self._keep_deltas(request, decoder)
         self.fetches.begin(request, placement, now)
         if prefiller is None:
@@ -420,6 +424,7 @@ class RequestLifecycle:
         assert all(request.state is RequestState.DECODING for request in flowing)
         assert all(request.flows_from == request.decode for request in flowing)
         self.lanes.check_integrity()
+        self.session_blocks.check_integrity()
         self._assignments.check_integrity(requests)
         self.fetches.check_integrity(iter(requests.values()))
 
@@ -470,6 +475,13 @@ class RequestLifecycle:
         self.lanes.served(request, num_tokens - request.num_charged)
         request.num_charged = num_tokens
 
+    def _note_blocks(self, request: Request) -> None:
+        """Notes the KV blocks of a request with a session, when it begins and when it ends."""
+        submission = request.submission
+        if submission.session_id:
+            hashes = self._placers.of(request.fleet).prompts.hashes_with_output(request)
+            self.session_blocks.add(SessionKey(submission.tenant, submission.session_id), hashes)
+
     def _emit(self, effect: ev.Effect) -> None:
         self.out.append(effect)
 
@@ -504,6 +516,8 @@ class RequestLifecycle:
         if error is None and finish_reason != common_pb2.FINISH_REASON_CANCELLED:
             self._placers.of(request.fleet).ended(request)
         self.admission.ended(request, now)
+        if request.attempt:
+            self._note_blocks(request)
         self._timers.cancel(request.key)
         self._let_go(request)
         self.requests.remove(request)

@@ -215,8 +215,8 @@ class ElasticRule:
         hits = load.traits.hits(held, (demand.num_tokens - 1) // size * size)
         num_new = demand.num_tokens - hits.num_tokens
         work_s = _work_s(load, num_new)
-        load_s = load.traits.load_s(hits.num_host, hits.num_disk)
-        wait_s = load.ahead_s(num_new, self._router.now) + load_s
+        now = self._router.now
+        wait_s = load.ahead_s(num_new, now) + load.load_s(hits.num_host, hits.num_disk, now)
         return PrefillChoice(load.key, wait_s + work_s, work_s, num_new, *hits)
 
     def _fetch(

@@ -75,9 +75,9 @@ class LocalPrompts:
             there_s: seconds that a prefill worker needs, including its queue.
             lane: lane of the request.
         """
-        traits = entry.traits
-        work_s = traits.latency.prefill_s(choice.num_new_tokens)
-        load_s = traits.load_s(choice.num_host_tokens, choice.num_disk_tokens)
+        work_s = entry.traits.latency.prefill_s(choice.num_new_tokens)
+        now = self._router.now
+        load_s = entry.load_s(choice.num_host_tokens, choice.num_disk_tokens, now)
         here_s = _outputs_step_s(entry) + load_s + work_s
         return here_s <= there_s * _LOCAL_SHARE and self._bear(
             entry, _longest_step_s(entry, choice), lane

@@ -115,8 +115,16 @@ class Placers:
     def report_kv(self, worker: Worker, kv_tokens_used: int) -> None:
         self._router(worker).report_kv(worker.key, kv_tokens_used)
 
+    def report_loads(self, worker: Worker, load: cluster_pb2.LoadReport) -> None:
+        self._router(worker).report_loads(worker.key, load.host_loads, load.disk_loads)
+
     def apply_cache(self, worker: Worker, changes: cluster_pb2.CacheEvents) -> None:
         self._router(worker).apply_cache(worker.key, changes)
+
+    def forget_session(self, session: str) -> None:
+        """Forgets which workers a session had."""
+        for placer in self._placers.values():
+            placer.router.forget_session(session)
 
     # ---- Requests from before a restart that workers still decode and no client has resumed yet.
 

@@ -58,7 +58,7 @@ class Predictions:
             # Requests count as work even before the first worker has attached.
             return self._unmeasured_prefill_s(num_tokens)
         held = self._prompts.match(request).held_by(entry.key)
-        return _prefill_s(entry, num_tokens, held)
+        return _prefill_s(entry, num_tokens, held, self._router.now)
 
     def demand(self, submission: Submission, hashes: array[int]) -> tuple[float, int, float]:
         """Predicted demand of a request on the prefill and decode pools.
@@ -76,7 +76,7 @@ class Predictions:
             prefill_s = self._unmeasured_prefill_s(num_tokens)
         else:
             held = self._router.longest_prefill(self._router.match(hashes))
-            prefill_s = _prefill_s(entry, num_tokens, held)
+            prefill_s = _prefill_s(entry, num_tokens, held, self._router.now)
         most = max_output_tokens(submission, self._workers.max_model_len)
         return prefill_s, num_tokens, self._outputs.mean(submission.lane, most or num_tokens)
 
@@ -168,6 +168,6 @@ class Predictions:
         return self._unmeasured.prefill_s(max(1, num_tokens))
 
 
-def _prefill_s(entry: WorkerLoad, num_tokens: int, held: HeldPrefix) -> float:
+def _prefill_s(entry: WorkerLoad, num_tokens: int, held: HeldPrefix, now: float) -> float:
     """Predicted prefill seconds on a worker that holds this prefix of the prompt."""
-    return entry.traits.prompt_s(num_tokens, entry.traits.hits(held, num_tokens))
+    return entry.prompt_s(num_tokens, entry.traits.hits(held, num_tokens), now)

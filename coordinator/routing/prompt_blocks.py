@@ -37,6 +37,18 @@ class PromptBlocks:
             request.hashes = self.hashes(request.submission)
         return request.hashes
 
+    def hashes_with_output(self, request: Request) -> array[int]:
+        """The hashes of a request's prompt and of its output so far."""
+        hashes, worker = self.hashes_of(request), self._workers.first
+        if worker is None:
+            return hashes
+        size, submission = block_size_of(worker.hello), request.submission
+        rest = array("I", submission.prompt_token_ids[len(hashes) * size :]) + request.token_ids
+        if len(rest) < size:
+            return hashes
+        last = hashes[-1] if hashes else root_of(submission.adapter, submission.cache_salt)
+        return hashes + block_hashes(rest, size, last)
+
     def match(self, request: Request) -> PrefixMatch:
         """The prefix of a request's prompt that each worker holds in its prefix cache."""
         return self._router.match(self.hashes_of(request))

@@ -208,6 +208,16 @@ class Router:
             entry.report(kv_tokens_used)
             self._loads.file(entry)
 
+    def report_loads(
+        self, worker: WorkerKey, host: cluster_pb2.TierLoads, disk: cluster_pb2.TierLoads
+    ) -> None:
+        """Measures a worker's speed by its loads since its last report."""
+        if (entry := self._loads.get(worker)) is None:
+            return
+        for tier, loads in ((Tier.HOST, host), (Tier.DISK, disk)):
+            seconds = loads.duration_us / 1e6
+            entry.load_speeds.took(tier, loads.num_bytes, seconds, self.now)
+
     def apply_cache(self, worker: WorkerKey, changes: cluster_pb2.CacheEvents) -> None:
         """Applies changes of one tier of a worker to the index."""
         tier = _TIERS.get(changes.tier)
@@ -340,6 +350,10 @@ class Router:
             entry.end_prefill(request_id, self.now)
             self._loads.file(entry)
 
+    def forget_session(self, session: str) -> None:
+        """Forgets which workers a session had; idempotent."""
+        self._sessions.pop(session, None)
+
     def _session(self, session: str) -> _Session:
         found = self._sessions.setdefault(session, _Session())
         self._sessions.move_to_end(session)
@@ -432,11 +446,11 @@ class Router:
                 wait_s = max(self.transfers.wait_s(key), holder.one_step_s(self.now))
                 num_stored = max(0, end - held.num_device * size)
                 num_disk = min(held.num_disk * size, num_stored)
-                load_s = holder.traits.load_s(num_stored - num_disk, num_disk)
+                load_s = holder.load_s(num_stored - num_disk, num_disk, self.now)
                 fetch_s = _FETCH_BASE_S + wait_s + load_s + sending_s
                 if num_own:
                     # The reader loads its own blocks meanwhile, in a step of its own.
-                    own_s = traits.load_s(num_own, 0) + reader.one_step_s(self.now)
+                    own_s = reader.load_s(num_own, 0, self.now) + reader.one_step_s(self.now)
                     fetch_s = max(fetch_s, own_s)
                 total_s = fetch_s + traits.latency.prefill_s(num_tokens - end)
                 if total_s < least:
@@ -536,7 +550,7 @@ class Router:
             hits = traits.hits(held, (num_tokens - 1) // size * size)
             work_s = traits.latency.prefill_s(num_tokens - hits.num_tokens)
             queued_s = entry.queued_s(self.now)
-            wait_s = queued_s + traits.load_s(hits.num_host, hits.num_disk)
+            wait_s = queued_s + entry.load_s(hits.num_host, hits.num_disk, self.now)
             cost = wait_s + work_s * factor
             own = PrefillChoice(
                 worker, wait_s + work_s, work_s, num_tokens - hits.num_tokens, *hits
@@ -721,7 +735,7 @@ class Router:
         """
         traits = target.entry.traits
         if source is None:
-            return traits.prompt_s(num_tokens, target.hits)
+            return target.entry.prompt_s(num_tokens, target.hits, self.now)
         near = source.traits.host_id == traits.host_id
         num_bytes = (num_tokens - target.hits.num_cached) * source.traits.kv_bytes_per_token
         return self.transfers.handoff_s((source.key, target.entry.key), num_bytes, near=near)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
+from baton.coordinator.routing.mean_speed import LEAST_BYTES, MeanSpeed, with_latest
 from baton.coordinator.state.requests import WorkerKey
 
 Pair: TypeAlias = tuple[WorkerKey, WorkerKey]
@@ -16,25 +17,12 @@ _GUESS = 1e-10
 # Assumed speed of handoffs between hosts and within a host before the first transfer. These guesses
 # are not tried out, so they are closer to what networks can do.
 _FAR_BYTES_PER_S, _NEAR_BYTES_PER_S = 1e9, 5e9
-# Weight of the latest transfer in the mean seconds per byte.
-_WEIGHT = 0.3
-# Transfers with fewer bytes say more about delays than about speed.
-_LEAST_BYTES = 2**17
-# A measurement counts half after this many seconds: what was slow is tried again some time.
-_HALF_LIFE_S = 600.0
 # A fetch that was given up has taken at least this many times as long as it was waited for.
 _GIVEN_UP_FACTOR = 2.0
 # Seconds for which the outcome of the first fetch is waited for before the next one.
 _TRIAL_S = 10.0
 # Number of pairs that are remembered; the least recently measured is forgotten.
 _MAX_PAIRS = 65536
-
-
-class _Measured(NamedTuple):
-    """Mean seconds per byte, and when it was measured last."""
-
-    s_per_byte: float
-    at: float
 
 
 class Transfers:
@@ -49,9 +37,9 @@ class Transfers:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._pairs: OrderedDict[Pair, _Measured] = OrderedDict()
+        self._pairs: OrderedDict[Pair, MeanSpeed] = OrderedDict()
         # By whether the workers are on one host.
-        self._kinds: dict[bool, _Measured] = {}
+        self._kinds: dict[bool, MeanSpeed] = {}
         self._tried_at: dict[bool, float] = {}
         self._free_at: dict[WorkerKey, float] = {}
 
@@ -70,8 +58,7 @@ class Transfers:
         if found is None:
             is_trying = self.now - self._tried_at.get(near, -math.inf) < _TRIAL_S
             return math.inf if is_trying else num_bytes * _GUESS
-        share = math.exp2(-(self.now - found.at) / _HALF_LIFE_S)
-        return num_bytes * max(_GUESS, found.s_per_byte * share)
+        return num_bytes * max(_GUESS, found.s_per_byte * found.share(self.now))
 
     def handoff_s(self, pair: Pair, num_bytes: float, *, near: bool) -> float:
         """Predicted seconds that the bytes of a handoff take; always finite.
@@ -85,10 +72,10 @@ class Transfers:
             return num_bytes * found.s_per_byte
         return num_bytes / (_NEAR_BYTES_PER_S if near else _FAR_BYTES_PER_S)
 
-    def _measured(self, pair: Pair, *, near: bool) -> _Measured | None:
+    def _measured(self, pair: Pair, *, near: bool) -> MeanSpeed | None:
         """The latest measurement of a pair, or of its kind."""
         found = self._pairs.get(pair)
-        if found is None or self.now - found.at > _HALF_LIFE_S:
+        if found is None or not found.is_recent(self.now):
             return self._kinds.get(near)
         return found
 
@@ -103,12 +90,11 @@ class Transfers:
 
     def took(self, pair: Pair, num_bytes: int, seconds: float, *, near: bool) -> None:
         """Records a transfer's size and duration."""
-        if num_bytes < _LEAST_BYTES:
+        if num_bytes < LEAST_BYTES:
             self._tried_at.pop(near, None)
             return
-        latest = max(seconds, 1e-6) / num_bytes
-        self._pairs[pair] = self._mean(self._pairs.pop(pair, None), latest)
-        self._kinds[near] = self._mean(self._kinds.get(near), latest)
+        self._pairs[pair] = with_latest(self._pairs.pop(pair, None), num_bytes, seconds, self.now)
+        self._kinds[near] = with_latest(self._kinds.get(near), num_bytes, seconds, self.now)
         if len(self._pairs) > _MAX_PAIRS:
             self._pairs.popitem(last=False)
 
@@ -119,10 +105,10 @@ class Transfers:
 
     def given_up(self, pair: Pair, num_bytes: int, seconds: float, *, near: bool) -> None:
         """Records a transfer that was given up after this many seconds."""
-        if num_bytes < _LEAST_BYTES:
+        if num_bytes < LEAST_BYTES:
             self._tried_at.pop(near, None)
         else:
-            measured = _Measured(_GIVEN_UP_FACTOR * seconds / num_bytes, self.now)
+            measured = MeanSpeed(_GIVEN_UP_FACTOR * seconds / num_bytes, self.now)
             self._pairs.pop(pair, None)
             self._pairs[pair] = self._kinds[near] = measured
 
@@ -131,8 +117,3 @@ class Transfers:
         self._free_at.pop(worker, None)
         for pair in [pair for pair in self._pairs if worker in pair]:
             del self._pairs[pair]
-
-    def _mean(self, before: _Measured | None, latest: float) -> _Measured:
-        if before is not None and self.now - before.at <= _HALF_LIFE_S:
-            latest = before.s_per_byte + _WEIGHT * (latest - before.s_per_byte)
-        return _Measured(latest, self.now)

@@ -7,6 +7,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from baton.coordinator.routing.load_speeds import LoadSpeeds
+from baton.coordinator.routing.prefix_index import Tier
 from baton.coordinator.routing.prefix_match import HeldPrefix
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.latency import LatencyModel
@@ -57,9 +59,8 @@ class WorkerTraits:
         host_id: workers with equal host IDs share memory.
         kv_tokens: size of the KV cache in tokens.
         host_kv_tokens: size of the KV store in host memory in tokens; 0: none.
-        host_bytes_per_s: bandwidth between host memory and the engine's cache, all ranks together.
+        host_bytes_per_s, disk_bytes_per_s: assumed speeds of loads; see LoadSpeeds.
         disk_kv_tokens: size of the KV store on disk in tokens; 0: none.
-        disk_bytes_per_s: bandwidth between disk and host memory, all ranks together.
         block_size_tokens: tokens per KV block.
         kv_bytes_per_token: bytes of KV cache per token, over all layers and ranks; 0: not known.
         sends_prefixes: whether the cached beginning of a prompt can be handed over: windows and
@@ -97,24 +98,6 @@ class WorkerTraits:
         num_stored = min(held.num_total * size, most_tokens) - num_cached
         num_disk = min(held.num_disk * size, num_stored)
         return PromptHits(num_cached, num_stored - num_disk, num_disk)
-
-    def load_s(self, num_host: int, num_disk: int = 0) -> float:
-        """Seconds to load the KV cache of a prompt's tokens.
-
-        Args:
-            num_host: tokens in host memory.
-            num_disk: tokens on disk, which go through host memory.
-        """
-        if not num_host + num_disk:
-            return 0.0
-        from_host_s = self.kv_bytes_per_token * (num_host + num_disk) / self.host_bytes_per_s
-        from_disk_s = self.kv_bytes_per_token * num_disk / self.disk_bytes_per_s
-        return _LOAD_BASE_S + from_disk_s + from_host_s
-
-    def prompt_s(self, num_tokens: int, hits: PromptHits) -> float:
-        """Seconds to load and compute a prompt of `num_tokens` tokens on an idle worker."""
-        num_new = max(1, num_tokens - hits.num_tokens)
-        return self.latency.prefill_s(num_new) + self.load_s(hits.num_host, hits.num_disk)
 
 
 @dataclass(slots=True)
@@ -182,6 +165,7 @@ class WorkerLoad:
         free_tokens: KV tokens that no assigned request is expected to need.
         mean_tokens: KV tokens of all assigned decodes at half of their mean output: what a step
             attends to on average. `reserved_tokens` is what it attends to at most.
+        load_speeds: measured speeds of its loads from host memory and from disk.
         prompt_speed: speed of prompts beside the assigned decodes, as a share of the speed of an
             idle worker, (0, 1]. Only kept in elastic cells; elsewhere 1.
     """
@@ -196,6 +180,7 @@ class WorkerLoad:
     reserved_tokens: int = 0
     yielding_tokens: int = 0
     free_tokens: int = field(init=False)
+    load_speeds: LoadSpeeds = field(init=False)
     mean_tokens: int = 0
     prompt_speed: float = 1.0
     # In order of arrival. OrderedDict, because finding the first key of a dict takes O(n) after
@@ -211,6 +196,8 @@ class WorkerLoad:
 
     def __post_init__(self) -> None:
         self.free_tokens = self.traits.kv_tokens
+        traits = self.traits
+        self.load_speeds = LoadSpeeds(traits.host_bytes_per_s, traits.disk_bytes_per_s)
 
     @property
     def num_prefills(self) -> int:
@@ -257,6 +244,27 @@ class WorkerLoad:
         if self._prefills:
             return 1.5 * min(self.queued_s(now), 2 * self._rest_of_step_s or self.step_s)
         return self.traits.latency.prefill_s(1)
+
+    def load_s(self, num_host: int, num_disk: int, now: float) -> float:
+        """Predicted seconds to load the KV cache of a prompt's tokens.
+
+        Args:
+            num_host: tokens in host memory.
+            num_disk: tokens on disk, which go through host memory.
+            now: time by the core's clock.
+        """
+        if not num_host + num_disk:
+            return 0.0
+        per_token, speeds = self.traits.kv_bytes_per_token, self.load_speeds
+        from_host_s = speeds.seconds(Tier.HOST, per_token * (num_host + num_disk), now)
+        from_disk_s = speeds.seconds(Tier.DISK, per_token * num_disk, now)
+        return _LOAD_BASE_S + from_disk_s + from_host_s
+
+    def prompt_s(self, num_tokens: int, hits: PromptHits, now: float) -> float:
+        """Predicted seconds to load and compute a prompt of `num_tokens` tokens without a queue."""
+        num_new = max(1, num_tokens - hits.num_tokens)
+        load_s = self.load_s(hits.num_host, hits.num_disk, now)
+        return self.traits.latency.prefill_s(num_new) + load_s
 
     def queued_s(self, now: float) -> float:
         """Predicted seconds of remaining prefill work."""

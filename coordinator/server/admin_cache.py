@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection, Sequence
 
 from baton.coordinator.server.shell import Shell
+from baton.coordinator.state.session_blocks import TakenSession
 from baton.coordinator.state.workers import Worker
 from baton.runtime.config import BatonConfig
 from baton.runtime.errors import BatonError, FailedPrecondition, InvalidArgument
@@ -27,28 +29,52 @@ class CacheCalls:
         """Deletes KV blocks, and waits until every worker has done so or has failed.
 
         Raises:
-            InvalidArgument: The request does not name exactly one of tenant and all.
+            InvalidArgument: The request does not name exactly one of all, a tenant, and a session.
+            NotFound: No blocks of the session are known.
             FailedPrecondition: Blocks belong to no tenant.
         """
-        if bool(request.tenant) == request.all:
-            raise InvalidArgument("tenant", request.tenant, "set either tenant or all")
+        if request.all == bool(request.tenant or request.session_id):
+            raise InvalidArgument(
+                "tenant", request.tenant, "set exactly one of: all, a tenant, or a session"
+            )
+        if request.session_id:
+            taken = self._shell.core.take_session(request.session_id, request.tenant)
+            return await self._drop_session(taken)
         if request.tenant and self._config.kv_store.share == "all":
             raise FailedPrecondition(
                 "tenants share KV blocks (kv_store.share is all), so that blocks belong to no "
                 "tenant; delete all of them"
             )
         salt = None if request.all else cache_salt_of(request.tenant)
-        workers = sorted(self._shell.core.workers, key=lambda one: one.id)
-        found = await asyncio.gather(*(self._drop(worker, salt) for worker in workers))
-        return admin_pb2.DropCacheResponse(workers=found)
+        return admin_pb2.DropCacheResponse(workers=await self._drop_everywhere(salt))
 
-    async def _drop(self, worker: Worker, salt: str | None) -> admin_pb2.WorkerCacheDropped:
+    async def _drop_session(self, taken: TakenSession) -> admin_pb2.DropCacheResponse:
+        share = self._config.kv_store.share
+        salt = "" if share == "all" else cache_salt_of(taken.key.tenant)
+        is_deleted = False
+        try:
+            found = await self._drop_everywhere(salt, taken.hashes)
+            is_deleted = not any(one.error for one in found)
+        finally:
+            if not is_deleted:
+                self._shell.core.put_session_back(taken)
+        return admin_pb2.DropCacheResponse(workers=found, shared_blocks=taken.num_shared)
+
+    async def _drop_everywhere(
+        self, salt: str | None, only: Collection[int] | None = None
+    ) -> Sequence[admin_pb2.WorkerCacheDropped]:
+        workers = sorted(self._shell.core.workers, key=lambda one: one.id)
+        return await asyncio.gather(*(self._drop(worker, salt, only) for worker in workers))
+
+    async def _drop(
+        self, worker: Worker, salt: str | None, only: Collection[int] | None
+    ) -> admin_pb2.WorkerCacheDropped:
         found = admin_pb2.WorkerCacheDropped(worker_id=worker.id)
         if not worker.connected:
             found.error = "the worker is not connected; its blocks were not deleted"
             return found
         try:
-            report = await self._shell.cache_drops.drop(worker.key, salt)
+            report = await self._shell.cache_drops.drop(worker.key, salt, only)
         except BatonError as error:
             found.error = str(error)
             return found

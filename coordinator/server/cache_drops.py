@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.cache_drops import DROP_TIMEOUT_S
 from baton.runtime.errors import BatonError, DeadlineExceeded, Unavailable, from_message
 from baton.v1 import cluster_pb2
 
+# Most hashes of blocks in one command, which is one message; further ones follow in other commands.
+MAX_HASHES = 2**17
 # The worker reports its own timeout before.
 _TIMEOUT_S = DROP_TIMEOUT_S + 5.0
 
@@ -26,12 +28,15 @@ class CacheDrops:
         self._send = send
         self._waiting: dict[tuple[WorkerKey, int], asyncio.Future[cluster_pb2.CacheDropped]] = {}
 
-    async def drop(self, worker: WorkerKey, cache_salt: str | None) -> cluster_pb2.CacheDropped:
+    async def drop(
+        self, worker: WorkerKey, cache_salt: str | None, only: Collection[int] | None = None
+    ) -> cluster_pb2.CacheDropped:
         """Deletes KV blocks of a worker.
 
         Args:
             worker: an attached worker.
             cache_salt: delete only blocks of requests with this salt; None: all blocks.
+            only: of these, delete only blocks with these hashes; None: with any hash.
 
         Returns:
             The worker's report.
@@ -39,11 +44,28 @@ class CacheDrops:
         Raises:
             BatonError: The worker may have blocks left.
         """
+        if only is None:
+            return await self._drop(worker, cache_salt, None)
+        total, hashes = cluster_pb2.CacheDropped(), list(only)
+        # Without hashes, too, the worker clears what it cannot attribute to anybody.
+        for begin in range(0, max(1, len(hashes)), MAX_HASHES):
+            some = hashes[begin : begin + MAX_HASHES]
+            report = await self._drop(worker, cache_salt, some)
+            total.device_blocks += report.device_blocks
+            total.host_blocks += report.host_blocks
+            total.disk_blocks += report.disk_blocks
+        return total
+
+    async def _drop(
+        self, worker: WorkerKey, cache_salt: str | None, only: Sequence[int] | None
+    ) -> cluster_pb2.CacheDropped:
         drop_id = secrets.randbits(63) | 1
         reported = asyncio.get_running_loop().create_future()
         self._waiting[worker, drop_id] = reported
         try:
             command = cluster_pb2.DropCacheCommand(drop_id=drop_id, cache_salt=cache_salt)
+            if only is not None:
+                command.only.CopyFrom(cluster_pb2.BlockHashes(hashes=only))
             self._send(worker, command)
             async with asyncio.timeout(_TIMEOUT_S):
                 report: cluster_pb2.CacheDropped = await reported

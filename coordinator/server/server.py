@@ -32,7 +32,7 @@ from baton.runtime.addresses import is_wildcard, joined, outward_address
 from baton.runtime.config import BatonConfig
 from baton.runtime.config_error import ConfigError
 from baton.runtime.dial import within_cluster
-from baton.runtime.errors import RESTARTING, BatonError, Unavailable, shown
+from baton.runtime.errors import RESTARTING, BatonError, Unavailable
 from baton.runtime.lifecycle import frozen_heap, stop_requested
 from baton.runtime.metrics import MetricsServer
 from baton.runtime.refusals import Refusals
@@ -71,9 +71,8 @@ class Coordinator:
         metrics_address: host:port of the Prometheus endpoint; set on entering.
 
     Raises:
-        ConfigError: On entering: the model does not exist, the pools' workers could not hand over
-            to each other, an address is in use, a listener is open to other hosts without access
-            control, or files of `security` cannot be used.
+        ConfigError: On entering: the model does not exist, an address is in use, a listener is open
+            to other hosts without access control, or files of `security` cannot be used.
     """
 
     address: str
@@ -102,7 +101,6 @@ class Coordinator:
             half_way.callback(self._tokenizer.close)
             if self._launched:
                 _check_sizes(self._config)
-                _check_ranks(self._config, self._tokenizer)
             # A worker that attaches during the start sets the shell's timer.
             half_way.callback(self.shell.close)
             self._tracing = Tracing(self._config.tracing, {"baton.process": "coordinator"})
@@ -216,21 +214,6 @@ class Coordinator:
             if self.shell.core.can_serve is not serving:
                 serving = not serving
                 await self._health.set(_INFERENCE, _SERVING if serving else _NOT_SERVING)
-
-
-def _check_ranks(config: BatonConfig, tokenizer: Tokenizer) -> None:
-    """Raises ConfigError for pools whose workers would be refused after loading the model.
-
-    Rank i hands over to rank i, so both pools need equal numbers of ranks, except for models whose
-    ranks all hold the same KV cache.
-    """
-    sizes = config.tensor_parallel_size(config.prefill), config.tensor_parallel_size(config.decode)
-    if config.engine == "vllm" and sizes[0] != sizes[1] and tokenizer.has_latent_attention is False:
-        raise ConfigError(
-            f"decode.engine_args.tensor_parallel_size: is {shown(sizes[1])}; must be "
-            f"{shown(sizes[0])}, as of prefill workers: KV caches are handed over from rank to "
-            "rank (only models with latent attention may have different sizes)"
-        )
 
 
 def _check_sizes(config: BatonConfig) -> None:

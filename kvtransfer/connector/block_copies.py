@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.kvtransfer.connector.notifier import Copy
+from baton.kvtransfer.head_ranges import HeadRange
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,22 @@ class BlockCopies(ABC):
         """
 
     @abstractmethod
-    def scatter(self, layer: int, blocks: Any, run: Run) -> Copy:
+    def scatter(self, layer: int, blocks: Any, run: Run, heads: HeadRange | None = None) -> Copy:
         """Copies a run from staging to the cache. The copy has ended when staging has been read.
 
-        The blocks change after the earlier work of the caller's stream. The caller must `join`
-        before later work that depends on the blocks.
+        The blocks change after the earlier work of the caller's stream. Later work that depends on
+        them needs `join_scatters`, or the end of `landing`.
+
+        Args:
+            layer: Index of the layer.
+            blocks: The prepared block IDs.
+            run: Blocks in staging, as the sender has them.
+            heads: The heads to copy, if the sender's blocks have other heads than the cache's.
         """
+
+    @abstractmethod
+    def landing(self) -> Copy:
+        """Returns a copy that ends when the blocks of all scatters so far have changed."""
 
     @abstractmethod
     def clear(self, block_ids: Sequence[int]) -> None:
@@ -75,11 +86,15 @@ class BlockCopies(ABC):
         """
 
     @abstractmethod
-    def join(self) -> None:
-        """Orders the caller's later work after all gathers and scatters of the paged cache.
+    def join_gathers(self) -> None:
+        """Orders the caller's later work after all gathers from the paged cache.
 
         Bytes may still be on their way to staging.
         """
+
+    @abstractmethod
+    def join_scatters(self) -> None:
+        """Orders the caller's later work after all scatters into the paged cache."""
 
     @abstractmethod
     def close(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.kvtransfer.connector.block_copies import BlockCopies, Run
 from baton.kvtransfer.connector.handoff_step import Part
 from baton.kvtransfer.connector.notifier import Copy
-from baton.kvtransfer.control import Claim, EnginePort, checksum
+from baton.kvtransfer.control import Claim, checksum
+from baton.kvtransfer.head_ranges import HeadRange
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.kv_groups import KvGroup
 from baton.v1 import kv_transfer_pb2
@@ -19,7 +20,7 @@ class Check:
     """A copied frame whose checksum is still to be verified.
 
     Attributes:
-        copy: The copy of the frame; it may still be under way.
+        copy: A copy that the frame is part of; it may still be under way.
         checksum: XXH3-64 of the bytes that the sender read from its cache.
         offset: Where the frame begins in the segment.
         num_bytes: Size of the frame in staging.
@@ -33,10 +34,36 @@ class Check:
     block_ids: Sequence[int]
 
 
-def _wanted_blocks(
-    frame: kv_transfer_pb2.LocalFrame, group: KvGroup, part: Part
-) -> Iterator[tuple[int, range]]:
-    """Yields the blocks that are both in the frame and wanted.
+def _held_blocks(frame: kv_transfer_pb2.LocalFrame) -> range:
+    """Returns the blocks of a frame, as indices within the handoff."""
+    return range(frame.first_block, frame.first_block + frame.num_blocks)
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+def _batched(
+    frames: Iterable[kv_transfer_pb2.LocalFrame], copies: BlockCopies
+) -> Iterator[list[kv_transfer_pb2.LocalFrame]]:
+    """Yields batches of frames whose blocks follow each other in one layer and fit in one copy."""
+    batch: list[kv_transfer_pb2.LocalFrame] = []
+    after, room = (-1, 0), 0
+    for frame in frames:
+        if batch and ((frame.layer, frame.first_block) != after or frame.num_blocks > room):
+            yield batch
+            batch = []
+        if not batch:
+            room = copies.max_blocks(frame.layer)
+        batch.append(frame)
+        room -= frame.num_blocks
+        after = frame.layer, frame.first_block + frame.num_blocks
+    if batch:
+        yield batch
+
+
+def _wanted_blocks(held: range, group: KvGroup, part: Part) -> Iterator[tuple[int, range]]:
+    """Yields the blocks that are both held and wanted.
 
     Each item is an index in the part's block_ids, and the blocks from there on as indices within
     the handoff. The one block of a state goes to each of the part's blocks.
@@ -44,10 +71,9 @@ def _wanted_blocks(
     if group.kind == "state":
         yield from ((at, range(1)) for at in range(len(part.block_ids)))
         return
-    first = max(frame.first_block, part.first_block)
-    end = min(frame.first_block + frame.num_blocks, part.first_block + len(part.block_ids))
-    if first < end:
-        yield first - part.first_block, range(first, end)
+    wanted = _common(held, range(part.first_block, part.first_block + len(part.block_ids)))
+    if wanted:
+        yield wanted.start - part.first_block, wanted
 
 
 def copy_in(
@@ -55,43 +81,55 @@ def copy_in(
     layout: KvLayout,
     claimed: Claim,
     parts: Sequence[Part],
+    heads: Mapping[KvGroup, HeadRange],
 ) -> Iterator[Check]:
     """Begins the copies of a claim's frames that hold wanted blocks; yields one check per frame.
 
     Args:
         copies: This rank's copies.
-        layout: Layout of the KV cache.
+        layout: Layout of the sender's KV cache.
         claimed: The claimed staging.
         parts: The wanted blocks of each block table.
+        heads: The wanted heads of the layers of each group; empty: all heads of the blocks.
     """
     prepared = {
         table.table: copies.prepare(part.block_ids)
         for table, part in zip(layout.tables, parts, strict=True)
         if part.block_ids
     }
-    for frame in claimed.frames:
-        group = layout.group_of(frame.layer)
+    for batch in _batched(claimed.frames, copies):
+        layer = batch[0].layer
+        group = layout.group_of(layer)
         part = parts[group.table]
 
-        def staged(block: int, layer: int = frame.layer) -> int:
+        def staged(block: int, layer: int = layer) -> int:
             return claimed.offset + layout.offset(0, layer, block, claimed.num_blocks)
 
-        for begin, wanted in _wanted_blocks(frame, group, part):
+        held = range(batch[0].first_block, _held_blocks(batch[-1]).stop)
+        for begin, wanted in _wanted_blocks(held, group, part):
             run = Run(begin, len(wanted), staged(wanted.start))
-            yield Check(
-                copies.scatter(frame.layer, prepared[group.table], run),
-                frame.checksum,
-                staged(frame.first_block),
-                frame.num_blocks * group.block_bytes,
-                part.block_ids[begin : begin + len(wanted)],
-            )
+            copy = copies.scatter(layer, prepared[group.table], run, heads.get(group))
+            for frame in batch:
+                copied = _common(_held_blocks(frame), wanted)
+                if not copied:
+                    continue
+                first = begin + copied.start - wanted.start
+                yield Check(
+                    copy,
+                    frame.checksum,
+                    staged(frame.first_block),
+                    frame.num_blocks * group.block_bytes,
+                    part.block_ids[first : first + len(copied)],
+                )
 
 
-def holds(check: Check, port: EnginePort) -> bool:
+def holds(check: Check, memory: memoryview) -> bool:
     """Waits for the copy; returns whether the copied bytes are those the sender read.
+
+    Any thread may call it; hashing releases the interpreter lock.
 
     The checksum is verified after the copy: staging that is right now was right during the copy.
     """
     check.copy.wait()
-    data = port.memory[check.offset : check.offset + check.num_bytes]
+    data = memory[check.offset : check.offset + check.num_bytes]
     return checksum(data) == check.checksum

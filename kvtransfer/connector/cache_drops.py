@@ -17,14 +17,14 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks
 from baton.kvtransfer.connector.host_tier import HostTier
 from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
-from baton.kvtransfer.disk.orders import owner_of
+from baton.kvtransfer.disk.orders import BlockSelection
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
-# Key in kv_transfer_params of the request that carries an order: a dict with the order's "id" and
-# the "salt" whose blocks are deleted; without a salt: all blocks.
+# Key in kv_transfer_params of the request that carries an order: a dict with the order's "id", the
+# "salt" whose blocks are deleted (without it: of any salt) and their "hashes" (without: any hash).
 DROP = "baton_drop"
 # Key in SchedulerStats.kv_connector_stats: ended orders by ID: how many blocks were deleted on the
 # device, in host memory and on disk, and whether any files are left.
@@ -87,20 +87,19 @@ class CacheDrops:
         """
         if (order := (request.kv_transfer_params or {}).get(DROP)) is None:
             return
-        salt = order.get("salt")
-        owner = owner_of(salt) if salt is not None else None
+        selection = BlockSelection.of(order.get("salt"), order.get("hashes"))
         num_host = num_disk = 0
         deletion = None
         # The owners of blocks in host memory are known until the device's report follows.
         if self._host is not None:
-            num_host = self._host.blocks.delete_owner(owner)
+            num_host = self._host.blocks.delete(selection)
             if self._host.disk is not None:
-                num_disk, deletion = self._host.disk.index.delete_owner(owner)
-        num_device = self._delete_on_device(owner, manager)
+                num_disk, deletion = self._host.disk.index.delete(selection)
+        num_device = self._delete_on_device(selection, manager)
         blocks = num_device, num_host, num_disk
         self._drops[order["id"]] = _Drop(blocks, deletion, self._num_ranks)
 
-    def _delete_on_device(self, owner: str | None, manager: KVCacheManager) -> int:
+    def _delete_on_device(self, selection: BlockSelection, manager: KVCacheManager) -> int:
         """Deletes blocks from the prefix cache; returns how many."""
         found, unnamed = set(), set()
         for block in manager.block_pool.blocks:
@@ -110,8 +109,7 @@ class CacheDrops:
                     unnamed.add(block.block_id)
                 continue
             name = maybe_convert_block_hash(get_block_hash(block.block_hash))
-            # A block of an unknown owner may be anybody's.
-            if owner is None or self._cached.owner(name) in (owner, None):
+            if self._cached.is_selected(name, selection):
                 found.add(block.block_id)
         manager.evict_blocks(found)
         self._half.clear(found | unnamed)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from baton.kvtransfer.block_changes import BlockChanges
-from baton.kvtransfer.disk.orders import owner_of
+from baton.kvtransfer.disk.orders import BlockSelection, owner_of
 from baton.runtime.block_hashes import block_hashes, root_of
 
 # Key in SchedulerStats.kv_connector_stats; the value is the result of `CachedBlocks.take`.
@@ -123,10 +123,10 @@ class CachedBlocks:
         block = self._blocks.get(name)
         return (block.hash, block.owner) if block is not None else None
 
-    def owner(self, name: Name) -> str | None:
-        """Returns the owner of a block; None if it is not known."""
+    def is_selected(self, name: Name, selection: BlockSelection) -> bool:
+        """Returns whether a selection includes a block; a block that is not known may be any."""
         block = self._blocks.get(name)
-        return block.owner if block is not None else None
+        return block is None or selection.includes(block.hash, block.owner)
 
     def come_from_disk(self, name: Name, block_hash: int, owner: str) -> None:
         """Notes that a block that was on disk is being loaded to host memory."""

@@ -1,13 +1,14 @@
 """Copies of a cache in GPU memory.
 
-Three streams beside the model's stream move the bytes, ordered by events:
+Four streams beside the model's stream move the bytes, ordered by events:
 
-    kernels   gathers blocks into scratch and scatters scratch into blocks
-    out       copies scratch to staging
-    in        copies staging to scratch
+    gathers    gathers blocks into scratch
+    out        copies scratch to staging
+    in         copies staging to scratch
+    scatters   scatters scratch into blocks
 
-The host waits for none of them while it launches a model. The model's stream waits only for
-`kernels` (`join`), never for the bus.
+The host waits for none of them while it launches a model. The model's stream waits for `gathers`
+(`join_gathers`), never for the bus, and for `scatters` only where a step needs what it loads.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ import torch
 from baton.kvtransfer.connector.block_copies import BlockCopies, Run
 from baton.kvtransfer.connector.notifier import Copy
 from baton.kvtransfer.connector.paged_cache import PagedCache
-from baton.kvtransfer.engine_port import split_blocks
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES
+from baton.kvtransfer.head_ranges import HeadRange
 
+# Largest copy. Launching one takes the host about as long as the bus needs for 8 MiB, so frames are
+# copied together.
+_SLOT_BYTES = 4 * FRAME_TARGET_BYTES
 # Slots of each scratch ring. They bound the bytes that are gathered and not yet copied out, so a
 # slow bus delays the model and does not fill the memory. They also bound how long a step's bytes
 # are under way: 64 MiB take 40 ms on the slowest bus in use.
-_NUM_SLOTS = 32
+_NUM_SLOTS = 8
 _SLOT_TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -111,7 +115,7 @@ class CudaCopies(BlockCopies):
         cache: PagedCache,
         staging: torch.Tensor,
         *,
-        slot_bytes: int = FRAME_TARGET_BYTES,
+        slot_bytes: int = _SLOT_BYTES,
         num_slots: int = _NUM_SLOTS,
         pin: bool = True,
     ) -> None:
@@ -119,10 +123,12 @@ class CudaCopies(BlockCopies):
         self._staging, self._words = staging, cache.words(staging)
         # Every slot holds the largest block of any layer, and each layer's blocks up to its size.
         self._slot_bytes = scratch_slot_bytes(cache.largest_block_bytes, slot_bytes)
-        self._kernels = torch.cuda.Stream(self._device)
+        self._gathers = torch.cuda.Stream(self._device)
         self._out = torch.cuda.Stream(self._device)
         self._in = torch.cuda.Stream(self._device)
-        self._touched: Any = None
+        self._scatters = torch.cuda.Stream(self._device)
+        self._gathered: Any = None
+        self._scattered: Any = None
         # Whether the last wait for a slot timed out. The next waits do not wait again until a slot
         # is free, so that a bus that stands still delays the model once and not in every layer.
         self._stalled = False
@@ -147,11 +153,14 @@ class CudaCopies(BlockCopies):
 
     def prepare(self, block_ids: Sequence[int]) -> torch.Tensor:
         # Pinned memory, because the host would wait for a copy from other memory. Torch keeps it
-        # until the stream has read it, and keeps the result until `kernels`, its only user, has
+        # until the stream has read it, and keeps the result until the streams that use it have
         # passed it.
         ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=True)
-        with torch.cuda.stream(self._kernels):
-            return ids.to(self._device, non_blocking=True)
+        with torch.cuda.stream(self._gathers):
+            blocks = ids.to(self._device, non_blocking=True)
+            blocks.record_stream(self._scatters)
+            self._scatters.wait_event(self._gathers.record_event())
+        return blocks
 
     def gather(self, layer: int, blocks: torch.Tensor, runs: Sequence[Run]) -> Copy:
         slot = next(self._outgoing)
@@ -165,21 +174,21 @@ class CudaCopies(BlockCopies):
         assert count <= most, f"{count} blocks in one gather; at most {most}"
         scratch = slot.words[: count * self._cache.block_words(layer)]
         written = torch.cuda.current_stream(self._device).record_event()
-        with torch.cuda.stream(self._kernels):
-            self._kernels.wait_event(written)
+        with torch.cuda.stream(self._gathers):
+            self._gathers.wait_event(written)
             if slot.used is not None:
-                self._kernels.wait_event(slot.used)
+                self._gathers.wait_event(slot.used)
             torch.index_select(
                 self._cache.layers[layer],
                 0,
                 blocks[begin : begin + count],
                 out=self._cache.rows(layer, scratch),
             )
-            self._touched = self._kernels.record_event()
+            self._gathered = self._gathers.record_event()
         copied = torch.cuda.Event(blocking=True)
         targets = []
         with torch.cuda.stream(self._out):
-            self._out.wait_event(self._touched)
+            self._out.wait_event(self._gathered)
             if slot.host is not None:
                 host = slot.host[: len(scratch)]
                 host.copy_(scratch, non_blocking=True)
@@ -196,15 +205,19 @@ class CudaCopies(BlockCopies):
         slot.used = copied
         return _Arriving(copied) if slot.host is None else _Bouncing(copied, slot, targets)
 
-    def scatter(self, layer: int, blocks: torch.Tensor, run: Run) -> Copy:
+    def scatter(
+        self, layer: int, blocks: torch.Tensor, run: Run, heads: HeadRange | None = None
+    ) -> Copy:
         before = torch.cuda.current_stream(self._device).record_event()
-        cache, block_bytes = self._cache.layers[layer], self._cache.groups[layer].block_bytes
-        for first, count in split_blocks(
-            0, run.num_blocks, block_bytes, self.max_blocks(layer) * block_bytes
-        ):
-            slot = next(self._incoming)
-            offset = run.offset + first * block_bytes
-            source = self._words[self._cache.word_range(layer, offset, count)]
+        cache, word_bytes = self._cache.view(layer, heads), int(self._cache.word.itemsize)
+        block, wanted = (each * word_bytes for each in self._cache.staged_words(layer, heads))
+        # One copy for many blocks takes less time than a copy for each, even if it carries heads
+        # between the wanted ones that other ranks take.
+        most = 1 + (self._slot_bytes - wanted) // block
+        for first in range(0, run.num_blocks, most):
+            count, slot = min(most, run.num_blocks - first), next(self._incoming)
+            offset = run.offset + first * block
+            source = self._words[self._cache.word_range(layer, offset, count, heads)]
             scratch = slot.words[: len(source)]
             if slot.host is not None:
                 if slot.read is not None:
@@ -217,25 +230,35 @@ class CudaCopies(BlockCopies):
                     self._in.wait_event(slot.used)
                 scratch.copy_(source, non_blocking=True)
                 copied.record(self._in)
-            with torch.cuda.stream(self._kernels):
-                self._kernels.wait_event(before)
-                self._kernels.wait_event(copied)
+            with torch.cuda.stream(self._scatters):
+                self._scatters.wait_event(before)
+                self._scatters.wait_event(copied)
                 begin = run.begin + first
                 cache.index_copy_(
-                    0, blocks[begin : begin + count], self._cache.rows(layer, scratch)
+                    0, blocks[begin : begin + count], self._cache.rows(layer, scratch, heads)
                 )
-                slot.used = self._touched = self._kernels.record_event()
+                slot.used = self._scattered = self._scatters.record_event()
             slot.read = copied
         return _Arriving(copied)
 
+    def landing(self) -> Copy:
+        landed = torch.cuda.Event(blocking=True)
+        landed.record(self._scatters)
+        return _Arriving(landed)
+
     def clear(self, block_ids: Sequence[int]) -> None:
-        self.join()
+        self.join_gathers()
+        self.join_scatters()
         ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=True)
         self._cache.clear(ids.to(self._device, non_blocking=True))
 
-    def join(self) -> None:
-        if self._touched is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._touched)
+    def join_gathers(self) -> None:
+        if self._gathered is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._gathered)
+
+    def join_scatters(self) -> None:
+        if self._scattered is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._scattered)
 
     def close(self) -> None:
         if self._closed:
@@ -243,7 +266,7 @@ class CudaCopies(BlockCopies):
         self._closed = True
         # A failed GPU reports its error again here; its copies are lost in any case.
         with contextlib.suppress(RuntimeError):
-            for stream in (self._kernels, self._out, self._in):
+            for stream in (self._gathers, self._out, self._in, self._scatters):
                 stream.synchronize()
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._staging.data_ptr())
@@ -263,7 +286,7 @@ def scratch_bytes(block_bytes: int) -> int:
     Args:
         block_bytes: Bytes of the largest block of one layer on one rank.
     """
-    return 2 * _NUM_SLOTS * scratch_slot_bytes(block_bytes, FRAME_TARGET_BYTES)
+    return 2 * _NUM_SLOTS * scratch_slot_bytes(block_bytes, _SLOT_BYTES)
 
 
 def scratch_slot_bytes(block_bytes: int, slot_bytes: int) -> int:

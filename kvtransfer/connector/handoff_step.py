@@ -41,17 +41,22 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Blocks that ranks copy from committed staging in this step, for every layer.
+    """Blocks that ranks copy from committed staging, for every layer.
 
     Attributes:
         handoff_id: ID of the handoff, 16 bytes.
         num_tokens: Number of tokens that the handoff must hold.
         parts: The blocks of each block table; some may be empty.
+        waiting_id: The engine's ID of the request that waits until the load has ended. Empty: the
+            request runs in this step, whose model waits for the load.
+        num_shards: Number of shards of the sender's cache; 0: as many as of this one.
     """
 
     handoff_id: bytes
     num_tokens: int
     parts: tuple[Part, ...]
+    waiting_id: str = ""
+    num_shards: int = 0
 
     @property
     def block_ids(self) -> list[int]:
@@ -78,7 +83,7 @@ class HandoffStep:
 
 @dataclass(slots=True)
 class LoadReport:
-    """The ranks' report on a step's loads.
+    """The ranks' report on the loads that ended in a step.
 
     Attributes:
         failed: Handoffs that at least one rank could not load, with the reason.

@@ -13,6 +13,7 @@ from baton.kvtransfer.connector.block_copies import BlockCopies, Run
 from baton.kvtransfer.connector.notifier import Copy
 from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.frames import FRAME_TARGET_BYTES
+from baton.kvtransfer.head_ranges import HeadRange
 
 
 class _Done:
@@ -72,28 +73,36 @@ class HostCopies(BlockCopies):
                 rows[at : at + count].copy_(self._cache.layers[layer][block_id : block_id + count])
         return _DONE
 
-    def scatter(self, layer: int, blocks: Sequence[int], run: Run) -> Copy:
-        if self._by_address[layer]:
+    def scatter(
+        self, layer: int, blocks: Sequence[int], run: Run, heads: HeadRange | None = None
+    ) -> Copy:
+        if self._by_address[layer] and heads is None:
             for staging, cache, size in self._addressed(layer, blocks, run):
                 ctypes.memmove(cache, staging, size)
             return _DONE
-        rows = self._rows(layer, run)
+        rows, cache = self._rows(layer, run, heads), self._cache.view(layer, heads)
         for at, block_id, count in _neighbours(blocks, run):
-            self._cache.layers[layer][block_id : block_id + count].copy_(rows[at : at + count])
+            cache[block_id : block_id + count].copy_(rows[at : at + count])
         return _DONE
 
     def clear(self, block_ids: Sequence[int]) -> None:
         self._cache.clear(torch.tensor(self.prepare(block_ids), dtype=torch.int64))
 
-    def join(self) -> None:
+    def landing(self) -> Copy:
+        return _DONE
+
+    def join_gathers(self) -> None:
+        return
+
+    def join_scatters(self) -> None:
         return
 
     def close(self) -> None:
         return
 
-    def _rows(self, layer: int, run: Run) -> torch.Tensor:
-        words = self._cache.word_range(layer, run.offset, run.num_blocks)
-        return self._cache.rows(layer, self._words[words])
+    def _rows(self, layer: int, run: Run, heads: HeadRange | None = None) -> torch.Tensor:
+        words = self._cache.word_range(layer, run.offset, run.num_blocks, heads)
+        return self._cache.rows(layer, self._words[words], heads)
 
     def _addressed(
         self, layer: int, blocks: Sequence[int], run: Run

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 import numpy.typing as npt
+import vllm
 from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_offload.base import (
@@ -29,19 +30,20 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-from vllm.v1.kv_offload.cpu.gpu_worker import CPUOffloadingWorker
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks, Name
 from baton.kvtransfer.disk.index import DiskIndex
-from baton.kvtransfer.disk.orders import BlockName, DiskReport
+from baton.kvtransfer.disk.orders import BlockName, BlockSelection, DiskReport
 
 # Share of the blocks in host memory that may be on their way to disk at a time, and share of those
 # that may be on their way from disk; the rest stays for the engine.
 _MOST_BUSY = 0.25
 # Blocks of host memory that ranks overwrite in one step; a block takes less than a millisecond.
 _CLEARED_PER_STEP = 16
+# Names of vLLM's policies of eviction that HostBlocks uses: their tables of blocks.
+_POLICY_NAMES = {"lru": ("chunks",), "arc": ("t1", "t2")}
 # Copies between host memory and disk belong to no request.
 _NO_REQUEST = ReqContext("")
 
@@ -56,6 +58,7 @@ class HostBlocks(CPUOffloadingManager):
         num_blocks: Number of blocks that the memory holds.
         reports: Receives the changes.
         disk: Blocks on disk; None: there is no disk tier.
+        eviction_policy: vLLM's name of the order of eviction: "lru" or "arc".
     """
 
     # vLLM's names that this class uses; HostTier checks them.
@@ -72,9 +75,14 @@ class HostBlocks(CPUOffloadingManager):
     _num_evictable_cache_chunks: int
 
     def __init__(
-        self, num_blocks: int, reports: CachedBlocks, disk: DiskIndex | None = None
+        self,
+        num_blocks: int,
+        reports: CachedBlocks,
+        disk: DiskIndex | None = None,
+        eviction_policy: str = "lru",
     ) -> None:
-        super().__init__(num_blocks)
+        super().__init__(num_blocks, eviction_policy)
+        self._policy_names = _POLICY_NAMES[eviction_policy]
         self._reports = reports
         # Blocks whose store is under way and whose content is wrong.
         self._wrong: set[OffloadKey] = set()
@@ -151,23 +159,39 @@ class HostBlocks(CPUOffloadingManager):
 
     # ---- Deletion
 
-    def delete_owner(self, owner: str | None) -> int:
-        """Deletes the blocks of an owner and those of an unknown one; None: all blocks.
+    def delete(self, selection: BlockSelection) -> int:
+        """Deletes blocks, and those of which Baton's hash and the owner are not known.
 
         Blocks in use are deleted as soon as they are not.
 
         Returns:
             How many blocks are deleted.
         """
-        keys = list(self._policy.chunks)
+        keys = self._held_keys()
         doomed = [
             key
             for key, name in zip(keys, _names(keys), strict=True)
-            if owner is None or self._reports.owner(name) in (owner, None)
+            if self._reports.is_selected(name, selection)
         ]
         self._doomed.update(doomed)
         self._delete_unused(doomed)
         return len(doomed)
+
+    def _held_keys(self) -> list[OffloadKey]:
+        """Returns the keys of all blocks."""
+        return [key for name in self._policy_names for key in getattr(self._policy, name)]
+
+    @property
+    def missing(self) -> list[str]:
+        """The private names that the installed vLLM lacks."""
+        found = [f"HostBlocks.{name}" for name in self.PRIVATE if not hasattr(self, name)]
+        policy = getattr(self, "_policy", None)
+        found += [
+            f"{type(policy).__name__}.{name}"
+            for name in self._policy_names
+            if not hasattr(policy, name)
+        ]
+        return found
 
     def _delete_unused(self, keys: Sequence[OffloadKey]) -> None:
         """Deletes those doomed blocks that are not in use."""
@@ -280,7 +304,7 @@ class HostMemory(CPUOffloadingSpec):
         if self._blocks is None:
             # In a plain vLLM (bench/conversation.py) the changes are not read.
             reports = self._reports or CachedBlocks(self.tokens_per_block[0])
-            self._blocks = HostBlocks(self.num_chunks, reports, self._disk)
+            self._blocks = HostBlocks(self.num_chunks, reports, self._disk, self.eviction_policy)
         return self._blocks
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -346,11 +370,25 @@ class CpuCopies(OffloadingWorker):
 
 
 def host_layers(worker: OffloadingWorker) -> list[npt.NDArray[np.int8]]:
-    """Returns a rank's host memory, one array of blocks per layer."""
+    """Returns a rank's host memory, one array of blocks per layer.
+
+    Raises:
+        ValueError: The installed vLLM keeps it under another name.
+    """
     if isinstance(worker, CpuCopies):
         return worker.memory
-    assert isinstance(worker, CPUOffloadingWorker), "HostMemory makes no other worker"
-    return [layer.numpy() for layer in worker._store_handler.dst_tensors]
+    layers = getattr(getattr(worker, "_store_handler", None), "dst_tensors", None)
+    if layers is None:
+        raise lacking([f"{type(worker).__name__}._store_handler.dst_tensors"])
+    return [layer.numpy() for layer in layers]
+
+
+def lacking(names: Sequence[str]) -> ValueError:
+    """Returns the error of a vLLM without private names that the KV store uses."""
+    return ValueError(
+        f"vLLM {vllm.__version__} lacks {', '.join(names)}, which the KV store in host memory "
+        "uses; install the version that Baton requires, or set kv_store.host_bytes to 0"
+    )
 
 
 def host_pages(layers: Sequence[npt.NDArray[np.int8]]) -> Callable[[int], Sequence[memoryview]]:

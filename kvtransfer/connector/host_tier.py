@@ -16,11 +16,15 @@ engine's cache until host memory has the block.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
+    DirectionalTransferStats,
+    OffloadingWorkerMetadata,
+    TransferStats,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
@@ -37,14 +41,13 @@ from vllm.v1.request import RequestStatus
 
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks
 from baton.kvtransfer.connector.disk_tier import DiskTier
-from baton.kvtransfer.connector.host_memory import HostBlocks, HostMemory
+from baton.kvtransfer.connector.host_memory import HostBlocks, HostMemory, lacking
 from baton.kvtransfer.disk.orders import DiskReport
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
         OffloadingConnectorMetadata,
-        OffloadingWorkerMetadata,
     )
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -59,6 +62,9 @@ HOST_CHANGE = "baton_host_cache"
 # Key in SchedulerStats.kv_connector_stats: by the engine's request id, how many prompt tokens a
 # request loads from host memory, and how many of these had to come from disk.
 HOST_LOADS = "baton_host_loads"
+# Key in SchedulerStats.kv_connector_stats: for host memory and for the disk, bytes that were loaded
+# from there, of all ranks, and the seconds in which the ranks loaded them at the same time.
+TIER_LOADS = "baton_tier_loads"
 # Most times that one request loads blocks from disk; host memory may have evicted them again.
 _MOST_DISK_LOADS = 3
 
@@ -75,6 +81,9 @@ _FIELDS: dict[type, tuple[str, ...]] = {
         "transfer_jobs",
     ),
     RequestGroupState: ("offload_keys",),
+    OffloadingWorkerMetadata: ("transfer_stats",),
+    TransferStats: ("load",),
+    DirectionalTransferStats: ("bytes", "time"),
 }
 
 
@@ -91,10 +100,15 @@ class _DiskLoads:
     num_loads: int = 0
 
 
-def host_options(host_bytes: int) -> dict[str, Any]:
-    """Returns the entries of kv_connector_extra_config that turn the host tier on."""
+def host_options(host_bytes: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the entries of kv_connector_extra_config that turn the host tier on.
+
+    Args:
+        host_bytes: Host memory of all ranks in bytes.
+        settings: The user's settings of vLLM's OffloadingConnector, by vLLM's names.
+    """
     # By default vLLM keeps prompts only. The next turn of a conversation needs the answers too.
-    return {HOST_BYTES: host_bytes, "offload_prompt_only": False}
+    return {HOST_BYTES: host_bytes, "offload_prompt_only": False, **settings}
 
 
 def _memory(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> HostMemory | None:
@@ -140,6 +154,9 @@ class HostTier:
         self._scheduler = scheduler
         self.disk = disk
         self._loads: dict[str, tuple[int, int]] = {}
+        self._num_ranks = memory.config.parallel.world_size
+        # Bytes loaded from host memory and from disk, and the seconds of a rank.
+        self._copied = {"host": (0, 0.0), "disk": (0, 0.0)}
         # Blocks loaded from disk, by the engine's request id.
         self._disk_loads: dict[str, _DiskLoads] = {}
 
@@ -163,11 +180,7 @@ class HostTier:
         memory.report_to(reports, disk.index if disk is not None else None)
         scheduler = OffloadingConnectorScheduler(memory, vllm_config, kv_cache_config)
         if missing := _missing(scheduler):
-            raise ValueError(
-                f"vLLM {vllm.__version__} lacks {', '.join(missing)}, which the KV store in host "
-                "memory uses; install the version that Baton requires, or set kv_store.host_bytes "
-                "to 0"
-            )
+            raise lacking(missing)
         return cls(memory, scheduler, disk)
 
     def add(self, request: Request) -> None:
@@ -252,6 +265,8 @@ class HostTier:
     def reported(self, output: KVConnectorOutput, report: OffloadingWorkerMetadata | None) -> None:
         """Takes the ranks' report on copies that have ended."""
         if report is not None:
+            load = report.transfer_stats.load
+            self._count("host", load.bytes, load.time)
             output = replace(output, kv_connector_worker_meta=report)
             self._scheduler.update_connector_output(output)
 
@@ -286,7 +301,19 @@ class HostTier:
 
     def disk_reported(self, report: DiskReport) -> None:
         """Takes the ranks' report on their disks."""
+        self._count("disk", report.loaded_bytes, report.load_s)
         self.blocks.disk_reported(report)
+
+    def _count(self, tier: str, num_bytes: int, seconds: float) -> None:
+        """Counts loads; the seconds are those of all ranks added up."""
+        bytes_before, before_s = self._copied[tier]
+        self._copied[tier] = bytes_before + num_bytes, before_s + seconds / self._num_ranks
+
+    def take_copied(self) -> dict[str, tuple[int, float]]:
+        """Returns the loads since the last call, see TIER_LOADS; empty if there were none."""
+        copied = {tier: one for tier, one in self._copied.items() if one[0]}
+        self._copied |= dict.fromkeys(copied, (0, 0.0))
+        return copied
 
     def clear(self) -> None:
         """Forgets all blocks."""
@@ -299,11 +326,9 @@ def _missing(scheduler: OffloadingConnectorScheduler) -> list[str]:
         for owner, names in _FIELDS.items()
         for name in set(names).difference(one.name for one in fields(owner))
     ]
-    private = [
-        *((scheduler, name) for name in ("_jobs", "_req_status")),
-        *((scheduler.manager, name) for name in HostBlocks.PRIVATE),
-    ]
-    return found + [name for owner, name in private if not hasattr(owner, name)]
+    found += [name for name in ("_jobs", "_req_status") if not hasattr(scheduler, name)]
+    assert isinstance(scheduler.manager, HostBlocks), "HostMemory makes no other"
+    return found + scheduler.manager.missing
 
 
 def make_rank_half(

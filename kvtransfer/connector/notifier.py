@@ -22,7 +22,10 @@ from baton.v1 import kv_transfer_pb2
 # Bytes per notification: each one wakes the service on another core. The last one of a step may be
 # smaller.
 NOTIFY_BYTES = 2**19
-# Most copies that wait for the GPU: more than the largest step makes (requests times layers).
+# Bytes for which the thread wakes up. It takes the interpreter lock from the thread that launches
+# the model, at each of that thread's next calls.
+_WAKE_BYTES = 8 * 2**20
+# Most calls that wait for the GPU: more than the largest step makes (requests times layers).
 _MAX_QUEUED = 2**16
 _PUT_TIMEOUT_S = 1.0
 _CLOSE_TIMEOUT_S = 5.0
@@ -34,7 +37,7 @@ class Copy(Protocol):
     """A copy that may still be under way."""
 
     def wait(self) -> None:
-        """Returns when the bytes are there. Any thread may call it, once.
+        """Returns when the bytes are there. Any thread may call it; for a gather, once.
 
         Raises:
             RuntimeError: The copy has failed.
@@ -172,6 +175,9 @@ class NotifierThread:
         self._prepare = prepare
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(max_queued)
         self._taking = True
+        # Copies that the thread does not know of yet, and their bytes.
+        self._copies: list[tuple[Copy, Sequence[Filled]]] = []
+        self._num_bytes = 0
         self._thread = threading.Thread(target=self._run, name="baton-notifier", daemon=True)
         self._thread.start()
 
@@ -180,15 +186,27 @@ class NotifierThread:
         return self._taking and self._notifier.alive
 
     def filled(self, copy: Copy, filled: Sequence[Filled]) -> None:
-        self._put(partial(self._notifier.filled, copy, filled))
+        self._copies.append((copy, filled))
+        self._num_bytes += sum(each.num_bytes for each in filled)
+        if self._num_bytes >= _WAKE_BYTES:
+            self.flush()
 
     def flush(self) -> None:
-        self._put(self._notifier.flush)
+        if self._copies:
+            self._put(partial(self._all_filled, self._copies))
+        self._copies, self._num_bytes = [], 0
+
+    def _all_filled(self, copies: Sequence[tuple[Copy, Sequence[Filled]]]) -> None:
+        for copy, filled in copies:
+            self._notifier.filled(copy, filled)
+        self._notifier.flush()
 
     def ended(self, handoff_id: bytes) -> None:
+        self.flush()
         self._put(partial(self._notifier.ended, handoff_id))
 
     def stopped(self, handoff_id: bytes) -> None:
+        self.flush()
         self._put(partial(self._notifier.stopped, handoff_id))
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
@@ -198,6 +216,7 @@ class NotifierThread:
         must stay mapped.
         """
         deadline = time.monotonic() + timeout_s
+        self.flush()
         self._taking = False
         if self._thread.is_alive():
             try:

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 
 import torch
 
+from baton.kvtransfer.head_ranges import HeadRange
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.kv_groups import KvGroup
 
@@ -107,19 +108,49 @@ class PagedCache:
         """Returns the number of words of one block of a layer."""
         return self.groups[layer].block_bytes // int(self.word.itemsize)
 
-    def rows(self, layer: int, words: torch.Tensor) -> torch.Tensor:
-        """Returns contiguous words of whole blocks in the shape of a layer."""
-        return words.view(-1, *self.layers[layer].shape[1:])
+    def view(self, layer: int, heads: HeadRange | None) -> torch.Tensor:
+        """Returns a layer, or [blocks, heads of the range, ...] of it."""
+        view = self.layers[layer]
+        if heads is None:
+            return view
+        if view.ndim == 2:
+            view = view.unflatten(1, (self.groups[layer].num_kv_heads, -1))
+        return view[:, heads.first : heads.first + heads.num_heads]
+
+    def staged_words(self, layer: int, heads: HeadRange | None) -> tuple[int, int]:
+        """Returns the number of words of a sender's block, and of the wanted heads in it."""
+        size = self.block_words(layer)
+        if heads is None:
+            return size, size
+        size //= self.groups[layer].num_kv_heads
+        return heads.num_staged * size, heads.num_heads * size
+
+    def rows(self, layer: int, words: torch.Tensor, heads: HeadRange | None = None) -> torch.Tensor:
+        """Returns a `word_range` of the same heads in the shape of `view`."""
+        shape = self.view(layer, heads).shape[1:]
+        if heads is None:
+            return words.view(-1, *shape)
+        block, wanted = self.staged_words(layer, heads)
+        num_blocks = 1 + (len(words) - wanted) // block
+        return words.as_strided((num_blocks, wanted), (block, 1)).unflatten(1, shape)
 
     def words(self, staging: torch.Tensor) -> torch.Tensor:
         """Returns bytes as words, without a remainder at the end."""
         size = int(self.word.itemsize)
         return staging[: staging.numel() // size * size].view(self.word)
 
-    def word_range(self, layer: int, offset: int, num_blocks: int) -> slice:
-        """Returns the range of words of a layer's blocks that begin at an offset of staging."""
-        start = offset // int(self.word.itemsize)
-        return slice(start, start + num_blocks * self.block_words(layer))
+    def word_range(
+        self, layer: int, offset: int, num_blocks: int, heads: HeadRange | None = None
+    ) -> slice:
+        """Returns the range of words of a layer's blocks that begin at an offset of staging.
+
+        With `heads`, it goes from the wanted heads of the first block to those of the last one, and
+        includes the heads between them that are not wanted.
+        """
+        start, (block, wanted) = offset // int(self.word.itemsize), self.staged_words(layer, heads)
+        if heads is not None:
+            start += heads.first_staged * (wanted // heads.num_heads)
+        return slice(start, start + (num_blocks - 1) * block + wanted)
 
 
 def _is_made_of(view: torch.Tensor, word: torch.dtype) -> bool:

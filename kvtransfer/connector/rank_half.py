@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from baton.kvtransfer.connector.block_copies import BlockCopies, Run
-from baton.kvtransfer.connector.block_loads import Check, copy_in, holds
 from baton.kvtransfer.connector.cuda_copies import CudaCopies
-from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, LoadReport, Push
+from baton.kvtransfer.connector.handoff_step import HandoffStep, LoadReport, Push
 from baton.kvtransfer.connector.host_copies import HostCopies
 from baton.kvtransfer.connector.notifier import Filled, Notifier, NotifierThread
 from baton.kvtransfer.connector.paged_cache import PagedCache
-from baton.kvtransfer.control import Claim, EnginePort, split_blocks
+from baton.kvtransfer.connector.rank_loads import RankLoads
+from baton.kvtransfer.control import EnginePort, split_blocks
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.kv_groups import KvGroup
-from baton.v1 import kv_transfer_pb2
+
+# Threads that verify loads: one computes checksums of some 7 GB/s, and a bus brings 50. A send uses
+# one thread for them: more took the interpreter lock from the model's launches too often.
+_NUM_THREADS = 8
 
 logger = logging.getLogger(__name__)
 
@@ -87,10 +91,6 @@ class RankHalf:
         self._given_up: set[bytes] = set()
         # Layers, by the engine's names, whose blocks this step has not gathered yet.
         self._unsaved: dict[str, None] = {}
-        # Loads of the step under way whose copies may not have ended.
-        self._unchecked: list[tuple[Load, Check]] = []
-        self._invalid_block_ids: set[int] = set()
-        self._report = LoadReport()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Takes the rank's caches, in the order of the layout's layers.
@@ -104,6 +104,11 @@ class RankHalf:
         self._port.prefault()
         staging = torch.frombuffer(self._port.memory, dtype=torch.uint8)
         self._copies: BlockCopies = open_copies(self._cache, staging)
+        # Wait for copies and compute checksums.
+        self._threads = ThreadPoolExecutor(
+            _NUM_THREADS, "baton-copies", initializer=self._copies.bind_thread
+        )
+        self._loads = RankLoads(self._port, self._layout, self._shard, self._copies, self._threads)
         self._notifier: Notifier | NotifierThread
         if self._copies.finishes_at_once:
             self._notifier = Notifier(self._port, self._shard)
@@ -153,7 +158,7 @@ class RankHalf:
             part = push.parts[group.table]
             end = part.first_block + len(part.block_ids)
             for first, count in split_blocks(
-                part.first_block, len(part.block_ids), group.block_bytes
+                part.first_block, len(part.block_ids), group.block_bytes, most * group.block_bytes
             ):
                 if batch and count > room:
                     yield batch
@@ -191,10 +196,13 @@ class RankHalf:
                         last=ends_step and piece.last and push.last,
                     )
                 )
-            runs = [
-                Run(piece.begin, piece.num_blocks, each.offset)
-                for piece, each in zip(batch, filled, strict=True)
-            ]
+            runs = _joined(
+                (
+                    Run(piece.begin, piece.num_blocks, each.offset)
+                    for piece, each in zip(batch, filled, strict=True)
+                ),
+                group.block_bytes,
+            )
             try:
                 copy = self._copies.gather(layer, self._blocks[group.table], runs)
             except TimeoutError as error:
@@ -232,86 +240,51 @@ class RankHalf:
         for layer_name in list(self._unsaved):
             self.save(layer_name)
         if self._blocks:
-            self._copies.join()
+            self._copies.join_gathers()
         self._pushes, self._blocks, self._batches, self._unsaved = [], {}, {}, {}
 
     def load(self, step: HandoffStep) -> None:
-        """Claims the step's loads and begins to copy them into the cache."""
-        for load in step.loads:
-            claimed = self._port.claim(load.handoff_id, self._shard)
-            if claimed is None:
-                # The handoff has ended, with its own reason, or the service does not answer.
-                self._fail(load, kv_transfer_pb2.REFUSAL_REASON_EXPIRED, load.block_ids)
-            elif claimed.num_tokens != load.num_tokens:
-                self._fail(load, kv_transfer_pb2.REFUSAL_REASON_INCOMPLETE, load.block_ids)
-            else:
-                self._load(load, claimed)
-        if step.loads:
-            # Every layer is loaded before the first layer runs: the engine writes a layer's new
-            # keys to the blocks before it calls `wait_for_layer_load`, and a later scatter would
-            # undo that.
-            self._copies.join()
+        """Begins the step's loads."""
+        self._loads.begin(step.loads)
 
-    def _load(self, load: Load, claimed: Claim) -> None:
-        """Begins to copy the wanted blocks of a claim."""
-        num_copied = 0
-        for check in copy_in(self._copies, self._layout, claimed, load.parts):
-            num_copied += len(check.block_ids)
-            if self._copies.finishes_at_once:
-                # Verifying at once is cheap: the bytes are still in the core's cache.
-                self._verify(load, check)
-            else:
-                self._unchecked.append((load, check))
-        wanted = [len(part.block_ids) for part in load.parts]
-        num_wanted = sum(group.num_layers * wanted[group.table] for group in self._layout.groups)
-        if num_copied != num_wanted:
-            self._fail(load, kv_transfer_pb2.REFUSAL_REASON_INCOMPLETE, load.block_ids)
-
-    def _verify(self, load: Load, check: Check) -> None:
-        if not holds(check, self._port):
-            self._fail(load, kv_transfer_pb2.REFUSAL_REASON_CHECKSUM, check.block_ids)
-
-    def _fail(
-        self,
-        load: Load,
-        why: kv_transfer_pb2.RefusalReason.ValueType,
-        block_ids: Sequence[int],
-    ) -> None:
-        """Reports a failed load and clears its wrong blocks for the next request that gets them."""
-        self._report.failed.setdefault(load.handoff_id, why)
-        self._invalid_block_ids.update(block_ids)
-        self._copies.clear(block_ids)
-
-    def take_report(self) -> LoadReport:
-        """Returns the step's load report; call `take_invalid_block_ids` first."""
-        report, self._report = self._report, LoadReport()
-        return report
+    def take_ended(self) -> tuple[set[str], set[str]]:
+        """Returns the requests whose loads have ended, and those whose loads have failed."""
+        return self._loads.take_ended()
 
     def take_invalid_block_ids(self) -> set[int]:
-        """Verifies the step's copies while its model computes; returns the wrong blocks' ids.
+        """Returns the blocks that the step's own loads failed to fill; waits for these loads."""
+        return self._loads.take_invalid_block_ids()
 
-        One frame is verified while the next one is copied. The engine hears of the wrong blocks
-        together with the step's output, and throws away what running requests computed from them.
-        Every affected request is still running: with a connector that loads, vLLM preempts no
-        request whose step is under way (Scheduler._request_blocks_can_be_freed of
-        vllm/v1/core/sched/scheduler.py).
-        """
-        for load, check in self._unchecked:
-            self._verify(load, check)
-        self._unchecked.clear()
-        invalid, self._invalid_block_ids = self._invalid_block_ids, set()
-        return invalid
+    def take_report(self) -> LoadReport:
+        """Returns which loads have failed; call `take_invalid_block_ids` and `take_ended` first."""
+        return self._loads.take_report()
 
     def close(self) -> None:
         """Waits, within bounds, for copies under way, because they read and write staging."""
         if self._cache is not None:
             self._notifier.close()
+            self._threads.shutdown()
             self._copies.close()
 
     @property
     def _known_cache(self) -> PagedCache:
         assert self._cache is not None, "vLLM registers its caches before the first step"
         return self._cache
+
+
+def _joined(runs: Iterable[Run], block_bytes: int) -> list[Run]:
+    """Joins runs that are neighbours both in the prepared block IDs and in staging."""
+    joined: list[Run] = []
+    for run in runs:
+        if joined:
+            before = joined[-1]
+            num_blocks = before.num_blocks
+            end = before.begin + num_blocks, before.offset + num_blocks * block_bytes
+            if end == (run.begin, run.offset):
+                joined[-1] = Run(before.begin, num_blocks + run.num_blocks, before.offset)
+                continue
+        joined.append(run)
+    return joined
 
 
 def allow_matrix_unit() -> None:

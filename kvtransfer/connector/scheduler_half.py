@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, LoadReport, Part
+from baton.kvtransfer.connector.kept_prefixes import KeptPrefixes
 from baton.kvtransfer.connector.sends import Sends
 from baton.kvtransfer.connector.step_work import STEP_WORK, StepCounter
 from baton.kvtransfer.connector.unverified import UnverifiedBlocks
@@ -34,6 +35,8 @@ _RELEASED = kv_transfer_pb2.HANDOFF_STATE_RELEASED
 _LOADED = kv_transfer_pb2.REFUSAL_REASON_UNSPECIFIED
 _EXPIRED = kv_transfer_pb2.REFUSAL_REASON_EXPIRED
 _CANCELLED = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
+# Key in kv_connector_extra_config: whether requests wait for their loads (see SchedulerHalf).
+REQUESTS_WAIT = "requests_wait"
 # Key in SchedulerStats.kv_connector_stats: this engine has lost its transfer service, which does
 # not come back.
 CUT_OFF = "baton_cut_off"
@@ -48,6 +51,7 @@ class _Receive:
     """A request that waits for a handoff.
 
     Attributes:
+        request_id: The engine's ID of the request.
         handoff_id: ID of the handoff, 16 bytes.
         num_tokens: Number of tokens of the prompt, from the first, that the handoff covers.
         skip_tokens: Number of these tokens, from the first, that the handoff leaves out.
@@ -55,14 +59,17 @@ class _Receive:
         is_fetch: Whether the request computes what the handoff does not bring. With a num_tokens of
             0 it waits until another request has loaded the handoff.
         over: True once the handoff was loaded or given up, or there was nothing to load.
+        num_shards: Number of shards of the sender's cache, known when the handoff is committed.
     """
 
+    request_id: str
     handoff_id: bytes
     num_tokens: int
     skip_tokens: int
     deadline: float
     is_fetch: bool = False
     over: bool = False
+    num_shards: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,7 @@ class _Unfinished:
 
     Attributes:
         work: The step's work as the latency model counts it; None when it computes nothing.
-        loads: Handoffs that the step loads.
+        loads: Handoffs that the step loads before it ends.
         loaders: Requests that load fetched prefixes.
         releases: Handoffs to release when the step has ended, with the reason why they were not
             loaded.
@@ -91,17 +98,23 @@ class SchedulerHalf:
     Args:
         port: This thread's connection to the transfer service.
         layout: Layout of the KV cache.
+        requests_wait: Whether requests wait for their loads, with their blocks, while other
+            requests run; otherwise the step that first runs a request loads its handoff.
+
+    Attributes:
+        requests_wait: As given; False for caches with states, because vLLM copies a state when it
+            runs the request.
     """
 
-    def __init__(self, port: EnginePort, layout: KvLayout) -> None:
+    def __init__(self, port: EnginePort, layout: KvLayout, *, requests_wait: bool = False) -> None:
         self._port, self._layout = port, layout
+        self.requests_wait = requests_wait and not layout.has_states
         # Every request that has not ended, by the engine's request id.
         self._requests: dict[str, Request] = {}
         self._sends = Sends(port, layout)
         self._receives: dict[str, _Receive] = {}
-        # Committed handoffs that were not loaded, with their number of tokens. The transfer service
-        # bounds their number.
-        self._committed: dict[bytes, int] = {}
+        # Committed handoffs that were not loaded. The transfer service bounds their number.
+        self._committed: dict[bytes, kv_transfer_pb2.LocalHandoffState] = {}
         # Handoffs that failed, and that were released; their requests may not have come yet.
         self._failed: OrderedDict[bytes, None] = OrderedDict()
         self._released: OrderedDict[bytes, None] = OrderedDict()
@@ -114,6 +127,10 @@ class SchedulerHalf:
         self._gone: dict[str, int] = {}
         # True once a rank has lost the transfer service.
         self._is_cut_off = False
+        # Handoffs that requests wait for, by the engine's request id, until all ranks have loaded
+        # them; and why ranks could not.
+        self._waited: dict[str, bytes] = {}
+        self._waited_failed: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType] = {}
         # Loads and releases of the step that is made next.
         self._loads: list[Load] = []
         self._loaders: set[str] = set()
@@ -128,6 +145,7 @@ class SchedulerHalf:
         """Takes the engine's block pool; vLLM calls this before the first request."""
         self._pool = pool
         self._wrong = WrongBlocks(pool)
+        self._kept = KeptPrefixes(pool, self._layout.tables)
 
     def add(self, request: Request) -> None:
         """Takes a request that was given to the engine."""
@@ -136,13 +154,16 @@ class SchedulerHalf:
         if (send := params.get("baton_send")) is not None:
             self._sends.add(request.request_id, send)
         if (receive := params.get("baton_receive")) is not None:
-            self._receives[request.request_id] = _Receive(
+            self._receives[request.request_id] = made = _Receive(
+                request.request_id,
                 bytes.fromhex(receive["handoff_id"]),
                 receive["num_tokens"],
                 receive["skip_tokens"],
                 time.monotonic() + receive["timeout_s"],
                 receive["is_fetch"],
             )
+            if made.is_fetch and made.skip_tokens:
+                self._kept.keep(request, made.skip_tokens, made.deadline)
         if params.get("baton_only_cached"):
             self._only_cached.add(request.request_id)
 
@@ -171,10 +192,11 @@ class SchedulerHalf:
             # Baton's engine must abort the request.
             self._gone[request.request_id] = 0
             return None
-        if receive.handoff_id in self._committed:
+        if (committed := self._committed.get(receive.handoff_id)) is not None:
+            receive.num_shards = committed.num_shards
             if receive.is_fetch:
                 # The holder may have lacked blocks at the end.
-                brought = receive.skip_tokens + self._committed[receive.handoff_id]
+                brought = receive.skip_tokens + committed.num_tokens
                 receive.num_tokens = min(receive.num_tokens, brought)
             if self._is_loadable(receive, request):
                 return max(0, self._usable_tokens(receive, request) - num_computed_tokens)
@@ -260,12 +282,20 @@ class SchedulerHalf:
             receive.handoff_id,
             receive.num_tokens - receive.skip_tokens,
             tuple(self._parts(tables, first_token, usable, receive.skip_tokens)),
+            request.request_id if self.requests_wait else "",
+            receive.num_shards,
         )
         receive.over = True
         if receive.is_fetch:
-            self._loaders.add(request.request_id)
+            # The request has the blocks now.
+            self._kept.let_go(request.request_id)
         self._committed.pop(receive.handoff_id, None)
         self._loads.append(load)
+        if load.waiting_id:
+            self._waited[request.request_id] = receive.handoff_id
+            return
+        if receive.is_fetch:
+            self._loaders.add(request.request_id)
         self._unverified.load(load.block_ids, tables, first_token)
 
     def _parts(
@@ -337,6 +367,8 @@ class SchedulerHalf:
     def step(self, output: SchedulerOutput) -> HandoffStep:
         """Returns what the ranks push, load and clear in a step that vLLM has scheduled."""
         self._uncache_uncomputed(output.preempted_req_ids)
+        if self._kept:
+            self._kept.expire(time.monotonic())
         pushes = []
         if len(self._sends):
             pushes = list(self._sends.pushes(output, self._unverified.block_ids()))
@@ -344,7 +376,7 @@ class SchedulerHalf:
         self._unfinished.append(
             _Unfinished(
                 self._counter.count(output),
-                [load.handoff_id for load in step.loads],
+                [load.handoff_id for load in step.loads if not load.waiting_id],
                 frozenset(self._loaders),
                 self._releases,
             )
@@ -411,7 +443,21 @@ class SchedulerHalf:
             is_cut_off: True if a rank has lost the transfer service.
         """
         self._is_cut_off = self._is_cut_off or is_cut_off
-        self._failed_loads = report.failed
+        waited = set(self._waited.values())
+        for handoff_id, why in report.failed.items():
+            failed = self._waited_failed if handoff_id in waited else self._failed_loads
+            failed[handoff_id] = why
+
+    def loaded(self, request_ids: Collection[str]) -> None:
+        """Takes the requests whose loads have ended in all ranks, after `reported`.
+
+        Args:
+            request_ids: The engine's request IDs; others than those that wait are ignored.
+        """
+        for request_id in self._waited.keys() & request_ids:
+            handoff_id = self._waited.pop(request_id)
+            why = self._waited_failed.pop(handoff_id, _LOADED)
+            self._port.release(handoff_id, all_ranks=True, not_loaded=why)
 
     def _end(
         self,
@@ -425,6 +471,7 @@ class SchedulerHalf:
             not_loaded: Why nothing was loaded.
         """
         receive.over = True
+        self._kept.let_go(receive.request_id)
         if not receive.num_tokens:
             # The handoff belongs to another request.
             return
@@ -437,7 +484,7 @@ class SchedulerHalf:
         """Takes the changes of handoffs' states from the transfer service."""
         for state in self._port.poll():
             if state.state == _COMMITTED:
-                self._committed[state.handoff_id] = state.num_tokens
+                self._committed[state.handoff_id] = state
             else:
                 self._committed.pop(state.handoff_id, None)
             for ended, handoffs in ((_FAILED, self._failed), (_RELEASED, self._released)):

@@ -11,13 +11,15 @@ bytes into a handoff. Gathered blocks stay right when the request is preempted a
 computed again, so the send goes on with the first block that was not gathered.
 
 Receiving. While the handoff is not committed, the connector tells the scheduler to ask again later,
-and the request waits without blocks. The step that first runs the request loads the whole handoff
-synchronously, into the blocks that the scheduler gave to the request. Every failure (refused,
-expired, altered bytes) ends with the engine computing the prompt itself.
+and the request waits without blocks. Then the ranks load the whole handoff into the blocks that the
+scheduler gives to the request. On a GPU the request waits until they have, and other requests run
+meanwhile; on a CPU, and for caches with states, the step that first runs the request loads it.
+Every failure (refused, expired, altered bytes) ends with the engine computing the prompt itself.
 
 Fetching. A fetch is a handoff of whole blocks at the beginning of a prompt; the request computes
 the rest. The holder runs a request for the same tokens and one more, which pushes its cached
-blocks; if some are missing, this request ends before it gets blocks.
+blocks; if some are missing, this request ends before it gets blocks. The blocks that a fetch leaves
+out are held on the device while its request waits (kept_prefixes.py).
 
 Keeping. Blocks that the engine's cache evicts stay in host memory (host_tier.py), and on disk
 (disk_tier.py); a request without a handoff loads them from there.
@@ -40,6 +42,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -57,11 +60,12 @@ from baton.kvtransfer.connector.host_tier import (
     HOST_BYTES,
     HOST_CHANGE,
     HOST_LOADS,
+    TIER_LOADS,
     HostTier,
     make_rank_half,
 )
 from baton.kvtransfer.connector.rank_half import RankHalf
-from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
+from baton.kvtransfer.connector.scheduler_half import REQUESTS_WAIT, SchedulerHalf
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.disk.orders import DiskReport, Order
 from baton.kvtransfer.disk.rank_disk import RankDisk
@@ -161,11 +165,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             ) from error
         extra = self._kv_transfer_config.kv_connector_extra_config
         self._layout = KvLayout(**extra["layout"]).with_groups(list(self._named))
-        if (replicas := kv_cache_config.kv_tp_replicas) % self._layout.num_replicas:
-            raise ValueError(
-                f"{replicas} ranks hold the same part of the cache; "
-                f"must be a multiple of the fingerprint's {self._layout.num_replicas}"
-            )
+        _check_replicas(vllm_config, kv_cache_config, self._layout)
         self._port = EnginePort(extra["socket"])
         self._scheduler: SchedulerHalf | None = None
         self._cache_events: list[KVCacheEvent] = []
@@ -183,7 +183,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             # vLLM's scheduler spins while its ranks compute; it must not take their cores.
             affinity.avoid_cores(extra["rank_cpus"])
-            self._scheduler = SchedulerHalf(self._port, self._layout)
+            self._scheduler = SchedulerHalf(
+                self._port, self._layout, requests_wait=extra[REQUESTS_WAIT]
+            )
             self._host = HostTier.make(vllm_config, kv_cache_config, self._cached)
             num_ranks = vllm_config.parallel_config.world_size
             self._drops = CacheDrops(self._cached, self._scheduler, self._host, num_ranks)
@@ -296,11 +298,12 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if self._host_copies is not None:
             self._host_copies.prepare_store_kv(self._orders().host)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        ended, failed = self._rank_half.take_ended()
         if self._host_copies is None:
-            return None, None
+            return KVConnectorTransferResults(set(), ended, failed)
         sent, received = self._host_copies.get_finished(finished_req_ids)
-        return sent, received
+        return KVConnectorTransferResults(sent, received | ended, failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self._rank_half.take_invalid_block_ids()
@@ -337,7 +340,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             num_tokens = self._host.num_loadable_tokens(request, num_computed_tokens)
         if num_tokens is not None and half.lacks_cached(request, num_computed_tokens + num_tokens):
             return None, False
-        return num_tokens, is_host and bool(num_tokens)
+        return num_tokens, (is_host or half.requests_wait) and bool(num_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -397,6 +400,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
                 told[HOST_CHANGE] = change
             if loads := self._host.take_loads():
                 told[HOST_LOADS] = loads
+            if copied := self._host.take_copied():
+                told[TIER_LOADS] = copied
             if self._host.disk is not None:
                 told |= self._host.disk.told()
         told |= self._drops.told()
@@ -434,6 +439,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(told, RankReport):
             self._scheduler_half.reported(told.loads, is_cut_off=told.is_cut_off)
             self._drops.reported(told.cleared)
+        self._scheduler_half.loaded(connector_output.finished_recving or set())
         invalid = connector_output.invalid_block_ids
         untrusted = self._scheduler_half.distrust(invalid)
         if untrusted:
@@ -463,3 +469,20 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if self._host is not None:
             self._host.finished(request)
         return False, None
+
+
+def _check_replicas(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, layout: KvLayout
+) -> None:
+    """Raises ValueError if a shard's ranks cannot hold the same part of the cache.
+
+    vLLM counts only ranks that hold the same latents. Ranks that hold the same KV head have no
+    other head.
+    """
+    replicas, expected = kv_cache_config.kv_tp_replicas, layout.num_replicas
+    has_one_head = all(group.num_kv_heads == 1 for group in layout.groups)
+    if replicas % expected and (vllm_config.model_config.use_mla or not has_one_head):
+        raise ValueError(
+            f"{replicas} ranks hold the same part of the cache; must be a multiple of the "
+            f"fingerprint's {expected}"
+        )

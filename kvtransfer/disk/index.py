@@ -15,8 +15,9 @@ from typing import Any
 from baton.kvtransfer.block_changes import BlockChanges
 from baton.kvtransfer.disk.orders import (
     BlockName,
+    BlockSelection,
     Delete,
-    DeleteOwner,
+    DeleteSelected,
     DiskReport,
     Load,
     Order,
@@ -99,8 +100,8 @@ class DiskIndex:
         # Numbers of the jobs by the block's key.
         self._writing: dict[bytes, int] = {}
         self._loading: dict[bytes, int] = {}
-        # Ranks that have not reported the end of a DeleteOwner, by its number, and whether all that
-        # reported have deleted everything.
+        # Ranks that have not reported the end of a DeleteSelected, by its number, and whether all
+        # that reported have deleted everything.
         self._deletions: dict[int, tuple[int, bool]] = {}
         self._next_id = 0
         self._orders: list[Order] = []
@@ -271,22 +272,22 @@ class DiskIndex:
         self._blocks.clear()
         self._changes.clear()
 
-    def delete_owner(self, owner: str | None) -> tuple[int, int]:
-        """Deletes the blocks of an owner; None: all blocks.
+    def delete(self, selection: BlockSelection) -> tuple[int, int]:
+        """Deletes blocks.
 
         Returns:
             How many blocks are deleted, and the number for `take_deleted`.
         """
-        gone = [one for one in self._blocks.values() if owner is None or one.owner == owner]
+        gone = [one for one in self._blocks.values() if selection.includes(one.hash, one.owner)]
         for block in gone:
             del self._blocks[block.key]
             self._changes.remove(block.hash)
         for job in self._jobs.values():
-            if owner is None or job.order.block.owner == owner:
+            if selection.includes(job.order.block.hash, job.order.block.owner):
                 job.done = False
         order_id, self._next_id = self._next_id, self._next_id + 1
         self._deletions[order_id] = self._num_ranks, True
-        self._orders.append(DeleteOwner(order_id, owner))
+        self._orders.append(DeleteSelected(order_id, selection))
         return len(gone), order_id
 
     def take_deleted(self, order_id: int) -> bool | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import NamedTuple, TypeAlias
@@ -44,6 +45,32 @@ def owner_of(cache_salt: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockSelection:
+    """The blocks that an operator deletes.
+
+    Attributes:
+        owner: Only blocks of this owner; None: of all owners.
+        hashes: Only blocks with these hashes of Baton's; None: with any hash.
+    """
+
+    owner: str | None = None
+    hashes: frozenset[int] | None = None
+
+    @classmethod
+    def of(cls, cache_salt: str | None, hashes: Iterable[int] | None) -> BlockSelection:
+        """Selects by the salt of requests, None: any; and by hashes, None: any."""
+        owner = owner_of(cache_salt) if cache_salt is not None else None
+        return cls(owner, frozenset(hashes) if hashes is not None else None)
+
+    def includes(self, block_hash: int, owner: str) -> bool:
+        """Whether a block is to be deleted."""
+        return self.owner in (owner, None) and (self.hashes is None or block_hash in self.hashes)
+
+
+ALL_BLOCKS = BlockSelection()
+
+
+@dataclass(frozen=True, slots=True)
 class Write:
     """Write a block from host memory to its file.
 
@@ -75,19 +102,19 @@ class Delete:
 
 
 @dataclass(frozen=True, slots=True)
-class DeleteOwner:
-    """Delete all files of an owner, also those that the index does not know.
+class DeleteSelected:
+    """Delete the files of a selection, also those that the index does not know.
 
     Attributes:
         order_id: Number of the order, in the report.
-        owner: The owner; None: all owners.
+        selection: The blocks.
     """
 
     order_id: int
-    owner: str | None
+    selection: BlockSelection
 
 
-Order: TypeAlias = Write | Load | Delete | DeleteOwner
+Order: TypeAlias = Write | Load | Delete | DeleteSelected
 
 
 @dataclass(slots=True)
@@ -99,17 +126,23 @@ class DiskReport:
             each rank.
         num_wrong: Files that were missing, damaged, cut or of another block; each was deleted.
         off: Why a rank has stopped using its disk; empty while the disk works.
+        loaded_bytes: Bytes of the blocks that were loaded.
+        load_s: Time in which they were loaded, added up over the ranks.
     """
 
     ended: list[tuple[int, bool]] = field(default_factory=list)
     num_wrong: int = 0
     off: str = ""
+    loaded_bytes: int = 0
+    load_s: float = 0.0
 
     def __bool__(self) -> bool:
-        return bool(self.ended or self.num_wrong or self.off)
+        return bool(self.ended or self.num_wrong or self.off or self.load_s)
 
     def add(self, other: DiskReport) -> None:
         """Adds another rank's report."""
         self.ended += other.ended
         self.num_wrong += other.num_wrong
         self.off = self.off or other.off
+        self.loaded_bytes += other.loaded_bytes
+        self.load_s += other.load_s

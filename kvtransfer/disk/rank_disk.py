@@ -16,8 +16,9 @@ from baton.kvtransfer.disk import block_file
 from baton.kvtransfer.disk.block_file import Identity, WrongFile
 from baton.kvtransfer.disk.orders import (
     BlockName,
+    BlockSelection,
     Delete,
-    DeleteOwner,
+    DeleteSelected,
     DiskReport,
     Load,
     Order,
@@ -56,8 +57,12 @@ class RankDisk:
         self._lock = threading.Lock()
         self._report = DiskReport()
         self._off = ""
+        # Loads under way, and the time up to which their duration has been reported.
+        self._num_loading, self._timed_until = 0, 0.0
         self._loads: queue.SimpleQueue[Load | None] = queue.SimpleQueue()
-        self._changes: queue.SimpleQueue[Write | Delete | DeleteOwner | None] = queue.SimpleQueue()
+        self._changes: queue.SimpleQueue[Write | Delete | DeleteSelected | None] = (
+            queue.SimpleQueue()
+        )
         # The threads do not keep a process alive whose disk hangs.
         self._threads = [
             threading.Thread(target=self._change, name="baton-disk-write", daemon=True),
@@ -104,8 +109,8 @@ class RankDisk:
                     self._delete(block)
                 continue
             done = False
-            if isinstance(order, DeleteOwner):
-                done = self._delete_owner(order.owner)
+            if isinstance(order, DeleteSelected):
+                done = self._delete_selected(order.selection)
             elif not self._off:
                 try:
                     self._write(order)
@@ -116,10 +121,11 @@ class RankDisk:
 
     def _load(self) -> None:
         while (order := self._loads.get()) is not None:
-            done, num_wrong = False, 0
+            done, num_wrong, num_bytes = False, 0, 0
+            self._begin_load()
             if not self._off:
                 try:
-                    self._read(order)
+                    num_bytes = self._read(order)
                     done = True
                 except WrongFile as error:
                     _log.debug("a KV block on disk is not used: %s", error)
@@ -129,6 +135,7 @@ class RankDisk:
                         self._turn_off(error)
                 except OSError as error:
                     self._turn_off(error)
+            self._end_load(num_bytes)
             self._end(order.order_id, done, num_wrong)
 
     def _write(self, order: Write) -> None:
@@ -141,12 +148,28 @@ class RankDisk:
                 temporary.unlink(missing_ok=True)
             raise
 
-    def _read(self, order: Load) -> None:
-        path = self._directory / order.block.path
-        block_file.read(path, self._identity(order.block), self._pages(order.slot))
+    def _read(self, order: Load) -> int:
+        """Loads a block; returns its size in bytes."""
+        path, pages = self._directory / order.block.path, self._pages(order.slot)
+        block_file.read(path, self._identity(order.block), pages)
         # The next worker evicts by last use.
         with contextlib.suppress(FileNotFoundError):
             os.utime(path)
+        return sum(len(page) for page in pages)
+
+    def _begin_load(self) -> None:
+        with self._lock:
+            if not self._num_loading:
+                self._timed_until = time.monotonic()
+            self._num_loading += 1
+
+    def _end_load(self, num_bytes: int) -> None:
+        with self._lock:
+            now = time.monotonic()
+            # Time in which several threads load counts once.
+            self._report.load_s += now - self._timed_until
+            self._report.loaded_bytes += num_bytes
+            self._num_loading, self._timed_until = self._num_loading - 1, now
 
     def _delete(self, block: BlockName) -> None:
         try:
@@ -154,19 +177,26 @@ class RankDisk:
         except OSError as error:
             self._turn_off(error)
 
-    def _delete_owner(self, owner: str | None) -> bool:
-        """Deletes an owner's files, also while the disk is not used; returns whether none is left.
+    def _delete_selected(self, selection: BlockSelection) -> bool:
+        """Deletes files, also while the disk is not used; returns whether none of them is left.
 
         A load that runs meanwhile has opened its file before; its result is not used.
         """
         try:
-            if owner is not None:
-                paths = [self._directory / owner]
+            if selection.owner is not None:
+                paths = [self._directory / selection.owner]
             else:
                 paths = [one for one in self._directory.iterdir() if one.is_dir()]
             for path in paths:
-                if path.is_dir():
+                if not path.is_dir():
+                    continue
+                if selection.hashes is None:
                     shutil.rmtree(path)
+                    continue
+                for file in path.glob("*/*"):
+                    block = BlockName.parse(path.name, file.parent.name, file.name)
+                    if block is not None and selection.includes(block.hash, block.owner):
+                        file.unlink(missing_ok=True)
         except OSError as error:
             self._turn_off(error)
             # Without the directory there is no file.

@@ -43,6 +43,7 @@ def received_state(changed: receiving.Changed) -> pb.LocalHandoffState:
         num_tokens=changed.num_tokens,
         num_bytes=changed.num_bytes,
         transport=changed.transport,
+        num_shards=changed.num_shards,
     )
 
 

@@ -46,6 +46,7 @@ class OpenHandler:
         except MalformedFrame as error:
             self._table.reject(stream, frame, live, error.reason, str(error), now)
         else:
+            layout = layout.split_into(kv_fingerprint.num_shards(opened.fingerprint))
             self._begin(stream, opened, choice, num_bytes, layout, now)
 
     def _is_refused(self, stream: int, frame: Frame, now: float) -> bool:
@@ -100,14 +101,25 @@ class OpenHandler:
         layout: KvLayout,
         now: float,
     ) -> None:
-        """Starts an epoch of a handoff, which drops everything of its older epochs."""
+        """Starts an epoch of a handoff, which drops everything of its older epochs.
+
+        Args:
+            stream: The stream that carried the open.
+            opened: The open.
+            choice: The transport of the epoch.
+            num_bytes: Size of the handoff.
+            layout: Layout of this cache in the sender's number of shards.
+            now: Current time.monotonic(), in seconds.
+        """
         live = self._table.live.get(opened.handoff_id)
         ranks = [
             RankPart(bytearray(layout.shard_blocks(opened.num_blocks)))
             for _ in range(layout.num_shards)
         ]
         if live is None:
-            live = Handoff(opened.handoff_id, 0, None, 0, 0, 0, _S.QUEUED, now, ranks, choice)
+            live = Handoff(
+                opened.handoff_id, 0, None, 0, 0, 0, _S.QUEUED, now, ranks, choice, layout
+            )
             self._table.add(live)
         elif live.stream not in (None, stream) and live.state in SENDER_AT_WORK:
             detail = f"superseded by epoch {opened.epoch}"
@@ -115,7 +127,7 @@ class OpenHandler:
                 live.stream, live.handoff_id, live.epoch, pb.REFUSAL_REASON_OLD_EPOCH, detail
             )
         self._table.assign_stream(live, stream)
-        live.epoch, live.ranks = opened.epoch, ranks
+        live.epoch, live.ranks, live.layout = opened.epoch, ranks, layout
         live.choice, live.problem = choice, None
         live.num_blocks, live.num_tokens = opened.num_blocks, opened.num_tokens
         self._table.reserve(live, num_bytes, opened.wait_ms / 1000, now)

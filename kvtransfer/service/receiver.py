@@ -148,11 +148,11 @@ class Receiver:
         return handoff is not None and handoff.state in SENDER_AT_WORK
 
     def claim(self, handoff_id: bytes, rank: int, now: float) -> tuple[Grant, list[Effect]]:
-        """Lets one rank read its part of a committed handoff until it releases it.
+        """Lets a rank read one of the sender's shards of a committed handoff until its release.
 
         Raises:
-            TransferRefused: The handoff is not committed (any more), or the rank does not exist
-                or has released its part.
+            TransferRefused: The handoff is not committed (any more), or this shard does not exist
+                or was released.
         """
         handoff = self._table.live.get(handoff_id)
         if handoff is None or handoff.extent is None:
@@ -258,7 +258,7 @@ class Receiver:
 
     def _grant(self, handoff: Handoff, rank: int, frames: Sequence[ReceivedFrame]) -> Grant:
         assert handoff.extent is not None
-        begin = rank * self._known_layout().shard_bytes(handoff.num_blocks)
+        begin = rank * handoff.layout.shard_bytes(handoff.num_blocks)
         return Grant(
             handoff.handoff_id,
             handoff.epoch,
@@ -310,7 +310,7 @@ class Receiver:
         return None
 
     def _data(self, handoff: Handoff, frame: Frame, now: float) -> None:
-        layout = self._known_layout()
+        layout = handoff.layout
         if handoff.state in (_S.COMMITTED, _S.CLAIMED):
             detail = "a data frame after the commit"
             self._table.refuse(
@@ -390,7 +390,7 @@ class Receiver:
         return True
 
     def _commit(self, handoff: Handoff, frame: Frame, now: float) -> None:
-        layout = self._known_layout()
+        layout = handoff.layout
         if handoff.state in (_S.COMMITTED, _S.CLAIMED):
             detail = "a second commit"
             self._table.refuse(
@@ -414,7 +414,7 @@ class Receiver:
         part = handoff.ranks[rank]
         if part.promised is None or part.num_pulls:
             return
-        expected = self._known_layout().shard_blocks(handoff.num_blocks)
+        expected = handoff.layout.shard_blocks(handoff.num_blocks)
         if (problem := missing(part, rank, expected)) is not None:
             self._table.interrupt(handoff, pb.REFUSAL_REASON_INCOMPLETE, problem, now)
             return

@@ -239,9 +239,8 @@ class Links:
             outgoing.link, outgoing.problem = link, ""
             outgoing.decided.set()
 
-    def _options(self, backend: str, host: str) -> LinkOptions:
-        fingerprint = self._handler.fingerprint()
-        block_bytes = fingerprint.block_bytes if fingerprint is not None else 0
+    def _options(self, backend: str, host: str, block_bytes: int = 0) -> LinkOptions:
+        """Returns the settings of one end; the receiving end needs the size of sent blocks."""
         return LinkOptions(
             cast("Backend", backend),
             host,
@@ -273,7 +272,7 @@ class Links:
             self._handler.link_lost(link_id, detail)
 
         link = ReceivingLink(
-            self._options(hello.backend, local),
+            self._options(hello.backend, local, hello.fingerprint.block_bytes),
             mailbox.put,
             lost,
             lambda frame: self._handler.link_frame(link_id, frame),

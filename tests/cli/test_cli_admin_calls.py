@@ -137,7 +137,8 @@ class Dropping(admin_pb2_grpc.AdminServicer):
                     worker_id="p1", device_blocks=3, host_blocks=4, disk_blocks=5
                 ),
                 admin_pb2.WorkerCacheDropped(worker_id="p2", error="worker p2 was lost"),
-            ]
+            ],
+            shared_blocks=7 if request.session_id else 0,
         )
 
 
@@ -219,8 +220,15 @@ def test_dropped_blocks_are_listed_by_worker(serve, capsys):
     assert (service.asked.tenant, service.asked.all) == ("", True)
     found = json.loads(capsys.readouterr().out)
     assert [one["disk_blocks"] for one in found] == [5, 0]
+    with pytest.raises(typer.Exit):
+        cache.drop(session="talk", address=address)
+    asked = service.asked
+    assert (asked.tenant, asked.session_id, asked.all) == ("", "talk", False)
+    assert "7 blocks of the session were kept" in capsys.readouterr().err
     with pytest.raises(typer.BadParameter):
         cache.drop(address=address)
+    with pytest.raises(typer.BadParameter):
+        cache.drop(session="talk", everything=True, address=address)
 
 
 def test_workers_lists_no_peer_that_is_detached(serve, capsys):

@@ -151,6 +151,21 @@ def test_workers_with_one_kv_shard_match_at_any_tensor_parallel_size(world):
     assert "fingerprint.tp_size is 8, here 1" in str(refusal.error)
 
 
+def test_workers_match_if_their_ranks_divide_the_same_heads(world):
+    fingerprint = kv_transfer_pb2.KvFingerprint()
+    fingerprint.CopyFrom(world.core.workers.by_id("p").hello.fingerprint)
+    # Four ranks: neighbours hold the same head.
+    fingerprint.tp_size, fingerprint.num_shards = 4, 2
+    fingerprint.num_kv_heads //= 2
+    fingerprint.block_bytes //= 2
+    world.attach("x", DECODE, fingerprint=fingerprint)
+    assert world.core.workers.by_id("x") is not None
+    fingerprint.dtype = "bfloat16"
+    (refusal,) = world.attach("y", DECODE, fingerprint=fingerprint)
+    assert "fingerprint.dtype is 'bfloat16'" in str(refusal.error)
+    assert "tp_size" not in str(refusal.error)
+
+
 def test_a_worker_with_another_adapter_revision_is_refused(world):
     """The KV caches of two adapter revisions would be confused under one adapter name."""
     model = common_pb2.ModelDescription()

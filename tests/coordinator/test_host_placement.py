@@ -8,7 +8,7 @@ from baton.coordinator.routing.choices import PrefillChoice
 from baton.coordinator.routing.elastic import Demand, ElasticRule
 from baton.coordinator.routing.prefix_match import HeldPrefix
 from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import PromptHits, WorkerTraits
+from baton.coordinator.routing.worker_load import PromptHits, WorkerLoad, WorkerTraits
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
 from baton.runtime.block_hashes import block_hashes
@@ -46,6 +46,10 @@ def traits(**changes) -> WorkerTraits:
     return WorkerTraits(Fixed(), "h", 65536, BLOCK, **values)
 
 
+def load_of(kind: WorkerTraits) -> WorkerLoad:
+    return WorkerLoad(("a", 1), kind, 1)
+
+
 def router(*names: str, **changes) -> Router:
     found = Router(256, 256, StepTargets(0.05, 0.06, 0.2), fetches=False)
     for name in names:
@@ -63,10 +67,11 @@ def test_a_prompt_saves_its_device_blocks_and_loads_the_host_blocks_behind_them(
     assert kind.hits(HeldPrefix(2, 5), 1000) == PromptHits(32, 48)
     assert kind.hits(HeldPrefix(2, 5), 40) == PromptHits(32, 8)
     assert kind.hits(HeldPrefix(5, 5), 48) == PromptHits(48, 0)
-    assert kind.load_s(0) == 0
-    assert kind.load_s(1000) == pytest.approx(0.01, abs=0.002)
-    assert kind.prompt_s(100, PromptHits(32, 48)) == pytest.approx(
-        MODEL.prefill_s(20) + kind.load_s(48)
+    load = load_of(kind)
+    assert load.load_s(0, 0, 0.0) == 0
+    assert load.load_s(1000, 0, 0.0) == pytest.approx(0.01, abs=0.002)
+    assert load.prompt_s(100, PromptHits(32, 48), 0.0) == pytest.approx(
+        MODEL.prefill_s(20) + load.load_s(48, 0, 0.0)
     )
 
 
@@ -74,10 +79,11 @@ def test_blocks_on_disk_take_longer_than_those_in_host_memory():
     kind = traits(disk_bytes_per_s=1e9)
     assert kind.hits(HeldPrefix(2, 5, 2), 1000) == PromptHits(32, 16, 32)
     assert kind.hits(HeldPrefix(2, 5, 2), 40) == PromptHits(32, 0, 8)
-    assert kind.load_s(0, 1000) == pytest.approx(0.1 + 0.01, abs=0.002)
-    assert kind.load_s(500, 500) == pytest.approx(0.05 + 0.01, abs=0.002)
-    assert kind.prompt_s(100, PromptHits(32, 16, 32)) == pytest.approx(
-        MODEL.prefill_s(20) + kind.load_s(16, 32)
+    load = load_of(kind)
+    assert load.load_s(0, 1000, 0.0) == pytest.approx(0.1 + 0.01, abs=0.002)
+    assert load.load_s(500, 500, 0.0) == pytest.approx(0.05 + 0.01, abs=0.002)
+    assert load.prompt_s(100, PromptHits(32, 16, 32), 0.0) == pytest.approx(
+        MODEL.prefill_s(20) + load.load_s(16, 32, 0.0)
     )
     found = router("a", "b", "c", disk_bytes_per_s=1e9)
     holds(found, "b", 150, cluster_pb2.CACHE_TIER_DISK)
@@ -96,7 +102,7 @@ def test_a_worker_that_holds_the_prefix_in_any_tier_is_preferred(tier):
     found_in = (choice.num_cached_tokens, choice.num_host_tokens, choice.num_disk_tokens)
     assert found_in == tuple(2400 if one == tier else 0 for one in _TIERS)
     assert choice.num_work_tokens == 800
-    load_s = traits().load_s(choice.num_host_tokens, choice.num_disk_tokens)
+    load_s = load_of(traits()).load_s(choice.num_host_tokens, choice.num_disk_tokens, 0.0)
     assert choice.predicted_s == pytest.approx(MODEL.prefill_s(800) + load_s)
     placed = ElasticRule(found).place(match, Demand(len(PROMPT), 10, 3200, 10.0, 0.05))
     assert placed.reader == choice
@@ -119,6 +125,20 @@ def test_a_slow_load_is_not_preferred_to_computing():
     match = found.match(block_hashes(PROMPT, BLOCK))
     placed = ElasticRule(found).place(match, Demand(len(PROMPT), 10, 3200, 10.0, 0.05))
     assert placed.reader.worker == ("a", 1)
+
+
+@pytest.mark.parametrize("tier", [cluster_pb2.CACHE_TIER_HOST, cluster_pb2.CACHE_TIER_DISK])
+def test_a_worker_whose_loads_were_slow_gets_no_prompt_that_needs_one(tier):
+    found = router("a", "b")
+    holds(found, "b", 150, tier)
+    match = found.match(block_hashes(PROMPT, BLOCK))
+    demand = Demand(len(PROMPT), 10, 3200, 10.0, 0.05)
+    assert ElasticRule(found).place(match, demand).reader.worker == ("b", 1)
+    slow, none = cluster_pb2.TierLoads(num_bytes=10**8, duration_us=10**6), cluster_pb2.TierLoads()
+    loads = (slow, none) if tier == cluster_pb2.CACHE_TIER_HOST else (none, slow)
+    found.report_loads(("b", 1), *loads)
+    assert ElasticRule(found).place(match, demand).reader.worker == ("a", 1)
+    assert found.choose_prefill(match, len(PROMPT)).worker == ("a", 1)
 
 
 def test_a_tier_that_the_coordinator_does_not_know_is_ignored():

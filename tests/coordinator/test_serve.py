@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -187,25 +185,6 @@ async def test_port_in_use_and_missing_model(config, tmp_path):
     missing = config().model_copy(update={"model": str(tmp_path / "absent")})
     with pytest.raises(ConfigError, match="no such directory"):
         await serve(missing, launch=False, ready=print, stop=asyncio.Event())
-
-
-def of_ranks(config, model, decode):
-    pools = {"prefill": {}, "decode": {"engine_args": {"tensor_parallel_size": decode}}}
-    return parse({**yaml.safe_load(dump(config())), "model": str(model), **pools}, "test")
-
-
-async def test_pools_of_different_ranks_are_refused_before_they_load(config, model_dir, tmp_path):
-    refused = of_ranks(config, model_dir, 2)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size: is 2; must be 1, as of prefill"):
-        await serve(refused, launch=True, ready=print, command=WORKER)
-    shutil.copytree(model_dir, tmp_path / "latents")
-    described = tmp_path / "latents" / "config.json"
-    described.write_text(json.dumps({**json.loads(described.read_text()), "kv_lora_rank": 512}))
-    async with Coordinator(of_ranks(config, tmp_path / "latents", 2), launched=True):
-        pass
-    # Workers that another process starts may have other arguments, so this is not refused.
-    async with Coordinator(refused):
-        pass
 
 
 @pytest.mark.parametrize(

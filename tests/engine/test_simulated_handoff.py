@@ -343,8 +343,8 @@ async def test_the_engine_dies_with_its_transfer_service(pair: Pair) -> None:
             await pair.sender.outputs_of("x")
 
 
-async def test_different_numbers_of_ranks_are_refused_and_the_prompt_computed(pair: Pair) -> None:
-    """The coordinator lets no such pair attach; this is what holds should they still meet."""
+async def test_shards_of_another_cache_are_refused_and_the_prompt_computed(pair: Pair) -> None:
+    """Two ranks with all heads each, in half the bytes; the coordinator lets none attach."""
     other = dataclasses.replace(pair.layout, tp_size=2, block_bytes=SETTINGS.block_bytes // 2)
     socket_path = str(pair.directory / "c.sock")
     halves = await TransferClient.start(KvTransferConfig(**STAGING), socket_path)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.engine.base import CacheChange, EngineOutput, EngineRequest, EngineStep
+from baton.engine.base import NO_LOADS, CacheChange, EngineOutput, EngineRequest, EngineStep
 from baton.engine.sim_host_tier import HostTier
 from baton.engine.sim_tokens import Vocabulary, expected_tokens
 from baton.engine.simulated import SimulatedEngine
@@ -108,7 +108,12 @@ async def test_an_evicted_prefix_is_loaded_and_not_computed_again(run: Run) -> N
     found = await run.whole([*FIRST, 1, 2])
     assert found.num_host_tokens > 0
     assert found.num_cached_tokens + found.num_host_tokens == len(FIRST)
-    assert [one.num_prefill_tokens for one in run.engine.load().samples] == [2]
+    load = run.engine.load()
+    assert [one.num_prefill_tokens for one in load.samples] == [2]
+    # A block has four layers.
+    num_blocks = found.num_host_tokens // BLOCK
+    assert load.host_loads.num_bytes == num_blocks * 4 * SETTINGS.block_bytes
+    assert run.engine.load().host_loads == NO_LOADS
     # The loaded blocks are on the device again.
     again = await run.whole([*FIRST, 1, 2])
     assert (again.num_cached_tokens, again.num_host_tokens) == (len(FIRST), 0)
@@ -157,6 +162,8 @@ async def test_a_load_delays_no_other_request(model: str) -> None:
     await run.until_ended("loads", "other")
     assert run.ended[-2:] == ["other", "loads"]
     assert run.outputs["loads"][0].num_host_tokens == 80
+    loads = run.engine.load().host_loads
+    assert loads.num_bytes / loads.seconds == pytest.approx(SLOW.host_bytes_per_s)
     await run.engine.stop()
 
 

@@ -142,7 +142,7 @@ def test_the_same_bytes_as_on_the_host(order, dtype, parts, make_copies, staging
         whole = Run(0, 101, base)
         reference.scatter(layer, target_ids, whole)
         copies.scatter(layer, copies.prepare(target_ids), whole).wait()
-    copies.join()
+    copies.join_scatters()
     assert torch.equal(staging, expected_staging)
     reference.clear(target_ids[:7])
     copies.clear(target_ids[:7])
@@ -196,9 +196,9 @@ def test_the_host_waits_for_nothing_while_it_launches_a_step(staging, stream):
         blocks = copies.prepare(block_ids)
         # This is more than the rings hold.
         under_way = [copies.scatter(layer, blocks, whole) for layer in range(LAYERS)]
-        copies.join()
+        copies.join_scatters()
         under_way += [copies.gather(layer, blocks, [half]) for layer in range(LAYERS)]
-        copies.join()
+        copies.join_gathers()
         joined = torch.cuda.current_stream().record_event()
         assert not computing.query()
     for copy in under_way:
@@ -220,7 +220,7 @@ def test_a_gather_runs_between_its_step_and_the_next(make_copies, staging):
             rows.fill_(16 * step + layer)
             run = Run(0, 100, BASE + layer * 100 * size)
             under_way.append(copies.gather(layer, blocks, [run]))
-        copies.join()
+        copies.join_gathers()
         for rows in cache.values():
             rows.fill_(-1)
         for layer, copy in enumerate(under_way):
@@ -248,7 +248,7 @@ def test_a_scatter_runs_between_the_steps_around_it(make_copies, staging):
             copies.scatter(layer, blocks, Run(0, 100, BASE + layer * 100 * size))
             for layer in range(LAYERS)
         ]
-        copies.join()
+        copies.join_scatters()
         loaded = [rows[block_ids] for rows in cache.values()]
         # Staging is free when the copies have ended, whatever the model does.
         for copy in under_way:
@@ -303,7 +303,7 @@ def test_another_thread_can_wait_for_a_copy(make_copies, staging):
                 threads[step - 16].join(30)
             cache[f"layer.{layer}"].fill_(step)
             copy = copies.gather(layer, copies.prepare(block_ids), [Run(0, 64, start)])
-            copies.join()
+            copies.join_gathers()
             threads.append(threading.Thread(target=wait, args=(copy, start, step)))
             threads[-1].start()
     for thread in threads:

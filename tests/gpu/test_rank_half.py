@@ -260,6 +260,26 @@ async def test_a_wrong_byte_is_found_in_the_step_that_loads_it(workers, monkeypa
     await empty(receiver)
 
 
+async def test_a_wrong_byte_spoils_only_the_blocks_of_its_frame(workers, monkeypatch):
+    """Frames of two steps follow each other in staging and are copied together."""
+    sender, receiver = workers
+    handoff_id, offset = await opened(sender, receiver, 4)
+    sender.step([Push(handoff_id, offset, 4, (Part(0, [4, 3]),), False)])
+    sender.step([Push(handoff_id, offset, 4, (Part(2, [2, 1]),), True)])
+    await committed(receiver, handoff_id)
+    claim = receiver.port.claim
+
+    def claim_and_alter(*args):
+        claimed = claim(*args)
+        receiver.port.memory[claimed.offset + 3 * BLOCK_BYTES] ^= 1
+        return claimed
+
+    monkeypatch.setattr(receiver.port, "claim", claim_and_alter)
+    load = Load(handoff_id, 4 * TOKENS, (Part(0, [8, 7, 6, 5]),))
+    assert receiver.step(loads=[load]) == {6, 5}
+    await empty(receiver)
+
+
 async def test_an_incomplete_handoff_that_ends_leaves_nothing(workers):
     sender, receiver = workers
     handoff_id, offset = await opened(sender, receiver, 4)

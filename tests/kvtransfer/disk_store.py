@@ -53,6 +53,7 @@ class Store:
         before = scan(self.directory.path, NUM_RANKS, PAYLOAD_BYTES)
         self.index.found(before.blocks, before.num_wrong)
         self.num_wrong, self.off = 0, ""
+        self.loaded_bytes, self.load_s = 0, 0.0
 
     def step(self) -> list[Ended]:
         """Runs the orders in all ranks to their end."""
@@ -70,6 +71,8 @@ class Store:
             disk.close(60)
             if (part := disk.take_report()) is not None:
                 report.add(part)
+        self.loaded_bytes += report.loaded_bytes
+        self.load_s += report.load_s
         ended = self.index.reported(report)
         counts = self.index.take_counts()
         self.num_wrong += counts.num_wrong

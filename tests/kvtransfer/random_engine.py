@@ -1,5 +1,6 @@
 """A small engine with the connector's real halves; random rules or single tests drive it."""
 
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -47,6 +48,37 @@ class Coming:
     messages: list[tuple[int, bytes]]
     request: Request
     is_submitted: bool = False
+
+
+class Later(Executor):
+    """Runs what it was given when it is told to."""
+
+    def __init__(self):
+        self._given = []
+
+    def submit(self, call, /, *args):
+        self._given.append((future := Future(), call, args))
+        return future
+
+    def run(self):
+        given, self._given = self._given, []
+        for future, call, args in given:
+            future.set_result(call(*args))
+
+
+@dataclass
+class Done:
+    """What the ranks say after a step.
+
+    Attributes:
+        invalid: Blocks that the step's own loads failed to fill.
+        report: The failed loads.
+        loaded: IDs of the requests whose loads have ended in all ranks.
+    """
+
+    invalid: set[int]
+    report: LoadReport
+    loaded: set[str]
 
 
 def as_scheduled(requests, *, preempted=(), most_tokens=1000):
@@ -97,10 +129,23 @@ class RandomEngine(RuleBasedStateMachine):
         self.coming: list[Coming] = []
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        # Requests that wait for their loads and hold blocks; how many ranks have loaded them, by
+        # request ID; those that all ranks have loaded; those that ended before.
+        self.loading: list[Request] = []
+        self.num_loaded: dict[str, int] = {}
+        self.loaded: set[str] = set()
+        self.ending: list[Request] = []
+        self.failing: set[str] = set()
+        self.later = Later()
         self.num_handoffs = self.num_streams = 0
 
-    @initialize(is_calm=st.booleans(), verifies_late=st.booleans(), first_yields=st.booleans())
-    def starts(self, is_calm, *, verifies_late=False, first_yields=False):
+    @initialize(
+        is_calm=st.booleans(),
+        verifies_late=st.booleans(),
+        first_yields=st.booleans(),
+        requests_wait=st.booleans(),
+    )
+    def starts(self, is_calm, *, verifies_late=False, first_yields=False, requests_wait=False):
         """Sets the conditions of a run.
 
         Args:
@@ -109,10 +154,15 @@ class RandomEngine(RuleBasedStateMachine):
             verifies_late: As on GPUs: the model is launched before the loads are verified.
             first_yields: The first running request is preempted when blocks run short. With
                 priorities the victim may have got blocks in the same schedule.
+            requests_wait: As on GPUs: requests wait, with their blocks, until the ranks have loaded
+                them.
         """
         self.is_calm, self.first_yields = is_calm, first_yields
         for rank in self.ranks:
             rank._copies.finishes_at_once = not verifies_late
+            if requests_wait:
+                rank._loads._threads = self.later
+        self.half.requests_wait = requests_wait
 
     # ---- Handoffs and requests.
 
@@ -309,10 +359,17 @@ class RandomEngine(RuleBasedStateMachine):
             self.waiting.remove(request)
         elif request in self.running:
             self.running.remove(request)
+        elif request in self.loading:
+            self.loading.remove(request)
         else:
             return
         self.half.finished(request, ([block.block_id for block in request.blocks],))
-        self.pool.free_blocks(reversed(request.blocks))
+        if request.request_id in self.num_loaded:
+            # The ranks still fill its blocks.
+            self.ending.append(request)
+        else:
+            self.loaded.discard(request.request_id)
+            self.pool.free_blocks(reversed(request.blocks))
         self.coming = [one for one in self.coming if one.request is not request]
 
     @rule(
@@ -322,17 +379,29 @@ class RandomEngine(RuleBasedStateMachine):
         num_free=st.integers(0, NUM_BLOCKS),
         num_aborted=st.sampled_from([0, 0, 1, 2]),
         ahead=st.booleans(),
+        slow=st.booleans(),
     )
-    def step(self, data, meanwhile, later, num_free, num_aborted, ahead):
+    def step(self, data, meanwhile, later, num_free, num_aborted, ahead, slow):
         def events(kinds):
             return [
                 (kind, data.draw(st.sampled_from(self.coming)))
                 for kind in (kinds if self.coming else ())
             ]
 
-        self.run_step(events(meanwhile), events(later), num_free, num_aborted, ahead=ahead)
+        self.run_step(
+            events(meanwhile), events(later), num_free, num_aborted, ahead=ahead, slow=slow
+        )
 
-    def run_step(self, meanwhile=(), later=(), num_free=NUM_BLOCKS, num_aborted=0, *, ahead=False):
+    def run_step(
+        self,
+        meanwhile=(),
+        later=(),
+        num_free=NUM_BLOCKS,
+        num_aborted=0,
+        *,
+        ahead=False,
+        slow=False,
+    ):
         """Makes a step as vLLM does.
 
         Args:
@@ -342,6 +411,7 @@ class RandomEngine(RuleBasedStateMachine):
             num_aborted: Number of requests of the step, from the last, that are aborted before the
                 step's output is processed.
             ahead: Whether a second step is made before the first one's output is processed.
+            slow: Whether loads that requests wait for end in a later step.
         """
         others = self.pool.get_new_blocks(max(0, len(self.pool.free) - num_free))
         scheduled = self.schedule()
@@ -350,17 +420,17 @@ class RandomEngine(RuleBasedStateMachine):
         if ahead:
             scheduled_next = self.schedule(only_waiting=True)
             steps.append((scheduled_next, self.half.step(as_scheduled(scheduled_next))))
-        done = [self.work(one, work, others) for one, work in steps]
-        for request in scheduled[len(scheduled) - num_aborted :]:
+        done = [self.work(one, work, others, slow=slow) for one, work in steps]
+        for request in [*scheduled, *self.loading][::-1][:num_aborted]:
             self.end(request)
-        for (one, _), (invalid, report) in zip(steps, done, strict=True):
-            self.take_output(one, invalid, report)
+        for (one, _), said in zip(steps, done, strict=True):
+            self.take_output(one, said)
         self.happen(later)
         self.pool.free_blocks(others)
 
-    def work(self, scheduled, work, others):
-        """Does the ranks' work of a step; returns the wrong blocks and the load report."""
-        invalid, report = set(), LoadReport()
+    def work(self, scheduled, work, others, *, slow=False):
+        """Does the ranks' work of a step; returns what they say."""
+        invalid, report, loaded = set(), LoadReport(), set()
         for number, rank in enumerate(self.ranks):
             rank.begin_step(work)
             if work.loads:
@@ -372,16 +442,27 @@ class RandomEngine(RuleBasedStateMachine):
             if not work.loads:
                 rank.load(work)
             rank.end_step()
+            # One rank may be faster than the others.
+            if not slow or not number:
+                self.later.run()
+            ended, failed = rank.take_ended()
+            self.failing |= failed
+            for request_id in ended:
+                self.num_loaded[request_id] += 1
+                if self.num_loaded[request_id] == len(self.ranks):
+                    loaded.add(request_id)
             invalid |= rank.take_invalid_block_ids()
             report.add(rank.take_report())
-        assert not (self.is_calm and invalid), "a load has failed"
-        return invalid, report
+        assert not (self.is_calm and (invalid or report)), "a load has failed"
+        return Done(invalid, report, loaded)
 
-    def take_output(self, scheduled, invalid, report):
-        self.fail_what_has(invalid)
-        self.half.reported(report)
-        for block_id in self.half.distrust(invalid):
+    def take_output(self, scheduled, said):
+        self.fail_what_has(said.invalid)
+        self.half.reported(said.report)
+        for block_id in self.half.distrust(said.invalid):
             self.pool.evict(self.pool.blocks[block_id])
+        self.half.loaded(said.loaded)
+        self.take_loaded(said.loaded)
         # Blocks that a step made ahead has filled are verified with that step's output.
         _, *following = self.half._unverified._unfinished
         unknown = {block for step in following for one in step for block in one.affected}
@@ -392,6 +473,21 @@ class RandomEngine(RuleBasedStateMachine):
         told = self.half.finish_step()
         for request in [one for one in self.waiting if one.request_id in told.get(PREFIX_GONE, ())]:
             self.end(request)
+
+    def take_loaded(self, request_ids):
+        """Takes the requests whose loads have ended in all ranks, as vLLM does."""
+        for request_id in request_ids:
+            del self.num_loaded[request_id]
+        self.loaded |= request_ids
+        for request in [one for one in self.ending if one.request_id in request_ids]:
+            self.ending.remove(request)
+            self.loaded.remove(request.request_id)
+            self.pool.free_blocks(reversed(request.blocks))
+        for request in [
+            one for one in self.loading if one.request_id in self.failing & request_ids
+        ]:
+            self.end(request)
+        self.failing -= request_ids
 
     def happen(self, events):
         for what, coming in events:
@@ -417,8 +513,22 @@ class RandomEngine(RuleBasedStateMachine):
                 self.allocated(request)
                 scheduled.append(request)
         if not self.preempted:
+            self.schedule_loaded(scheduled)
             self.schedule_waiting(scheduled)
         return scheduled
+
+    def schedule_loaded(self, scheduled):
+        for request in [one for one in self.loading if one.request_id in self.loaded]:
+            needed = LAYOUT.num_blocks(request.num_tokens) - len(request.blocks)
+            if needed > len(self.pool.free):
+                break
+            request.blocks += self.pool.get_new_blocks(needed)
+            self.allocated(request)
+            self.half.allocated(request, ([block.block_id for block in request.blocks],), 0)
+            self.loading.remove(request)
+            self.loaded.remove(request.request_id)
+            self.running.append(request)
+            scheduled.append(request)
 
     def preempt(self, request):
         """Takes a request's blocks; the request starts over when there is room."""
@@ -438,19 +548,26 @@ class RandomEngine(RuleBasedStateMachine):
             if num_loaded is None:
                 continue
             held = sum(block.ref_cnt == 0 for block in found)
-            needed = LAYOUT.num_blocks(request.num_tokens) - len(found)
+            num_computed = len(found) * SIZE + num_loaded
+            waits = self.half.requests_wait and num_loaded
+            needed = LAYOUT.num_blocks(num_computed if waits else request.num_tokens) - len(found)
             if needed + held > len(self.pool.free):
                 break
             self.pool.touch(found)
             request.blocks = found + self.pool.get_new_blocks(needed)
-            request.num_computed = len(found) * SIZE + num_loaded
-            self.allocated(request)
+            request.num_computed = num_computed
+            if not waits:
+                self.allocated(request)
             ids = [block.block_id for block in request.blocks]
             self.half.allocated(request, (ids,), num_loaded)
             self.waiting.remove(request)
-            self.running.append(request)
             self.coming = [one for one in self.coming if one.request is not request]
-            scheduled.append(request)
+            if waits:
+                self.num_loaded[request.request_id] = 0
+                self.loading.append(request)
+            else:
+                self.running.append(request)
+                scheduled.append(request)
 
     def allocated(self, request):
         """Caches blocks that this step will fill, before they are filled, as vLLM does."""
@@ -533,7 +650,8 @@ class RandomEngine(RuleBasedStateMachine):
             self.submit(coming)
         for _ in range(4 * NUM_OUTPUTS):
             self.run_step()
-        for request in [*self.waiting, *self.running]:
+        assert not self.ending
+        for request in [*self.waiting, *self.running, *self.loading]:
             # The request waits for its handoff or for blocks.
             assert not self.is_calm or request.num_computed == 0
             self.end(request)

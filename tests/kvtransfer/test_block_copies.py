@@ -320,10 +320,13 @@ async def test_a_full_queue_ends_the_thread_after_the_put_timeout(start):
     events = [Event() for _ in range(4)]
     for event in events[:3]:
         thread.filled(event, [])
+        thread.flush()
     # The thread may not have taken the first batch yet, so two or three batches fit.
     thread.filled(events[3], [])
+    thread.flush()
     assert not thread.alive
     thread.filled(events[3], [])
+    thread.flush()
     for event in events:
         event.set()
     thread.close()
@@ -345,6 +348,7 @@ async def test_the_thread_is_prepared_before_it_waits_for_a_copy(start):
 
     thread = NotifierThread(Notifier(port, 0), port, prepare=prepare)
     thread.filled(Noting(), [])
+    thread.flush()
     thread.close()
     assert [name for name, _ in called] == ["prepare", "wait"]
     assert {ident for _, ident in called}.isdisjoint({threading.get_ident()})
@@ -372,6 +376,7 @@ async def test_close_waits_for_copies_with_a_timeout(start):
     thread = NotifierThread(Notifier(port, 0), port, prepare=nothing)
     stuck = Event()
     thread.filled(stuck, [])
+    thread.flush()
     thread.close(timeout_s=0.05)
     # The memory stays mapped while the copy is under way.
     assert port.alive

@@ -19,7 +19,7 @@ from disk_store import NUM_RANKS, PAYLOAD_BYTES, Store, block, content, namespac
 
 from baton.kvtransfer.disk.directory import rank_directory, scan
 from baton.kvtransfer.disk.index import LOAD_TIMEOUT_S
-from baton.kvtransfer.disk.orders import BlockName, owner_of
+from baton.kvtransfer.disk.orders import ALL_BLOCKS, BlockName, BlockSelection
 
 
 def test_blocks_come_back(tmp_path: Path):
@@ -33,6 +33,9 @@ def test_blocks_come_back(tmp_path: Path):
         "removed": [],
         "cleared": False,
     }
+    # Each rank has loaded its part, and says how long that took.
+    assert store.loaded_bytes == len(blocks) * NUM_RANKS * PAYLOAD_BYTES
+    assert store.load_s > 0
     # Written once.
     assert store.write(blocks[:1]) == [False]
     assert (store.num_wrong, store.off) == (0, "")
@@ -377,7 +380,7 @@ def test_an_owner_s_files_are_deleted(tmp_path: Path, owner: str | None):
     unknown.parent.mkdir(parents=True, exist_ok=True)
     unknown.write_bytes(b"anything")
     store.index.take_change()
-    num_blocks, deletion = store.index.delete_owner(owner and owner_of(owner))
+    num_blocks, deletion = store.index.delete(BlockSelection.of(owner, None))
     assert num_blocks == (5 if owner else 10)
     assert store.index.take_deleted(deletion) is None
     store.step()
@@ -390,11 +393,31 @@ def test_an_owner_s_files_are_deleted(tmp_path: Path, owner: str | None):
     assert {one.hash for one in gone} <= set(change["removed"])
 
 
+def test_files_of_chosen_blocks_are_deleted(tmp_path: Path):
+    store = Store(tmp_path)
+    blocks = [block(n, "search") for n in range(4)]
+    store.write([*blocks, block(0)])
+    # The index does not know this block; a temporary file and a foreign one are no blocks.
+    unknown, foreign = block(9, "search"), store.path(blocks[0], 0).with_name("foreign")
+    store.path(unknown, 0).parent.mkdir(parents=True, exist_ok=True)
+    for path in (store.path(unknown, 0), foreign):
+        path.write_bytes(b"anything")
+    hashes = {one.hash for one in (blocks[0], blocks[2], unknown, block(0))}
+    num_blocks, deletion = store.index.delete(BlockSelection.of("search", hashes))
+    assert num_blocks == 2
+    store.step()
+    assert store.index.take_deleted(deletion) is True
+    assert foreign.exists()
+    assert not store.path(unknown, 0).exists()
+    assert [store.load(one) for one in blocks] == [False, True, False, True]
+    assert store.load(block(0))
+
+
 def test_files_are_deleted_although_the_disk_is_not_used_any_more(tmp_path: Path):
     store = Store(tmp_path)
     store.write([block(1)])
     store.index.turn_off("it was slow")
-    _, deletion = store.index.delete_owner(None)
+    _, deletion = store.index.delete(ALL_BLOCKS)
     store.step()
     assert store.index.take_deleted(deletion) is True
     assert not store.files()

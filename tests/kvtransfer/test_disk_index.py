@@ -10,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.kvtransfer.disk.index import DiskIndex
-from baton.kvtransfer.disk.orders import Delete, DeleteOwner, DiskReport, Load, Order, owner_of
+from baton.kvtransfer.disk.orders import (
+    BlockSelection,
+    Delete,
+    DeleteSelected,
+    DiskReport,
+    Load,
+    Order,
+)
 
 MAX_BLOCKS, MAX_WRITES, NUM_RANKS, NUM_SLOTS = 6, 3, 2, 8
 SALTS = ("", "search")
@@ -23,7 +30,11 @@ _EVENTS = st.lists(
         st.tuples(st.just("found"), st.lists(_BLOCKS, max_size=8)),
         st.tuples(st.just("used"), st.lists(_BLOCKS, max_size=4)),
         st.tuples(st.just("rank"), st.integers(0, NUM_RANKS - 1), st.booleans()),
-        st.tuples(st.just("delete"), st.sampled_from([*SALTS, None])),
+        st.tuples(
+            st.just("delete"),
+            st.sampled_from([*SALTS, None]),
+            st.one_of(st.none(), st.frozensets(_BLOCKS, max_size=4)),
+        ),
         st.tuples(st.just("empty")),
         st.tuples(st.just("off")),
     ),
@@ -57,8 +68,8 @@ class Worker:
                 index.used([block(*name).key for name in names])
             case ("rank", rank, done):
                 self.run(rank, done=done)
-            case ("delete", salt):
-                index.delete_owner(None if salt is None else owner_of(salt))
+            case ("delete", salt, only):
+                index.delete(BlockSelection.of(salt, only and {block(*one).hash for one in only}))
             case ("empty",):
                 index.host_emptied()
                 index.clear()
@@ -128,7 +139,7 @@ def test_a_wrong_part_of_any_rank_makes_the_block_a_miss(turns: list[int]) -> No
     for turn in turns:
         rank = turn % NUM_RANKS
         first = worker.orders[rank][0]
-        assert not isinstance(first, Delete | DeleteOwner)
+        assert not isinstance(first, Delete | DeleteSelected)
         # The second rank's part of the first block is wrong.
         worker.run(rank, done=not (rank == 1 and first.block == block(1)))
     worker.apply(("used", []))

@@ -34,9 +34,9 @@ def test_a_loaded_handoff_is_released_by_a_step_that_was_scheduled_before():
     work = engine.half.step(as_scheduled(scheduled))
     engine.end(coming.request)
     last = engine.half.step(as_scheduled([]))
-    engine.take_output(scheduled, *engine.work(scheduled, work, []))
+    engine.take_output(scheduled, engine.work(scheduled, work, []))
     assert engine.service.receiver.num_live == 1
-    engine.take_output([], *engine.work([], last, []))
+    engine.take_output([], engine.work([], last, []))
     assert engine.service.receiver.num_live == 0
     engine.teardown()
 

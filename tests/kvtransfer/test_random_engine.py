@@ -12,7 +12,7 @@ import os
 import pytest
 from hypothesis import settings
 from random_engine import FAULTS, RandomEngine, as_scheduled, engine_with, num_uncommitted
-from small_engine import SIZE
+from small_engine import LAYOUT, SIZE
 
 from baton.kvtransfer.connector.handoff_step import LoadReport
 from baton.kvtransfer.connector.scheduler_half import CUT_OFF
@@ -135,4 +135,52 @@ def test_a_fetch_that_brings_fewer_blocks_is_loaded_as_far_as_it_goes(skip):
     assert engine.half.num_loadable_tokens(coming.request, skip * SIZE) == (2 - skip) * SIZE
     engine.run_step()
     assert coming.request in engine.running
+    engine.teardown()
+
+
+def waiting_engine(*, is_calm=True):
+    """Returns an engine whose requests wait for their loads, and one that the ranks load now."""
+    engine = RandomEngine()
+    engine.starts(is_calm=is_calm, requests_wait=True)
+    engine.begin_one(20, 1, 0)
+    (coming,) = engine.coming
+    engine.deliver(coming, 1000)
+    engine.submit(coming)
+    if not is_calm:
+        engine.staging_is_altered(0)
+    engine.run_step(slow=True)
+    assert engine.loading == [coming.request]
+    assert len(coming.request.blocks) == LAYOUT.num_blocks(20)
+    assert not engine.pool.cached
+    return engine, coming.request
+
+
+def test_other_requests_run_while_one_waits_for_its_load():
+    engine, request = waiting_engine()
+    other = engine.submit_plain([7] * 9 + [50])
+    # The other ranks end in this step; the request runs in the next.
+    engine.run_step()
+    assert engine.running == [other]
+    assert request in engine.loading
+    engine.run_step()
+    assert request in engine.running
+    assert request.num_computed == 21
+    engine.teardown()
+
+
+def test_a_request_whose_load_fails_ends_and_its_blocks_are_not_cached():
+    engine, request = waiting_engine(is_calm=False)
+    engine.run_step()
+    assert request not in engine.loading + engine.running
+    assert not engine.pool.cached
+    assert all(block.ref_cnt == 0 for block in engine.pool.blocks)
+    engine.teardown()
+
+
+def test_a_request_that_is_aborted_while_it_waits_keeps_its_blocks_until_the_ranks_have_ended():
+    engine, request = waiting_engine()
+    engine.end(request)
+    assert all(block.ref_cnt == 1 for block in request.blocks)
+    engine.run_step()
+    assert all(block.ref_cnt == 0 for block in request.blocks)
     engine.teardown()

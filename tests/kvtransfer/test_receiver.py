@@ -135,6 +135,28 @@ def test_a_handoff_that_cannot_fit_or_match_is_refused_with_the_values(harness):
     assert harness.states[IDS[1]] is ReceiveState.FAILED
 
 
+def test_frames_are_checked_by_the_senders_number_of_shards(harness):
+    """The receiver has two shards of one head; this sender has one shard of both."""
+    sender, data = LAYOUT.split_into(1), random.Random(3).randbytes(2 * LAYOUT.block_bytes)
+
+    def frame(rank, num_bytes):
+        return frames.encode(
+            FrameKind.DATA, IDS[0], 1, data[:num_bytes], rank=rank, layer=1, first_block=2,
+            num_blocks=1,
+        )  # fmt: skip
+
+    assert kinds(harness.deliver(1, open_message(IDS[0], 1, 3, layout=sender))) == OPENED
+    assert harness.deliver(1, frame(0, len(data))) == []
+    # The first handoff begins where the arena begins.
+    start = sender.offset(0, 1, 2, 3)
+    assert bytes(harness.memory[start : start + len(data)]) == data
+    assert kinds(harness.deliver(1, frame(1, len(data)))) == refused(pb.REFUSAL_REASON_MALFORMED)
+    # The next sender has the receiver's layout, so its blocks have half the size.
+    assert kinds(harness.deliver(2, open_message(IDS[1], 1, 3))) == OPENED
+    stray = frames.encode(FrameKind.DATA, IDS[1], 1, data, rank=0, layer=1, num_blocks=1)
+    assert kinds(harness.deliver(2, stray)) == refused(pb.REFUSAL_REASON_MALFORMED)
+
+
 @pytest.mark.parametrize("stage", ["queued", "receiving", "committed", "claimed"])
 def test_every_state_has_a_timeout(harness, stage):
     if stage == "queued":

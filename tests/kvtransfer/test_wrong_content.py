@@ -39,8 +39,8 @@ def test_blocks_computed_ahead_from_a_failed_load_leave_the_prefix_cache(verifie
     following = engine.half.step(as_scheduled(scheduled_next))
     done = [engine.work(scheduled, loading, []), engine.work(scheduled_next, following, [])]
     engine.end(other)
-    engine.take_output(scheduled, *done[0])
-    engine.take_output(scheduled_next, *done[1])
+    engine.take_output(scheduled, done[0])
+    engine.take_output(scheduled_next, done[1])
     assert not engine.running
     engine.teardown()
 
@@ -59,7 +59,7 @@ def test_loaded_blocks_are_handed_on_only_after_they_are_verified(when):
         scheduled = engine.schedule()
         steps.append(engine.half.step(as_scheduled(scheduled)))
     if when == "after it":
-        engine.take_output(scheduled, *engine.work(scheduled, steps[0], []))
+        engine.take_output(scheduled, engine.work(scheduled, steps[0], []))
     engine.waiting.append(sending)
     engine.half.add(sending)
     steps.append(engine.half.step(as_scheduled(engine.schedule(), most_tokens=1)))

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
 from baton.cli.main import app
+from baton.coordinator.routing.prefix_index import Tier
+from baton.coordinator.state.config import CoreConfig
+from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.scaling_config import scaling_config
 from baton.load.traces import MOONCAKE_BLOCK_TOKENS, Arrival, shared_prompt_tokens
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.config import parse
+from baton.simulator.cell import SimulatedCell
 from baton.simulator.parts import PrefixCache
-from baton.simulator.run import simulate
+from baton.simulator.policies import Static
+from baton.simulator.run import shape_of, simulate
 from baton.v1 import cluster_pb2
 
 NUM_CONVERSATIONS, NUM_TURNS = 23, 4
@@ -32,25 +39,29 @@ def conversations() -> list[Arrival]:
     return found
 
 
-def served(policy="static", *, host_kv_tokens=0, **simulated):
+def configured(*, host_kv_tokens=0, block_bytes=4096, **simulated):
     values = {
         "simulated": {
             "prefill_per_token_ms": 0.1,
             "step_base_ms": 10,
             "kv_tokens": 10240,
             "block_size_tokens": 512,
-            "block_bytes": 4096,
+            "block_bytes": block_bytes,
             "max_model_len": 8192,
             **simulated,
         },
-        # A block has 4 layers of 4,096 bytes.
-        "kv_store": {"host_bytes": host_kv_tokens // 512 * 4 * 4096},
+        # A block has 4 layers.
+        "kv_store": {"host_bytes": host_kv_tokens // 512 * 4 * block_bytes},
         "scaling": {"targets": {"interactive": {"ttft_ms": 5000, "itl_ms": 50}}},
         "prefill": {"workers": 1},
         "decode": {"workers": 1},
         "elastic": True,
     }
-    found = simulate(parse(values, "test"), conversations(), policy)
+    return parse(values, "test")
+
+
+def served(policy="static", **changes):
+    found = simulate(configured(**changes), conversations(), policy)
     assert not found.figures.num_failed
     return found.figures
 
@@ -80,6 +91,19 @@ def test_a_slow_load_delays_the_first_token():
     # The blocks of 512 tokens take 0.1 s, twice as long as to compute them.
     slow = served(host_kv_tokens=200_000, host_bytes_per_s=160_000)
     assert slow.ttft_ms[50] > quick.ttft_ms[50]
+
+
+def test_the_coordinator_measures_the_workers_loads():
+    config = configured(host_kv_tokens=200_000, block_bytes=2**16, host_bytes_per_s=10**8)
+    shape = shape_of(config)
+    core = replace(CoreConfig.of(config), model_name="simulated", latency=shape.model)
+    cell = SimulatedCell(core, dict.fromkeys(Pool, shape), Static(scaling_config(config)))
+    cell.run(conversations(), dict.fromkeys(Pool, 1), NUM_TURNS * TURN_S)
+    assert cell.prompt_tokens["host"] > 0
+    loads = [cell.core.placers.load(one).load_speeds for one in cell.core.workers]
+    slowest = max(one.seconds(Tier.HOST, 10**8, cell.now) for one in loads)
+    # The assumed speed is a hundred times as fast.
+    assert slowest == pytest.approx(1.0, rel=0.1)
 
 
 def test_a_full_cache_evicts_the_longest_unused_prompt_from_its_end():

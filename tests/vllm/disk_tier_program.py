@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import engine_cases
 import vllm_cases as cases
 from engine_handoffs import TIMEOUT_S, Side, left_behind, side
 from engine_host_tier import ask, evict, hashes
@@ -20,6 +21,11 @@ from baton.kvtransfer.disk.orders import owner_of
 
 # As many blocks as the engine's cache has; see engine_cases.py.
 HOST_BYTES = 64 * 2**15
+OWN_CONNECTOR = {
+    "kv_connector": "OffloadingConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"cpu_bytes_to_use": HOST_BYTES, "eviction_policy": "arc"},
+}
 
 
 def files(disk_dir: Path) -> Iterator[Path]:
@@ -65,15 +71,22 @@ async def first_life(one: Side, disk_dir: Path) -> dict[str, Any]:
     await written(one, "damaged", prompt)
     made["num_wrong_files"] = one.num_wrong_files
     await evict(one, "d")
+    one.engine.load()
     made["written again"] = await ask(one, "written again", prompt)
+    load = one.engine.load()
+    made["loads"] = [dataclasses.asdict(each) for each in (load.host_loads, load.disk_loads)]
     return made
 
 
 async def deleted(one: Side, disk_dir: Path, turn: list[int]) -> dict[str, Any]:
-    """Deletes the blocks of one tenant, then all."""
+    """Deletes some blocks of one tenant, then those of the tenant, then all."""
     prompt = cases.prompt(330, 94)
     made: dict[str, Any] = {"tenant's": await ask(one, "tenant's", prompt, "search")}
     await written(one, "tenant's", prompt, "search")
+    chosen = hashes(prompt, "search")[engine_cases.NUM_KEPT :]
+    made["chosen deleted"] = dataclasses.asdict(await one.engine.drop_cache("search", chosen))
+    made["chosen again"] = await ask(one, "chosen again", prompt, "search")
+    await written(one, "chosen again", prompt, "search")
     owners = directories(disk_dir, "search")
     made["num_owner_directories"] = len(owners)
     made["deleted"] = dataclasses.asdict(await one.engine.drop_cache("search"))
@@ -113,15 +126,19 @@ async def run(model: str, ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="baton-") as directory:
         disk_dir = Path(directory) / "kv"
 
-        def engine(name: str) -> contextlib.AbstractAsyncContextManager[Side]:
+        def engine(name: str, **offloading: Any) -> contextlib.AbstractAsyncContextManager[Side]:
             socket_path = str(Path(directory) / name)
-            return side(model, ranks, socket_path, host_bytes=HOST_BYTES, disk_dir=str(disk_dir))
+            # The user's own settings go before Baton's, which hold no block here.
+            return side(
+                model, ranks, socket_path, host_bytes=1, disk_dir=str(disk_dir), **offloading
+            )
 
         async with asyncio.timeout(2 * TIMEOUT_S):
-            async with engine("1.sock") as one:
+            async with engine("1.sock", kv_offloading_size=HOST_BYTES / 2**30) as one:
                 made |= await first_life(one, disk_dir)
             made["num_files"] = len(list(files(disk_dir)))
-            async with engine("2.sock") as one:
+            async with engine("2.sock", kv_transfer_config=OWN_CONNECTOR) as one:
+                made["host_kv_tokens"] = one.info.host_kv_tokens
                 made |= await second_life(one, disk_dir, made["first"]["tokens"])
                 made["disk_kv_tokens"] = one.info.disk_kv_tokens
     return made

@@ -13,6 +13,8 @@ HOST_BYTES = NUM_HOST_BLOCKS * 2**15
 # Tokens of a turn that another engine fetches, and those in full blocks.
 NUM_FETCH_TOKENS = 330
 FETCHED = NUM_FETCH_TOKENS // cases.BLOCK_SIZE * cases.BLOCK_SIZE
+# Ranks of the engines that hand over to each other with different numbers of ranks.
+WAYS = ("1 to 2", "2 to 1")
 LENGTHS = [1, 31, 32, 33, cases.CHUNK, cases.CHUNK + 1, 3 * cases.CHUNK + 5]
 
 
@@ -56,5 +58,37 @@ def waiting() -> list[cases.Case]:
     ]
 
 
+def unequal(way: str) -> list[cases.Case]:
+    """Requests that engines of one and of two ranks hand over to each other."""
+    number = 81 if way == "1 to 2" else 91
+    shared = cases.prompt(SHARED, number)
+    return [
+        *(
+            cases.greedy(f"{way}, length-{n}", cases.prompt(n, number + 1), 12)
+            for n in (1, 33, cases.CHUNK + 1, 3 * cases.CHUNK + 5)
+        ),
+        cases.greedy(
+            f"{way}, seeded",
+            cases.prompt(2 * cases.CHUNK + 40, number + 2),
+            12,
+            temperature=1.0,
+            seed=7,
+        ),
+        # The second one finds its first blocks in the caches of both engines.
+        cases.greedy(f"{way}, shared", shared + cases.prompt(50, number + 3), 8),
+        cases.greedy(f"{way}, shared-again", shared + cases.prompt(40, number + 4), 8),
+        {**cases.greedy(f"{way}, waits", cases.prompt(300, number + 5), 8), "waits": True},
+        {
+            **cases.greedy(f"{way}, spoiled", cases.prompt(230, number + 6), 8),
+            # The last of the sender's ranks.
+            "spoiled_rank": int(way[0]) - 1,
+        },
+    ]
+
+
 def together() -> list[cases.Case]:
     return [cases.greedy(f"together-{n}", cases.prompt(20 + 90 * n, 54), 10) for n in range(6)]
+
+
+# First blocks of a prompt that stay when its other blocks are deleted.
+NUM_KEPT = 3

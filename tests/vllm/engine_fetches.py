@@ -94,13 +94,25 @@ async def fetch(
     if spoiled:
         sent = await serve(holder, reader, handoff_id, prompt, num_tokens, skip)
         await reader.committed(handoff_id)
-        spoil(reader, 0, reader.info.layout.num_blocks(num_tokens - skip))
+        spoil(holder, reader, 0, reader.info.layout.num_blocks(num_tokens - skip))
         return {"sent": sent, **await read(reader, name, prompt, receive)}
     made, sent = await asyncio.gather(
         read(reader, name, prompt, receive),
         serve(holder, reader, handoff_id, prompt, num_tokens, skip),
     )
     return {"sent": sent, **made}
+
+
+async def late_fetch(
+    holder: Side, reader: Side, name: str, prompt: list[int], skip: int
+) -> dict[str, Any]:
+    """A fetch that comes only after other prompts have filled the reader's cache."""
+    handoff_id = secrets.token_bytes(16)
+    receive = ReceiveHandoff(handoff_id, HELD, TIMEOUT_S, skip, is_fetch=True)
+    reading = asyncio.create_task(read(reader, name, prompt, receive))
+    await evict(reader, f"before {name}")
+    sent = await serve(holder, reader, handoff_id, prompt, HELD, skip)
+    return {"sent": sent, **await reading}
 
 
 async def own_blocks(reader: Side, name: str, prompt: list[int]) -> int:
@@ -218,6 +230,9 @@ async def fetches(reader: Side, holder: Side, directory: Path) -> dict[str, Any]
             "num_own": num_own,
             **await fetch(holder, reader, "beside host", turn, skip=4 * cases.BLOCK_SIZE),
         }
+        turn, made["answer, late"] = await conversation(321)
+        await ask(reader, "late beginning", turn[: 4 * cases.BLOCK_SIZE + 1])
+        made["late"] = await late_fetch(holder, reader, "late", turn, 4 * cases.BLOCK_SIZE)
         turn, made["answer, spoiled"] = await conversation(231)
         made["spoiled"] = await fetch(holder, reader, "spoiled fetch", turn, spoiled=True)
         turn, made["answer, lost skip"] = await conversation(241)

@@ -179,7 +179,7 @@ async def hand_over(prefill: Side, decode: Side, case: cases.Case) -> dict[str, 
     if not case.get("waits"):
         await decode.committed(handoff_id)
     if (rank := case.get("spoiled_rank")) is not None:
-        spoil(decode, rank, num_blocks)
+        spoil(prefill, decode, rank, num_blocks)
     # Forced tokens are not part of the prompt that the engine starts with.
     said_by_decode = decode.num_cached_tokens(
         prompt if needs_exact_state(sampling) else prompt + first
@@ -199,11 +199,11 @@ async def hand_over(prefill: Side, decode: Side, case: cases.Case) -> dict[str, 
     }
 
 
-def spoil(decode: Side, rank: int, num_blocks: int) -> None:
+def spoil(prefill: Side, decode: Side, rank: int, num_blocks: int) -> None:
     """Flips a bit of one rank's part of a committed handoff; no other handoff is in the arena."""
     port = EnginePort(decode.transfer.socket_path)
     try:
-        layout = decode.info.layout
+        layout = prefill.info.layout
         held = layout.blocks(layout.group_of(1), num_blocks)
         at = layout.offset(rank, 1, held[len(held) // 2], num_blocks)
         port.memory[STAGING.send_bytes + at] ^= 0x10

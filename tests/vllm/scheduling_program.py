@@ -31,6 +31,7 @@ from baton.engine.vllm_config import RefusingEngineArgs, checked_args
 from baton.engine.vllm_step_budget import use_step_budget
 from baton.engine.vllm_step_targets import write_targets
 from baton.kvtransfer.connector import vllm_connector
+from baton.kvtransfer.connector.scheduler_half import REQUESTS_WAIT
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import demo_model
 from baton.runtime.config import LatencyConfig
@@ -108,6 +109,7 @@ class Engine:
         config.cache_config.num_gpu_blocks = num_blocks + 1
         config.kv_transfer_config.kv_connector_extra_config = {
             "socket": "", "layout": dataclasses.asdict(LAYOUT), "rank_cpus": [],
+            REQUESTS_WAIT: False,
         }  # fmt: skip
         if targets is not None:
             socket = str(Path(tempfile.mkdtemp()) / "kv.sock")

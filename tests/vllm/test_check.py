@@ -45,6 +45,11 @@ class Told:
         pools.write_text(
             yaml.safe_dump({"model": self.demo, "decode": {"engine_args": {"block_size": 64}}})
         )
+        # Two KV heads, so neighbouring ranks of four hold the same one.
+        for name, model, ranks in (("ranks", self.demo, 4), ("state ranks", "mamba", 2)):
+            decode = {"engine_args": {"tensor_parallel_size": ranks}}
+            values = {"model": str(directory / model), "decode": decode}
+            (directory / f"{name}.yaml").write_text(yaml.safe_dump(values))
         runner, windows = "runner=pooling", "disable_sliding_window=true"
         commands = {
             "small": ["--config", str(self.small), "--write", str(self.made), "--json"],
@@ -60,6 +65,8 @@ class Told:
             "empty": [str(directory / "empty")],
             "hub": ["nobody/nothing"],
             "pools": ["--config", str(pools)],
+            "ranks": ["--config", str(directory / "ranks.yaml")],
+            "state ranks": ["--config", str(directory / "state ranks.yaml")],
             "taken": [self.demo, "--write", str(taken)],
         }
         with Program("check_program", commands, directory=directory) as program:
@@ -191,6 +198,7 @@ def test_windows_are_listed_beside_layers_that_keep_every_token(told: Told) -> N
         ("empty", "this directory has none of config.json, params.json"),
         ("hub", "model: nobody/nothing: cannot be read from the hub: "),
         ("pools", "decode workers could not load the KV caches of prefill workers: "),
+        ("state ranks", "decode workers could not load the KV caches of prefill workers: "),
         ("taken", "--write: "),
     ],
 )
@@ -210,3 +218,8 @@ def test_a_file_that_exists_is_kept(told: Told) -> None:
 
 def test_pools_whose_caches_differ_are_refused_with_both_values(told: Told) -> None:
     assert "block_size_tokens is 64, here 128" in told.answers["pools"]["err"]
+
+
+def test_pools_of_different_ranks_are_accepted_unless_the_model_keeps_states(told: Told) -> None:
+    assert told.answers["ranks"]["code"] == 0, told.answers["ranks"]["err"]
+    assert "tp_size is 2, here 1" in told.answers["state ranks"]["err"]

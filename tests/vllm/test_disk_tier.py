@@ -62,6 +62,14 @@ def test_damaged_files_are_computed_again_and_written_again(made: dict[str, Any]
     assert made["written again"]["tokens"] == made["first"]["tokens"]
 
 
+def test_loads_of_both_tiers_are_measured(made: dict[str, Any]) -> None:
+    # A block has 32 KiB in all layers and ranks.
+    num_bytes = made["written again"]["num_disk"] // cases.BLOCK_SIZE * 2**15
+    for loads in made["loads"]:
+        assert loads["num_bytes"] == num_bytes
+        assert loads["seconds"] > 0
+
+
 def test_a_restarted_engine_finds_the_files(made: dict[str, Any]) -> None:
     assert made["num_files"] > 0
     assert made["restarted"]["num_disk"] == whole_blocks(330)
@@ -71,6 +79,20 @@ def test_a_restarted_engine_finds_the_files(made: dict[str, Any]) -> None:
     assert found(made["next"]) == whole_blocks(answered)
     assert made["num_on_disk"] >= whole_blocks(answered) // cases.BLOCK_SIZE
     assert made["disk_kv_tokens"] > 0
+
+
+def test_the_user_s_own_offloading_connector_sets_the_host_memory(made: dict[str, Any]) -> None:
+    # The second engine got vLLM's settings and evicts by "arc"; the other tests show its blocks.
+    assert made["host_kv_tokens"] == 64 * cases.BLOCK_SIZE
+
+
+def test_chosen_blocks_are_deleted_from_all_tiers(made: dict[str, Any]) -> None:
+    num_chosen = whole_blocks(330) // cases.BLOCK_SIZE - engine_cases.NUM_KEPT
+    deleted = made["chosen deleted"]
+    assert [deleted[tier] for tier in ("device", "host", "disk")] == [num_chosen] * 3
+    assert not deleted["has_files_left"]
+    assert found(made["chosen again"]) == engine_cases.NUM_KEPT * cases.BLOCK_SIZE
+    assert made["chosen again"]["tokens"] == made["tenant's"]["tokens"]
 
 
 def test_the_blocks_of_a_tenant_are_deleted(made: dict[str, Any]) -> None:

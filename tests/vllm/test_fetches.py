@@ -45,6 +45,12 @@ def test_blocks_in_the_reader_s_host_memory_are_left_out(made: dict[str, Any]) -
     assert (beside["num_fetched"], beside["num_cached"]) == (HELD - SKIP, SKIP)
 
 
+def test_left_out_blocks_stay_on_the_device_until_the_fetch_is_there(made: dict[str, Any]) -> None:
+    late = made["late"]
+    assert late["tokens"] == made["answer, late"]
+    assert (late["num_fetched"], late["num_cached"]) == (HELD - SKIP, SKIP)
+
+
 def test_blocks_in_the_holder_s_host_memory_are_fetched(made: dict[str, Any]) -> None:
     fetched = made["from host"]
     assert fetched["tokens"] == made["answer, from host"]

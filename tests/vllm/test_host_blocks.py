@@ -10,12 +10,21 @@ import pytest
 
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks
 from baton.kvtransfer.disk.index import DiskIndex
-from baton.kvtransfer.disk.orders import DeleteOwner, DiskReport, Load, Write, owner_of
+from baton.kvtransfer.disk.orders import (
+    ALL_BLOCKS,
+    BlockSelection,
+    DeleteSelected,
+    DiskReport,
+    Load,
+    Write,
+)
+from baton.runtime.block_hashes import block_hashes, root_of
 
 # Importing torch and vLLM warns of what they do.
 pytestmark = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]
 
 BLOCK, NUM_BLOCKS = 4, 16
+SEARCH = BlockSelection.of("search", None)
 
 
 class Table:
@@ -159,7 +168,7 @@ def test_blocks_of_an_owner_are_deleted(disk_blocks: int) -> None:
     slots = table.store(gone)
     if table.disk is not None:
         table.report(table.orders())
-    assert table.blocks.delete_owner(owner_of("search")) == 3
+    assert table.blocks.delete(SEARCH) == 3
     assert table.lookup(gone) == [table.found.MISS] * 3
     assert table.lookup(kept) == [table.found.HIT] * 3
     assert table.blocks.is_deleting
@@ -168,7 +177,46 @@ def test_blocks_of_an_owner_are_deleted(disk_blocks: int) -> None:
     assert set(table.blocks.take_uncleared()) == set(slots)
     assert not table.blocks.is_deleting
     assert table.num_free == NUM_BLOCKS - 3
-    assert table.blocks.delete_owner(None) == 3
+    assert table.blocks.delete(ALL_BLOCKS) == 3
+
+
+def test_chosen_blocks_are_deleted() -> None:
+    table = Table(0)
+    keys = table.keys(3, "search")
+    table.store(keys)
+    hashes = block_hashes(range(3 * BLOCK), BLOCK, root_of("", "search"))
+    assert table.blocks.delete(BlockSelection.of("search", [])) == 0
+    assert table.blocks.delete(BlockSelection.of("chat", hashes[1:])) == 0
+    assert table.blocks.delete(BlockSelection.of("search", hashes[1:])) == 2
+    assert table.lookup(keys) == [table.found.HIT, table.found.MISS, table.found.MISS]
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc"])
+def test_every_policy_of_eviction_lists_its_blocks(policy: str) -> None:
+    from baton.kvtransfer.connector.host_memory import HostBlocks
+
+    table = Table(0)
+    table.blocks = HostBlocks(NUM_BLOCKS, table.reports, None, policy)
+    assert table.blocks.missing == []
+    keys = table.keys(3)
+    table.store(keys)
+    # A block that is used again goes to another list of "arc".
+    table.blocks.touch(keys[:1], table.context)
+    assert table.blocks.delete(ALL_BLOCKS) == 3
+    assert table.lookup(keys) == [table.found.MISS] * 3
+
+
+def test_a_vllm_with_other_private_names_is_refused_by_name() -> None:
+    from baton.kvtransfer.connector.host_memory import host_layers
+
+    class Renamed:
+        """A worker of a vLLM that keeps its memory elsewhere."""
+
+    with pytest.raises(ValueError, match=r"lacks Renamed\._store_handler\.dst_tensors, which"):
+        host_layers(Renamed())
+    table = Table(0)
+    del table.blocks._policy.chunks
+    assert table.blocks.missing == ["LRUCachePolicy.chunks"]
 
 
 def test_blocks_in_use_are_deleted_when_they_are_not() -> None:
@@ -179,7 +227,7 @@ def test_blocks_in_use_are_deleted_when_they_are_not() -> None:
     table.blocks.prepare_load(read, table.context)
     output = table.blocks.prepare_store(stored, table.context)
     assert output is not None
-    assert table.blocks.delete_owner(owner_of("search")) == 4
+    assert table.blocks.delete(SEARCH) == 4
     assert table.lookup([*read, *stored]) == [table.found.MISS] * 4
     assert table.blocks.take_uncleared() == []
     assert table.blocks.is_deleting
@@ -203,11 +251,11 @@ def test_blocks_on_their_way_to_and_from_disk_are_deleted_too() -> None:
     orders = table.orders()
     assert {type(one) for one in orders} == {Load, Write}
     assert table.disk is not None
-    assert table.blocks.delete_owner(owner_of("search")) == 4
-    num_on_disk, deletion = table.disk.delete_owner(owner_of("search"))
+    assert table.blocks.delete(SEARCH) == 4
+    num_on_disk, deletion = table.disk.delete(SEARCH)
     assert num_on_disk == 4
     (order,) = table.orders()
-    assert isinstance(order, DeleteOwner)
+    assert isinstance(order, DeleteSelected)
     table.report(orders)
     assert len(table.blocks.take_uncleared()) == 4
     assert not table.blocks.is_deleting

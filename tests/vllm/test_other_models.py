@@ -1,5 +1,7 @@
 """Models whose caches differ from a float32 Llama's: windows, states, sizes, latents, fp8.
 
+Some hand over to an engine with another number of ranks.
+
 The reference is an engine of the same model without handoffs.
 """
 
@@ -29,9 +31,9 @@ MODELS = [
     pytest.param("fp8", marks=pytest.mark.skipif(not HAS_AVX512, reason="no AVX-512 here")),
 ]
 RANKS = {
-    "windowed": [1, 1],
+    "windowed": [1, 2],
     "all windowed": [1, 1],
-    "two sizes": [1, 1],
+    "two sizes": [2, 1],
     "recurrent": [1, 1],
     **{name: [1] for name in UNCACHED},
     "latent": [1, 2],

@@ -110,6 +110,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "scheduler_cls": ("llama", {"scheduler_cls": "vllm.v1.core.sched.scheduler.Scheduler"}),
     "scheduling_policy": ("llama", {"scheduling_policy": "fcfs"}),
     "worker_extension_cls": ("llama", {"worker_extension_cls": "somebodys.Extension"}),
+    "kv_connector": ("llama", {"kv_transfer_config": {"kv_connector": "ExampleConnector"}}),
     "kv_cache_dtype": ("llama", {"kv_cache_dtype": "int8_per_token_head"}),
     "kv_cache_dtype_skip_layers": ("llama", {"kv_cache_dtype_skip_layers": ["0"]}),
     "sparse": ("deepseek", {"hf_overrides": {"index_topk": 64}}),
@@ -220,6 +221,11 @@ def test_another_scheduler_class_is_refused(said: dict[str, str]) -> None:
 @pytest.mark.parametrize("name", ["scheduling_policy", "worker_extension_cls"])
 def test_arguments_that_baton_sets_itself_are_refused(said: dict[str, str], name: str) -> None:
     assert said[name] == f"engine_args.{name}: is set by Baton and cannot be passed through"
+
+
+def test_a_connector_that_cannot_be_inside_baton_s_is_refused(said: dict[str, str]) -> None:
+    message = said["kv_connector"]
+    assert message.startswith("engine_args.kv_transfer_config.kv_connector: is 'ExampleConnector'")
 
 
 def test_a_cache_type_with_separate_scales_is_refused(said: dict[str, str]) -> None:

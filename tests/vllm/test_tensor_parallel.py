@@ -1,4 +1,4 @@
-"""Engines of two ranks each: rank i hands over to rank i, and tokens equal those of plain vLLM.
+"""Engines of several ranks hand over, also to another number of ranks; tokens equal plain vLLM's.
 
 The reference is one plain vLLM with a single rank. It sums over all heads at once, two ranks sum
 over halves, so logits differ in their last bits; no greedy or seeded choice here depends on them.
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import vllm_cases as cases
-from engine_cases import MODEL, RANKS, SHARED, one_by_one, together
+from engine_cases import FETCHED, MODEL, RANKS, SHARED, WAYS, one_by_one, together, unequal
 from vllm_programs import PlainVllm, Program
 
 from baton.runtime import demo_model
@@ -28,8 +28,9 @@ Results = dict[str, dict[str, Any]]
 def made(
     engines: Program, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, Any], list[cases.Case]]:
-    """Results of two engines of two ranks, and answers of plain vLLM."""
-    model, given = demo_model.ensure(MODEL), {"cases": one_by_one() + together()}
+    """Results of the engines, and answers of plain vLLM."""
+    handed_on = [case for way in WAYS for case in unequal(way)]
+    model, given = demo_model.ensure(MODEL), {"cases": one_by_one() + together() + handed_on}
     with PlainVllm(model, given, tmp_path_factory.mktemp("plain")) as plain:
         return engines.result(), plain.result()
 
@@ -37,7 +38,8 @@ def made(
 @pytest.fixture
 def results(made: tuple[dict[str, Any], list[cases.Case]]) -> Results:
     """Results by case name."""
-    return {result["name"]: result for result in made[0]["results"]}
+    results = made[0]["results"] + made[0]["unequal"]["results"]
+    return {result["name"]: result for result in results}
 
 
 def test_tokens_equal_those_of_one_plain_vllm(
@@ -52,7 +54,7 @@ def test_each_rank_has_its_own_heads(made: tuple[dict[str, Any], list[cases.Case
 
 
 def test_every_computed_prompt_token_is_loaded(results: Results) -> None:
-    for case in [*one_by_one(), *together()]:
+    for case in [*one_by_one(), *together(), *unequal("1 to 2"), *unequal("2 to 1")]:
         result, sampling = results[case["name"]], case["sampling"]
         if sampling["max_tokens"] == 1:
             continue
@@ -70,6 +72,15 @@ def test_blocks_from_a_prefix_cache_are_handed_over_too(results: Results) -> Non
     assert results["shared"]["num_cached_by_decode"] == 0
     assert results["shared"]["num_loaded"] == SHARED + 50
     assert results["again"]["num_cached_by_decode"] >= SHARED
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_engines_of_different_sizes_fetch_from_each_other(
+    made: tuple[dict[str, Any], list[cases.Case]], way: str
+) -> None:
+    fetched = made[0]["unequal"]["fetched"][way]
+    assert (fetched["num_fetched"], fetched["num_cached"]) == (FETCHED, 0)
+    assert fetched["tokens"] == fetched["answer"]
 
 
 def test_cached_tokens_match_the_engines_reports(
@@ -92,7 +103,8 @@ def test_cached_tokens_match_the_engines_reports(
 def test_no_kv_cache_or_staging_memory_is_left(
     made: tuple[dict[str, Any], list[cases.Case]],
 ) -> None:
-    assert made[0]["left"] == [{"kv_tokens": 0, "send_bytes": 0, "receive_bytes": 0}] * 4
+    left = made[0]["left"] + made[0]["unequal"]["left"]
+    assert left == [{"kv_tokens": 0, "send_bytes": 0, "receive_bytes": 0}] * 6
     assert made[0]["segments"]
     # Python's resource tracker frees some segments after the program has ended.
     deadline = time.monotonic() + GONE_TIMEOUT_S

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 import vllm_cases as cases
 
 from baton.runtime import affinity
@@ -36,7 +37,9 @@ def begin_imports() -> None:
     with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
         # Settings that bind this process's engines must not bind others.
         os.environ.pop(affinity.VLLM_BIND_THREADS, None)
-        _context.set_forkserver_preload(list(IMPORTED))
+        # A process that is forked after vLLM's import cannot use a GPU.
+        preload = [] if torch.cuda.is_available() else list(IMPORTED)
+        _context.set_forkserver_preload(preload)
         forkserver.ensure_running()
 
 

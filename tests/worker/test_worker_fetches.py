@@ -50,9 +50,12 @@ class Workers:
         assert tokens == self.expected(prompt, max_tokens)
         return tokens
 
-    async def asks(self, prompt, num_tokens, skip_tokens=0, target=None, least_tokens=0):
+    async def asks(
+        self, prompt, num_tokens, skip_tokens=0, target=None, least_tokens=0, handoff_id=b""
+    ):
         """Tells the holder to send tokens of a prompt to the reader; returns the handoff's id."""
-        handoff = plan(secrets.token_bytes(16), target or self.address(self.reader), num_tokens)
+        handoff_id = handoff_id or secrets.token_bytes(16)
+        handoff = plan(handoff_id, target or self.address(self.reader), num_tokens)
         handoff.skip_tokens, handoff.least_tokens = skip_tokens, least_tokens
         name = f"fetch-{handoff.handoff_id.hex()}"
         made = spec(name, prompt[: num_tokens + 1], max_tokens=2, ignore_eos=True)
@@ -150,6 +153,54 @@ async def test_tokens_in_the_reader_s_host_memory_are_left_out(workers):
     assert timings.num_cached_tokens == 0
     assert (await workers.holder[1].next_of("handoff")).handoff.num_bytes == 3 * BLOCK_BYTES
     await workers.idle()
+
+
+async def held(workers, num_tokens):
+    """Waits until the reader holds this many tokens on its device for requests."""
+    while (await workers.reader[1].load_after()).kv_tokens_used != num_tokens:
+        pass
+
+
+@pytest.mark.parametrize("where", ["device", "host"])
+async def test_left_out_tokens_stay_on_the_device_until_the_fetch_is_there(workers, where):
+    prompt = await conversation(workers)
+    await workers.computes(workers.reader, "beginning", prompt[:50], 1)
+    handoff_id = secrets.token_bytes(16)
+    plan_ = fetch(handoff_id, HELD, 48)
+    if where == "host":
+        await workers.computes(workers.reader, "other", OTHER, 1)
+        plan_.host_tokens = 48
+    command = cluster_pb2.DecodeCommand(spec=spec("turn 2", prompt, max_tokens=8), fetch=plan_)
+    await workers.tell(workers.reader, decode=command)
+    await held(workers, 48)
+    # These would evict everything that the device does not hold for a request.
+    for number in range(3):
+        await workers.computes(workers.reader, f"meanwhile {number}", OTHER[number:-64], 1)
+    await workers.asks(prompt, HELD, 48, handoff_id=handoff_id)
+    timings = await read(workers, "turn 2", prompt)
+    assert timings.num_fetched_tokens == HELD - 48
+    assert timings.num_cached_tokens + timings.num_host_tokens == 48
+    await workers.idle()
+    await held(workers, 0)
+
+
+@pytest.mark.parametrize("way", ["cancelled", "too late"])
+async def test_left_out_tokens_are_let_go_when_the_fetch_does_not_come(workers, way):
+    prompt = await conversation(workers)
+    await workers.computes(workers.reader, "beginning", prompt[:50], 1)
+    timeout_s = WAIT_S if way == "cancelled" else 0.5
+    plan_ = fetch(secrets.token_bytes(16), HELD, 48, timeout_s)
+    command = cluster_pb2.DecodeCommand(spec=spec("turn 2", prompt, max_tokens=8), fetch=plan_)
+    await workers.tell(workers.reader, decode=command)
+    if way == "cancelled":
+        await held(workers, 48)
+        cancel = cluster_pb2.CancelCommand(request_id="turn 2", attempt=1)
+        await workers.tell(workers.reader, cancel=cancel)
+    else:
+        assert (await read(workers, "turn 2", prompt)).num_fetched_tokens == 0
+    await workers.idle()
+    await held(workers, 0)
+    assert await workers.computes(workers.reader, "whole device", OTHER, 1)
 
 
 async def test_a_prompt_is_computed_when_host_memory_lost_what_was_left_out(workers):

@@ -2179,18 +2179,24 @@ class DropCacheRequest(_message.Message):
 
     TENANT_FIELD_NUMBER: _builtins.int
     ALL_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
-    """Tenant whose blocks are deleted; empty with `all`."""
+    """Tenant whose blocks are deleted; empty with `all`. With `session_id`: tenant of the session;
+    empty: the only tenant that has a session of this ID.
+    """
     all: _builtins.bool
+    session_id: _builtins.str
+    """Delete only the blocks of this session (GenerateRequest.session_id) that no other session has."""
     def __init__(
         self,
         *,
         tenant: _builtins.str = ...,
         all: _builtins.bool = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2201,6 +2207,9 @@ class DropCacheResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKERS_FIELD_NUMBER: _builtins.int
+    SHARED_BLOCKS_FIELD_NUMBER: _builtins.int
+    shared_blocks: _builtins.int
+    """Blocks of the session that were kept, because another session has them too."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerCacheDropped]:
         """One per worker."""
@@ -2209,10 +2218,11 @@ class DropCacheResponse(_message.Message):
         self,
         *,
         workers: _abc.Iterable[Global___WorkerCacheDropped] | None = ...,
+        shared_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["shared_blocks", b"shared_blocks", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

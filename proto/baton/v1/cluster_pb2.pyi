@@ -407,7 +407,9 @@ class Capacity(_message.Message):
     disk_kv_tokens: _builtins.int
     """Size of the KV store on disk in tokens; 0: none."""
     disk_bytes_per_s: _builtins.int
-    """Speed of loads from disk in bytes per second, of all ranks together; 0: unknown."""
+    """Speed of loads from disk in bytes per second, of all ranks together, until LoadReport.disk_loads
+    shows it; 0: unknown.
+    """
     def __init__(
         self,
         *,
@@ -630,6 +632,8 @@ class LoadReport(_message.Message):
     NUM_HANDOFFS_FIELD_NUMBER: _builtins.int
     RESIDENT_BYTES_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
+    HOST_LOADS_FIELD_NUMBER: _builtins.int
+    DISK_LOADS_FIELD_NUMBER: _builtins.int
     num_steps: _builtins.int
     """Number of engine steps. If it does not grow while requests run, the engine is stuck."""
     num_running: _builtins.int
@@ -650,6 +654,14 @@ class LoadReport(_message.Message):
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[_kv_transfer_pb2.PeerTransport]:
         """Result of the last handoff to each other worker."""
 
+    @_builtins.property
+    def host_loads(self) -> Global___TierLoads:
+        """KV blocks loaded since the last report: from host memory to the device, and from disk to host
+        memory.
+        """
+
+    @_builtins.property
+    def disk_loads(self) -> Global___TierLoads: ...
     def __init__(
         self,
         *,
@@ -665,14 +677,42 @@ class LoadReport(_message.Message):
         num_handoffs: _builtins.int = ...,
         resident_bytes: _builtins.int = ...,
         peers: _abc.Iterable[_kv_transfer_pb2.PeerTransport] | None = ...,
+        host_loads: Global___TierLoads | None = ...,
+        disk_loads: Global___TierLoads | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disk_loads", b"disk_loads", "host_loads", b"host_loads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "num_handoffs", b"num_handoffs", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "peers", b"peers", "prefill_tokens_waiting", b"prefill_tokens_waiting", "resident_bytes", b"resident_bytes", "staging_bytes_total", b"staging_bytes_total", "staging_bytes_used", b"staging_bytes_used", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["disk_loads", b"disk_loads", "host_loads", b"host_loads", "kv_tokens_total", b"kv_tokens_total", "kv_tokens_used", b"kv_tokens_used", "num_handoffs", b"num_handoffs", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "peers", b"peers", "prefill_tokens_waiting", b"prefill_tokens_waiting", "resident_bytes", b"resident_bytes", "staging_bytes_total", b"staging_bytes_total", "staging_bytes_used", b"staging_bytes_used", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LoadReport: _TypeAlias = LoadReport  # noqa: Y015
+
+@_typing.final
+class TierLoads(_message.Message):
+    """Loads of KV blocks from one tier, for measuring its speed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    DURATION_US_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    """Bytes of all ranks."""
+    duration_us: _builtins.int
+    """Time in which the ranks loaded them, all at the same time."""
+    def __init__(
+        self,
+        *,
+        num_bytes: _builtins.int = ...,
+        duration_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_us", b"duration_us", "num_bytes", b"num_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierLoads: _TypeAlias = TierLoads  # noqa: Y015
 
 @_typing.final
 class StepSample(_message.Message):
@@ -1527,25 +1567,53 @@ class DropCacheCommand(_message.Message):
 
     DROP_ID_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    ONLY_FIELD_NUMBER: _builtins.int
     drop_id: _builtins.int
     """Random, not 0."""
     cache_salt: _builtins.str
     """Delete only blocks of requests with this RequestSpec.cache_salt; absent: all blocks."""
+    @_builtins.property
+    def only(self) -> Global___BlockHashes:
+        """Of these, delete only blocks with these hashes; absent: with any hash."""
+
     def __init__(
         self,
         *,
         drop_id: _builtins.int = ...,
         cache_salt: _builtins.str | None = ...,
+        only: Global___BlockHashes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "only", b"only"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "drop_id", b"drop_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt", "cache_salt", b"cache_salt", "drop_id", b"drop_id", "only", b"only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cache_salt: _TypeAlias = _typing.Literal["cache_salt"]  # noqa: Y015
     _WhichOneofArgType__cache_salt: _TypeAlias = _typing.Literal["_cache_salt", b"_cache_salt"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cache_salt) -> _WhichOneofReturnType__cache_salt | None: ...
 
 Global___DropCacheCommand: _TypeAlias = DropCacheCommand  # noqa: Y015
+
+@_typing.final
+class BlockHashes(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HASHES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def hashes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Hashes of blocks, as in CacheEvents."""
+
+    def __init__(
+        self,
+        *,
+        hashes: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hashes", b"hashes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockHashes: _TypeAlias = BlockHashes  # noqa: Y015
 
 @_typing.final
 class CacheDropped(_message.Message):

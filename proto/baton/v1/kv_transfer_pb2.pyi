@@ -158,7 +158,8 @@ Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
 @_typing.final
 class KvFingerprint(_message.Message):
     """Format of a KV cache. Both ends must agree on all fields before the first byte is sent; a
-    mismatch is refused with both values.
+    mismatch is refused with both values. Only the number of shards may differ, and with it tp_size,
+    num_kv_heads and block_bytes: the two caches then have the same heads in all, in every group.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -194,7 +195,7 @@ class KvFingerprint(_message.Message):
     """Number of different parts among the ranks' caches, each of which is sent once; it divides
     tp_size, and 0 means tp_size. It is smaller than tp_size if neighbouring ranks hold the same
     part (with MLA latents all ranks do: 1). `rank` in the messages below is the index of such a
-    part.
+    part of the sender's cache. Part i holds the i-th of num_shards equal ranges of KV heads.
     """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvGroup]:
@@ -923,6 +924,7 @@ class LocalHandoffState(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
+    NUM_SHARDS_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     epoch: _builtins.int
     state: Global___HandoffState.ValueType
@@ -933,6 +935,8 @@ class LocalHandoffState(_message.Message):
     num_bytes: _builtins.int
     transport: _builtins.str
     """Transport of the current epoch."""
+    num_shards: _builtins.int
+    """Number of parts (num_shards) of the sender's cache; 0 until the handoff is opened."""
     def __init__(
         self,
         *,
@@ -945,10 +949,11 @@ class LocalHandoffState(_message.Message):
         num_tokens: _builtins.int = ...,
         num_bytes: _builtins.int = ...,
         transport: _builtins.str = ...,
+        num_shards: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_tokens", b"num_tokens", "reason", b"reason", "state", b"state", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_shards", b"num_shards", "num_tokens", b"num_tokens", "reason", b"reason", "state", b"state", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1042,6 +1047,7 @@ class LocalClaim(_message.Message):
     NUM_SEEN_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     rank: _builtins.int
+    """Index of one of the sender's parts; an engine rank claims each part of which it needs heads."""
     num_seen: _builtins.int
     """Number of frames in the previous answers; 0: none."""
     def __init__(
@@ -1069,8 +1075,8 @@ class LocalClaimed(_message.Message):
     FRAMES_FIELD_NUMBER: _builtins.int
     NUM_FRAMES_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
-    """Where this rank's bytes begin in the segment: layer after layer, in each layer the blocks that
-    the handoff holds.
+    """Where this part's bytes begin in the segment: layer after layer, in each layer the blocks that
+    the handoff holds, as the sender's ranks have them.
     """
     num_blocks: _builtins.int
     num_tokens: _builtins.int
