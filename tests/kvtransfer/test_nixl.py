@@ -16,7 +16,9 @@ import psutil
 import pytest
 from raw_sender import dialled
 
+from baton.kvtransfer import frames
 from baton.kvtransfer.control import filled_frame
+from baton.kvtransfer.frames import FrameKind
 from baton.v1 import kv_transfer_pb2 as pb
 
 pytestmark = pytest.mark.skipif(
@@ -214,8 +216,8 @@ async def test_a_read_of_a_stopped_owner_keeps_its_extent_until_it_ends(
     sender = await start(transports=["grpc"])
     async with open_push(receiver, one) as (owner, raw):
         owner.signal(signal.SIGSTOP)
-        await raw.send(*raw.references(), *raw.commits())
-        receiver.client.drop(one.handoff_id)
+        abort = frames.encode(FrameKind.ABORT, one.handoff_id, one.epoch)
+        await raw.send(*raw.references(), *raw.commits(), abort)
         assert (await raw.reply()).reason == pb.REFUSAL_REASON_CANCELLED
         # The other half of staging is used again and again; this half is not.
         for _ in range(3):
