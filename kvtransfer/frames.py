@@ -7,7 +7,7 @@ A message of the stream is one or more whole frames. The header (60 bytes, littl
 
 Both checksums are XXH3-64. The header's checksum covers all bytes before it, including the
 payload's checksum, so every changed bit of a frame is detected. A reference stands for a data frame
-whose bytes the receiver copies from the sender's segment: its payload is their offset, and its
+whose bytes the receiver reads from the sender's segment: its payload is their offset, and its
 payload checksum is the checksum of the blocks.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 
 import xxhash
@@ -75,26 +75,12 @@ class Frame:
     checksum: int = 0
     payload: memoryview = _NOTHING
 
-    def referenced(self, segment: memoryview, num_bytes: int) -> Frame:
-        """Returns the data frame that a reference stands for.
-
-        Args:
-            segment: The sender's segment.
-            num_bytes: Size of the blocks in bytes.
-
-        Raises:
-            MalformedFrame: The reference lies outside the segment.
-        """
+    def source(self) -> int:
+        """Returns the offset that a reference names. Raises MalformedFrame."""
         if len(self.payload) != _OFFSET.size:
             raise MalformedFrame(f"reference of {len(self.payload)} bytes; must be {_OFFSET.size}")
         (offset,) = _OFFSET.unpack(self.payload)
-        if offset + num_bytes > len(segment):
-            raise MalformedFrame(
-                f"reference to bytes {offset} to {offset + num_bytes}; the sender's segment has "
-                f"{len(segment)}"
-            )
-        payload = segment[offset : offset + num_bytes]
-        return replace(self, kind=FrameKind.DATA, payload=payload)
+        return int(offset)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,11 +119,7 @@ def checksum(data: bytes | bytearray | memoryview) -> int:
 
 
 def copy(target: memoryview, source: memoryview) -> int:
-    """Copies bytes, and returns the checksum of the source after the copy.
-
-    If the source is right after the copy, the copy is right too: the source was written before it
-    was announced, and any later write makes its checksum wrong.
-    """
+    """Copies bytes, and returns their checksum."""
     digest = xxhash.xxh3_64()
     for begin in range(0, len(source), _COPY_BYTES):
         part = source[begin : begin + _COPY_BYTES]

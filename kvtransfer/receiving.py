@@ -53,11 +53,14 @@ class Choice:
         transport: Name of the transport.
         reason: Why no better one was taken; empty when it is the best.
         link_id: The link that carries the epoch's frames; empty when its push carries them.
+        source_bytes: Size of the sender's memory that references of the epoch may name; 0 when the
+            transport has no references.
     """
 
     transport: str
     reason: str = ""
     link_id: str = ""
+    source_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class ReceiverLimits:
 
     Attributes:
         max_wait_s: Longest wait for staging, whatever the sender allows.
-        idle_timeout_s: Longest RECEIVING without a frame.
+        idle_timeout_s: Longest RECEIVING without a frame or the end of a pull.
         commit_ttl_s: Longest COMMITTED without a claim.
         claim_timeout_s: Longest CLAIMED, from each rank's claim.
         retry_timeout_s: Longest INTERRUPTED, until the next epoch is opened.
@@ -135,7 +138,33 @@ class Changed:
     num_shards: int = 0
 
 
-Effect = Reply | Changed
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Effect: read bytes from the sender's memory into staging, and tell how that ended.
+
+    Attributes:
+        serial: Number of the pull, unique in this service.
+        stream: The push that carried the reference; its transport reads.
+        source: Offset of the bytes in the sender's memory.
+        target: Offset of the bytes in this service's segment.
+        num_bytes: Number of bytes.
+    """
+
+    serial: int
+    stream: int
+    source: int
+    target: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stuck:
+    """Effect: end the service, because too much staging waits for pulls that do not end."""
+
+    detail: str
+
+
+Effect = Reply | Changed | Pull | Stuck
 
 
 @dataclass(slots=True)
@@ -155,15 +184,22 @@ class RankPart:
     """The frames of one of the sender's shards that arrived in the current epoch.
 
     Attributes:
-        seen: One byte for each block of the shard (KvLayout.index); 1 when it has arrived.
+        seen: One byte for each block of the shard (KvLayout.index); 1 when it has arrived or is
+            being pulled.
+        num_seen: Number of blocks that have arrived.
+        num_pulls: Number of pulls of the epoch that have not ended.
+        promised: Totals of the rank's commit, once that has come. It counts when no pull is
+            outstanding.
         in_order: The frames in the order of a claim, once a rank has claimed the part.
     """
 
     seen: bytearray
     num_seen: int = 0
+    num_pulls: int = 0
     frames: list[ReceivedFrame] = field(default_factory=list)
     in_order: Sequence[ReceivedFrame] = ()
     totals: Totals = _NO_TOTALS
+    promised: Totals | None = None
     committed: bool = False
     claimed: bool = False
     released: bool = False
@@ -171,7 +207,9 @@ class RankPart:
 
 @dataclass(slots=True)
 class Handoff:
-    """One live handoff. It owns its extent from RECEIVING on.
+    """One live handoff. It owns its extent from RECEIVING on, until it gives the extent up.
+
+    An extent that is given up while pulls may write to it belongs to those pulls (pulls.py).
 
     Attributes:
         stream: Number of the push that carries it; None once that has ended.

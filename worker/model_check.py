@@ -35,9 +35,10 @@ if TYPE_CHECKING:
     from baton.engine.vllm_setup import CheckedModel
 
 # Transports that need no GPU and no second host.
-_MEASURED = ("shm", "grpc")
+_MEASURED = ("shm", "nixl", "grpc")
 _NOTES = {
     "shm": "measured; between workers of one host",
+    "nixl": "measured within this host; between hosts as fast as the network",
     "grpc": "measured over loopback; between hosts at most as fast as the network",
     "nccl": "not measured; between GPUs of different workers",
     "gloo": "not measured; between any two hosts",
@@ -226,14 +227,14 @@ async def _transports(
 async def _transport(
     name: str, configured: bool, layout: KvLayout, num_blocks: int, directory: Path
 ) -> TransportCheck:
-    note = _NOTES.get(name, "not measured")
+    note, is_usable = _NOTES.get(name, "not measured"), True
     try:
         registry.transport_class(name)(name, ServiceContext(segment_name=""))
     except TransferError as error:
-        note = f"not usable here: {error}"
+        note, is_usable = f"not usable here: {error}", False
     if not configured:
         note += "; not in kv_transfer.transports"
-    if name not in _MEASURED:
+    if name not in _MEASURED or not is_usable:
         return TransportCheck(name, configured, None, None, note)
     measured = transport_speed.measured_blocks(layout, num_blocks)
     try:

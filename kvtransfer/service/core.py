@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from baton.kvtransfer import receiving, sending
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
-from baton.kvtransfer.frames import Frame, FrameKind
+from baton.kvtransfer.frames import Frame
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.push import IncomingPush, PushDialer
 from baton.kvtransfer.service import local_replies
@@ -19,6 +19,7 @@ from baton.kvtransfer.service.pusher import Pusher
 from baton.kvtransfer.service.receiver import Receiver
 from baton.kvtransfer.service.sender import Sender
 from baton.kvtransfer.transports.negotiation import Negotiator
+from baton.kvtransfer.transports.transport import EndedPull
 from baton.v1 import kv_transfer_pb2 as pb
 
 # Longest life of an incoming push that opens no handoff; afterwards the handoff's deadlines apply.
@@ -237,11 +238,6 @@ class TransferCore:
         return stream
 
     def push_frame(self, stream: int, frame: Frame) -> None:
-        if frame.kind is FrameKind.REFERENCE:
-            # A reference to no live handoff has 0 bytes, and the receiver refuses it.
-            block_bytes = self._receiver.block_bytes(frame.handoff_id, frame.layer)
-            num_bytes = frame.num_blocks * block_bytes
-            frame = self._negotiator.resolve(stream, frame, num_bytes)
         if effects := self._receiver.handle_frame(stream, frame, time.monotonic()):
             self._carry_out(effects)
             self._arm()
@@ -262,7 +258,13 @@ class TransferCore:
         if push is not None and not self._receiver.serves(stream):
             push.end()
 
-    # ---- Links (LinkHandler).
+    # ---- Transports (TransportHandler).
+
+    def pulls_ended(self, ended: Sequence[EndedPull]) -> None:
+        now = time.monotonic()
+        for each in ended:
+            self._carry_out(self._receiver.handle_pulled(each.serial, each.digest, now))
+        self._arm()
 
     def link_frame(self, link_id: str, frame: Frame) -> None:
         if effects := self._receiver.handle_link_frame(link_id, frame, time.monotonic()):
@@ -283,6 +285,11 @@ class TransferCore:
                 case sending.Wake(handoff_id):
                     if (pusher := self._pushers.get(handoff_id)) is not None:
                         pusher.wake()
+                case receiving.Pull():
+                    self._negotiator.pull(effect)
+                case receiving.Stuck(detail):
+                    logger.error("the service ends: %s", detail)
+                    self._stop.set()
                 case receiving.Changed():
                     self._notify_changed(effect)
                 case receiving.Reply():

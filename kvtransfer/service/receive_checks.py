@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from baton.kvtransfer.errors import MalformedFrame
-from baton.kvtransfer.frames import Frame, Totals, verify
+from baton.kvtransfer.frames import Frame, FrameKind, Totals, verify
 from baton.kvtransfer.layout import KvLayout
-from baton.kvtransfer.receiving import Handoff, ReceiveState
+from baton.kvtransfer.receiving import Handoff, RankPart, ReceiveState
 from baton.v1 import kv_transfer_pb2 as pb
 
 
 def data_problem(handoff: Handoff, frame: Frame, layout: KvLayout) -> str | None:
-    """Returns what is wrong with a data frame's place or size; None when both are right."""
+    """Returns what is wrong with a data frame or a reference; None when it is right."""
     if handoff.state is not ReceiveState.RECEIVING:
         return "a data frame before the handoff was opened"
     if frame.rank >= layout.num_shards:
@@ -25,13 +25,18 @@ def data_problem(handoff: Handoff, frame: Frame, layout: KvLayout) -> str | None
             f"layer {frame.layer}, blocks {frame.first_block} to {end}; the handoff has "
             f"{held.start} to {held.stop}"
         )
-    if len(frame.payload) != frame.num_blocks * group.block_bytes:
+    num_bytes = frame.num_blocks * group.block_bytes
+    if frame.kind is FrameKind.REFERENCE:
+        problem = _reference_problem(handoff, frame, num_bytes)
+        if problem is not None:
+            return problem
+    elif len(frame.payload) != num_bytes:
         return (
             f"{len(frame.payload)} bytes for {frame.num_blocks} blocks; "
             f"must be {frame.num_blocks * group.block_bytes}"
         )
     part = handoff.ranks[frame.rank]
-    if part.committed:
+    if part.promised is not None:
         return f"a data frame after rank {frame.rank}'s commit"
     first = layout.index(frame.layer, frame.first_block, handoff.num_blocks)
     if part.seen.find(1, first, first + frame.num_blocks) != -1:
@@ -39,24 +44,46 @@ def data_problem(handoff: Handoff, frame: Frame, layout: KvLayout) -> str | None
     return None
 
 
-def check_commit(handoff: Handoff, frame: Frame, layout: KvLayout) -> None:
-    """Checks that a rank's commit matches what arrived of that rank.
+def _reference_problem(handoff: Handoff, frame: Frame, num_bytes: int) -> str | None:
+    limit = handoff.choice.source_bytes
+    if not limit:
+        return f"a reference by {handoff.choice.transport}, which carries the bytes themselves"
+    try:
+        begin = frame.source()
+    except MalformedFrame as error:
+        return str(error)
+    if begin + num_bytes > limit:
+        end = begin + num_bytes
+        return f"reference to bytes {begin} to {end}; the sender's segment has {limit}"
+    return None
+
+
+def promised_totals(handoff: Handoff, frame: Frame, layout: KvLayout) -> Totals:
+    """Returns the totals of a rank's commit.
 
     Raises:
-        MalformedFrame: The commit is wrong, altered, or blocks are missing.
+        MalformedFrame: The commit is wrong or altered.
     """
     if handoff.state is not ReceiveState.RECEIVING or frame.rank >= layout.num_shards:
         raise MalformedFrame(f"a commit of rank {frame.rank} while {handoff.state.name}")
-    part = handoff.ranks[frame.rank]
-    if part.committed:
+    if handoff.ranks[frame.rank].promised is not None:
         raise MalformedFrame(f"rank {frame.rank} was committed before")
     if not verify(frame):
         raise MalformedFrame("the commit was altered", pb.REFUSAL_REASON_CHECKSUM)
-    totals = Totals.decode(frame.payload)
-    expected = layout.shard_blocks(handoff.num_blocks)
-    if totals != part.totals or part.num_seen != expected:
-        raise MalformedFrame(
-            f"rank {frame.rank}: the commit says {totals}; {part.totals} arrived, "
-            f"{part.num_seen} of {expected} blocks",
-            pb.REFUSAL_REASON_INCOMPLETE,
-        )
+    return Totals.decode(frame.payload)
+
+
+def missing(part: RankPart, rank: int, expected: int) -> str | None:
+    """Returns how a rank's commit differs from what arrived of that rank; None when it does not.
+
+    Args:
+        part: What arrived; its commit has come and none of its pulls is outstanding.
+        rank: Index of the part.
+        expected: Number of blocks of one shard of the handoff.
+    """
+    if part.promised == part.totals and part.num_seen == expected:
+        return None
+    return (
+        f"rank {rank}: the commit says {part.promised}; {part.totals} arrived, "
+        f"{part.num_seen} of {expected} blocks"
+    )

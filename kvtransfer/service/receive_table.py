@@ -21,12 +21,16 @@ from baton.kvtransfer.receiving import (
     ReceiverStatistics,
     ReceiveState,
     Reply,
+    Stuck,
     changed,
 )
+from baton.kvtransfer.service.pulls import OutstandingPull, OutstandingPulls
 from baton.kvtransfer.service.staging_queue import StagingQueue
 from baton.v1 import kv_transfer_pb2 as pb
 
 _S = ReceiveState
+# Share of staging that may wait for reads that do not end. Only the end of the process ends them.
+MAX_STUCK_SHARE = 0.25
 
 
 class ReceiveTable:
@@ -41,6 +45,7 @@ class ReceiveTable:
     Attributes:
         live: Handoffs that are not over, by ID; only this class changes the dictionary.
         streams: Handoff ID that each stream carries.
+        pulls: Pulls that have not ended.
         statistics: Counts since the service started.
     """
 
@@ -49,9 +54,11 @@ class ReceiveTable:
         self.live: dict[bytes, Handoff] = {}
         self.streams: dict[int, bytes] = {}
         self._queue = StagingQueue(arena)
+        self.pulls = OutstandingPulls(self._queue.free)
         # The last state of handoffs that are over, oldest first.
         self._ended: OrderedDict[bytes, Changed] = OrderedDict()
         self._effects: list[Effect] = []
+        self._expired_at = 0.0
         self.statistics = ReceiverStatistics()
 
     def of_stream(self, stream: int) -> Handoff | None:
@@ -74,12 +81,19 @@ class ReceiveTable:
 
     def expire(self, now: float) -> None:
         """Ends every handoff whose state has lasted too long."""
+        self._expired_at = now
+        if self._stuck_bytes(now) > self._queue.statistics().total_bytes * MAX_STUCK_SHARE:
+            self._effects.append(Stuck(f"{self._stuck_bytes(now)} bytes of staging wait for reads"))
         for handoff in [each for each in self.live.values() if each.deadline <= now]:
             if handoff.state is _S.QUEUED and handoff.handoff_id in self._queue:
                 detail = "no room in the receiver's staging in time"
                 self.fail(handoff, pb.REFUSAL_REASON_NO_ROOM, detail, now)
             elif handoff.problem is not None and handoff.deadline <= now:
                 self.fail(handoff, *handoff.problem, now)
+            elif handoff.deadline <= now and self._is_pulled(handoff):
+                self.statistics.num_expired += 1
+                detail = "reads of the sender's memory have not ended in time"
+                self.interrupt(handoff, pb.REFUSAL_REASON_TRANSPORT, detail, now)
             elif handoff.deadline <= now:
                 self.statistics.num_expired += 1
                 detail = f"{handoff.state.name} for too long"
@@ -87,7 +101,12 @@ class ReceiveTable:
 
     def next_deadline(self) -> float | None:
         """Returns the earliest time at which `expire` may have something to do."""
-        return min((handoff.deadline for handoff in self.live.values()), default=None)
+        deadlines = [handoff.deadline for handoff in self.live.values()]
+        stuck_at = [
+            since + self._limits.idle_timeout_s for _, since in self.pulls.quarantined_since()
+        ]
+        deadlines += [each for each in stuck_at if each > self._expired_at]
+        return min(deadlines, default=None)
 
     def known(self) -> Iterator[Changed]:
         """Yields the state of every handoff that is live or remembered."""
@@ -110,9 +129,16 @@ class ReceiveTable:
         return len(self._queue)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless exactly the live handoffs hold staging and streams."""
+        """Raises AssertionError unless each extent is a live handoff's, or in quarantine."""
         holding = [handoff for handoff in self.live.values() if handoff.extent is not None]
-        self._queue.check_integrity(len(holding))
+        self._queue.check_integrity(len(holding) + self.pulls.num_quarantined)
+        self.pulls.check_integrity([each.extent for each in holding if each.extent is not None])
+        for handoff in holding:
+            own = [pull for pull in self.pulls if pull.extent is handoff.extent]
+            assert all(pull.handoff_id == handoff.handoff_id for pull in own), handoff
+            assert len(own) == sum(part.num_pulls for part in handoff.ranks), handoff
+            is_complete = handoff.state in (_S.COMMITTED, _S.CLAIMED)
+            assert not (own and is_complete), handoff
         for handoff in self.live.values():
             assert (handoff.state is _S.QUEUED) == (handoff.extent is None), handoff
             assert (handoff.state is _S.QUEUED) == (handoff.handoff_id in self._queue), handoff
@@ -155,16 +181,21 @@ class ReceiveTable:
         return handoff
 
     def reserve(self, handoff: Handoff, num_bytes: int, wait_s: float, now: float) -> None:
-        """Reserves staging for a handoff, or adds the handoff to the queue for staging."""
-        if handoff.extent is not None and handoff.num_bytes != num_bytes:
-            self._queue.free(handoff.extent)
-            handoff.extent = None
-        handoff.num_bytes = num_bytes
+        """Reserves staging for an epoch of a handoff, or adds the handoff to the queue.
+
+        The extent of the epoch before is used again, unless its size is wrong or pulls may still
+        write to it. The handoff is then the first to get room.
+        """
+        wait_s, had_room = min(wait_s, self._limits.max_wait_s), handoff.extent is not None
         if handoff.extent is not None:
-            self._receive(handoff, now)
-            return
-        handoff.deadline = now + min(wait_s, self._limits.max_wait_s)
-        self._queue.add(handoff.handoff_id, num_bytes)
+            if handoff.num_bytes == num_bytes and not self.pulls.writes_to(handoff.extent):
+                self._receive(handoff, now)
+                return
+            self._give_up_extent(handoff, now)
+            wait_s = max(wait_s, self._limits.retry_timeout_s)
+        handoff.num_bytes = num_bytes
+        handoff.deadline = now + wait_s
+        self._queue.add(handoff.handoff_id, num_bytes, first=had_room)
         self._admit(now)
         if handoff.extent is None:
             self.advance(handoff, _S.QUEUED)
@@ -172,6 +203,45 @@ class ReceiveTable:
     def add_effect(self, effect: Effect) -> None:
         """Adds an effect."""
         self._effects.append(effect)
+
+    def end_pull(self, serial: int, now: float) -> tuple[Handoff, OutstandingPull] | None:
+        """Removes a pull that has ended; returns it with its handoff if that still owns its extent.
+
+        Args:
+            serial: Number of the pull; a pull that was removed before is ignored.
+            now: Current time.monotonic(), in seconds.
+        """
+        pull = self.pulls.end(serial)
+        if pull is None:
+            return None
+        # The pull may have been the last one of an extent in quarantine.
+        self._admit(now)
+        handoff = self.live.get(pull.handoff_id)
+        if handoff is None or handoff.extent is not pull.extent:
+            return None
+        handoff.ranks[pull.rank].num_pulls -= 1
+        return handoff, pull
+
+    def _stuck_bytes(self, now: float) -> int:
+        """Returns the size of the extents whose pulls have not ended for idle_timeout_s."""
+        longest = self._limits.idle_timeout_s
+        return sum(
+            extent.size_bytes
+            for extent, since in self.pulls.quarantined_since()
+            if since + longest <= now
+        )
+
+    def _is_pulled(self, handoff: Handoff) -> bool:
+        return (
+            handoff.state is _S.RECEIVING
+            and handoff.extent is not None
+            and self.pulls.writes_to(handoff.extent)
+        )
+
+    def _give_up_extent(self, handoff: Handoff, now: float) -> None:
+        if handoff.extent is not None:
+            self.pulls.give_up(handoff.extent, now)
+            handoff.extent = None
 
     def _admit(self, now: float) -> None:
         for handoff_id, extent in self._queue.admit():
@@ -223,9 +293,7 @@ class ReceiveTable:
         if handoff.stream is not None:
             del self.streams[handoff.stream]
         self.advance(handoff, state, quiet=True)
-        if handoff.extent is not None:
-            self._queue.free(handoff.extent)
-            handoff.extent = None
+        self._give_up_extent(handoff, now)
         self._queue.remove(handoff.handoff_id)
         del self.live[handoff.handoff_id]
         if state is _S.RELEASED:

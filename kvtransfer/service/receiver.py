@@ -4,6 +4,10 @@ Pure and synchronous: time is a parameter, and effects are returned. The network
 the extent that belongs to one (handoff, epoch). A handoff can be claimed only after every block of
 every rank has arrived exactly once and was verified.
 
+A reference becomes a pull: this service itself reads the bytes into the extent. A commit counts
+when all pulls before it have ended, and an extent is given to another handoff only when no pull may
+write to it any more (pulls.py).
+
 When the transport of an epoch fails or alters bytes, the epoch is interrupted: the handoff keeps
 its staging for some time, and its sender may send everything again as the next epoch, on another
 transport.
@@ -27,12 +31,14 @@ from baton.kvtransfer.receiving import (
     Effect,
     Grant,
     Handoff,
+    Pull,
     ReceivedFrame,
     ReceiverLimits,
     ReceiverStatistics,
     ReceiveState,
 )
-from baton.kvtransfer.service.receive_checks import check_commit, data_problem
+from baton.kvtransfer.service.pulls import OutstandingPull
+from baton.kvtransfer.service.receive_checks import data_problem, missing, promised_totals
 from baton.kvtransfer.service.receive_open import OpenHandler
 from baton.kvtransfer.service.receive_table import ReceiveTable
 from baton.v1 import kv_transfer_pb2 as pb
@@ -98,6 +104,20 @@ class Receiver:
                 self._table.interrupt(handoff, pb.REFUSAL_REASON_TRANSPORT, detail, now)
         return self._table.take_effects()
 
+    def handle_pulled(self, serial: int, digest: int | None, now: float) -> list[Effect]:
+        """Applies the end of a pull: nothing can write to its target any more.
+
+        Args:
+            serial: Number of the pull. An end that was told before is ignored.
+            digest: XXH3-64 of the bytes that landed; None when the read failed.
+            now: Current time.monotonic(), in seconds.
+        """
+        ended = self._table.end_pull(serial, now)
+        # The pulls of an interrupted epoch bring nothing any more.
+        if ended is not None and ended[0].state is _S.RECEIVING:
+            self._pulled(*ended, digest, now)
+        return self._table.take_effects()
+
     def handle_malformed(self, stream: int, error: MalformedFrame, now: float) -> list[Effect]:
         """Fails the handoff of a stream that carried bytes that are not a frame.
 
@@ -121,13 +141,6 @@ class Receiver:
             incomplete = (pb.REFUSAL_REASON_INCOMPLETE, detail)
             self._table.fail(handoff, *(handoff.problem or incomplete), now)
         return self._table.take_effects()
-
-    def block_bytes(self, handoff_id: bytes, layer: int) -> int:
-        """Returns the size of a block of a live handoff, as its sender's ranks have it; else 0."""
-        live = self._table.live.get(handoff_id)
-        if live is None or layer >= live.layout.num_layers:
-            return 0
-        return live.layout.group_of(layer).block_bytes
 
     def serves(self, stream: int) -> bool:
         """Returns whether a stream carries a handoff that still needs its frames."""
@@ -264,12 +277,12 @@ class Receiver:
         elif handoff.state is _S.INTERRUPTED:
             # The frame was on its way when the sender was told of the interruption.
             self._table.statistics.refusals[pb.REFUSAL_REASON_OLD_EPOCH] += 1
-        elif frame.kind is FrameKind.DATA:
+        elif frame.kind in (FrameKind.DATA, FrameKind.REFERENCE):
             self._data(handoff, frame, now)
         elif frame.kind is FrameKind.COMMIT:
             self._commit(handoff, frame, now)
         else:
-            raise AssertionError(f"{frame.kind.name} is resolved before it comes here")
+            raise AssertionError(f"{frame.kind.name} is taken before it comes here")
 
     def _addressed(self, stream: int, frame: Frame) -> Handoff | None:
         """Returns the live handoff that a frame may change; otherwise refuses the frame.
@@ -312,25 +325,69 @@ class Receiver:
         start = handoff.extent.offset + layout.offset(
             frame.rank, frame.layer, frame.first_block, handoff.num_blocks
         )
-        # Checked after the copy: a payload in the sender's segment may change during the copy.
-        target = self._memory[start : start + len(frame.payload)]
-        if copy(target, frame.payload) != frame.checksum:
-            detail = f"layer {frame.layer}, block {frame.first_block}: the bytes were altered"
-            self._table.interrupt(handoff, pb.REFUSAL_REASON_CHECKSUM, detail, now)
-            return
         first = layout.index(frame.layer, frame.first_block, handoff.num_blocks)
         part.seen[first : first + frame.num_blocks] = b"\x01" * frame.num_blocks
-        part.num_seen += frame.num_blocks
-        part.frames.append(
-            ReceivedFrame(frame.layer, frame.first_block, frame.num_blocks, frame.checksum)
-        )
-        digest = position_digest(
-            frame.rank, frame.layer, frame.first_block, frame.num_blocks, frame.checksum
-        )
-        part.totals = part.totals.plus(len(frame.payload), digest)
         handoff.deadline = now + self._limits.idle_timeout_s
-        self._table.statistics.num_bytes[handoff.choice.transport] += len(frame.payload)
+        received = ReceivedFrame(frame.layer, frame.first_block, frame.num_blocks, frame.checksum)
+        if frame.kind is FrameKind.REFERENCE:
+            assert handoff.stream is not None
+            num_bytes = frame.num_blocks * layout.group_of(frame.layer).block_bytes
+            serial = self._table.pulls.begin(
+                OutstandingPull(handoff.handoff_id, frame.rank, received, num_bytes, handoff.extent)
+            )
+            part.num_pulls += 1
+            self._table.add_effect(Pull(serial, handoff.stream, frame.source(), start, num_bytes))
+            return
+        digest = copy(self._memory[start : start + len(frame.payload)], frame.payload)
+        self._arrived(handoff, frame.rank, received, len(frame.payload), digest, now)
+
+    def _pulled(
+        self, handoff: Handoff, pull: OutstandingPull, digest: int | None, now: float
+    ) -> None:
+        handoff.deadline = now + self._limits.idle_timeout_s
+        if digest is None:
+            detail = (
+                f"layer {pull.frame.layer}, block {pull.frame.first_block}: the sender's memory "
+                "could not be read"
+            )
+            self._table.interrupt(handoff, pb.REFUSAL_REASON_TRANSPORT, detail, now)
+            return
+        if self._arrived(handoff, pull.rank, pull.frame, pull.num_bytes, digest, now):
+            self._complete(handoff, pull.rank, now)
+
+    def _arrived(
+        self,
+        handoff: Handoff,
+        rank: int,
+        frame: ReceivedFrame,
+        num_bytes: int,
+        digest: int,
+        now: float,
+    ) -> bool:
+        """Adds blocks whose bytes are in staging; returns False when the bytes are wrong.
+
+        Args:
+            handoff: The handoff; the bytes belong to its current epoch.
+            rank: Rank of the blocks.
+            frame: Place of the blocks, and the checksum that their sender computed.
+            num_bytes: Their size.
+            digest: Checksum of the bytes in staging.
+            now: Current time.monotonic(), in seconds.
+        """
+        if digest != frame.checksum:
+            detail = f"layer {frame.layer}, block {frame.first_block}: the bytes were altered"
+            self._table.interrupt(handoff, pb.REFUSAL_REASON_CHECKSUM, detail, now)
+            return False
+        part = handoff.ranks[rank]
+        part.num_seen += frame.num_blocks
+        part.frames.append(frame)
+        place = position_digest(
+            rank, frame.layer, frame.first_block, frame.num_blocks, frame.checksum
+        )
+        part.totals = part.totals.plus(num_bytes, place)
+        self._table.statistics.num_bytes[handoff.choice.transport] += num_bytes
         self._table.statistics.num_frames[handoff.choice.transport] += 1
+        return True
 
     def _commit(self, handoff: Handoff, frame: Frame, now: float) -> None:
         layout = handoff.layout
@@ -341,15 +398,27 @@ class Receiver:
             )
             return
         try:
-            check_commit(handoff, frame, layout)
+            totals = promised_totals(handoff, frame, layout)
         except MalformedFrame as error:
             if error.reason == pb.REFUSAL_REASON_MALFORMED:
                 self._table.fail(handoff, error.reason, str(error), now)
             else:
                 self._table.interrupt(handoff, error.reason, str(error), now)
             return
-        handoff.ranks[frame.rank].committed = True
+        handoff.ranks[frame.rank].promised = totals
         handoff.deadline = now + self._limits.idle_timeout_s
+        self._complete(handoff, frame.rank, now)
+
+    def _complete(self, handoff: Handoff, rank: int, now: float) -> None:
+        """Commits a rank's part if its commit has come and none of its pulls is outstanding."""
+        part = handoff.ranks[rank]
+        if part.promised is None or part.num_pulls:
+            return
+        expected = handoff.layout.shard_blocks(handoff.num_blocks)
+        if (problem := missing(part, rank, expected)) is not None:
+            self._table.interrupt(handoff, pb.REFUSAL_REASON_INCOMPLETE, problem, now)
+            return
+        part.committed = True
         if all(each.committed for each in handoff.ranks):
             handoff.deadline = now + self._limits.commit_ttl_s
             self._table.statistics.num_committed += 1

@@ -41,8 +41,8 @@ _S = SendState
 _WORTH_ANOTHER = frozenset(
     {pb.REFUSAL_REASON_TRANSPORT, pb.REFUSAL_REASON_CHECKSUM, pb.REFUSAL_REASON_INCOMPLETE}
 )
-# A batch of references may stand for this many times the bytes of a batch that carries its bytes.
-# References are small, but the receiver copies all their blocks before it takes another message.
+# A batch of references may stand for this many times the bytes of a batch that carries its bytes:
+# references are small, and the receiver begins to read the first batch while the next is made.
 _BYTES_BY_REFERENCE = 4
 
 

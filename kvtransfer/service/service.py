@@ -55,6 +55,8 @@ from baton.runtime.security_config import SecurityConfig
 
 # Time that a commit's reply and a first frame may take beyond the receiver's idle timeout.
 SENDER_GRACE_S = 5.0
+# Longest wait for transports that load a library; one that takes longer cannot be used until then.
+START_TIMEOUT_S = 60.0
 
 
 class ServiceArguments(Section):
@@ -126,7 +128,7 @@ async def serve(arguments: ServiceArguments) -> int:
         segment.prefault()
         sending, receiving = limits(config)
         within_host = security.serves_tls and not security.allow_plain_links
-        context = ServiceContext(segment.name, config, dial, within_host)
+        context = ServiceContext(segment.name, segment.memory, config, dial, within_host)
         transports = registry.make(config.transports, context)
         negotiator = Negotiator(transports)
         sender = Sender(Arena(0, config.send_bytes), segment.memory, sending, negotiator)
@@ -142,6 +144,9 @@ async def serve(arguments: ServiceArguments) -> int:
         KvTransferServicer(core, core.description).add_to(server)
         for transport in transports:
             transport.serve(server, core)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await negotiator.started()
         health = rpc.add_health_and_reflection(server, [SERVICE])
         with _watched_parent(stop, arguments.parent_pid):
             await _run(core, server, health, listener, stop, arguments.socket_path)

@@ -29,9 +29,17 @@ class StagingQueue:
     def __contains__(self, handoff_id: bytes) -> bool:
         return handoff_id in self._waiting
 
-    def add(self, handoff_id: bytes, num_bytes: int) -> None:
-        """Adds a handoff; a handoff that is already waiting keeps its place."""
+    def add(self, handoff_id: bytes, num_bytes: int, *, first: bool = False) -> None:
+        """Adds a handoff; a handoff that is already waiting keeps its place.
+
+        Args:
+            handoff_id: ID of the handoff.
+            num_bytes: Bytes that it needs.
+            first: Whether it goes before all others, because it had an extent before.
+        """
         self._waiting[handoff_id] = num_bytes
+        if first:
+            self._waiting.move_to_end(handoff_id, last=False)
 
     def remove(self, handoff_id: bytes) -> None:
         """Removes a handoff that no longer needs staging. Idempotent."""
@@ -60,7 +68,7 @@ class StagingQueue:
         """Returns the usage of the arena."""
         return self._arena.statistics()
 
-    def check_integrity(self, num_holding: int) -> None:
-        """Raises AssertionError unless this many handoffs hold all extents of the arena."""
+    def check_integrity(self, num_reserved: int) -> None:
+        """Raises AssertionError unless this many extents of the arena are reserved."""
         self._arena.check_integrity()
-        assert self._arena.statistics().num_extents == num_holding
+        assert self._arena.statistics().num_extents == num_reserved

@@ -12,5 +12,6 @@ class GrpcTransport(Transport):
     def offer(self, target: str) -> pb.TransportOffer:
         return pb.TransportOffer(name=self.name)
 
-    def accept(self, stream: int, offer: pb.TransportOffer) -> None:
+    def accept(self, stream: int, offer: pb.TransportOffer) -> int:
         del stream, offer
+        return 0

@@ -25,7 +25,7 @@ from baton.kvtransfer.push import SERVICE
 from baton.kvtransfer.sending import Outgoing
 from baton.kvtransfer.transports.collective import ReceivingLink, SendingLink
 from baton.kvtransfer.transports.process_group import Backend, LinkOptions
-from baton.kvtransfer.transports.transport import LinkHandler, LinkLost
+from baton.kvtransfer.transports.transport import LinkLost, TransportHandler
 from baton.runtime import kv_fingerprint, rpc
 from baton.runtime.addresses import local_address, split_address
 from baton.runtime.dial import PLAIN, Dial
@@ -74,7 +74,7 @@ class Links:
 
     def __init__(
         self,
-        handler: LinkHandler,
+        handler: TransportHandler,
         *,
         open_timeout_s: float,
         frame_timeout_s: float,

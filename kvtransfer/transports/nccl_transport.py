@@ -14,7 +14,12 @@ from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.push import Push
 from baton.kvtransfer.sending import Batch
 from baton.kvtransfer.transports.link_store import may_have_gpu
-from baton.kvtransfer.transports.transport import LinkHandler, LinkLost, ServiceContext, Transport
+from baton.kvtransfer.transports.transport import (
+    LinkLost,
+    ServiceContext,
+    Transport,
+    TransportHandler,
+)
 from baton.v1 import kv_transfer_pb2 as pb
 
 if TYPE_CHECKING:
@@ -42,7 +47,7 @@ class ProcessGroupTransport(Transport):
         if (reason := process_group.unusable_reason(cast("Backend", self.name))) is not None:
             raise TransferError(reason)
 
-    def serve(self, server: grpc.aio.Server, handler: LinkHandler) -> None:
+    def serve(self, server: grpc.aio.Server, handler: TransportHandler) -> None:
         from baton.kvtransfer.transports.links import Links
 
         def make() -> Links:
@@ -75,9 +80,10 @@ class ProcessGroupTransport(Transport):
     async def send(self, push: Push, batch: Batch) -> None:
         await self._served().send(batch.link_id, batch.frames)
 
-    def accept(self, stream: int, offer: pb.TransportOffer) -> None:
+    def accept(self, stream: int, offer: pb.TransportOffer) -> int:
         if not self._served().has_incoming(offer.link_id):
             raise LinkLost("the link is over")
+        return 0
 
     def _served(self) -> Links:
         if self._links is None:

@@ -11,9 +11,8 @@ from collections import OrderedDict
 from collections.abc import Container, Sequence
 
 from baton.kvtransfer.errors import MalformedFrame, TransferError
-from baton.kvtransfer.frames import Frame
 from baton.kvtransfer.push import Push
-from baton.kvtransfer.receiving import Choice
+from baton.kvtransfer.receiving import Choice, Pull
 from baton.kvtransfer.sending import Batch, Outgoing, OutgoingBlocks
 from baton.kvtransfer.transports.transport import Transport
 from baton.runtime.kv_transports import UNNAMED_TRANSPORT
@@ -78,11 +77,14 @@ class Negotiator:
             return
         # The reasons are those of the offer: by now the transport may be usable.
         withheld = self._withheld.get(target, {})
+        better = self._names[: self._names.index(reply.transport)]
         reasons = [
             f"{name}: {withheld[name]}"
-            for name in self._names[: self._names.index(reply.transport)]
+            for name in better
             if name not in offered and name in withheld
         ]
+        for name in better:
+            self._transports[name].passed_over()
         if reply.transport_reason:
             reasons.append(reply.transport_reason)
         self._peers.pop(target, None)
@@ -128,33 +130,40 @@ class Negotiator:
         problems = []
         for offer in opened.offers or [pb.TransportOffer(name=UNNAMED_TRANSPORT)]:
             try:
-                self._accept(stream, offer)
+                source_bytes = self._accept(stream, offer)
             except TransferError as error:
                 problems.append(f"{offer.name}: {error}")
             else:
-                return Choice(offer.name, "; ".join(problems), offer.link_id)
+                return Choice(offer.name, "; ".join(problems), offer.link_id, source_bytes)
         raise MalformedFrame(
             f"none of the offered transports can be used: {'; '.join(problems)}",
             pb.REFUSAL_REASON_TRANSPORT,
         )
 
-    def resolve(self, stream: int, frame: Frame, num_bytes: int) -> Frame:
-        """Returns the data frame that a reference frame stands for. Raises MalformedFrame."""
-        if (transport := self._accepted.get(stream)) is None:
-            raise MalformedFrame("a reference on a stream that has not chosen a transport")
-        return transport.resolve(stream, frame, num_bytes)
+    def pull(self, pull: Pull) -> None:
+        """Begins a pull by the transport that was accepted for its push."""
+        self._accepted[pull.stream].pull(pull)
 
     def end(self, stream: int) -> None:
         """Releases the resources that a transport holds for an incoming push. Idempotent."""
         if (transport := self._accepted.pop(stream, None)) is not None:
             transport.end(stream)
 
-    def _accept(self, stream: int, offer: pb.TransportOffer) -> None:
-        """Raises TransferError when an offer cannot be accepted; says why."""
+    def _accept(self, stream: int, offer: pb.TransportOffer) -> int:
+        """Returns the size of the memory that references may name (Transport.accept).
+
+        Raises TransferError when an offer cannot be accepted; says why.
+        """
         if (transport := self._transports.get(offer.name)) is None:
             raise TransferError(f"not among the receiver's kv_transfer.transports {self._names}")
-        transport.accept(stream, offer)
+        source_bytes = transport.accept(stream, offer)
         self._accepted[stream] = transport
+        return source_bytes
+
+    async def started(self) -> None:
+        """Waits until every transport is as ready as it can be without other services."""
+        for transport in self._transports.values():
+            await transport.started()
 
     async def close(self) -> None:
         """Closes every transport."""

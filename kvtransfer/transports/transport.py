@@ -5,6 +5,10 @@ and the open carries the offers. The receiver calls `accept` with each offer, be
 succeeds. The sender then turns each run of blocks into a frame (`frame`) and sends batches of
 frames (`send`). Frames reach the receiver through the handoff's push (push.py) or through a link.
 
+A transport may let its frames be references: they say where the blocks are in the sender's memory,
+and the receiver's transport reads them from there (`pull`). The sender never writes to the
+receiver's memory: no transport can stop a remote write that is late.
+
 A link is a connection that a transport itself keeps between two services. It carries frames of many
 handoffs beside their pushes, and an offer names it by `link_id`.
 
@@ -14,15 +18,16 @@ To add a transport, write a module with a subclass and name the class in runtime
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 import grpc
 
-from baton.kvtransfer.errors import MalformedFrame, TransferError
+from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.frames import Frame
 from baton.kvtransfer.push import Push
+from baton.kvtransfer.receiving import Pull
 from baton.kvtransfer.sending import Batch, Outgoing, OutgoingBlocks
 from baton.runtime.dial import PLAIN, Dial
 from baton.runtime.kv_transfer_config import KvTransferConfig
@@ -35,8 +40,25 @@ class LinkLost(TransferError):
     """A link has ended, or could not be made. The message says why."""
 
 
-class LinkHandler(Protocol):
-    """The transfer service, as transports with links call it."""
+@dataclass(frozen=True, slots=True)
+class EndedPull:
+    """A pull that has ended: nothing can write to its target any more.
+
+    Attributes:
+        serial: Number of the pull (receiving.Pull).
+        digest: XXH3-64 of the bytes in the target; None when the read failed.
+    """
+
+    serial: int
+    digest: int | None
+
+
+class TransportHandler(Protocol):
+    """The transfer service, as transports call it on its event loop."""
+
+    def pulls_ended(self, ended: Sequence[EndedPull]) -> None:
+        """Takes pulls that have ended. Each pull is told once."""
+        ...
 
     def fingerprint(self) -> pb.KvFingerprint | None:
         """Returns the fingerprint of this service's KV cache; None until the engine gives it."""
@@ -57,12 +79,14 @@ class ServiceContext:
 
     Attributes:
         segment_name: Name of the shared-memory segment that holds the service's staging.
+        memory: That segment.
         config: The `kv_transfer` section.
         dial: How other services are dialled.
         within_host: Whether bytes without TLS must not leave this host.
     """
 
     segment_name: str
+    memory: memoryview = field(default_factory=lambda: memoryview(b""))
     config: KvTransferConfig = field(default_factory=KvTransferConfig)
     dial: Dial = PLAIN
     within_host: bool = False
@@ -92,9 +116,16 @@ class Transport(ABC):
     def __init__(self, name: str, service: ServiceContext) -> None:
         self.name, self._service = name, service
 
-    def serve(self, server: grpc.aio.Server, handler: LinkHandler) -> None:
+    def serve(self, server: grpc.aio.Server, handler: TransportHandler) -> None:
         """Adds the transport's methods to the gRPC port. Called once, before the port serves."""
         del server, handler
+
+    async def started(self) -> None:
+        """Waits until the transport can be offered and accepted, if that needs time and no peer.
+
+        Called once, after `serve` and before other services are answered.
+        """
+        return
 
     async def close(self) -> None:
         """Ends everything and waits until no payload is read any more. Idempotent."""
@@ -114,6 +145,10 @@ class Transport(ABC):
         """Waits until `offer` has its final answer for this address."""
         del target
 
+    def passed_over(self) -> None:
+        """Called when a receiver took a worse transport than this one for a handoff."""
+        return
+
     def frame(self, blocks: OutgoingBlocks) -> Outgoing:
         """Returns the frame that carries a run of blocks: a data frame with its bytes."""
         return blocks.data_frame()
@@ -123,39 +158,38 @@ class Transport(ABC):
 
         Raises:
             PushLost: The handoff's push has ended.
-            LinkLost: The link has ended; LinkHandler.link_lost is called as well.
+            LinkLost: The link has ended; TransportHandler.link_lost is called as well.
         """
         await push.send(batch.frames)
 
     # ---- Receiving.
 
     @abstractmethod
-    def accept(self, stream: int, offer: pb.TransportOffer) -> None:
+    def accept(self, stream: int, offer: pb.TransportOffer) -> int:
         """Accepts an offer for the epoch that a push carries.
 
         Args:
             stream: Number of the incoming push.
             offer: Offer with this transport's name.
 
+        Returns:
+            The size in bytes of the sender's memory that references may name; 0 if this transport
+            has no references.
+
         Raises:
             TransferError: The offer cannot be accepted; says why.
         """
 
-    def resolve(self, stream: int, frame: Frame, num_bytes: int) -> Frame:
-        """Returns the data frame that a reference frame stands for.
+    def pull(self, pull: Pull) -> None:
+        """Begins to read what a reference names; `TransportHandler.pulls_ended` tells the end.
 
-        Args:
-            stream: Number of the push that carried the reference.
-            frame: The reference.
-            num_bytes: Size of the blocks in bytes.
-
-        Raises:
-            MalformedFrame: This transport has no references, or the reference is wrong.
+        Called only for a push that this transport has accepted with a size, and with a range inside
+        that size. May not wait.
         """
-        raise MalformedFrame("a reference on a stream that has not chosen shared memory")
+        raise AssertionError(f"{self.name} has no references")
 
     def end(self, stream: int) -> None:
-        """Releases the resources that `accept` took for a push. Idempotent."""
+        """Releases what `accept` took for a push, once its pulls have ended. Idempotent."""
         del stream
 
 
@@ -175,5 +209,5 @@ class UnavailableTransport(Transport):
     def offer(self, target: str) -> pb.TransportOffer:
         raise TransferError(self._reason)
 
-    def accept(self, stream: int, offer: pb.TransportOffer) -> None:
+    def accept(self, stream: int, offer: pb.TransportOffer) -> int:
         raise TransferError(self._reason)

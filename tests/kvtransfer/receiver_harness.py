@@ -15,6 +15,7 @@ from baton.kvtransfer.receiving import (
     ReceiverLimits,
     ReceiveState,
     Reply,
+    Stuck,
 )
 from baton.kvtransfer.service.receiver import Receiver
 from baton.v1 import kv_transfer_pb2 as pb
@@ -41,7 +42,7 @@ def truth(handoff_id: bytes, epoch: int, num_blocks: int) -> bytes:
     return generator.randbytes(LAYOUT.handoff_bytes(num_blocks))
 
 
-def open_message(handoff_id, epoch, num_blocks, *, layout=LAYOUT, wait_ms=2000) -> bytes:
+def open_message(handoff_id, epoch, num_blocks, *, layout=LAYOUT, wait_ms=2000, offers=()) -> bytes:
     return frames.encode_open(
         pb.PushOpen(
             handoff_id=handoff_id,
@@ -50,6 +51,7 @@ def open_message(handoff_id, epoch, num_blocks, *, layout=LAYOUT, wait_ms=2000) 
             num_blocks=num_blocks,
             num_tokens=num_blocks * layout.block_size_tokens,
             wait_ms=wait_ms,
+            offers=offers,
         )
     )
 
@@ -84,12 +86,13 @@ def honest_messages(handoff_id, epoch, num_blocks) -> tuple[list[bytes], list[by
 class Harness:
     """A receiver with its memory; tests deliver messages to it."""
 
-    def __init__(self, limits=LIMITS):
+    def __init__(self, limits=LIMITS, transports=("grpc",)):
         self.memory = memoryview(bytearray(ARENA_BYTES))
-        choose = named("grpc").choose
+        choose = named(*transports).choose
         self.receiver = Receiver(Arena(0, ARENA_BYTES), self.memory, limits, choose)
         self.receiver.configure(LAYOUT)
         self.now = 0.0
+        self.stuck = ""
         self.states: dict[bytes, ReceiveState] = {}
         # Epoch for which each handoff last got its staging.
         self.opened: dict[bytes, int] = {}
@@ -110,6 +113,8 @@ class Harness:
                 if before is not None:
                     assert effect.state in TRANSITIONS[before], (before, effect)
                 self.states[effect.handoff_id] = effect.state
+            elif isinstance(effect, Stuck):
+                self.stuck = effect.detail
             elif effect.kind == pb.PushReply.KIND_OPENED:
                 self.opened[effect.handoff_id] = effect.epoch
         return [effect for effect in effects if isinstance(effect, Reply)]

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from simulated_streams import Link, Socket, Stream, joined, truth
-from simulated_transports import simulated
+from simulated_transports import SimulatedPuller, simulated
 
 from baton.kvtransfer import frames, receiving
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
-from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.receiving import Grant, ReceiverLimits, ReceiveState
 from baton.kvtransfer.sending import Outgoing
 from baton.kvtransfer.service.receiver import Receiver
@@ -43,6 +42,7 @@ class Decode:
         self.memory = memoryview(bytearray(world.layout.handoff_bytes(RECEIVE_BLOCKS)))
         arena = Arena(0, len(self.memory))
         self.negotiator = simulated(world, self, transports)
+        self.puller = SimulatedPuller(self.memory, self._pulled)
         self.receiver = Receiver(arena, self.memory, RECEIVER_LIMITS, self.negotiator.choose)
         self.receiver.configure(world.layout)
         self.states: dict[bytes, ReceiveState] = {}
@@ -157,13 +157,13 @@ class Decode:
         """Takes one message of a push."""
         try:
             for frame in frames.decode(message):
-                if frame.kind is FrameKind.REFERENCE:
-                    num_bytes = frame.num_blocks * self._block_bytes
-                    frame = self.negotiator.resolve(stream.number, frame, num_bytes)
                 self.carry_out(self.receiver.handle_frame(stream.number, frame, self.world.now))
         except MalformedFrame as error:
             self.carry_out(self.receiver.handle_malformed(stream.number, error, self.world.now))
             self._end_unless_served(stream)
+
+    def _pulled(self, serial: int, digest: int | None) -> None:
+        self.carry_out(self.receiver.handle_pulled(serial, digest, self.world.now))
 
     def take_from(self, link: Link, batch: Sequence[Outgoing] | bytes) -> None:
         """Takes one batch of a link; a link with malformed frames is lost."""
@@ -188,6 +188,12 @@ class Decode:
                 self.states[effect.handoff_id] = effect.state
                 if effect.state is ReceiveState.COMMITTED:
                     self.world.committed.add((effect.handoff_id, effect.epoch))
+                continue
+            if isinstance(effect, receiving.Stuck):
+                # The service would end; going on is harder.
+                continue
+            if isinstance(effect, receiving.Pull):
+                self.negotiator.pull(effect)
                 continue
             stream = self.world.stream(effect.stream)
             if stream is None or stream.ending:

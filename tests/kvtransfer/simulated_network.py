@@ -88,7 +88,7 @@ class World:
     # ---- What happens next.
 
     def steps(self) -> list[Callable[[], None]]:
-        """Returns every step that may happen next: deliveries, sends, and lost links."""
+        """Returns every step that may happen next: deliveries, sends, reads, and lost links."""
         self.streams = [
             each
             for each in self.streams
@@ -107,6 +107,8 @@ class World:
                 steps.append(functools.partial(self._along, link))
             elif link.untold:
                 steps.append(functools.partial(self._tell_loss, link))
+        for decode in self.decodes:
+            steps += decode.puller.steps()
         steps += [socket.deliver for socket in self.sockets if socket]
         return steps
 

@@ -5,12 +5,13 @@ Links and shared segments belong to the simulated World, which loses and alters 
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterable
+import functools
+from collections.abc import Callable, Coroutine, Iterable
 from typing import TYPE_CHECKING, Any
 
-from baton.kvtransfer.errors import MalformedFrame
-from baton.kvtransfer.frames import Frame
+from baton.kvtransfer import frames
 from baton.kvtransfer.push import Push
+from baton.kvtransfer.receiving import Pull
 from baton.kvtransfer.sending import Batch, Outgoing, OutgoingBlocks
 from baton.kvtransfer.transports.negotiation import Negotiator
 from baton.kvtransfer.transports.registry import transport_class
@@ -34,16 +35,81 @@ def run_now(coroutine: Coroutine[Any, Any, None]) -> None:
     raise AssertionError("the coroutine waits")
 
 
+class SimulatedPuller:
+    """Reads that are late, torn, reported twice, or stuck; each thing happens when a test says so.
+
+    Attributes:
+        under_way: Source and pull of each read that has not ended, by serial number.
+        stuck: Serial numbers of reads that do not end until `release`.
+        is_slow: Whether reads end only when a test asks for it.
+    """
+
+    def __init__(self, target: memoryview, on_ended: Callable[[int, int | None], None]) -> None:
+        self._target, self._on_ended = target, on_ended
+        self.under_way: dict[int, tuple[memoryview, Pull]] = {}
+        self.stuck: set[int] = set()
+        self.is_slow = False
+        self._last: tuple[int, int | None] | None = None
+
+    def start(self, source: memoryview, pull: Pull) -> None:
+        self.under_way[pull.serial] = source, pull
+
+    def steps(self) -> list[Callable[[], None]]:
+        """Returns the ends of all reads that are not stuck; they may happen in any order."""
+        if self.is_slow:
+            return []
+        return [
+            functools.partial(self.land, serial)
+            for serial in self.under_way
+            if serial not in self.stuck
+        ]
+
+    def land(self, serial: int) -> None:
+        if serial in self.under_way:
+            source, pull = self.under_way.pop(serial)
+            self._end(serial, self._write(source, pull, pull.num_bytes))
+
+    def tear(self, serial: int) -> None:
+        """Writes the first half of the bytes; the read goes on."""
+        source, pull = self.under_way[serial]
+        self._write(source, pull, pull.num_bytes // 2)
+
+    def fail(self, serial: int) -> None:
+        self.tear(serial)
+        del self.under_way[serial]
+        self._end(serial, None)
+
+    def repeat(self) -> None:
+        """Reports the latest end again."""
+        if self._last is not None:
+            self._on_ended(*self._last)
+
+    def release(self) -> None:
+        self.stuck.clear()
+
+    def _write(self, source: memoryview, pull: Pull, num_bytes: int) -> int:
+        target = self._target[pull.target : pull.target + num_bytes]
+        target[:] = source[pull.source : pull.source + num_bytes]
+        return frames.checksum(target)
+
+    def _end(self, serial: int, digest: int | None) -> None:
+        self.stuck.discard(serial)
+        self._last = serial, digest
+        self._on_ended(serial, digest)
+
+
 class SimulatedMemory(Transport):
     """Shared memory whose segments are the world's byte arrays.
 
     Args:
+        world: The world.
+        node: The worker; a decode worker has the puller.
         segment: Name of the sender's segment; empty at a receiver.
     """
 
-    def __init__(self, world: World, segment: str) -> None:
+    def __init__(self, world: World, node: Prefill | Decode, segment: str) -> None:
         super().__init__("shm", ServiceContext(segment))
-        self._world = world
+        self._world, self._node = world, node
         self._attached: dict[int, str] = {}
 
     def offer(self, target: str) -> pb.TransportOffer:
@@ -52,13 +118,13 @@ class SimulatedMemory(Transport):
     def frame(self, blocks: OutgoingBlocks) -> Outgoing:
         return blocks.reference()
 
-    def accept(self, stream: int, offer: pb.TransportOffer) -> None:
+    def accept(self, stream: int, offer: pb.TransportOffer) -> int:
         self._attached[stream] = offer.shm_segment
+        return len(self._world.segments[offer.shm_segment])
 
-    def resolve(self, stream: int, frame: Frame, num_bytes: int) -> Frame:
-        if stream not in self._attached:
-            raise MalformedFrame("a reference on a stream that has not chosen shared memory")
-        return frame.referenced(self._world.segments[self._attached[stream]], num_bytes)
+    def pull(self, pull: Pull) -> None:
+        source = self._world.segments[self._attached[pull.stream]]
+        self._node.puller.start(source, pull)
 
     def end(self, stream: int) -> None:
         self._attached.pop(stream, None)
@@ -81,9 +147,10 @@ class SimulatedLinks(Transport):
             raise LinkLost("lost")
         link.queue.append(batch.frames)
 
-    def accept(self, stream: int, offer: pb.TransportOffer) -> None:
+    def accept(self, stream: int, offer: pb.TransportOffer) -> int:
         if self._world.links[offer.link_id].is_lost:
             raise LinkLost("lost")
+        return 0
 
 
 class NamedTransport(Transport):
@@ -98,8 +165,8 @@ class NamedTransport(Transport):
     def frame(self, blocks: OutgoingBlocks) -> Outgoing:
         return blocks.reference() if self.name == "shm" else super().frame(blocks)
 
-    def accept(self, stream: int, offer: pb.TransportOffer) -> None:
-        return
+    def accept(self, stream: int, offer: pb.TransportOffer) -> int:
+        return 2**20 if self.name == "shm" else 0
 
 
 def named(*names: str) -> Negotiator:
@@ -114,7 +181,7 @@ def simulated(
     made: list[Transport] = []
     for name in names:
         if name == "shm":
-            made.append(SimulatedMemory(world, segment))
+            made.append(SimulatedMemory(world, node, segment))
         elif name == "link":
             made.append(SimulatedLinks(world, node))
         else:

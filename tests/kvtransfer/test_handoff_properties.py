@@ -31,7 +31,13 @@ from simulated_streams import Link, Stream, joined
 
 # Seconds that are enough for every timeout, one after the other.
 MAX_DRAIN_S = 100.0
-TRANSPORTS = [["grpc"], ["shm", "grpc"], ["link", "grpc"], ["link", "shm", "grpc"]]
+TRANSPORTS = [
+    ["shm", "grpc"],
+    ["shm", "grpc"],
+    ["grpc"],
+    ["link", "grpc"],
+    ["link", "shm", "grpc"],
+]
 DISORDERS = ["drop", "duplicate", "swap", "repeat later", "misroute"]
 KINDS = [FrameKind.OPEN, FrameKind.DATA, FrameKind.DATA, FrameKind.REFERENCE, FrameKind.COMMIT]
 PICKS = st.lists(st.integers(0, 9), min_size=1, max_size=12)
@@ -50,6 +56,7 @@ class HandoffMachine(RuleBasedStateMachine):
         batch_bytes=st.sampled_from([1, 1000, 2**20]),
         is_calm=st.sampled_from([False, False, True]),
         has_quick_sockets=st.booleans(),
+        has_slow_reads=st.booleans(),
         first=st.lists(st.tuples(*[st.integers(0, 1)] * 2, st.integers(1, 3), st.booleans())),
     )
     def starts(
@@ -61,9 +68,13 @@ class HandoffMachine(RuleBasedStateMachine):
         batch_bytes,
         is_calm,
         has_quick_sockets,
+        has_slow_reads,
         first,
     ):
-        """In a calm world there are no faults and no time passes, so every handoff must arrive."""
+        """In a calm world there are no faults and no time passes, so every handoff must arrive.
+
+        Slow reads end only in the rules about reads, and at the end.
+        """
         self.is_calm = is_calm
         self.world = World(
             num_shards,
@@ -73,6 +84,8 @@ class HandoffMachine(RuleBasedStateMachine):
             num_replicas,
             has_quick_sockets=has_quick_sockets,
         )
+        for decode in self.world.decodes:
+            decode.puller.is_slow = has_slow_reads
         self.sends: list[Send] = []
         self.ids = (number.to_bytes(16, "big") for number in itertools.count(1))
         for source, target, num_blocks, fills in first:
@@ -169,8 +182,11 @@ class HandoffMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 0.5, 1.0, 3.0, None]))
     def time_passes(self, seconds):
         """Advances the clock by some seconds, or to the next deadline."""
-        world = self.world
-        world.advance(world.next_deadline() if seconds is None else world.now + seconds)
+        world, deadline = self.world, self.world.next_deadline()
+        if seconds is not None:
+            world.advance(world.now + seconds)
+        elif deadline is not None:
+            world.advance(deadline)
 
     # ---- Faults.
 
@@ -207,6 +223,53 @@ class HandoffMachine(RuleBasedStateMachine):
         queue = data.draw(st.sampled_from(self.replies()))
         misplace(queue, data.draw(st.integers(0, num_messages(queue) - 1)), fault)
 
+    @rule(decode=st.integers(0, 1))
+    def reads_change_their_pace(self, decode):
+        puller = self.world.decodes[decode].puller
+        puller.is_slow = not puller.is_slow
+
+    @precondition(lambda self: self.under_way())
+    @rule(data=st.data(), event=st.sampled_from(["fails", "fails", "dropped", "cut", "late"]))
+    def reads_are_under_way_when(self, data, event):
+        """One of a handoff's reads fails, or the handoff ends, while its other reads go on."""
+        send = data.draw(st.sampled_from(self.under_way()))
+        puller = send.target.puller
+        puller.is_slow = True
+        send.source.fill_all(send)
+        self.world.settle()
+        if event == "fails" and puller.under_way:
+            puller.fail(data.draw(st.sampled_from(sorted(puller.under_way))))
+        elif event == "dropped":
+            send.wanted = False
+            send.target.drop(send.handoff_id)
+        elif event == "cut" and not self.is_calm:
+            for stream in self.world.streams:
+                if stream.attempt is send:
+                    stream.cut()
+        elif event == "late" and not self.is_calm:
+            self.time_passes(None)
+        self.world.settle()
+
+    @precondition(lambda self: self.pulls())
+    @rule(data=st.data())
+    def reads_end(self, data):
+        puller, serial = data.draw(st.sampled_from(self.pulls()))
+        puller.land(serial)
+
+    @precondition(lambda self: self.pulls())
+    @rule(data=st.data(), fault=st.sampled_from(["tear", "fail", "stick", "repeat"]))
+    def spoils_a_read(self, data, fault):
+        """A read fails, is seen half done, sticks until the end, or its end is reported twice."""
+        puller, serial = data.draw(st.sampled_from(self.pulls()))
+        if fault == "tear":
+            puller.tear(serial)
+        elif fault == "fail":
+            puller.fail(serial)
+        elif fault == "stick" and not self.is_calm:
+            puller.stuck.add(serial)
+        elif fault == "repeat":
+            puller.repeat()
+
     @precondition(lambda self: self.connections())
     @rule(data=st.data(), keep=st.tuples(st.integers(0, 3), st.integers(0, 1)), both=st.booleans())
     def breaks(self, data, keep, both):
@@ -236,6 +299,8 @@ class HandoffMachine(RuleBasedStateMachine):
     def teardown(self):
         if self.world is None:
             return
+        for decode in self.world.decodes:
+            decode.puller.is_slow = False
         self.goes_on_without_faults()
         if self.is_calm:
             # Half-received handoffs never block each other, and a lost link costs no handoff.
@@ -250,6 +315,13 @@ class HandoffMachine(RuleBasedStateMachine):
             before = deadline
             self.world.advance(max(deadline, self.world.now))
             self.goes_on_without_faults()
+        # Only reads that are stuck keep staging from its next user, for as long as they last.
+        for decode in self.world.decodes:
+            assert decode.receiver.num_live == 0
+            used = decode.receiver.arena_statistics().num_extents
+            assert (used > 0) == bool(decode.puller.under_way)
+            decode.puller.release()
+        self.world.settle()
         self.is_empty()
         for prefill, decode in itertools.product(self.world.prefills, self.world.decodes):
             send = prefill.open(next(self.ids), decode, RECEIVE_BLOCKS, 4.0)
@@ -332,6 +404,14 @@ class HandoffMachine(RuleBasedStateMachine):
             return links
         streams = [stream for stream in self.world.streams if not stream.is_cut]
         return (links + streams) * 2 + self.world.nodes
+
+    def pulls(self):
+        """Returns the reads of living receivers that have not ended."""
+        return [
+            (decode.puller, serial)
+            for decode in self.world.decodes
+            for serial in decode.puller.under_way
+        ]
 
     def under_way(self):
         return [send for send in self.sends if send.source.alive and not send.ended]

@@ -2,15 +2,13 @@
 
 import asyncio
 import contextlib
-from contextlib import asynccontextmanager
 
 import grpc
 import pytest
+from raw_sender import dialled
 
 from baton.kvtransfer import frames
-from baton.kvtransfer.frames import FrameKind, Totals
-from baton.kvtransfer.push import PUSH_METHOD
-from baton.runtime import rpc
+from baton.kvtransfer.frames import FrameKind
 from baton.v1 import kv_transfer_pb2 as pb
 
 OPENED, DONE, REFUSED = (
@@ -20,80 +18,11 @@ OPENED, DONE, REFUSED = (
 )
 
 
-class RawSender:
-    """One push, and the correct messages of one handoff, which the tests alter."""
-
-    def __init__(self, call, layout, handoff):
-        self.call, self.layout, self.handoff = call, layout, handoff
-
-    async def send(self, *messages):
-        for message in messages:
-            await self.call.write(message)
-
-    async def reply(self):
-        return await asyncio.wait_for(self.call.read(), 120)
-
-    def open(self, **changes):
-        message = pb.PushOpen(
-            handoff_id=self.handoff.handoff_id,
-            epoch=self.handoff.epoch,
-            fingerprint=self.layout.fingerprint(),
-            num_blocks=self.handoff.num_blocks,
-            num_tokens=self.handoff.num_tokens,
-            wait_ms=1000,
-        )
-        message.MergeFrom(pb.PushOpen(**changes))
-        return frames.encode_open(message)
-
-    def data(self):
-        """Yields one frame per rank and layer."""
-        handoff, layout = self.handoff, self.layout
-        size = handoff.num_blocks * layout.block_bytes
-        for rank in range(layout.tp_size):
-            for layer in range(layout.num_layers):
-                start = layout.offset(rank, layer, 0, handoff.num_blocks)
-                yield frames.encode(
-                    FrameKind.DATA, handoff.handoff_id, handoff.epoch,
-                    handoff.data[start : start + size],
-                    rank=rank, layer=layer, num_blocks=handoff.num_blocks,
-                )  # fmt: skip
-
-    def commits(self):
-        for rank in range(self.layout.tp_size):
-            totals = Totals()
-            for message in self.data():
-                (frame,) = frames.decode(message)
-                if frame.rank == rank:
-                    digest = frames.position_digest(
-                        rank, frame.layer, 0, frame.num_blocks, frame.checksum
-                    )
-                    totals = totals.plus(len(frame.payload), digest)
-            yield frames.encode(
-                FrameKind.COMMIT, self.handoff.handoff_id, self.handoff.epoch, totals.encode(),
-                rank=rank,
-            )  # fmt: skip
-
-
 @pytest.fixture
 async def receiver(start):
     # An interrupted handoff waits open_timeout_s for its next epoch. Another deadline would end it
     # much later.
     return await start(open_timeout_s=0.5, idle_timeout_s=1000)
-
-
-@asynccontextmanager
-async def dialled(receiver, layout, one):
-    """Opens a push for a handoff on a connection of its own."""
-    async with rpc.channel(
-        receiver.client.address, max_message_bytes=rpc.MAX_FRAME_BYTES
-    ) as channel:
-        call = channel.stream_stream(
-            PUSH_METHOD, request_serializer=None, response_deserializer=pb.PushReply.FromString
-        )()
-        try:
-            yield RawSender(call, layout, one)
-        finally:
-            call.cancel()
 
 
 @pytest.fixture

@@ -207,6 +207,8 @@ async def test_a_killed_sender_fails_its_handoffs_at_once(pair, handoff):
         await each.open(sender, receiver.client.address)
     done.fill(sender)
     await receiver.received(done.handoff_id, pb.HANDOFF_STATE_COMMITTED)
+    # The two handoffs have connections of their own.
+    await receiver.received(one.handoff_id, pb.HANDOFF_STATE_RECEIVING)
     one.fill(sender, [0])
     os.kill(sender.client.pid, signal.SIGKILL)
     state = await receiver.received(one.handoff_id, pb.HANDOFF_STATE_FAILED)

@@ -1,23 +1,27 @@
 """The transport that two real services take, the reason, and what happens when it fails."""
 
 import asyncio
-import gc
 import os
 import signal
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from simulated_transports import NamedTransport, named
 
 from baton.kvtransfer import frames
-from baton.kvtransfer.arena import Segment
+from baton.kvtransfer.arena import SEGMENT_PREFIX, Segment
 from baton.kvtransfer.control import filled_frame
-from baton.kvtransfer.errors import MalformedFrame, TransferError
-from baton.kvtransfer.frames import FrameKind
+from baton.kvtransfer.errors import TransferError
+from baton.kvtransfer.receiving import Pull
 from baton.kvtransfer.transports import nccl_transport, registry, shm_transport
 from baton.kvtransfer.transports.negotiation import Negotiator
-from baton.kvtransfer.transports.shm_transport import PeerSegments
-from baton.kvtransfer.transports.transport import LinkLost, ServiceContext, Transport
+from baton.kvtransfer.transports.transport import (
+    EndedPull,
+    LinkLost,
+    ServiceContext,
+    Transport,
+)
 from baton.runtime.kv_transports import TRANSPORTS
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -179,60 +183,46 @@ async def test_a_killed_senders_segment_is_unmapped(start, handoff):
             await asyncio.sleep(0.1)
 
 
-async def test_a_frame_in_a_cycle_keeps_no_segment_mapped(monkeypatch):
+async def test_a_peers_segment_is_unmapped_when_nothing_uses_it(monkeypatch):
+    """The push ends before its pull does."""
     monkeypatch.setattr(shm_transport, "IDLE_TIMEOUT_S", 0.0)
-    segment, peers = Segment.create(4096), PeerSegments()
-    peers.attach(1, segment.name)
-    whole = frames.encode_reference(
-        b"h" * 16, 1, 0, rank=0, layer=0, first_block=0, num_blocks=1, blocks_checksum=7
-    )  # fmt: skip
-    error = MalformedFrame("it was the last one")
-    error.frame, error.itself = peers.resolve(1, next(frames.decode(whole)), 4), error
-    del error
-    segment.close()
-    assert segment.name in maps(os.getpid())
-    gc.disable()
+    theirs, own, ended = Segment.create(4096), Segment.create(4096), asyncio.Event()
+    theirs.memory[8:12] = b"true"
+
+    class Handler:
+        pulls: ClassVar[list[EndedPull]] = []
+
+        def pulls_ended(self, pulls):
+            self.pulls += pulls
+            ended.set()
+
+    context = ServiceContext(own.name, own.memory)
+    (shm,) = registry.make(["shm"], context)
+    shm.serve(None, Handler())
+    await shm.started()
+    offer = shm.offer("")
     try:
-        peers.detach(1)
+        with pytest.raises(TransferError, match="must begin with"):
+            shm.accept(1, pb.TransportOffer(shm_domain=offer.shm_domain, shm_segment="../x"))
+        missing = f"{SEGMENT_PREFIX}0"
+        with pytest.raises(TransferError, match="No such file"):
+            shm.accept(1, pb.TransportOffer(shm_domain=offer.shm_domain, shm_segment=missing))
+        offer.shm_segment = theirs.name
+        assert [shm.accept(stream, offer) for stream in (1, 2)] == [4096, 4096]
+        theirs.close()
+        shm.end(1)
+        shm.pull(Pull(7, 2, 8, 100, 4))
+        shm.end(2)
+        assert theirs.name in maps(os.getpid())
+        await ended.wait()
+        assert Handler.pulls == [EndedPull(7, frames.checksum(b"true"))]
+        assert own.memory[99:105] == b"\0true\0"
         async with asyncio.timeout(120):
-            while segment.name in maps(os.getpid()):
+            while theirs.name in maps(os.getpid()):
                 await asyncio.sleep(0.01)
     finally:
-        gc.enable()
-
-
-async def test_references_stay_inside_the_senders_segment():
-    segment, peers = Segment.create(4096), PeerSegments()
-    segment.memory[:4] = b"true"
-    try:
-        peers.attach(1, segment.name)
-
-        def reference(offset):
-            return next(
-                frames.decode(
-                    frames.encode_reference(
-                        b"h" * 16, 1, offset, rank=0, layer=0, first_block=0, num_blocks=1,
-                        blocks_checksum=7,
-                    )
-                )
-            )  # fmt: skip
-
-        frame = peers.resolve(1, reference(0), 4)
-        assert (frame.kind, bytes(frame.payload), frame.checksum) == (FrameKind.DATA, b"true", 7)
-        with pytest.raises(TypeError):
-            frame.payload[0] = 0
-        del frame
-        for offset in (4093, 2**63, 2**64 - 1):
-            with pytest.raises(MalformedFrame, match="the sender's segment has 4096"):
-                peers.resolve(1, reference(offset), 4)
-        peers.detach(1)
-        with pytest.raises(MalformedFrame, match="has not chosen shared memory"):
-            peers.resolve(1, reference(0), 4)
-        with pytest.raises(TransferError):
-            peers.attach(2, "../etc/passwd")
-    finally:
-        peers.close()
-        segment.close()
+        await shm.close()
+        own.close()
 
 
 def test_memory_of_another_host_or_user_is_not_shared():

@@ -1,5 +1,6 @@
 """`baton check` with vLLM's own configuration code, without weights."""
 
+import importlib.util
 import json
 import os
 import select
@@ -97,8 +98,13 @@ def test_a_model_that_can_be_served_is_described_without_weights(told: Told) -> 
 
 def test_the_transports_of_this_host_are_measured(told: Told) -> None:
     by_name = {each["name"]: each for each in told.json("small")["transports"]}
-    assert [name for name, each in by_name.items() if each["configured"]] == ["shm", "grpc"]
-    for name in ("shm", "grpc"):
+    configured = [name for name, each in by_name.items() if each["configured"]]
+    assert configured == ["shm", "nixl", "grpc"]
+    has_nixl = importlib.util.find_spec("nixl") is not None
+    if not has_nixl:
+        assert by_name["nixl"]["note"].startswith("not usable here: not installed")
+        assert by_name["nixl"]["handoff_s"] is None
+    for name in ("shm", "nixl", "grpc") if has_nixl else ("shm", "grpc"):
         # The measured handoff has the size of the prompt's.
         moved = by_name[name]["bytes_per_s"] * by_name[name]["handoff_s"]
         assert moved == pytest.approx(told.json("small")["prompt_bytes"])

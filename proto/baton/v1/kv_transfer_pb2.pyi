@@ -354,8 +354,11 @@ class TransportOffer(_message.Message):
     SHM_DOMAIN_FIELD_NUMBER: _builtins.int
     SHM_SEGMENT_FIELD_NUMBER: _builtins.int
     LINK_ID_FIELD_NUMBER: _builtins.int
+    NIXL_AGENT_FIELD_NUMBER: _builtins.int
+    NIXL_ADDRESS_FIELD_NUMBER: _builtins.int
+    NIXL_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """"shm", "nccl", "gloo" or "grpc"."""
+    """"shm", "nixl", "nccl", "gloo" or "grpc"."""
     shm_domain: _builtins.str
     """shm: identity of the shared memory that the sender sees (machine, mount, user), and the segment
     that holds its staging.
@@ -363,6 +366,12 @@ class TransportOffer(_message.Message):
     shm_segment: _builtins.str
     link_id: _builtins.str
     """nccl, gloo: link that both ends have joined."""
+    nixl_agent: _builtins.bytes
+    """nixl: metadata of the sender's agent, and where its staging is in its memory. Without metadata
+    the agent is not running yet.
+    """
+    nixl_address: _builtins.int
+    nixl_bytes: _builtins.int
     def __init__(
         self,
         *,
@@ -370,10 +379,13 @@ class TransportOffer(_message.Message):
         shm_domain: _builtins.str = ...,
         shm_segment: _builtins.str = ...,
         link_id: _builtins.str = ...,
+        nixl_agent: _builtins.bytes = ...,
+        nixl_address: _builtins.int = ...,
+        nixl_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["link_id", b"link_id", "name", b"name", "shm_domain", b"shm_domain", "shm_segment", b"shm_segment"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["link_id", b"link_id", "name", b"name", "nixl_address", b"nixl_address", "nixl_agent", b"nixl_agent", "nixl_bytes", b"nixl_bytes", "shm_domain", b"shm_domain", "shm_segment", b"shm_segment"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,295 @@
+"""NIXL between real services and processes of this host, over UCX: its own choice, and TCP."""
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from raw_sender import dialled
+
+from baton.kvtransfer import frames
+from baton.kvtransfer.control import filled_frame
+from baton.kvtransfer.frames import FrameKind
+from baton.v1 import kv_transfer_pb2 as pb
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is None, reason="nixl is not installed"
+)
+
+COMMITTED = pb.LocalSendState.STATE_COMMITTED
+OWNER = str(Path(__file__).parent / "nixl_owner.py")
+# Part of a core; an agent that spins takes nearly a whole one.
+IDLE_CORES = 0.3
+
+
+@pytest.fixture(params=["", "tcp"])
+def wire(request, monkeypatch):
+    """Whether UCX chooses among its wires, or may use only TCP."""
+    if request.param:
+        monkeypatch.setenv("UCX_TLS", request.param)
+    return request.param
+
+
+@pytest.fixture
+def tcp(monkeypatch):
+    """With TCP, the process that owns the memory takes part in each read."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+def loads_nixl(worker):
+    return "nixl" in Path(f"/proc/{worker.client.pid}/maps").read_text()
+
+
+async def hand_over(sender, receiver, one):
+    await one.open(sender, receiver.client.address)
+    one.fill(sender)
+    sent = await sender.sent(one.handoff_id)
+    assert sent.state == COMMITTED, sent
+    await receiver.received(one.handoff_id, pb.HANDOFF_STATE_COMMITTED)
+    assert one.load(receiver) == one.data
+    return sent
+
+
+async def test_nixl_carries_handoffs_of_every_size(wire, start, handoff):
+    sender, receiver = await asyncio.gather(*(start(transports=["nixl"]) for _ in range(2)))
+    for num_blocks in (1, 16, 7):
+        sent = await hand_over(sender, receiver, handoff(num_blocks))
+        assert (sent.transport, sent.num_fallbacks) == ("nixl", 0)
+    assert loads_nixl(sender)
+    many = [handoff(3) for _ in range(5)]
+    for one in many:
+        await one.open(sender, receiver.client.address)
+    for one in many:
+        one.fill(sender)
+    for one in many:
+        await receiver.received(one.handoff_id, pb.HANDOFF_STATE_COMMITTED)
+        assert one.load(receiver) == one.data
+    (peer,) = (await sender.empty()).peers
+    assert (peer.transport, peer.reason) == ("nixl", "")
+    (moved,) = (await receiver.empty()).transports
+    assert moved.name == "nixl"
+
+
+async def test_agents_start_when_shared_memory_could_not_be_used(start, handoff):
+    sender, receiver = await asyncio.gather(
+        start(transports=["shm", "nixl", "grpc"]), start(transports=["nixl", "grpc"])
+    )
+    sent = await hand_over(sender, receiver, handoff(2))
+    assert sent.transport == "grpc"
+    (peer,) = (await sender.empty()).peers
+    assert "nixl: is starting" in peer.reason
+    async with asyncio.timeout(120):
+        while sent.transport != "nixl":
+            sent = await hand_over(sender, receiver, handoff(2))
+    (peer,) = (await sender.empty()).peers
+    assert peer.reason.startswith("shm: not among the receiver's")
+    assert "nixl" not in peer.reason.partition("(")[0]
+
+
+async def test_a_pair_with_shared_memory_starts_no_agent(start, handoff):
+    sender, receiver = await asyncio.gather(start(), start())
+    sent = await hand_over(sender, receiver, handoff(2))
+    assert sent.transport == "shm"
+    assert not any(loads_nixl(worker) for worker in (sender, receiver))
+
+
+async def test_bytes_that_are_not_the_announced_ones_are_refused(start, handoff):
+    sender, receiver = await asyncio.gather(*(start(transports=["nixl", "grpc"]) for _ in range(2)))
+    one = handoff(8)
+    await one.open(sender, receiver.client.address)
+    one.fill(sender, [0, 1, 2], [0])
+    sender.port.send_frames(
+        [
+            filled_frame(one.handoff_id, 1, layer, 0, 8, b"other", last=layer == 2)
+            for layer in range(3)
+        ]
+    )
+    sent = await sender.sent(one.handoff_id)
+    assert (sent.reason, sent.num_fallbacks) == (pb.REFUSAL_REASON_CHECKSUM, 1)
+    await asyncio.gather(sender.empty(), receiver.empty())
+
+
+async def test_a_killed_sender_fails_only_its_handoffs(wire, start, handoff):
+    sender, receiver, other = await asyncio.gather(*(start(transports=["nixl"]) for _ in range(3)))
+    await hand_over(sender, receiver, handoff(4))
+    one = handoff(8)
+    await one.open(sender, receiver.client.address)
+    one.fill(sender, [0])
+    await receiver.received(one.handoff_id, pb.HANDOFF_STATE_RECEIVING)
+    os.kill(sender.client.pid, signal.SIGKILL)
+    await receiver.received(one.handoff_id, pb.HANDOFF_STATE_FAILED)
+    await receiver.empty()
+    await hand_over(other, receiver, handoff(4))
+
+
+async def test_an_idle_agent_does_not_spin(start, handoff):
+    sender, receiver = await asyncio.gather(*(start(transports=["nixl"]) for _ in range(2)))
+    await hand_over(sender, receiver, handoff(4))
+    for worker in (sender, receiver):
+        process, started = psutil.Process(worker.client.pid), time.monotonic()
+        before = process.cpu_times()
+        await asyncio.sleep(2.0)
+        after, wall_s = process.cpu_times(), time.monotonic() - started
+        used_s = after.user + after.system - before.user - before.system
+        assert used_s / wall_s < IDLE_CORES
+
+
+# ---- Senders whose memory belongs to another process, which tests stop and kill.
+
+
+@dataclass
+class Owner:
+    """A process whose memory holds the bytes of a handoff."""
+
+    process: subprocess.Popen
+    offer: pb.TransportOffer
+
+    def signal(self, number):
+        self.process.send_signal(number)
+
+    def alter(self, offset):
+        """Writes a zero; returns when it is written."""
+        self.process.stdin.write(f"{offset}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == f"{offset}\n"
+
+
+@contextmanager
+def owner_of(data, path):
+    path.write_bytes(data)
+    process = subprocess.Popen(
+        [sys.executable, OWNER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        metadata, address, size = json.loads(process.stdout.readline())
+        path.unlink()
+        offer = pb.TransportOffer(
+            name="nixl",
+            nixl_agent=bytes.fromhex(metadata),
+            nixl_address=address,
+            nixl_bytes=size,
+        )
+        yield Owner(process, offer)
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+
+
+@pytest.fixture
+async def receiver(start, layout):
+    # Room for exactly two of the handoffs below.
+    size = layout.handoff_bytes(8)
+    return await start(transports=["nixl", "grpc"], receive_bytes=2 * size, open_timeout_s=2)
+
+
+@pytest.fixture
+def open_push(layout, tmp_path):
+    """Opens a handoff whose references name the memory of an owner, by NIXL."""
+
+    @asynccontextmanager
+    async def opened(receiver, one):
+        with owner_of(one.data, tmp_path / "memory") as owner:
+            async with dialled(receiver, layout, one) as raw:
+                await raw.send(raw.open(offers=[owner.offer]))
+                reply = await raw.reply()
+                assert (reply.kind, reply.transport) == (pb.PushReply.KIND_OPENED, "nixl")
+                yield owner, raw
+
+    return opened
+
+
+async def test_a_read_of_a_stopped_owner_keeps_its_extent_until_it_ends(
+    tcp, receiver, open_push, handoff, start, layout
+):
+    one, size = handoff(8), layout.handoff_bytes(8)
+    sender = await start(transports=["grpc"])
+    async with open_push(receiver, one) as (owner, raw):
+        owner.signal(signal.SIGSTOP)
+        abort = frames.encode(FrameKind.ABORT, one.handoff_id, one.epoch)
+        await raw.send(*raw.references(), *raw.commits(), abort)
+        assert (await raw.reply()).reason == pb.REFUSAL_REASON_CANCELLED
+        # The other half of staging is used again and again; this half is not.
+        for _ in range(3):
+            await hand_over(sender, receiver, handoff(8))
+        stats = await receiver.client.stats()
+        assert (stats.num_receives, stats.receive_bytes_used) == (0, size)
+        owner.signal(signal.SIGCONT)
+        await receiver.empty()
+    first, second = handoff(8), handoff(8)
+    for each in (first, second):
+        await each.open(sender, receiver.client.address)
+        each.fill(sender)
+    for each in (first, second):
+        await receiver.received(each.handoff_id, pb.HANDOFF_STATE_COMMITTED)
+        assert each.load(receiver) == each.data
+
+
+async def test_a_killed_owner_ends_the_reads_of_its_memory(tcp, receiver, open_push, handoff):
+    async with open_push(receiver, handoff(8)) as (owner, raw):
+        owner.signal(signal.SIGSTOP)
+        await raw.send(*raw.references(), *raw.commits())
+        owner.signal(signal.SIGKILL)
+        reply = await raw.reply()
+        assert reply.reason == pb.REFUSAL_REASON_TRANSPORT
+        assert "the sender's memory could not be read" in reply.detail
+    await receiver.empty()
+
+
+async def test_memory_that_changes_before_the_read_is_refused(wire, receiver, open_push, handoff):
+    one = handoff(8)
+    one.data = one.data[:-1] + b"\1"
+    async with open_push(receiver, one) as (owner, raw):
+        owner.alter(len(one.data) - 1)
+        await raw.send(*raw.references(), *raw.commits())
+        reply = await raw.reply()
+        assert reply.reason == pb.REFUSAL_REASON_CHECKSUM
+    await receiver.empty()
+
+
+@pytest.mark.parametrize("metadata", [b"not an agent", b"nixl" * 999])
+async def test_metadata_that_is_none_fails_one_handoff(receiver, layout, handoff, start, metadata):
+    one = handoff(8)
+    offer = pb.TransportOffer(name="nixl", nixl_agent=metadata, nixl_address=1, nixl_bytes=2**40)
+    async with dialled(receiver, layout, one) as raw:
+        await raw.send(raw.open(offers=[offer]))
+        assert (await raw.reply()).kind == pb.PushReply.KIND_OPENED
+        await raw.send(*raw.references())
+        assert (await raw.reply()).reason == pb.REFUSAL_REASON_TRANSPORT
+    await receiver.empty()
+    await hand_over(await start(transports=["nixl"]), receiver, handoff(8))
+
+
+async def test_reads_that_never_end_end_the_service(tcp, start, open_push, handoff, layout):
+    size = layout.handoff_bytes(8)
+    receiver = await start(
+        transports=["nixl"], receive_bytes=2 * size, idle_timeout_s=1, open_timeout_s=1
+    )
+    async with open_push(receiver, handoff(8)) as (owner, raw):
+        owner.signal(signal.SIGSTOP)
+        await raw.send(*raw.references())
+        reply = await raw.reply()
+        assert reply.reason == pb.REFUSAL_REASON_TRANSPORT
+        assert reply.detail == "reads of the sender's memory have not ended in time"
+        async with asyncio.timeout(120):
+            await receiver.client.gone.wait()
+    assert receiver.client._process.returncode == 0
+
+
+async def test_a_service_ends_while_a_read_is_under_way(tcp, receiver, open_push, handoff):
+    async with open_push(receiver, handoff(8)) as (owner, raw):
+        owner.signal(signal.SIGSTOP)
+        await raw.send(*raw.references(), *raw.commits())
+        await receiver.received(raw.handoff.handoff_id, pb.HANDOFF_STATE_RECEIVING)
+        await receiver.client.close()
+        assert receiver.client._process.returncode == 0
