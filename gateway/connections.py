@@ -43,23 +43,27 @@ class ChunkWriter:
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._flow, self._transport = cycle.flow, cycle.transport
 
-    def write(self, render: Callable[[T], bytes], value: T) -> bool:
-        """Renders and writes a part, unless the client reads too slowly or has left.
+    def pusher(self, render: Callable[[T], bytes]) -> Callable[[T], bool]:
+        """Returns a function that renders a value and writes it as a part of the response.
+
+        The function returns False, and renders nothing, if the client reads too slowly or has left:
+        ASGI's `send` waits until the client has read.
 
         Args:
-            render: Renders the part, which must not be empty.
-            value: Its argument.
-
-        Returns:
-            Whether the part was written. Otherwise nothing was rendered: ASGI's `send` waits until
-            the client has read.
+            render: Renders a part; nothing is written for an empty one.
         """
-        # With pipelined requests, uvicorn marks only the last cycle as disconnected.
-        if self._flow.write_paused or self._transport.is_closing():
-            return False
-        part = render(value)
-        self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
-        return True
+        flow, transport = self._flow, self._transport
+        is_closing, write = transport.is_closing, transport.write
+
+        def push(value: T) -> bool:
+            # With pipelined requests, uvicorn marks only the last cycle as disconnected.
+            if flow.write_paused or is_closing():
+                return False
+            if part := render(value):
+                write(b"%x\r\n%b\r\n" % (len(part), part))
+            return True
+
+        return push
 
 
 def protocol_factory(

@@ -196,6 +196,8 @@ class Exchange:
         if self._route.path in _CHATS:
             chat = body_parser.parse_body(body, request_bodies.ChatBody)
             request = parsed_request.from_chat_body(chat, self._set_request_id(chat), self._headers)
+            # The first event of a streamed message has the prompt's tokens.
+            request = replace(request, initial_usage=self._route.path == MESSAGES)
         else:
             completion = body_parser.parse_body(body, request_bodies.CompletionBody)
             request = parsed_request.from_completion_body(
@@ -345,7 +347,7 @@ class Exchange:
                 return finished
             if writer is not None:
                 # The response has begun: later chunks need no task to be written.
-                stream.push_to(partial(writer.write, partial(_chunk, chunks, latency)))
+                stream.push_to(writer.pusher(partial(_chunk, chunks, latency)))
                 writer = None
         raise _incomplete_stream()
 
