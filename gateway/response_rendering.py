@@ -154,6 +154,14 @@ class ChunkRenderer:
         self._plain_end = f'{self._closed},"logprobs":null,"finish_reason":null}}'
         self._num_chars = 0
 
+    @property
+    def plain_parts(self) -> tuple[str, str]:
+        """The parts of a chunk before and after the quoted text, if deltas are plain.
+
+        Only the first and the last chunk have other parts.
+        """
+        return self._next_start, f"{self._plain_end}{self._next_close}"
+
     def render(self, tokens: Tokens | None, finished: Finished | None) -> bytes:
         """Renders one event with tokens, the end, or both; b"" if there is nothing to send yet."""
         if self.request.only_prompt:
