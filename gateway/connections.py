@@ -119,6 +119,7 @@ class Connection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
+        self._body_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -142,7 +143,8 @@ class Connection(HttpToolsProtocol):
         self._stats.num_connections = len(self.connections)
         self._waiting.pop(self, None)
         self._unset_keepalive_if_required()
-        for timer in (self._head_timer, self._reader_timer, self._linger_timer):
+        timers = self._head_timer, self._reader_timer, self._linger_timer, self._body_timer
+        for timer in timers:
             if timer is not None:
                 timer.cancel()
 
@@ -199,12 +201,21 @@ class Connection(HttpToolsProtocol):
             return
         self._in_head = True
         self._waiting.pop(self, None)
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self._answering and not self.transport.is_closing():
             self._waiting[self] = None
+            if not self._in_head:
+                # The answer did not need the rest of the body. uvicorn would wait for it without
+                # end, because each part of it stops the keep-alive timeout.
+                self._body_timer = self.loop.call_later(
+                    self._limits.read_timeout_s, self.transport.close
+                )
 
     def pause_writing(self) -> None:
         super().pause_writing()

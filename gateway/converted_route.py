@@ -158,14 +158,13 @@ class ConvertedRoute:
 
 def error_response(dialect: Dialect, problem: HttpError, request_id: str = "") -> Response:
     """Returns a response in the form of a dialect for an error."""
-    response = Response(
+    kind = body_reader.response_class(problem.status)
+    response = kind(
         dialect.error_body(problem.status, problem.fields(), request_id),
         problem.status,
         media_type="application/json",
     )
     response.raw_headers += problem.headers()
-    if problem.status in body_reader.UNREAD_BODY_STATUSES:
-        response.headers["connection"] = "close"
     return response
 
 
