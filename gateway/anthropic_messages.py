@@ -5,6 +5,7 @@ Source: vllm/entrypoints/anthropic/serving.py; https://docs.anthropic.com/en/api
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import types
@@ -138,8 +139,9 @@ class _StreamConverter:
     def close(self) -> None:
         """Ends the converter; idempotent."""
         if self._next is not None:
-            with contextlib.suppress(GeneratorExit, StopAsyncIteration):
-                self._next.throw(GeneratorExit)
+            # As in a cancelled task. Python does not pass GeneratorExit on to `_taken`.
+            with contextlib.suppress(asyncio.CancelledError):
+                self._next.throw(asyncio.CancelledError)
             self._next = None
 
     async def _taken(self) -> AsyncIterator[str]:

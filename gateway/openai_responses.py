@@ -11,15 +11,11 @@ from json.encoder import encode_basestring_ascii as quoted
 from types import SimpleNamespace
 from typing import Any
 
-from openai.types.responses import ResponseIncompleteEvent
 from vllm.entrypoints.generate.base.protocol import DeltaMessage, FunctionCall
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.openai.responses.protocol import (
     InputTokensDetails,
     OutputTokensDetails,
-    ResponseCompletedEvent,
-    ResponseCreatedEvent,
-    ResponseInProgressEvent,
     ResponsesRequest,
     ResponsesResponse,
     ResponseUsage,
@@ -193,8 +189,8 @@ class ResponseConversion:
         self._head = chunk
         begun = self._response(chunk["model"], chunk["created"], [], "in_progress")
         return [
-            self._about(ResponseCreatedEvent, "response.created", begun),
-            self._about(ResponseInProgressEvent, "response.in_progress", begun),
+            self._about("response.created", begun),
+            self._about("response.in_progress", begun),
         ]
 
     def _last_events(self) -> str:
@@ -202,10 +198,9 @@ class ResponseConversion:
         model, created = self._head["model"], self._head["created"]
         items = self._processor.output_items
         found = self._finished(model, created, items, self._reason, self._usage)
-        done, name = ResponseCompletedEvent, "response.completed"
-        if found.status == "incomplete":
-            done, name = ResponseIncompleteEvent, "response.incomplete"
-        return "".join([*events, self._about(done, name, found)])
+        is_whole = found.status != "incomplete"
+        kind = "response.completed" if is_whole else "response.incomplete"
+        return "".join([*events, self._about(kind, found)])
 
     def _split(self, event: Any) -> None:
         """Splits the event of a plain chunk at its text, for the plain chunks that follow."""
@@ -225,11 +220,12 @@ class ResponseConversion:
             events = [*processor.close_current(), *processor.open(state, call)]
         return [*events, *processor.emit_delta(delta, None)]
 
-    def _about(self, kind: Any, name: str, response: ResponsesResponse) -> str:
+    def _about(self, kind: str, response: ResponsesResponse) -> str:
         """Renders an event that contains the whole response."""
-        # Not validated: vLLM's form differs from OpenAI's (_as_json).
-        event = kind.model_construct(type=name, sequence_number=-1, response=_as_json(response))
-        return self._event(event)
+        number, self._sequence_number = self._sequence_number, self._sequence_number + 1
+        # Without OpenAI's classes: vLLM's form of the response differs from OpenAI's (_as_json).
+        event = {"response": _as_json(response), "sequence_number": number, "type": kind}
+        return f"event: {kind}\ndata: {json.dumps(event)}\n\n"
 
     def _event(self, event: Any) -> str:
         if hasattr(event, "sequence_number"):

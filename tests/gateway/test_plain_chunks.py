@@ -1,5 +1,7 @@
 """Events of Messages and Responses that are rendered without vLLM's converters."""
 
+import asyncio
+import gc
 import json
 
 import pytest
@@ -55,7 +57,6 @@ async def test_messages_have_the_events_of_vllms_converter():
     body["messages"] = [{"role": "user", "content": "a"}]
     conversion = messages.MessageConversion(json.dumps(body).encode())
     found = parsed("".join(map(conversion.events, stream())))
-    conversion.close()
 
     async def chunks():
         start, *rest = stream()
@@ -66,6 +67,26 @@ async def test_messages_have_the_events_of_vllms_converter():
     converter = messages._CONVERTER.message_stream_converter(chunks())
     assert found == parsed("".join([event async for event in converter]))
     assert [one["type"] for one in found].count("content_block_delta") > 2 * (len(TEXTS) - 1)
+
+
+@pytest.mark.parametrize("num_chunks", [0, 1, 100])
+async def test_a_message_that_ends_early_or_late_leaves_nothing(num_chunks):
+    messages = pytest.importorskip("baton.gateway.anthropic_messages")
+    problems = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: problems.append(context))
+    body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "a"}]}
+    conversion = messages.MessageConversion(json.dumps(body).encode())
+    for one in list(stream())[:num_chunks]:
+        conversion.events(one)
+    conversion.close()
+    conversion.close()
+    del conversion
+    gc.collect()
+    for _ in range(5):
+        # Python closes lost generators in tasks, and reports tasks that failed.
+        await asyncio.sleep(0)
+    gc.collect()
+    assert problems == []
 
 
 def test_responses_have_all_texts_in_order():
