@@ -183,9 +183,7 @@ class RequestState:
         known += token_ids
         self._num_text_chars += len(text)
         self._num_losses_without_progress = 0
-        # Only the first delta after a submission has a revision, and the first one stays valid.
-        if not self._revision:
-            self._revision = delta.revision
+        self._revision = delta.revision or self._revision
 
     def deliver(self) -> None:
         """Delivers the events of a message to a waiting reader: forwards deltas, or wakes it.
