@@ -6,11 +6,47 @@ import asyncio
 import json
 import ssl
 import time
+from dataclasses import dataclass
+from typing import Any
 from urllib.parse import urlsplit
 
+from baton.bench.cost_answers import MODEL
 from baton.bench.cost_client import Seen, traceparent
 
-_TOKEN, _END = b" tok", b"0\r\n\r\n"
+_END = b"0\r\n\r\n"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HttpRoute:
+    """A route of the gateway.
+
+    Attributes:
+        path: Path of the route.
+        token: Bytes that a stream has once per token.
+        limit: Name of the field with the number of output tokens.
+        fields: Fields of the body with a text as prompt; None: the prompt is token IDs.
+    """
+
+    path: str
+    token: bytes
+    limit: str
+    fields: dict[str, Any] | None = None
+
+
+_TEXT = "What does the gateway cost?"
+COMPLETIONS = HttpRoute("/v1/completions", b'" tok"', "max_tokens")
+MESSAGES = HttpRoute(
+    "/v1/messages",
+    b'"text_delta"',
+    "max_tokens",
+    {"model": MODEL, "messages": [{"role": "user", "content": _TEXT}]},
+)
+RESPONSES = HttpRoute(
+    "/v1/responses",
+    b"event: response.output_text.delta",
+    "max_output_tokens",
+    {"model": MODEL, "input": _TEXT, "store": False},
+)
 
 
 class HttpClient:
@@ -18,9 +54,10 @@ class HttpClient:
 
     Args:
         url: URL of the gateway.
-        num_prompt_tokens: Prompt tokens of each request.
+        num_prompt_tokens: Prompt tokens of each request, if the route takes token IDs.
         num_tokens: Output tokens of each request.
         tls: None: no TLS.
+        route: Route of the requests.
         traced: Whether the requests carry a traceparent.
     """
 
@@ -31,9 +68,10 @@ class HttpClient:
         num_tokens: int,
         tls: ssl.SSLContext | None = None,
         *,
+        route: HttpRoute = COMPLETIONS,
         traced: bool = False,
     ) -> None:
-        self.seen, self._tls, self._traced = Seen(), tls, traced
+        self.seen, self._route, self._tls, self._traced = Seen(), route, tls, traced
         self._address = urlsplit(url)
         self._num_prompt_tokens, self._num_tokens = num_prompt_tokens, num_tokens
         self._connections: dict[int, tuple[asyncio.StreamReader, asyncio.StreamWriter]] = {}
@@ -46,14 +84,14 @@ class HttpClient:
         reader, writer = self._connections[slot]
         num_tokens, last_at = 0, time.perf_counter()
         writer.write(self._request(slot))
-        tail = b""
+        tail, token = b"", self._route.token
         while not tail.endswith(_END):
             data = await reader.read(2**16)
             if not data:
                 raise ConnectionError(f"closed after {num_tokens} tokens: {tail!r}")
             # A read may split the text of a token or the end marker, so the tail is kept.
-            found = (tail + data).count(_TOKEN) - tail.count(_TOKEN)
-            tail = (tail + data)[-8:]
+            found = (tail + data).count(token) - tail.count(token)
+            tail = (tail + data)[-max(len(token), len(_END)) :]
             if not found:
                 continue
             now = time.perf_counter()
@@ -69,18 +107,14 @@ class HttpClient:
             writer.close()
 
     def _request(self, slot: int) -> bytes:
-        prompt = [(slot * 31 + index * 17) % 50_000 for index in range(self._num_prompt_tokens)]
-        body = json.dumps(
-            {
-                "prompt": prompt,
-                "max_tokens": self._num_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-            }
-        )
+        fields = self._route.fields
+        if fields is None:
+            prompt = [(slot * 31 + index * 17) % 50_000 for index in range(self._num_prompt_tokens)]
+            fields = {"prompt": prompt, "ignore_eos": True}
+        rest = {self._route.limit: self._num_tokens, "temperature": 0, "stream": True}
+        body = json.dumps({**fields, **rest})
         head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: {self._address.netloc}\r\n"
+            f"POST {self._route.path} HTTP/1.1\r\nhost: {self._address.netloc}\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         )
         if self._traced:

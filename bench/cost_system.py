@@ -20,7 +20,7 @@ from baton.bench import systems
 from baton.bench.coordinator_cost import pinned, ready
 from baton.bench.cost_answers import MODEL
 from baton.bench.cost_client import Client, Seen, SessionClient
-from baton.bench.cost_http import HttpClient
+from baton.bench.cost_http import HttpClient, HttpRoute
 from baton.load import stats
 from baton.runtime import dev_certs
 from baton.runtime.dial import PLAIN, Dial
@@ -58,12 +58,17 @@ class System:
         """Process IDs of the gateway, the coordinator and the worker."""
         return self.gateway.popen.pid, self.coordinator.popen.pid, self.worker.popen.pid
 
-    def client(self, load: Load, *, http: bool, traced: bool) -> Client:
-        """Returns a client for HTTP or gRPC; `traced` requests carry a traceparent."""
-        if http:
+    def client(self, load: Load, *, route: HttpRoute | None, traced: bool) -> Client:
+        """Returns a client for a route, or for gRPC; `traced` requests carry a traceparent."""
+        if route is not None:
             context = ssl.create_default_context(cafile=self.ca_file) if self.ca_file else None
             return HttpClient(
-                self.url, load.num_prompt_tokens, load.num_tokens, context, traced=traced
+                self.url,
+                load.num_prompt_tokens,
+                load.num_tokens,
+                context,
+                route=route,
+                traced=traced,
             )
         dial = Dial(TlsFiles(self.ca_file)) if self.ca_file else PLAIN
         return SessionClient(

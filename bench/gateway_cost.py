@@ -22,6 +22,7 @@ import uvloop
 from baton.bench import interrupts
 from baton.bench.coordinator_cost import MAX_OTHERS, MAX_TRIES, SETTLE_S, progress
 from baton.bench.cost_client import Loop
+from baton.bench.cost_http import COMPLETIONS, MESSAGES, RESPONSES, HttpRoute
 from baton.bench.cost_system import Figures, Load, Meter, System, certificates, serving, spans_sink
 from baton.load import stats
 from baton.load.stats import Goal
@@ -38,7 +39,7 @@ class Arm:
     Attributes:
         system: Processes that serve: PLAIN, TLS (between all processes) or TRACING (spans are
             exported).
-        http: Whether requests go through the gateway; otherwise through a gRPC session.
+        route: Route of the gateway; None: requests go through a gRPC session.
         traced: Whether every request carries a sampled traceparent. Without it, TRACING uses tail
             sampling: the coordinator keeps the spans of failed requests, of the slowest requests,
             and of 1 % of the others.
@@ -46,19 +47,23 @@ class Arm:
 
     name: str
     system: str
-    http: bool = False
+    route: HttpRoute | None = None
     traced: bool = False
 
 
-GRPC, HTTP = Arm("gRPC session", PLAIN), Arm("HTTP, SSE", PLAIN, http=True)
-GRPC_TLS, HTTP_TLS = Arm("gRPC session, TLS", TLS), Arm("HTTP, SSE, TLS", TLS, http=True)
+GRPC, HTTP = Arm("gRPC session", PLAIN), Arm("HTTP, SSE", PLAIN, route=COMPLETIONS)
+GRPC_TLS, HTTP_TLS = Arm("gRPC session, TLS", TLS), Arm("HTTP, SSE, TLS", TLS, route=COMPLETIONS)
 GRPC_ALL = Arm("gRPC session, all traced", TRACING, traced=True)
 GRPC_TAIL = Arm("gRPC session, tail sampling", TRACING)
-HTTP_ALL = Arm("HTTP, SSE, all traced", TRACING, http=True, traced=True)
-ARMS = (GRPC, HTTP, GRPC_TLS, HTTP_TLS, GRPC_ALL, GRPC_TAIL, HTTP_ALL)
+HTTP_ALL = Arm("HTTP, SSE, all traced", TRACING, route=COMPLETIONS, traced=True)
+HTTP_MESSAGES = Arm("HTTP, Messages", PLAIN, route=MESSAGES)
+HTTP_RESPONSES = Arm("HTTP, Responses", PLAIN, route=RESPONSES)
+CONVERTED = (HTTP_MESSAGES, HTTP_RESPONSES)
+ARMS = (GRPC, HTTP, *CONVERTED, GRPC_TLS, HTTP_TLS, GRPC_ALL, GRPC_TAIL, HTTP_ALL)
 # Pairs of arms whose difference is an overhead: with and without the feature.
 OVERHEADS = (
     (HTTP, GRPC),
+    *((arm, HTTP) for arm in CONVERTED),
     (GRPC_TLS, GRPC),
     (HTTP_TLS, HTTP),
     (GRPC_ALL, GRPC),
@@ -164,9 +169,11 @@ class Bench:
         return {arm: stats.medians(figures) for arm, figures in runs.items()}
 
     async def _measure(self, arm: Arm, system: System, idle: list[int]) -> Figures:
-        client = system.client(self.load, http=arm.http, traced=arm.traced)
+        client = system.client(self.load, route=arm.route, traced=arm.traced)
         spread_s = self.load.step_ms / 1e3 * self.load.num_tokens
         try:
+            # The first request of a route imports what the route needs.
+            await client.request(0)
             async with Loop(client, self.load.num_requests, spread_s) as loop:
                 await loop.run(spread_s + SETTLE_S)
                 meter = Meter(client, system, idle)
@@ -180,7 +187,8 @@ def overheads(found: Mapping[Arm, Figures]) -> Iterator[Overhead]:
     for arm, base in OVERHEADS:
         if arm in found and base in found:
             what = f"{arm.name} / {base.name}"
-            yield Overhead.of(what, found[arm], found[base], gateways=arm.http and base.http)
+            gateways = arm.route is not None and base.route is not None
+            yield Overhead.of(what, found[arm], found[base], gateways=gateways)
 
 
 def goals(found: Mapping[Arm, Figures]) -> list[Goal]:
@@ -227,6 +235,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--itl-ms", type=float, default=20.0)
     parser.add_argument("--seconds", type=float, default=4.0, help="duration of each run")
     parser.add_argument("--repeats", type=int, default=3, help="runs per arm; prints medians")
+    parser.add_argument(
+        "--converted", action="store_true", help="also Messages and Responses; needs vLLM"
+    )
     parser.add_argument("--no-tls", dest="tls", action="store_false", help="skip TLS")
     parser.add_argument("--no-tracing", dest="tracing", action="store_false", help="skip tracing")
     parser.add_argument("--quick", action="store_true", help="one run of 2 s per arm")
@@ -248,7 +259,8 @@ def main() -> None:
         arguments.requests, arguments.prompt_tokens, arguments.output_tokens, arguments.itl_ms
     )
     wanted = {PLAIN, *([TLS] * arguments.tls), *([TRACING] * arguments.tracing)}
-    arms = tuple(arm for arm in ARMS if arm.system in wanted)
+    left_out = () if arguments.converted else CONVERTED
+    arms = tuple(arm for arm in ARMS if arm.system in wanted and arm not in left_out)
     bench = Bench({last}, load, arguments.seconds)
     found = uvloop.run(bench.run(arms, arguments.repeats))
     stats.save(as_json(found), arguments.json)

@@ -5,9 +5,14 @@ Source: vllm/entrypoints/anthropic/serving.py; https://docs.anthropic.com/en/api
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
-from collections.abc import AsyncIterator, Iterator
+import types
+from collections import deque
+from collections.abc import AsyncIterator, Generator, Iterator
 from itertools import zip_longest
+from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
 from vllm.entrypoints.anthropic.protocol import (
@@ -19,12 +24,16 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRespo
 
 from baton.gateway.body_parser import parse_as
 from baton.gateway.error_responses import HttpError
+from baton.gateway.plain_chunks import TEXT, PlainChunks, split_at_text
 
 # The conversions use no attribute of the instance, whose constructor needs an engine.
 _CONVERTER: Any = object.__new__(AnthropicServingMessages)
 # Fields of the converted request that the chat route does not have. A thinking budget is a hint:
 # models end their reasoning themselves.
 _LEFT_OUT = ("thinking_token_budget", "max_completion_tokens")
+# How an event with a part of a content block begins, and the fields of its delta with a text.
+_BLOCK_DELTA = "event: content_block_delta\ndata: "
+_TEXT_FIELDS = {"text_delta": "text", "thinking_delta": "thinking"}
 
 
 class MessageConversion:
@@ -43,10 +52,17 @@ class MessageConversion:
     def __init__(self, body: bytes) -> None:
         request = parse_as(body, AnthropicMessagesRequest)
         self.chat = _converted(request)
+        if request.stream:
+            # The chat route puts the prompt's tokens into the first chunk of a message.
+            self.chat["stream_options"] = {"include_usage": True}
         user = (request.metadata or {}).get("user_id")
         if isinstance(user, str) and user:
             # Claude Code names its session there. Its requests share a prefix.
             self.chat["prompt_cache_key"] = user
+        self._converter, self._begun = _StreamConverter(), False
+        # The chunks like the last one, and the parts of their events around the text.
+        self._plain: PlainChunks | None = None
+        self._start = self._end = ""
 
     def whole(self, response: bytes) -> bytes:
         """Converts a chat completion to a message."""
@@ -57,10 +73,88 @@ class MessageConversion:
         found |= {name: getattr(converted, name) for name in ("stop_reason", "stop_sequence")}
         return json.dumps(found).encode()
 
-    async def events(self, chunks: AsyncIterator[str]) -> AsyncIterator[bytes]:
-        """Converts the chunks of a streamed chat completion to the events of a message."""
-        async for event in _CONVERTER.message_stream_converter(_with_role_first(chunks)):
-            yield event.encode()
+    def events(self, chunk: str) -> str:
+        """Converts a chunk of a streamed chat completion to events of a message."""
+        plain = self._plain
+        if plain is not None and (text := plain.text(chunk)) is not None:
+            return f"{self._start}{quoted(text)}{self._end}"
+        events = []
+        if not self._begun:
+            self._begun = True
+            events += self._converter.convert(_with_only_a_role(chunk))
+        events += self._converter.convert(chunk)
+        self._plain = PlainChunks.like(chunk)
+        if self._plain is not None and not self._split(events[-1] if events else ""):
+            self._plain = None
+        return "".join(events)
+
+    def close(self) -> None:
+        """Ends the conversion; idempotent."""
+        self._converter.close()
+
+    def _split(self, event: str) -> bool:
+        """Splits the event of a plain chunk at its text, for the plain chunks that follow.
+
+        The converter keeps nothing of such an event, so it need not see those chunks.
+
+        Returns:
+            Whether the event has a text: the converter holds back a text after a tool call.
+        """
+        if not event.startswith(_BLOCK_DELTA):
+            return False
+        found = json.loads(event.removeprefix(_BLOCK_DELTA))
+        field = _TEXT_FIELDS.get(found["delta"]["type"])
+        if field is None:
+            return False
+        found["delta"][field] = TEXT
+        start, end = split_at_text(found)
+        self._start, self._end = f"{_BLOCK_DELTA}{start}", f"{end}\n\n"
+        return True
+
+
+class _StreamConverter:
+    """vLLM's converter of streamed chats, without a task: it waits for nothing but chunks."""
+
+    def __init__(self) -> None:
+        self._chunks: deque[str] = deque()
+        self._events: Any = _CONVERTER.message_stream_converter(self._taken())
+        # The next event, for which the converter waits; None: there is no further event.
+        self._next: Any = anext(self._events)
+
+    def convert(self, chunk: str) -> list[str]:
+        """Returns the events of a chunk."""
+        self._chunks.append(chunk)
+        events = list[str]()
+        while self._next is not None:
+            try:
+                self._next.send(None)
+                break
+            except StopIteration as event:
+                events.append(event.value)
+                self._next = anext(self._events)
+            except StopAsyncIteration:
+                self._next = None
+        return events
+
+    def close(self) -> None:
+        """Ends the converter; idempotent."""
+        if self._next is not None:
+            # As in a cancelled task. Python does not pass GeneratorExit on to `_taken`.
+            with contextlib.suppress(asyncio.CancelledError):
+                self._next.throw(asyncio.CancelledError)
+            self._next = None
+
+    async def _taken(self) -> AsyncIterator[str]:
+        while True:
+            while self._chunks:
+                yield self._chunks.popleft()
+            await _pause()
+
+
+@types.coroutine
+def _pause() -> Generator[None]:
+    """Returns to the caller of `send`."""
+    yield
 
 
 def tokenize_body(body: bytes) -> dict[str, Any]:
@@ -74,19 +168,12 @@ def tokenize_body(body: bytes) -> dict[str, Any]:
     return {name: chat[name] for name in wanted if name in chat}
 
 
-async def _with_role_first(chunks: AsyncIterator[str]) -> AsyncIterator[str]:
-    """Puts a chunk without content first: the converter makes the message's start from it."""
-    first = True
-    async for chunk in chunks:
-        if first:
-            first = False
-            start = json.loads(chunk.removeprefix("data: "))
-            for choice in start["choices"]:
-                choice["delta"], choice["finish_reason"] = {"role": "assistant"}, None
-            if start.get("usage"):
-                start["usage"] |= {"completion_tokens": 0}
-            yield f"data: {json.dumps(start)}\n\n"
-        yield chunk
+def _with_only_a_role(chunk: str) -> str:
+    """Returns the chunk without content: the converter makes the message's start from it."""
+    start = json.loads(chunk.removeprefix("data: "))
+    for choice in start["choices"]:
+        choice["delta"], choice["finish_reason"] = {"role": "assistant"}, None
+    return f"data: {json.dumps(start)}"
 
 
 def _converted(request: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> dict[str, Any]:

@@ -391,25 +391,9 @@ async def _fetch_overview(cell: Cell, authorization: str) -> dict[str, object]:
         return overview(view, await cell.watcher.requests(_MAX_LISTED))
 
 
-class _Unread(Response):
-    """An error response to a request whose body is not fully read; closes the connection."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": [*self.raw_headers, (b"connection", b"close")],
-            }
-        )
-        await send({"type": "http.response.body", "body": self.body, "more_body": True})
-        await body_reader.discard_body(receive)
-        await send({"type": "http.response.body", "body": b""})
-
-
 def _response(problem: HttpError, headers: Mapping[str, str] | None = None) -> Response:
     found = {name.decode(): value.decode() for name, value in problem.headers()}
-    kind = _Unread if problem.status in body_reader.UNREAD_BODY_STATUSES else Response
+    kind = body_reader.response_class(problem.status)
     return kind(
         problem.body(),
         problem.status,

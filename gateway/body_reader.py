@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 from collections.abc import Mapping
 
-from starlette.types import Receive
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from baton.gateway.connections import LINGER_S
 from baton.gateway.error_responses import HttpError
@@ -61,6 +62,27 @@ async def read_body(receive: Receive, headers: Mapping[str, str], config: HttpCo
         message = f"the request body was not complete within {timeout_s:g} s"
         raise HttpError(408, message, code="request_timeout") from None
     return b"".join(parts)
+
+
+class _UnreadBodyResponse(Response):
+    """An error response to a request whose body is not fully read; closes the connection."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": self.status_code,
+                "headers": [*self.raw_headers, (b"connection", b"close")],
+            }
+        )
+        await send({"type": "http.response.body", "body": self.body, "more_body": True})
+        await discard_body(receive)
+        await send({"type": "http.response.body", "body": b""})
+
+
+def response_class(status: int) -> type[Response]:
+    """Returns the class of an error response with this status."""
+    return _UnreadBodyResponse if status in UNREAD_BODY_STATUSES else Response
 
 
 async def discard_body(receive: Receive) -> None:

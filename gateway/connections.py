@@ -43,23 +43,27 @@ class ChunkWriter:
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._flow, self._transport = cycle.flow, cycle.transport
 
-    def write(self, render: Callable[[T], bytes], value: T) -> bool:
-        """Renders and writes a part, unless the client reads too slowly or has left.
+    def pusher(self, render: Callable[[T], bytes]) -> Callable[[T], bool]:
+        """Returns a function that renders a value and writes it as a part of the response.
+
+        The function returns False, and renders nothing, if the client reads too slowly or has left:
+        ASGI's `send` waits until the client has read.
 
         Args:
-            render: Renders the part, which must not be empty.
-            value: Its argument.
-
-        Returns:
-            Whether the part was written. Otherwise nothing was rendered: ASGI's `send` waits until
-            the client has read.
+            render: Renders a part; nothing is written for an empty one.
         """
-        # With pipelined requests, uvicorn marks only the last cycle as disconnected.
-        if self._flow.write_paused or self._transport.is_closing():
-            return False
-        part = render(value)
-        self._transport.write(b"%x\r\n%b\r\n" % (len(part), part))
-        return True
+        flow, transport = self._flow, self._transport
+        is_closing, write = transport.is_closing, transport.write
+
+        def push(value: T) -> bool:
+            # With pipelined requests, uvicorn marks only the last cycle as disconnected.
+            if flow.write_paused or is_closing():
+                return False
+            if part := render(value):
+                write(b"%x\r\n%b\r\n" % (len(part), part))
+            return True
+
+        return push
 
 
 def protocol_factory(
@@ -115,6 +119,7 @@ class Connection(HttpToolsProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._reader_timer: asyncio.TimerHandle | None = None
         self._linger_timer: asyncio.TimerHandle | None = None
+        self._body_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -138,7 +143,8 @@ class Connection(HttpToolsProtocol):
         self._stats.num_connections = len(self.connections)
         self._waiting.pop(self, None)
         self._unset_keepalive_if_required()
-        for timer in (self._head_timer, self._reader_timer, self._linger_timer):
+        timers = self._head_timer, self._reader_timer, self._linger_timer, self._body_timer
+        for timer in timers:
             if timer is not None:
                 timer.cancel()
 
@@ -195,12 +201,21 @@ class Connection(HttpToolsProtocol):
             return
         self._in_head = True
         self._waiting.pop(self, None)
+        if self._body_timer is not None:
+            self._body_timer.cancel()
+            self._body_timer = None
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if not self._answering and not self.transport.is_closing():
             self._waiting[self] = None
+            if not self._in_head:
+                # The answer did not need the rest of the body. uvicorn would wait for it without
+                # end, because each part of it stops the keep-alive timeout.
+                self._body_timer = self.loop.call_later(
+                    self._limits.read_timeout_s, self.transport.close
+                )
 
     def pause_writing(self) -> None:
         super().pause_writing()

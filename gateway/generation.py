@@ -6,9 +6,9 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from json.encoder import encode_basestring_ascii as quoted
 from typing import TYPE_CHECKING, TypeVar
 
 from google.rpc import code_pb2
@@ -196,6 +196,8 @@ class Exchange:
         if self._route.path in _CHATS:
             chat = body_parser.parse_body(body, request_bodies.ChatBody)
             request = parsed_request.from_chat_body(chat, self._set_request_id(chat), self._headers)
+            # The first event of a streamed message has the prompt's tokens.
+            request = replace(request, initial_usage=self._route.path == MESSAGES)
         else:
             completion = body_parser.parse_body(body, request_bodies.CompletionBody)
             request = parsed_request.from_completion_body(
@@ -345,7 +347,7 @@ class Exchange:
                 return finished
             if writer is not None:
                 # The response has begun: later chunks need no task to be written.
-                stream.push_to(partial(writer.write, partial(_chunk, chunks, latency)))
+                stream.push_to(writer.pusher(_plain_renderer(chunks, latency)))
                 writer = None
         raise _incomplete_stream()
 
@@ -409,11 +411,18 @@ class _LatencyRecorder:
         self._last_at, self._has_first = now, True
 
 
-def _chunk(
-    chunks: response_rendering.ChunkRenderer, latency: _LatencyRecorder, tokens: Tokens
-) -> bytes:
-    latency.record_delta()
-    return chunks.render(tokens, None)
+def _plain_renderer(
+    chunks: response_rendering.ChunkRenderer, latency: _LatencyRecorder
+) -> Callable[[Tokens], bytes]:
+    """Returns a function that records and renders a plain delta, for all but the first chunk."""
+    start, end = chunks.plain_parts
+    record_delta = latency.record_delta
+
+    def render(tokens: Tokens) -> bytes:
+        record_delta()
+        return f"{start}{quoted(tokens.text)}{end}".encode()
+
+    return render
 
 
 def _parsers(

@@ -6,19 +6,16 @@ Source: vllm/entrypoints/openai/responses/; https://platform.openai.com/docs/api
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
+from json.encoder import encode_basestring_ascii as quoted
 from types import SimpleNamespace
 from typing import Any
 
-from openai.types.responses import ResponseIncompleteEvent
 from vllm.entrypoints.generate.base.protocol import DeltaMessage, FunctionCall
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 from vllm.entrypoints.openai.responses.protocol import (
     InputTokensDetails,
     OutputTokensDetails,
-    ResponseCompletedEvent,
-    ResponseCreatedEvent,
-    ResponseInProgressEvent,
     ResponsesRequest,
     ResponsesResponse,
     ResponseUsage,
@@ -37,6 +34,7 @@ from vllm.exceptions import VLLMValidationError
 
 from baton.gateway.body_parser import parse_as
 from baton.gateway.error_responses import HttpError, invalid_value
+from baton.gateway.plain_chunks import TEXT, PlainChunks, split_at_text
 from baton.gateway.response_store import StoredResponse
 
 # Fields that chats have as well, under the same name.
@@ -61,6 +59,8 @@ _SAME = (
 # Fields of a chat's turn.
 _TURN = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning"}
 _DONE = "data: [DONE]"
+# Types of the events with a part of a text.
+_TEXT_DELTAS = ("response.output_text.delta", "response.reasoning_text.delta")
 
 
 class ResponseConversion:
@@ -105,6 +105,14 @@ class ResponseConversion:
             raise HttpError(400, f"{param}: {error}", param=param, code="invalid_value") from None
         self._messages = _as_chat_turns(messages)
         self.chat = self._chat()
+        self._processor = SimpleStreamingEventProcessor(tools=request.tools)
+        # The first chunk of a stream, and what the chunks so far have said.
+        self._head: dict[str, Any] = {}
+        self._reason: str | None = None
+        self._usage: dict[str, Any] | None = None
+        # The chunks like the last one, and the parts of their events around the text.
+        self._plain: PlainChunks | None = None
+        self._start = self._end = ""
 
     def _chat(self) -> dict[str, Any]:
         request = self._request
@@ -151,37 +159,56 @@ class ResponseConversion:
         )
         return json.dumps(_as_json(found)).encode()
 
-    async def events(self, chunks: AsyncIterator[str]) -> AsyncIterator[bytes]:
-        """Converts the chunks of a streamed chat completion to the events of a response."""
-        processor = SimpleStreamingEventProcessor(tools=self._request.tools)
-        head: dict[str, Any] = {}
-        reason, usage = None, None
-        async for text in chunks:
-            if text == _DONE:
-                break
-            chunk = json.loads(text.removeprefix("data: "))
-            if not head:
-                head = chunk
-                begun = self._response(head["model"], head["created"], [], "in_progress")
-                for kind, name in (
-                    (ResponseCreatedEvent, "response.created"),
-                    (ResponseInProgressEvent, "response.in_progress"),
-                ):
-                    yield self._about(kind, name, begun)
-            usage = chunk.get("usage") or usage
-            for choice in chunk["choices"]:
-                reason = choice["finish_reason"] or reason
-                for delta in split_delta(DeltaMessage.model_validate(choice["delta"])):
-                    for event in self._emitted(processor, delta):
-                        yield self._event(event)
-        for event in processor.close_current():
-            yield self._event(event)
-        items = processor.output_items
-        found = self._finished(head["model"], head["created"], items, reason, usage)
-        done, name = ResponseCompletedEvent, "response.completed"
-        if found.status == "incomplete":
-            done, name = ResponseIncompleteEvent, "response.incomplete"
-        yield self._about(done, name, found)
+    def events(self, chunk: str) -> str:
+        """Converts a chunk of a streamed chat completion to events of a response."""
+        plain = self._plain
+        if plain is not None and (text := plain.text(chunk)) is not None:
+            self._processor.state.accumulated_text += text
+            number, self._sequence_number = self._sequence_number, self._sequence_number + 1
+            return f"{self._start}{quoted(text)}{self._end}{number}}}\n\n"
+        self._plain = None
+        if chunk == _DONE:
+            return self._last_events()
+        found = json.loads(chunk.removeprefix("data: "))
+        events = self._first_events(found) if not self._head else []
+        self._usage = found.get("usage") or self._usage
+        for choice in found["choices"]:
+            self._reason = choice["finish_reason"] or self._reason
+            for delta in split_delta(DeltaMessage.model_validate(choice["delta"])):
+                for event in self._emitted(self._processor, delta):
+                    events.append(self._event(event))
+                    if event.type in _TEXT_DELTAS:
+                        self._plain = PlainChunks.like(chunk)
+                        self._split(event)
+        return "".join(events)
+
+    def close(self) -> None:
+        """Ends the conversion: there is nothing to end."""
+
+    def _first_events(self, chunk: dict[str, Any]) -> list[str]:
+        self._head = chunk
+        begun = self._response(chunk["model"], chunk["created"], [], "in_progress")
+        return [
+            self._about("response.created", begun),
+            self._about("response.in_progress", begun),
+        ]
+
+    def _last_events(self) -> str:
+        events = [self._event(event) for event in self._processor.close_current()]
+        model, created = self._head["model"], self._head["created"]
+        items = self._processor.output_items
+        found = self._finished(model, created, items, self._reason, self._usage)
+        is_whole = found.status != "incomplete"
+        kind = "response.completed" if is_whole else "response.incomplete"
+        return "".join([*events, self._about(kind, found)])
+
+    def _split(self, event: Any) -> None:
+        """Splits the event of a plain chunk at its text, for the plain chunks that follow."""
+        fields = event.model_dump(mode="json", by_alias=True, warnings=False)
+        del fields["sequence_number"]
+        start, end = split_at_text(fields | {"delta": TEXT})
+        self._start = f"event: {event.type}\ndata: {start}"
+        self._end = f'{end[:-1]},"sequence_number":'
 
     @staticmethod
     def _emitted(processor: Any, delta: DeltaMessage) -> list[Any]:
@@ -193,18 +220,19 @@ class ResponseConversion:
             events = [*processor.close_current(), *processor.open(state, call)]
         return [*events, *processor.emit_delta(delta, None)]
 
-    def _about(self, kind: Any, name: str, response: ResponsesResponse) -> bytes:
+    def _about(self, kind: str, response: ResponsesResponse) -> str:
         """Renders an event that contains the whole response."""
-        # Not validated: vLLM's form differs from OpenAI's (_as_json).
-        event = kind.model_construct(type=name, sequence_number=-1, response=_as_json(response))
-        return self._event(event)
+        number, self._sequence_number = self._sequence_number, self._sequence_number + 1
+        # Without OpenAI's classes: vLLM's form of the response differs from OpenAI's (_as_json).
+        event = {"response": _as_json(response), "sequence_number": number, "type": kind}
+        return f"event: {kind}\ndata: {json.dumps(event)}\n\n"
 
-    def _event(self, event: Any) -> bytes:
+    def _event(self, event: Any) -> str:
         if hasattr(event, "sequence_number"):
             event.sequence_number = self._sequence_number
         self._sequence_number += 1
         data = event.model_dump_json(by_alias=True, warnings=False)
-        return f"event: {event.type}\ndata: {data}\n\n".encode()
+        return f"event: {event.type}\ndata: {data}\n\n"
 
     def _finished(
         self,

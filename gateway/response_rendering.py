@@ -147,10 +147,20 @@ class ChunkRenderer:
         # With include_usage, the last chunk has the usage and the other chunks have null.
         with_usage = head.request.include_usage and not head.request.continuous_usage
         close = '],"usage":null}\n\n' if with_usage else "]}\n\n"
+        self._close = self._next_close = close
+        if head.request.initial_usage:
+            self._close = self._with_usage(Usage(num_prompt_tokens, 0, 0))
         self._closed = "}" if head.request.chat and parser is None else ""
-        self._plain_end = f'{self._closed},"logprobs":null,"finish_reason":null}}{close}'
-        self._close = close
+        self._plain_end = f'{self._closed},"logprobs":null,"finish_reason":null}}'
         self._num_chars = 0
+
+    @property
+    def plain_parts(self) -> tuple[str, str]:
+        """The parts of a chunk before and after the quoted text, if deltas are plain.
+
+        Only the first and the last chunk have other parts.
+        """
+        return self._next_start, f"{self._plain_end}{self._next_close}"
 
     def render(self, tokens: Tokens | None, finished: Finished | None) -> bytes:
         """Renders one event with tokens, the end, or both; b"" if there is nothing to send yet."""
@@ -162,8 +172,9 @@ class ChunkRenderer:
         elif not (content := self._parsed(self._parser, tokens, finished)):
             return b""
         start, self._start = self._start, self._next_start
+        close, self._close = self._close, self._next_close
         if finished is None and self._has_constant_end:
-            return f"{start}{content}{self._plain_end}".encode()
+            return f"{start}{content}{self._plain_end}{close}".encode()
         logprobs = _logprobs(self.request, tokens.logprobs, self._num_chars) if tokens else None
         if not self.request.chat and logprobs is not None:
             self._num_chars += sum(map(len, logprobs["tokens"]))
@@ -173,13 +184,14 @@ class ChunkRenderer:
         if self.request.return_token_ids:
             rest["token_ids"] = tokens.token_ids if tokens is not None else ()
         end = json.dumps(rest, separators=(",", ":"))[1:]
-        close = self._close
         if self.request.continuous_usage:
             self._num_tokens += len(tokens.token_ids) if tokens is not None else 0
-            usage_so_far = Usage(self._num_prompt_tokens, self._num_tokens, 0)
-            rendered_usage = usage(self.request, [usage_so_far], [self._parser])
-            close = f'],"usage":{json.dumps(rendered_usage)}}}\n\n'
+            close = self._with_usage(Usage(self._num_prompt_tokens, self._num_tokens, 0))
         return f"{start}{content}{self._closed},{end}{close}".encode()
+
+    def _with_usage(self, so_far: Usage) -> str:
+        """Renders the end of a chunk with token counts."""
+        return f'],"usage":{json.dumps(usage(self.request, [so_far], [self._parser]))}}}\n\n'
 
     def _parsed(
         self, parser: ChoiceOutputParser, tokens: Tokens | None, finished: Finished | None

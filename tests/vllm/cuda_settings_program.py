@@ -27,7 +27,7 @@ def main() -> dict[str, Any]:
         "refused": _refused(uses_ray=True),
         "not_refused": _refused(uses_ray=False),
         "left": _left_bytes(64 * 2**10),
-        "left_by_large_blocks": _left_bytes(3 * 2**20),
+        "left_by_large_blocks": _left_bytes(12 * 2**20),
         "stored": {name: each for name, each in said.items() if each is not None},
         "named": [
             content_of(["FLASH_ATTN"]),

@@ -17,9 +17,9 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_vllm_leaves_each_gpu_the_memory_of_the_copies(told: dict[str, Any]) -> None:
-    """Two rings of 32 slots of 2 MiB each, or of one larger block each."""
-    assert told["left"] == pytest.approx(2 * 32 * 2 * 2**20, abs=1000)
-    assert told["left_by_large_blocks"] == pytest.approx(2 * 32 * 3 * 2**20, abs=1000)
+    """Two rings of 8 slots of 8 MiB each, or of one larger block each."""
+    assert told["left"] == pytest.approx(2 * 8 * 8 * 2**20, abs=1000)
+    assert told["left_by_large_blocks"] == pytest.approx(2 * 8 * 12 * 2**20, abs=1000)
 
 
 def test_rays_executor_is_refused_also_when_vllm_chooses_it(told: dict[str, Any]) -> None:
