@@ -54,11 +54,11 @@ _LEAST_TOKENS = 16
 _LEAST_SHARE, _LEAST_SHARE_ALONE = 0.1, 1.0
 _LEAST_S = 1e-9
 # While nothing decodes, interactive prompts that can be in time may make a step longer than
-# `prompt_step_s`: as many times as long as its fixed part, so that 2.5 % of the time goes to fixed
+# `prompt_step_s`: as many times as long as its fixed part, so that 5 % of the time goes to fixed
 # parts, and at most as many times as long as `prompt_step_s`. Late and batch prompts may not, so
 # that the next prompt can still be in time beside them. In simulations with two workers near
 # capacity, longer steps for all prompts cost 3 to 11 points.
-_FIXED_PARTS, _PROMPT_STEPS = 40.0, 3.0
+_FIXED_PARTS, _PROMPT_STEPS = 20.0, 3.0
 # Default of `longest_gap_s`, and a long gap, as multiples of the ITL target. Streams may owe time
 # for gaps longer than the default.
 _LONGEST_GAP, _LONG_GAP = 1.2, 3.0

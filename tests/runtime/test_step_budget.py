@@ -29,7 +29,7 @@ LONG_GAPS = StepTargets(0.05, 0.15, 0.2)
 MEAN_MARGIN, GAP_MARGIN, LEAST_TOKENS = 0.97, 0.9, 16
 # Longest step of prompts in time without streams, as a multiple of the step's fixed part and of
 # `prompt_step_s`.
-FIXED_PARTS, PROMPT_STEPS = 40.0, 3.0
+FIXED_PARTS, PROMPT_STEPS = 20.0, 3.0
 
 prompts = st.lists(
     st.builds(
@@ -109,8 +109,8 @@ def test_the_oldest_running_prompt_of_the_first_lane_always_gets_tokens(
 @pytest.mark.parametrize(
     ("prompt", "longest_s"),
     [
-        (Prompt(0, 10_000, 0, 0.0, running=False, due_in_s=30.0), FIXED_PARTS * 0.01),
-        (Prompt(0, 10_000, 0, 0.0, running=False), FIXED_PARTS * 0.01),
+        (Prompt(0, 10_000, 0, 0.0, running=False, due_in_s=30.0), FIXED_PARTS * 0.02),
+        (Prompt(0, 10_000, 0, 0.0, running=False), FIXED_PARTS * 0.02),
         (Prompt(0, 10_000, 0, 9.0, running=False, due_in_s=0.1), 0.2),
         (Prompt(0, 10_000, 1, 0.0, running=False), 0.2),
     ],
@@ -119,8 +119,8 @@ def test_the_oldest_running_prompt_of_the_first_lane_always_gets_tokens(
 def test_without_streams_only_prompts_in_time_make_steps_longer(
     prompt: Prompt, longest_s: float
 ) -> None:
-    """Where the fixed part of a step takes 10 ms, steps of 200 ms would lose 5 % to it."""
-    slow = LatencyModel(0.01, 1e-4, 0.0, 0.01, 5e-5, 2e-7)
+    """Where the fixed part of a step takes 20 ms, steps of 200 ms would lose 10 % to it."""
+    slow = LatencyModel(0.02, 1e-4, 0.0, 0.02, 5e-5, 2e-7)
     (tokens,) = prompt_tokens(slow, TARGETS, Streams(0, 0), [prompt], 100_000)
     assert slow.mixed_step_s(tokens, 0, 0, 0) == pytest.approx(longest_s, abs=1e-3)
 
