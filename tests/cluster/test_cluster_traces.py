@@ -15,7 +15,12 @@ TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 async def test_the_handoff_is_in_the_client_s_trace(new_cluster):
     async with OtlpCollector() as collector:
         cluster = new_cluster(
-            "p1", "d1", elastic=False, tracing={"otlp_endpoint": collector.endpoint}
+            "p1",
+            "d1",
+            elastic=False,
+            # On a busy machine, handoffs may be slower than the prompt on the decode worker.
+            decode={"local_prefill": False},
+            tracing={"otlp_endpoint": collector.endpoint},
         )
         await cluster.serving()
         async with BatonClient(cluster.address) as client:
@@ -23,7 +28,9 @@ async def test_the_handoff_is_in_the_client_s_trace(new_cluster):
             traceparent = f"00-{TRACE}-{PARENT}-01"
             await client.complete([9] * 600, max_tokens=4, traceparent=traceparent)
         found = await collector.wait_for("handoff", "handoff commit", "handoff load")
-    assert {span.trace_id for span in collector.spans} == {TRACE}
+    # The coordinator also sends a trace of its own for a request that is late.
+    handoffs = [span for span in collector.spans if span.name.startswith("handoff")]
+    assert {span.trace_id for span in handoffs} == {TRACE}
     sent, loaded = found["handoff"], found["handoff load"]
     assert sent.parent_id == loaded.parent_id == PARENT
     assert sent.resource["baton.worker.id"] == "p1"

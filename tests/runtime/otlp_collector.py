@@ -67,8 +67,12 @@ class OtlpCollector(trace_service_pb2_grpc.TraceServiceServicer):
 
     async def wait_for(self, *names: str) -> dict[str, ReceivedSpan]:
         """Waits until each of these spans has arrived; returns all spans by name."""
-        async with asyncio.timeout(WAIT_S), self._changed:
-            await self._changed.wait_for(lambda: set(names) <= {one.name for one in self.spans})
+        try:
+            async with asyncio.timeout(WAIT_S), self._changed:
+                await self._changed.wait_for(lambda: set(names) <= {one.name for one in self.spans})
+        except TimeoutError:
+            seen = sorted(one.name for one in self.spans)
+            raise AssertionError(f"waited for {names}; there are only {seen}") from None
         return {span.name: span for span in self.spans}
 
 
