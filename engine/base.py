@@ -395,8 +395,8 @@ class Engine(Protocol):
         Args:
             cache_salt: Delete only blocks of requests with this salt (EngineRequest.cache_salt);
                 None: all blocks.
-            block_hashes: Of these, delete only blocks with these hashes (CacheChange); None: with
-                any hash.
+            block_hashes: Delete only blocks that also have one of these hashes (CacheChange); None:
+                with any hash.
         """
         ...
 

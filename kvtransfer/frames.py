@@ -41,7 +41,7 @@ _OFFSET = struct.Struct("<Q")
 HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 _MODULUS = 2**64
 # Bytes that are copied at a time; the checksum then reads them from the core's cache.
-_COPY_BYTES = 2**18
+COPY_BYTES = 2**18
 _NOTHING = memoryview(b"")
 
 
@@ -121,9 +121,9 @@ def checksum(data: bytes | bytearray | memoryview) -> int:
 def copy(target: memoryview, source: memoryview) -> int:
     """Copies bytes, and returns their checksum."""
     digest = xxhash.xxh3_64()
-    for begin in range(0, len(source), _COPY_BYTES):
-        part = source[begin : begin + _COPY_BYTES]
-        target[begin : begin + _COPY_BYTES] = part
+    for begin in range(0, len(source), COPY_BYTES):
+        part = source[begin : begin + COPY_BYTES]
+        target[begin : begin + COPY_BYTES] = part
         digest.update(part)
     return int(digest.intdigest())
 

@@ -36,7 +36,7 @@ class CacheDrops:
         Args:
             worker: an attached worker.
             cache_salt: delete only blocks of requests with this salt; None: all blocks.
-            only: of these, delete only blocks with these hashes; None: with any hash.
+            only: delete only blocks that also have one of these hashes; None: with any hash.
 
         Returns:
             The worker's report.
@@ -47,7 +47,7 @@ class CacheDrops:
         if only is None:
             return await self._drop(worker, cache_salt, None)
         total, hashes = cluster_pb2.CacheDropped(), list(only)
-        # Without hashes, too, the worker clears what it cannot attribute to anybody.
+        # Without hashes, too, the worker clears the blocks whose owner it does not know.
         for begin in range(0, max(1, len(hashes)), MAX_HASHES):
             some = hashes[begin : begin + MAX_HASHES]
             report = await self._drop(worker, cache_salt, some)

@@ -1,7 +1,7 @@
 """Loads committed handoffs into a rank's paged cache, and verifies every byte after its copy.
 
 There are two kinds of loads. A request that waits (`Load.waiting_id`) has its blocks already and
-runs in a later step: nobody waits for the copy, and the streams of the steps meanwhile get their
+runs in a later step: no step waits for the copy, and the streams of the steps meanwhile get their
 tokens in time. Other loads belong to the step that runs their request: its model waits for the
 copies, and its output for the verification.
 """

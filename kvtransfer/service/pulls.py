@@ -87,7 +87,7 @@ class OutstandingPulls:
         return iter(self._pulls.values())
 
     def check_integrity(self, held: Sequence[Extent]) -> None:
-        """Raises AssertionError unless each pull writes to an extent that nobody else may get.
+        """Raises AssertionError unless each pull writes to an extent that no other handoff may get.
 
         Args:
             held: The extents of live handoffs.

@@ -202,7 +202,7 @@ def _patient_agent(api: Any, name: str) -> Any:
 
 @dataclass(slots=True)
 class _Peer:
-    """What this service reads from another one.
+    """The pushes and pulls of this service that read from another one.
 
     Attributes:
         num_users: Number of its pushes, and of pulls that have not ended.

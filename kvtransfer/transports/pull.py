@@ -1,8 +1,8 @@
 """Transports by reference: this service reads blocks from the staging of their sender.
 
 The service that owns the target of a read starts it and sees it end, so it always knows whether
-bytes may still arrive in one of its extents; a remote write has no such owner. Whoever implements a
-Puller promises just that: a read that it reports as ended writes nothing any more.
+bytes may still arrive in one of its extents; a remote write has no such owner. Every Puller
+promises just that: a read that it reports as ended writes nothing any more.
 
 Ownership: only the PullThread uses the puller. The event loop owns everything else.
 """

@@ -20,6 +20,7 @@ import xxhash
 
 from baton.kvtransfer.arena import SEGMENT_DIRECTORY, segment_path
 from baton.kvtransfer.errors import TransferError
+from baton.kvtransfer.frames import COPY_BYTES
 from baton.kvtransfer.receiving import Pull
 from baton.kvtransfer.transports.pull import Puller, PullTransport
 from baton.kvtransfer.transports.transport import EndedPull, ServiceContext
@@ -28,8 +29,6 @@ from baton.v1 import kv_transfer_pb2 as pb
 # Seconds after which a segment is unmapped that nothing refers to. Its owner may have died, and the
 # memory is free only when no process maps it.
 IDLE_TIMEOUT_S = 5.0
-# Bytes that are copied at a time; the checksum then reads them from the core's cache.
-_COPY_BYTES = 2**18
 # Bytes that are copied before the event loop is told: each report costs two thread switches.
 _REPORT_BYTES = 8 * 2**20
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -124,8 +123,8 @@ class ShmPuller(Puller[PeerSegment]):
         digest = xxhash.xxh3_64()
         shift = self._address + pull.target - pull.source
         end = pull.source + pull.num_bytes
-        for begin in range(pull.source, end, _COPY_BYTES):
-            until = min(begin + _COPY_BYTES, end)
+        for begin in range(pull.source, end, COPY_BYTES):
+            until = min(begin + COPY_BYTES, end)
             ctypes.memmove(shift + begin, source.address + begin, until - begin)
             digest.update(source.memory[begin:until])
         return int(digest.intdigest())

@@ -87,7 +87,7 @@ async def test_blocks_of_a_session_are_deleted_with_its_answers(new_cluster):
         # Both tiers of the worker that computed the prompt had its own blocks.
         assert num_deleted(found) >= 2 * len(mine) // 16
         assert found.shared_blocks == len(system) // 16
-        # What the other session has too is still there, and nothing behind it.
+        # Blocks that the other session has too are still there, and no block behind them.
         assert await cached(client, "", conversation) == len(system)
         assert (
             await cached(client, "", [*system, *others]) == len([*system, *others]) // 16 * 16 - 16

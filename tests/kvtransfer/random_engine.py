@@ -68,7 +68,7 @@ class Later(Executor):
 
 @dataclass
 class Done:
-    """What the ranks say after a step.
+    """Reports of the ranks after a step.
 
     Attributes:
         invalid: Blocks that the step's own loads failed to fill.

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from raw_sender import dialled
+from whole_handoff import hand_over
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.control import filled_frame
@@ -25,7 +26,6 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("nixl") is None, reason="nixl is not installed"
 )
 
-COMMITTED = pb.LocalSendState.STATE_COMMITTED
 OWNER = str(Path(__file__).parent / "nixl_owner.py")
 # Part of a core; an agent that spins takes nearly a whole one.
 IDLE_CORES = 0.3
@@ -47,16 +47,6 @@ def tcp(monkeypatch):
 
 def loads_nixl(worker):
     return "nixl" in Path(f"/proc/{worker.client.pid}/maps").read_text()
-
-
-async def hand_over(sender, receiver, one):
-    await one.open(sender, receiver.client.address)
-    one.fill(sender)
-    sent = await sender.sent(one.handoff_id)
-    assert sent.state == COMMITTED, sent
-    await receiver.received(one.handoff_id, pb.HANDOFF_STATE_COMMITTED)
-    assert one.load(receiver) == one.data
-    return sent
 
 
 async def test_nixl_carries_handoffs_of_every_size(wire, start, handoff):

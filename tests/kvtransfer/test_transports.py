@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 from simulated_transports import NamedTransport, named
+from whole_handoff import hand_over
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import SEGMENT_PREFIX, Segment
@@ -25,21 +26,9 @@ from baton.kvtransfer.transports.transport import (
 from baton.runtime.kv_transports import TRANSPORTS
 from baton.v1 import kv_transfer_pb2 as pb
 
-COMMITTED = pb.LocalSendState.STATE_COMMITTED
-
 
 def maps(pid):
     return Path(f"/proc/{pid}/maps").read_text()
-
-
-async def hand_over(sender, receiver, one):
-    await one.open(sender, receiver.client.address)
-    one.fill(sender)
-    sent = await sender.sent(one.handoff_id)
-    assert sent.state == COMMITTED, sent
-    await receiver.received(one.handoff_id, pb.HANDOFF_STATE_COMMITTED)
-    assert one.load(receiver) == one.data
-    return sent
 
 
 async def test_workers_of_one_host_share_memory_and_say_so(start, handoff):

@@ -1574,7 +1574,7 @@ class DropCacheCommand(_message.Message):
     """Delete only blocks of requests with this RequestSpec.cache_salt; absent: all blocks."""
     @_builtins.property
     def only(self) -> Global___BlockHashes:
-        """Of these, delete only blocks with these hashes; absent: with any hash."""
+        """Delete only blocks that also have one of these hashes; absent: with any hash."""
 
     def __init__(
         self,
