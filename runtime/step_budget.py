@@ -46,11 +46,10 @@ _AGING = 0.05
 _LANE_WAIT_S = 30.0
 # Share of a step's prompt tokens that goes to the oldest running prompt.
 _OLDEST_SHARE = 0.1
-# Prompt tokens in every step, however slow the step is, so that no prompt stands still.
-_LEAST_TOKENS = 16
 # Least time for prompt tokens, as a share of the step's other time: with interactive streams, and
 # without. If a step takes longer than its limit without any prompt token, a few tokens per step
-# would make prompts many times slower and streams hardly faster.
+# would make prompts many times slower and streams hardly faster. It is a time and not a number of
+# tokens: on a slow worker, the time of 16 tokens is half of an ITL target.
 _LEAST_SHARE, _LEAST_SHARE_ALONE = 0.1, 1.0
 _LEAST_S = 1e-9
 # While nothing decodes, interactive prompts that can be in time may make a step longer than
@@ -343,13 +342,13 @@ def prompt_tokens(
     if oldest is not None:
         fits = _fits(model, prompts[oldest].num_done, prompts_s)
         share = int(_OLDEST_SHARE * min(room, fits))
-        add(oldest, max(_LEAST_TOKENS, share))
+        add(oldest, max(1, share))
     for index, prompt in enumerate(prompts):
         if room <= 0 or (seconds := room_s(prompt)) <= 0:
             break
         add(index, _fits(model, prompt.num_done + grants[index], seconds))
     if not any(grants):
-        add(0, _LEAST_TOKENS)
+        add(0, 1)
     return grants
 
 
