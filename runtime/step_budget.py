@@ -10,7 +10,9 @@ predicted time stays within a limit:
   up. The stream with the tightest limit decides.
 - With a `StepTargets.longest_gap_s` of more than 1.2 times the ITL target, steps may take up to
   that long for interactive prompts. They then spend what the streams would save in their next
-  `_AHEAD_TOKENS` tokens, so that prompts are in time where no worker is without streams.
+  `_AHEAD_TOKENS` tokens, so that prompts are in time where no worker is without streams. Where
+  steps with one stream already take most of the ITL target, streams may owe any time: they catch up
+  slowly, and prompts that wait for them would be late.
 - Without interactive streams, the limit is `StepTargets.prompt_step_s`, so that a short prompt that
   arrives never waits behind a whole long one. If nothing decodes and a step's fixed part is long,
   interactive prompts that can be in time may make it up to `_PROMPT_STEPS` times as long.
@@ -62,11 +64,11 @@ _FIXED_PARTS, _PROMPT_STEPS = 20.0, 3.0
 # for gaps longer than the default.
 _LONGEST_GAP, _LONG_GAP = 1.2, 3.0
 # Streams may owe what they would save in this many tokens. In simulations with 2 workers near
-# capacity, 60 attained more than 20.
+# capacity, 60 attained more than 20, and past capacity more than 1,000.
 _AHEAD_TOKENS = 60
 # Decode steps of at most this share of the ITL target save enough for most prompts to be computed
 # in the longest steps.
-_FAST_SHARE = 0.75
+FAST_SHARE = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +137,24 @@ class StepTargets:
         longest_s = min(self.longest_gap_s, _LONGEST_GAP * self.itl_s)
         return min(self.itl_s * _MEAN_MARGIN + saved_s, longest_s * _GAP_MARGIN)
 
-    def expected_limit_s(self, step_s: float) -> float:
+    def shares_workers(self, single_step_s: float) -> bool:
+        """Whether every worker is to serve prompts and streams alike.
+
+        Args:
+            single_step_s: Time of the fastest worker's decode step with one stream.
+        """
+        return self.itl_s is not None and self.may_owe and single_step_s > FAST_SHARE * self.itl_s
+
+    def expected_limit_s(self, step_s: float, single_step_s: float) -> float:
         """Longest time of steps with prompts on a worker, as placement expects it.
 
         Args:
             step_s: Time of the worker's decode steps without prompts.
+            single_step_s: The same with one stream.
         """
-        if self.itl_s is not None and self.may_owe and step_s <= _FAST_SHARE * self.itl_s:
+        if self.itl_s is None or not self.may_owe:
+            return self.stream_limit_s()
+        if step_s <= FAST_SHARE * self.itl_s or self.shares_workers(single_step_s):
             return self.longest_gap_s * _GAP_MARGIN
         return self.stream_limit_s()
 
@@ -269,13 +282,16 @@ def _is_late(prompt: Prompt, model: LatencyModel) -> bool:
     return _left_s(prompt, model) > prompt.due_in_s and prompt.waited_s < _LANE_WAIT_S
 
 
-def step_limit_s(targets: StepTargets, streams: Streams, fixed_s: float = math.inf) -> float:
+def step_limit_s(
+    targets: StepTargets, streams: Streams, fixed_s: float = math.inf, single_s: float = 0.0
+) -> float:
     """Longest predicted time of the next step, in seconds; may be negative.
 
     Args:
         targets: The step's targets.
         streams: The streams that decode in it.
         fixed_s: Predicted time of the step without prompts. With the default, streams owe no time.
+        single_s: The same with one stream.
     """
     if math.isinf(streams.limit_s):
         return targets.prompt_step_s
@@ -284,9 +300,11 @@ def step_limit_s(targets: StepTargets, streams: Streams, fixed_s: float = math.i
     tightest = targets.of_stream(streams.itl_s)
     if not tightest.may_owe:
         return streams.limit_s
-    owed_s = _AHEAD_TOKENS * max(0.0, streams.itl_s * _MEAN_MARGIN - fixed_s)
     longest_s = tightest.longest_gap_s * _GAP_MARGIN
-    return max(streams.limit_s, min(streams.limit_s + owed_s, longest_s))
+    saved_s = max(0.0, streams.itl_s * _MEAN_MARGIN - fixed_s)
+    if saved_s and tightest.shares_workers(single_s):
+        return longest_s
+    return max(streams.limit_s, min(streams.limit_s + _AHEAD_TOKENS * saved_s, longest_s))
 
 
 def prompt_tokens(
@@ -319,7 +337,7 @@ def prompt_tokens(
         # Streams owe no time for batch prompts.
         streams = streams._replace(itl_s=None)
     fixed_s = _streams_s(model, streams)
-    prompts_s, spent_s = _prompts_s(targets, streams, fixed_s), 0.0
+    prompts_s, spent_s = _prompts_s(model, targets, streams, fixed_s), 0.0
     in_time_s = prompts_s
     if not streams.num_streams:
         longest_s = min(_FIXED_PARTS * fixed_s, _PROMPT_STEPS * targets.prompt_step_s)
@@ -363,14 +381,17 @@ def prompt_speed(model: LatencyModel, targets: StepTargets, streams: Streams) ->
 def _prompt_share(model: LatencyModel, targets: StepTargets, streams: Streams) -> float:
     """Share of a step's time that goes to prompt tokens."""
     fixed_s = _streams_s(model, streams)
-    prompts_s = _prompts_s(targets, streams, fixed_s)
+    prompts_s = _prompts_s(model, targets, streams, fixed_s)
     return prompts_s / (fixed_s + prompts_s)
 
 
-def _prompts_s(targets: StepTargets, streams: Streams, fixed_s: float) -> float:
+def _prompts_s(
+    model: LatencyModel, targets: StepTargets, streams: Streams, fixed_s: float
+) -> float:
     """Seconds of a step that its targets leave for prompt tokens."""
     least_share = _LEAST_SHARE_ALONE if math.isinf(streams.limit_s) else _LEAST_SHARE
-    return max(step_limit_s(targets, streams, fixed_s) - fixed_s, least_share * fixed_s)
+    limit_s = step_limit_s(targets, streams, fixed_s, model.decode_step_s(1, 0))
+    return max(limit_s - fixed_s, least_share * fixed_s)
 
 
 def _streams_s(model: LatencyModel, streams: Streams) -> float:

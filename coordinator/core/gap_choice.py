@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from baton.runtime.step_budget import FAST_SHARE
+
 # Most workers with long gaps. In simulations with the Azure conversation trace, 4 to 6 workers gain
 # little and 8 lose.
 _MOST_WORKERS = 3
@@ -26,7 +28,9 @@ _LEAST_STEP = {False: 0.4, True: 0.37}
 LEAST_OUTPUTS = 32
 # How long all conditions must hold before gaps become long, in seconds. The end of a condition
 # counts at once, because long gaps cost more where they do not belong than the default does. So a
-# worker that restarts changes nothing, and gaps change at most twice in this time.
+# worker that restarts changes nothing, and gaps change at most twice in this time. If a step with
+# one stream takes most of the ITL target, short gaps leave prompts next to no time, and each second
+# builds a queue: gaps become long at once then, and before any output has ended.
 _HOLD_S = 60.0
 
 
@@ -34,16 +38,22 @@ class Workload(NamedTuple):
     """The load that the choice depends on, beside the number of workers.
 
     Attributes:
-        output_tokens: Mean length of recent interactive outputs.
+        output_tokens: Mean length of recent interactive outputs; None: fewer than LEAST_OUTPUTS
+            have ended.
         prompt_itls: Time to compute a recent interactive prompt without other work, as a multiple
             of the ITL target. It is the mean over the time that prompts take: a stream that waits
             for a prompt waits for one of this length on average.
         step_itls: Time of the fastest worker's decode step with one stream, likewise.
     """
 
-    output_tokens: float
+    output_tokens: float | None
     prompt_itls: float
     step_itls: float
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether a step with one stream takes most of the ITL target."""
+        return self.step_itls > FAST_SHARE
 
 
 class GapChoice:
@@ -64,15 +74,15 @@ class GapChoice:
 
         Args:
             num_workers: Number of attached workers.
-            workload: None: fewer than LEAST_OUTPUTS outputs have ended, or there is no worker or no
-                ITL target.
+            workload: None: no interactive prompt has been placed yet, or there is no ITL target.
             now: Time by the core's clock.
         """
         if against := self._against(num_workers, workload):
             self.is_long, self.reason, self._since = False, against, None
             return
+        assert workload is not None
         self._since = now if self._since is None else self._since
-        self.is_long = now - self._since >= _HOLD_S
+        self.is_long = self.is_long or workload.is_tight or now - self._since >= _HOLD_S
         self.reason = "few workers, long outputs and short prompts"
         if not self.is_long:
             self.reason += f", but not yet for {_HOLD_S:.0f} s"
@@ -82,8 +92,11 @@ class GapChoice:
         if num_workers > _MOST_WORKERS:
             return f"{num_workers} workers; long gaps are for at most {_MOST_WORKERS}"
         if workload is None:
-            return f"fewer than {LEAST_OUTPUTS} outputs have ended"
-        if workload.output_tokens < (least := _LEAST_OUTPUT[self.is_long]):
+            return "no interactive prompt yet, or no ITL target"
+        if workload.output_tokens is None:
+            if not workload.is_tight:
+                return f"fewer than {LEAST_OUTPUTS} outputs have ended"
+        elif workload.output_tokens < (least := _LEAST_OUTPUT[self.is_long]):
             return f"outputs of {workload.output_tokens:.0f} tokens; long gaps need {least:g}"
         if workload.prompt_itls > (most := _MOST_PROMPT[self.is_long]):
             took = f"prompts take {workload.prompt_itls:.1f} ITL targets"

@@ -71,7 +71,7 @@ class StepControl:
         placers, times = self._placers, self._placers.prompt_times.ordered
         output_tokens = placers.outputs.recent_mean(common_pb2.LANE_INTERACTIVE, LEAST_OUTPUTS)
         step_s = placers.single_step_s()
-        if output_tokens is None or step_s is None or itl_s is None or not times:
+        if step_s is None or itl_s is None or not times:
             return None
         prompt_s = sum(one * one for one in times) / sum(times)
         return Workload(output_tokens, prompt_s / itl_s, step_s / itl_s)

@@ -10,7 +10,10 @@ the prompt's prefix, and the session's last workers.
 2. The decoder: every worker that decodes pays the base of a decode step, and computes prompts at a
    fraction of its speed. The decodes are therefore spread evenly over the fewest workers that hold
    them within the ITL target. The others finish their decodes, and compute prompts at full speed.
-3. A request waits while its reader or its decoder has no room. An interactive request that no
+   Where a step with one stream takes most of the ITL target, a worker without decodes would leave
+   the others no time for prompts. If steps may be long, all workers then serve prompts and
+   decodes alike: the decodes are spread over all, and a prompt is read where it is decoded.
+4. A request waits while its reader or its decoder has no room. An interactive request that no
    worker can serve within its TTFT target is late. Late and batch requests are placed only where
    they delay no request that can be in time, until they have waited for long.
 """
@@ -142,7 +145,11 @@ class ElasticRule:
         if not demand.num_output_tokens:
             return ElasticPlacement(reader, None)
         decoder = self._decoder(found, demand)
-        return ElasticPlacement(reader, decoder) if decoder is not None else NoPlacement.FULL
+        if decoder is None:
+            return NoPlacement.FULL
+        if self._shares(found):
+            reader = self._where_decoded(found, reader, decoder, demand)
+        return ElasticPlacement(reader, decoder)
 
     def soonest(
         self, match: PrefixMatch, num_tokens: int, session: SessionKey | None
@@ -211,6 +218,29 @@ class ElasticRule:
         # A slower worker would not be sooner: it was compared with this queue.
         return best if ahead_s < AHEAD_S or demand.continues else None
 
+    def _where_decoded(
+        self,
+        found: list[_Candidate],
+        reader: PrefillChoice,
+        decoder: DecodeChoice,
+        demand: Demand,
+    ) -> PrefillChoice:
+        """Returns the decoder as the reader, if the first token is in time there.
+
+        A handoff would make the first gap longer, and no stream has time to spare.
+        """
+        if reader.worker == decoder.worker or demand.waits_for_others:
+            return reader
+        one = next(one for one in found if one.load.key == decoder.worker)
+        read = one.soonest
+        if (
+            not self._router.takes_prompts(one.load)
+            or one.load.ahead_s(read.num_work_tokens, self._router.now) >= AHEAD_S
+            or read.predicted_s > demand.due_in_s
+        ):
+            return reader
+        return read
+
     def _read(self, load: WorkerLoad, held: HeldPrefix, demand: Demand) -> PrefillChoice:
         size = load.traits.block_size_tokens
         # The last token is always computed, because the next token is sampled from its logits.
@@ -246,16 +276,17 @@ class ElasticRule:
         """Returns the best decoder; None: no worker has room within the ITL target."""
         added = demand.num_mean_tokens
         itl_s = demand.itl_s
-        fastest_s = min(_base_s(one.load) for one in found)
+        fastest_s = min(one.load.single_step_s for one in found)
         if fastest_s > itl_s:
             # No worker can keep the target. Requests must not wait for it.
             itl_s = _UNREACHABLE * fastest_s
-        limit_s = itl_s * self._join_share(found)
+        # With a limit of 0, every worker is needed.
+        limit_s = 0.0 if self._shares(found) else itl_s * self._join_share(found)
         hosts = sorted(
             (one for one in found if one.load.num_decodes), key=lambda one: -one.load.mean_itl_s()
         )
         # Seconds of a step that the decodes need beyond the base of each worker that holds some.
-        left_s = sum(one.load.mean_itl_s() - _base_s(one.load) for one in hosts)
+        left_s = sum(one.load.mean_itl_s() - one.load.single_step_s for one in hosts)
         if hosts:
             fullest = hosts[0].load
             left_s += fullest.mean_itl_s(1, added) - fullest.mean_itl_s()
@@ -268,7 +299,7 @@ class ElasticRule:
             step_s = load.mean_itl_s(1, added)
             is_needed = left_s > 0
             if load.num_decodes:
-                left_s -= limit_s - _base_s(load)
+                left_s -= limit_s - load.single_step_s
             if not self._has_room(load, demand):
                 continue
             if not load.num_decodes:
@@ -282,6 +313,13 @@ class ElasticRule:
             if cost < best_cost:
                 best, best_cost = one, cost
         return self._decode(best, demand) if best is not None else None
+
+    def _shares(self, found: list[_Candidate]) -> bool:
+        """Whether all workers serve prompts and decodes alike."""
+        targets = self._router.step_targets
+        return targets is not None and targets.shares_workers(
+            min(one.load.single_step_s for one in found)
+        )
 
     def _join_share(self, found: list[_Candidate]) -> float:
         busy = all(one.load.num_prefills for one in found if one.load.prompt_speed > _FAST_SPEED)
@@ -318,8 +356,3 @@ def _work_s(load: WorkerLoad, num_tokens: int) -> float:
     alone = not load.num_decodes
     work_s = latency.prefill_s(num_tokens) if alone else latency.model.chunk_s(0, num_tokens)
     return work_s / load.prompt_speed
-
-
-def _base_s(load: WorkerLoad) -> float:
-    """Seconds of a decode step with one short request."""
-    return load.traits.latency.decode_step_s(1, 0)

@@ -218,6 +218,11 @@ class WorkerLoad:
         return self.traits.latency.prefill_s(self.traits.chunk_tokens)
 
     @property
+    def single_step_s(self) -> float:
+        """Predicted seconds of a decode step with one short request."""
+        return self.traits.latency.decode_step_s(1, 0)
+
+    @property
     def may_yield(self) -> bool:
         """Whether a batch decode may join regardless of the step time: none or all are urgent."""
         return not self.num_urgent or self.num_urgent == len(self._decodes)
@@ -295,7 +300,9 @@ class WorkerLoad:
     def predict_prompt_speed(self, targets: StepTargets, now: float) -> None:
         """Updates `prompt_speed`, and the queue with it, after a change of decodes or targets."""
         self._rest_of_step_s = targets.prompt_step_s / 2
-        limit_s = targets.expected_limit_s(self.mean_itl_s()) if self.num_urgent else math.inf
+        limit_s = math.inf
+        if self.num_urgent:
+            limit_s = targets.expected_limit_s(self.mean_itl_s(), self.single_step_s)
         streams = Streams(len(self._decodes), self.mean_tokens, limit_s)
         speed = prompt_speed(self.traits.latency.model, targets, streams)
         if speed != self.prompt_speed:

@@ -94,6 +94,9 @@ def long_cell(new_cell):
 def test_few_workers_with_long_outputs_get_long_gaps_after_a_minute(new_cell):
     cell = new_cell()
     assert cell.gap_ms == DEFAULT_MS
+    assert "no interactive prompt yet" in cell.world.core.gap_reason
+    cell.serve(200, 1)
+    cell.world.wait(2)
     assert "outputs have ended" in cell.world.core.gap_reason
     cell.serve(200)
     cell.world.wait(58)
@@ -119,6 +122,18 @@ def test_many_workers_and_short_outputs_keep_the_default(new_cell, num_workers, 
     cell.world.wait(120)
     assert cell.gap_ms == DEFAULT_MS
     assert reason in cell.world.core.gap_reason
+
+
+def test_steps_that_take_most_of_the_target_get_long_gaps_at_once(new_cell):
+    cell = new_cell(model=replace(MODEL, step_base_s=0.04))
+    assert cell.gap_ms == DEFAULT_MS
+    cell.serve(200, 1)
+    cell.world.wait(2)
+    assert cell.gap_ms == LONG_MS
+    cell.serve(20, 60)
+    cell.world.wait(2)
+    assert "tokens; long gaps need 150" in cell.world.core.gap_reason
+    assert cell.gap_ms == DEFAULT_MS
 
 
 def test_long_prompts_keep_the_default(new_cell):

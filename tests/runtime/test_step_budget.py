@@ -313,7 +313,19 @@ def test_the_stream_with_the_tightest_target_decides_what_is_owed() -> None:
 
 
 def test_placement_expects_long_gaps_only_beside_fast_streams() -> None:
-    assert LONG_GAPS.expected_limit_s(0.03) == pytest.approx(0.15 * GAP_MARGIN)
-    assert LONG_GAPS.expected_limit_s(0.04) == LONG_GAPS.stream_limit_s()
-    assert TARGETS.expected_limit_s(0.03) == TARGETS.stream_limit_s()
-    assert math.isinf(StepTargets().expected_limit_s(0.03))
+    assert LONG_GAPS.expected_limit_s(0.03, 0.02) == pytest.approx(0.15 * GAP_MARGIN)
+    assert LONG_GAPS.expected_limit_s(0.04, 0.02) == LONG_GAPS.stream_limit_s()
+    assert TARGETS.expected_limit_s(0.03, 0.02) == TARGETS.stream_limit_s()
+    assert math.isinf(StepTargets().expected_limit_s(0.03, 0.02))
+
+
+def test_streams_whose_steps_take_most_of_the_target_may_owe_any_time() -> None:
+    late = Streams(5, 500, limit_s=-0.4, itl_s=0.05)
+    longest_s = 0.15 * GAP_MARGIN
+    assert step_limit_s(LONG_GAPS, late, 0.046, 0.042) == pytest.approx(longest_s)
+    assert step_limit_s(LONG_GAPS, late, 0.046, 0.02) < 0
+    # No stream would catch up.
+    assert step_limit_s(LONG_GAPS, late, 0.051, 0.042) == pytest.approx(late.limit_s)
+    assert step_limit_s(TARGETS, late, 0.046, 0.042) == pytest.approx(late.limit_s)
+    assert LONG_GAPS.expected_limit_s(0.046, 0.042) == pytest.approx(longest_s)
+    assert TARGETS.expected_limit_s(0.046, 0.042) == TARGETS.stream_limit_s()

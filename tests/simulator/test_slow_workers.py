@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import random
 
+from bursty_load import SIMULATED as GPU
+from bursty_load import bursty
+
 from baton.load.traces import Arrival
 from baton.runtime.config import parse
 from baton.simulator.run import simulate
@@ -33,10 +36,10 @@ def quarter_long(rate: float, num_requests: int) -> list[Arrival]:
     return arrivals
 
 
-def attained(arrivals: list[Arrival], policy: str) -> float:
+def attained(arrivals: list[Arrival], policy: str, simulated=SIMULATED, **targets: int) -> float:
     values = {
-        "simulated": SIMULATED,
-        "scaling": {"targets": {"interactive": {"ttft_ms": 3000, "itl_ms": 50}}},
+        "simulated": simulated,
+        "scaling": {"targets": {"interactive": {"ttft_ms": 3000, "itl_ms": 50} | targets}},
         "prefill": {"workers": 1},
         "decode": {"workers": 1},
         "elastic": True,
@@ -47,3 +50,13 @@ def attained(arrivals: list[Arrival], policy: str) -> float:
 def test_short_prompts_keep_their_targets_past_capacity():
     arrivals = quarter_long(2, 400)
     assert attained(arrivals, "static") > attained(arrivals, "colocated") + 0.3
+
+
+def test_two_workers_with_hardly_any_time_for_prompts_lose_little_to_plain_servers():
+    arrivals = bursty(1.45, 400, 1200, 200)
+    elastic, colocated = (
+        attained(arrivals, policy, GPU, ttft_ms=500, itl_ms=36)
+        for policy in ("static", "colocated")
+    )
+    assert elastic > colocated - 0.06
+    assert colocated > 0.7
