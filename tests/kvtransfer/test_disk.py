@@ -344,6 +344,26 @@ def test_a_killed_worker_leaves_only_whole_blocks(tmp_path: Path):
         store.close()
 
 
+def test_a_stopped_worker_keeps_its_directory_and_goes_on(tmp_path: Path):
+    command = [sys.executable, "-c", _WRITER, str(tmp_path), str(Path(__file__).parent), "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        first = block(int(writer.stdout.readline()))
+        writer.send_signal(signal.SIGSTOP)
+        other = Store(tmp_path)
+        assert other.write([first]) == [True]
+        writer.send_signal(signal.SIGCONT)
+        written = [first, *(block(int(writer.stdout.readline())) for _ in range(100))]
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        assert other.load(first)
+        store = Store(tmp_path)
+        assert store.directory.path != other.directory.path
+        assert all(store.load(one) for one in written)
+        for one in (store, other):
+            one.close()
+
+
 def test_other_files_are_not_taken_for_blocks(tmp_path: Path):
     store = Store(tmp_path)
     store.write([block(1)])
