@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from typing import NamedTuple
 
 from baton.coordinator.routing.prefix_index import Tier
@@ -42,6 +41,5 @@ def measured_speeds(loads: Iterable[WorkerLoad], transfers: Transfers) -> Iterat
     for load in loads:
         for tier, bytes_per_s in load.load_speeds.measured().items():
             yield KvSpeed(load.key[0], _SOURCES[tier], "", bytes_per_s)
-    latest = reversed(transfers.measured().items())
-    for (sender, receiver), bytes_per_s in islice(latest, _MAX_PAIRS):
+    for (sender, receiver), bytes_per_s in transfers.measured(_MAX_PAIRS).items():
         yield KvSpeed(receiver[0], "worker", sender[0], bytes_per_s)

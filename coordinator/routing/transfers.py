@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from itertools import islice
 from typing import TypeAlias
 
 from baton.coordinator.routing.mean_speed import LEAST_BYTES, MeanSpeed, with_latest
@@ -79,12 +80,14 @@ class Transfers:
             return self._kinds.get(near)
         return found
 
-    def measured(self) -> dict[Pair, float]:
+    def measured(self, most: int) -> dict[Pair, float]:
         """Returns the mean speed of the latest transfers, in bytes per second, by pair.
 
-        The most recently measured pair comes last.
+        Args:
+            most: number of pairs; the most recently measured ones, the latest first.
         """
-        return {pair: 1 / found.s_per_byte for pair, found in tuple(self._pairs.items())}
+        latest = tuple(islice(reversed(self._pairs.items()), most))
+        return {pair: 1 / found.s_per_byte for pair, found in latest}
 
     def wait_s(self, holder: WorkerKey) -> float:
         """Predicted seconds until a worker has sent what it was told to send."""
