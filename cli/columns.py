@@ -57,6 +57,11 @@ def share(used: int, total: int) -> str:
     return f"{100 * used / total:.0f} %" if total else "-"
 
 
+def gigabytes(bytes_per_s: float) -> str:
+    """A speed in gigabytes per second with three digits, such as "9.84 GB/s"."""
+    return f"{bytes_per_s / 1e9:.3g} GB/s"
+
+
 def shown(
     names: Sequence[str], widths: Sequence[int], spare: Sequence[str], room: int, gap: int
 ) -> list[int]:

@@ -165,6 +165,7 @@ def _head(info: RequestInfo) -> list[str]:
 
 def _placement(placement: PlacementInfo) -> str:
     """Says which workers were chosen, and what was predicted of them."""
+    from baton.cli.columns import gigabytes
 
     def ms(one: Duration) -> str:
         return f"{one.ToNanoseconds() / 1e6:.1f} ms"
@@ -173,13 +174,14 @@ def _placement(placement: PlacementInfo) -> str:
     if placement.HasField("computation"):
         queue, computation = ms(placement.queue), ms(placement.computation)
         text += f" (predicted: queue {queue}, computation {computation})"
+    fetched = f"fetched from {placement.fetched_from}"
     held = [
-        f"{count} tokens {where}"
-        for count, where in (
-            (placement.cached_tokens, "cached"),
-            (placement.host_tokens, "in host memory"),
-            (placement.disk_tokens, "on disk"),
-            (placement.fetched_tokens, f"fetched from {placement.fetched_from}"),
+        f"{count} tokens {where}" + (f" at {gigabytes(speed)}" if speed else "")
+        for count, where, speed in (
+            (placement.cached_tokens, "cached", 0),
+            (placement.host_tokens, "in host memory", placement.host_bytes_per_s),
+            (placement.disk_tokens, "on disk", placement.disk_bytes_per_s),
+            (placement.fetched_tokens, fetched, placement.fetch_bytes_per_s),
         )
         if count
     ]

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from baton.v1.admin_pb2 import LatencyInfo, ListPoolsResponse, WorkerInfo
 
 
+# Names of the sources of KV blocks in a worker itself (KvSpeed.source).
+_TIERS = {"host": "its host memory", "disk": "its disk"}
+
+
 def pools(
     address: options.Address = None,
     as_json: options.Json = False,
@@ -84,7 +88,7 @@ def workers(
 
 
 def _show_workers(found: Sequence[WorkerInfo]) -> None:
-    from baton.cli.columns import share, state_name
+    from baton.cli.columns import gigabytes, share, state_name
     from baton.cli.output import print_table
     from baton.runtime.enum_names import role_name
 
@@ -137,6 +141,20 @@ def _show_workers(found: Sequence[WorkerInfo]) -> None:
         ],
         "no handoffs yet",
     )
+    speeds = [
+        (
+            worker.worker_id,
+            f"worker {one.from_worker_id}"
+            if one.from_worker_id
+            else _TIERS.get(one.source, one.source),
+            gigabytes(one.bytes_per_s),
+        )
+        for worker in found
+        for one in worker.kv_speeds
+    ]
+    if speeds:
+        print()
+        print_table(("WORKER", "GETS KV BLOCKS FROM", ">MEASURED SPEED"), speeds, "")
 
 
 def requests(

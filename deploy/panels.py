@@ -225,6 +225,22 @@ HANDOFF_ROWS = (
                 "ops",
                 _rate("baton_worker_handoff_refusals_total", "reason"),
             ),
+            Panel(
+                "Measured speed of KV blocks",
+                "Bps",
+                [
+                    (
+                        "slowest {{source}}",
+                        "min by (source) (baton_kv_speed_bytes_per_second{CELL})",
+                    ),
+                    (
+                        "median {{source}}",
+                        "quantile by (source) (0.5, baton_kv_speed_bytes_per_second{CELL})",
+                    ),
+                ],
+                "host, disk: loads from a worker's own host memory and disk; worker: handoffs and "
+                "fetches between two workers. Prompts are placed by these speeds.",
+            ),
         ),
     ),
     Row(

@@ -210,7 +210,8 @@ class RequestLifecycle:
             self.stats.dispatched(request, now, after_start=newest_at > request.submitted_at)
         request.handoff_id = self._random_bytes(16) if placement.handoff else b""
         request.skip_tokens = placement.skip_tokens
-        request.predicted = placement.predicted
+        router = self._placers.of(request.fleet).router
+        request.predicted = placement.predicted._replace(speeds=router.predicted_speeds(placement))
         num_tokens = request.num_tokens
         # The tenant is charged only for the first attempt.
         is_owed = self.lanes.dispatched(request, num_tokens if request.attempt == 1 else 0)

@@ -37,6 +37,15 @@ class LoadSpeeds:
             s_per_byte += (found.s_per_byte - s_per_byte) * found.share(now)
         return num_bytes * s_per_byte
 
+    def bytes_per_s(self, tier: Tier, now: float) -> float:
+        """Returns the speed by which loads are predicted; 0: they are assumed to take no time."""
+        s_per_byte = self.seconds(tier, 1, now)
+        return 1 / s_per_byte if s_per_byte else 0.0
+
+    def measured(self) -> dict[Tier, float]:
+        """Returns the mean speed of the latest loads, in bytes per second, by tier."""
+        return {tier: 1 / found.s_per_byte for tier, found in tuple(self._measured.items())}
+
     def took(self, tier: Tier, num_bytes: int, seconds: float, now: float) -> None:
         """Records loads; arguments as in `seconds`, with their duration."""
         if num_bytes >= LEAST_BYTES:

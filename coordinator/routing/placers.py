@@ -6,6 +6,7 @@ the least loaded worker and the other end of a handoff.
 
 from __future__ import annotations
 
+from baton.coordinator.routing.kv_speeds import KvSpeed
 from baton.coordinator.routing.latency import LatencyRegistry
 from baton.coordinator.routing.output_lengths import OutputLengths
 from baton.coordinator.routing.placement import Placer
@@ -117,6 +118,11 @@ class Placers:
 
     def report_loads(self, worker: Worker, load: cluster_pb2.LoadReport) -> None:
         self._router(worker).report_loads(worker.key, load.host_loads, load.disk_loads)
+
+    def kv_speeds(self) -> list[KvSpeed]:
+        """Returns the measured speeds at which the workers of all fleets get KV blocks."""
+        placers = tuple(self._placers.values())
+        return [speed for placer in placers for speed in placer.router.kv_speeds()]
 
     def apply_cache(self, worker: Worker, changes: cluster_pb2.CacheEvents) -> None:
         self._router(worker).apply_cache(worker.key, changes)

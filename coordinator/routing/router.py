@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.coordinator.routing.choices import DecodeChoice, Fetch, PrefillChoice
+from baton.coordinator.routing.choices import DecodeChoice, Fetch, Placement, PrefillChoice
+from baton.coordinator.routing.kv_speeds import KvSpeed, measured_speeds
 from baton.coordinator.routing.load_index import LoadIndex
 from baton.coordinator.routing.prefix_index import PrefixIndex, Tier
 from baton.coordinator.routing.prefix_match import NOTHING_HELD, HeldPrefix, PrefixMatch
@@ -27,7 +28,7 @@ from baton.coordinator.routing.worker_load import (
     WorkerTraits,
 )
 from baton.coordinator.state.pools import Pool
-from baton.coordinator.state.requests import SessionKey, WorkerKey
+from baton.coordinator.state.requests import PredictedSpeeds, SessionKey, WorkerKey
 from baton.runtime.step_budget import StepTargets
 from baton.v1 import cluster_pb2
 
@@ -217,6 +218,29 @@ class Router:
         for tier, loads in ((Tier.HOST, host), (Tier.DISK, disk)):
             seconds = loads.duration_us / 1e6
             entry.load_speeds.took(tier, loads.num_bytes, seconds, self.now)
+
+    def predicted_speeds(self, placement: Placement) -> PredictedSpeeds:
+        """The speeds by which the loads and the fetch of a placement were predicted."""
+        reader = placement.reader
+        choice = reader or placement.decode
+        entry = self._loads.get(choice.worker) if choice is not None else None
+        if choice is None or entry is None:
+            return PredictedSpeeds()
+        host, disk = (
+            entry.load_speeds.bytes_per_s(tier, self.now) if num_tokens else 0.0
+            for tier, num_tokens in (
+                (Tier.HOST, choice.num_host_tokens),
+                (Tier.DISK, choice.num_disk_tokens),
+            )
+        )
+        if reader is None or (fetch := reader.fetch) is None or not fetch.sending_s:
+            return PredictedSpeeds(host, disk)
+        num_bytes = fetch.num_sent_tokens * entry.traits.kv_bytes_per_token
+        return PredictedSpeeds(host, disk, num_bytes / fetch.sending_s)
+
+    def kv_speeds(self) -> Iterator[KvSpeed]:
+        """Yields the measured speeds at which the workers get KV blocks."""
+        return measured_speeds(tuple(self._loads.entries.values()), self.transfers)
 
     def apply_cache(self, worker: WorkerKey, changes: cluster_pb2.CacheEvents) -> None:
         """Applies changes of one tier of a worker to the index."""

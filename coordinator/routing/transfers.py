@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from itertools import islice
 from typing import TypeAlias
 
 from baton.coordinator.routing.mean_speed import LEAST_BYTES, MeanSpeed, with_latest
@@ -79,6 +80,15 @@ class Transfers:
             return self._kinds.get(near)
         return found
 
+    def measured(self, most: int) -> dict[Pair, float]:
+        """Returns the mean speed of the latest transfers, in bytes per second, by pair.
+
+        Args:
+            most: number of pairs; the most recently measured ones, the latest first.
+        """
+        latest = tuple(islice(reversed(self._pairs.items()), most))
+        return {pair: 1 / found.s_per_byte for pair, found in latest}
+
     def wait_s(self, holder: WorkerKey) -> float:
         """Predicted seconds until a worker has sent what it was told to send."""
         return max(0.0, self._free_at.get(holder, self.now) - self.now)
@@ -104,13 +114,19 @@ class Transfers:
             self.took(pair, num_bytes, seconds, near=near)
 
     def given_up(self, pair: Pair, num_bytes: int, seconds: float, *, near: bool) -> None:
-        """Records a transfer that was given up after this many seconds."""
+        """Records a transfer that was given up after this many seconds.
+
+        It tells about the other pairs of its kind only if none of them has been measured: the
+        sender may have been stopped.
+        """
         if num_bytes < LEAST_BYTES:
             self._tried_at.pop(near, None)
-        else:
-            measured = MeanSpeed(_GIVEN_UP_FACTOR * seconds / num_bytes, self.now)
-            self._pairs.pop(pair, None)
-            self._pairs[pair] = self._kinds[near] = measured
+            return
+        measured = MeanSpeed(_GIVEN_UP_FACTOR * seconds / num_bytes, self.now)
+        self._pairs.pop(pair, None)
+        self._pairs[pair] = measured
+        if near not in self._kinds or not self._kinds[near].is_recent(self.now):
+            self._kinds[near] = measured
 
     def forget(self, worker: WorkerKey) -> None:
         """Removes a worker."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from baton.coordinator.core.core import Core
@@ -290,6 +290,15 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         """Workers of one role, or of both, sorted by role and ID."""
         now = self._shell.now()
         names = {worker.hello.kv_address: worker.id for worker in self._core.workers}
+        speeds = defaultdict[str, list[admin_pb2.KvSpeed]](list)
+        for one in self._core.placers.kv_speeds():
+            speeds[one.worker].append(
+                admin_pb2.KvSpeed(
+                    source=one.source,
+                    from_worker_id=one.sender,
+                    bytes_per_s=round(one.bytes_per_s),
+                )
+            )
         workers = [
             _worker_info(
                 worker,
@@ -297,6 +306,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
                 self._core.latency.describe(WorkerKind.of(worker.hello)),
                 now,
                 self._config.coordinator.worker_silent_s,
+                speeds.get(worker.id, ()),
             )
             for worker in self._core.workers
             if role in (common_pb2.ROLE_UNSPECIFIED, worker.role)
@@ -361,6 +371,7 @@ def _worker_info(
     latency: KindLatency,
     now: float,
     silent_s: float,
+    kv_speeds: Sequence[admin_pb2.KvSpeed],
 ) -> admin_pb2.WorkerInfo:
     """Describes a worker; `names` maps KvTransfer addresses to IDs of attached workers."""
     hello = worker.hello
@@ -387,6 +398,7 @@ def _worker_info(
         latency=_latency_info(latency),
         unresponsive=worker.trouble(now, silent_s),
         flips_to=worker.flip.into if worker.flip is not None else common_pb2.ROLE_UNSPECIFIED,
+        kv_speeds=kv_speeds,
     )
     if worker.load is not None:
         info.load.ClearField("peers")
@@ -436,6 +448,9 @@ def _placement_info(predicted: Predicted) -> admin_pb2.PlacementInfo:
         fetched_tokens=predicted.num_fetched,
         fetched_from=predicted.fetched_from,
         decode_worker_id=predicted.decode_worker,
+        host_bytes_per_s=round(predicted.speeds.host),
+        disk_bytes_per_s=round(predicted.speeds.disk),
+        fetch_bytes_per_s=round(predicted.speeds.fetch),
     )
     if predicted.queue_s is not None and predicted.computation_s is not None:
         info.queue.CopyFrom(duration(predicted.queue_s))

@@ -76,6 +76,7 @@ class CoreCollector(Collector):
         yield waits
         yield from self._totals()
         yield self._workers()
+        yield self._kv_speeds()
         yield from self._scaling()
         yield from self._targets_and_limits()
         yield from rollout_metrics(self._core)
@@ -191,6 +192,17 @@ class CoreCollector(Collector):
             family.add_metric([pool.value, "serving"], serving)
             family.add_metric([pool.value, "draining"], draining)
             family.add_metric([pool.value, "other"], len(workers) - serving - draining)
+        return family
+
+    def _kv_speeds(self) -> Metric:
+        family = GaugeMetricFamily(
+            "baton_kv_speed_bytes_per_second",
+            "Measured speed at which a worker gets KV blocks. host, disk: loads from its own host "
+            "memory and disk; worker: handoffs and fetches from the worker in the label from.",
+            labels=["worker", "source", "from"],
+        )
+        for one in self._core.placers.kv_speeds():
+            family.add_metric([one.worker, one.source, one.sender], one.bytes_per_s)
         return family
 
     def _scaling(self) -> Iterator[Metric]:

@@ -191,6 +191,19 @@ class Prediction(NamedTuple):
     work_s: float
 
 
+class PredictedSpeeds(NamedTuple):
+    """Speeds by which loads of KV blocks were predicted, in bytes per second; 0: no such load.
+
+    Attributes:
+        host, disk: loads from the host memory and the disk of the worker that computes the prompt.
+        fetch: what it gets from another worker.
+    """
+
+    host: float = 0.0
+    disk: float = 0.0
+    fetch: float = 0.0
+
+
 class Predicted(NamedTuple):
     """Predictions of the coordinator when it chose the workers of an attempt.
 
@@ -206,6 +219,7 @@ class Predicted(NamedTuple):
         num_disk: prompt tokens on the disk of that worker.
         num_fetched: prompt tokens that this worker gets from another worker.
         fetched_from: ID of the other worker; "": there is none.
+        speeds: speeds of the loads and of the fetch.
     """
 
     prompt_worker: str
@@ -218,6 +232,7 @@ class Predicted(NamedTuple):
     num_disk: int = 0
     num_fetched: int = 0
     fetched_from: str = ""
+    speeds: PredictedSpeeds = PredictedSpeeds()
 
 
 class PromptSources(NamedTuple):

@@ -7,7 +7,6 @@ Blocks in host memory are also written to disk, if the disk tier is on (kvtransf
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
@@ -18,14 +17,12 @@ from vllm.platforms import current_platform
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
-    GPULoadStoreSpec,
     LoadStoreSpec,
     LookupResult,
     OffloadingWorker,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
-    TransferResult,
     get_offload_block_hash,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
@@ -34,6 +31,7 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks, Name
+from baton.kvtransfer.connector.cpu_copies import CpuCopies
 from baton.kvtransfer.disk.index import DiskIndex
 from baton.kvtransfer.disk.orders import BlockName, BlockSelection, DiskReport
 
@@ -313,62 +311,6 @@ class HostMemory(CPUOffloadingSpec):
         return super().get_worker(kv_caches)
 
 
-class CpuCopies(OffloadingWorker):
-    """Copies between a cache of the CPU platform and host memory; each copy ends at once.
-
-    The operating system provides the memory when it is first written.
-
-    Args:
-        caches: One rank's caches, of a single group.
-        num_blocks: Number of blocks that the host memory holds.
-    """
-
-    def __init__(self, caches: CanonicalKVCaches, num_blocks: int) -> None:
-        assert len(caches.group_data_refs) == 1, "Baton serves models with one group of caches"
-        # numpy copies whole blocks; torch's indexing copies int8 values one by one, which takes ten
-        # times as long.
-        self._pairs = [
-            (one.tensor.numpy(), np.empty((num_blocks, one.page_size_bytes), dtype=np.int8))
-            for one in caches.tensors
-        ]
-        self._ended: list[TransferResult] = []
-
-    def submit_store(self, job_id: int, src: GPULoadStoreSpec, dst: LoadStoreSpec) -> bool:
-        cached, stored = _indices(src, dst)
-        begun_at = time.monotonic()
-        for cache, memory in self._pairs:
-            memory[stored] = cache[cached]
-        return self._end(job_id, len(cached), begun_at)
-
-    def submit_load(self, job_id: int, src: LoadStoreSpec, dst: GPULoadStoreSpec) -> bool:
-        cached, stored = _indices(dst, src)
-        begun_at = time.monotonic()
-        for cache, memory in self._pairs:
-            cache[cached] = memory[stored]
-        return self._end(job_id, len(cached), begun_at)
-
-    def _end(self, job_id: int, num_blocks: int, begun_at: float) -> bool:
-        num_bytes = num_blocks * sum(memory.shape[1] for _, memory in self._pairs)
-        duration_s = time.monotonic() - begun_at
-        self._ended.append(TransferResult(job_id, True, num_bytes, duration_s))
-        return True
-
-    def get_finished(self) -> list[TransferResult]:
-        ended, self._ended = self._ended, []
-        return ended
-
-    def wait(self, job_ids: set[int]) -> None:
-        return
-
-    @property
-    def memory(self) -> list[npt.NDArray[np.int8]]:
-        """Host memory, one array of blocks per layer."""
-        return [memory for _, memory in self._pairs]
-
-    def shutdown(self) -> None:
-        self._pairs = []
-
-
 def host_layers(worker: OffloadingWorker) -> list[npt.NDArray[np.int8]]:
     """Returns a rank's host memory, one array of blocks per layer.
 
@@ -404,12 +346,3 @@ def _slots(spec: LoadStoreSpec) -> list[int]:
 def _names(keys: Collection[OffloadKey]) -> list[Name]:
     """Returns the blocks' hashes as vLLM's cache events give them."""
     return [maybe_convert_block_hash(BlockHash(get_offload_block_hash(key))) for key in keys]
-
-
-def _indices(
-    cached: GPULoadStoreSpec, stored: LoadStoreSpec
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Returns the indices of the same blocks in the cache and in host memory."""
-    assert isinstance(stored, CPULoadStoreSpec)
-    assert len(stored.block_ids) == len(cached.block_ids)
-    return cached.block_ids, stored.block_ids

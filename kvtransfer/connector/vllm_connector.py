@@ -53,6 +53,7 @@ from baton.kvtransfer import engine_groups, engine_stages
 from baton.kvtransfer.connector.cache_drops import CacheDrops, Clearing
 from baton.kvtransfer.connector.cache_groups import UnsupportedCache, named_groups
 from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE, CachedBlocks
+from baton.kvtransfer.connector.cpu_copies import CpuCopies
 from baton.kvtransfer.connector.disk_tier import SHUTDOWN_TIMEOUT_S, make_rank_disk
 from baton.kvtransfer.connector.handoff_step import HandoffStep, LoadReport
 from baton.kvtransfer.connector.host_memory import host_layers
@@ -102,12 +103,14 @@ class StepMetadata(KVConnectorMetadata):
         host: Copies from and to host memory; None without a host tier.
         disk: Orders for the ranks' disks.
         clearing: Blocks of host memory that an operator has deleted.
+        is_idle: Whether the step computes nothing.
     """
 
     step: HandoffStep = field(default_factory=HandoffStep)
     host: OffloadingConnectorMetadata | None = None
     disk: list[Order] = field(default_factory=list)
     clearing: Clearing = field(default_factory=Clearing)
+    is_idle: bool = False
 
 
 @dataclass
@@ -276,6 +279,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._host_copies is not None:
+            if isinstance(self._host_copies.worker, CpuCopies):
+                self._host_copies.worker.is_idle = self._orders().is_idle
             self._host_copies.start_kv_transfers(self._orders().host)
         if self._rank_disk is not None:
             self._rank_disk.submit(self._orders().disk)
@@ -359,7 +364,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             return StepMetadata(step, clearing=self._drops.step())
         host, disk = self._host.step(scheduler_output), self._host.disk
         orders = disk.take_orders() if disk is not None else []
-        return StepMetadata(step, host, orders, self._drops.step())
+        is_idle = not scheduler_output.total_num_scheduled_tokens
+        return StepMetadata(step, host, orders, self._drops.step(), is_idle)
 
     def has_pending_push_work(self) -> bool:
         return self._drops.has_work or (self._host is not None and self._host.has_work)

@@ -77,7 +77,11 @@ class Peers(admin_pb2_grpc.AdminServicer):
             admin_pb2.WorkerPeer(worker_id=name, target=target, transport="grpc")
             for name, target in (("", "10.0.0.1:7001"), ("decode-1", "10.0.0.1:7002"))
         ]
-        worker = admin_pb2.WorkerInfo(worker_id="prefill-0", peers=peers)
+        speeds = [
+            admin_pb2.KvSpeed(source="host", bytes_per_s=9_876_000_000),
+            admin_pb2.KvSpeed(source="worker", from_worker_id="decode-1", bytes_per_s=10**9),
+        ]
+        worker = admin_pb2.WorkerInfo(worker_id="prefill-0", peers=peers, kv_speeds=speeds)
         return admin_pb2.ListWorkersResponse(workers=[worker])
 
 
@@ -236,6 +240,14 @@ def test_workers_lists_no_peer_that_is_detached(serve, capsys):
     shown = capsys.readouterr().out
     assert "decode-1" in shown
     assert "10.0.0.1" not in shown
+
+
+def test_workers_lists_measured_speeds(serve, capsys):
+    workers(serve(Peers()))
+    *_, header, host, other = capsys.readouterr().out.splitlines()
+    assert header.split("  ")[0] == "WORKER"
+    assert host.split() == ["prefill-0", "its", "host", "memory", "9.88", "GB/s"]
+    assert other.split() == ["prefill-0", "worker", "decode-1", "1", "GB/s"]
 
 
 async def twice(admin):

@@ -75,12 +75,13 @@ def test_a_waterfall_and_its_stalls(answers, stalled, capsys):
 def test_tokens_from_disk_are_told(answers, stalled, capsys):
     info = admin_pb2.RequestInfo()
     info.CopyFrom(stalled)
-    info.placement.disk_tokens = 48
+    info.placement.disk_tokens, info.placement.disk_bytes_per_s = 48, 1_234_000_000
+    info.placement.fetched_tokens, info.placement.fetched_from = 16, "d1"
     info.prompt_sources.CopyFrom(admin_pb2.PromptTokens(device=16, host=32, disk=48, computed=4))
     answers(info)
     explain.explain(info.request_id)
     out = capsys.readouterr().out
-    assert "48 tokens on disk" in out
+    assert "48 tokens on disk at 1.23 GB/s and 16 tokens fetched from d1, decode on" in out
     sources = "16 from the device cache, 32 from host memory, 48 from disk, 4 computed"
     assert f"prompt tokens: {sources}" in out
 

@@ -76,22 +76,25 @@ async def test_the_prefill_worker_fetches_the_answers_from_the_decode_worker(new
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-async def test_a_turn_survives_the_end_of_its_holder(new_cluster, number):
+@pytest.mark.parametrize("victim", ["holder", "reader"])
+async def test_a_turn_survives_the_end_of_a_worker(new_cluster, victim, number):
     coordinator = {"worker_silent_s": 2.0, "worker_timeout_s": 60.0}
-    cluster = new_cluster("p1", "d1", "d2", **STRICT, coordinator=coordinator)
+    workers = ("p1", "d1", "d2") if victim == "holder" else ("p1", "p2", "d1")
+    cluster = new_cluster(*workers, **STRICT, coordinator=coordinator)
     await cluster.serving(3)
     async with BatonClient(cluster.address) as client, AdminClient(cluster.address) as admin:
         conversation = Conversation(cluster, client, admin)
-        holder = (await conversation.turn()).decode_worker_id
+        first = await conversation.turn()
+        name = first.decode_worker_id if victim == "holder" else first.prefill_worker_id
         next_turn = asyncio.create_task(conversation.turn())
-        # The coordinator may not know it yet when it names the holder.
+        # The coordinator may not know it yet when it names the worker.
         await asyncio.sleep(0)
-        cluster.signal(holder, number)
+        cluster.signal(name, number)
         await next_turn
         if number == signal.SIGSTOP:
-            cluster.signal(holder, signal.SIGCONT)
+            cluster.signal(name, signal.SIGCONT)
         await conversation.turn()
-    dead = (holder,) if number == signal.SIGKILL else ()
+    dead = (name,) if number == signal.SIGKILL else ()
     await cluster.nothing_left(dead=dead)
 
 

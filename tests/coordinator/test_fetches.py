@@ -338,6 +338,7 @@ def test_the_holder_and_the_reader_are_told(new_world, out):
     (record,) = world.core.recently_ended()
     assert record.prompt_sources == (0, 0, 100, 0, 0, SIZE)
     assert (record.predicted.num_fetched, record.predicted.fetched_from) == (SIZE, "h")
+    assert record.predicted.speeds == pytest.approx((0.0, 0.0, 1e10))
     assert world.core.stats.prompt_tokens["fetched"] == SIZE
     assert world.core.stats.fetches == {"loaded": 1, "failed": 0}
     assert world.core.stats.handoffs.total() == 0
@@ -442,6 +443,20 @@ def test_nothing_is_fetched_that_must_not_be(new_world, changes):
     world.submit(num_prompt=900, **changes)
     assert not world.commands["h"]
     assert not world.commands["r"][0].HasField("fetch")
+
+
+def test_nothing_is_fetched_from_another_revision(two_fleets):
+    fleets = two_fleets(latency=MODEL, local_prefill=False)
+    world = fleets.world
+    hashes = block_hashes(LONG[:SIZE], BLOCK)
+    for tier in (DEVICE, HOST, DISK):
+        changes = cluster_pb2.CacheEvents(stored=hashes, tier=tier)
+        world.handle(ev.WorkerCache(("d", 1), changes))
+    to = world.submit(num_prompt=900)
+    assert fleets.fleet_name(to) == "r2"
+    every = [one for commands in world.commands.values() for one in commands]
+    (prompt,) = [one for one in every if isinstance(one, cluster_pb2.PrefillCommand)]
+    assert not prompt.HasField("fetch")
 
 
 def test_a_decode_worker_sends_what_it_has_back_to_the_prefill_pool(new_world):

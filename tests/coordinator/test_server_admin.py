@@ -91,6 +91,46 @@ async def test_handoff_reports_are_counted(coordinator, pair, inference):
         assert line in shown
 
 
+async def test_measured_speeds_are_shown(coordinator, pair, inference, admin):
+    async with pair(auto=False) as (p, _):
+        await p.load(
+            kv_tokens_total=64,
+            host_loads=cluster_pb2.TierLoads(num_bytes=4 * 10**9, duration_us=2 * 10**6),
+            disk_loads=cluster_pb2.TierLoads(num_bytes=10**9, duration_us=4 * 10**6),
+        )
+        call = inference.Generate(generate(), timeout=WAIT_S)
+        await call.read()
+        command = await p.command("prefill")
+        report = cluster_pb2.HandoffReport(
+            request_id=command.spec.request_id,
+            attempt=1,
+            handoff_id=command.handoff.handoff_id,
+            state=3,
+            num_bytes=10**8,
+            exposed_us=5000,
+        )
+        await p.say(handoff=report)
+        await p.step(answer(command.spec, 0, 1, STOP))
+        await call.read()
+        assert (await call.read()).HasField("finished")
+        workers = await workers_of(admin, common_pb2.ROLE_UNSPECIFIED)
+        metrics = registry(coordinator.shell.core, BatonConfig())
+        speeds = {
+            (worker.worker_id, one.source, one.from_worker_id): one.bytes_per_s
+            for worker in workers
+            for one in worker.kv_speeds
+        }
+        assert speeds == {
+            ("p", "host", ""): 2 * 10**9,
+            ("p", "disk", ""): 25 * 10**7,
+            ("d", "worker", "p"): 2 * 10**10,
+        }
+        for (worker, source, sender), speed in speeds.items():
+            labels = {"worker": worker, "source": source, "from": sender}
+            shown = metrics.get_sample_value("baton_kv_speed_bytes_per_second", labels)
+            assert shown == pytest.approx(speed)
+
+
 async def test_a_worker_s_peers_are_named(pair, admin):
     async with pair(auto=False) as (p, d):
         peers = [

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 from disk_store import NUM_RANKS, PAYLOAD_BYTES, Store, block, content, namespace
 
+from baton.kvtransfer.disk import block_file
 from baton.kvtransfer.disk.directory import rank_directory, scan
 from baton.kvtransfer.disk.index import LOAD_TIMEOUT_S
 from baton.kvtransfer.disk.orders import ALL_BLOCKS, BlockName, BlockSelection
@@ -118,6 +119,23 @@ def test_no_file_of_another_layout_is_loaded(tmp_path: Path, changed: dict[str, 
             shutil.copy(other.path(one, rank), store.path(one, rank))
     assert not any(store.load(one) for one in blocks)
     assert store.num_wrong == NUM_RANKS * len(blocks)
+
+
+def test_no_file_of_another_format_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A worker of another version, with the same engine and model, takes over the directory."""
+    blocks = [block(n) for n in range(20)]
+    with monkeypatch.context() as patched:
+        patched.setattr(block_file, "VERSION", block_file.VERSION + 1)
+        other = Store(tmp_path)
+        assert all(other.write(blocks))
+        other.close()
+    store = Store(tmp_path)
+    assert store.directory.path == other.directory.path
+    assert not any(store.load(one) for one in blocks)
+    assert store.num_wrong == NUM_RANKS * len(blocks)
+    assert all(store.write(blocks))
+    assert all(store.load(one) for one in blocks)
+    store.close()
 
 
 def test_no_file_under_another_name_or_of_another_rank_is_loaded(tmp_path: Path):
@@ -342,6 +360,26 @@ def test_a_killed_worker_leaves_only_whole_blocks(tmp_path: Path):
         assert store.num_wrong <= 2
         assert scan(store.directory.path, NUM_RANKS, PAYLOAD_BYTES).num_wrong == 0
         store.close()
+
+
+def test_a_stopped_worker_keeps_its_directory_and_goes_on(tmp_path: Path):
+    command = [sys.executable, "-c", _WRITER, str(tmp_path), str(Path(__file__).parent), "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+        assert writer.stdout is not None
+        first = block(int(writer.stdout.readline()))
+        writer.send_signal(signal.SIGSTOP)
+        other = Store(tmp_path)
+        assert other.write([first]) == [True]
+        writer.send_signal(signal.SIGCONT)
+        written = [first, *(block(int(writer.stdout.readline())) for _ in range(100))]
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+        assert other.load(first)
+        store = Store(tmp_path)
+        assert store.directory.path != other.directory.path
+        assert all(store.load(one) for one in written)
+        for one in (store, other):
+            one.close()
 
 
 def test_other_files_are_not_taken_for_blocks(tmp_path: Path):

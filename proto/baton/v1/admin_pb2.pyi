@@ -425,6 +425,7 @@ class WorkerInfo(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     CONFIG_DIGEST_FIELD_NUMBER: _builtins.int
     UNRESPONSIVE_FIELD_NUMBER: _builtins.int
+    KV_SPEEDS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     incarnation: _builtins.int
     role: _common_pb2.Role.ValueType
@@ -472,6 +473,12 @@ class WorkerInfo(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Copy of Hello.labels."""
 
+    @_builtins.property
+    def kv_speeds(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvSpeed]:
+        """Measured speeds at which the worker gets KV blocks, by which prompts are placed. Not yet
+        measured speeds are left out.
+        """
+
     def __init__(
         self,
         *,
@@ -498,14 +505,46 @@ class WorkerInfo(_message.Message):
         revision: _builtins.str = ...,
         config_digest: _builtins.str = ...,
         unresponsive: _builtins.str = ...,
+        kv_speeds: _abc.Iterable[Global___KvSpeed] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "latency", b"latency", "load", b"load", "model", b"model", "silent_for", b"silent_for"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "config_digest", b"config_digest", "engine", b"engine", "engine_version", b"engine_version", "flips_to", b"flips_to", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "labels", b"labels", "latency", b"latency", "load", b"load", "model", b"model", "num_requests", b"num_requests", "peers", b"peers", "pid", b"pid", "revision", b"revision", "role", b"role", "silent_for", b"silent_for", "startup_ms", b"startup_ms", "state", b"state", "unresponsive", b"unresponsive", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attached_at", b"attached_at", "capacity", b"capacity", "config_digest", b"config_digest", "engine", b"engine", "engine_version", b"engine_version", "flips_to", b"flips_to", "host_id", b"host_id", "incarnation", b"incarnation", "kv_address", b"kv_address", "kv_speeds", b"kv_speeds", "labels", b"labels", "latency", b"latency", "load", b"load", "model", b"model", "num_requests", b"num_requests", "peers", b"peers", "pid", b"pid", "revision", b"revision", "role", b"role", "silent_for", b"silent_for", "startup_ms", b"startup_ms", "state", b"state", "unresponsive", b"unresponsive", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WorkerInfo: _TypeAlias = WorkerInfo  # noqa: Y015
+
+@_typing.final
+class KvSpeed(_message.Message):
+    """Mean speed of the latest copies of KV blocks to a worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    FROM_WORKER_ID_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """"host" and "disk": loads from the worker's own host memory and disk. "worker": handoffs and
+    fetches from another worker.
+    """
+    from_worker_id: _builtins.str
+    """That other worker; empty for the worker's own tiers."""
+    bytes_per_s: _builtins.int
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        from_worker_id: _builtins.str = ...,
+        bytes_per_s: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "from_worker_id", b"from_worker_id", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvSpeed: _TypeAlias = KvSpeed  # noqa: Y015
 
 @_typing.final
 class LatencyInfo(_message.Message):
@@ -860,6 +899,9 @@ class PlacementInfo(_message.Message):
     FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
     FETCHED_FROM_FIELD_NUMBER: _builtins.int
     DISK_TOKENS_FIELD_NUMBER: _builtins.int
+    HOST_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    DISK_BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    FETCH_BYTES_PER_S_FIELD_NUMBER: _builtins.int
     prompt_worker_id: _builtins.str
     """Worker that computes the prompt."""
     cached_tokens: _builtins.int
@@ -873,6 +915,12 @@ class PlacementInfo(_message.Message):
     fetched_from: _builtins.str
     disk_tokens: _builtins.int
     """Prompt tokens on the disk of the worker that computes the prompt."""
+    host_bytes_per_s: _builtins.int
+    """Speeds by which the time of the loads and of the fetch was predicted: measured ones, or assumed
+    ones as long as nothing was measured. 0: there is no such load or fetch.
+    """
+    disk_bytes_per_s: _builtins.int
+    fetch_bytes_per_s: _builtins.int
     @_builtins.property
     def queue(self) -> _duration_pb2.Duration:
         """Predicted time until that worker begins to compute the prompt; absent if it was not predicted."""
@@ -898,10 +946,13 @@ class PlacementInfo(_message.Message):
         fetched_tokens: _builtins.int = ...,
         fetched_from: _builtins.str = ...,
         disk_tokens: _builtins.int = ...,
+        host_bytes_per_s: _builtins.int = ...,
+        disk_bytes_per_s: _builtins.int = ...,
+        fetch_bytes_per_s: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["computation", b"computation", "queue", b"queue", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computation", b"computation", "decode_worker_id", b"decode_worker_id", "disk_tokens", b"disk_tokens", "fetched_from", b"fetched_from", "fetched_tokens", b"fetched_tokens", "host_tokens", b"host_tokens", "prompt_worker_id", b"prompt_worker_id", "queue", b"queue", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "computation", b"computation", "decode_worker_id", b"decode_worker_id", "disk_bytes_per_s", b"disk_bytes_per_s", "disk_tokens", b"disk_tokens", "fetch_bytes_per_s", b"fetch_bytes_per_s", "fetched_from", b"fetched_from", "fetched_tokens", b"fetched_tokens", "host_bytes_per_s", b"host_bytes_per_s", "host_tokens", b"host_tokens", "prompt_worker_id", b"prompt_worker_id", "queue", b"queue", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
