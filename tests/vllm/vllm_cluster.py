@@ -90,7 +90,7 @@ class Cluster:
 
     def transfer_service(self, role: str) -> psutil.Process:
         for process in self.worker_process(role).children(recursive=True):
-            if "baton.kvtransfer.service.service" in " ".join(process.cmdline()):
+            if "baton.kvtransfer.service " in " ".join(process.cmdline()):
                 return process
         raise AssertionError(f"no transfer service beside the {role} worker")
 
