@@ -18,6 +18,7 @@ import load_steps
 import psutil
 import pytest
 import yaml
+from fork_server import fork_server
 from load_steps import DECODE, PREFILL, ids, until
 from processes import UpCluster
 
@@ -102,6 +103,8 @@ class Ray:
 def ray():
     # The directory holds sockets, whose paths must be short.
     directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    # The server outlives the fixture, and is no child to wait for.
+    fork_server()
     before = children()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
