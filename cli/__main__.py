@@ -2,9 +2,12 @@
 
 import sys
 
+from baton.runtime import quick_start
+
 
 def main() -> None:
     """Runs the command; Ctrl-C during the imports also ends with exit code 130."""
+    quick_start.collect_rarely()
     try:
         from baton.cli.main import main as run
     except KeyboardInterrupt:

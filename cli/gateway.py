@@ -287,9 +287,7 @@ class GatewayProcess:
         fd = self._listener.fileno()
         try:
             self._process = process = await asyncio.create_subprocess_exec(
-                *bound_to_parent(
-                    sys.executable, "-m", "baton.cli.main", "gateway", "--fd", str(fd)
-                ),
+                *bound_to_parent(sys.executable, "-m", "baton.cli", "gateway", "--fd", str(fd)),
                 *("--coordinator", self._coordinator, "--config", "-"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,

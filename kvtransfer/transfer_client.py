@@ -116,7 +116,7 @@ class TransferClient:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "baton.kvtransfer.service.service",
+            "baton.kvtransfer.service",
             json.dumps(arguments),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,

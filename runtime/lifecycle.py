@@ -16,6 +16,8 @@ from typing import Any
 
 import uvloop
 
+from baton.runtime import quick_start
+
 
 class SignalReceived(BaseException):
     """Raised by SIGINT or SIGTERM inside `interruptible`."""
@@ -37,6 +39,7 @@ def run(main: Coroutine[Any, Any, int]) -> int:
 
     It raises the limit of open files to the allowed maximum, because each connection is one file.
     """
+    quick_start.collect_as_usual()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):

@@ -21,7 +21,7 @@ from baton.runtime.worker_directory import WorkerDirectory
 _log = logging.getLogger(__name__)
 
 # Command that runs `baton` in this environment; arguments are appended.
-BATON = (sys.executable, "-m", "baton.cli.main")
+BATON = (sys.executable, "-m", "baton.cli")
 
 _READ_BYTES = 64 * 2**10
 _MAX_LINE_BYTES = 4 * 2**10

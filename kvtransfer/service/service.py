@@ -1,6 +1,6 @@
 """The transfer service: a process of its own beside one worker's engine.
 
-    python -m baton.kvtransfer.service.service CONFIG
+    python -m baton.kvtransfer.service CONFIG
 
 CONFIG is JSON: {"socket_path": "/run/baton/kv.sock", "kv_transfer": {...}}.
 
@@ -220,7 +220,7 @@ def _watched_parent(stop: asyncio.Event, parent: int) -> Iterator[None]:
 
 
 def main() -> int:
-    """The process's entry point."""
+    """Runs the service as this process; returns the exit code."""
     quick_exit.skip_final_gc()
     try:
         if len(sys.argv) != 2:
@@ -237,7 +237,3 @@ def main() -> int:
         message = str(error)
     print(f"kv-transfer: {message}", file=sys.stderr, flush=True)
     return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -180,7 +180,7 @@ async def decode_follows_outputs(cluster: Cluster, client: BatonClient) -> None:
 async def prefill_follows_prompts(
     cluster: Cluster, client: BatonClient, admin: AdminClient
 ) -> None:
-    """Raises the rate in four steps until the prefill pool grows; then both pools shrink."""
+    """Raises the rate in four steps until the prefill pool grows."""
     load = Load(cluster, client)
     # The task group ends the test with the error of a failed request.
     async with asyncio.TaskGroup() as group:
@@ -201,8 +201,11 @@ async def prefill_follows_prompts(
         await load.within(CAUGHT_UP_TTFT_S)
         load.rate = 0.0
 
-    # Without load both pools shrink. Higher targets let them shrink sooner, because the autoscaler
-    # considers the load of the last two minutes.
+
+async def pools_shrink(cluster: Cluster, admin: AdminClient) -> None:
+    """Waits until both pools have one worker again; no request has failed."""
+    # Higher targets let the pools shrink sooner, because the autoscaler considers the load of the
+    # last two minutes.
     lax = admin_pb2.LaneTargets(lane=common_pb2.LANE_INTERACTIVE, ttft_ms=10_000, itl_ms=500)
     await admin.set_targets([lax])
     await until(cluster, lambda event: len(event.workers) == 2, CALM_S)

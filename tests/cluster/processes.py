@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import os
 import select
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import yaml
+from fork_server import Command, fork_server
 
 from baton.client import AdminClient, BatonClient
 from baton.engine.sim_tokens import Vocabulary, expected_tokens
@@ -63,7 +63,7 @@ class Cluster(Closing):
             **sections,
         }
         self._config.write_text(yaml.safe_dump(config))
-        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._processes: dict[str, Command] = {}
         self.address = ""
 
     def __enter__(self) -> "Cluster":
@@ -207,15 +207,12 @@ class Cluster(Closing):
             left.kill()
         assert not alive, f"{' or '.join(names)} left processes behind: {alive}"
 
-    def _start(self, name: str, *arguments: str) -> subprocess.Popen[str]:
+    def _start(self, name: str, *arguments: str) -> Command:
         with (self._directory / f"{name}.log").open("w") as log:
-            process = subprocess.Popen(
-                [*COMMAND, *arguments, "--config", str(self._config)],
-                stdout=subprocess.PIPE if name == "coordinator" else subprocess.DEVNULL,
-                stderr=log,
-                env=os.environ,
-                text=True,
-                start_new_session=True,
+            process = fork_server().start(
+                [*arguments, "--config", str(self._config)],
+                log=log,
+                with_stdout=name == "coordinator",
             )
         self._processes[name] = process
         return process

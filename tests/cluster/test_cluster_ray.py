@@ -18,6 +18,7 @@ import load_steps
 import psutil
 import pytest
 import yaml
+from fork_server import fork_server
 from load_steps import DECODE, PREFILL, ids, until
 from processes import UpCluster
 
@@ -102,6 +103,8 @@ class Ray:
 def ray():
     # The directory holds sockets, whose paths must be short.
     directory = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
+    # The server outlives the fixture, and is no child to wait for.
+    fork_server()
     before = children()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_AUTH_MODE", "token")
@@ -278,7 +281,10 @@ async def test_only_the_ray_cluster_outlives_a_killed_coordinator(ray, tmp_path,
 
 
 async def test_pools_follow_the_load_and_no_token_is_lost(ray, tmp_path, model):
-    """Runs the steps of test_cluster_scaling.py with workers in Ray."""
+    """Runs steps of test_cluster_scaling.py with workers in Ray.
+
+    Ray starts workers of both roles alike, so only the decode pool grows by load here.
+    """
     small = {"cpus": 0.5, "resources": {"near": 0.5}}
     sections = {
         "launcher": "ray",
@@ -293,7 +299,7 @@ async def test_pools_follow_the_load_and_no_token_is_lost(ray, tmp_path, model):
                 ray.kill_actor(actor)
 
             await load_steps.decode_follows_outputs(cluster, client)
-            await load_steps.prefill_follows_prompts(cluster, client, admin)
+            await load_steps.pools_shrink(cluster, admin)
             await admin.set_autoscale(enabled=False)
             await load_steps.flips_and_deaths(cluster, client, kill)
             await load_steps.a_size_by_hand_wins(cluster, admin)

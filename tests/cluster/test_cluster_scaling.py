@@ -20,6 +20,7 @@ async def test_pools_follow_the_load_and_no_request_fails(up):
     async with BatonClient(cluster.address) as client, AdminClient(cluster.address) as admin:
         await load_steps.decode_follows_outputs(cluster, client)
         await load_steps.prefill_follows_prompts(cluster, client, admin)
+        await load_steps.pools_shrink(cluster, admin)
     await cluster.nothing_left()
 
 

@@ -2,16 +2,15 @@
 
 import asyncio
 import contextlib
-import os
-import subprocess
-import sys
 import time
 
 import httpx2 as httpx
+import pooling_server
 import pytest
 import tiny_bert
 from openai import APIStatusError, BadRequestError
 from scripted_inference import ScriptedInference, serving, unused_address
+from vllm_programs import fork
 
 from baton.gateway.pooling_route import POOLING_ROUTES
 from baton.runtime import errors
@@ -181,22 +180,20 @@ def vllm(tmp_path_factory):
     tiny_bert.write(directory)
     address = unused_address()
     port = address.partition(":")[2]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(directory), "--served-model-name", "tiny", "--runner", "pooling"]
-    command += ["--enforce-eager", "--host", "127.0.0.1", "--port", port]
-    with (directory / "log").open("w") as log:
-        environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"}
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    arguments = ["--model", str(directory), "--served-model-name", "tiny", "--runner", "pooling"]
+    arguments += ["--enforce-eager", "--host", "127.0.0.1", "--port", port]
+    log, environment = directory / "log", {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    process = fork(pooling_server.main, *arguments, log=log, environment=environment)
     try:
         deadline = time.monotonic() + START_S
         while not answers(f"http://{address}"):
-            is_starting = process.poll() is None and time.monotonic() < deadline
-            assert is_starting, (directory / "log").read_text()[-3000:]
+            is_starting = process.is_alive() and time.monotonic() < deadline
+            assert is_starting, log.read_text()[-3000:]
             time.sleep(0.5)
         yield f"http://{address}"
     finally:
         process.terminate()
-        process.wait(WAIT_S)
+        process.join(WAIT_S)
 
 
 def answers(url):

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +25,25 @@ from engine_handoffs import (
 )
 from engine_host_tier import ask, host_tier
 from engine_wrong_requests import wrong_requests
+from forked_engines import fork_engines, has_started
 
 from baton.runtime import affinity
 
 
 def shared_segments() -> list[str]:
     """Returns the shared memory that the engines' processes map by name."""
-    children = psutil.Process().children(recursive=True)
-    mapped = {entry.path for child in children for entry in child.memory_maps()}
+    mapped, group = set[str](), os.getpgid(0)
+    for process in psutil.process_iter():
+        # Processes of other tests may end meanwhile.
+        with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if os.getpgid(process.pid) == group:
+                mapped |= {entry.path for entry in process.memory_maps()}
     return sorted(path for path in mapped if path.startswith("/dev/shm/"))
 
 
 async def an_engine_loads() -> None:
     """Waits for an engine core. vLLM configures only one engine at a time before that."""
-    async with asyncio.timeout(TIMEOUT_S):
-        while not any("spawn_main" in " ".join(command) for command in commands_of_children()):
-            await asyncio.sleep(0.05)
-
-
-def commands_of_children() -> Iterator[list[str]]:
-    for child in psutil.Process().children():
-        # vLLM also starts short-lived processes to inspect the machine.
-        with contextlib.suppress(psutil.NoSuchProcess):
-            yield child.cmdline()
+    assert await asyncio.to_thread(has_started.wait, TIMEOUT_S)
 
 
 async def unequal_ranks(one: Side, two: Side) -> dict[str, Any]:
@@ -99,4 +94,5 @@ async def run(model: str, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
 
 def main(model: str, ranks: int, given: dict[str, Any]) -> dict[str, Any]:
     """Returns the results of the cases."""
+    fork_engines()
     return asyncio.run(run(model, ranks, given))

@@ -7,11 +7,16 @@ parent or a rank is tested with spawned processes.
 
 from __future__ import annotations
 
+import ctypes
 import os
+import threading
 from multiprocessing import context, forkserver
 
 from vllm.v1.engine import utils
 from vllm.v1.executor import multiproc_executor
+
+# Set when this process has started its first engine process.
+has_started = threading.Event()
 
 
 class _Process(context.ForkServerProcess):
@@ -20,6 +25,7 @@ class _Process(context.ForkServerProcess):
     def start(self) -> None:
         self._environment, self._group = dict(os.environ), os.getpgid(0)
         super().start()
+        has_started.set()
 
     def run(self) -> None:
         os.setpgid(0, self._group)
@@ -27,6 +33,13 @@ class _Process(context.ForkServerProcess):
         os.environ.update(self._environment)
         fork_engines()
         super().run()
+
+    def _bootstrap(self, parent_sentinel: int | None = None) -> int:
+        code = super()._bootstrap(parent_sentinel)
+        # The fork server would end the process without C++ destructors, which remove the shared
+        # memory of vLLM's ranks.
+        ctypes.CDLL(None).exit(code)
+        raise AssertionError("exit returned")
 
 
 class _Context(context.ForkServerContext):

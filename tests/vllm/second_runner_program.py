@@ -1,6 +1,9 @@
-"""Answers of vLLM's second model runner, with Baton or alone; see interpreted/sitecustomize.py.
+"""Answers of vLLM's second model runner, with Baton and alone; see interpreted/sitecustomize.py.
 
-`python second_runner_program.py split|plain MODEL OUTPUT < cases.json`
+`python second_runner_program.py MODEL DIRECTORY < cases.json`
+
+It runs in a process with another environment than the tests' process, so it has a fork server of
+its own.
 """
 
 from __future__ import annotations
@@ -13,10 +16,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import vllm_reference
-from engine_handoffs import handed_over, side
+from vllm_programs import Program
 
-from baton.engine import vllm_setup
+HOW = ("split", "plain")
 
 
 async def split(model: str, given: dict[str, Any]) -> dict[str, Any]:
@@ -24,6 +26,10 @@ async def split(model: str, given: dict[str, Any]) -> dict[str, Any]:
 
     Requests wait for their loads, as on GPUs.
     """
+    from engine_handoffs import handed_over, side
+
+    from baton.engine import vllm_setup
+
     vllm_setup.requests_wait = lambda: True
     async with contextlib.AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
@@ -39,10 +45,28 @@ async def split(model: str, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(how: str, model: str, given: dict[str, Any]) -> Any:
-    if how == "split":
-        return asyncio.run(split(model, given))
-    return vllm_reference.main(model, {"cases": given["one_by_one"] + given["together"]})
+    """Returns the results of the cases with Baton ("split"), or of plain vLLM ("plain")."""
+    import vllm_reference
+    from forked_engines import fork_engines
+
+    if how == "plain":
+        return vllm_reference.main(model, {"cases": given["one_by_one"] + given["together"]})
+    fork_engines()
+    return asyncio.run(split(model, given))
+
+
+def run(model: str, directory: Path) -> dict[str, Any]:
+    """Runs both at the same time."""
+    given = json.load(sys.stdin)
+    with contextlib.ExitStack() as stack:
+        running = {}
+        for how in HOW:
+            (directory / how).mkdir()
+            program = Program(Path(__file__).stem, how, model, given, directory=directory / how)
+            running[how] = stack.enter_context(program)
+        return {how: program.result() for how, program in running.items()}
 
 
 if __name__ == "__main__":
-    Path(sys.argv[3]).write_text(json.dumps(main(*sys.argv[1:3], json.load(sys.stdin))))
+    results = run(sys.argv[1], Path(sys.argv[2]))
+    (Path(sys.argv[2]) / "results.json").write_text(json.dumps(results))

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import http.client
 import json
+import os
 import re
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from typing import Any
 import psutil
 import vllm_cases as cases
 import yaml
-from vllm_programs import fork, run_baton
+from vllm_programs import TORCH, fork, run_baton
 from vllm_relay import Relay
 
 from baton.client.admin import AdminClient
@@ -90,7 +91,7 @@ class Cluster:
 
     def transfer_service(self, role: str) -> psutil.Process:
         for process in self.worker_process(role).children(recursive=True):
-            if "baton.kvtransfer.service.service" in " ".join(process.cmdline()):
+            if "baton.kvtransfer.service " in " ".join(process.cmdline()):
                 return process
         raise AssertionError(f"no transfer service beside the {role} worker")
 
@@ -181,6 +182,7 @@ def start_cluster(config: dict[str, Any], directory: Path) -> Cluster:
         [sys.executable, "-m", "baton.cli.main", "up", "--no-http", "--config", str(path)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        env=os.environ | TORCH,
         text=True,
         process_group=0,
     )

@@ -26,6 +26,9 @@ from baton.runtime import affinity
 from baton.runtime.closing import Closing
 
 TIMEOUT_S = 500
+# torch believes the CPU's flags. Otherwise each rank compiles and runs programs to test its vector
+# instructions.
+TORCH = {"TORCHINDUCTOR_VEC_ISA_OK": "1"}
 IMPORTED = ("vllm.entrypoints.llm", "vllm.v1.worker.cpu_worker", "baton.engine.vllm_engine")
 
 _context = multiprocessing.get_context("forkserver")
@@ -34,7 +37,7 @@ _context = multiprocessing.get_context("forkserver")
 def begin_imports() -> None:
     """Starts the imports and returns at once. Idempotent."""
     # The server has one thread, like a worker when it starts an engine.
-    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1"}):
+    with mock.patch.dict(os.environ, {"OMP_NUM_THREADS": "1", **TORCH}):
         # Settings that bind this process's engines must not bind others.
         os.environ.pop(affinity.VLLM_BIND_THREADS, None)
         # A process that is forked after vLLM's import cannot use a GPU.

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import vllm_cases as cases
+from forked_engines import fork_engines
 from vllm import LLM, SamplingParams
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
@@ -90,6 +91,7 @@ def main(model: str, given: dict[str, Any]) -> list[cases.Case]:
             directories by name, and `stop_candidates`.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    fork_engines()
     for number, (name, path) in enumerate(given.get("adapters", {}).items(), start=1):
         ADAPTERS[name] = LoRARequest(name, number, path)
     tuned = {"enable_lora": True, "max_loras": len(ADAPTERS), "max_lora_rank": 8}

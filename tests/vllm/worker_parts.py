@@ -30,7 +30,7 @@ def family(main: psutil.Process) -> list[psutil.Process]:
 
 def transfer_service(main: psutil.Process) -> psutil.Process:
     for process in main.children():
-        if "baton.kvtransfer.service.service" in process.cmdline():
+        if "baton.kvtransfer.service" in process.cmdline():
             return process
     raise AssertionError(f"no transfer service beside {main}")
 

@@ -26,7 +26,7 @@ def decode(name: str, prompt: list[int], **sampling: object) -> cluster_pb2.Deco
 def transfer_services() -> list[psutil.Process]:
     """Transfer services of the workers in this process."""
     found = psutil.Process(os.getpid()).children()
-    return [one for one in found if "baton.kvtransfer.service.service" in one.cmdline()]
+    return [one for one in found if "baton.kvtransfer.service" in one.cmdline()]
 
 
 async def some_outputs(stream, count: int) -> list[cluster_pb2.RequestOutput]:
