@@ -119,6 +119,8 @@ def _print(model: str, found: Any) -> None:
         *others,
         (prompt, _size(found.prompt_bytes), f"{layout.num_blocks(found.prompt_tokens):,} blocks"),
     ]
+    if found.images:
+        print(f"Images in chats: {found.images}\n")
     print_table(("KV CACHE OF A", ">SIZE", "HOLDS"), rows, "")
     print()
     rows_of_transports = [

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, TypedDict, cast
 from google.protobuf.descriptor import FieldDescriptor
 
 from baton.client import errors
+from baton.client.content_parts import content_parts
 from baton.runtime.names import did_you_mean
 from baton.v1 import common_pb2, inference_pb2
 
@@ -23,13 +24,13 @@ class ChatMessage:
 
     Attributes:
         role: "system", "user", "assistant" or another role that the model's chat template knows.
-        content: Text; empty if the turn only calls tools.
+        content: Text, or parts with images (content_parts.py); empty if the turn only calls tools.
         fields: Further fields that the chat template reads, named as in OpenAI's API:
             `tool_calls`, `tool_call_id`.
     """
 
     role: str
-    content: str = ""
+    content: str | Sequence[Mapping[str, Any]] = ""
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -209,10 +210,15 @@ def _chat(
         where = f"chat.messages[{index}]"
         try:
             message = turn if isinstance(turn, ChatMessage) else _message(turn)
-            added = chat.messages.add(role=message.role, content=message.content)
+            content = message.content
+            added = chat.messages.add(
+                role=message.role, content=content if isinstance(content, str) else ""
+            )
         except (KeyError, TypeError, ValueError):
-            allowed = "must have role and content, both text"
+            allowed = "must have role and content: a text, or parts"
             raise errors.invalid(where, turn, allowed) from None
+        if not isinstance(content, str):
+            added.parts.extend(content_parts(where, content))
         if message.fields:
             added.fields = _as_json(f"{where}.fields", dict(message.fields))
     if (add := options.get("add_generation_prompt")) is not None:
@@ -230,7 +236,7 @@ def _message(turn: Mapping[str, Any]) -> ChatMessage:
     if content is None and fields.get("tool_calls"):
         # In OpenAI's API, a turn that only calls tools has no content.
         content = ""
-    if not isinstance(content, str):
+    if not isinstance(content, (str, list, tuple)):
         raise TypeError
     return ChatMessage(role, content, fields)
 

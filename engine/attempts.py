@@ -114,6 +114,8 @@ class Attempt:
             only_cached=self.only_cached,
             due_in_s=due_in_s(self.spec),
             itl_s=own_itl_s(self.spec),
+            images=self.spec.images,
+            chat=self.spec.chat if self.spec.HasField("chat") else None,
         )
 
     def _fetched(self) -> ReceiveHandoff | None:
@@ -139,7 +141,10 @@ class Attempt:
             decoding=self.decoding,
             last_text="".join(self._text)[-_MAX_LAST_CHARS:],
             digest=request_digest(
-                self.spec.prompt_token_ids, self.spec.sampling, self.spec.adapter
+                self.spec.prompt_token_ids,
+                self.spec.sampling,
+                self.spec.adapter,
+                self.spec.images,
             ),
             tenant=self.spec.tenant,
             num_prompt_tokens=len(self.spec.prompt_token_ids),

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Protocol
 
 from baton.kvtransfer.layout import KvLayout
+from baton.runtime.prompt_images import end_of_images
 from baton.runtime.step_budget import StepTargets
-from baton.v1 import cluster_pb2, common_pb2
+from baton.v1 import cluster_pb2, common_pb2, inference_pb2
 
 
 class EngineDead(Exception):
@@ -40,7 +41,8 @@ class Finish(Enum):
     ABORTED = "aborted"
     ERROR = "error"
     # The prefix cache no longer holds the tokens that the handoff leaves out, or the prompt of a
-    # request that must compute only its last token. The engine has computed nothing.
+    # request that must compute only its last token; or the engine lacks the KV cache of images, and
+    # the images. The engine has computed nothing.
     PREFIX_GONE = "prefix gone"
 
 
@@ -111,6 +113,10 @@ class EngineRequest:
             the caller may shrink it for the next request.
         due_in_s: Seconds until the first token is due; infinite without a TTFT target.
         itl_s: ITL target that the client named, in seconds; None: the engine's target applies.
+        images: Images of the prompt, in order.
+        chat: The chat with the images' files; None: the prompt has no images, or the engine gets
+            their KV cache. If it would have to compute an image that it does not have, the request
+            ends with Finish.PREFIX_GONE, or with Finish.ABORTED after its first output.
     """
 
     request_id: str
@@ -127,6 +133,26 @@ class EngineRequest:
     only_cached: bool = False
     due_in_s: float = math.inf
     itl_s: float | None = None
+    images: Sequence[common_pb2.PromptImage] = ()
+    chat: inference_pb2.ChatPrompt | None = None
+
+    @property
+    def num_needed_tokens(self) -> int:
+        """Prompt tokens, from the first, whose KV cache the engine cannot compute itself."""
+        return end_of_images(self.images) if self.chat is None else 0
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """The prompt of a chat with images.
+
+    Attributes:
+        token_ids: Token IDs, with the placeholders of the images.
+        images: Where the images stand, in order.
+    """
+
+    token_ids: Sequence[int]
+    images: Sequence[common_pb2.PromptImage]
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,6 +389,19 @@ class Engine(Protocol):
 
     async def start(self) -> EngineInfo:
         """Loads the model. Raises EngineDead if it fails."""
+        ...
+
+    async def render(self, chat: inference_pb2.ChatPrompt, max_pixels: int) -> RenderedPrompt:
+        """Renders a chat with images, as `submit` will.
+
+        Args:
+            chat: The chat.
+            max_pixels: Limit of the images' decoded pixels, together.
+
+        Raises:
+            InvalidArgument: The model takes no images, or an image is wrong.
+            EngineDead: The engine has failed.
+        """
         ...
 
     async def submit(self, request: EngineRequest) -> None:

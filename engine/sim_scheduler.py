@@ -22,6 +22,7 @@ from baton.engine.sim_tokens import TokenChain
 from baton.kvtransfer.connector.kept_prefixes import MOST_KEPT
 from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.latency import LatencyModel
+from baton.runtime.prompt_images import block_keys
 from baton.runtime.step_budget import (
     Prompt,
     StepTargets,
@@ -121,7 +122,9 @@ class LiveRequest:
             rest = self.tokens[begin : num_blocks * block_size_tokens]
             root = root_of(self.request.adapter, self.request.cache_salt)
             parent = self.hashes[-1] if self.hashes else root
-            self.hashes.extend(block_hashes(rest, block_size_tokens, parent))
+            images = self.request.images
+            keys = block_keys(images, begin, len(rest), block_size_tokens) if images else []
+            self.hashes.extend(block_hashes(rest, block_size_tokens, parent, keys))
         return self.hashes[:num_blocks]
 
 

@@ -31,6 +31,7 @@ from baton.engine.base import (
     EngineStep,
     Finish,
     ReceiveHandoff,
+    RenderedPrompt,
     RequestRejected,
     StepSample,
     TierLoads,
@@ -40,6 +41,7 @@ from baton.engine.sim_answers import WrittenAnswers
 from baton.engine.sim_blocks import BlockPool
 from baton.engine.sim_handoff import HandoffPort, WrongHandoff
 from baton.engine.sim_host_tier import HostTier
+from baton.engine.sim_images import ImageRenderer
 from baton.engine.sim_sampling import Sampler
 from baton.engine.sim_scheduler import LiveRequest, Scheduler, Work
 from baton.engine.sim_text import OutputText
@@ -48,9 +50,11 @@ from baton.engine.sim_trace import StepTrace
 from baton.kvtransfer.control import ServiceGone
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.config import SimulatedConfig
+from baton.runtime.errors import InvalidArgument
 from baton.runtime.latency import LatencyModel, PrefillChunk
+from baton.runtime.prompt_images import keyed_tokens
 from baton.runtime.step_budget import StepTargets
-from baton.v1 import cluster_pb2, common_pb2
+from baton.v1 import cluster_pb2, common_pb2, inference_pb2
 
 __all__ = ["SimulatedEngine", "expected_tokens"]
 
@@ -61,6 +65,7 @@ _MAX_SAMPLES = 256
 _MAX_STEPS_AHEAD = 2
 # Step interval while all requests wait for handoffs, like that of an idle vLLM.
 _POLL_S = 1e-3
+_NO_IMAGES = "the KV cache of its images is gone, and this worker does not have the images"
 
 
 class SimulatedEngine:
@@ -126,6 +131,7 @@ class SimulatedEngine:
         self._vocabulary: Vocabulary | None = None
         self._sampler: Sampler | None = None
         self._answers: WrittenAnswers | None = None
+        self._images: ImageRenderer | None = None
         self._port: HandoffPort | None = None
         self._task: asyncio.Task[None] | None = None
         self._dead: str | None = None
@@ -149,6 +155,9 @@ class SimulatedEngine:
             self._vocabulary = await asyncio.to_thread(Vocabulary.load, self._model)
             self._sampler = Sampler(self._vocabulary, settings.mean_output_tokens)
             self._answers = WrittenAnswers(self._vocabulary, settings.answers)
+            if settings.image_tokens:
+                renderer = (self._model, settings.image_tokens)
+                self._images = await asyncio.to_thread(ImageRenderer, *renderer)
             if self._transfer_socket:
                 self._port = HandoffPort(self._transfer_socket, self._layout)
         except (ValueError, ServiceGone) as error:
@@ -165,6 +174,7 @@ class SimulatedEngine:
                 vocab_size=self._vocabulary.size,
                 tokenizer=self._model,
                 adapters=[common_pb2.LoraAdapter(name=name) for name in self._adapters],
+                takes_images=settings.image_tokens > 0,
             ),
             layout=self._layout,
             kv_tokens=self._blocks.num_blocks * settings.block_size_tokens,
@@ -178,6 +188,12 @@ class SimulatedEngine:
             weights_s=monotonic() - begun_at,
         )
 
+    async def render(self, chat: inference_pb2.ChatPrompt, max_pixels: int) -> RenderedPrompt:
+        """Renders a chat; it reads no pixels, so they have no limit."""
+        if self._images is None:
+            raise InvalidArgument("chat", "images", "this model takes no images")
+        return await asyncio.to_thread(self._images.render, chat)
+
     async def submit(self, request: EngineRequest) -> None:
         if self._dead is not None:
             raise EngineDead(self._dead)
@@ -186,7 +202,9 @@ class SimulatedEngine:
         max_output_tokens = self._validated(request, self._vocabulary)
         prompt, now = list(request.prompt_token_ids), monotonic()
         written = self._answers.find(prompt)
-        chain = TokenChain(self._vocabulary, prompt, request.adapter, written)
+        # What follows from the prompt follows from its images too.
+        keyed = keyed_tokens(prompt, request.images)
+        chain = TokenChain(self._vocabulary, keyed, request.adapter, written)
         chain.advance(request.known_token_ids)
         text = OutputText(self._vocabulary, prompt, request.sampling)
         text.replay(request.known_token_ids, request.known_text_chars)
@@ -198,7 +216,7 @@ class SimulatedEngine:
             chain=chain,
             text=text,
             submitted_at=now,
-            send=self._port.send(request.send, prompt, request.adapter)
+            send=self._port.send(request.send, keyed, request.adapter)
             if self._port and request.send
             else None,
             receive_deadline=now + request.receive.timeout_s if request.receive else None,
@@ -290,6 +308,9 @@ class SimulatedEngine:
         if self._port is not None:
             self._port.close()
             self._port = None
+        if self._images is not None:
+            self._images.close()
+            self._images = None
 
     def preempt(self, request_id: str) -> bool:
         """Preempts a running request as if blocks had run short; for tests.
@@ -515,7 +536,16 @@ class SimulatedEngine:
             self._port.release(receive.handoff_id)
 
     def _on_start(self, live: LiveRequest) -> None:
-        """Loads the handoff of a request that is about to run, once."""
+        """Loads the handoff of a request that is about to run, once.
+
+        Ends the request if it would have to compute images that it does not have.
+        """
+        self._load_handoff(live)
+        if live.live and live.num_computed < live.request.num_needed_tokens:
+            finish = Finish.ABORTED if live.reported else Finish.PREFIX_GONE
+            self._give_up(live, EngineOutput(live.id, finish=finish, error=_NO_IMAGES))
+
+    def _load_handoff(self, live: LiveRequest) -> None:
         if live.request.only_cached and live.num_missing > 1:
             gone = EngineOutput(live.id, finish=Finish.PREFIX_GONE)
             if live.send is None or not live.send.has_written:
@@ -533,7 +563,8 @@ class SimulatedEngine:
         live.receive_deadline = None
         self._scheduler.let_prefix_go(live)
         try:
-            loaded = self._port.load(receive, live.tokens, live.request.adapter)
+            keyed = keyed_tokens(live.tokens, live.request.images)
+            loaded = self._port.load(receive, keyed, live.request.adapter)
         except WrongHandoff as error:
             self._give_up(live, EngineOutput(live.id, finish=Finish.ERROR, error=str(error)))
             return

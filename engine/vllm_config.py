@@ -56,6 +56,7 @@ _OWN_ARGS = (
     "served_model_name",
     "scheduling_policy",
     "worker_extension_cls",
+    "mm_processor_cache_gb",
 )
 
 
@@ -119,6 +120,8 @@ def checked_args(
         "enable_log_requests": False,
         **lora_args(adapters, engine_args),
         "worker_extension_cls": RECORDING,
+        # With it, a request without pixels would need an engine core that knows the image.
+        "mm_processor_cache_gb": 0,
         # Blocks that leave a window stay in the prefix cache until they are used again, so that a
         # prefix is found at every block, as the coordinator's index expects. By default vLLM finds
         # it only near the end of an earlier prompt.

@@ -39,13 +39,14 @@ from baton.engine.base import (
     EngineOutput,
     EngineRequest,
     EngineStep,
-    Finish,
+    RenderedPrompt,
     RequestRejected,
     StepSample,
     TierLoads,
     Trace,
 )
 from baton.engine.vllm_forced_tokens import EXTRA_ARG
+from baton.engine.vllm_images import VllmImages, without_pixels
 from baton.engine.vllm_live import LiveRequest
 from baton.engine.vllm_lora import lora_requests
 from baton.engine.vllm_processes import kill_vllm, rank_segments
@@ -64,6 +65,7 @@ from baton.runtime import affinity
 from baton.runtime.config import LatencyConfig
 from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import StepTargets
+from baton.v1 import inference_pb2
 
 # Most step costs that are kept for the next load report.
 _MAX_SAMPLES = 256
@@ -163,6 +165,7 @@ class VllmEngine:
         config = setup.config
         renderer = renderer_from_config(config)
         self._input = InputProcessor(config, renderer)
+        self._images = VllmImages(self._input)
         self._output = OutputProcessor(renderer.tokenizer, log_stats=False)
         if self._stopping:
             raise EngineDead("stopped before it had started")
@@ -180,7 +183,15 @@ class VllmEngine:
     async def submit(self, request: EngineRequest) -> None:
         if request.request_id in self._live:
             raise RequestRejected(f"request {request.request_id} is already running here")
-        await self._submit(self._new_live(request))
+        live = self._new_live(request)
+        if request.chat is not None:
+            live.features = await asyncio.to_thread(self._images.processed, request, request.chat)
+        else:
+            live.features = [without_pixels(image) for image in request.images]
+        await self._submit(live)
+
+    async def render(self, chat: inference_pb2.ChatPrompt, max_pixels: int) -> RenderedPrompt:
+        return await asyncio.to_thread(self._images.render, chat, max_pixels)
 
     def _new_live(self, request: EngineRequest) -> LiveRequest:
         return LiveRequest(request, self._new_internal_id(request), submitted_at=time.monotonic())
@@ -208,7 +219,9 @@ class VllmEngine:
     def _core_requests(self, live: LiveRequest) -> tuple[EngineCoreRequest, EngineCoreRequest]:
         """See engine_core_requests."""
         lora = self._lora_request(live.request.adapter)
-        return engine_core_requests(self._input, live.request, live.internal_id, lora)
+        return engine_core_requests(
+            self._input, live.request, live.internal_id, lora, live.features
+        )
 
     def _lora_request(self, adapter: str) -> LoRARequest | None:
         """Raises ValueError if no adapter has this name."""
@@ -275,7 +288,7 @@ class VllmEngine:
             return step
         for output in outputs.outputs:
             self._before_processing(output)
-        await self._retry_failed_loads(outputs.outputs)
+        await self._retry_failed_loads(outputs.outputs, step)
         processed = self._output.process_outputs(outputs.outputs, outputs.timestamp)
         for made in processed.request_outputs:
             live = self._by_internal_id.get(made.request_id)
@@ -323,18 +336,24 @@ class VllmEngine:
         for internal_id, num_held_tokens in reports.get(PREFIX_GONE, {}).items():
             # The request waits in vLLM until it is aborted, and may be reported again until then.
             if (live := self._by_internal_id.get(internal_id)) is not None:
-                name = live.request.request_id
-                await self.abort([name])
-                gone = EngineOutput(name, finish=Finish.PREFIX_GONE)
-                gone.num_held_tokens = num_held_tokens
-                step.outputs.append(gone)
+                await self.abort([live.request.request_id])
+                step.outputs.append(live.gone(num_held_tokens))
 
-    async def _retry_failed_loads(self, outputs: list[EngineCoreOutput]) -> None:
-        """Runs requests with failed handoff loads again, and removes their outputs."""
+    async def _retry_failed_loads(self, outputs: list[EngineCoreOutput], step: EngineStep) -> None:
+        """Runs requests with failed handoff loads again, and removes their outputs.
+
+        A request that lacks its images ends instead.
+        """
         for output in [each for each in outputs if self._failed_to_load(each)]:
             outputs.remove(output)
             # The request may have been aborted while this loop retried another one.
-            if (live := self._by_internal_id.get(output.request_id)) is not None:
+            if (live := self._by_internal_id.get(output.request_id)) is None:
+                continue
+            if live.request.num_needed_tokens:
+                self._output.abort_requests([live.internal_id], internal=True)
+                del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
+                step.outputs.append(live.gone(0))
+            else:
                 await self._retry(live)
 
     def _forget_finished(self, outputs: Sequence[EngineOutput]) -> None:
@@ -370,6 +389,7 @@ class VllmEngine:
         again = LiveRequest(
             request, self._new_internal_id(request), live.submitted_at, retried=True
         )
+        again.features = live.features
         await self._submit(again)
 
     def _before_processing(self, output: EngineCoreOutput) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.outputs import RequestOutput
 from vllm.v1.metrics.stats import PrefillStats
 
@@ -32,6 +34,7 @@ class LiveRequest:
         reported: True once an output was returned.
         cut: True if the first token is out and another worker continues the request.
         retried: True if the request was run again after a failed load.
+        features: Images of the request for vLLM.
     """
 
     request: EngineRequest
@@ -47,12 +50,27 @@ class LiveRequest:
     reported: bool = False
     cut: bool = False
     retried: bool = False
+    features: Sequence[MultiModalFeatureSpec] = ()
 
     def swallow(self, text: str) -> str:
         """Returns the part of a text that the reader does not have."""
         swallowed = min(self.num_swallowed, len(text))
         self.num_swallowed -= swallowed
         return text[swallowed:]
+
+    def gone(self, num_held_tokens: int) -> EngineOutput:
+        """Returns the output that ends a request which cannot get the KV cache that it needs.
+
+        Args:
+            num_held_tokens: See EngineOutput.
+        """
+        if self.reported:
+            # Another worker computes the prompt again and continues the output.
+            error = "vLLM preempted the request, and this worker does not have its images"
+            return EngineOutput(self.request.request_id, finish=Finish.ABORTED, error=error)
+        gone = EngineOutput(self.request.request_id, finish=Finish.PREFIX_GONE)
+        gone.num_held_tokens = num_held_tokens
+        return gone
 
     def output(self, made: RequestOutput, timestamp: float) -> EngineOutput | None:
         """Returns the reader's output of a step; None if there is none.

@@ -11,6 +11,7 @@ from typing import Any
 from vllm import SamplingParams
 from vllm.inputs.engine import tokens_input
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.input_processor import InputProcessor
@@ -28,6 +29,7 @@ def engine_core_requests(
     request: EngineRequest,
     internal_id: str,
     lora: LoRARequest | None,
+    features: Sequence[MultiModalFeatureSpec] = (),
 ) -> tuple[EngineCoreRequest, EngineCoreRequest]:
     """Returns the request for the output processor, and the request for the engine core.
 
@@ -39,6 +41,7 @@ def engine_core_requests(
         request: The request.
         internal_id: vLLM's ID for the request.
         lora: The request's adapter; None for the model itself.
+        features: Its images.
 
     Raises:
         ValueError: vLLM does not accept the request; it may raise other exceptions too.
@@ -53,6 +56,7 @@ def engine_core_requests(
         priority=request.priority,
     )
     shown.external_req_id = internal_id
+    shown.mm_features = list(features) or None
     known, sampling = list(request.known_token_ids), shown.sampling_params
     params = sampling.clone()
     num_known = len(known)
@@ -159,6 +163,8 @@ def _transfer_params(request: EngineRequest) -> dict[str, Any]:
         }
     if request.only_cached:
         params["baton_only_cached"] = True
+    if num_needed := request.num_needed_tokens:
+        params["baton_needed_tokens"] = num_needed
     return params
 
 

@@ -25,6 +25,7 @@ from baton.engine.vllm_config import (
 )
 from baton.engine.vllm_forced_tokens import use_forced_tokens
 from baton.engine.vllm_groups import expected_layout
+from baton.engine.vllm_images import image_refusal
 from baton.engine.vllm_load_failures import use_load_failures
 from baton.engine.vllm_lora import revision_of
 from baton.engine.vllm_own_connector import Offloading, own_offloading
@@ -284,6 +285,7 @@ class VllmSetup:
                 vocab_size=config.model_config.get_vocab_size(),
                 tokenizer=tokenizer,
                 adapters=self.adapters,
+                takes_images=image_refusal(config) is None,
             ),
             layout=self.layout,
             kv_tokens=self.kv_tokens,

@@ -184,5 +184,9 @@ def _http_name(field: str, names: Mapping[str, str]) -> str:
     if field == "text" or field.startswith("tokens"):
         return "prompt"
     if field == "chat" or field.startswith("chat.messages"):
-        return "messages" + field.removeprefix("chat").removeprefix(".messages")
+        of_messages = field.removeprefix("chat").removeprefix(".messages")
+        of_messages = of_messages.replace("].parts[", "].content[")
+        if of_messages.endswith("].image"):
+            of_messages += "_url"
+        return "messages" + of_messages
     return field.removeprefix("sampling.")

@@ -301,7 +301,7 @@ def _as_json(response: ResponsesResponse) -> dict[str, Any]:
 def _as_chat_turns(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Returns the turns in the form of the chat route.
 
-    The parts of a text have other names in the Responses API. Instructions of developers are
+    The parts of a message have other names in the Responses API. Instructions of developers are
     system texts, and most chat templates take one system turn, at the beginning.
     """
     turns: list[dict[str, Any]] = []
@@ -310,7 +310,7 @@ def _as_chat_turns(messages: Sequence[Any]) -> list[dict[str, Any]]:
         if turn["role"] == "developer":
             turn["role"] = "system"
         if isinstance(turn.get("content"), list):
-            turn["content"] = [_as_text_part(part) for part in turn["content"]]
+            turn["content"] = [_as_chat_part(part) for part in turn["content"]]
         if len(turns) == 1 and turns[0]["role"] == turn["role"] == "system":
             turns[0]["content"] = [*_parts(turns[0]), *_parts(turn)]
         else:
@@ -318,9 +318,13 @@ def _as_chat_turns(messages: Sequence[Any]) -> list[dict[str, Any]]:
     return turns
 
 
-def _as_text_part(part: Any) -> Any:
-    if isinstance(part, dict) and part.get("type") in ("input_text", "output_text"):
+def _as_chat_part(part: Any) -> Any:
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") in ("input_text", "output_text"):
         return {"type": "text", "text": part.get("text", "")}
+    if part.get("type") == "input_image" and isinstance(part.get("image_url"), str):
+        return {"type": "image_url", "image_url": {"url": part["image_url"]}}
     return part
 
 

@@ -17,6 +17,8 @@ from baton.gateway.request_bodies import ChatBody, CompletionBody, GenerationBod
 SESSION_HEADERS = ("x-claude-code-session-id", "x-session-affinity", "x-session-id", "session-id")
 # OpenAI's default max_tokens of /v1/completions.
 _DEFAULT_COMPLETION_TOKENS = 16
+# Each choice is a request with images of its own.
+_MAX_IMAGE_CHOICES = 8
 # gRPC fields by the body field that a request used, in addition to error_responses.py.
 _HTTP_NAMES = {
     "max_completion_tokens": "sampling.max_tokens",
@@ -138,6 +140,11 @@ def from_chat_body(body: ChatBody, request_id: str, headers: Mapping[str, str]) 
     if not body.messages:
         raise invalid_value("messages", [], "must not be empty")
     turns = [message.turn() for message in body.messages]
+    if not all(isinstance(one.content, str) for one in body.messages):
+        if body.return_token_ids:
+            raise invalid_value("return_token_ids", True, "must be left out with images")
+        if (body.n or 1) > _MAX_IMAGE_CHOICES:
+            raise invalid_value("n", body.n, f"must be at most {_MAX_IMAGE_CHOICES} with images")
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return _build(body, request_id, headers, options, [turns], num_logprobs)
 

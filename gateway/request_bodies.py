@@ -222,7 +222,8 @@ class Message(BodyModel):
     """One turn of a chat."""
 
     role: str
-    content: str
+    # Parts only if some are images.
+    content: str | list[dict[str, Any]]
     name: str | None = None
     tool_calls: _FailsFast[ToolCall] | None = None
     # ID of the tool call whose result this turn (role "tool") contains.
@@ -253,15 +254,11 @@ class Message(BodyModel):
     def _as_text(cls, value: Any) -> Any:
         if not isinstance(value, list):
             return value
-        texts = []
-        for index, part in enumerate(value):
-            if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
-                raise ValueError(f"part {index} is {shown(part)}; must be an object with a type")
-            if part["type"] != "text" or not isinstance(part.get("text"), str):
-                raise ValueError(f"part {index} has type {shown(part['type'])}; must be text")
-            texts.append(part["text"])
+        parts = [_content_part(index, part) for index, part in enumerate(value)]
+        if any(part["type"] == "image_url" for part in parts):
+            return parts
         # vLLM joins parts in the same way for templates that take plain text.
-        return "\n".join(texts)
+        return "\n".join(part["text"] for part in parts)
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, max_length=_MAX_MESSAGES)]
@@ -320,6 +317,21 @@ class ChatBody(GenerationBody):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         return self
+
+
+def _content_part(index: int, part: Any) -> dict[str, Any]:
+    """Returns a part of a message's content as {"type", "text"} or {"type", "image_url"}."""
+    if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
+        raise ValueError(f"part {index} is {shown(part)}; must be an object with a type")
+    match part:
+        case {"type": "text", "text": str(text)}:
+            return {"type": "text", "text": text}
+        case {"type": "image_url", "image_url": {"url": str(url)} | str(url)}:
+            return {"type": "image_url", "image_url": {"url": url}}
+    raise ValueError(
+        f"part {index} has type {shown(part['type'])}; must be text with a text, or image_url with "
+        "a data URL"
+    )
 
 
 def _are_ids(value: object) -> bool:

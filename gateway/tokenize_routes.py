@@ -67,6 +67,11 @@ class TokenizeRoutes:
         body_fields = body_parser.parse_body(body, TokenizeBody)
         if body_fields.messages is not None and not body_fields.messages:
             raise invalid_value("messages", [], "must not be empty")
+        for index, message in enumerate(body_fields.messages or ()):
+            if not isinstance(message.content, str):
+                # Only a worker knows how many tokens an image has.
+                allowed = "must have no images here; an answer's usage counts their tokens"
+                raise invalid_value(f"messages[{index}].content", message.content, allowed)
         model, tokenizer = await self._served(body_fields.model, headers)
         try:
             found = await self._in_thread(lambda: _tokens(tokenizer, body_fields))

@@ -1,8 +1,9 @@
 """Hashes that name a block of a prompt's KV cache equally in every process.
 
-The KV of a block depends on every token up to the end of the block. The hash does too: it is
-xxh3_64 over the block's token IDs, seeded with the hash of the previous block. Equal hashes mean
-equal prefixes. 64 bits are enough to choose a worker; no KV is loaded on the hash alone.
+The KV of a block depends on every token and image up to the end of the block. The hash does too:
+it is xxh3_64 over the block's token IDs, seeded with the hash of the previous block, which the
+images that the block has tokens of change first. Equal hashes mean equal prefixes. 64 bits are
+enough to choose a worker; no KV is loaded on the hash alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from array import array
 from collections.abc import Sequence
 
 import xxhash
+
+from baton.runtime.prompt_images import ImageKey
 
 ROOT = 0
 """Parent hash of a prompt's first block, for the base model and without a salt."""
@@ -27,8 +30,18 @@ def root_of(adapter: str, cache_salt: str = "") -> int:
     return xxhash.xxh3_64_intdigest(f"salt {cache_salt}".encode(), root) if cache_salt else root
 
 
+def image_seed(parent: int, keys: Sequence[ImageKey]) -> int:
+    """Seed of the hash of a block that has tokens of images; the parent's hash without images."""
+    for image_id, offset in keys:
+        parent = xxhash.xxh3_64_intdigest(f"image {image_id} {offset}".encode(), parent)
+    return parent
+
+
 def block_hashes(
-    token_ids: Sequence[int], block_size_tokens: int, parent: int = ROOT
+    token_ids: Sequence[int],
+    block_size_tokens: int,
+    parent: int = ROOT,
+    image_keys: Sequence[Sequence[ImageKey]] = (),
 ) -> array[int]:
     """Hashes the full blocks of a prompt, in order; a partial last block is left out.
 
@@ -37,6 +50,8 @@ def block_hashes(
             order of every machine that engines run on).
         block_size_tokens: Tokens per block, at least 1.
         parent: Hash of the block before the first of these tokens.
+        image_keys: For each block the images that it has tokens of (block_keys of
+            runtime/prompt_images.py); empty: none.
 
     Returns:
         One 64-bit hash per block, 8 bytes each.
@@ -49,6 +64,8 @@ def block_hashes(
     data, digest = memoryview(words.tobytes()), xxhash.xxh3_64_intdigest
     hashes = array("Q")
     for begin in range(0, len(data) - block_bytes + 1, block_bytes):
+        if image_keys:
+            parent = image_seed(parent, image_keys[len(hashes)])
         parent = digest(data[begin : begin + block_bytes], parent)
         hashes.append(parent)
     return hashes

@@ -104,6 +104,7 @@ class Tokenizer:
         around = len(chat.template_kwargs) + len(chat.tools)
         for one in chat.messages:
             around += _AROUND_MESSAGE_CHARS + len(one.role) + len(one.fields)
+            around += sum(len(part.text) for part in one.parts)
         return _num_chars(request) + around <= _MAX_INLINE_CHARS
 
     async def prompt_token_ids(self, request: inference_pb2.GenerateRequest) -> array[int]:
@@ -208,6 +209,8 @@ def _as_template_reads(message: inference_pb2.ChatMessage) -> dict[str, Any]:
     Source: vllm/renderers/chat_utils.py, _postprocess_messages.
     """
     found: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.parts:
+        found["content"] = _content(message.parts)
     if not message.fields:
         return found
     found |= json.loads(message.fields)
@@ -217,6 +220,17 @@ def _as_template_reads(message: inference_pb2.ChatMessage) -> dict[str, Any]:
         if isinstance(function, dict):
             function["arguments"] = _as_object(function.get("arguments"))
     return found
+
+
+def _content(parts: Sequence[inference_pb2.ContentPart]) -> str | list[dict[str, Any]]:
+    """Returns texts as one text; templates of models with images take a list of parts."""
+    if not any(part.HasField("image") for part in parts):
+        # vLLM joins parts in the same way for templates that take plain text.
+        return "\n".join(part.text for part in parts)
+    return [
+        {"type": "image"} if part.HasField("image") else {"type": "text", "text": part.text}
+        for part in parts
+    ]
 
 
 def _as_object(arguments: Any) -> dict[str, Any]:

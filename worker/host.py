@@ -20,6 +20,7 @@ from baton.worker.handoffs import HandoffLog
 from baton.worker.metrics import Snapshot, WorkerCollector
 from baton.worker.outbox import Outbox
 from baton.worker.profiles import Profiles
+from baton.worker.renders import Renders
 from baton.worker.runner import Runner
 
 _log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class WorkerHost:
         handoffs: HandoffLog,
         profiles: Profiles,
         cache_drops: CacheDrops,
+        renders: Renders,
         startup_ms: Mapping[str, int],
         max_requests: Mapping[common_pb2.Role.ValueType, int],
         labels: Mapping[str, str],
@@ -71,7 +73,7 @@ class WorkerHost:
         self._engine, self._info, self._transfer = engine, info, transfer
         self._runner, self._outbox, self._collector = runner, outbox, collector
         self._handoffs, self._profiles = handoffs, profiles
-        self._cache_drops = cache_drops
+        self._cache_drops, self._renders = cache_drops, renders
         self._startup_ms, self._labels = startup_ms, labels
         self._max_requests = max_requests
         self._revision, self._config_digest = revision, config_digest
@@ -207,6 +209,8 @@ class WorkerHost:
                 self._rollout = message.rollout
             case "drop_cache":
                 self._cache_drops.on_command(message.drop_cache)
+            case "render":
+                self._renders.on_command(message.render)
             case "step_targets":
                 self.on_step_targets(message.step_targets)
             case kind:

@@ -114,6 +114,8 @@ class ModelCheck:
         prompt_bytes: Handoff of the example prompt.
         transports: The configured transports in order of preference, then the others.
         staging: Size of the staging.
+        images: For a model that takes images: "served", or why they are not served; empty: the
+            model takes none.
     """
 
     model: str
@@ -127,6 +129,7 @@ class ModelCheck:
     prompt_bytes: int
     transports: tuple[TransportCheck, ...]
     staging: StagingCheck
+    images: str = ""
 
 
 def check(config: BatonConfig, prompt_tokens: int) -> ModelCheck:
@@ -161,7 +164,17 @@ def check(config: BatonConfig, prompt_tokens: int) -> ModelCheck:
             prompt_bytes=layout.handoff_bytes(num_blocks),
             transports=asyncio.run(_transports(config, layout, num_blocks, directory)),
             staging=_staging(config, layout, vllm.model_config.max_model_len),
+            images=images_of(vllm),
         )
+
+
+def images_of(config: Any) -> str:
+    """See ModelCheck.images; `config` is vLLM's VllmConfig."""
+    from baton.engine.vllm_images import image_refusal
+
+    if not config.model_config.is_multimodal_model:
+        return ""
+    return image_refusal(config) or "served"
 
 
 def _configured(config: BatonConfig, directory: Path) -> CheckedModel:

@@ -39,6 +39,7 @@ from baton.worker.host import WorkerHost
 from baton.worker.metrics import WorkerCollector
 from baton.worker.outbox import Outbox
 from baton.worker.profiles import Profiles
+from baton.worker.renders import Renders
 from baton.worker.runner import Runner
 
 _log = logging.getLogger(__name__)
@@ -204,6 +205,8 @@ class Worker:
         stack.push_async_callback(profiles.close)
         cache_drops = CacheDrops(engine, outbox)
         stack.push_async_callback(cache_drops.close)
+        renders = Renders(engine, outbox)
+        stack.push_async_callback(renders.close)
         host = WorkerHost(
             self._worker_id,
             secrets.randbits(63) | 1,
@@ -218,6 +221,7 @@ class Worker:
             handoffs=handoffs,
             profiles=profiles,
             cache_drops=cache_drops,
+            renders=renders,
             startup_ms=self._startup_ms,
             max_requests=self._max_requests,
             labels={"host": socket.gethostname(), **config.worker.labels},

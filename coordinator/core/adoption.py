@@ -135,7 +135,9 @@ class _Orphan:
         if (
             self.tenant != submission.tenant
             or self.digest
-            != request_digest(submission.prompt_token_ids, sampling, submission.adapter)
+            != request_digest(
+                submission.prompt_token_ids, sampling, submission.adapter, submission.images
+            )
             # Logprobs of earlier tokens are not kept.
             or sampling.HasField("logprobs")
             or sampling.HasField("prompt_logprobs")

@@ -29,8 +29,15 @@ def _spec(request: Request) -> cluster_pb2.RequestSpec:
         tenant=submission.tenant,
         adapter=submission.adapter,
         cache_salt=submission.cache_salt,
+        images=submission.images,
         itl_ms=0 if submission.slo_itl_s is None else max(1, round(submission.slo_itl_s * 1e3)),
     )
+
+
+def _add_chat(spec: cluster_pb2.RequestSpec, request: Request) -> None:
+    """Adds the images' files, for a worker that may have to compute the prompt."""
+    if request.submission.chat is not None:
+        spec.chat.CopyFrom(request.submission.chat)
 
 
 def _only_prompt(wanted: common_pb2.SamplingParams) -> common_pb2.SamplingParams:
@@ -63,6 +70,7 @@ class Commands:
         """Tells the prefill worker to compute the prompt, and the first token if it is unknown."""
         command = cluster_pb2.PrefillCommand()
         self._specify(command.spec, request, now)
+        _add_chat(command.spec, request)
         if request.num_known:
             command.spec.sampling.CopyFrom(_only_prompt(request.submission.sampling))
             command.spec.prompt_token_ids.extend(request.known_prompt(request.num_known))
@@ -80,6 +88,9 @@ class Commands:
         self._add_known(command.spec, request)
         if request.handoff_id:
             command.handoff.CopyFrom(self._handoff_plan(request))
+        if not request.handoff_id or request.hands_over_all:
+            # After a handoff that did not bring the images, this one may not either.
+            _add_chat(command.spec, request)
         if request.fetch is not None and request.prefill is None:
             command.fetch.CopyFrom(request.fetch)
         self._send(request.decode, command)

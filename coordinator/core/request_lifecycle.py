@@ -332,10 +332,11 @@ class RequestLifecycle:
             self.dispatch(request, placement, now)
 
     def hand_over_again(self, request: Request, now: float) -> None:
-        """Queues a request again whose handoff left out a prefix that was evicted meanwhile.
+        """Queues a request again whose decode worker lacks blocks that it cannot compute.
 
-        The next handoff leaves out nothing. The request is placed again, so its decode worker may
-        also compute the prompt. This is not a lost attempt.
+        Its handoff left out a prefix that was evicted meanwhile, or did not bring its images. The
+        next handoff leaves out nothing, and the next decode worker gets the images. The request is
+        placed again, so its decode worker may also compute the prompt. This is not a lost attempt.
         """
         request.hands_over_all = True
         self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)

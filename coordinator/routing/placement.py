@@ -401,9 +401,13 @@ class Placer:
 
     @staticmethod
     def _may_fetch(request: Request) -> bool:
-        """Whether the reader may fetch: engines compute whole prompts for prompt logprobs."""
+        """Whether the reader may fetch: engines compute whole prompts for prompt logprobs.
+
+        The holder of a prefix has no images to compute what it lacks.
+        """
         computes_all = request.submission.sampling.HasField("prompt_logprobs")
-        return not (request.suspect or (computes_all and not len(request.token_ids)))
+        has_images = bool(request.submission.images)
+        return not (request.suspect or has_images or (computes_all and not len(request.token_ids)))
 
     def _place_elastic(self, rule: ElasticRule, request: Request) -> Placement | NoPlacement:
         found = rule.place(self.prompts.match(request), self._demand(request))

@@ -10,6 +10,7 @@ from baton.coordinator.routing.worker_traits import block_size_of
 from baton.coordinator.state.requests import Request, Submission
 from baton.coordinator.state.workers import AttachedWorkers
 from baton.runtime.block_hashes import block_hashes, root_of
+from baton.runtime.prompt_images import ImageKey, block_keys
 
 
 class PromptBlocks:
@@ -29,7 +30,8 @@ class PromptBlocks:
         if worker is None:
             return array("Q")
         root = root_of(submission.adapter, submission.cache_salt)
-        return block_hashes(submission.prompt_token_ids, block_size_of(worker.hello), root)
+        prompt, size = submission.prompt_token_ids, block_size_of(worker.hello)
+        return block_hashes(prompt, size, root, _keys(submission, 0, len(prompt), size))
 
     def hashes_of(self, request: Request) -> array[int]:
         """The hashes of a request's prompt; cached in the request."""
@@ -47,8 +49,17 @@ class PromptBlocks:
         if len(rest) < size:
             return hashes
         last = hashes[-1] if hashes else root_of(submission.adapter, submission.cache_salt)
-        return hashes + block_hashes(rest, size, last)
+        keys = _keys(submission, len(hashes) * size, len(rest), size)
+        return hashes + block_hashes(rest, size, last, keys)
 
     def match(self, request: Request) -> PrefixMatch:
         """The prefix of a request's prompt that each worker holds in its prefix cache."""
         return self._router.match(self.hashes_of(request))
+
+
+def _keys(
+    submission: Submission, first_token: int, num_tokens: int, size: int
+) -> list[list[ImageKey]]:
+    """Keys of the images in the blocks; empty without images, as nearly all prompts are."""
+    images = submission.images
+    return block_keys(images, first_token, num_tokens, size) if images else []

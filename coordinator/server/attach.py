@@ -152,6 +152,9 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         elif kind == "cache_dropped":
             post(ev.WorkerHeard(worker))
             self._shell.cache_drops.on_report(worker, message.cache_dropped)
+        elif kind == "rendered":
+            post(ev.WorkerHeard(worker))
+            self._shell.renders.on_report(worker, message.rendered)
         elif kind is None:
             post(ev.WorkerHeard(worker))
         else:

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
-from baton.coordinator.server.intake import Intake
+from baton.coordinator.server.intake import Intake, has_images
 from baton.coordinator.server.session_events import generate_events
 from baton.coordinator.server.shell import ClientSession, Shell
 from baton.coordinator.server.stall import StallGuard, slow_reader
@@ -138,6 +138,8 @@ def _enter(
         )
     if (place := intake.enter(caller, request, now)) is not None:
         session.places[stream] = place
+    if (release := intake.hold_images(request, now)) is not None:
+        session.take_place(stream, release)
 
 
 async def _write_one(session: ClientSession, guard: StallGuard) -> None:
@@ -273,11 +275,13 @@ class _SessionCall:
         self, stream: int, request: inference_pb2.GenerateRequest, arrived_at: float
     ) -> Caller:
         """Identifies the caller and charges the request to it. Raises BatonError."""
-        if not self._intake.needs_credentials:
-            return ANYONE
-        context = self._context
-        shown, peer = authorization(context), context.peer()
-        caller = self._intake.caller(request, shown, peer, arrived_at)
+        caller = ANYONE
+        if self._intake.needs_credentials:
+            context = self._context
+            shown, peer = authorization(context), context.peer()
+            caller = self._intake.caller(request, shown, peer, arrived_at)
+        elif not has_images(request):
+            return caller
         try:
             _enter(self._intake, self._session, stream, caller, request, arrived_at)
         except ResourceExhausted as error:

@@ -14,6 +14,8 @@ from google.rpc import code_pb2
 
 from baton.coordinator.core.core import Core
 from baton.coordinator.core.resumed_stop import known_stop
+from baton.coordinator.server.image_checks import HeldImages, check_images
+from baton.coordinator.server.renders import RenderedChat, Renders
 from baton.coordinator.server.validation import (
     ModelLimits,
     check_lane,
@@ -50,6 +52,7 @@ class Intake:
         config: Effective configuration.
         model_path: Path of the model.
         access: Access control; None: every caller is accepted.
+        renders: Renders chats with images.
     """
 
     def __init__(
@@ -59,7 +62,11 @@ class Intake:
         config: BatonConfig,
         model_path: str,
         access: Access | None = None,
+        *,
+        renders: Renders,
     ) -> None:
+        self._renders = renders
+        self._held_images = HeldImages(config.images)
         self._core, self._tokenizer, self._config = core, tokenizer, config
         self._access = access
         self._model_path = model_path
@@ -134,6 +141,15 @@ class Intake:
             resumes = len(request.resume.token_ids) > 0
             return self._access.acquire_slot(caller, request.request_id, resumes=resumes)
 
+    def hold_images(
+        self, request: inference_pb2.GenerateRequest, now: float
+    ) -> Callable[[], None] | None:
+        """Counts the memory of the request's images; see HeldImages.hold."""
+        if not has_images(request):
+            return None
+        with self._counting(request, now):
+            return self._held_images.hold(request)
+
     async def submission(
         self,
         request: inference_pb2.GenerateRequest,
@@ -157,13 +173,20 @@ class Intake:
         with self._counting(request, arrived_at):
             lane, sampling = self._checked(request, caller)
             prompt = array("I", request.resume.prompt_token_ids)
-            if not prompt:
+            chat: RenderedChat | None = None
+            if not prompt or has_images(request):
                 self._num_pending[lane] += 1
                 try:
-                    prompt = await self._tokenizer.prompt_token_ids(request)
+                    if has_images(request):
+                        chat = await self._rendered(request)
+                        prompt = chat.prompt_token_ids
+                    else:
+                        prompt = await self._tokenizer.prompt_token_ids(request)
                 finally:
                     self._num_pending[lane] -= 1
-            return self._submission(request, sampling, prompt, to, arrived_at, deadline_s, caller)
+            return self._submission(
+                request, sampling, prompt, to, arrived_at, deadline_s, caller, chat
+            )
 
     def submission_at_once(
         self,
@@ -181,7 +204,7 @@ class Intake:
             BatonError: The request is invalid, or refused for overload.
         """
         known = request.resume.prompt_token_ids
-        if not known and not self._tokenizer.is_short(request):
+        if has_images(request) or (not known and not self._tokenizer.is_short(request)):
             return None
         try:
             _, sampling = self._checked(request, caller)
@@ -230,6 +253,8 @@ class Intake:
         sampling = self._samplings.get((encoded, limits.vocab_size))
         coordinator = self._config.coordinator
         check_request(request, coordinator, limits, sampling_is_known=sampling is not None)
+        if has_images(request):
+            check_images(request.chat, self._config.images, taken=limits.takes_images)
         if sampling is None:
             sampling = self._remembered(encoded, limits)
         lane = request.lane or common_pb2.LANE_INTERACTIVE
@@ -269,11 +294,12 @@ class Intake:
         arrived_at: float,
         deadline_s: float | None,
         caller: Caller,
+        chat: RenderedChat | None = None,
     ) -> Submission:
         limits, grants = self._limits(request), caller.grants
         if self._access is not None:
             self._access.check_prompt(caller, len(prompt))
-        if not request.HasField("tokens") and not request.resume.prompt_token_ids:
+        if chat is None and not (request.HasField("tokens") or request.resume.prompt_token_ids):
             # A tokenizer's vocabulary may be larger than the model's.
             check_token_ids(request.WhichOneof("prompt") or "prompt", prompt, limits)
         lane = request.lane or common_pb2.LANE_INTERACTIVE
@@ -324,7 +350,17 @@ class Intake:
             cache_salt=self._cache_salt(tenant),
             revision=request.resume.revision,
             route=request.route,
+            images=chat.images if chat is not None else (),
+            chat=_copied(request.chat) if chat is not None else None,
         )
+
+    async def _rendered(self, request: inference_pb2.GenerateRequest) -> RenderedChat:
+        """Lets a worker of the request's fleet render its chat."""
+        fleet = self._core.fleets.stable
+        if request.resume.token_ids:
+            fleet = self._core.fleets.find(request.resume.revision) or fleet
+        pixels = self._config.images.max_pixels
+        return await self._renders.render(request.chat, fleet.workers, pixels)
 
     def _cache_salt(self, tenant: str) -> str:
         """Returns what keeps the KV blocks of a tenant from other tenants' requests."""
@@ -365,6 +401,7 @@ class Intake:
                 model.max_model_len or None,
                 model.vocab_size or None,
                 frozenset(adapter.name for adapter in model.adapters),
+                model.takes_images if self._known is not None else None,
             )
             known = self._known_limits = model, limits
         return known[1]
@@ -376,6 +413,20 @@ def _limited(sampling: common_pb2.SamplingParams, most: float) -> common_pb2.Sam
     limited.CopyFrom(sampling)
     limited.max_tokens = int(most)
     return limited
+
+
+def has_images(request: inference_pb2.GenerateRequest) -> bool:
+    """Returns whether a worker must render the request's prompt."""
+    return request.HasField("chat") and any(
+        part.HasField("image") for message in request.chat.messages for part in message.parts
+    )
+
+
+def _copied(chat: inference_pb2.ChatPrompt) -> inference_pb2.ChatPrompt:
+    """Returns a copy; the original would keep the whole message in memory."""
+    copy = inference_pb2.ChatPrompt()
+    copy.CopyFrom(chat)
+    return copy
 
 
 def _tenant(request: inference_pb2.GenerateRequest, caller: Caller) -> str:

@@ -36,11 +36,24 @@ _TAGS: dict[type[Command], int] = {
 }
 
 
+def _encoded(command: Command) -> bytes:
+    """Encodes a command as a field of CoordinatorMessage."""
+    if isinstance(command, cluster_pb2.RenderCommand):
+        # Its tag is longer than a byte.
+        return cluster_pb2.CoordinatorMessage(render=command).SerializeToString()
+    body = command.SerializeToString()
+    return field(_TAGS[type(command)], len(body)) + body
+
+
 class WorkerLink:
     """Unacknowledged commands to one worker incarnation, and progress of its messages.
 
     Commands are encoded once, in `send`, and kept as bytes until they are acknowledged. A link
     lives longer than its streams, so a worker that reconnects to this coordinator loses nothing.
+
+    Args:
+        key: the worker incarnation.
+        image_bytes: size of the images that its commands may carry, beside their other parts.
 
     Attributes:
         role: role that the worker must serve.
@@ -51,8 +64,9 @@ class WorkerLink:
         error: error that ends the stream once `ended` is true.
     """
 
-    def __init__(self, key: WorkerKey) -> None:
+    def __init__(self, key: WorkerKey, image_bytes: int = 0) -> None:
         self.key = key
+        self._max_kept_bytes = _MAX_KEPT_BYTES + image_bytes
         self.role: common_pb2.Role.ValueType = common_pb2.ROLE_UNSPECIFIED
         self.adopted: tuple[cluster_pb2.AdoptedRequest, ...] = ()
         self.received = 0
@@ -92,13 +106,12 @@ class WorkerLink:
         Returns:
             False if the kept commands exceed the limit because the worker does not acknowledge.
         """
-        body = command.SerializeToString()
-        message = field(_SEQ, self._next_seq) + field(_TAGS[type(command)], len(body)) + body
+        message = field(_SEQ, self._next_seq) + _encoded(command)
         self._next_seq += 1
         self._kept.append(message)
         self._num_bytes += len(message)
         self.wake.set()
-        return len(self._kept) <= _MAX_KEPT_MESSAGES and self._num_bytes <= _MAX_KEPT_BYTES
+        return len(self._kept) <= _MAX_KEPT_MESSAGES and self._num_bytes <= self._max_kept_bytes
 
     def acknowledge(self, seq: int) -> None:
         """Drops all commands up to `seq`, which the worker has processed."""

@@ -167,7 +167,7 @@ class CoreCollector(Collector):
             ),
             (
                 "baton_prefixes_gone",
-                "Times that a decode worker had evicted blocks that its handoff skipped.",
+                "Times that a decode worker lacked blocks that it could not compute.",
                 stats.num_prefixes_gone,
             ),
             (

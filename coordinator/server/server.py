@@ -80,7 +80,7 @@ class Coordinator:
 
     def __init__(self, config: BatonConfig, *, launched: bool = False) -> None:
         self._config, self._launched = config, launched
-        self.shell = Shell(Core(CoreConfig.of(config)))
+        self.shell = Shell(Core(CoreConfig.of(config)), config.images.max_held_bytes)
         self._members_changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -129,7 +129,14 @@ class Coordinator:
             protection=protection,
         )
         half_way.push_async_callback(self._server.stop, None)
-        intake = Intake(self.shell.core, self._tokenizer, self._config, model, self._access)
+        intake = Intake(
+            self.shell.core,
+            self._tokenizer,
+            self._config,
+            model,
+            self._access,
+            renders=self.shell.renders,
+        )
         inference.add_to_server(InferenceService(self.shell, intake, coordinator), self._server)
         admin = AdminService(self.shell, intake, self._config)
         admin_pb2_grpc.add_AdminServicer_to_server(admin, self._server)

@@ -17,6 +17,7 @@ from baton.coordinator.server.call_tenants import CallTenants
 from baton.coordinator.server.link import WorkerLink
 from baton.coordinator.server.outbox import Outbox
 from baton.coordinator.server.profiles import Profiles
+from baton.coordinator.server.renders import Renders
 from baton.coordinator.server.session_events import encoded_deltas
 from baton.coordinator.server.stall import slow_reader
 from baton.coordinator.server.traces import request_span
@@ -44,7 +45,8 @@ class ClientSession:
         slow: whether the session was closed because its client reads too slowly.
         left: error that ends the call after the client has read all waiting events, while its
             requests continue; None: the call goes on.
-        places: functions that free a stream's request slot, by stream number.
+        places: functions that free what a stream holds, by stream number: its request slot and
+            the memory of its images.
         holders: tenants that the call is charged to.
     """
 
@@ -56,6 +58,19 @@ class ClientSession:
         self.left: BatonError | None = None
         self.places: dict[int, Callable[[], None]] = {}
         self.holders = CallTenants()
+
+    def take_place(self, stream: int, give_back: Callable[[], None]) -> None:
+        """Notes another function to call when a stream ends."""
+        before = self.places.get(stream)
+        if before is None:
+            self.places[stream] = give_back
+            return
+
+        def give_back_both() -> None:
+            before()
+            give_back()
+
+        self.places[stream] = give_back_both
 
     def give_back_places(self) -> None:
         """Frees the request slots of all streams."""
@@ -88,10 +103,16 @@ class Shell:
         launch_supervisor: starts and ends workers; None: this coordinator starts no workers.
         profiles: running profiles of workers.
         cache_drops: commands to delete KV blocks of workers.
+        renders: commands to render chats with images.
+
+    Args:
+        core: the core.
+        held_image_bytes: limit of the images that commands may carry at the same time.
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, held_image_bytes: int = 0) -> None:
         self.core = core
+        self._held_image_bytes = held_image_bytes
         self.tracing: Tracing | None = None
         # Slow writes: session number, start and end.
         self._slow_writes: deque[tuple[int, float, float]] = deque(maxlen=_MAX_SLOW_WRITES)
@@ -103,6 +124,7 @@ class Shell:
         self._links: dict[WorkerKey, WorkerLink] = {}
         self.profiles = Profiles(self._command)
         self.cache_drops = CacheDrops(self._command)
+        self.renders = Renders(self._command)
         self._refusal: BatonError | None = None
         self._left: BatonError | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -110,7 +132,7 @@ class Shell:
         self._follow_ups: deque[ev.Event] = deque()
         self._closed = False
         self._idle = asyncio.Event()
-        self._watchers: list[Callable[[], None]] = []
+        self._watchers: list[Callable[[], None]] = [self.renders.on_members_changed]
         self._appliers: dict[type, Callable[..., None]] = {
             ev.SendAccepted: self._send_accepted,
             ev.SendDeltas: self._send_deltas,
@@ -327,7 +349,8 @@ class Shell:
 
     def _welcome_worker(self, effect: ev.WelcomeWorker) -> None:
         if effect.worker not in self._links:
-            self._links[effect.worker] = WorkerLink(effect.worker)
+            # An image goes to a worker to be rendered, and once more with its request.
+            self._links[effect.worker] = WorkerLink(effect.worker, 2 * self._held_image_bytes)
             _log.info("worker attached", extra={"worker": effect.worker[0]})
             self._warn_of_revision(effect.worker)
         link = self._links[effect.worker]
@@ -352,7 +375,7 @@ class Shell:
         link = self._links.pop(effect.worker, None)
         if link is not None:
             link.end(effect.error)
-        for waiting in (self.profiles, self.cache_drops):
+        for waiting in (self.profiles, self.cache_drops, self.renders):
             waiting.lost(effect.worker, str(effect.error or "it left"))
         if effect.error is not None:
             _log.warning("%s", effect.error, extra={"worker": effect.worker[0]})

@@ -29,6 +29,7 @@ _MAX_LOGIT_BIASES = 1024
 _MAX_CHOICES = 1024
 _MAX_GRAMMAR_BYTES = 64 * 2**10
 _MAX_MESSAGES = 4096
+_MAX_PARTS = 1024
 # Variables of chat templates, and fields of chat messages, that the coordinator sets itself.
 _OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _OWN_FIELDS = frozenset({"role", "content"})
@@ -44,6 +45,7 @@ class ModelLimits:
     max_model_len: int | None
     vocab_size: int | None
     adapters: frozenset[str] = frozenset()
+    takes_images: bool | None = None
 
 
 def check_request(
@@ -215,6 +217,8 @@ def _check_chat(chat: inference_pb2.ChatPrompt) -> int:
         if not message.role:
             raise InvalidArgument(f"chat.messages[{index}].role", "", "must not be empty")
         num_bytes += len(message.role.encode()) + len(message.content.encode())
+        if message.parts:
+            num_bytes += _check_parts(f"chat.messages[{index}]", message)
         if message.fields:
             field = f"chat.messages[{index}].fields"
             num_bytes += _check_object(field, message.fields, _OWN_FIELDS)
@@ -223,6 +227,20 @@ def _check_chat(chat: inference_pb2.ChatPrompt) -> int:
     if chat.tools:
         num_bytes += _check_tools(chat.tools)
     return num_bytes
+
+
+def _check_parts(field: str, message: inference_pb2.ChatMessage) -> int:
+    """Checks the content parts of a message; returns the number of bytes of their texts."""
+    if message.content:
+        raise InvalidArgument(f"{field}.content", message.content, "must be empty beside parts")
+    if len(message.parts) > _MAX_PARTS:
+        raise InvalidArgument(
+            f"{field}.parts", f"{len(message.parts)} parts", f"at most {_MAX_PARTS}"
+        )
+    for number, part in enumerate(message.parts):
+        if part.WhichOneof("part") is None:
+            raise InvalidArgument(f"{field}.parts[{number}]", None, "must be a text or an image")
+    return sum(len(part.text.encode()) for part in message.parts)
 
 
 def _check_object(field: str, text: str, own: frozenset[str]) -> int:

@@ -383,6 +383,7 @@ Command = (
     | cluster_pb2.RolloutRecord
     | cluster_pb2.StepTargets
     | cluster_pb2.DropCacheCommand
+    | cluster_pb2.RenderCommand
 )
 
 

@@ -14,7 +14,7 @@ from baton.runtime.errors import BatonError
 from baton.runtime.names import DEFAULT_TENANT, request_name
 from baton.runtime.sampling import needs_exact_state
 from baton.runtime.ttft_target import TtftTarget
-from baton.v1 import admin_pb2, cluster_pb2, common_pb2
+from baton.v1 import admin_pb2, cluster_pb2, common_pb2, inference_pb2
 
 if TYPE_CHECKING:
     from baton.coordinator.state.fleets import Fleet
@@ -124,6 +124,9 @@ class Submission:
         cache_salt: The request finds only KV blocks of requests with the same salt.
         revision: Revision that computed the known tokens; empty: not known.
         route: Route of the gateway that the request came by; empty: it came by gRPC.
+        images: Images of the prompt, in order.
+        chat: The chat with the images' files, for workers that compute the prompt; None: the prompt
+            has no images.
     """
 
     to: StreamKey
@@ -145,6 +148,8 @@ class Submission:
     cache_salt: str = ""
     revision: str = ""
     route: str = ""
+    images: Sequence[common_pb2.PromptImage] = ()
+    chat: inference_pb2.ChatPrompt | None = None
 
     @property
     def key(self) -> RequestKey:
@@ -298,8 +303,8 @@ class Request:
         handoff_id: Id of this attempt's handoff; empty: this attempt has no handoff.
         skip_tokens: Number of tokens that the handoff leaves out.
         fetch: What this attempt fetches from another worker; None: nothing.
-        hands_over_all: Whether handoffs must leave out nothing: an earlier one left out a prefix
-            that its decode worker no longer had.
+        hands_over_all: Whether handoffs must leave out nothing, and decode workers get the images:
+            an earlier decode worker lacked blocks that it could not compute.
         exposed_us: Exposed time of the handoff in microseconds; None until it is reported.
         prefill_timings, decode_timings: Stage timings as the workers reported them.
         interruptions: Times in which the request had no worker.
@@ -461,6 +466,7 @@ class Request:
             or submission.adapter != ours.adapter
             or submission.sampling != ours.sampling
             or list(submission.prompt_token_ids) != list(ours.prompt_token_ids)
+            or list(submission.images) != list(ours.images)
             or known != list(self.token_ids[: len(known)])
         ):
             return None

@@ -133,7 +133,7 @@ class CoreStats:
         latest_cold_starts: latest worker starts, oldest first.
         num_adopted: requests of a previous coordinator that continued on their worker.
         num_moved: times that a request was moved so that its worker could change roles.
-        num_prefixes_gone: times that a decode worker had evicted blocks that its handoff skipped.
+        num_prefixes_gone: times that a decode worker lacked blocks that it could not compute.
         cold_starts: workers that attached for the first time, by pool.
         cold_start_s: seconds that worker starts took, by stage.
         num_failed_starts: workers that ended before they had served for a while.

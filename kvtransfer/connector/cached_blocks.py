@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 from baton.kvtransfer.block_changes import BlockChanges
 from baton.kvtransfer.disk.orders import BlockSelection, owner_of
 from baton.runtime.block_hashes import block_hashes, root_of
+from baton.runtime.prompt_images import ImageKey
 
 # Key in SchedulerStats.kv_connector_stats; the value is the result of `CachedBlocks.take`.
 CACHE_CHANGE = "baton_cache"
@@ -41,9 +42,9 @@ class _Block:
 class CachedBlocks:
     """Follows vLLM's cache events (vllm/distributed/kv_events.py) in their order.
 
-    Blocks that depend on more than tokens, the adapter and the salt (images) are left out, with all
-    blocks behind them, because the hash of a prompt's tokens must not find them. Memory is bounded
-    by the size of the cache and of the host memory.
+    Blocks that depend on more than tokens, images, the adapter and the salt are left out, with all
+    blocks behind them, because the hash of a prompt must not find them. Memory is bounded by the
+    size of the cache and of the host memory.
 
     The methods about host memory take vLLM's hashes of blocks that were in the cache when their
     copy was ordered.
@@ -75,7 +76,9 @@ class CachedBlocks:
         """
         if not names:
             return
-        keys = [tuple(each or ()) for each in extra_keys or [()] * len(names)]
+        every = [tuple(each or ()) for each in extra_keys or [()] * len(names)]
+        images = [_images(each) for each in every]
+        keys = [tuple(key for key in each if not isinstance(key, tuple)) for each in every]
         plain = (adapter,) if adapter else ()
         if parent is None:
             salt, keys[0] = _salt(keys[0], plain)
@@ -84,9 +87,9 @@ class CachedBlocks:
             before, owner = found.hash, found.owner
         else:
             return
-        hashes = block_hashes(token_ids, self._block_size_tokens, before)
-        if len(hashes) != len(names):
+        if len(token_ids) // self._block_size_tokens != len(names):
             return
+        hashes = block_hashes(token_ids, self._block_size_tokens, before, images)
         for name, block_hash, extra in zip(names, hashes, keys, strict=True):
             if extra != plain:
                 return
@@ -170,6 +173,14 @@ class CachedBlocks:
         block = self._blocks.get(name)
         if block is not None and not block.num_copies and name not in self._in_host:
             del self._blocks[name]
+
+
+def _images(keys: tuple[object, ...]) -> list[ImageKey]:
+    """Returns the images among the extra keys of a block, which are vLLM's only pairs.
+
+    Source: to_event_extra_keys in vllm/v1/core/kv_cache_utils.py.
+    """
+    return [(str(key[0]), int(key[1])) for key in keys if isinstance(key, tuple)]
 
 
 def _salt(keys: tuple[object, ...], plain: tuple[str, ...]) -> tuple[str, tuple[object, ...]]:

@@ -122,6 +122,9 @@ class SchedulerHalf:
         self._failed_loads: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType] = {}
         # Requests that must find their whole prompt in the cache, but for its last token.
         self._only_cached: set[str] = set()
+        # Requests without the pixels of their images: number of prompt tokens, from the first, that
+        # they cannot compute.
+        self._needed: dict[str, int] = {}
         # Requests that wait until Baton's engine aborts them, because their prefix is gone. With
         # each, the number of tokens to report (see PREFIX_GONE).
         self._gone: dict[str, int] = {}
@@ -166,6 +169,8 @@ class SchedulerHalf:
                 self._kept.keep(request, made.skip_tokens, made.deadline)
         if params.get("baton_only_cached"):
             self._only_cached.add(request.request_id)
+        if num_needed := params.get("baton_needed_tokens"):
+            self._needed[request.request_id] = num_needed
 
     def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
         """Returns how many tokens a request loads from its handoff; None: it waits, ask again.
@@ -213,15 +218,18 @@ class SchedulerHalf:
         return ended or not self._port.alive or time.monotonic() >= receive.deadline
 
     def lacks_cached(self, request: Request, num_held_tokens: int) -> bool:
-        """Returns whether a request must not run, because it lacks cached blocks.
+        """Returns whether a request must not run, because it lacks blocks that it cannot compute.
 
         Baton's engine aborts the request then.
 
         Args:
             request: The engine's request, which is about to run.
-            num_held_tokens: Tokens of its prompt, from the first, in the prefix cache and in host
-                memory.
+            num_held_tokens: Tokens of its prompt, from the first, in the prefix cache, in host
+                memory and in its handoff.
         """
+        if num_held_tokens < self._needed.get(request.request_id, 0):
+            self._gone[request.request_id] = 0
+            return True
         if request.request_id not in self._only_cached:
             return False
         if num_held_tokens >= request.num_tokens - 1:
@@ -431,6 +439,7 @@ class SchedulerHalf:
         self._unverified.follow(tables)
         self._sends.finished(request.request_id)
         self._only_cached.discard(request.request_id)
+        self._needed.pop(request.request_id, None)
         receive = self._receives.pop(request.request_id, None)
         if receive is not None and not receive.over:
             self._end(receive, _CANCELLED)

@@ -10,6 +10,7 @@ from baton.runtime.config.baton_config import BatonConfig
 from baton.runtime.config.coordinator import CoordinatorConfig, LatencyConfig
 from baton.runtime.config.files import dump, load, parse, shown
 from baton.runtime.config.http import BatchesConfig, CellConfig, HttpConfig, PoolingConfig
+from baton.runtime.config.images import ImagesConfig
 from baton.runtime.config.lanes import (
     BatchLaneConfig,
     InteractiveLaneConfig,
@@ -44,6 +45,7 @@ __all__ = [
     "DecodePoolConfig",
     "HttpConfig",
     "CellConfig",
+    "ImagesConfig",
     "InteractiveLaneConfig",
     "KvTransferConfig",
     "LaneConfig",

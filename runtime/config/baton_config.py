@@ -9,6 +9,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from baton.runtime.config.coordinator import CoordinatorConfig, LatencyConfig
 from baton.runtime.config.http import HttpConfig
+from baton.runtime.config.images import ImagesConfig
 from baton.runtime.config.lanes import LanesConfig, TenantConfig
 from baton.runtime.config.ray import RayConfig
 from baton.runtime.config.scaling import ScalingSection
@@ -60,6 +61,7 @@ class BatonConfig(Section):
         "info", description="Lowest level of Baton's own log lines on standard error."
     )
     coordinator: CoordinatorConfig = Field(default_factory=CoordinatorConfig)
+    images: ImagesConfig = Field(default_factory=ImagesConfig)
     lanes: LanesConfig = Field(default_factory=LanesConfig)
     tenant_defaults: TenantConfig = Field(default_factory=TenantConfig)
     tenants: dict[str, TenantConfig] = Field(

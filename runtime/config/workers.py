@@ -131,6 +131,11 @@ class SimulatedConfig(Section):
         "between half and one and a half times the mean; the answer ends there with finish reason "
         "stop. 0: answers end at max_tokens, as they do for requests with ignore_eos.",
     )
+    image_tokens: int = Field(
+        0,
+        ge=0,
+        description="Prompt tokens of one image in a chat; 0: the model takes no images.",
+    )
     answers: list[SimulatedAnswer] = Field(
         default_factory=list,
         description="Written answers, to try programs that need certain ones, such as agents with "

@@ -9,7 +9,7 @@ from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import RequestState
 from baton.runtime import errors
 from baton.runtime.config import InteractiveLaneConfig, LanesConfig
-from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from baton.v1 import cluster_pb2, common_pb2, inference_pb2, kv_transfer_pb2
 
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
 CANCELLED = common_pb2.FINISH_REASON_CANCELLED
@@ -51,6 +51,33 @@ def test_prefill_then_handoff_then_decode(world, out):
     assert finished.usage.completion_tokens == 3
     assert world.core.request("r1").state is RequestState.FINISHED
     assert len(world.commands["p"]) == 1
+
+
+def test_images_go_only_to_workers_that_compute_the_prompt(world, out):
+    images = [common_pb2.PromptImage(id="a", offset=2, num_tokens=4)]
+    chat = inference_pb2.ChatPrompt()
+    chat.messages.add(role="user").parts.add(image=b"file")
+    to = world.submit(num_prompt=20, images=images, chat=chat)
+    (prefill,) = world.commands["p"]
+    assert prefill.spec.chat == chat
+    assert list(prefill.spec.images) == images
+    world.step("p", out("r1", [7], finish=0))
+    (decode,) = world.commands["d"]
+    assert not decode.spec.HasField("chat")
+    assert list(decode.spec.images) == images
+
+    # The handoff was lost. The next decode worker can compute the prompt itself.
+    gone = cluster_pb2.RequestOutput(request_id="r1", attempt=1)
+    gone.prefix_gone.SetInParent()
+    world.step("d", gone)
+    prefill = world.commands["p"][-1]
+    assert (prefill.spec.attempt, prefill.spec.chat) == (2, chat)
+    world.step("p", out("r1", [8], finish=0, attempt=2))
+    decode = world.commands["d"][-1]
+    assert decode.HasField("handoff")
+    assert (decode.spec.attempt, decode.spec.chat) == (2, chat)
+    world.step("d", out("r1", [8], offset=1, finish=LENGTH, attempt=2))
+    assert world.tokens(to) == [7, 8]
 
 
 def test_an_output_that_stops_at_its_first_token_cancels_the_handoff(world, out):

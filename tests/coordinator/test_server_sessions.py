@@ -98,9 +98,15 @@ class Unread:
 
 
 def session_call(coordinator, model_dir, context) -> _SessionCall:
-    config = coordinator._config.coordinator
-    intake = Intake(coordinator.shell.core, coordinator._tokenizer, config, str(model_dir))
-    return _SessionCall(coordinator.shell, intake, config, context)
+    config = coordinator._config
+    intake = Intake(
+        coordinator.shell.core,
+        coordinator._tokenizer,
+        config,
+        str(model_dir),
+        renders=coordinator.shell.renders,
+    )
+    return _SessionCall(coordinator.shell, intake, config.coordinator, context)
 
 
 def submission(stream: int, request) -> inference_pb2.SessionRequest:

@@ -27,7 +27,8 @@ from baton.kvtransfer.control import HandoffEvent, TransferClient
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import demo_model
 from baton.runtime.config import KvTransferConfig, SimulatedConfig
-from baton.v1 import common_pb2, kv_transfer_pb2
+from baton.runtime.prompt_images import keyed_tokens
+from baton.v1 import common_pb2, inference_pb2, kv_transfer_pb2
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -179,6 +180,30 @@ async def test_a_prompt_is_handed_over_and_goes_on(pair: Pair, length: int) -> N
     rest, output, last = await pair.receiver.finish(decode(prompt, first, send.handoff_id))
     assert first + rest == expected_tokens(pair.vocabulary, prompt, 8)
     assert (output.num_handoff_tokens, last.finish) == (length, Finish.LENGTH)
+    await pair.nothing_left()
+
+
+async def test_images_are_handed_over_without_their_files(pair: Pair) -> None:
+    prompt = [(7 * index) % 200 for index in range(100)]
+    images = [common_pb2.PromptImage(id="a", offset=20, num_tokens=40)]
+    chat = inference_pb2.ChatPrompt()
+    keyed = keyed_tokens(prompt, images)
+    expected = expected_tokens(pair.vocabulary, keyed, 8)
+    send = await pair.open(prompt)
+    asked = dataclasses.replace(prefill(prompt, send), images=images, chat=chat)
+    first, _, _ = await pair.sender.finish(asked)
+    assert first == expected[:1] != expected_tokens(pair.vocabulary, prompt, 1)
+    wanted = dataclasses.replace(decode(prompt, first, send.handoff_id), images=images)
+    rest, output, _ = await pair.receiver.finish(wanted)
+    assert first + rest == expected
+    assert output.num_handoff_tokens == 100
+    # A handoff that does not come: the cache holds the image now, but not another image.
+    late = dataclasses.replace(decode(prompt, first, secrets.token_bytes(16), 0.0), images=images)
+    rest, output, _ = await pair.receiver.finish(late)
+    assert (first + rest, output.num_cached_tokens) == (expected, 96)
+    other = [common_pb2.PromptImage(id="b", offset=20, num_tokens=40)]
+    tokens, output, _ = await pair.receiver.finish(dataclasses.replace(late, images=other))
+    assert (tokens, output.finish) == ([], Finish.PREFIX_GONE)
     await pair.nothing_left()
 
 

@@ -1,6 +1,7 @@
 """Tool calls and reasoning that vLLM's parsers find in the output of a scripted model."""
 
 import asyncio
+import base64
 import json
 import shutil
 import sys
@@ -466,6 +467,56 @@ async def test_errors_of_messages_have_anthropics_form(gateway):
         with pytest.raises(anthropic.BadRequestError) as refused:
             await client.messages.count_tokens(model="scripted", messages=[])
         assert refused.value.body["error"]["type"] == "invalid_request_error"
+
+
+PNG = b"\x89PNG\r\n\x1a\n and more"
+PNG_BASE64 = base64.b64encode(PNG).decode()
+PNG_URL = f"data:image/png;base64,{PNG_BASE64}"
+
+
+def image_part(url):
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
+@pytest.mark.parametrize("api", ["chat", "messages", "responses"])
+async def test_images_reach_the_coordinator_as_files(gateway, api):
+    if api == "chat":
+        content = [image_part(PNG_URL), {"type": "text", "text": "What is it?"}]
+        request, _ = await gateway.ask(OSLO, messages=[{"role": "user", "content": content}])
+    elif api == "messages":
+        source = {"type": "base64", "media_type": "image/png", "data": PNG_BASE64}
+        content = [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]
+        turns = [{"role": "user", "content": content}]
+        request, _ = await gateway.message(OSLO, messages=turns)
+    else:
+        content = [
+            {"type": "input_image", "image_url": PNG_URL, "detail": "auto"},
+            {"type": "input_text", "text": "What is it?"},
+        ]
+        request, _ = await gateway.response(OSLO, input=[{"role": "user", "content": content}])
+    (turn,) = request.chat.messages
+    assert (turn.role, turn.content) == ("user", "")
+    assert [(one.image, one.text) for one in turn.parts] == [(PNG, ""), (b"", "What is it?")]
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "message"),
+    [
+        (image_part("https://a/b.png"), "messages[0].content[1].image_url.url", "not fetched"),
+        (image_part("data:image/png,aa"), "messages[0].content[1].image_url.url", "base64"),
+        (image_part(f"{PNG_URL}!"), "messages[0].content[1].image_url.url", "is not base64"),
+        ({"type": "input_audio", "input_audio": {}}, "messages[0].content", "'input_audio'"),
+    ],
+)
+async def test_refused_parts_of_a_chat_are_named(gateway, part, field, message):
+    content = [{"type": "text", "text": "What?"}, part]
+    async with gateway.openai() as client:
+        with pytest.raises(BadRequestError) as refused:
+            await client.chat.completions.create(
+                model="scripted", messages=[{"role": "user", "content": content}]
+            )
+    assert refused.value.param == field
+    assert message in refused.value.message
 
 
 async def test_tokens_of_messages_are_counted(gateway):

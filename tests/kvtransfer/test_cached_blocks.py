@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks
 from baton.runtime.block_hashes import block_hashes, root_of
+from baton.runtime.prompt_images import block_keys
+from baton.v1 import common_pb2
 
 BLOCK_SIZE = 4
 PROMPT = list(range(100, 100 + 4 * BLOCK_SIZE))
@@ -47,12 +49,30 @@ def test_a_block_cached_twice_goes_with_its_last_copy():
 
 def test_blocks_with_extra_keys_and_their_successors_are_left_out():
     cached = CachedBlocks(BLOCK_SIZE)
-    extra_keys = [None, (("image", 3),), None]
+    extra_keys = [None, ("embeds",), None]
     cached.stored(None, [b"a", b"b", b"c"], PROMPT[: 3 * BLOCK_SIZE], extra_keys)
     assert cached.take() == changed(stored=HASHES[:1])
     cached.stored(b"c", [b"d"], PROMPT[3 * BLOCK_SIZE :], None)
     cached.removed([b"d", b"c", b"b"])
     assert cached.take() is None
+
+
+def test_blocks_of_images_are_named_as_the_prompts_with_these_images():
+    images = [common_pb2.PromptImage(id="cat", offset=BLOCK_SIZE + 3, num_tokens=BLOCK_SIZE)]
+    keys = block_keys(images, 0, len(PROMPT), BLOCK_SIZE)
+    hashes = list(block_hashes(PROMPT, BLOCK_SIZE, root_of("poet", "salt"), keys))
+    cached = CachedBlocks(BLOCK_SIZE)
+    # vLLM's order: adapter, images, salt.
+    extra_keys = [("poet", "salt"), ("poet", ("cat", 3)), ("poet", ("cat", -1)), ("poet",)]
+    cached.stored(None, [b"a", b"b", b"c", b"d"], PROMPT, extra_keys, "poet")
+    assert cached.take() == changed(stored=hashes)
+    # With an image in the first block, beside the salt.
+    images = [common_pb2.PromptImage(id="dog", offset=1, num_tokens=2)]
+    keys = block_keys(images, 0, BLOCK_SIZE, BLOCK_SIZE)
+    cached.stored(None, [b"x"], PROMPT[:BLOCK_SIZE], [(("dog", 1), "salt")])
+    salted = list(block_hashes(PROMPT[:BLOCK_SIZE], BLOCK_SIZE, root_of("", "salt"), keys))
+    assert cached.take() == changed(stored=salted)
+    assert not {*hashes, *salted} & {*HASHES}
 
 
 def test_blocks_of_an_adapter_are_named_as_the_prompts_of_that_adapter():

@@ -4,6 +4,7 @@ isort:skip_file
 Messages between workers and the coordinator."""
 
 from baton.v1 import common_pb2 as _common_pb2
+from baton.v1 import inference_pb2 as _inference_pb2
 from baton.v1 import kv_transfer_pb2 as _kv_transfer_pb2
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
@@ -83,6 +84,7 @@ class WorkerMessage(_message.Message):
     CACHE_FIELD_NUMBER: _builtins.int
     PROFILE_FIELD_NUMBER: _builtins.int
     CACHE_DROPPED_FIELD_NUMBER: _builtins.int
+    RENDERED_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Sequence number from 1; 0 for messages that are not resent (Hello, load reports, bare acks)."""
@@ -107,6 +109,8 @@ class WorkerMessage(_message.Message):
     @_builtins.property
     def cache_dropped(self) -> Global___CacheDropped: ...
     @_builtins.property
+    def rendered(self) -> Global___Rendered: ...
+    @_builtins.property
     def batch(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerMessage]:
         """Several messages in one, in order, for messages that queued up while another one was being
         written. The outer message then has only `ack`; each inner message has its own `seq` and must
@@ -126,13 +130,14 @@ class WorkerMessage(_message.Message):
         cache: Global___CacheEvents | None = ...,
         profile: Global___ProfileReport | None = ...,
         cache_dropped: Global___CacheDropped | None = ...,
+        rendered: Global___Rendered | None = ...,
         batch: _abc.Iterable[Global___WorkerMessage] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "cache_dropped", b"cache_dropped", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "profile", b"profile", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "cache_dropped", b"cache_dropped", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "profile", b"profile", "rendered", b"rendered", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cache", b"cache", "cache_dropped", b"cache_dropped", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "profile", b"profile", "seq", b"seq", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cache", b"cache", "cache_dropped", b"cache_dropped", "handoff", b"handoff", "hello", b"hello", "load", b"load", "message", b"message", "profile", b"profile", "rendered", b"rendered", "seq", b"seq", "state_changed", b"state_changed", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "load", "step", "handoff", "state_changed", "cache", "profile", "cache_dropped"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "load", "step", "handoff", "state_changed", "cache", "profile", "cache_dropped", "rendered"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -155,6 +160,7 @@ class CoordinatorMessage(_message.Message):
     ROLLOUT_FIELD_NUMBER: _builtins.int
     STEP_TARGETS_FIELD_NUMBER: _builtins.int
     DROP_CACHE_FIELD_NUMBER: _builtins.int
+    RENDER_FIELD_NUMBER: _builtins.int
     BATCH_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Sequence number from 1; 0 for messages that are not resent (Welcome, bare acks)."""
@@ -183,6 +189,8 @@ class CoordinatorMessage(_message.Message):
     @_builtins.property
     def drop_cache(self) -> Global___DropCacheCommand: ...
     @_builtins.property
+    def render(self) -> Global___RenderCommand: ...
+    @_builtins.property
     def batch(self) -> _containers.RepeatedCompositeFieldContainer[Global___CoordinatorMessage]:
         """Like WorkerMessage.batch."""
 
@@ -202,13 +210,14 @@ class CoordinatorMessage(_message.Message):
         rollout: Global___RolloutRecord | None = ...,
         step_targets: Global___StepTargets | None = ...,
         drop_cache: Global___DropCacheCommand | None = ...,
+        render: Global___RenderCommand | None = ...,
         batch: _abc.Iterable[Global___CoordinatorMessage] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "drop_cache", b"drop_cache", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "rollout", b"rollout", "set_role", b"set_role", "step_targets", b"step_targets", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "drop_cache", b"drop_cache", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "render", b"render", "rollout", b"rollout", "set_role", b"set_role", "step_targets", b"step_targets", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "drop_cache", b"drop_cache", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "rollout", b"rollout", "seq", b"seq", "set_role", b"set_role", "step_targets", b"step_targets", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "batch", b"batch", "cancel", b"cancel", "decode", b"decode", "drain", b"drain", "drop_cache", b"drop_cache", "message", b"message", "prefill", b"prefill", "profile", b"profile", "release", b"release", "render", b"render", "rollout", b"rollout", "seq", b"seq", "set_role", b"set_role", "step_targets", b"step_targets", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "profile", "rollout", "step_targets", "drop_cache"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "set_role", "drain", "release", "profile", "rollout", "step_targets", "drop_cache", "render"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -774,6 +783,8 @@ class RequestSpec(_message.Message):
     FIRST_TOKEN_DUE_US_FIELD_NUMBER: _builtins.int
     ITL_MS_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Name of the request between coordinator and workers: "TENANT/ID" with the client's ID, or only
     the ID for the default tenant.
@@ -816,6 +827,17 @@ class RequestSpec(_message.Message):
         not send them again; generation continues after them.
         """
 
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PromptImage]:
+        """Images of the prompt, in order."""
+
+    @_builtins.property
+    def chat(self) -> _inference_pb2.ChatPrompt:
+        """The chat with the images' files; its rendering is prompt_token_ids, without known tokens.
+        Absent without images, and where the KV cache of the images is handed over: the worker then
+        cannot compute the prompt, and ends the request with PrefixGone if it would have to.
+        """
+
     def __init__(
         self,
         *,
@@ -835,16 +857,85 @@ class RequestSpec(_message.Message):
         first_token_due_us: _builtins.int | None = ...,
         itl_ms: _builtins.int = ...,
         cache_salt: _builtins.str = ...,
+        images: _abc.Iterable[_common_pb2.PromptImage] | None = ...,
+        chat: _inference_pb2.ChatPrompt | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_due_us", b"_first_token_due_us", "first_token_due_us", b"first_token_due_us", "sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_token_due_us", b"_first_token_due_us", "chat", b"chat", "first_token_due_us", b"first_token_due_us", "sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_due_us", b"_first_token_due_us", "adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "first_token_due_us", b"first_token_due_us", "handle", b"handle", "itl_ms", b"itl_ms", "known_text_chars", b"known_text_chars", "known_token_ids", b"known_token_ids", "lane", b"lane", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_token_due_us", b"_first_token_due_us", "adapter", b"adapter", "attempt", b"attempt", "cache_salt", b"cache_salt", "chat", b"chat", "first_token_due_us", b"first_token_due_us", "handle", b"handle", "images", b"images", "itl_ms", b"itl_ms", "known_text_chars", b"known_text_chars", "known_token_ids", b"known_token_ids", "lane", b"lane", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "tenant", b"tenant", "timeout", b"timeout", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__first_token_due_us: _TypeAlias = _typing.Literal["first_token_due_us"]  # noqa: Y015
     _WhichOneofArgType__first_token_due_us: _TypeAlias = _typing.Literal["_first_token_due_us", b"_first_token_due_us"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__first_token_due_us) -> _WhichOneofReturnType__first_token_due_us | None: ...
 
 Global___RequestSpec: _TypeAlias = RequestSpec  # noqa: Y015
+
+@_typing.final
+class RenderCommand(_message.Message):
+    """Asks a worker for the tokens of a chat with images: only engines have the model's image
+    processor. The worker answers with Rendered.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RENDER_ID_FIELD_NUMBER: _builtins.int
+    CHAT_FIELD_NUMBER: _builtins.int
+    MAX_PIXELS_FIELD_NUMBER: _builtins.int
+    render_id: _builtins.int
+    """Random, not 0."""
+    max_pixels: _builtins.int
+    """Limit of the images' decoded pixels, together."""
+    @_builtins.property
+    def chat(self) -> _inference_pb2.ChatPrompt: ...
+    def __init__(
+        self,
+        *,
+        render_id: _builtins.int = ...,
+        chat: _inference_pb2.ChatPrompt | None = ...,
+        max_pixels: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "max_pixels", b"max_pixels", "render_id", b"render_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RenderCommand: _TypeAlias = RenderCommand  # noqa: Y015
+
+@_typing.final
+class Rendered(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RENDER_ID_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    IMAGES_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    render_id: _builtins.int
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The prompt, with the placeholders of its images."""
+
+    @_builtins.property
+    def images(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.PromptImage]: ...
+    @_builtins.property
+    def failed(self) -> _common_pb2.RequestError:
+        """Set if the chat could not be rendered."""
+
+    def __init__(
+        self,
+        *,
+        render_id: _builtins.int = ...,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        images: _abc.Iterable[_common_pb2.PromptImage] | None = ...,
+        failed: _common_pb2.RequestError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "images", b"images", "prompt_token_ids", b"prompt_token_ids", "render_id", b"render_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rendered: _TypeAlias = Rendered  # noqa: Y015
 
 @_typing.final
 class PrefillCommand(_message.Message):
@@ -1275,7 +1366,8 @@ class RequestOutput(_message.Message):
     @_builtins.property
     def prefix_gone(self) -> Global___PrefixGone:
         """Ends a decode that has not started: the prefix that the handoff leaves out is no longer in
-        the prefix cache. The CacheEvents that removed it are sent before this output.
+        the prefix cache, or the worker would have to compute images that it does not have. The
+        CacheEvents that removed blocks are sent before this output.
         """
 
     @_builtins.property
@@ -1522,8 +1614,9 @@ class CacheEvents(_message.Message):
 
     The hash of a full block of Capacity.block_size_tokens tokens is xxh3_64 over its token IDs, as
     little-endian 4-byte words, seeded with the hash of the previous block; the seed of the first
-    block is 0, or follows from adapter and salt (root_of of runtime/block_hashes.py). A block is
-    stored after the previous block and removed before it.
+    block is 0, or follows from adapter and salt. The images that a block has tokens of change its
+    seed (root_of and image_seed of runtime/block_hashes.py). A block is stored after the previous
+    block and removed before it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -577,6 +577,7 @@ class ModelDescription(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     TOKENIZER_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    TAKES_IMAGES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Model name in requests."""
     revision: _builtins.str
@@ -585,6 +586,8 @@ class ModelDescription(_message.Message):
     vocab_size: _builtins.int
     tokenizer: _builtins.str
     """Local directory or hub ID of the tokenizer files."""
+    takes_images: _builtins.bool
+    """Whether chats may have images (ChatMessage.parts)."""
     @_builtins.property
     def adapters(self) -> _containers.RepeatedCompositeFieldContainer[Global___LoraAdapter]:
         """LoRA adapters that requests may name as their model, beside the base model."""
@@ -598,14 +601,52 @@ class ModelDescription(_message.Message):
         vocab_size: _builtins.int = ...,
         tokenizer: _builtins.str = ...,
         adapters: _abc.Iterable[Global___LoraAdapter] | None = ...,
+        takes_images: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "max_model_len", b"max_model_len", "name", b"name", "revision", b"revision", "tokenizer", b"tokenizer", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "max_model_len", b"max_model_len", "name", b"name", "revision", b"revision", "takes_images", b"takes_images", "tokenizer", b"tokenizer", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelDescription: _TypeAlias = ModelDescription  # noqa: Y015
+
+@_typing.final
+class PromptImage(_message.Message):
+    """Where an image stands in a prompt. The tokens of an image are placeholders: their IDs are equal
+    for all images, so everything that depends on a prompt depends on its images too.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    MASK_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    """SHA-256 of the image's file, as 64 hex digits."""
+    offset: _builtins.int
+    """Index of its first token in the prompt, and number of its tokens."""
+    num_tokens: _builtins.int
+    mask: _builtins.bytes
+    """One byte per token: 1 if the token stands for a part of the image, 0 if it is a separator.
+    Empty: all of them are 1.
+    """
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        offset: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        mask: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "mask", b"mask", "num_tokens", b"num_tokens", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptImage: _TypeAlias = PromptImage  # noqa: Y015
 
 @_typing.final
 class LoraAdapter(_message.Message):
