@@ -25,6 +25,7 @@ from vllm.v1.attention.selector import get_attn_backend
 
 from baton.engine.base import EngineDead
 from baton.engine.file_digest import file_digest
+from baton.engine.vllm_groups import all_stages
 from baton.engine.vllm_lora import lora_args
 from baton.engine.vllm_own_connector import OWN_ARGUMENTS, own_offloading
 from baton.engine.vllm_recording import Recording
@@ -215,7 +216,7 @@ def bind_threads(config: Any) -> list[int]:
         return []
     is_told = affinity.VLLM_BIND_THREADS in os.environ
     if not is_told:
-        ranks = config.parallel_config.tensor_parallel_size
+        ranks = config.parallel_config.world_size
         shares = affinity.split_cores(sorted(os.sched_getaffinity(0)), ranks)
         os.environ[affinity.VLLM_BIND_THREADS] = "|".join(
             ",".join(map(str, share)) for share in shares
@@ -258,7 +259,7 @@ def layout_of(
         model=served_name,
         revision=_revision(model) + _of_adapters(adapters),
         dtype=_cache_dtype(cache, model),
-        num_layers=model.get_num_layers(parallel),
+        num_layers=model.get_num_layers(all_stages(parallel)),
         num_kv_heads=heads,
         head_size=head_size,
         block_size_tokens=cache.block_size,
@@ -266,6 +267,7 @@ def layout_of(
         axes=f"heads,tokens,content of {_content(config, backends)}{_states(cache, model)}",
         tp_size=tp_size,
         num_replicas=_num_replicas(model, parallel),
+        pp_size=parallel.pipeline_parallel_size,
     )
 
 
@@ -283,7 +285,7 @@ def _num_replicas(model: Any, parallel: Any) -> int:
         return 1
     heads = [
         model.model_arch_config[layer].total_num_kv_heads
-        for layer in range(model.get_num_layers(parallel))
+        for layer in range(model.get_num_layers(all_stages(parallel)))
     ]
     return math.gcd(*(max(1, tp_size // num_heads) for num_heads in heads))
 

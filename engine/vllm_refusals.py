@@ -14,7 +14,6 @@ from baton.engine.base import EngineDead
 _EVERY_TOKEN = "each rank must hold every token of what it hands over"
 # Engine arguments that must be 1, with the reason.
 _ONE_ONLY = {
-    "pipeline_parallel_size": "each rank must hold every layer of what it hands over",
     "prefill_context_parallel_size": _EVERY_TOKEN,
     "decode_context_parallel_size": _EVERY_TOKEN,
     "nnodes": "every rank must be on its worker's host",
@@ -161,6 +160,24 @@ def _has_full_attention(model: Any) -> bool:
 def _layer_types(model: Any) -> Sequence[str]:
     """Returns the type of each layer; empty if the configuration does not name them."""
     return getattr(model.hf_text_config, "layer_types", None) or ()
+
+
+def refuse_stages(parallel: Any, speculation: Any) -> None:
+    """Refuses drafts in an engine of several pipeline stages, with which nothing was compared.
+
+    Args:
+        parallel: vLLM's ParallelConfig.
+        speculation: vLLM's SpeculativeConfig, or None.
+
+    Raises:
+        EngineDead: Names the argument, its value, and the allowed value.
+    """
+    if speculation is not None and (size := parallel.pipeline_parallel_size) != 1:
+        raise EngineDead(
+            f"engine_args.pipeline_parallel_size: is {size}; with speculative_config Baton "
+            "supports 1, because no handoff of several stages with drafts was checked: leave one "
+            "of the two out"
+        )
 
 
 def refuse_speculation(config: Any) -> None:
