@@ -17,8 +17,8 @@ PROTOCOL_VERSION = 2
 class KvLayout:
     """The properties of one engine's KV cache that both ends of a handoff must share.
 
-    Only the number of pipeline stages may differ, and the number of shards, with which the heads and
-    bytes of one rank differ.
+    Only the number of pipeline stages may differ, and the number of shards, with which the heads
+    and bytes of one rank differ.
 
     Layers are numbered group by group. A handoff's size is a number of blocks of the smallest block
     size; it determines which blocks of each layer the handoff holds (KvGroup.blocks).

@@ -146,10 +146,7 @@ class Scaler:
             revision: launch configuration of the workers; None: that of the stable fleet.
         """
         revision = revision or self._workers.fleets.stable.revision
-        return sum(
-            self._num_gpus(revision, pool) * number
-            for pool, number in sizes.items()
-        )
+        return sum(self._num_gpus(revision, pool) * number for pool, number in sizes.items())
 
     def gpus_of(self, workers: Iterable[Worker]) -> int:
         """Number of GPUs that these workers of any fleet use."""

@@ -484,7 +484,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _is_first_rank() -> bool:
-    return get_pp_group().is_first_rank and get_tensor_model_parallel_rank() == 0
+    return bool(get_pp_group().is_first_rank and get_tensor_model_parallel_rank() == 0)
 
 
 def _stages(own: list[KvGroup]) -> list[list[KvGroup]]:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -83,10 +84,10 @@ def _two_sizes() -> Any:
     )
 
 
-def _recurrent() -> Any:
-    """Returns a model with gated delta nets: recurrent layers beside full attention."""
+def _recurrent(num_layers: int = 4) -> Any:
+    """Returns a model with gated delta nets, beside full attention in every fourth layer."""
     return transformers.Qwen3NextConfig(
-        **_SIZES | {"num_hidden_layers": 4, "hidden_size": 128},
+        **_SIZES | {"num_hidden_layers": num_layers, "hidden_size": 128},
         num_key_value_heads=2,
         head_dim=32,
         linear_num_value_heads=2,
@@ -204,6 +205,7 @@ CONFIGS = {
     "all windowed": _all_windowed,
     "two sizes": _two_sizes,
     "recurrent": _recurrent,
+    "recurrent, 8 layers": partial(_recurrent, 8),
     "nemotron": _nemotron,
     "granite": _granite,
     "falcon": _falcon,
@@ -215,6 +217,7 @@ OWN_ARGS: dict[str, dict[str, Any]] = {
     "fp8": {"kv_cache_dtype": "fp8"},
     # vLLM's CPU kernels for gated delta nets support only this type.
     "recurrent": {"dtype": "bfloat16"},
+    "recurrent, 8 layers": {"dtype": "bfloat16"},
     # vLLM's CPU kernels for Mamba2 keep no states for the prefix cache.
     **{
         name: {"enable_prefix_caching": False}

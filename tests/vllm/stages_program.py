@@ -31,7 +31,7 @@ async def run(name: str, sizes: list[int], given: dict[str, Any]) -> dict[str, A
                 # Host memory is not used with several stages.
                 host_bytes=2**20,
                 # In bfloat16, answers depend on the chunks of a prompt.
-                scheduler="vllm" if name == "recurrent" else "baton",
+                scheduler="vllm" if OWN_ARGS.get(name) else "baton",
                 pipeline_parallel_size=num_stages,
                 **ENGINE_ARGS | OWN_ARGS.get(name, {}),
             )

@@ -101,7 +101,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in MODELS},
     "window switched off": ("mistral", {"disable_sliding_window": True}),
     "pooling": ("llama", {"runner": "pooling"}),
-    "pipeline_parallel_size": ("llama", {"pipeline_parallel_size": 2}),
+    "stages": ("llama", {"pipeline_parallel_size": 2}),
+    "stages with drafts": ("llama", {"pipeline_parallel_size": 2, "speculative_config": NGRAM}),
+    "stages with offloading": ("llama", {"pipeline_parallel_size": 2, "kv_offloading_size": 0.1}),
     "prefill_context_parallel_size": ("llama", {"prefill_context_parallel_size": 2}),
     "decode_context_parallel_size": ("llama", {"decode_context_parallel_size": 2}),
     "nnodes": ("llama", {"nnodes": 2}),
@@ -191,7 +193,6 @@ def test_a_pooling_runner_is_refused(said: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "pipeline_parallel_size",
         "prefill_context_parallel_size",
         "decode_context_parallel_size",
         "nnodes",
@@ -201,6 +202,19 @@ def test_parallel_settings_that_split_the_cache_otherwise_are_refused(
     said: dict[str, str], name: str
 ) -> None:
     assert said[name].startswith(f"engine_args.{name}: is 2; Baton supports 1, because ")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("stages with drafts", "with speculative_config Baton supports 1"),
+        ("stages with offloading", "offloading supports 1"),
+    ],
+)
+def test_stages_are_refused_with_what_was_not_checked_with_them(
+    said: dict[str, str], name: str, why: str
+) -> None:
+    assert said[name].startswith(f"engine_args.pipeline_parallel_size: is 2; {why}")
 
 
 @pytest.mark.parametrize("backend", ["ray", "external_launcher"])
@@ -260,7 +274,7 @@ def test_profiler_settings_that_baton_sets_or_vllm_rejects_are_refused(
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "mistral", "window switched off", "gemma", "jamba", "ngram", "deepseek"],
+    ["llama", "mistral", "window switched off", "gemma", "jamba", "ngram", "deepseek", "stages"],
 )
 def test_supported_models_fail_only_at_their_missing_files(said: dict[str, str], name: str) -> None:
     assert said[name].startswith("vLLM could not start: ")
