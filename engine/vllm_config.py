@@ -29,7 +29,13 @@ from baton.engine.vllm_groups import all_stages
 from baton.engine.vllm_lora import lora_args
 from baton.engine.vllm_own_connector import OWN_ARGUMENTS, own_offloading
 from baton.engine.vllm_recording import Recording
-from baton.engine.vllm_refusals import refuse_cache, refuse_model, refuse_settings, refuse_states
+from baton.engine.vllm_refusals import (
+    refuse_cache,
+    refuse_data_parallel,
+    refuse_model,
+    refuse_settings,
+    refuse_states,
+)
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import affinity, worker_directory
 from baton.runtime.names import did_you_mean
@@ -53,7 +59,6 @@ LATENT_THEN_ROPE = frozenset(
 _OWN_ARGS = (
     "model",
     "tokenizer",
-    "data_parallel_size",
     "served_model_name",
     "scheduling_policy",
     "worker_extension_cls",
@@ -70,6 +75,7 @@ class RefusingEngineArgs(AsyncEngineArgs):  # type: ignore[misc]
         """Raises EngineDead if Baton cannot serve the model."""
         model = super().create_model_config()
         refuse_model(model)
+        refuse_data_parallel(model, self.data_parallel_size)
         return model
 
 

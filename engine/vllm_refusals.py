@@ -162,6 +162,32 @@ def _layer_types(model: Any) -> Sequence[str]:
     return getattr(model.hf_text_config, "layer_types", None) or ()
 
 
+def refuse_data_parallel(model: Any, size: int) -> None:
+    """Refuses several data-parallel ranks, which Baton starts as workers of their own.
+
+    Args:
+        model: vLLM's ModelConfig.
+        size: Number of data-parallel ranks.
+
+    Raises:
+        EngineDead: Names the argument, its value, and what to do.
+    """
+    if size == 1:
+        return
+    if not model.is_moe:
+        raise EngineDead(
+            f"engine_args.data_parallel_size: is {size}; Baton supports 1, because every worker "
+            f"schedules its own requests: start {size} workers instead (baton up --workers {size})"
+        )
+    raise EngineDead(
+        f"engine_args.data_parallel_size: is {size}; for {model.architecture} Baton supports 1, "
+        "because data-parallel ranks that share experts compute every step together, and Baton "
+        "starts and replaces each worker alone: divide the experts among the ranks of one worker "
+        f"(tensor_parallel_size: {size}, enable_expert_parallel: true), or start {size} workers "
+        f"that hold all experts (baton up --workers {size})"
+    )
+
+
 def refuse_stages(parallel: Any, speculation: Any) -> None:
     """Refuses drafts in an engine of several pipeline stages, with which nothing was compared.
 

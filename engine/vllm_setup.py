@@ -28,7 +28,12 @@ from baton.engine.vllm_groups import expected_layout
 from baton.engine.vllm_load_failures import use_load_failures
 from baton.engine.vllm_lora import revision_of
 from baton.engine.vllm_own_connector import Offloading, own_offloading
-from baton.engine.vllm_refusals import refuse_executor, refuse_speculation, refuse_stages
+from baton.engine.vllm_refusals import (
+    refuse_data_parallel,
+    refuse_executor,
+    refuse_speculation,
+    refuse_stages,
+)
 from baton.engine.vllm_step_budget import use_step_budget
 from baton.kvtransfer import engine_groups, engine_stages
 from baton.kvtransfer.connector.cuda_copies import scratch_bytes
@@ -83,6 +88,8 @@ class CheckedModel:
         args = RefusingEngineArgs(**checked_args(model, served_name, engine_args, adapters, traces))
         config = args.create_engine_config()
         refuse_executor(config.parallel_config)
+        # vLLM also reads the size from VLLM_DP_SIZE.
+        refuse_data_parallel(config.model_config, config.parallel_config.data_parallel_size)
         refuse_speculation(config.speculative_config)
         refuse_stages(config.parallel_config, config.speculative_config)
         described = [
