@@ -18,7 +18,8 @@ from unittest import mock
 import torch
 import transformers
 import vllm_cases as cases
-from engine_handoffs import Side, handed_over, side
+from engine_handoffs import Side, handed_over, left_behind, side
+from engine_recoveries import recovered
 from forked_engines import fork_engines
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
@@ -293,15 +294,18 @@ async def run(name: str, ranks: list[int], given: dict[str, Any]) -> dict[str, A
             sides.append(await stack.enter_async_context(begun))
         prefill, decode = sides[0], sides[-1]
         made = await handed_over(prefill, decode, given)
+        made["recovered"] = [await recovered(prefill, decode, case) for case in given["lost"]]
         alone = {
             case["name"]: await answered_alone(prefill, case)
-            for case in given["one_by_one"] + given["together"]
+            for case in given["one_by_one"] + given["together"] + given["lost"]
         }
+        made["left"] += await left_behind(prefill, decode)
         layout = prefill.info.layout
         sizes = {
             "num_shards": layout.num_shards,
             "block_bytes": layout.block_bytes,
             "block_size": layout.block_size_tokens,
+            "has_states": layout.has_states,
         }
         fixed = announced_block_size(model) if name == "latent" else None
     return {**made, **sizes, "alone": alone, "announced_block_size": fixed}
