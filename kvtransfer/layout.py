@@ -230,7 +230,8 @@ class KvLayout:
             tp_size=self.tp_size,
             num_shards=self.num_shards,
             groups=[kv_fingerprint.group_message(group) for group in self.own_groups],
-            pp_size=self.pp_size,
+            # The field is left out for one stage: disks of earlier versions name their files so.
+            pp_size=self.pp_size if self.pp_size > 1 else 0,
         )
 
     @classmethod
