@@ -86,7 +86,7 @@ def _print(model: str, found: Any) -> None:
     from baton.cli.output import print_table
 
     layout, staging = found.layout, found.staging
-    ranks = f", {layout.tp_size} ranks" if layout.tp_size > 1 else ""
+    ranks = f", {layout.num_ranks} ranks" if layout.num_ranks > 1 else ""
     print(f"{model} ({found.architecture}) can be served, on {found.device}{ranks}\n")
     prompt = f"prompt of {found.prompt_tokens:,} tokens"
     num_full = sum(each.num_layers for each in layout.groups if each.kind == "full")

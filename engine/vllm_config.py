@@ -25,10 +25,17 @@ from vllm.v1.attention.selector import get_attn_backend
 
 from baton.engine.base import EngineDead
 from baton.engine.file_digest import file_digest
+from baton.engine.vllm_groups import all_stages
 from baton.engine.vllm_lora import lora_args
 from baton.engine.vllm_own_connector import OWN_ARGUMENTS, own_offloading
 from baton.engine.vllm_recording import Recording
-from baton.engine.vllm_refusals import refuse_cache, refuse_model, refuse_settings, refuse_states
+from baton.engine.vllm_refusals import (
+    refuse_cache,
+    refuse_data_parallel,
+    refuse_model,
+    refuse_settings,
+    refuse_states,
+)
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import affinity, worker_directory
 from baton.runtime.names import did_you_mean
@@ -52,7 +59,6 @@ LATENT_THEN_ROPE = frozenset(
 _OWN_ARGS = (
     "model",
     "tokenizer",
-    "data_parallel_size",
     "served_model_name",
     "scheduling_policy",
     "worker_extension_cls",
@@ -70,6 +76,7 @@ class RefusingEngineArgs(AsyncEngineArgs):  # type: ignore[misc]
         """Raises EngineDead if Baton cannot serve the model."""
         model = super().create_model_config()
         refuse_model(model)
+        refuse_data_parallel(model, self.data_parallel_size)
         return model
 
 
@@ -218,7 +225,7 @@ def bind_threads(config: Any) -> list[int]:
         return []
     is_told = affinity.VLLM_BIND_THREADS in os.environ
     if not is_told:
-        ranks = config.parallel_config.tensor_parallel_size
+        ranks = config.parallel_config.world_size
         shares = affinity.split_cores(sorted(os.sched_getaffinity(0)), ranks)
         os.environ[affinity.VLLM_BIND_THREADS] = "|".join(
             ",".join(map(str, share)) for share in shares
@@ -261,7 +268,7 @@ def layout_of(
         model=served_name,
         revision=_revision(model) + _of_adapters(adapters),
         dtype=_cache_dtype(cache, model),
-        num_layers=model.get_num_layers(parallel),
+        num_layers=model.get_num_layers(all_stages(parallel)),
         num_kv_heads=heads,
         head_size=head_size,
         block_size_tokens=cache.block_size,
@@ -269,6 +276,7 @@ def layout_of(
         axes=f"heads,tokens,content of {_content(config, backends)}{_states(cache, model)}",
         tp_size=tp_size,
         num_replicas=_num_replicas(model, parallel),
+        pp_size=parallel.pipeline_parallel_size,
     )
 
 
@@ -286,7 +294,7 @@ def _num_replicas(model: Any, parallel: Any) -> int:
         return 1
     heads = [
         model.model_arch_config[layer].total_num_kv_heads
-        for layer in range(model.get_num_layers(parallel))
+        for layer in range(model.get_num_layers(all_stages(parallel)))
     ]
     return math.gcd(*(max(1, tp_size // num_heads) for num_heads in heads))
 

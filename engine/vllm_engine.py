@@ -139,6 +139,8 @@ class VllmEngine:
             # Loading takes long, and the event loop must stay free for signals.
             self._starting = asyncio.get_running_loop().run_in_executor(None, self._start)
             info = await asyncio.shield(self._starting)
+            if info.layout.pp_size > 1:
+                await self._core.collective_rpc_async("baton_make_stage_buffers")
             for name, lora in self._lora_requests.items():
                 if not await self._core.add_lora_async(lora):
                     raise EngineDead(f"lora_adapters.{name}: vLLM did not load {lora.lora_path}")

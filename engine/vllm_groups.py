@@ -6,6 +6,7 @@ vLLM may cut these groups into several block tables, and enlarge the blocks of s
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,6 +22,13 @@ from baton.runtime.kv_groups import KvGroup
 _RECURRENT = ("mamba", "linear_attention")
 
 
+def all_stages(parallel: Any) -> Any:
+    """Returns vLLM's ParallelConfig as if one pipeline stage held all layers, to count them."""
+    made = copy.copy(parallel)
+    made.pipeline_parallel_size = 1
+    return made
+
+
 def expected_layout(config: Any, layout: KvLayout) -> KvLayout:
     """Returns a layout with the groups to expect.
 
@@ -31,7 +39,7 @@ def expected_layout(config: Any, layout: KvLayout) -> KvLayout:
     found = Counter(_attention_layers(config, layout))
     groups = [replace(one, num_layers=number) for one, number in found.items()]
     if config.model_config.has_inner_state:
-        groups += _states(config)
+        groups += _states(config, layout)
     return layout.with_groups([replace(one, table=at) for at, one in enumerate(groups)])
 
 
@@ -59,7 +67,7 @@ def _attention_layers(config: Any, layout: KvLayout) -> Iterator[KvGroup]:
         )
 
 
-def _states(config: Any) -> list[KvGroup]:
+def _states(config: Any, layout: KvLayout) -> list[KvGroup]:
     """Returns the group of recurrent layers; none for classes that describe them otherwise."""
     model = config.model_config
     model_class, _ = ModelRegistry.resolve_model_cls(model.architecture, model_config=model)
@@ -72,12 +80,12 @@ def _states(config: Any) -> list[KvGroup]:
     )
     num_layers = sum(_num_layers(config, kind) for kind in _RECURRENT)
     # Some hybrids have a state in every layer.
-    num_layers = num_layers or model.get_num_layers(config.parallel_config)
+    num_layers = num_layers or layout.num_layers
     return [KvGroup("state", num_layers, 0, spec.block_size, spec.real_page_size_bytes)]
 
 
 def _num_layers(config: Any, kind: str) -> int:
-    model, parallel = config.model_config, config.parallel_config
+    model, parallel = config.model_config, all_stages(config.parallel_config)
     try:
         return int(model.get_num_layers_by_block_type(parallel, kind))
     except ValueError:

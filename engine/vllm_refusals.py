@@ -14,7 +14,6 @@ from baton.engine.base import EngineDead
 _EVERY_TOKEN = "each rank must hold every token of what it hands over"
 # Engine arguments that must be 1, with the reason.
 _ONE_ONLY = {
-    "pipeline_parallel_size": "each rank must hold every layer of what it hands over",
     "prefill_context_parallel_size": _EVERY_TOKEN,
     "decode_context_parallel_size": _EVERY_TOKEN,
     "nnodes": "every rank must be on its worker's host",
@@ -161,6 +160,50 @@ def _has_full_attention(model: Any) -> bool:
 def _layer_types(model: Any) -> Sequence[str]:
     """Returns the type of each layer; empty if the configuration does not name them."""
     return getattr(model.hf_text_config, "layer_types", None) or ()
+
+
+def refuse_data_parallel(model: Any, size: int) -> None:
+    """Refuses several data-parallel ranks, which Baton starts as workers of their own.
+
+    Args:
+        model: vLLM's ModelConfig.
+        size: Number of data-parallel ranks.
+
+    Raises:
+        EngineDead: Names the argument, its value, and what to do.
+    """
+    if size == 1:
+        return
+    if not model.is_moe:
+        raise EngineDead(
+            f"engine_args.data_parallel_size: is {size}; Baton supports 1, because every worker "
+            f"schedules its own requests: start {size} workers instead (baton up --workers {size})"
+        )
+    raise EngineDead(
+        f"engine_args.data_parallel_size: is {size}; for {model.architecture} Baton supports 1, "
+        "because data-parallel ranks that share experts compute every step together, and Baton "
+        "starts and replaces each worker alone: divide the experts among the ranks of one worker "
+        f"(tensor_parallel_size: {size}, enable_expert_parallel: true), or start {size} workers "
+        f"that hold all experts (baton up --workers {size})"
+    )
+
+
+def refuse_stages(parallel: Any, speculation: Any) -> None:
+    """Refuses drafts in an engine of several pipeline stages, with which nothing was compared.
+
+    Args:
+        parallel: vLLM's ParallelConfig.
+        speculation: vLLM's SpeculativeConfig, or None.
+
+    Raises:
+        EngineDead: Names the argument, its value, and the allowed value.
+    """
+    if speculation is not None and (size := parallel.pipeline_parallel_size) != 1:
+        raise EngineDead(
+            f"engine_args.pipeline_parallel_size: is {size}; with speculative_config Baton "
+            "supports 1, because no handoff of several stages with drafts was checked: leave one "
+            "of the two out"
+        )
 
 
 def refuse_speculation(config: Any) -> None:

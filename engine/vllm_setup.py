@@ -29,7 +29,12 @@ from baton.engine.vllm_images import image_refusal
 from baton.engine.vllm_load_failures import use_load_failures
 from baton.engine.vllm_lora import revision_of
 from baton.engine.vllm_own_connector import Offloading, own_offloading
-from baton.engine.vllm_refusals import refuse_executor, refuse_speculation
+from baton.engine.vllm_refusals import (
+    refuse_data_parallel,
+    refuse_executor,
+    refuse_speculation,
+    refuse_stages,
+)
 from baton.engine.vllm_step_budget import use_step_budget
 from baton.kvtransfer import engine_groups, engine_stages
 from baton.kvtransfer.connector.cuda_copies import scratch_bytes
@@ -84,7 +89,10 @@ class CheckedModel:
         args = RefusingEngineArgs(**checked_args(model, served_name, engine_args, adapters, traces))
         config = args.create_engine_config()
         refuse_executor(config.parallel_config)
+        # vLLM also reads the size from VLLM_DP_SIZE.
+        refuse_data_parallel(config.model_config, config.parallel_config.data_parallel_size)
         refuse_speculation(config.speculative_config)
+        refuse_stages(config.parallel_config, config.speculative_config)
         described = [
             common_pb2.LoraAdapter(name=name, revision=revision_of(path))
             for name, path in sorted(adapters.items())
@@ -98,6 +106,40 @@ def requests_wait() -> bool:
     On a CPU the thread that computes the model also copies, so no request could run meanwhile.
     """
     return bool(current_platform.is_cuda())
+
+
+def _offloading(
+    config: VllmConfig, engine_args: Mapping[str, Any], host_bytes: int
+) -> Offloading | None:
+    """Returns what blocks in host memory are kept by; None: none are kept.
+
+    Args:
+        config: vLLM's configuration.
+        engine_args: The user's engine arguments.
+        host_bytes: See VllmSetup.make.
+
+    Raises:
+        EngineDead: The user has asked vLLM to keep blocks in host memory, which does not work with
+            another argument.
+    """
+    stages = config.parallel_config.pipeline_parallel_size
+    if not config.cache_config.enable_prefix_caching:
+        why = (
+            "enable_prefix_caching: is False; offloading needs prefix caching, because vLLM finds "
+            "no block again without it"
+        )
+    elif stages > 1:
+        why = (
+            f"pipeline_parallel_size: is {stages}; offloading supports 1, because stages with "
+            "other numbers of layers would hold other numbers of blocks"
+        )
+    else:
+        return own_offloading(engine_args) or Offloading(host_bytes)
+    if own_offloading(engine_args) is not None:
+        raise EngineDead(f"engine_args.{why}")
+    if host_bytes and stages > 1:
+        _log.warning("kv_store.host_bytes is not used: engine_args.%s", why)
+    return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -153,14 +195,7 @@ class VllmSetup:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
         checked = CheckedModel.make(model, served_name, engine_args, adapters, traces)
         config, layout = checked.config, checked.layout
-        offloading = own_offloading(engine_args)
-        if offloading is None:
-            offloading = Offloading(host_bytes)
-        elif not config.cache_config.enable_prefix_caching:
-            raise EngineDead(
-                "engine_args.enable_prefix_caching: is False; offloading needs prefix caching, "
-                "because vLLM finds no block again without it"
-            )
+        offloading = _offloading(config, engine_args, host_bytes)
         use_forced_tokens(config)
         if current_platform.is_cuda():
             scratch = scratch_bytes(checked.expected_layout.block_bytes)
@@ -174,12 +209,7 @@ class VllmSetup:
             # Without it an engine core outlives a killed worker, and ranks outlive a killed engine
             # core: they may go on loading for minutes, or wait forever for a dead rank.
             "leash": EndsWithParent(),
-            # Without prefix caching, vLLM finds no block again.
-            **(
-                host_options(offloading.host_bytes, offloading.settings)
-                if config.cache_config.enable_prefix_caching
-                else {}
-            ),
+            **(host_options(offloading.host_bytes, offloading.settings) if offloading else {}),
         }
         if prior is not None:
             use_step_budget(config, prior, transfer_socket)

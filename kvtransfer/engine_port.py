@@ -70,6 +70,7 @@ def filled_frame(
     data: bytes | bytearray | memoryview,
     *,
     last: bool = False,
+    stage: int = 0,
 ) -> kv_transfer_pb2.LocalFrame:
     """Returns the notification that a run of blocks was written to staging.
 
@@ -82,6 +83,7 @@ def filled_frame(
         data: The num_blocks * block_bytes bytes. Pass the bytes of the cache rather than those in
             staging, so that the checksum detects any other writer of staging.
         last: Whether nothing more follows from this rank.
+        stage: Pipeline stage of the writer.
     """
     return kv_transfer_pb2.LocalFrame(
         handoff_id=handoff_id,
@@ -91,6 +93,7 @@ def filled_frame(
         num_blocks=num_blocks,
         checksum=checksum(data),
         last=last,
+        stage=stage,
     )
 
 

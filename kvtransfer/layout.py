@@ -17,7 +17,8 @@ PROTOCOL_VERSION = 2
 class KvLayout:
     """The properties of one engine's KV cache that both ends of a handoff must share.
 
-    Only the number of shards, and with it the heads and bytes of one rank, may differ.
+    Only the number of pipeline stages may differ, and the number of shards, with which the heads
+    and bytes of one rank differ.
 
     Layers are numbered group by group. A handoff's size is a number of blocks of the smallest block
     size; it determines which blocks of each layer the handoff holds (KvGroup.blocks).
@@ -32,6 +33,7 @@ class KvLayout:
         num_replicas: Number of neighbouring ranks that hold the same keys and values. Such a group
             of ranks is one shard.
         own_groups: Groups of layers; empty if all layers keep every token, in equal blocks.
+        pp_size: Number of pipeline stages, among which the layers are divided (stages.py).
     """
 
     model: str
@@ -46,6 +48,12 @@ class KvLayout:
     tp_size: int = 1
     num_replicas: int = 1
     own_groups: tuple[KvGroup, ...] = ()
+    pp_size: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks of all stages."""
+        return self.tp_size * self.pp_size
 
     @property
     def groups(self) -> tuple[KvGroup, ...]:
@@ -222,6 +230,8 @@ class KvLayout:
             tp_size=self.tp_size,
             num_shards=self.num_shards,
             groups=[kv_fingerprint.group_message(group) for group in self.own_groups],
+            # The field is left out for one stage: disks of earlier versions name their files so.
+            pp_size=self.pp_size if self.pp_size > 1 else 0,
         )
 
     @classmethod
@@ -239,4 +249,5 @@ class KvLayout:
             tp_size=fingerprint.tp_size,
             num_replicas=fingerprint.tp_size // kv_fingerprint.num_shards(fingerprint),
             own_groups=tuple(kv_fingerprint.own_groups(fingerprint)),
+            pp_size=fingerprint.pp_size or 1,
         )

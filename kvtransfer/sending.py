@@ -247,6 +247,7 @@ class Send:
         epoch: Number of opens so far, from 1; every frame carries it.
         wait_until: Deadline for the receiver to find room.
         filled: The runs that the engine has written, in order; `num_sent` of them have left.
+        writers: Ranks that may still write to the extent, each as its shard and its stage.
         sent: Epoch, transport and number of frames of the last epoch that left completely.
         tried: Transports that failed.
         offers: Offers of the open under way.
@@ -262,7 +263,7 @@ class Send:
     deadline: float
     wait_until: float
     totals: list[Totals]
-    last: list[bool]
+    writers: set[tuple[int, int]]
     opened_at: float
     reserved_at: float = 0.0
     receiver_opened_at: float = 0.0

@@ -21,6 +21,11 @@ def num_shards(fingerprint: kv_transfer_pb2.KvFingerprint) -> int:
     return fingerprint.num_shards or fingerprint.tp_size or 1
 
 
+def num_ranks(fingerprint: kv_transfer_pb2.KvFingerprint) -> int:
+    """Number of ranks of an engine; 0 if it has no KV cache."""
+    return fingerprint.tp_size * (fingerprint.pp_size or 1)
+
+
 def group_message(group: KvGroup) -> kv_transfer_pb2.KvGroup:
     """Returns a group of layers as a fingerprint carries it."""
     return kv_transfer_pb2.KvGroup(
@@ -92,7 +97,8 @@ def differences(
     """Fields in which two fingerprints differ, with both values.
 
     An empty list means that KV caches can be handed over between the workers: both divide the same
-    cache, by its heads, among their ranks. The number of ranks that hold the same shard is ignored.
+    cache, by its heads, among their ranks. The number of ranks that hold the same shard and the
+    number of pipeline stages are ignored.
     """
     ignored: tuple[str, ...] = ()
     if num_shards(ours) == num_shards(theirs):
@@ -102,7 +108,7 @@ def differences(
     return [
         f"{name} is {_shown(theirs, name)}, here {_shown(ours, name)}"
         for name in (descriptor.name for descriptor in ours.DESCRIPTOR.fields)
-        if name not in ignored and getattr(ours, name) != getattr(theirs, name)
+        if name not in (*ignored, "pp_size") and getattr(ours, name) != getattr(theirs, name)
     ]
 
 

@@ -175,7 +175,7 @@ class Worker:
         role = role_name(self._role)
         collector = WorkerCollector(info.model.name, role, config.kv_transfer.transports)
         registry = collector.registry()
-        if (found := gpus.collector(info.device, info.layout.tp_size)) is not None:
+        if (found := gpus.collector(info.device, info.layout.num_ranks)) is not None:
             registry.register(found)
         refusals = Refusals(others=collector.transfer_refusals)
         registry.register(refusals)

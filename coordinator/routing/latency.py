@@ -35,6 +35,7 @@ class WorkerKind(NamedTuple):
     model: str
     revision: str
     tp_size: int
+    pp_size: int
     # A revision may change engine arguments and with them the latency.
     rollout: str
 
@@ -47,6 +48,7 @@ class WorkerKind(NamedTuple):
             hello.model.name,
             hello.model.revision,
             hello.fingerprint.tp_size,
+            hello.fingerprint.pp_size or 1,
             hello.revision,
         )
 

@@ -27,6 +27,7 @@ from baton.coordinator.state.scaling_decision import Action, Drain, Flip, PoolDe
 from baton.coordinator.state.timers import CoreTimer, Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
+from baton.runtime import kv_fingerprint
 from baton.runtime.errors import BatonError, FailedPrecondition
 
 # Minimum time between two decisions when an event requests a decision.
@@ -145,10 +146,7 @@ class Scaler:
             revision: launch configuration of the workers; None: that of the stable fleet.
         """
         revision = revision or self._workers.fleets.stable.revision
-        return sum(
-            revision.num_gpus(self._config.limits(pool).gpus) * number
-            for pool, number in sizes.items()
-        )
+        return sum(self._num_gpus(revision, pool) * number for pool, number in sizes.items())
 
     def gpus_of(self, workers: Iterable[Worker]) -> int:
         """Number of GPUs that these workers of any fleet use."""
@@ -345,7 +343,7 @@ class Scaler:
         stable = self._workers.fleets.stable.revision
         for pool in POOLS:
             held, one = self._sizes.held(pool), config.limits(pool)
-            one = replace(one, gpus=stable.num_gpus(one.gpus))
+            one = replace(one, gpus=self._num_gpus(stable, pool))
             limits[pool] = one if held is None else replace(one, floor=held, ceiling=held)
         max_gpus = config.max_gpus
         if max_gpus is not None:
@@ -386,11 +384,16 @@ class Scaler:
 
     def _gpus_of(self, worker_id: str, pool: Pool) -> int:
         """Number of a worker's GPUs: as started by this coordinator, else as the worker reports."""
-        configured, revision = self._config.limits(pool).gpus, self.launches.revision_of(worker_id)
-        if revision is not None:
-            return revision.num_gpus(configured)
+        if (revision := self.launches.revision_of(worker_id)) is not None:
+            return self._num_gpus(revision, pool)
         worker = self._workers.by_id(worker_id)
-        return (worker.hello.fingerprint.tp_size if worker is not None else 0) or configured
+        reported = kv_fingerprint.num_ranks(worker.hello.fingerprint) if worker is not None else 0
+        return reported or self._config.limits(pool).gpus
+
+    def _num_gpus(self, revision: Revision, pool: Pool) -> int:
+        """Number of GPUs of a worker of a revision."""
+        limits = self._config.limits(pool)
+        return revision.num_gpus(limits.gpus, limits.stages)
 
     def _counts(self, worker_id: str, pool: Pool) -> bool:
         """Whether a worker counts towards the size of this pool."""

@@ -24,11 +24,20 @@ class Revision:
     model: str = ""
     engine_args: Mapping[str, Any] = field(default_factory=dict)
 
-    def num_gpus(self, configured: int) -> int:
-        """Returns the GPUs of one worker, where a configured worker has `configured`."""
-        size = self.engine_args.get("tensor_parallel_size")
-        # vLLM itself reports a wrong size.
-        return size if isinstance(size, int) and size > 0 else configured
+    def num_gpus(self, configured: int, stages: int = 1) -> int:
+        """Returns the GPUs of one worker.
+
+        Args:
+            configured: GPUs of a configured worker.
+            stages: Pipeline stages of a configured worker.
+        """
+        tp_size = self._size("tensor_parallel_size") or configured // stages
+        return tp_size * (self._size("pipeline_parallel_size") or stages)
+
+    def _size(self, name: str) -> int:
+        """Returns a number of ranks; 0 if it is not set, or wrong, which vLLM itself reports."""
+        size = self.engine_args.get(name)
+        return size if isinstance(size, int) and size > 0 else 0
 
     def over(self, config: BatonConfig) -> BatonConfig:
         """Returns the configuration of its workers.

@@ -74,11 +74,13 @@ class PoolLimits:
         floor: Least number of workers.
         ceiling: Largest number of workers.
         gpus: Number of GPUs of one worker.
+        stages: Number of pipeline stages of one worker.
     """
 
     floor: int = 1
     ceiling: int = 64
     gpus: int = 1
+    stages: int = 1
 
     def __post_init__(self) -> None:
         if not 0 <= self.floor <= self.ceiling:
@@ -216,7 +218,8 @@ def in_seconds(targets: TargetsConfig) -> Targets:
 
 
 def _limits(config: BatonConfig, pool: PoolConfig, limits: PoolLimitsConfig) -> PoolLimits:
-    size = config.tensor_parallel_size(pool)
-    return PoolLimits(
-        limits.min_workers, limits.max_workers, size if isinstance(size, int) and size > 0 else 1
-    )
+    # vLLM itself reports wrong sizes.
+    if not (gpus := config.num_ranks(pool)):
+        return PoolLimits(limits.min_workers, limits.max_workers)
+    stages = config.pipeline_parallel_size(pool)
+    return PoolLimits(limits.min_workers, limits.max_workers, gpus, stages)

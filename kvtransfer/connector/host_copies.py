@@ -45,11 +45,14 @@ class HostCopies(BlockCopies):
     def __init__(self, cache: PagedCache, staging: torch.Tensor) -> None:
         self._cache, self._words = cache, cache.words(staging)
         self._staging, self._size = staging.data_ptr(), staging.numel()
-        self._num_blocks = min(len(layer) for layer in cache.layers)
-        self._addresses = [layer.data_ptr() for layer in cache.layers]
-        self._by_address = [layer.ndim == 2 and layer.is_contiguous() for layer in cache.layers]
-        for layer in cache.layers:
-            _prefault(layer.untyped_storage())
+        layers = cache.layers.items()
+        self._num_blocks = min(len(view) for _, view in layers)
+        self._addresses = {layer: view.data_ptr() for layer, view in layers}
+        self._by_address = {
+            layer: view.ndim == 2 and view.is_contiguous() for layer, view in layers
+        }
+        for _, view in layers:
+            _prefault(view.untyped_storage())
 
     def bind_thread(self) -> None:
         return

@@ -75,10 +75,11 @@ class Notifier:
     Args:
         port: The thread's connection to the transfer service.
         shard: Shard that this rank sends.
+        stage: Pipeline stage of this rank.
     """
 
-    def __init__(self, port: EnginePort, shard: int) -> None:
-        self._port, self._shard = port, shard
+    def __init__(self, port: EnginePort, shard: int, stage: int = 0) -> None:
+        self._port, self._shard, self._stage = port, shard, stage
         self._frames: list[kv_transfer_pb2.LocalFrame] = []
         self._num_bytes = 0
 
@@ -109,6 +110,7 @@ class Notifier:
                     each.num_blocks,
                     data,
                     last=each.last,
+                    stage=self._stage,
                 )
             )
             self._num_bytes += each.num_bytes
@@ -140,7 +142,9 @@ class Notifier:
         soon, which only the scheduler's half may ask for: it stops all ranks.
         """
         self.flush()
-        last = kv_transfer_pb2.LocalFrame(handoff_id=handoff_id, rank=self._shard, last=True)
+        last = kv_transfer_pb2.LocalFrame(
+            handoff_id=handoff_id, rank=self._shard, stage=self._stage, last=True
+        )
         self._port.send_frames([last])
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ blocks of several layers are packed together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -57,13 +57,14 @@ class PagedCache:
     Args:
         kv_caches: The layers' caches by the engine's names, in the order of the layout.
         layout: Layout of the cache.
+        layers: Indices in the layout of the layers that the rank holds; None: it holds all.
 
     Attributes:
         device: Device of the cache.
         largest_block_bytes: Bytes of the largest block of one layer.
-        groups: For each layer, its group.
-        layers: For each layer a view [blocks, ...] of the engine's memory.
-        indices: Index of each layer, by the engine's name.
+        groups: For each layer that the rank holds, its group.
+        layers: For each of these layers a view [blocks, ...] of the engine's memory.
+        indices: Index of each of these layers, by the engine's name.
         word: The widest integer type that divides and aligns every part of a block.
 
     Raises:
@@ -71,37 +72,44 @@ class PagedCache:
             layers are on several devices.
     """
 
-    def __init__(self, kv_caches: Mapping[str, torch.Tensor], layout: KvLayout) -> None:
-        if len(kv_caches) != layout.num_layers:
+    def __init__(
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        layout: KvLayout,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        held = range(layout.num_layers) if layers is None else layers
+        if len(kv_caches) != len(held):
             raise ValueError(
-                f"the cache has {len(kv_caches)} layers; the fingerprint has {layout.num_layers}"
+                f"the cache has {len(kv_caches)} layers; the fingerprint has {len(held)}"
             )
         devices = {cache.device for cache in kv_caches.values()}
         if len(devices) != 1:
             raise ValueError(
                 f"the cache is on {', '.join(sorted(map(str, devices)))}; Baton needs it on one"
             )
-        self.groups = [layout.group_of(layer) for layer in range(layout.num_layers)]
+        self.groups = {layer: layout.group_of(layer) for layer in held}
         views = [
             block_view(name, cache, group)
-            for (name, cache), group in zip(kv_caches.items(), self.groups, strict=True)
+            for (name, cache), group in zip(kv_caches.items(), self.groups.values(), strict=True)
         ]
         self.device = devices.pop()
         self.largest_block_bytes = layout.block_bytes
-        self.indices = {name: index for index, name in enumerate(kv_caches)}
+        self.indices = dict(zip(kv_caches, held, strict=True))
         self.word = next(word for word in _WORDS if all(_is_made_of(view, word) for view in views))
-        self.layers = [view.view(self.word) for view in views]
+        of_words = [view.view(self.word) for view in views]
         # Two-dimensional tensors are faster to copy.
-        self.layers = [
-            layer.flatten(1) if layer[0].is_contiguous() else layer for layer in self.layers
-        ]
+        self.layers = {
+            layer: words.flatten(1) if words[0].is_contiguous() else words
+            for layer, words in zip(held, of_words, strict=True)
+        }
 
     def clear(self, block_ids: torch.Tensor) -> None:
         """Fills blocks of every layer with zeros.
 
         Groups share the cache's memory: a block belongs to one of them at a time.
         """
-        for layer in self.layers:
+        for layer in self.layers.values():
             layer.index_fill_(0, block_ids, 0)
 
     def block_words(self, layer: int) -> int:

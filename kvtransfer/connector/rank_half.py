@@ -19,6 +19,7 @@ from baton.kvtransfer.connector.paged_cache import PagedCache
 from baton.kvtransfer.connector.rank_loads import RankLoads
 from baton.kvtransfer.control import EnginePort, split_blocks
 from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.stages import Stage
 from baton.runtime.kv_groups import KvGroup
 
 # Threads that verify loads: one computes checksums of some 7 GB/s, and a bus brings 50. A send uses
@@ -71,12 +72,20 @@ class RankHalf:
         socket_path: Control socket of the transfer service.
         port: This thread's connection to that service.
         rank: Tensor-parallel rank.
-        layout: Layout of the KV cache.
+        layout: Layout of the KV cache of all ranks.
+        stage: Pipeline stage of the rank; None: the only one.
     """
 
-    def __init__(self, socket_path: str, port: EnginePort, rank: int, layout: KvLayout) -> None:
+    def __init__(
+        self,
+        socket_path: str,
+        port: EnginePort,
+        rank: int,
+        layout: KvLayout,
+        stage: Stage | None = None,
+    ) -> None:
         self._socket_path, self._port = socket_path, port
-        self._layout = layout
+        self._layout, self._stage = layout, stage or Stage(0, range(layout.num_layers))
         # When several ranks hold the same shard, the first one sends it, and each one loads it.
         self._shard, replica = divmod(rank, layout.num_replicas)
         self._sends = replica == 0
@@ -93,12 +102,12 @@ class RankHalf:
         self._unsaved: dict[str, None] = {}
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Takes the rank's caches, in the order of the layout's layers.
+        """Takes the rank's caches, in the order of its stage's layers.
 
         Raises:
             ValueError: Their layout is not the fingerprint's.
         """
-        self._cache = PagedCache(kv_caches, self._layout)
+        self._cache = PagedCache(kv_caches, self._layout, self._stage.layers)
         if self._cache.device.type == "cpu":
             allow_matrix_unit()
         self._port.prefault()
@@ -108,15 +117,20 @@ class RankHalf:
         self._threads = ThreadPoolExecutor(
             _NUM_THREADS, "baton-copies", initializer=self._copies.bind_thread
         )
-        self._loads = RankLoads(self._port, self._layout, self._shard, self._copies, self._threads)
+        layers = self._stage.layers
+        self._loads = RankLoads(
+            self._port, self._layout, self._shard, layers, self._copies, self._threads
+        )
         self._notifier: Notifier | NotifierThread
         if self._copies.finishes_at_once:
-            self._notifier = Notifier(self._port, self._shard)
+            self._notifier = Notifier(self._port, self._shard, self._stage.index)
         else:
             # Only one thread may use a port.
             port = EnginePort(self._socket_path)
             self._notifier = NotifierThread(
-                Notifier(port, self._shard), port, prepare=self._copies.bind_thread
+                Notifier(port, self._shard, self._stage.index),
+                port,
+                prepare=self._copies.bind_thread,
             )
 
     @property

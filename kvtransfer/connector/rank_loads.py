@@ -8,9 +8,9 @@ copies, and its output for the verification.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from baton.kvtransfer.connector.block_copies import BlockCopies
@@ -33,7 +33,7 @@ class _Shard:
 
     Attributes:
         layout: Layout of the sender's cache.
-        claimed: The claimed staging.
+        claimed: The claimed staging, with the frames of this rank's layers.
         heads: The heads of this rank, for each group of layers; empty: all heads.
     """
 
@@ -73,14 +73,22 @@ class RankLoads:
         port: The rank's connection to the transfer service.
         layout: Layout of the KV cache.
         shard: Shard that the rank holds.
+        layers: Indices of the layers that the rank holds.
         copies: The rank's copies.
         threads: Wait for copies and compute checksums.
     """
 
     def __init__(
-        self, port: EnginePort, layout: KvLayout, shard: int, copies: BlockCopies, threads: Executor
+        self,
+        port: EnginePort,
+        layout: KvLayout,
+        shard: int,
+        layers: Collection[int],
+        copies: BlockCopies,
+        threads: Executor,
     ) -> None:
         self._port, self._layout, self._shard = port, layout, shard
+        self._layers = frozenset(layers)
         self._copies, self._threads = copies, threads
         self._verify = partial(holds, memory=port.memory)
         # Loads of the step under way whose copies may not have ended.
@@ -118,8 +126,10 @@ class RankLoads:
                 return [], _EXPIRED
             if claimed.num_tokens != load.num_tokens:
                 return [], _INCOMPLETE
+            # Other stages load the other layers.
+            frames = tuple(frame for frame in claimed.frames if frame.layer in self._layers)
             heads = head_ranges(self._layout, self._shard, sender, source)
-            shards.append(_Shard(sender, claimed, heads))
+            shards.append(_Shard(sender, replace(claimed, frames=frames), heads))
         return shards, None
 
     def _copied(self, load: Load, shards: Sequence[_Shard]) -> Iterator[Check]:
@@ -161,7 +171,7 @@ class RankLoads:
     def _is_whole(self, load: Load, shards: Sequence[_Shard], checks: Sequence[Check]) -> bool:
         """Returns whether the claims had frames of all blocks that the load wants."""
         wanted = [len(part.block_ids) for part in load.parts]
-        num_wanted = sum(group.num_layers * wanted[group.table] for group in self._layout.groups)
+        num_wanted = sum(wanted[self._layout.group_of(layer).table] for layer in self._layers)
         return sum(len(check.block_ids) for check in checks) == len(shards) * num_wanted
 
     def _fail(

@@ -32,6 +32,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.distributed.kv_events import (
     AllBlocksCleared,
     BlockRemoved,
@@ -47,7 +48,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
 from baton.kvtransfer import engine_groups, engine_stages
 from baton.kvtransfer.connector.cache_drops import CacheDrops, Clearing
@@ -71,12 +72,13 @@ from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.disk.orders import DiskReport, Order
 from baton.kvtransfer.disk.rank_disk import RankDisk
 from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.stages import stage_of, whole_model
 from baton.runtime import affinity, quick_exit
+from baton.runtime.kv_groups import KvGroup
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-    import torch
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
         OffloadingConnectorMetadata,
@@ -167,9 +169,16 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
                 "not hand over: serve it with plain vLLM"
             ) from error
         extra = self._kv_transfer_config.kv_connector_extra_config
-        self._layout = KvLayout(**extra["layout"]).with_groups(list(self._named))
+        self._socket_path = extra["socket"]
+        if role == KVConnectorRole.SCHEDULER:
+            # Its own configuration has the layers of the first stage. The ranks were made before.
+            groups = engine_groups.recorded(self._socket_path)
+        else:
+            stages = _stages(list(self._named))
+            groups = whole_model(stages)
+        self._layout = KvLayout(**extra["layout"]).with_groups(groups)
         _check_replicas(vllm_config, kv_cache_config, self._layout)
-        self._port = EnginePort(extra["socket"])
+        self._port = EnginePort(self._socket_path)
         self._scheduler: SchedulerHalf | None = None
         self._cache_events: list[KVCacheEvent] = []
         # vLLM's events of one table stand for the prefix cache. A prefix that other tables have
@@ -193,14 +202,17 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             num_ranks = vllm_config.parallel_config.world_size
             self._drops = CacheDrops(self._cached, self._scheduler, self._host, num_ranks)
         else:
-            self._socket_path = extra["socket"]
             self._ranks = RankHalf(
-                self._socket_path, self._port, get_tensor_model_parallel_rank(), self._layout
+                self._socket_path,
+                self._port,
+                get_tensor_model_parallel_rank(),
+                self._layout,
+                stage_of(stages, get_pp_group().rank_in_group),
             )
             self._host_copies = make_rank_half(vllm_config, kv_cache_config)
             self._note_stage(engine_stages.WEIGHTS)
-            if get_tensor_model_parallel_rank() == 0:
-                engine_groups.record(self._socket_path, list(self._named))
+            if _is_first_rank():
+                engine_groups.record(self._socket_path, groups)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
@@ -246,7 +258,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata
 
     def _note_stage(self, stage: str) -> None:
-        if get_tensor_model_parallel_rank() == 0:
+        if _is_first_rank():
             engine_stages.record(self._socket_path, stage)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -475,6 +487,34 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         if self._host is not None:
             self._host.finished(request)
         return False, None
+
+
+def _is_first_rank() -> bool:
+    return bool(get_pp_group().is_first_rank and get_tensor_model_parallel_rank() == 0)
+
+
+def _stages(own: list[KvGroup]) -> list[list[KvGroup]]:
+    """Returns the groups of layers of each pipeline stage, in their order.
+
+    Every rank calls it at the same time, because stages tell each other.
+
+    Args:
+        own: The groups of this rank's stage.
+
+    Raises:
+        ValueError: A stage has no layer with a cache, so it would never end its part of a handoff.
+    """
+    if get_pp_group().world_size == 1:
+        return [own]
+    stages: list[Any] = [None] * get_pp_group().world_size
+    torch.distributed.all_gather_object(stages, own, group=get_pp_group().cpu_group)
+    for index, groups in enumerate(stages):
+        if not groups:
+            raise ValueError(
+                f"pipeline_parallel_size is {len(stages)}; stage {index} has no layer with a KV "
+                "cache: lower it"
+            )
+    return stages
 
 
 def _check_replicas(

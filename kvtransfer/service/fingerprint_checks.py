@@ -19,6 +19,11 @@ def check_fingerprint(fingerprint: pb.KvFingerprint, layout: KvLayout) -> None:
     for name in ("num_layers", "block_size_tokens", "block_bytes", "tp_size"):
         if getattr(layout, name) < 1:
             raise TransferRefused(f"fingerprint.{name} is 0; must be at least 1")
+    if fingerprint.pp_size > fingerprint.num_layers:
+        raise TransferRefused(
+            f"fingerprint.pp_size is {fingerprint.pp_size}; must be at most num_layers, "
+            f"{fingerprint.num_layers}"
+        )
     if fingerprint.tp_size % kv_fingerprint.num_shards(fingerprint):
         raise TransferRefused(
             f"fingerprint.num_shards is {fingerprint.num_shards}; must divide tp_size, "

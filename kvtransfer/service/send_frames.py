@@ -62,6 +62,8 @@ def fill_problem(send: Send, filled: pb.LocalFrame, layout: KvLayout) -> str | N
         return "filled before its staging was reserved"
     if filled.rank >= layout.num_shards or filled.layer >= layout.num_layers:
         return f"rank {filled.rank}, layer {filled.layer} were filled: no such rank or layer"
+    if filled.stage >= layout.pp_size:
+        return f"stage {filled.stage} filled blocks; there are {layout.pp_size} stages"
     group = layout.group_of(filled.layer)
     held = layout.blocks(group, send.num_blocks)
     end = filled.first_block + filled.num_blocks
@@ -73,6 +75,6 @@ def fill_problem(send: Send, filled: pb.LocalFrame, layout: KvLayout) -> str | N
     num_bytes = filled.num_blocks * group.block_bytes
     if num_bytes > frames.MAX_PAYLOAD_BYTES:
         return f"a frame of {num_bytes} bytes was filled; at most {frames.MAX_PAYLOAD_BYTES}"
-    if send.last[filled.rank]:
+    if (filled.rank, filled.stage) not in send.writers:
         return f"rank {filled.rank} filled more after its last frame"
     return None

@@ -163,7 +163,7 @@ class SendTable:
         send.filled.clear()
         is_told = state is _S.ABORTED
         send.deadline = now + (self._limits.linger_s if is_told else self._limits.writer_timeout_s)
-        if send.extent is None or all(send.last):
+        if send.extent is None or not send.writers:
             self.forget(send, now)
 
     def forget(self, send: Send, now: float) -> None:

@@ -11,6 +11,7 @@ fails, the send goes on as the next epoch, on the next transport, from the first
 from __future__ import annotations
 
 from collections.abc import Container
+from itertools import product
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Arena, ArenaStatistics, Extent
@@ -107,10 +108,11 @@ class Sender:
             total = self._table.queue.statistics().total_bytes
             raise TransferRefused(f"handoff of {num_bytes} bytes; the sender's staging has {total}")
         until = now + min(wait_s, self._limits.max_wait_s)
-        totals, last = [Totals()] * layout.num_shards, [False] * layout.num_shards
+        totals = [Totals()] * layout.num_shards
+        writers = set(product(range(layout.num_shards), range(layout.pp_size)))
         self._table.sends[handoff_id] = Send(
             handoff_id, target, num_blocks, num_tokens, num_bytes, 1, _S.WAITING, until, until,
-            totals, last, now,
+            totals, writers, now,
         )  # fmt: skip
         self._table.queue.add(handoff_id, num_bytes)
         self._table.admit(now)
@@ -157,9 +159,9 @@ class Sender:
         if send is None:
             return self._table.take_effects()
         if send.state in OVER:
-            if filled.last and filled.rank < len(send.last):
-                send.last[filled.rank] = True
-                if all(send.last):
+            if filled.last:
+                send.writers.discard((filled.rank, filled.stage))
+                if not send.writers:
                     self._table.forget(send, now)
             return self._table.take_effects()
         if (problem := fill_problem(send, filled, self._known_layout())) is not None:
@@ -176,8 +178,10 @@ class Sender:
                 )
             )
         if filled.last:
-            send.last[filled.rank] = True
-            send.filled.append(Filled(filled.rank))
+            send.writers.remove((filled.rank, filled.stage))
+            if all(rank != filled.rank for rank, _ in send.writers):
+                # All stages have filled their layers of the shard.
+                send.filled.append(Filled(filled.rank))
         send.last_filled_at = now
         if send.state is _S.SENDING:
             send.deadline = now + self._limits.idle_timeout_s
@@ -281,7 +285,7 @@ class Sender:
             )
             room -= frames.HEADER_BYTES
             room -= num_bytes if frame.payload else num_bytes // _BYTES_BY_REFERENCE
-            if send.num_commits == len(send.last):
+            if send.num_commits == len(send.totals):
                 self._table.advance(send, _S.COMMITTING)
                 send.sent = send.epoch, send.transport, send.num_frames
         if not batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -127,13 +128,17 @@ class BatonConfig(Section):
         return self
 
     def tensor_parallel_size(self, pool: PoolConfig) -> Any:
-        """Configured ranks per engine of a pool; vLLM checks that the value is a number."""
+        """Configured ranks per stage of a pool's engines; vLLM checks that it is a number."""
         return (self.engine_args | pool.engine_args).get("tensor_parallel_size", 1)
 
+    def pipeline_parallel_size(self, pool: PoolConfig) -> Any:
+        """Configured pipeline stages of a pool's engines; vLLM checks that it is a number."""
+        return (self.engine_args | pool.engine_args).get("pipeline_parallel_size", 1)
+
     def num_ranks(self, pool: PoolConfig) -> int:
-        """Ranks per engine of a pool; 0 if the configured value is invalid (vLLM reports that)."""
-        size = self.tensor_parallel_size(pool)
-        return size if isinstance(size, int) and size > 0 else 0
+        """Ranks per engine of a pool; 0 if a configured value is invalid (vLLM reports that)."""
+        sizes = self.tensor_parallel_size(pool), self.pipeline_parallel_size(pool)
+        return math.prod(size if isinstance(size, int) and size > 0 else 0 for size in sizes)
 
     @property
     def is_elastic(self) -> bool:

@@ -20,8 +20,8 @@ class RayPoolConfig(Section):
         ge=0,
         le=1e6,
         allow_inf_nan=False,
-        description="Amount of Ray's GPU resource. null: one per tensor-parallel rank of vLLM if "
-        "any Ray node has GPUs, otherwise none.",
+        description="Amount of Ray's GPU resource. null: one per rank of vLLM if any "
+        "Ray node has GPUs, otherwise none.",
     )
     resources: dict[str, Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]] = Field(
         default_factory=dict, description="Amounts of custom Ray resources, by name."

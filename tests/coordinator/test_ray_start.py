@@ -26,6 +26,13 @@ def test_a_revision_with_more_ranks_asks_for_more(gpus, asked):
     assert start(configured, Revision("r3")).gpus == gpus
 
 
+def test_every_stage_has_its_own_ranks():
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    configured = parse({"engine_args": sizes, "ray": {"decode": {"gpus": 4}}}, "test")
+    made = start(configured, Revision("r2", "", {"pipeline_parallel_size": 3}))
+    assert (made.gpus, made.num_ranks) == (6, 6)
+
+
 def test_a_simulated_engine_has_no_ranks():
     configured = parse({"engine": "simulated", "ray": {"decode": {"gpus": 1}}}, "test")
     made = start(configured, Revision("r2", "", {"tensor_parallel_size": 4}))

@@ -1,4 +1,4 @@
-"""The GPU limit while fleets of different tensor-parallel sizes run side by side."""
+"""The GPU limit while fleets of workers with different numbers of ranks run side by side."""
 
 from __future__ import annotations
 
@@ -10,10 +10,30 @@ from launched_world import CONFIG, ROLES, Launched
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.revision import Revision
+from baton.coordinator.state.scaling_config import scaling_config
+from baton.runtime.config import parse
 from baton.v1 import kv_transfer_pb2
 
 DOUBLE = Revision("r2", "", {"tensor_parallel_size": 2})
 SINGLE = Revision("r2", "", {"tensor_parallel_size": 1})
+
+
+@pytest.mark.parametrize(
+    ("engine_args", "num_gpus"),
+    [
+        ({}, 6),
+        ({"tensor_parallel_size": 4}, 12),
+        ({"pipeline_parallel_size": 1}, 2),
+        ({"tensor_parallel_size": 4, "pipeline_parallel_size": 1}, 4),
+        ({"tensor_parallel_size": "four"}, 6),
+    ],
+)
+def test_a_revision_changes_ranks_or_stages(engine_args, num_gpus):
+    """A configured worker has three stages of two ranks."""
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3}
+    limits = scaling_config(parse({"engine_args": sizes}, "test")).limits(Pool.DECODE)
+    assert (limits.gpus, limits.stages) == (6, 3)
+    assert Revision("r2", "", engine_args).num_gpus(limits.gpus, limits.stages) == num_gpus
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
-"""Handoffs between workers of different tensor-parallel sizes.
+"""Handoffs between workers of different numbers of ranks and of pipeline stages.
 
-The reference is the cache of all heads: each rank holds a range of them.
+The reference is the cache of all heads and layers: each rank holds a range of heads, in the layers
+of its stage.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from baton.kvtransfer.connector.rank_half import RankHalf
 from baton.kvtransfer.control import EnginePort, TransferClient
 from baton.kvtransfer.head_ranges import head_ranges
 from baton.kvtransfer.layout import KvLayout
+from baton.kvtransfer.stages import Stage
 from baton.runtime.config import KvTransferConfig
 from baton.runtime.kv_groups import KvGroup
 from baton.v1 import kv_transfer_pb2 as pb
@@ -37,6 +39,8 @@ TWO_GROUPS = [
     KvGroup("window", 2, 8, 8, 8 * 8 * CONTENT, window_tokens=20, table=1),
 ]
 SIX_HEADS = [KvGroup("full", 2, 6, 4, 6 * 4 * CONTENT)]
+# A recurrent state counts as one token; each of two ranks has its own.
+STATES = [ONE_GROUP[0], KvGroup("state", 3, 2, 8, 2 * CONTENT, table=1)]
 CASES = {
     "1 to 2": (1, 2, ONE_GROUP),
     "2 to 1": (2, 1, ONE_GROUP),
@@ -52,6 +56,18 @@ CASES = {
     "3 to 2": (3, 2, SIX_HEADS),
     "2 to 4, two groups": (2, 4, TWO_GROUPS),
     "4 to 1, two groups": (4, 1, TWO_GROUPS),
+    # Ranks of each of several pipeline stages.
+    "1 to 1x2": (1, (1, 2), ONE_GROUP),
+    "1x2 to 1": ((1, 2), 1, ONE_GROUP),
+    "1x2 to 1x3": ((1, 2), (1, 3), ONE_GROUP),
+    "2x2 to 2x2": ((2, 2), (2, 2), ONE_GROUP),
+    "2x2 to 4": ((2, 2), 4, ONE_GROUP),
+    "2 to 4x3": (2, (4, 3), ONE_GROUP),
+    "8x2 to 2x3, replicas": ((8, 2), (2, 3), ONE_GROUP),
+    "1x3 to 2x2, two groups": ((1, 3), (2, 2), TWO_GROUPS),
+    "4x2 to 1x3, two groups": ((4, 2), (1, 3), TWO_GROUPS),
+    "2x2 to 2, states": ((2, 2), 2, STATES),
+    "2 to 2x3, states": (2, (2, 3), STATES),
 }
 DEVICES = [
     "cpu",
@@ -65,8 +81,14 @@ DEVICES = [
 ]
 
 
-def layout_of(groups, num_ranks):
-    """Returns the layout of a worker's ranks; each group is given with all heads."""
+def layout_of(groups, size):
+    """Returns the layout of a worker's ranks.
+
+    Args:
+        groups: The groups with all heads.
+        size: Number of ranks, or of ranks of each stage and of stages.
+    """
+    num_ranks, num_stages = size if isinstance(size, tuple) else (size, 1)
     num_shards = min(num_ranks, groups[0].num_kv_heads)
     of_rank = [
         dataclasses.replace(
@@ -80,7 +102,7 @@ def layout_of(groups, num_ranks):
     made = KvLayout(
         "m", "r", "uint8", first.num_layers, first.num_kv_heads, CONTENT // 2,
         first.block_size_tokens, first.block_bytes, "heads,tokens,content",
-        tp_size=num_ranks, num_replicas=num_ranks // num_shards,
+        tp_size=num_ranks, num_replicas=num_ranks // num_shards, pp_size=num_stages,
     )  # fmt: skip
     return made.with_groups(of_rank)
 
@@ -90,25 +112,34 @@ class Worker:
 
     def __init__(self, client, device, order, layout, groups, kernel_tokens):
         self.client, self.layout = client, layout
-        self.ports = [EnginePort(client.socket_path) for _ in range(layout.tp_size)]
-        self.ranks, self.caches = [], []
+        self.ports = [EnginePort(client.socket_path) for _ in range(layout.num_ranks)]
+        self.ranks, self.caches, self.places = [], [], []
         # For each layer all heads of all blocks, with other bytes in every place.
         self.whole = [
-            torch.randint(256, (BLOCKS, group.num_kv_heads, group.block_size_tokens, CONTENT)).to(
+            torch.randint(256, (BLOCKS, group.num_kv_heads, tokens_of(group), CONTENT)).to(
                 torch.uint8
             )
             for group in groups
             for _ in range(group.num_layers)
         ]
-        for rank, port in enumerate(self.ports):
-            half = RankHalf(client.socket_path, port, rank, layout)
+        for number, port in enumerate(self.ports):
+            index, rank = divmod(number, layout.tp_size)
+            # Stages hold neighbouring layers of a model, in which layers of groups alternate.
+            stage = Stage(index, range(index, layout.num_layers, layout.pp_size))
+            half = RankHalf(client.socket_path, port, rank, layout, stage)
             caches = {
-                f"layer.{layer}": paged(self.heads_of(rank, layer), order, kernel_tokens, device)
-                for layer in range(layout.num_layers)
+                f"layer.{layer}": paged(
+                    self.heads_of(rank, layer),
+                    order,
+                    kernel_tokens if layout.group_of(layer).kind != "state" else 0,
+                    device,
+                )
+                for layer in stage.layers
             }
             half.register(caches)
             self.ranks.append(half)
             self.caches.append(caches)
+            self.places.append((rank, stage.layers))
 
     def heads_of(self, rank, layer):
         """Returns a rank's heads of a layer, by the reference."""
@@ -117,8 +148,8 @@ class Worker:
 
     def check(self):
         """Compares the caches of all ranks with the reference."""
-        for rank, caches in enumerate(self.caches):
-            for layer, cache in enumerate(caches.values()):
+        for (rank, layers), caches in zip(self.places, self.caches, strict=True):
+            for layer, cache in zip(layers, caches.values(), strict=True):
                 wanted = self.heads_of(rank, layer)
                 parts = wanted.shape[2] // cache.shape[2]
                 blocks = cache.unflatten(0, (BLOCKS, parts)).transpose(1, 2).flatten(2, 3)
@@ -144,6 +175,10 @@ class Worker:
         await self.client.close()
 
 
+def tokens_of(group):
+    return group.block_size_tokens if group.kind != "state" else 1
+
+
 def paged(blocks, order, kernel_tokens, device):
     """Returns blocks as an engine keeps them, maybe cut into smaller blocks of its kernel."""
     if kernel_tokens:
@@ -161,8 +196,8 @@ class Pair:
 
     async def start(self, case, orders=(HEADS_FIRST, TOKENS_FIRST), kernel_tokens=0, **config):
         *sizes, groups = CASES[case]
-        for num_ranks, order in zip(sizes, orders, strict=True):
-            layout = layout_of(groups, num_ranks)
+        for size, order in zip(sizes, orders, strict=True):
+            layout = layout_of(groups, size)
             socket_path = str(self.directory / f"{len(self.started)}.sock")
             client = await TransferClient.start(KvTransferConfig(**SIZE, **config), socket_path)
             await client.configure(layout.fingerprint())
@@ -246,7 +281,7 @@ async def hand_over(sender, receiver, num_tokens, num_cached_blocks=0):
 async def test_every_rank_gets_its_heads(pair, case):
     sender, receiver = await pair.start(case)
     load = await hand_over(sender, receiver, 50)
-    assert receiver.step(loads=[load]) == [set()] * receiver.layout.tp_size
+    assert receiver.step(loads=[load]) == [set()] * receiver.layout.num_ranks
     sender.check()
     receiver.check()
     receiver.ports[0].release(load.handoff_id, all_ranks=True)
@@ -259,37 +294,42 @@ async def test_every_rank_gets_its_heads(pair, case):
 async def test_any_memory_layout(pair, case, orders, kernel_tokens):
     sender, receiver = await pair.start(case, orders, kernel_tokens)
     load = await hand_over(sender, receiver, 42)
-    assert receiver.step(loads=[load]) == [set()] * receiver.layout.tp_size
+    assert receiver.step(loads=[load]) == [set()] * receiver.layout.num_ranks
     receiver.check()
 
 
-@pytest.mark.parametrize("case", ["1 to 2", "2 to 1"])
+@pytest.mark.parametrize("case", ["1 to 2", "2 to 1", "1x2 to 1x3"])
 async def test_cached_blocks_are_left_out(pair, case):
     sender, receiver = await pair.start(case, transports=["grpc"])
     load = await hand_over(sender, receiver, 50, num_cached_blocks=3)
-    assert receiver.step(loads=[load]) == [set()] * receiver.layout.tp_size
+    assert receiver.step(loads=[load]) == [set()] * receiver.layout.num_ranks
     receiver.check()
 
 
-@pytest.mark.parametrize("case", ["1 to 2", "4 to 2"])
+@pytest.mark.parametrize("case", ["1 to 2", "4 to 2", "1 to 1x2"])
 async def test_a_wrong_byte_of_any_shard_is_found(pair, case):
     sender, receiver = await pair.start(case)
     load = await hand_over(sender, receiver, 50)
-    # The last byte of the handoff belongs to the last rank.
+    # The last byte of the handoff belongs to the last rank that has the last layer.
     used = (await receiver.client.stats()).receive_bytes_used
     port = receiver.ports[-1]
     description = port.description
     port.memory[description.send_bytes + used - 1] ^= 1
     invalid = receiver.step(loads=[load])
-    assert invalid[-1]
-    assert receiver.failed[-1] == {load.handoff_id: pb.REFUSAL_REASON_CHECKSUM}
+    last = max(
+        number
+        for number, (_, layers) in enumerate(receiver.places)
+        if receiver.layout.num_layers - 1 in layers
+    )
+    assert invalid[last]
+    assert receiver.failed[last] == {load.handoff_id: pb.REFUSAL_REASON_CHECKSUM}
 
 
-@pytest.mark.parametrize("case", ["1 to 2", "4 to 2"])
+@pytest.mark.parametrize("case", ["1 to 2", "4 to 2", "1x2 to 1x3"])
 async def test_a_request_waits_for_the_heads_of_all_shards(pair, case):
     sender, receiver = await pair.start(case)
     load = dataclasses.replace(await hand_over(sender, receiver, 50), waiting_id="request")
-    assert receiver.step(loads=[load]) == [set()] * receiver.layout.tp_size
+    assert receiver.step(loads=[load]) == [set()] * receiver.layout.num_ranks
     ended = [set() for _ in receiver.ranks]
     async with asyncio.timeout(30):
         while not all(ended):
@@ -298,7 +338,7 @@ async def test_a_request_waits_for_the_heads_of_all_shards(pair, case):
                 assert not failed
                 found |= done
             await asyncio.sleep(0.01)
-    assert ended == [{"request"}] * receiver.layout.tp_size
+    assert ended == [{"request"}] * receiver.layout.num_ranks
     receiver.check()
 
 

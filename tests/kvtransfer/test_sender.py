@@ -1,5 +1,7 @@
 """The sending state machine: only a send's own bytes leave, and all staging is freed."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,16 +23,16 @@ A, B, C = (bytes([number]) * 16 for number in (1, 2, 3))
 
 
 class Harness:
-    def __init__(self, *transports):
+    def __init__(self, *transports, layout=LAYOUT):
         self.memory = memoryview(bytearray(ARENA_BYTES))
         self.sender = Sender(Arena(0, ARENA_BYTES), self.memory, LIMITS, named(*transports))
-        self.sender.configure(LAYOUT)
+        self.sender.configure(layout)
         self.now = 0.0
 
     def open(self, handoff_id=A, num_blocks=4, wait_s=2.0):
         return self.sender.open(handoff_id, "host:1", num_blocks, num_blocks * 4, wait_s, self.now)
 
-    def fill(self, rank, layer, *, handoff_id=A, num_blocks=4, last=False, offset=0):
+    def fill(self, rank, layer, *, handoff_id=A, num_blocks=4, last=False, offset=0, stage=0):
         start = offset + LAYOUT.offset(rank, layer, 0, num_blocks)
         size = num_blocks * LAYOUT.block_bytes
         data = bytes([1 + rank * 4 + layer]) * size
@@ -38,7 +40,7 @@ class Harness:
         return self.sender.fill(
             pb.LocalFrame(
                 handoff_id=handoff_id, rank=rank, layer=layer,
-                num_blocks=num_blocks, checksum=frames.checksum(data), last=last,
+                num_blocks=num_blocks, checksum=frames.checksum(data), last=last, stage=stage,
             ),
             self.now,
         )  # fmt: skip
@@ -85,6 +87,53 @@ def test_frames_wait_for_the_receiver_and_commit_follows_each_ranks_last(harness
     assert (ended.num_bytes, ended.num_frames, ended.exposed_s) == (ARENA_BYTES, 6, 0.25)
     assert (ended.transport, ended.num_fallbacks) == ("grpc", 0)
     harness.assert_empty()
+
+
+@pytest.fixture
+def two_stages():
+    return Harness("grpc", layout=replace(LAYOUT, pp_size=2))
+
+
+def test_a_rank_of_the_cache_commits_when_all_its_stages_have_ended(two_stages):
+    two_stages.open()
+    two_stages.sent()
+    two_stages.reply(pb.PushReply.KIND_OPENED)
+    # The second stage holds the last layer.
+    two_stages.fill(0, 2, stage=1, last=True)
+    two_stages.fill(1, 0)
+    two_stages.fill(1, 1, last=True)
+    assert [frame.kind for frame in two_stages.sent()] == [FrameKind.DATA] * 3
+    two_stages.fill(0, 0)
+    two_stages.fill(0, 1, last=True)
+    kinds = [(frame.rank, frame.kind) for frame in two_stages.sent()]
+    assert kinds == [(0, FrameKind.DATA), (0, FrameKind.DATA), (0, FrameKind.COMMIT)]
+    two_stages.fill(1, 2, stage=1, last=True)
+    assert [frame.kind for frame in two_stages.sent()] == [FrameKind.DATA, FrameKind.COMMIT]
+    _, ended = two_stages.reply(pb.PushReply.KIND_COMMITTED)
+    assert (ended.committed, ended.num_bytes) == (True, ARENA_BYTES)
+    two_stages.assert_empty()
+
+
+def test_staging_of_a_failed_send_is_kept_until_each_stage_has_ended(two_stages):
+    two_stages.open()
+    two_stages.sent()
+    two_stages.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_FINGERPRINT)
+    for rank, stage in [(0, 0), (0, 0), (0, 1), (1, 1), (1, 1)]:
+        two_stages.fill(rank, 0, stage=stage, last=True)
+        assert two_stages.sender.arena_statistics().used_bytes == ARENA_BYTES
+    two_stages.fill(1, 0, last=True)
+    two_stages.assert_empty()
+
+
+@pytest.mark.parametrize(
+    ("stages", "detail"),
+    [((2,), "stage 2 filled blocks; there are 2 stages"), ((1, 1), "more after its last frame")],
+)
+def test_wrong_reports_of_a_stage_fail_the_send(two_stages, stages, detail):
+    two_stages.open()
+    for stage in stages:
+        effects = two_stages.fill(0, 0, stage=stage, last=True)
+    assert detail in effects[-1].detail
 
 
 @settings(max_examples=60, deadline=None)

@@ -71,6 +71,13 @@ def test_pools_may_have_different_tensor_parallel_sizes():
     assert [config.num_ranks(pool) for pool in (config.prefill, config.decode)] == [2, 1]
 
 
+@pytest.mark.parametrize(("size", "num_ranks"), [(3, 6), (1, 2), (0, 0), ("3", 0)])
+def test_every_stage_has_its_own_ranks(size, num_ranks):
+    sizes = {"tensor_parallel_size": 2, "pipeline_parallel_size": size}
+    config = parse({"engine_args": sizes}, "test")
+    assert config.num_ranks(config.prefill) == num_ranks
+
+
 @pytest.mark.parametrize(
     ("values", "reason"),
     [

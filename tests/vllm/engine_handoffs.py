@@ -113,6 +113,25 @@ class Side:
         assert not output.error, output.error
         return tokens, first
 
+    async def lost_after(
+        self, request: EngineRequest, num_tokens: int
+    ) -> tuple[list[int], EngineOutput]:
+        """Submits a request, and aborts it when it has made this many tokens.
+
+        Returns:
+            Its tokens and its first output.
+        """
+        outputs = self._outputs[request.request_id] = asyncio.Queue()
+        await self.engine.submit(request)
+        first = output = await outputs.get()
+        tokens = list(first.token_ids)
+        while len(tokens) < num_tokens:
+            assert output.finish is None, output
+            output = await outputs.get()
+            tokens += output.token_ids
+        await self.engine.abort([request.request_id])
+        return tokens[:num_tokens], first
+
     async def held(self) -> dict[str, int]:
         """Returns the KV blocks and staging in use."""
         stats = await self.transfer.stats()

@@ -10,6 +10,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +18,8 @@ from unittest import mock
 import torch
 import transformers
 import vllm_cases as cases
-from engine_handoffs import Side, handed_over, side
+from engine_handoffs import Side, handed_over, left_behind, side
+from engine_recoveries import recovered
 from forked_engines import fork_engines
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend
@@ -83,10 +85,10 @@ def _two_sizes() -> Any:
     )
 
 
-def _recurrent() -> Any:
-    """Returns a model with gated delta nets: recurrent layers beside full attention."""
+def _recurrent(num_layers: int = 4) -> Any:
+    """Returns a model with gated delta nets, beside full attention in every fourth layer."""
     return transformers.Qwen3NextConfig(
-        **_SIZES | {"num_hidden_layers": 4, "hidden_size": 128},
+        **_SIZES | {"num_hidden_layers": num_layers, "hidden_size": 128},
         num_key_value_heads=2,
         head_dim=32,
         linear_num_value_heads=2,
@@ -204,6 +206,7 @@ CONFIGS = {
     "all windowed": _all_windowed,
     "two sizes": _two_sizes,
     "recurrent": _recurrent,
+    "recurrent, 8 layers": partial(_recurrent, 8),
     "nemotron": _nemotron,
     "granite": _granite,
     "falcon": _falcon,
@@ -215,6 +218,7 @@ OWN_ARGS: dict[str, dict[str, Any]] = {
     "fp8": {"kv_cache_dtype": "fp8"},
     # vLLM's CPU kernels for gated delta nets support only this type.
     "recurrent": {"dtype": "bfloat16"},
+    "recurrent, 8 layers": {"dtype": "bfloat16"},
     # vLLM's CPU kernels for Mamba2 keep no states for the prefix cache.
     **{
         name: {"enable_prefix_caching": False}
@@ -290,15 +294,18 @@ async def run(name: str, ranks: list[int], given: dict[str, Any]) -> dict[str, A
             sides.append(await stack.enter_async_context(begun))
         prefill, decode = sides[0], sides[-1]
         made = await handed_over(prefill, decode, given)
+        made["recovered"] = [await recovered(prefill, decode, case) for case in given["lost"]]
         alone = {
             case["name"]: await answered_alone(prefill, case)
-            for case in given["one_by_one"] + given["together"]
+            for case in given["one_by_one"] + given["together"] + given["lost"]
         }
+        made["left"] += await left_behind(prefill, decode)
         layout = prefill.info.layout
         sizes = {
             "num_shards": layout.num_shards,
             "block_bytes": layout.block_bytes,
             "block_size": layout.block_size_tokens,
+            "has_states": layout.has_states,
         }
         fixed = announced_block_size(model) if name == "latent" else None
     return {**made, **sizes, "alone": alone, "announced_block_size": fixed}

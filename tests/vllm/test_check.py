@@ -46,8 +46,11 @@ class Told:
             yaml.safe_dump({"model": self.demo, "decode": {"engine_args": {"block_size": 64}}})
         )
         # Two KV heads, so neighbouring ranks of four hold the same one.
-        for name, model, ranks in (("ranks", self.demo, 4), ("state ranks", "mamba", 2)):
-            decode = {"engine_args": {"tensor_parallel_size": ranks}}
+        for name, model, sizes in (
+            ("ranks", self.demo, {"tensor_parallel_size": 4, "pipeline_parallel_size": 2}),
+            ("state ranks", "mamba", {"tensor_parallel_size": 2}),
+        ):
+            decode = {"engine_args": sizes}
             values = {"model": str(directory / model), "decode": decode}
             (directory / f"{name}.yaml").write_text(yaml.safe_dump(values))
         runner, windows = "runner=pooling", "disable_sliding_window=true"

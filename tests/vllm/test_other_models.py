@@ -73,7 +73,29 @@ def all_cases(model: str) -> dict[str, list[cases.Case]]:
             cases.greedy(f"together-{n}", cases.prompt(20 + 50 * n, 39), 10)
             for n in range(4 if model != "recurrent" else 0)
         ],
+        "lost": recoveries(),
     }
+
+
+def lost(
+    name: str, num_tokens: int, number: int, lost_after: list[int], **sampling: Any
+) -> cases.Case:
+    """Returns a request of 24 tokens that loses its decode worker after so many tokens."""
+    case = cases.greedy(name, cases.prompt(num_tokens, number), 24, ignore_eos=True, **sampling)
+    return {**case, "lost_after": lost_after}
+
+
+def recoveries() -> list[cases.Case]:
+    """Requests that lose their decode worker once or twice."""
+    sampled = {"temperature": 1.0, "seed": 7}
+    return [
+        # The known tokens cross the end of a block and of a window of 64 tokens.
+        lost("lost", 59, 21, [9]),
+        lost("lost-at-once", cases.CHUNK + 1, 22, [1]),
+        lost("lost-twice", 2 * cases.CHUNK + 5, 23, [2, 15]),
+        lost("lost-seeded", 93, 24, [7], **sampled),
+        lost("lost-penalties", 70, 25, [5, 12], frequency_penalty=1.5),
+    ]
 
 
 class Made:
@@ -100,7 +122,27 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_equal_those_without_a_handoff(made: Made, model: str) -> None:
     results = made[model]["results"]
-    assert {one["name"]: one["token_ids"] for one in results} == made[model]["alone"]
+    alone = {one["name"]: made[model]["alone"][one["name"]] for one in results}
+    assert {one["name"]: one["token_ids"] for one in results} == alone
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_streams_that_lose_their_decode_worker_continue_with_the_same_tokens(
+    made: Made, model: str
+) -> None:
+    recovered = made[model]["recovered"]
+    alone = {one["name"]: made[model]["alone"][one["name"]] for one in recovered}
+    assert {one["name"]: one["token_ids"] for one in recovered} == alone
+    assert all(len(tokens) == 24 for tokens in alone.values())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_known_tokens_are_handed_over_with_the_prompt(made: Made, model: str) -> None:
+    recovered = {one["name"]: one["num_loaded"] for one in made[model]["recovered"]}
+    num_prompt = 2 * cases.CHUNK + 5
+    assert recovered["lost-twice"] == [num_prompt, num_prompt + 1, num_prompt + 14]
+    # Forced tokens: the last prompt token is computed again, which states do not support.
+    assert recovered["lost-seeded"] == ([92, 92] if not made[model]["has_states"] else [0, 0])
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -147,4 +189,4 @@ def test_the_fingerprint_has_the_block_size_of_the_attention_backend(
 
 @pytest.mark.parametrize("model", MODELS)
 def test_no_kv_cache_or_staging_memory_is_left(made: Made, model: str) -> None:
-    assert made[model]["left"] == [{"kv_tokens": 0, "send_bytes": 0, "receive_bytes": 0}] * 2
+    assert made[model]["left"] == [{"kv_tokens": 0, "send_bytes": 0, "receive_bytes": 0}] * 4

@@ -93,15 +93,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"] * 2,
     },
     "llama": LLAMA,
+    "qwen3 moe": {
+        **DECODER,
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    },
     "chunked": {**LLAMA, "attention_chunk_size": 128},
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
 # Case name: the model, and vLLM's engine arguments.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{name: (name, {}) for name in MODELS},
+    **{name: (name, {}) for name in MODELS if name != "qwen3 moe"},
     "window switched off": ("mistral", {"disable_sliding_window": True}),
     "pooling": ("llama", {"runner": "pooling"}),
-    "pipeline_parallel_size": ("llama", {"pipeline_parallel_size": 2}),
+    "data-parallel": ("llama", {"data_parallel_size": 3}),
+    "data-parallel rank": ("qwen3 moe", {"data_parallel_size": 3, "data_parallel_rank": 1}),
+    "stages": ("llama", {"pipeline_parallel_size": 2}),
+    "stages with drafts": ("llama", {"pipeline_parallel_size": 2, "speculative_config": NGRAM}),
+    "stages with offloading": ("llama", {"pipeline_parallel_size": 2, "kv_offloading_size": 0.1}),
     "prefill_context_parallel_size": ("llama", {"prefill_context_parallel_size": 2}),
     "decode_context_parallel_size": ("llama", {"decode_context_parallel_size": 2}),
     "nnodes": ("llama", {"nnodes": 2}),
@@ -191,7 +203,6 @@ def test_a_pooling_runner_is_refused(said: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "pipeline_parallel_size",
         "prefill_context_parallel_size",
         "decode_context_parallel_size",
         "nnodes",
@@ -201,6 +212,38 @@ def test_parallel_settings_that_split_the_cache_otherwise_are_refused(
     said: dict[str, str], name: str
 ) -> None:
     assert said[name].startswith(f"engine_args.{name}: is 2; Baton supports 1, because ")
+
+
+@pytest.mark.parametrize(
+    ("name", "what_to_do"),
+    [
+        ("data-parallel", "start 3 workers instead (baton up --workers 3)"),
+        (
+            "data-parallel rank",
+            "divide the experts among the ranks of one worker (tensor_parallel_size: 3, "
+            "enable_expert_parallel: true), or start 3 workers that hold all experts "
+            "(baton up --workers 3)",
+        ),
+    ],
+)
+def test_data_parallel_ranks_are_refused_with_what_to_do_instead(
+    said: dict[str, str], name: str, what_to_do: str
+) -> None:
+    assert said[name].startswith("engine_args.data_parallel_size: is 3; ")
+    assert said[name].endswith(what_to_do)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("stages with drafts", "with speculative_config Baton supports 1"),
+        ("stages with offloading", "offloading supports 1"),
+    ],
+)
+def test_stages_are_refused_with_what_was_not_checked_with_them(
+    said: dict[str, str], name: str, why: str
+) -> None:
+    assert said[name].startswith(f"engine_args.pipeline_parallel_size: is 2; {why}")
 
 
 @pytest.mark.parametrize("backend", ["ray", "external_launcher"])
@@ -260,7 +303,16 @@ def test_profiler_settings_that_baton_sets_or_vllm_rejects_are_refused(
 
 @pytest.mark.parametrize(
     "name",
-    ["llama", "mistral", "window switched off", "gemma", "jamba", "ngram", "deepseek"],
+    [
+        "llama",
+        "mistral",
+        "window switched off",
+        "gemma",
+        "jamba",
+        "ngram",
+        "deepseek",
+        "stages",
+    ],
 )
 def test_supported_models_fail_only_at_their_missing_files(said: dict[str, str], name: str) -> None:
     assert said[name].startswith("vLLM could not start: ")

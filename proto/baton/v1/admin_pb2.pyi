@@ -465,8 +465,8 @@ class WorkerInfo(_message.Message):
 
     @_builtins.property
     def latency(self) -> Global___LatencyInfo:
-        """Latency model of all workers with the same engine, version, device, model and tensor-parallel
-        size.
+        """Latency model of all workers with the same engine, version, device, model and numbers
+        of ranks.
         """
 
     @_builtins.property

@@ -1874,7 +1874,7 @@ class TraceFile(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     NUM_FILES_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
-    """Rank in the worker's tensor-parallel group, from 0."""
+    """Rank in the worker's engine, from 0."""
     num_bytes: _builtins.int
     num_files: _builtins.int
     """Number of files of the whole profile."""

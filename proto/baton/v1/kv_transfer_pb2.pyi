@@ -158,8 +158,9 @@ Global___DescribeResponse: _TypeAlias = DescribeResponse  # noqa: Y015
 @_typing.final
 class KvFingerprint(_message.Message):
     """Format of a KV cache. Both ends must agree on all fields before the first byte is sent; a
-    mismatch is refused with both values. Only the number of shards may differ, and with it tp_size,
-    num_kv_heads and block_bytes: the two caches then have the same heads in all, in every group.
+    mismatch is refused with both values. Only pp_size and the number of shards may differ, and with
+    the latter tp_size, num_kv_heads and block_bytes: the two caches then have the same heads in all,
+    in every group.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -177,6 +178,7 @@ class KvFingerprint(_message.Message):
     TP_SIZE_FIELD_NUMBER: _builtins.int
     NUM_SHARDS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    PP_SIZE_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     model: _builtins.str
     revision: _builtins.str
@@ -196,6 +198,10 @@ class KvFingerprint(_message.Message):
     tp_size, and 0 means tp_size. It is smaller than tp_size if neighbouring ranks hold the same
     part (with MLA latents all ranks do: 1). `rank` in the messages below is the index of such a
     part of the sender's cache. Part i holds the i-th of num_shards equal ranges of KV heads.
+    """
+    pp_size: _builtins.int
+    """Number of pipeline stages, among which the layers are divided; 0 means 1. The numbers of layers
+    above are those of all stages.
     """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvGroup]:
@@ -220,10 +226,11 @@ class KvFingerprint(_message.Message):
         tp_size: _builtins.int = ...,
         num_shards: _builtins.int = ...,
         groups: _abc.Iterable[Global___KvGroup] | None = ...,
+        pp_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size_tokens", b"block_size_tokens", "dtype", b"dtype", "groups", b"groups", "head_size", b"head_size", "layout", b"layout", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_shards", b"num_shards", "protocol_version", b"protocol_version", "revision", b"revision", "tp_size", b"tp_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size_tokens", b"block_size_tokens", "dtype", b"dtype", "groups", b"groups", "head_size", b"head_size", "layout", b"layout", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_shards", b"num_shards", "pp_size", b"pp_size", "protocol_version", b"protocol_version", "revision", b"revision", "tp_size", b"tp_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -833,6 +840,7 @@ class LocalFrame(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
     LAST_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     rank: _builtins.int
     layer: _builtins.int
@@ -843,6 +851,10 @@ class LocalFrame(_message.Message):
     """XXH3-64 of the blocks' bytes."""
     last: _builtins.bool
     """Whether this is the rank's last frame. After the last frames of all ranks the service commits."""
+    stage: _builtins.int
+    """Pipeline stage of the rank: `rank` names the part of the cache, of which each stage fills its
+    own layers.
+    """
     def __init__(
         self,
         *,
@@ -853,10 +865,11 @@ class LocalFrame(_message.Message):
         num_blocks: _builtins.int = ...,
         checksum: _builtins.int = ...,
         last: _builtins.bool = ...,
+        stage: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "first_block", b"first_block", "handoff_id", b"handoff_id", "last", b"last", "layer", b"layer", "num_blocks", b"num_blocks", "rank", b"rank"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "first_block", b"first_block", "handoff_id", b"handoff_id", "last", b"last", "layer", b"layer", "num_blocks", b"num_blocks", "rank", b"rank", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,75 @@
+"""Streams that lose their decode worker, and continue elsewhere as the coordinator has them do.
+
+The rules are those of coordinator/core/commands.py and coordinator/routing/placement.py.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Any
+
+import vllm_cases as cases
+from engine_handoffs import TIMEOUT_S, Side
+
+from baton.engine.base import EngineRequest, ReceiveHandoff, SendHandoff
+from baton.runtime.sampling import needs_exact_state
+from baton.v1 import common_pb2
+
+# The coordinator's sampling of a prefill for the KV cache alone.
+ONLY_PROMPT = common_pb2.SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+
+
+async def recovered(prefill: Side, decode: Side, case: cases.Case) -> dict[str, Any]:
+    """Runs a request whose decode worker is lost several times.
+
+    Every attempt has a salt of its own, so its workers hold none of its blocks, like new ones.
+    """
+    known: list[int] = []
+    num_loaded = []
+    for number, num_tokens in enumerate([*case["lost_after"], None]):
+        name = f"{case['name']}-{number}"
+        request = await _begun(prefill, decode, case, known, name)
+        if num_tokens is None:
+            rest, first = await decode.finish(request)
+        else:
+            num_known = len(request.known_token_ids)
+            rest, first = await decode.lost_after(request, num_tokens - num_known)
+        num_loaded.append(first.num_handoff_tokens)
+        # The first attempt knows the prefill worker's token.
+        known = [*request.known_token_ids, *rest]
+    return {"name": case["name"], "token_ids": known, "num_loaded": num_loaded}
+
+
+async def _begun(
+    prefill: Side, decode: Side, case: cases.Case, known: Sequence[int], name: str
+) -> EngineRequest:
+    """Returns the decode worker's request, after the prefill worker has computed the prompt."""
+    prompt, sampling = case["prompt"], common_pb2.SamplingParams(**case["sampling"])
+    is_exact = needs_exact_state(sampling)
+    if is_exact and decode.info.layout.has_states:
+        # Such requests stay on one worker.
+        return EngineRequest(name, prompt, sampling, known_token_ids=known, cache_salt=name)
+    computed = [*prompt, *(() if is_exact else known[:-1])]
+    handoff_id, num_blocks = secrets.token_bytes(16), prefill.info.layout.num_blocks(len(computed))
+    offset = await prefill.transfer.open_send(
+        handoff_id, decode.transfer.address, num_blocks, len(computed), TIMEOUT_S
+    )
+    first, _ = await prefill.finish(
+        EngineRequest(
+            f"{name}-p",
+            computed,
+            ONLY_PROMPT if known else sampling,
+            prefill_only=True,
+            send=SendHandoff(handoff_id, offset, len(computed)),
+            cache_salt=name,
+        )
+    )
+    return EngineRequest(
+        name,
+        prompt,
+        sampling,
+        known_token_ids=known or first,
+        receive=ReceiveHandoff(handoff_id, len(computed), TIMEOUT_S),
+        cache_salt=name,
+    )
