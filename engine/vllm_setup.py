@@ -83,7 +83,7 @@ class CheckedModel:
         args = RefusingEngineArgs(**checked_args(model, served_name, engine_args, adapters, traces))
         config = args.create_engine_config()
         refuse_executor(config.parallel_config)
-        refuse_speculation(config.speculative_config)
+        refuse_speculation(config)
         described = [
             common_pb2.LoraAdapter(name=name, revision=revision_of(path))
             for name, path in sorted(adapters.items())
@@ -162,7 +162,7 @@ class VllmSetup:
             )
         use_forced_tokens(config)
         if current_platform.is_cuda():
-            scratch = scratch_bytes(checked.expected_layout.block_bytes)
+            scratch = scratch_bytes(checked.expected_layout.largest_block_bytes)
             leave_room(config.cache_config, scratch, current_platform.get_device_total_memory())
         rank_cpus = bind_threads(config)
         config.kv_transfer_config.kv_connector_extra_config = {
@@ -216,7 +216,7 @@ class VllmSetup:
         extra, layout = self.config.kv_transfer_config.kv_connector_extra_config, self.layout
         if (options := extra.get(DISK)) is None or not layout.keeps_every_token:
             return 0
-        payload_bytes = layout.block_bytes * layout.num_layers
+        payload_bytes = layout.shard_bytes(1)
         num_blocks = most_blocks(options["bytes"], payload_bytes, layout.tp_size)
         return num_blocks * layout.block_size_tokens
 

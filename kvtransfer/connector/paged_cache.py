@@ -72,22 +72,23 @@ class PagedCache:
     """
 
     def __init__(self, kv_caches: Mapping[str, torch.Tensor], layout: KvLayout) -> None:
-        if len(kv_caches) != layout.num_layers:
+        num_layers = layout.num_all_layers
+        if len(kv_caches) != num_layers:
             raise ValueError(
-                f"the cache has {len(kv_caches)} layers; the fingerprint has {layout.num_layers}"
+                f"the cache has {len(kv_caches)} layers; the fingerprint has {num_layers}"
             )
         devices = {cache.device for cache in kv_caches.values()}
         if len(devices) != 1:
             raise ValueError(
                 f"the cache is on {', '.join(sorted(map(str, devices)))}; Baton needs it on one"
             )
-        self.groups = [layout.group_of(layer) for layer in range(layout.num_layers)]
+        self.groups = [layout.group_of(layer) for layer in range(num_layers)]
         views = [
             block_view(name, cache, group)
             for (name, cache), group in zip(kv_caches.items(), self.groups, strict=True)
         ]
         self.device = devices.pop()
-        self.largest_block_bytes = layout.block_bytes
+        self.largest_block_bytes = layout.largest_block_bytes
         self.indices = {name: index for index, name in enumerate(kv_caches)}
         self.word = next(word for word in _WORDS if all(_is_made_of(view, word) for view in views))
         self.layers = [view.view(self.word) for view in views]
@@ -96,13 +97,14 @@ class PagedCache:
             layer.flatten(1) if layer[0].is_contiguous() else layer for layer in self.layers
         ]
 
-    def clear(self, block_ids: torch.Tensor) -> None:
-        """Fills blocks of every layer with zeros.
+    def clear(self, block_ids: torch.Tensor, *, only_draft: bool = False) -> None:
+        """Fills blocks of every layer, or of a draft's layers, with zeros.
 
         Groups share the cache's memory: a block belongs to one of them at a time.
         """
-        for layer in self.layers:
-            layer.index_fill_(0, block_ids, 0)
+        for layer, group in zip(self.layers, self.groups, strict=True):
+            if group.is_draft or not only_draft:
+                layer.index_fill_(0, block_ids, 0)
 
     def block_words(self, layer: int) -> int:
         """Returns the number of words of one block of a layer."""
