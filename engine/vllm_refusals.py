@@ -191,7 +191,7 @@ def refuse_speculation(config: Any) -> None:
 
 
 def _foreign_draft(config: Any, speculation: Any) -> str | None:
-    """Returns why a draft is refused, as the end of "...speculative_config: "; None if it is not."""
+    """Returns why a draft is refused, as the end of "...speculative_config: "; or None."""
     model, draft = config.model_config, speculation.draft_model_config
     if speculation.method not in _KV_DRAFTS:
         allowed = ", ".join(sorted(_CACHELESS_DRAFTS | _KV_DRAFTS))

@@ -19,8 +19,9 @@ class KvLayout:
 
     Only the number of shards, and with it the heads and bytes of one rank, may differ.
 
-    Layers are numbered group by group, a draft's last. A handoff's size is a number of blocks of the smallest block
-    size; it determines which blocks of each layer the handoff holds (KvGroup.blocks).
+    Layers are numbered group by group, a draft's last. A handoff's size is a number of blocks of
+    the smallest block size; it determines which blocks of each layer the handoff holds
+    (KvGroup.blocks).
 
     Attributes:
         num_layers: Number of layers of all groups but a draft's.

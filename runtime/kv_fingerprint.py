@@ -14,8 +14,8 @@ _KINDS: dict[Kind, kv_transfer_pb2.KvGroup.Kind.ValueType] = {
     "state": kv_transfer_pb2.KvGroup.KIND_STATE,
 }
 _NAMES = {value: name for name, value in _KINDS.items()}
-# End of `layout` in the fingerprint of a cache with a draft. A worker that does not know drafts must
-# refuse the handoff, whatever the sizes are.
+# End of `layout` in the fingerprint of a cache with a draft. A worker that does not know drafts
+# must refuse the handoff, whatever the sizes are.
 _WITH_DRAFT = ", with a draft"
 
 

@@ -31,9 +31,7 @@ class UnsupportedCache(ValueError):
     """Baton cannot hand over one of the model's caches; the message names its type."""
 
 
-def named_groups(
-    config: KVCacheConfig, draft: Collection[str] = ()
-) -> dict[KvGroup, list[str]]:
+def named_groups(config: KVCacheConfig, draft: Collection[str] = ()) -> dict[KvGroup, list[str]]:
     """Returns the groups of layers in their order, each with vLLM's names of its layers.
 
     The groups of a draft come last.

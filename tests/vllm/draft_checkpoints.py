@@ -1,4 +1,4 @@
-"""Small random models with drafts that are often right, because they are made of the model's weights.
+"""Small random models with drafts that are often right: they are made of the model's weights.
 
 The model's first layer decides most of its answers. A draft is a copy of this layer. It computes
 from token i + 1 what the layer computes there, so it needs its own KV cache of all tokens before.
@@ -145,7 +145,9 @@ def _write(config: Any, directory: Path) -> str:
 def _write_draft(model: str, weights: dict[str, torch.Tensor], directory: Path) -> str:
     directory.mkdir()
     shutil.copy(Path(model) / "config.json", directory)
-    save_file({name: one.contiguous() for name, one in weights.items()}, directory / "model.safetensors")
+    save_file(
+        {name: one.contiguous() for name, one in weights.items()}, directory / "model.safetensors"
+    )
     _set_config(directory, num_hidden_layers=1)
     return str(directory)
 

@@ -1,4 +1,4 @@
-"""Engines with a draft that keeps a KV cache, with another draft's and without one, and one alone."""
+"""Engines of one model with drafts that keep a KV cache, and one without a draft."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from baton.v1 import common_pb2
 
 # Tokens that a step drafts for a request.
 NUM_DRAFTED = 3
+# Tokens of an output that another worker continues.
+NUM_KNOWN = 15
 ENGINE_ARGS = {
     "kv_cache_memory_bytes": 2**21,
     # See other_models_program.py.
@@ -68,9 +71,7 @@ async def alone(one: Side, given: list[cases.Case], suffix: str) -> dict[str, li
     return made
 
 
-async def handed_over(
-    prefill: Side, decode: Side, given: list[cases.Case]
-) -> list[dict[str, Any]]:
+async def handed_over(prefill: Side, decode: Side, given: list[cases.Case]) -> list[dict[str, Any]]:
     return [await hand_over(prefill, decode, case) for case in given]
 
 
@@ -103,40 +104,74 @@ async def reloaded(one: Side, case: cases.Case) -> dict[str, Any]:
     return {"tokens": tokens, "num_host": first.num_host_tokens, "shares": shares}
 
 
-async def run(kind: str, given: dict[str, list[cases.Case]]) -> dict[str, Any]:
-    async with contextlib.AsyncExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
-        make = draft_checkpoints.make_latent if kind == "mtp" else draft_checkpoints.make_llama
-        model = make(directory / "model")
-        draft = {"speculative_config": speculation(kind, model, directory)}
+async def compared(
+    prefill: Side, decode: Side, plain: Side, given: dict[str, list[cases.Case]]
+) -> dict[str, Any]:
+    """Hands prompts over between ends of which both, one or the other have the draft.
 
-        async def started(name: str, **engine_args: Any) -> Side:
-            # The cores of one engine's ranks must not bind another engine's.
-            os.environ.pop(affinity.VLLM_BIND_THREADS, None)
-            arguments = {**ENGINE_ARGS, **engine_args}
-            begun = side(model, 1, str(directory / f"{name}.sock"), **arguments)
-            return await stack.enter_async_context(begun)
-
-        prefill = await started("p", host_bytes=2**23, **draft)
-        decode = await started("d", **draft)
-        plain = await started("plain")
-        made: dict[str, Any] = {"layers": [one.info.layout.num_all_layers for one in (decode, plain)]}
-        made["expected"] = await alone(plain, given["sent"] + given["left_out"], "plain")
-        for name, sender in (("left_out", plain), ("sent", prefill)):
-            accepted = Accepted(decode)
-            made[name] = await handed_over(sender, decode, given[name])
-            made[f"share_{name}"] = accepted.share()
-            accepted = Accepted(prefill)
-            made[f"alone_{name}"] = await alone(prefill, given[name], "alone")
-            made[f"share_alone_{name}"] = accepted.share(len(given[name]))
-        made["without"] = await handed_over(prefill, plain, given["without"])
-        made["expected"] |= await alone(plain, given["without"], "plain")
-        made["refused"] = await refused(decode)
-        made["reloaded"] = await reloaded(prefill, given["sent"][-1]) if kind == "eagle" else None
-        made["left"] = await left_behind(prefill, decode, plain)
+    Args:
+        prefill: An engine with the draft.
+        decode: Another one, or the same one without prefix caching.
+        plain: An engine without a draft.
+        given: Cases by way.
+    """
+    made: dict[str, Any] = {"num_layers": decode.info.layout.num_all_layers}
+    made["expected"] = await alone(plain, [one for way in given.values() for one in way], "plain")
+    for way, sender in (("left_out", plain), ("sent", prefill)):
+        accepted = Accepted(decode)
+        made[way] = await handed_over(sender, decode, given[way])
+        # The first step of a request has no drafts, as the step that ends a prompt has none.
+        num_undrafted = len(given[way]) * (1 if sender is not decode else 2)
+        made[f"share_{way}"] = accepted.share(num_undrafted)
+        accepted = Accepted(prefill)
+        made[f"alone_{way}"] = await alone(prefill, given[way], "alone")
+        made[f"share_{way}_alone"] = accepted.share(len(given[way]))
+    made["without"] = await handed_over(prefill, plain, given["without"])
+    # After the loss of a decode worker, the known tokens are part of the prompt.
+    last = given["sent"][-1]
+    known = made["expected"][last["name"]][:NUM_KNOWN]
+    continued = {**last, "name": f"{last['name']}-continued", "prompt": last["prompt"] + known}
+    [made["continued"]] = await handed_over(prefill, decode, [continued])
     return made
 
 
-def main(kind: str, given: dict[str, list[cases.Case]]) -> dict[str, Any]:
+async def run(given: dict[str, dict[str, list[cases.Case]]]) -> dict[str, Any]:
+    async with contextlib.AsyncExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
+        is_latent = "mtp" in given
+        make = draft_checkpoints.make_latent if is_latent else draft_checkpoints.make_llama
+        model = make(directory / "model")
+
+        @contextlib.asynccontextmanager
+        async def started(name: str, kind: str = "", **engine_args: Any) -> AsyncIterator[Side]:
+            if kind:
+                engine_args["speculative_config"] = speculation(kind, model, directory)
+            # The cores of one engine's ranks must not bind another engine's.
+            os.environ.pop(affinity.VLLM_BIND_THREADS, None)
+            arguments = {**ENGINE_ARGS, **engine_args}
+            async with side(model, 1, str(directory / f"{name}.sock"), **arguments) as one:
+                yield one
+
+        plain = await stack.enter_async_context(started("plain"))
+        made: dict[str, Any] = {"plain_layers": plain.info.layout.num_all_layers}
+        for kind, of_kind in given.items():
+            if kind == "eagle":
+                async with (
+                    started("prefill", kind, host_bytes=2**23) as prefill,
+                    started("decode", kind) as decode,
+                ):
+                    made[kind] = await compared(prefill, decode, plain, of_kind)
+                    made["refused"] = await refused(decode)
+                    made["reloaded"] = await reloaded(prefill, of_kind["sent"][-1])
+                    made[kind]["left"] = await left_behind(prefill, decode, plain)
+            else:
+                # One engine hands over to itself, so its prefix cache must not have the prompts.
+                async with started(kind, kind, enable_prefix_caching=False) as one:
+                    made[kind] = await compared(one, one, plain, of_kind)
+                    made[kind]["left"] = await left_behind(one, plain)
+    return made
+
+
+def main(given: dict[str, dict[str, list[cases.Case]]]) -> dict[str, Any]:
     fork_engines()
-    return asyncio.run(run(kind, given))
+    return asyncio.run(run(given))
