@@ -24,11 +24,11 @@ from baton.v1 import common_pb2
 NUM_DRAFTED = 3
 # Tokens of an output that another worker continues.
 NUM_KNOWN = 15
-ENGINE_ARGS = {
-    "kv_cache_memory_bytes": 2**21,
-    # See other_models_program.py.
-    "compilation_config": {"custom_ops": ["-rotary_embedding"]},
-}
+# See other_models_program.py.
+ENGINE_ARGS = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+LLAMA_ARGS = {"kv_cache_memory_bytes": 2**21}
+# On CPUs vLLM computes each prompt of this model in one step.
+LATENT_ARGS = {"kv_cache_memory_bytes": 2**24, "max_num_batched_tokens": cases.MAX_MODEL_LEN}
 
 
 def speculation(kind: str, model: str, directory: Path) -> dict[str, Any]:
@@ -148,7 +148,7 @@ async def run(given: dict[str, dict[str, list[cases.Case]]]) -> dict[str, Any]:
                 engine_args["speculative_config"] = speculation(kind, model, directory)
             # The cores of one engine's ranks must not bind another engine's.
             os.environ.pop(affinity.VLLM_BIND_THREADS, None)
-            arguments = {**ENGINE_ARGS, **engine_args}
+            arguments = {**ENGINE_ARGS, **(LATENT_ARGS if is_latent else LLAMA_ARGS), **engine_args}
             async with side(model, 1, str(directory / f"{name}.sock"), **arguments) as one:
                 yield one
 
