@@ -26,7 +26,7 @@ NUM_DRAFTED = 3
 NUM_KNOWN = 15
 # See other_models_program.py.
 ENGINE_ARGS = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
-LLAMA_ARGS = {"kv_cache_memory_bytes": 2**21}
+LLAMA_ARGS = {"kv_cache_memory_bytes": 5 * 2**19}
 # On CPUs vLLM computes each prompt of this model in one step.
 LATENT_ARGS = {"kv_cache_memory_bytes": 2**24, "max_num_batched_tokens": cases.MAX_MODEL_LEN}
 
@@ -51,14 +51,14 @@ class Accepted:
     def __init__(self, one: Side) -> None:
         self._one, self._before = one, dict(one.counts)
 
-    def share(self, num_undrafted: int = 0) -> float:
+    def share(self, num_requests: int) -> float:
         """Returns the share since the construction.
 
         Args:
-            num_undrafted: Number of steps whose token was not drafted: those that end a prompt.
+            num_requests: Number of requests since then; the first step of each has no drafts.
         """
         steps, tokens = (self._one.counts[key] - self._before[key] for key in ("steps", "tokens"))
-        return (tokens - steps) / (NUM_DRAFTED * (steps - num_undrafted))
+        return (tokens - steps) / (NUM_DRAFTED * (steps - num_requests))
 
 
 async def alone(one: Side, given: list[cases.Case], suffix: str) -> dict[str, list[int]]:
@@ -120,9 +120,7 @@ async def compared(
     for way, sender in (("left_out", plain), ("sent", prefill)):
         accepted = Accepted(decode)
         made[way] = await handed_over(sender, decode, given[way])
-        # The first step of a request has no drafts, as the step that ends a prompt has none.
-        num_undrafted = len(given[way]) * (1 if sender is not decode else 2)
-        made[f"share_{way}"] = accepted.share(num_undrafted)
+        made[f"share_{way}"] = accepted.share(len(given[way]))
         accepted = Accepted(prefill)
         made[f"alone_{way}"] = await alone(prefill, given[way], "alone")
         made[f"share_{way}_alone"] = accepted.share(len(given[way]))
@@ -141,11 +139,12 @@ async def run(given: dict[str, dict[str, list[cases.Case]]]) -> dict[str, Any]:
         is_latent = "mtp" in given
         make = draft_checkpoints.make_latent if is_latent else draft_checkpoints.make_llama
         model = make(directory / "model")
+        drafts = {kind: speculation(kind, model, directory) for kind in given}
 
         @contextlib.asynccontextmanager
         async def started(name: str, kind: str = "", **engine_args: Any) -> AsyncIterator[Side]:
             if kind:
-                engine_args["speculative_config"] = speculation(kind, model, directory)
+                engine_args["speculative_config"] = drafts[kind]
             # The cores of one engine's ranks must not bind another engine's.
             os.environ.pop(affinity.VLLM_BIND_THREADS, None)
             arguments = {**ENGINE_ARGS, **(LATENT_ARGS if is_latent else LLAMA_ARGS), **engine_args}
