@@ -120,6 +120,8 @@ def _print(model: str, found: Any) -> None:
         (prompt, _size(found.prompt_bytes), f"{layout.num_blocks(found.prompt_tokens):,} blocks"),
     ]
     print_table(("KV CACHE OF A", ">SIZE", "HOLDS"), rows, "")
+    if found.draft:
+        print(f"Speculative draft: {found.draft}")
     print()
     rows_of_transports = [
         (
