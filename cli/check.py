@@ -122,6 +122,8 @@ def _print(model: str, found: Any) -> None:
     if found.images:
         print(f"Images in chats: {found.images}\n")
     print_table(("KV CACHE OF A", ">SIZE", "HOLDS"), rows, "")
+    if found.draft:
+        print(f"Speculative draft: {found.draft}")
     print()
     rows_of_transports = [
         (

@@ -30,6 +30,7 @@ from baton.engine.vllm_lora import lora_args
 from baton.engine.vllm_own_connector import OWN_ARGUMENTS, own_offloading
 from baton.engine.vllm_recording import Recording
 from baton.engine.vllm_refusals import (
+    has_kv_draft,
     refuse_cache,
     refuse_data_parallel,
     refuse_model,
@@ -136,6 +137,11 @@ def checked_args(
         **passed,
         "profiler_config": _profiler_config(engine_args.get("profiler_config") or {}, traces),
     }
+    if isinstance(given := args.get("speculative_config"), dict):
+        # With EAGLE and MTP, vLLM does not use the last cached block of a prefix, because the
+        # draft's entry of its last token depends on the next token. The coordinator counts on every
+        # cached block, for what handoffs and fetches leave out; one entry costs few drafts.
+        args["speculative_config"] = {"disable_eagle_block_drop": True, **given}
     if args.get("enable_prefix_caching") is not False:
         # The connector takes the collected events; vLLM need not publish them.
         events = {"enable_kv_cache_events": True, "publisher": "null"}
@@ -275,17 +281,30 @@ def layout_of(
         block_bytes=heads * cache.block_size * content * itemsize,
         axes=f"heads,tokens,content of {_content(config, backends)}{_states(cache, model)}",
         tp_size=tp_size,
-        num_replicas=_num_replicas(model, parallel),
+        num_replicas=_num_replicas(config),
+        draft_revision=_draft_revision(config.speculative_config),
         pp_size=parallel.pipeline_parallel_size,
     )
 
 
-def _num_replicas(model: Any, parallel: Any) -> int:
+def _draft_revision(speculation: Any) -> str:
+    """Returns the method and weights of a draft with a KV cache; empty without one.
+
+    Args:
+        speculation: vLLM's SpeculativeConfig, or None.
+    """
+    if not has_kv_draft(speculation):
+        return ""
+    return f"{speculation.method} {_revision(speculation.draft_model_config)}"
+
+
+def _num_replicas(config: Any) -> int:
     """Returns the number of neighbouring ranks that hold the same part of the cache.
 
     All ranks hold the same latents. If there are more ranks than KV heads, neighbouring ranks hold
     the same head (QKVParallelLinear of vllm/model_executor/layers/linear.py).
     """
+    model, parallel = config.model_config, config.parallel_config
     tp_size = int(parallel.tensor_parallel_size)
     if model.use_mla:
         return tp_size
@@ -296,6 +315,8 @@ def _num_replicas(model: Any, parallel: Any) -> int:
         model.model_arch_config[layer].total_num_kv_heads
         for layer in range(model.get_num_layers(all_stages(parallel)))
     ]
+    if has_kv_draft(config.speculative_config):
+        heads.append(config.speculative_config.draft_model_config.get_total_num_kv_heads())
     return math.gcd(*(max(1, tp_size // num_heads) for num_heads in heads))
 
 

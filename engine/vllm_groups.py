@@ -15,6 +15,7 @@ from typing import Any
 from vllm.model_executor.models import ModelRegistry
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from baton.engine.vllm_refusals import has_kv_draft
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.kv_groups import KvGroup
 
@@ -40,7 +41,24 @@ def expected_layout(config: Any, layout: KvLayout) -> KvLayout:
     groups = [replace(one, num_layers=number) for one, number in found.items()]
     if config.model_config.has_inner_state:
         groups += _states(config, layout)
-    return layout.with_groups([replace(one, table=at) for at, one in enumerate(groups)])
+    groups = [replace(one, table=at) for at, one in enumerate(groups)]
+    return layout.with_groups(groups + _draft(config, layout))
+
+
+def _draft(config: Any, layout: KvLayout) -> list[KvGroup]:
+    """Returns the group of a draft's layers; none without a draft that has a KV cache."""
+    if not has_kv_draft(speculation := config.speculative_config):
+        return []
+    draft = speculation.draft_model_config
+    # An MTP module has one layer, and its configuration is the model's own.
+    modules = getattr(draft.hf_config, "num_nextn_predict_layers", 1)
+    is_mtp = speculation.method == "mtp"
+    num_layers = modules if is_mtp else draft.get_num_layers(config.parallel_config)
+    heads = draft.get_num_kv_heads(config.parallel_config)
+    one_head = layout.block_bytes // (layout.num_kv_heads * layout.head_size)
+    block_bytes = heads * draft.get_head_size() * one_head
+    group = KvGroup("full", num_layers, heads, layout.block_size_tokens, block_bytes)
+    return [replace(group, is_draft=True)]
 
 
 def _attention_layers(config: Any, layout: KvLayout) -> Iterator[KvGroup]:

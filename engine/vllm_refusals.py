@@ -22,6 +22,8 @@ _ONE_ONLY = {
 _REMOTE_EXECUTORS = ("ray", "external_launcher")
 # Speculative methods whose draft has no KV cache of its own.
 _CACHELESS_DRAFTS = frozenset({"ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator"})
+# Those whose draft has layers in the block tables of the model's layers.
+_KV_DRAFTS = frozenset({"eagle", "eagle3", "mtp", "draft_model"})
 # Quantized cache types that have the same size for every token.
 _QUANTIZED = ("fp8", "fp8_e4m3", "fp8_e5m2")
 
@@ -206,15 +208,71 @@ def refuse_stages(parallel: Any, speculation: Any) -> None:
         )
 
 
-def refuse_speculation(config: Any) -> None:
-    """Raises EngineDead for speculative decoding whose draft has its own KV cache.
+def has_kv_draft(speculation: Any) -> bool:
+    """Returns whether speculative decoding has a draft with a KV cache that Baton hands over.
 
     Args:
-        config: vLLM's SpeculativeConfig, or None.
+        speculation: vLLM's SpeculativeConfig, or None.
     """
-    if config is not None and config.method not in _CACHELESS_DRAFTS:
-        raise EngineDead(
-            f"engine_args.speculative_config: method is {config.method!r}, whose draft keeps a KV "
-            "cache of its own; Baton hands over the model's cache only: use one of "
-            f"{', '.join(sorted(_CACHELESS_DRAFTS))}, or serve the model with plain vLLM"
+    return speculation is not None and speculation.method in _KV_DRAFTS
+
+
+def refuse_speculation(config: Any) -> None:
+    """Refuses speculative decoding whose draft's KV cache Baton cannot hand over.
+
+    Args:
+        config: vLLM's VllmConfig.
+
+    Raises:
+        EngineDead: Names the setting, its value, the reason and what to do.
+    """
+    speculation = config.speculative_config
+    if speculation is None or speculation.method in _CACHELESS_DRAFTS:
+        return
+    if (refused := _foreign_draft(config, speculation)) is not None:
+        raise EngineDead(f"engine_args.speculative_config: {refused}")
+
+
+def _foreign_draft(config: Any, speculation: Any) -> str | None:
+    """Returns why a draft is refused, as the end of "...speculative_config: "; or None."""
+    model, draft = config.model_config, speculation.draft_model_config
+    if speculation.method not in _KV_DRAFTS:
+        allowed = ", ".join(sorted(_CACHELESS_DRAFTS | _KV_DRAFTS))
+        return (
+            f"method is {speculation.method!r}, whose draft keeps a KV cache of a kind that Baton "
+            f"does not hand over: use one of {allowed}, or serve the model with plain vLLM"
         )
+    method = f"method is {speculation.method!r}"
+    if (num_tokens := config.num_prefill_lookahead_tokens) > 1:
+        return (
+            f"num_speculative_tokens is {num_tokens}, by several MTP modules, of which each one "
+            "reads a token further ahead: set 1, which uses one module"
+        )
+    if speculation.parallel_drafting:
+        return "parallel_drafting is True; Baton hands over drafts that draft one token at a time"
+    if speculation.use_eagle_block_drop():
+        return (
+            "disable_eagle_block_drop is False; must be True, Baton's default, because handoffs "
+            "leave out every block that the decode worker has cached"
+        )
+    if model.has_inner_state or model.get_sliding_window():
+        kept = "recurrent states" if model.has_inner_state else "layers with sliding windows"
+        return (
+            f"{method}, and {model.architecture} has {kept}; Baton hands over drafts of models "
+            "whose layers all keep every token: leave it out, or use ngram"
+        )
+    if speculation.kv_cache_dtype not in (None, config.cache_config.cache_dtype):
+        return (
+            f"kv_cache_dtype is {speculation.kv_cache_dtype!r}; must be that of the model, "
+            f"{config.cache_config.cache_dtype!r}"
+        )
+    tp_size = config.parallel_config.tensor_parallel_size
+    if speculation.draft_tensor_parallel_size not in (None, tp_size):
+        return (
+            f"draft_tensor_parallel_size is {speculation.draft_tensor_parallel_size}; must be that "
+            f"of the model, {tp_size}"
+        )
+    if draft.use_mla != model.use_mla:
+        names = f"{draft.architecture} and {model.architecture}"
+        return f"{method}; only one of {names} has latent attention, and their ranks differ"
+    return None

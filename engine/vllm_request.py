@@ -72,6 +72,11 @@ def engine_core_requests(
         if num_known >= params.max_tokens:
             raise ValueError(f"all {params.max_tokens} tokens are known already")
         if needs_exact_state(request.sampling):
+            if inputs.vllm_config.speculative_config is not None:
+                raise RequestRejected(
+                    f"known_token_ids has {num_known} tokens; with speculative_config, outputs "
+                    "with a seed, penalties or a grammar cannot be continued: vLLM replays nothing"
+                )
             params.extra_args[EXTRA_ARG] = known
         else:
             prompt += known

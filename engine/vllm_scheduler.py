@@ -169,7 +169,9 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         self._order_waiting(arrivals, coming, blocked, granted)
         self._most = granted | {one.request_id: per_request for one in coming}
         self._most |= {one.request_id: 0 for one in blocked}
-        total: int = streams.num_tokens + sum(granted.values()) + reserve
+        # vLLM pads a prompt's last token to 1 + drafts, and starts nothing with less than that.
+        num_granted = sum(max(per_request, grant) for grant in granted.values() if grant)
+        total: int = streams.num_tokens + num_granted + reserve
         return max(1, min(total, int(self._most_tokens)))
 
     def _streams(self, decodes: Sequence[Request], now: float) -> Streams:

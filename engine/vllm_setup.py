@@ -91,7 +91,7 @@ class CheckedModel:
         refuse_executor(config.parallel_config)
         # vLLM also reads the size from VLLM_DP_SIZE.
         refuse_data_parallel(config.model_config, config.parallel_config.data_parallel_size)
-        refuse_speculation(config.speculative_config)
+        refuse_speculation(config)
         refuse_stages(config.parallel_config, config.speculative_config)
         described = [
             common_pb2.LoraAdapter(name=name, revision=revision_of(path))
@@ -198,7 +198,7 @@ class VllmSetup:
         offloading = _offloading(config, engine_args, host_bytes)
         use_forced_tokens(config)
         if current_platform.is_cuda():
-            scratch = scratch_bytes(checked.expected_layout.block_bytes)
+            scratch = scratch_bytes(checked.expected_layout.largest_block_bytes)
             leave_room(config.cache_config, scratch, current_platform.get_device_total_memory())
         rank_cpus = bind_threads(config)
         config.kv_transfer_config.kv_connector_extra_config = {
@@ -247,7 +247,7 @@ class VllmSetup:
         extra, layout = self.config.kv_transfer_config.kv_connector_extra_config, self.layout
         if (options := extra.get(DISK)) is None or not layout.keeps_every_token:
             return 0
-        payload_bytes = layout.block_bytes * layout.num_layers
+        payload_bytes = layout.shard_bytes(1)
         num_blocks = most_blocks(options["bytes"], payload_bytes, layout.tp_size)
         return num_blocks * layout.block_size_tokens
 

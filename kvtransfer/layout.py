@@ -20,19 +20,23 @@ class KvLayout:
     Only the number of pipeline stages may differ, and the number of shards, with which the heads
     and bytes of one rank differ.
 
-    Layers are numbered group by group. A handoff's size is a number of blocks of the smallest block
-    size; it determines which blocks of each layer the handoff holds (KvGroup.blocks).
+    Layers are numbered group by group, a draft's last. A handoff's size is a number of blocks of
+    the smallest block size; it determines which blocks of each layer the handoff holds
+    (KvGroup.blocks).
 
     Attributes:
-        num_layers: Number of layers of all groups.
+        num_layers: Number of layers of all groups but a draft's.
         num_kv_heads: Number of KV heads of one rank.
         block_size_tokens: Prefixes that the engine finds in its cache are multiples of this.
-        block_bytes: Bytes of the largest block of one layer on one rank.
+        block_bytes: Bytes of the largest block of one of these layers on one rank.
         axes: Order of a block's axes, as "heads,tokens,content".
         tp_size: Number of tensor-parallel ranks.
         num_replicas: Number of neighbouring ranks that hold the same keys and values. Such a group
             of ranks is one shard.
         own_groups: Groups of layers; empty if all layers keep every token, in equal blocks.
+        draft_revision: Method and weights of a speculative draft with a KV cache of its own; empty
+            without one. The two ends of a handoff may differ if one of them has no draft.
+        draft_groups: Groups of the draft's layers, which share the block tables of the others.
         pp_size: Number of pipeline stages, among which the layers are divided (stages.py).
     """
 
@@ -48,6 +52,8 @@ class KvLayout:
     tp_size: int = 1
     num_replicas: int = 1
     own_groups: tuple[KvGroup, ...] = ()
+    draft_revision: str = ""
+    draft_groups: tuple[KvGroup, ...] = ()
     pp_size: int = 1
 
     @property
@@ -57,8 +63,8 @@ class KvLayout:
 
     @property
     def groups(self) -> tuple[KvGroup, ...]:
-        """The groups of layers, at least one."""
-        return self.own_groups or (
+        """The groups of all layers, at least one."""
+        own = self.own_groups or (
             KvGroup(
                 "full",
                 self.num_layers,
@@ -67,6 +73,17 @@ class KvLayout:
                 self.block_bytes,
             ),
         )
+        return own + self.draft_groups
+
+    @property
+    def num_all_layers(self) -> int:
+        """Number of layers of all groups."""
+        return self.num_layers + sum(group.num_layers for group in self.draft_groups)
+
+    @property
+    def largest_block_bytes(self) -> int:
+        """Bytes of the largest block of any layer on one rank."""
+        return max(self.block_bytes, *(group.block_bytes for group in self.groups))
 
     @property
     def tables(self) -> tuple[KvGroup, ...]:
@@ -171,13 +188,17 @@ class KvLayout:
             if at < group.num_layers:
                 return group, num_bytes, num_before
             at -= group.num_layers
-        raise IndexError(f"layer is {layer}; must be below {self.num_layers}")
+        raise IndexError(f"layer is {layer}; must be below {self.num_all_layers}")
 
     def with_groups(self, groups: Sequence[KvGroup]) -> KvLayout:
         """Returns this layout with the groups that the engine has made of its layers.
 
         One group whose layers keep every token changes nothing.
         """
+        draft = tuple(group for group in groups if group.is_draft)
+        if draft != self.draft_groups:
+            return replace(self, draft_groups=draft).with_groups(groups)
+        groups = [group for group in groups if not group.is_draft]
         if len(groups) == 1 and groups[0] == replace(self, own_groups=()).groups[0]:
             return self
         # A worker that does not know groups must refuse the handoff, whatever the sizes are.
@@ -209,10 +230,30 @@ class KvLayout:
         return replace(
             self,
             num_kv_heads=groups[0].num_kv_heads,
-            block_bytes=max(group.block_bytes for group in groups),
+            block_bytes=max(group.block_bytes for group in groups if not group.is_draft),
             tp_size=num_shards,
             num_replicas=1,
-            own_groups=tuple(groups) if self.own_groups else (),
+            own_groups=tuple(one for one in groups if not one.is_draft) if self.own_groups else (),
+            draft_groups=tuple(one for one in groups if one.is_draft),
+        )
+
+    def without_draft(self) -> KvLayout:
+        """Returns the layout of the same cache without the layers of a draft."""
+        return replace(self, draft_revision="", draft_groups=())
+
+    def sent_by(self, sender: kv_transfer_pb2.KvFingerprint) -> KvLayout:
+        """Returns the layout of handoffs from a worker whose cache fits this one.
+
+        Raises:
+            ValueError: The cache cannot be divided into the sender's number of shards.
+        """
+        made = self.without_draft().split_into(kv_fingerprint.num_shards(sender))
+        if not sender.draft_revision:
+            return made
+        return replace(
+            made,
+            draft_revision=sender.draft_revision,
+            draft_groups=tuple(kv_fingerprint.draft_groups(sender)),
         )
 
     def fingerprint(self) -> kv_transfer_pb2.KvFingerprint:
@@ -226,10 +267,12 @@ class KvLayout:
             head_size=self.head_size,
             block_size_tokens=self.block_size_tokens,
             block_bytes=self.block_bytes,
-            layout=self.axes,
+            layout=kv_fingerprint.axes_with_draft(self.axes) if self.draft_revision else self.axes,
             tp_size=self.tp_size,
             num_shards=self.num_shards,
             groups=[kv_fingerprint.group_message(group) for group in self.own_groups],
+            draft_groups=[kv_fingerprint.group_message(group) for group in self.draft_groups],
+            draft_revision=self.draft_revision,
             # The field is left out for one stage: disks of earlier versions name their files so.
             pp_size=self.pp_size if self.pp_size > 1 else 0,
         )
@@ -245,9 +288,11 @@ class KvLayout:
             head_size=fingerprint.head_size,
             block_size_tokens=fingerprint.block_size_tokens,
             block_bytes=fingerprint.block_bytes,
-            axes=fingerprint.layout,
+            axes=kv_fingerprint.without_draft(fingerprint).layout,
             tp_size=fingerprint.tp_size,
             num_replicas=fingerprint.tp_size // kv_fingerprint.num_shards(fingerprint),
             own_groups=tuple(kv_fingerprint.own_groups(fingerprint)),
+            draft_revision=fingerprint.draft_revision,
+            draft_groups=tuple(kv_fingerprint.draft_groups(fingerprint)),
             pp_size=fingerprint.pp_size or 1,
         )

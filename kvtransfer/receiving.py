@@ -136,6 +136,7 @@ class Changed:
     detail: str = ""
     transport: str = ""
     num_shards: int = 0
+    has_draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +215,7 @@ class Handoff:
     Attributes:
         stream: Number of the push that carries it; None once that has ended.
         ranks: The parts of the sender's shards.
-        layout: Layout of this cache in the sender's number of shards.
+        layout: Layout of the handoff: of this cache, with the sender's draft and number of shards.
         problem: Why the epoch was interrupted.
     """
 
@@ -250,6 +251,7 @@ def changed(
         detail,
         handoff.choice.transport,
         handoff.layout.num_shards,
+        bool(handoff.layout.draft_groups),
     )
 
 

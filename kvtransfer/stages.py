@@ -38,7 +38,7 @@ def whole_model(stages: Sequence[Sequence[KvGroup]]) -> list[KvGroup]:
     """
     of_stages = [group for groups in stages for group in groups]
     found: dict[KvGroup, int] = {}
-    for group in sorted(of_stages, key=lambda one: one.table):
+    for group in sorted(of_stages, key=lambda one: (one.is_draft, one.table)):
         kind = _without_number(group)
         found[kind] = found.get(kind, 0) + group.num_layers
     return [replace(kind, num_layers=number) for kind, number in found.items()]

@@ -94,7 +94,7 @@ def _fill(sender: Worker, layout: KvLayout, num_blocks: int) -> list[pb.LocalFra
         part[:] = period[: len(part)]
     frames = []
     for shard in range(layout.num_shards):
-        for layer in range(layout.num_layers):
+        for layer in range(layout.num_all_layers):
             group = layout.group_of(layer)
             held = layout.blocks(group, num_blocks)
             for first, count in split_blocks(held.start, len(held), group.block_bytes):

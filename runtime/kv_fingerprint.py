@@ -14,6 +14,9 @@ _KINDS: dict[Kind, kv_transfer_pb2.KvGroup.Kind.ValueType] = {
     "state": kv_transfer_pb2.KvGroup.KIND_STATE,
 }
 _NAMES = {value: name for name, value in _KINDS.items()}
+# End of `layout` in the fingerprint of a cache with a draft. A worker that does not know drafts
+# must refuse the handoff, whatever the sizes are.
+_WITH_DRAFT = ", with a draft"
 
 
 def num_shards(fingerprint: kv_transfer_pb2.KvFingerprint) -> int:
@@ -48,9 +51,29 @@ def own_groups(fingerprint: kv_transfer_pb2.KvFingerprint) -> list[KvGroup]:
     return [_group(message) for message in fingerprint.groups]
 
 
+def draft_groups(fingerprint: kv_transfer_pb2.KvFingerprint) -> list[KvGroup]:
+    """Returns the groups of a draft's layers; empty without a draft."""
+    return [_group(message, is_draft=True) for message in fingerprint.draft_groups]
+
+
+def axes_with_draft(axes: str) -> str:
+    """Returns the `layout` of a fingerprint with a draft, from that without one."""
+    return axes + _WITH_DRAFT
+
+
+def without_draft(fingerprint: kv_transfer_pb2.KvFingerprint) -> kv_transfer_pb2.KvFingerprint:
+    """Returns the fingerprint of the same cache without the layers of a draft."""
+    made = kv_transfer_pb2.KvFingerprint()
+    made.CopyFrom(fingerprint)
+    made.layout = made.layout.removesuffix(_WITH_DRAFT)
+    made.ClearField("draft_groups")
+    made.ClearField("draft_revision")
+    return made
+
+
 def _groups(fingerprint: kv_transfer_pb2.KvFingerprint) -> list[KvGroup]:
-    """Returns the groups of layers, at least one."""
-    return own_groups(fingerprint) or [
+    """Returns the groups of all layers, at least one."""
+    own = own_groups(fingerprint) or [
         KvGroup(
             "full",
             fingerprint.num_layers,
@@ -59,9 +82,10 @@ def _groups(fingerprint: kv_transfer_pb2.KvFingerprint) -> list[KvGroup]:
             fingerprint.block_bytes,
         )
     ]
+    return own + draft_groups(fingerprint)
 
 
-def _group(message: kv_transfer_pb2.KvGroup) -> KvGroup:
+def _group(message: kv_transfer_pb2.KvGroup, *, is_draft: bool = False) -> KvGroup:
     return KvGroup(
         _NAMES.get(message.kind, "full"),
         message.num_layers,
@@ -70,6 +94,7 @@ def _group(message: kv_transfer_pb2.KvGroup) -> KvGroup:
         message.block_bytes,
         message.window_tokens,
         message.table,
+        is_draft,
     )
 
 
@@ -91,6 +116,11 @@ def handoff_bytes(fingerprint: kv_transfer_pb2.KvFingerprint, num_tokens: int) -
     return num_shards(fingerprint) * kv_groups.shard_bytes(groups, num_blocks)
 
 
+def largest_block_bytes(fingerprint: kv_transfer_pb2.KvFingerprint) -> int:
+    """Bytes of the largest block of one layer on one rank."""
+    return max(group.block_bytes for group in _groups(fingerprint))
+
+
 def differences(
     ours: kv_transfer_pb2.KvFingerprint, theirs: kv_transfer_pb2.KvFingerprint
 ) -> list[str]:
@@ -98,13 +128,22 @@ def differences(
 
     An empty list means that KV caches can be handed over between the workers: both divide the same
     cache, by its heads, among their ranks. The number of ranks that hold the same shard and the
-    number of pipeline stages are ignored.
+    number of pipeline stages are ignored, and so is a draft that only one of the workers has.
     """
+    if not (ours.draft_revision and theirs.draft_revision):
+        ours, theirs = without_draft(ours), without_draft(theirs)
     ignored: tuple[str, ...] = ()
     if num_shards(ours) == num_shards(theirs):
         ignored = ("tp_size", "num_shards")
     elif _are_parts_of_one_cache(ours, theirs):
-        ignored = ("tp_size", "num_shards", "num_kv_heads", "block_bytes", "groups")
+        ignored = (
+            "tp_size",
+            "num_shards",
+            "num_kv_heads",
+            "block_bytes",
+            "groups",
+            "draft_groups",
+        )
     return [
         f"{name} is {_shown(theirs, name)}, here {_shown(ours, name)}"
         for name in (descriptor.name for descriptor in ours.DESCRIPTOR.fields)
@@ -116,7 +155,7 @@ def _are_parts_of_one_cache(
     ours: kv_transfer_pb2.KvFingerprint, theirs: kv_transfer_pb2.KvFingerprint
 ) -> bool:
     """Returns whether shards of two sizes together have the same heads, in every group."""
-    if any(group.kind not in _NAMES for group in theirs.groups):
+    if any(group.kind not in _NAMES for group in (*theirs.groups, *theirs.draft_groups)):
         return False
     as_ours = kv_groups.split(_groups(theirs), num_shards(theirs), num_shards(ours))
     sizes = [one.block_bytes * num_shards(one) for one in (ours, theirs)]
@@ -125,7 +164,7 @@ def _are_parts_of_one_cache(
 
 def _shown(fingerprint: kv_transfer_pb2.KvFingerprint, name: str) -> str:
     value: Any = getattr(fingerprint, name)
-    if name != "groups":
+    if name not in ("groups", "draft_groups"):
         return repr(value)
     shown = [
         f"{group.num_layers} layers {kv_transfer_pb2.KvGroup.Kind.Name(group.kind)} of "

@@ -32,6 +32,7 @@ class KvGroup:
         window_tokens: Tokens of a window; 0 for other kinds.
         table: Index of the engine's list of a request's blocks, which layers of several groups may
             share (vLLM: KV cache group).
+        is_draft: Whether the layers belong to a speculative draft.
     """
 
     kind: Kind
@@ -41,6 +42,7 @@ class KvGroup:
     block_bytes: int
     window_tokens: int = 0
     table: int = 0
+    is_draft: bool = False
 
     def blocks(self, num_blocks: int, counted_tokens: int) -> range:
         """Returns the blocks of each layer in a handoff, as indices from its first token on.

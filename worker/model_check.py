@@ -108,6 +108,7 @@ class ModelCheck:
         device: Kind of device that vLLM uses on this host.
         max_model_len: Longest prompt with its output, in tokens.
         layout: Layout of the KV cache.
+        draft: How handoffs treat the KV cache of a speculative draft; empty if there is none.
         bytes_per_token: KV cache of one token: all layers that keep every token, all ranks.
         bytes_per_block: KV cache of one block of these layers, all ranks.
         prompt_tokens: Length of the example prompt.
@@ -123,6 +124,7 @@ class ModelCheck:
     device: str
     max_model_len: int
     layout: KvLayout
+    draft: str
     bytes_per_token: float
     bytes_per_block: int
     prompt_tokens: int
@@ -149,7 +151,7 @@ def check(config: BatonConfig, prompt_tokens: int) -> ModelCheck:
         directory = Path(name)
         # vLLM prints to standard output, which belongs to the result.
         with _output_on_stderr():
-            checked = _configured(config, directory)
+            checked, decode = _configured(config, directory)
         layout, vllm = checked.expected_layout, checked.config
         num_blocks = layout.num_blocks(prompt_tokens)
         return ModelCheck(
@@ -158,6 +160,7 @@ def check(config: BatonConfig, prompt_tokens: int) -> ModelCheck:
             device=vllm.device_config.device_type,
             max_model_len=vllm.model_config.max_model_len,
             layout=layout,
+            draft=_draft(layout, decode.layout),
             bytes_per_token=layout.token_bytes,
             bytes_per_block=round(layout.token_bytes * layout.block_size_tokens),
             prompt_tokens=prompt_tokens,
@@ -177,8 +180,21 @@ def images_of(config: Any) -> str:
     return image_refusal(config) or "served"
 
 
-def _configured(config: BatonConfig, directory: Path) -> CheckedModel:
-    """Returns the model as prefill workers configure it; decode workers must have its layout."""
+def _draft(prefill: KvLayout, decode: KvLayout) -> str:
+    if prefill.draft_revision and decode.draft_revision:
+        return "its KV cache is handed over with the prompt"
+    if decode.draft_revision:
+        return (
+            "its KV cache is left out of handoffs, because prefill.engine_args has no "
+            "speculative_config: fewer drafted tokens will be right"
+        )
+    if prefill.draft_revision:
+        return "decode workers have none, and do not speculate"
+    return ""
+
+
+def _configured(config: BatonConfig, directory: Path) -> tuple[CheckedModel, CheckedModel]:
+    """Returns the model as prefill and decode workers configure it, with fitting layouts."""
     path = Path(config.model)
     if (path.is_absolute() or config.model.startswith(("./", "../"))) and not path.exists():
         raise Refused(f"model: is {config.model!r}; there is no such directory")
@@ -205,16 +221,17 @@ def _configured(config: BatonConfig, directory: Path) -> CheckedModel:
             problem = "cannot be read from the hub" if is_missing else "vLLM refuses it"
             raise Refused(f"model: {config.model}: {problem}: {_said(error)}") from error
 
-    prefill = make(config.prefill)
+    prefill = decode = make(config.prefill)
     if vllm_arguments(config, config.prefill) != vllm_arguments(config, config.decode):
+        decode = make(config.decode)
         ours = prefill.expected_layout.fingerprint()
-        theirs = make(config.decode).expected_layout.fingerprint()
+        theirs = decode.expected_layout.fingerprint()
         if differing := kv_fingerprint.differences(ours, theirs):
             raise Refused(
                 "prefill.engine_args, decode.engine_args: decode workers could not load the KV "
                 f"caches of prefill workers: {'; '.join(differing)}"
             )
-    return prefill
+    return prefill, decode
 
 
 def _said(error: Exception) -> str:

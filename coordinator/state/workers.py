@@ -315,8 +315,10 @@ class WorkerRegistry(AttachedWorkers):
         others = [one for one in self._workers.values() if one.id != hello.worker_id]
         if not others:
             return None
-        # The attached workers of one fleet are alike.
-        other = next((one for one in others if one.fleet.name == revision), None)
+        # The attached workers of one fleet are alike, but some may have no speculative draft.
+        fleet = [one for one in others if one.fleet.name == revision]
+        drafting = [one for one in fleet if one.hello.fingerprint.draft_revision]
+        other = next(iter(drafting or fleet), None)
         if other is None:
             # Prompts are tokenized once, before their fleet is chosen.
             other = others[0]

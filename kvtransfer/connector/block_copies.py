@@ -86,6 +86,13 @@ class BlockCopies(ABC):
         """
 
     @abstractmethod
+    def clear_draft(self, block_ids: Sequence[int]) -> None:
+        """Fills blocks of a draft's layers with zeros, on the caller's stream.
+
+        The blocks are new: no copy from or to these layers of them is under way.
+        """
+
+    @abstractmethod
     def join_gathers(self) -> None:
         """Orders the caller's later work after all gathers from the paged cache.
 

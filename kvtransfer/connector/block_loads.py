@@ -97,7 +97,9 @@ def copy_in(
         for table, part in zip(layout.tables, parts, strict=True)
         if part.block_ids
     }
-    for batch in _batched(claimed.frames, copies):
+    # A draft's layers come last; this engine may have no draft.
+    known = (frame for frame in claimed.frames if frame.layer < layout.num_all_layers)
+    for batch in _batched(known, copies):
         layer = batch[0].layer
         group = layout.group_of(layer)
         part = parts[group.table]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from vllm.v1.kv_cache_interface import (
@@ -31,11 +31,17 @@ class UnsupportedCache(ValueError):
     """Baton cannot hand over one of the model's caches; the message names its type."""
 
 
-def named_groups(config: KVCacheConfig) -> dict[KvGroup, list[str]]:
+def named_groups(config: KVCacheConfig, draft: Collection[str] = ()) -> dict[KvGroup, list[str]]:
     """Returns the groups of layers in their order, each with vLLM's names of its layers.
+
+    The groups of a draft come last.
 
     The scheduler's configuration has one specification per block table, even where layers of a
     table differ; only tables, kinds and block sizes are right in what it gives.
+
+    Args:
+        config: vLLM's description of its caches.
+        draft: Names of a draft's layers.
 
     Raises:
         UnsupportedCache: Baton does not hand over caches of this type.
@@ -46,11 +52,15 @@ def named_groups(config: KVCacheConfig) -> dict[KvGroup, list[str]]:
             spec = group.kv_cache_spec
             if isinstance(spec, UniformTypeKVCacheSpecs):
                 spec = spec.kv_cache_specs[name]
-            found.setdefault((table, *_described(spec)), []).append(name)
+            key = (name in draft, table, *_described(spec))
+            found.setdefault(key, []).append(name)
     named = {}
-    for (table, kind, num_heads, block_size, block_bytes, window), names in found.items():
+    for (is_draft, table, kind, *sizes, window), names in sorted(
+        found.items(), key=lambda one: one[0][0]
+    ):
+        num_heads, block_size, block_bytes = sizes
         group_of_layers = KvGroup(
-            kind, len(names), num_heads, block_size, block_bytes, window, table
+            kind, len(names), num_heads, block_size, block_bytes, window, table, is_draft
         )
         named[group_of_layers] = names
     return named

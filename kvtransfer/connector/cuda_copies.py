@@ -252,6 +252,10 @@ class CudaCopies(BlockCopies):
         ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=True)
         self._cache.clear(ids.to(self._device, non_blocking=True))
 
+    def clear_draft(self, block_ids: Sequence[int]) -> None:
+        ids = torch.tensor(block_ids, dtype=torch.int64, pin_memory=True)
+        self._cache.clear(ids.to(self._device, non_blocking=True), only_draft=True)
+
     def join_gathers(self) -> None:
         if self._gathered is not None:
             torch.cuda.current_stream(self._device).wait_event(self._gathered)

@@ -50,6 +50,7 @@ class Load:
         waiting_id: The engine's ID of the request that waits until the load has ended. Empty: the
             request runs in this step, whose model waits for the load.
         num_shards: Number of shards of the sender's cache; 0: as many as of this one.
+        has_draft: Whether the handoff holds the layers of a draft.
     """
 
     handoff_id: bytes
@@ -57,6 +58,7 @@ class Load:
     parts: tuple[Part, ...]
     waiting_id: str = ""
     num_shards: int = 0
+    has_draft: bool = False
 
     @property
     def block_ids(self) -> list[int]:

@@ -91,6 +91,10 @@ class HostCopies(BlockCopies):
     def clear(self, block_ids: Sequence[int]) -> None:
         self._cache.clear(torch.tensor(self.prepare(block_ids), dtype=torch.int64))
 
+    def clear_draft(self, block_ids: Sequence[int]) -> None:
+        ids = torch.tensor(self.prepare(block_ids), dtype=torch.int64)
+        self._cache.clear(ids, only_draft=True)
+
     def landing(self) -> Copy:
         return _DONE
 

@@ -78,7 +78,7 @@ class PagedCache:
         layout: KvLayout,
         layers: Sequence[int] | None = None,
     ) -> None:
-        held = range(layout.num_layers) if layers is None else layers
+        held = range(layout.num_all_layers) if layers is None else layers
         if len(kv_caches) != len(held):
             raise ValueError(
                 f"the cache has {len(kv_caches)} layers; the fingerprint has {len(held)}"
@@ -94,7 +94,7 @@ class PagedCache:
             for (name, cache), group in zip(kv_caches.items(), self.groups.values(), strict=True)
         ]
         self.device = devices.pop()
-        self.largest_block_bytes = layout.block_bytes
+        self.largest_block_bytes = layout.largest_block_bytes
         self.indices = dict(zip(kv_caches, held, strict=True))
         self.word = next(word for word in _WORDS if all(_is_made_of(view, word) for view in views))
         of_words = [view.view(self.word) for view in views]
@@ -104,13 +104,14 @@ class PagedCache:
             for layer, words in zip(held, of_words, strict=True)
         }
 
-    def clear(self, block_ids: torch.Tensor) -> None:
-        """Fills blocks of every layer with zeros.
+    def clear(self, block_ids: torch.Tensor, *, only_draft: bool = False) -> None:
+        """Fills blocks of every layer, or of a draft's layers, with zeros.
 
         Groups share the cache's memory: a block belongs to one of them at a time.
         """
-        for layer in self.layers.values():
-            layer.index_fill_(0, block_ids, 0)
+        for layer, words in self.layers.items():
+            if self.groups[layer].is_draft or not only_draft:
+                words.index_fill_(0, block_ids, 0)
 
     def block_words(self, layer: int) -> int:
         """Returns the number of words of one block of a layer."""

@@ -85,7 +85,7 @@ class RankHalf:
         stage: Stage | None = None,
     ) -> None:
         self._socket_path, self._port = socket_path, port
-        self._layout, self._stage = layout, stage or Stage(0, range(layout.num_layers))
+        self._layout, self._stage = layout, stage or Stage(0, range(layout.num_all_layers))
         # When several ranks hold the same shard, the first one sends it, and each one loads it.
         self._shard, replica = divmod(rank, layout.num_replicas)
         self._sends = replica == 0
@@ -185,11 +185,16 @@ class RankHalf:
     def save(self, layer_name: str) -> None:
         """Gathers the step's blocks of one layer, whose kernels have just been launched.
 
-        Layers that use another layer's cache have nothing of their own to gather.
+        Layers that use another layer's cache have nothing of their own to gather. A draft may run
+        several times in a step: `end_step` gathers its layers.
         """
-        if layer_name not in self._unsaved:
-            return
-        layer, layout = self._known_cache.indices[layer_name], self._layout
+        if layer_name in self._unsaved:
+            layer = self._known_cache.indices[layer_name]
+            if not self._known_cache.groups[layer].is_draft:
+                self._gather(layer_name, layer)
+
+    def _gather(self, layer_name: str, layer: int) -> None:
+        layout = self._layout
         del self._unsaved[layer_name]
         ends_step, group = not self._unsaved, self._known_cache.groups[layer]
         if group not in self._batches:
@@ -249,10 +254,11 @@ class RankHalf:
 
         A CUDA graph of the whole model (vLLM's FULL mode: steps of single tokens, such as the last
         token of a prompt whose other tokens were cached) does not call `save` per layer: this
-        method gathers those layers.
+        method gathers those layers. So it does a draft's, which runs when the step's tokens have
+        been sampled: with speculation, vLLM ends the step after that.
         """
         for layer_name in list(self._unsaved):
-            self.save(layer_name)
+            self._gather(layer_name, self._known_cache.indices[layer_name])
         if self._blocks:
             self._copies.join_gathers()
         self._pushes, self._blocks, self._batches, self._unsaved = [], {}, {}, {}

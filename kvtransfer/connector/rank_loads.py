@@ -89,6 +89,7 @@ class RankLoads:
     ) -> None:
         self._port, self._layout, self._shard = port, layout, shard
         self._layers = frozenset(layers)
+        self._without_draft = layout.without_draft()
         self._copies, self._threads = copies, threads
         self._verify = partial(holds, memory=port.memory)
         # Loads of the step under way whose copies may not have ended.
@@ -101,6 +102,9 @@ class RankLoads:
         """Claims a step's loads and begins to copy them into the cache."""
         for load in loads:
             shards, failed = self._claimed(load)
+            if self._layout.draft_groups and not load.has_draft:
+                # The draft must not read what an earlier request left in these blocks.
+                self._copies.clear_draft(load.block_ids)
             if load.waiting_id:
                 self._waited.append(self._begun(load, shards, failed))
             elif failed is not None:
@@ -117,9 +121,10 @@ class RankLoads:
         self, load: Load
     ) -> tuple[list[_Shard], kv_transfer_pb2.RefusalReason.ValueType | None]:
         """Claims the sender's shards that have heads of this rank; or says why the load fails."""
-        sender = self._layout.split_into(load.num_shards or self._layout.num_shards)
+        layout = self._loaded_layout(load)
+        sender = layout.split_into(load.num_shards or layout.num_shards)
         shards = []
-        for source in sources(self._shard, self._layout.num_shards, sender.num_shards):
+        for source in sources(self._shard, layout.num_shards, sender.num_shards):
             claimed = self._port.claim(load.handoff_id, source)
             if claimed is None:
                 # The handoff has ended, with its own reason, or the service does not answer.
@@ -128,9 +133,13 @@ class RankLoads:
                 return [], _INCOMPLETE
             # Other stages load the other layers.
             frames = tuple(frame for frame in claimed.frames if frame.layer in self._layers)
-            heads = head_ranges(self._layout, self._shard, sender, source)
+            heads = head_ranges(layout, self._shard, sender, source)
             shards.append(_Shard(sender, replace(claimed, frames=frames), heads))
         return shards, None
+
+    def _loaded_layout(self, load: Load) -> KvLayout:
+        """Returns the layout of this cache with the layers that a load fills."""
+        return self._layout if load.has_draft else self._without_draft
 
     def _copied(self, load: Load, shards: Sequence[_Shard]) -> Iterator[Check]:
         """Begins the copies of the wanted blocks; yields one check per frame."""
@@ -171,7 +180,10 @@ class RankLoads:
     def _is_whole(self, load: Load, shards: Sequence[_Shard], checks: Sequence[Check]) -> bool:
         """Returns whether the claims had frames of all blocks that the load wants."""
         wanted = [len(part.block_ids) for part in load.parts]
-        num_wanted = sum(wanted[self._layout.group_of(layer).table] for layer in self._layers)
+        layout = self._loaded_layout(load)
+        # A draft's layers come last.
+        layers = [layer for layer in self._layers if layer < layout.num_all_layers]
+        num_wanted = sum(wanted[layout.group_of(layer).table] for layer in layers)
         return sum(len(check.block_ids) for check in checks) == len(shards) * num_wanted
 
     def _fail(

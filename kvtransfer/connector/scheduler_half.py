@@ -60,6 +60,7 @@ class _Receive:
             0 it waits until another request has loaded the handoff.
         over: True once the handoff was loaded or given up, or there was nothing to load.
         num_shards: Number of shards of the sender's cache, known when the handoff is committed.
+        has_draft: Whether the handoff holds the layers of a draft, known then too.
     """
 
     request_id: str
@@ -70,6 +71,7 @@ class _Receive:
     is_fetch: bool = False
     over: bool = False
     num_shards: int = 0
+    has_draft: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,7 @@ class SchedulerHalf:
             return None
         if (committed := self._committed.get(receive.handoff_id)) is not None:
             receive.num_shards = committed.num_shards
+            receive.has_draft = committed.has_draft
             if receive.is_fetch:
                 # The holder may have lacked blocks at the end.
                 brought = receive.skip_tokens + committed.num_tokens
@@ -292,6 +295,7 @@ class SchedulerHalf:
             tuple(self._parts(tables, first_token, usable, receive.skip_tokens)),
             request.request_id if self.requests_wait else "",
             receive.num_shards,
+            receive.has_draft,
         )
         receive.over = True
         if receive.is_fetch:

@@ -56,6 +56,7 @@ from baton.kvtransfer.connector.cache_groups import UnsupportedCache, named_grou
 from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE, CachedBlocks
 from baton.kvtransfer.connector.cpu_copies import CpuCopies
 from baton.kvtransfer.connector.disk_tier import SHUTDOWN_TIMEOUT_S, make_rank_disk
+from baton.kvtransfer.connector.draft_layers import check_draft, draft_layers
 from baton.kvtransfer.connector.handoff_step import HandoffStep, LoadReport
 from baton.kvtransfer.connector.host_memory import host_layers
 from baton.kvtransfer.connector.host_tier import (
@@ -161,8 +162,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         # The worker has checked the model's configuration; this checks the cache itself.
+        draft = draft_layers(vllm_config, kv_cache_config)
         try:
-            self._named = named_groups(kv_cache_config)
+            self._named = named_groups(kv_cache_config, draft)
         except UnsupportedCache as error:
             raise ValueError(
                 f"model {vllm_config.model_config.model} keeps {error} caches, which Baton does "
@@ -178,6 +180,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             groups = whole_model(stages)
         self._layout = KvLayout(**extra["layout"]).with_groups(groups)
         _check_replicas(vllm_config, kv_cache_config, self._layout)
+        check_draft(self._layout)
         self._port = EnginePort(self._socket_path)
         self._scheduler: SchedulerHalf | None = None
         self._cache_events: list[KVCacheEvent] = []

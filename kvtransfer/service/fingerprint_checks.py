@@ -29,7 +29,7 @@ def check_fingerprint(fingerprint: pb.KvFingerprint, layout: KvLayout) -> None:
             f"fingerprint.num_shards is {fingerprint.num_shards}; must divide tp_size, "
             f"{fingerprint.tp_size}"
         )
-    if layout.block_bytes > MAX_PAYLOAD_BYTES:
+    if layout.largest_block_bytes > MAX_PAYLOAD_BYTES:
         raise TransferRefused(
-            f"fingerprint.block_bytes is {layout.block_bytes}; at most {MAX_PAYLOAD_BYTES}"
+            f"fingerprint.block_bytes is {layout.largest_block_bytes}; at most {MAX_PAYLOAD_BYTES}"
         )

@@ -44,6 +44,7 @@ def received_state(changed: receiving.Changed) -> pb.LocalHandoffState:
         num_bytes=changed.num_bytes,
         transport=changed.transport,
         num_shards=changed.num_shards,
+        has_draft=changed.has_draft,
     )
 
 

@@ -15,8 +15,8 @@ def data_problem(handoff: Handoff, frame: Frame, layout: KvLayout) -> str | None
         return "a data frame before the handoff was opened"
     if frame.rank >= layout.num_shards:
         return f"rank is {frame.rank}; must be below {layout.num_shards}"
-    if frame.layer >= layout.num_layers:
-        return f"layer is {frame.layer}; must be below {layout.num_layers}"
+    if frame.layer >= layout.num_all_layers:
+        return f"layer is {frame.layer}; must be below {layout.num_all_layers}"
     group = layout.group_of(frame.layer)
     held = layout.blocks(group, handoff.num_blocks)
     end = frame.first_block + frame.num_blocks

@@ -41,13 +41,13 @@ class OpenHandler:
         live = self._table.live.get(frame.handoff_id)
         try:
             opened = parse_open(frame)
-            num_bytes = self._checked_bytes(opened, layout, live)
+            sent = _sent_layout(opened, layout)
+            num_bytes = self._checked_bytes(opened, sent, live)
             choice = self._choose(stream, opened)
         except MalformedFrame as error:
             self._table.reject(stream, frame, live, error.reason, str(error), now)
         else:
-            layout = layout.split_into(kv_fingerprint.num_shards(opened.fingerprint))
-            self._begin(stream, opened, choice, num_bytes, layout, now)
+            self._begin(stream, opened, choice, num_bytes, sent, now)
 
     def _is_refused(self, stream: int, frame: Frame, now: float) -> bool:
         """Refuses an open that must not change the handoff it names; returns whether it did."""
@@ -77,10 +77,6 @@ class OpenHandler:
     def _checked_bytes(self, opened: pb.PushOpen, layout: KvLayout, live: Handoff | None) -> int:
         """Returns the size of a handoff in bytes; raises MalformedFrame when it cannot be taken."""
         num_bytes = layout.handoff_bytes(opened.num_blocks)
-        if differing := kv_fingerprint.differences(layout.fingerprint(), opened.fingerprint):
-            raise MalformedFrame(
-                f"KV caches differ: {'; '.join(differing)}", pb.REFUSAL_REASON_FINGERPRINT
-            )
         most = opened.num_blocks * layout.counted_tokens
         if not 1 <= opened.num_tokens <= most:
             raise MalformedFrame(
@@ -108,7 +104,7 @@ class OpenHandler:
             opened: The open.
             choice: The transport of the epoch.
             num_bytes: Size of the handoff.
-            layout: Layout of this cache in the sender's number of shards.
+            layout: Layout of the handoff.
             now: Current time.monotonic(), in seconds.
         """
         live = self._table.live.get(opened.handoff_id)
@@ -131,3 +127,19 @@ class OpenHandler:
         live.choice, live.problem = choice, None
         live.num_blocks, live.num_tokens = opened.num_blocks, opened.num_tokens
         self._table.reserve(live, num_bytes, opened.wait_ms / 1000, now)
+
+
+def _sent_layout(opened: pb.PushOpen, layout: KvLayout) -> KvLayout:
+    """Returns the layout of a handoff; raises MalformedFrame if it does not fit this cache."""
+    if differing := kv_fingerprint.differences(layout.fingerprint(), opened.fingerprint):
+        raise MalformedFrame(
+            f"KV caches differ: {'; '.join(differing)}", pb.REFUSAL_REASON_FINGERPRINT
+        )
+    for group in opened.fingerprint.draft_groups:
+        if group.kind != pb.KvGroup.KIND_FULL or not group.num_layers or not group.block_bytes:
+            raise MalformedFrame(
+                f"draft_groups has {group.num_layers} layers of {group.block_bytes} bytes, kind "
+                f"{group.kind}; must be at least 1 layer, at least 1 byte, KIND_FULL",
+                pb.REFUSAL_REASON_FINGERPRINT,
+            )
+    return layout.sent_by(opened.fingerprint)

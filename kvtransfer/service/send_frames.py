@@ -60,7 +60,7 @@ def fill_problem(send: Send, filled: pb.LocalFrame, layout: KvLayout) -> str | N
     """Returns why a rank's notification is wrong; None when it names bytes of the send's extent."""
     if send.state is SendState.WAITING:
         return "filled before its staging was reserved"
-    if filled.rank >= layout.num_shards or filled.layer >= layout.num_layers:
+    if filled.rank >= layout.num_shards or filled.layer >= layout.num_all_layers:
         return f"rank {filled.rank}, layer {filled.layer} were filled: no such rank or layer"
     if filled.stage >= layout.pp_size:
         return f"stage {filled.stage} filled blocks; there are {layout.pp_size} stages"

@@ -272,7 +272,9 @@ class Links:
             self._handler.link_lost(link_id, detail)
 
         link = ReceivingLink(
-            self._options(hello.backend, local, hello.fingerprint.block_bytes),
+            self._options(
+                hello.backend, local, kv_fingerprint.largest_block_bytes(hello.fingerprint)
+            ),
             mailbox.put,
             lost,
             lambda frame: self._handler.link_frame(link_id, frame),

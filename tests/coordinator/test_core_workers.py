@@ -166,6 +166,23 @@ def test_workers_match_if_their_ranks_divide_the_same_heads(world):
     assert "tp_size" not in str(refusal.error)
 
 
+def test_only_workers_with_a_draft_must_have_the_same_one(world):
+    """Prefill workers may do without the draft of the decode workers."""
+    fingerprint = kv_transfer_pb2.KvFingerprint()
+    fingerprint.CopyFrom(world.core.workers.by_id("p").hello.fingerprint)
+    fingerprint.draft_revision = "eagle w1"
+    fingerprint.draft_groups.add(
+        kind=kv_transfer_pb2.KvGroup.KIND_FULL, num_layers=1, num_kv_heads=2,
+        block_size_tokens=16, block_bytes=1024,
+    )  # fmt: skip
+    for name in ("x", "y"):
+        world.attach(name, DECODE, fingerprint=fingerprint)
+        assert world.core.workers.by_id(name) is not None
+    fingerprint.draft_revision = "eagle w2"
+    (refusal,) = world.attach("z", DECODE, fingerprint=fingerprint)
+    assert "fingerprint.draft_revision is 'eagle w2', here 'eagle w1'" in str(refusal.error)
+
+
 def test_a_worker_with_another_adapter_revision_is_refused(world):
     """The KV caches of two adapter revisions would be confused under one adapter name."""
     model = common_pb2.ModelDescription()

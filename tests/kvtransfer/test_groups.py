@@ -5,6 +5,7 @@ services are the real ones.
 """
 
 import asyncio
+import dataclasses
 import itertools
 import random
 from dataclasses import dataclass, field
@@ -37,11 +38,22 @@ MODELS = {
     "states": [FULL, WINDOW, NARROW, STATE],
     "states only": [KvGroup("state", 3, 1, 1024, 96)],
 }
+# Models with a draft, whose layers come last.
+DRAFT = KvGroup("full", 1, 1, 4, 32, table=0, is_draft=True)
+DRAFTED = {
+    "draft": [KvGroup("full", 6, 2, 4, 64), DRAFT],
+    "draft of the layers' size": [
+        KvGroup("full", 6, 2, 4, 64), KvGroup("full", 2, 2, 4, 64, is_draft=True)
+    ],
+    "draft beside two sizes": [*MODELS["two sizes in one table"], DRAFT],
+}  # fmt: skip
+MODELS |= DRAFTED
 NUM_BLOCKS, WAIT_S = 120, 120.0
 
 
 def layout_of(name):
-    return BASE.with_groups(MODELS[name])
+    draft = "eagle weights" if name in DRAFTED else ""
+    return dataclasses.replace(BASE, draft_revision=draft).with_groups(MODELS[name])
 
 
 @st.composite
@@ -158,7 +170,7 @@ class Engine:
         self.half.bind(SimpleNamespace(blocks=[held] * NUM_BLOCKS, hash_block_size=4))
         self.rank = RankHalf(worker.client.socket_path, self.ports[1], 0, layout)
         self.caches = {}
-        for layer in range(layout.num_layers):
+        for layer in range(layout.num_all_layers):
             group = layout.group_of(layer)
             tokens = 1 if group.kind == "state" else group.block_size_tokens
             content = group.block_bytes // group.num_kv_heads // tokens
@@ -311,9 +323,11 @@ async def engines(start):
     """Starts two workers and their engines."""
     made = []
 
-    async def begin(layout):
-        workers = await asyncio.gather(start(layout=layout), start(layout=layout))
-        made.extend(Engine(worker, layout, seed) for seed, worker in enumerate(workers))
+    async def begin(layout, receiver_s=None):
+        layouts = [layout, receiver_s or layout]
+        workers = await asyncio.gather(*(start(layout=one) for one in layouts))
+        for seed, (worker, one) in enumerate(zip(workers, layouts, strict=True)):
+            made.append(Engine(worker, one, seed))
         return *workers, made
 
     yield begin
@@ -336,6 +350,57 @@ async def test_windows_and_states_arrive_whatever_the_chunks_are(name, engines):
             assert torch.equal(data, taken[place]), (num_tokens, lengths, place)
     await sender.empty()
     await receiver.empty()
+
+
+async def test_a_draft_is_gathered_when_the_step_ends(engines):
+    """It may run several times in a step, and writes to its cache until its last run has ended."""
+    sender, receiver, made = await engines(layout_of("draft"))
+    prefill = made[0]
+    end_step = prefill.rank.end_step
+
+    def draft():
+        list(prefill.caches.values())[-1].fill_(77)
+        end_step()
+
+    prefill.rank.end_step = draft
+    _, taken = await hand_over(sender, receiver, made, [9, 14])
+    assert all((taken[6, at] == 77).all() for at in range(6))
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+@pytest.mark.parametrize("which", ["sender", "receiver"])
+async def test_only_one_end_may_have_a_draft(name, which, engines):
+    """The other layers arrive. A receiver's draft finds zeros, and not another request's keys."""
+    drafted = layout_of(name)
+    layouts = [drafted, drafted.without_draft()]
+    sender, receiver, made = await engines(*(layouts if which == "sender" else layouts[::-1]))
+    given, taken = await hand_over(sender, receiver, made, [9, 14])
+    num_layers = drafted.num_layers
+    for place in given.keys() & taken.keys():
+        assert torch.equal(given[place], taken[place]), place
+    of_draft = {place for place in taken if place[0] >= num_layers}
+    assert bool(of_draft) is (which == "receiver")
+    assert not any(taken[place].any() for place in of_draft)
+    await hand_over(sender, receiver, made, [20, 13], alter=True)
+    await sender.empty()
+    await receiver.empty()
+
+
+def test_two_drafts_must_be_equal():
+    ours = layout_of("draft")
+    theirs = dataclasses.replace(ours, draft_revision="eagle other weights")
+    assert kv_fingerprint.differences(ours.fingerprint(), theirs.fingerprint()) == [
+        "draft_revision is 'eagle other weights', here 'eagle weights'"
+    ]
+    narrow = ours.with_groups([*MODELS["draft"][:1], dataclasses.replace(DRAFT, block_bytes=16)])
+    [shown] = kv_fingerprint.differences(ours.fingerprint(), narrow.fingerprint())
+    assert "draft_groups is [1 layers KIND_FULL of 4 tokens, 16 bytes" in shown
+    plain = ours.without_draft()
+    assert plain == BASE
+    assert not kv_fingerprint.differences(plain.fingerprint(), ours.fingerprint())
+    assert not kv_fingerprint.differences(ours.fingerprint(), plain.fingerprint())
+    # A worker of an earlier version compares this field.
+    assert plain.fingerprint().layout != ours.fingerprint().layout
 
 
 @pytest.mark.parametrize("name", ["window in every layer", "two windows", "two sizes in one table"])

@@ -49,6 +49,9 @@ class Side:
         # Blocks on disk, by the reports of the steps.
         self.on_disk: set[int] = set()
         self.num_wrong_files, self.disk_failed = 0, False
+        # Steps with tokens for a request, and these tokens: more than one if drafts are right. The
+        # last step of a request is not counted, because it may have had more right drafts.
+        self.counts = {"steps": 0, "tokens": 0}
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -80,6 +83,9 @@ class Side:
             self.num_wrong_files += step.num_wrong_files
             self.disk_failed = self.disk_failed or step.disk_failed
             for output in step.outputs:
+                if output.finish is None and output.token_ids:
+                    self.counts["steps"] += 1
+                    self.counts["tokens"] += len(output.token_ids)
                 self._outputs[output.request_id].put_nowait(output)
 
     def num_cached_tokens(self, token_ids: Sequence[int]) -> int:

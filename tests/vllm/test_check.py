@@ -53,6 +53,13 @@ class Told:
             decode = {"engine_args": sizes}
             values = {"model": str(directory / model), "decode": decode}
             (directory / f"{name}.yaml").write_text(yaml.safe_dump(values))
+        speculation = {
+            "method": "draft_model", "model": self.demo, "num_speculative_tokens": 2,
+        }  # fmt: skip
+        arguments = {"engine_args": {"speculative_config": speculation}}
+        for name, drafts in (("drafts", arguments), ("one draft", {"decode": arguments})):
+            values = {"model": self.demo, **drafts}
+            (directory / f"{name}.yaml").write_text(yaml.safe_dump(values))
         runner, windows = "runner=pooling", "disable_sliding_window=true"
         commands = {
             "small": ["--config", str(self.small), "--write", str(self.made), "--json"],
@@ -70,6 +77,8 @@ class Told:
             "pools": ["--config", str(pools)],
             "ranks": ["--config", str(directory / "ranks.yaml")],
             "state ranks": ["--config", str(directory / "state ranks.yaml")],
+            "drafts": ["--config", str(directory / "drafts.yaml")],
+            "one draft": ["--config", str(directory / "one draft.yaml"), "--json"],
             "taken": [self.demo, "--write", str(taken)],
         }
         with Program("check_program", commands, directory=directory) as program:
@@ -226,3 +235,14 @@ def test_pools_whose_caches_differ_are_refused_with_both_values(told: Told) -> N
 def test_pools_of_different_ranks_are_accepted_unless_the_model_keeps_states(told: Told) -> None:
     assert told.answers["ranks"]["code"] == 0, told.answers["ranks"]["err"]
     assert "tp_size is 2, here 1" in told.answers["state ranks"]["err"]
+
+
+def test_it_is_told_whether_the_kv_cache_of_a_draft_is_handed_over(told: Told) -> None:
+    """A prefill pool without the draft that the decode pool has is accepted."""
+    both = told.answers["drafts"]
+    assert both["code"] == 0, both["err"]
+    assert "Speculative draft: its KV cache is handed over with the prompt\n" in both["out"]
+    one = told.json("one draft")
+    assert one["can_be_served"]
+    assert one["draft"].startswith("its KV cache is left out of handoffs, because prefill.engine")
+    assert told.json("small")["draft"] == ""

@@ -92,6 +92,23 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
         "layer_types": ["linear_attention", "full_attention"] * 2,
     },
+    # It has two MTP modules.
+    "multi module": {
+        **DECODER,
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "kv_lora_rank": 32,
+        "q_lora_rank": None,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 16,
+        "v_head_dim": 16,
+        "n_routed_experts": 2,
+        "num_experts_per_tok": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 64,
+        "num_nextn_predict_layers": 2,
+    },
     "llama": LLAMA,
     "qwen3 moe": {
         **DECODER,
@@ -104,6 +121,21 @@ MODELS: dict[str, dict[str, Any]] = {
     "chunked": {**LLAMA, "attention_chunk_size": 128},
 }
 NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+DRAFT_MODEL = {"method": "draft_model", "model": "{llama}", "num_speculative_tokens": 2}
+EAGLE = {**DRAFT_MODEL, "method": "eagle"}
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
+# Settings of drafts with a KV cache: the model, and vLLM's speculative_config.
+DRAFTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "draft_model": ("llama", DRAFT_MODEL),
+    "eagle": ("llama", EAGLE),
+    "one module": ("multi module", {**MTP, "num_speculative_tokens": 1}),
+    "several modules": ("multi module", MTP),
+    "block drop": ("llama", {**EAGLE, "disable_eagle_block_drop": False}),
+    "parallel": ("llama", {**DRAFT_MODEL, "parallel_drafting": True}),
+    "windows": ("mistral", DRAFT_MODEL),
+    "draft's cache": ("llama", {**EAGLE, "kv_cache_dtype": "fp8"}),
+    "other kind": ("deepseek", DRAFT_MODEL),
+}
 # Case name: the model, and vLLM's engine arguments.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in MODELS if name != "qwen3 moe"},
@@ -127,16 +159,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kv_cache_dtype_skip_layers": ("llama", {"kv_cache_dtype_skip_layers": ["0"]}),
     "sparse": ("deepseek", {"hf_overrides": {"index_topk": 64}}),
     "ngram": ("llama", {"speculative_config": NGRAM}),
-    "draft_model": (
+    "hidden states": (
         "llama",
-        {
-            "speculative_config": {
-                "method": "draft_model",
-                "model": "{llama}",
-                "num_speculative_tokens": 2,
-            }
-        },
+        {"speculative_config": {"method": "extract_hidden_states", "num_speculative_tokens": 1}},
     ),
+    **{name: (model, {"speculative_config": draft}) for name, (model, draft) in DRAFTS.items()},
     "profiler": ("llama", {"profiler_config": {"profiler": "cuda"}}),
     "profiler_config": ("llama", {"profiler_config": {"torch_profiler_shapes": True}}),
 }
@@ -287,10 +314,22 @@ def test_sparse_attention_with_an_indexer_cache_is_refused(said: dict[str, str])
     assert "(DeepseekV2ForCausalLM) uses sparse attention: its indexer" in said["sparse"]
 
 
-def test_a_draft_model_with_its_own_cache_is_refused(said: dict[str, str]) -> None:
-    message = said["draft_model"]
-    assert message.startswith("engine_args.speculative_config: method is 'draft_model'")
-    assert "ngram" in message
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("hidden states", "method is 'extract_hidden_states', whose draft keeps a KV cache of a"),
+        ("several modules", "num_speculative_tokens is 2, by several MTP modules"),
+        ("block drop", "disable_eagle_block_drop is False; must be True"),
+        ("parallel", "parallel_drafting is True; Baton hands over drafts that draft one token"),
+        ("windows", "method is 'draft_model', and MistralForCausalLM has layers with sliding"),
+        ("draft's cache", "kv_cache_dtype is 'fp8'; must be that of the model, 'auto'"),
+        ("other kind", "method is 'draft_model'; only one of LlamaForCausalLM and DeepseekV2For"),
+    ],
+)
+def test_drafts_that_cannot_be_handed_over_are_refused_with_the_reason(
+    said: dict[str, str], name: str, message: str
+) -> None:
+    assert said[name].startswith(f"engine_args.speculative_config: {message}")
 
 
 def test_profiler_settings_that_baton_sets_or_vllm_rejects_are_refused(
@@ -304,14 +343,8 @@ def test_profiler_settings_that_baton_sets_or_vllm_rejects_are_refused(
 @pytest.mark.parametrize(
     "name",
     [
-        "llama",
-        "mistral",
-        "window switched off",
-        "gemma",
-        "jamba",
-        "ngram",
-        "deepseek",
-        "stages",
+        *("llama", "mistral", "window switched off", "gemma", "jamba", "ngram", "deepseek"),
+        *("draft_model", "eagle", "one module", "stages"),
     ],
 )
 def test_supported_models_fail_only_at_their_missing_files(said: dict[str, str], name: str) -> None:

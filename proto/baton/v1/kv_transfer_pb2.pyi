@@ -178,6 +178,8 @@ class KvFingerprint(_message.Message):
     TP_SIZE_FIELD_NUMBER: _builtins.int
     NUM_SHARDS_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
+    DRAFT_GROUPS_FIELD_NUMBER: _builtins.int
+    DRAFT_REVISION_FIELD_NUMBER: _builtins.int
     PP_SIZE_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     model: _builtins.str
@@ -199,6 +201,10 @@ class KvFingerprint(_message.Message):
     part (with MLA latents all ranks do: 1). `rank` in the messages below is the index of such a
     part of the sender's cache. Part i holds the i-th of num_shards equal ranges of KV heads.
     """
+    draft_revision: _builtins.str
+    """Changes with the draft's method and weights; empty without such a draft. Only one of two ends
+    may have a draft: the handoff holds the sender's layers, and the receiver takes its own of them.
+    """
     pp_size: _builtins.int
     """Number of pipeline stages, among which the layers are divided; 0 means 1. The numbers of layers
     above are those of all stages.
@@ -208,6 +214,12 @@ class KvFingerprint(_message.Message):
         """Kinds of caches, each with neighbouring layers; the numbers of layers add up to num_layers.
         Empty: all layers keep every token, in blocks of block_bytes. Otherwise block_size_tokens is a
         common multiple of the groups' block sizes, and block_bytes is the largest block.
+        """
+
+    @_builtins.property
+    def draft_groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvGroup]:
+        """Layers of a speculative draft with a KV cache of its own; num_layers does not count them. They
+        share the block tables of the other layers, and follow them in the numbering of `layer` below.
         """
 
     def __init__(
@@ -226,11 +238,13 @@ class KvFingerprint(_message.Message):
         tp_size: _builtins.int = ...,
         num_shards: _builtins.int = ...,
         groups: _abc.Iterable[Global___KvGroup] | None = ...,
+        draft_groups: _abc.Iterable[Global___KvGroup] | None = ...,
+        draft_revision: _builtins.str = ...,
         pp_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size_tokens", b"block_size_tokens", "dtype", b"dtype", "groups", b"groups", "head_size", b"head_size", "layout", b"layout", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_shards", b"num_shards", "pp_size", b"pp_size", "protocol_version", b"protocol_version", "revision", b"revision", "tp_size", b"tp_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "block_size_tokens", b"block_size_tokens", "draft_groups", b"draft_groups", "draft_revision", b"draft_revision", "dtype", b"dtype", "groups", b"groups", "head_size", b"head_size", "layout", b"layout", "model", b"model", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "num_shards", b"num_shards", "pp_size", b"pp_size", "protocol_version", b"protocol_version", "revision", b"revision", "tp_size", b"tp_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -938,6 +952,7 @@ class LocalHandoffState(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     NUM_SHARDS_FIELD_NUMBER: _builtins.int
+    HAS_DRAFT_FIELD_NUMBER: _builtins.int
     handoff_id: _builtins.bytes
     epoch: _builtins.int
     state: Global___HandoffState.ValueType
@@ -950,6 +965,8 @@ class LocalHandoffState(_message.Message):
     """Transport of the current epoch."""
     num_shards: _builtins.int
     """Number of parts (num_shards) of the sender's cache; 0 until the handoff is opened."""
+    has_draft: _builtins.bool
+    """Whether the handoff holds the layers of the sender's draft."""
     def __init__(
         self,
         *,
@@ -963,10 +980,11 @@ class LocalHandoffState(_message.Message):
         num_bytes: _builtins.int = ...,
         transport: _builtins.str = ...,
         num_shards: _builtins.int = ...,
+        has_draft: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "epoch", b"epoch", "handoff_id", b"handoff_id", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_shards", b"num_shards", "num_tokens", b"num_tokens", "reason", b"reason", "state", b"state", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "epoch", b"epoch", "handoff_id", b"handoff_id", "has_draft", b"has_draft", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_shards", b"num_shards", "num_tokens", b"num_tokens", "reason", b"reason", "state", b"state", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
