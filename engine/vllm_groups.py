@@ -57,8 +57,8 @@ def _draft(config: Any, layout: KvLayout) -> list[KvGroup]:
     heads = draft.get_num_kv_heads(config.parallel_config)
     one_head = layout.block_bytes // (layout.num_kv_heads * layout.head_size)
     block_bytes = heads * draft.get_head_size() * one_head
-    group = KvGroup("full", num_layers, heads, layout.block_size_tokens, block_bytes)
-    return [replace(group, is_draft=True)]
+    block_size = layout.block_size_tokens
+    return [KvGroup("full", num_layers, heads, block_size, block_bytes, is_draft=True)]
 
 
 def _attention_layers(config: Any, layout: KvLayout) -> Iterator[KvGroup]:

@@ -46,7 +46,6 @@ def check_draft(layout: KvLayout) -> None:
     Args:
         layout: Layout of the started engine.
     """
-    tables = {group.table for group in layout.without_draft().groups}
     if not layout.draft_groups and not layout.draft_revision:
         return
     if not layout.draft_groups:
@@ -54,9 +53,7 @@ def check_draft(layout: KvLayout) -> None:
             f"speculative_config: no layer of draft {layout.draft_revision} is in the KV cache, "
             "which Baton hands over: use another method, or serve the model with plain vLLM"
         )
-    if not layout.keeps_every_token or not tables.issuperset(
-        group.table for group in layout.draft_groups
-    ):
+    if not layout.keeps_every_token:
         raise ValueError(
             f"speculative_config: draft {layout.draft_revision} has layers of another kind than "
             "the model, or the model has windows or states: Baton hands over drafts of models "

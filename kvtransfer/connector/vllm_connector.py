@@ -8,7 +8,8 @@ Sending. In the step that computes them, each layer's finished blocks are gather
 staging, which belongs to this handoff alone. Nothing reads the paged cache later (on a GPU: nothing
 that the next step's kernels do not wait for), so a preemption or a freed block cannot put foreign
 bytes into a handoff. Gathered blocks stay right when the request is preempted and its prompt is
-computed again, so the send goes on with the first block that was not gathered.
+computed again, so the send goes on with the first block that was not gathered. A speculative
+draft's layers are gathered at the step's end (draft_layers.py).
 
 Receiving. While the handoff is not committed, the connector tells the scheduler to ask again later,
 and the request waits without blocks. Then the ranks load the whole handoff into the blocks that the
