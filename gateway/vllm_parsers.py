@@ -8,6 +8,7 @@ Source: vllm/entrypoints/openai/chat_completion/serving.py.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from vllm.tokenizers import get_tokenizer
 from vllm.tool_parsers import ToolParserManager
 
 from baton.client import RequestOptions, Tokens
-from baton.gateway import error_responses
+from baton.gateway import error_responses, harmony, harmony_parsers
 from baton.gateway.body_parser import explain
 from baton.gateway.coordinator_queries import PerCallerQuery
 from baton.gateway.error_responses import HttpError
@@ -57,6 +58,8 @@ _CONSTRAINTS = {
     "grammar": "grammar",
     "structural_tag": "structural_tag",
 }
+# Options that a chat template reads.
+_TEMPLATE_OPTIONS = dict.fromkeys(("tools", "template_kwargs", "add_generation_prompt"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +106,13 @@ class ModelOutputParsers:
         Raises:
             HttpError: vLLM rejects the request, or the tokenizer is not on this host.
         """
-        if body.may_call and not self._names.tool_call_parser:
+        parsers = await self._parsers.get(authorization)
+        names = parsers.names
+        if body.may_call and not names.tool_call_parser:
             raise error_responses.tools_unsupported()
-        if not (self._names.reasoning_parser or body.may_call):
+        if not (names.reasoning_parser or body.may_call):
             return None
-        return (await self._parsers.get(authorization)).chat(body)
+        return await parsers.chat(body)
 
 
 class OutputParsers:
@@ -117,12 +122,18 @@ class OutputParsers:
         names: Names of the parsers.
         path: Directory or hub ID of the model's tokenizer.
 
+    Attributes:
+        names: Names of the parsers in use; a gpt-oss model has its own also if not configured.
+
     Raises:
         ConfigError: The tokenizer is not on this host or lacks a token that a parser needs.
+        HttpError: The configured parsers cannot read the outputs of this model.
     """
 
     def __init__(self, names: OutputParserNames, path: str) -> None:
-        self._names = names
+        self._model_config = _model_config(path)
+        self._is_harmony = self._model_config.hf_config.model_type == harmony_parsers.MODEL_TYPE
+        self.names = names = _harmony_names(names) if self._is_harmony else names
         try:
             self._tokenizer = get_tokenizer(path)
             self._make = ParserManager.get_parser(
@@ -130,15 +141,29 @@ class OutputParsers:
                 reasoning_parser_name=names.reasoning_parser or None,
                 enable_auto_tools=bool(names.tool_call_parser),
                 model_name=path,
+                is_harmony=self._is_harmony,
                 tokenizer=self._tokenizer,
             )
         # Many libraries raise here: missing file, unreachable hub, missing token.
         except Exception as error:
             raise ConfigError(f"parsers for {path}: {error}") from error
-        self._model_config = _model_config(path)
 
-    def chat(self, body: ChatBody) -> ChatOutputParser:
+    async def chat(self, body: ChatBody) -> ChatOutputParser:
         """Returns the output parser of one request. Raises HttpError if vLLM rejects it."""
+        request = self._request(body)
+        if not self._is_harmony:
+            return ChatOutputParser(self, request, needs_prompt=bool(self.names.reasoning_parser))
+        try:
+            # In a thread: a chat may be megabytes long.
+            prompt = await asyncio.to_thread(harmony.prompt_token_ids, request)
+        except VLLMValidationError as error:
+            raise _rejected(str(error), error.parameter or "messages") from None
+        except ValueError as error:
+            raise _rejected(str(error), "messages") from None
+        return ChatOutputParser(self, request, needs_prompt=False, prompt=prompt)
+
+    def _request(self, body: ChatBody) -> Any:
+        """Returns vLLM's form of a request, as adjusted by the parsers. Raises HttpError."""
         fields = body.model_dump(include=_READ_BY_PARSERS, exclude_none=True, by_alias=True)
         kwargs = body.template_kwargs
         if "json_schema" in fields.get("response_format", {}):
@@ -148,7 +173,7 @@ class OutputParsers:
             request = ChatCompletionRequest.model_validate(
                 {**fields, "chat_template_kwargs": kwargs}
             )
-            request = self._parser(request).adjust_request(request)
+            return self._parser(request).adjust_request(request)
         except ValidationError as error:
             raise explain(error, fields) from None
         except VLLMValidationError as error:
@@ -156,11 +181,10 @@ class OutputParsers:
         except ValueError as error:
             # Raised by a tool parser, which only reads the request's tools.
             raise _rejected(str(error), "tools") from None
-        return ChatOutputParser(self, request, bool(self._names.reasoning_parser))
 
     def choice(self, request: Any, prompt_token_ids: Sequence[int]) -> ChoiceOutputParser:
         """Makes the output parser of one choice."""
-        return ChoiceOutputParser(self._parser(request), request, prompt_token_ids, self._names)
+        return ChoiceOutputParser(self._parser(request), request, prompt_token_ids, self.names)
 
     def _parser(self, request: Any) -> Any:
         add = request.add_generation_prompt
@@ -181,15 +205,19 @@ class ChatOutputParser:
         request: vLLM's form of the request, as adjusted by the parsers.
         needs_prompt: Whether the parsers need the prompt's token IDs: the end of the prompt may
             begin the reasoning.
+        prompt: Token IDs of the chat if the coordinator cannot render it by a template; else None.
     """
 
     _parsers: OutputParsers
     request: Any
     needs_prompt: bool
+    prompt: list[int] | None = None
 
     def adjust_request(self, request: ParsedRequest) -> ParsedRequest:
         """Returns the request with the options that the parsers need (special tokens, grammars)."""
         request = replace(request, options=cast("RequestOptions", self._options(request.options)))
+        if self.prompt is not None:
+            request = replace(request, prompts=[self.prompt])
         if self.request.tools:
             # If a worker rejects the grammar made from the tools, the error names `tools`.
             request = replace(
@@ -201,7 +229,8 @@ class ChatOutputParser:
         return replace(request, num_logprobs=None, return_token_ids=False)
 
     def _options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        found = {name: value for name, value in options.items() if name not in _CONSTRAINTS}
+        left_out = _CONSTRAINTS if self.prompt is None else {**_CONSTRAINTS, **_TEMPLATE_OPTIONS}
+        found = {name: value for name, value in options.items() if name not in left_out}
         if not self.request.skip_special_tokens:
             found["skip_special_tokens"] = False
         constraints = self.request.extract_structured_outputs()
@@ -283,6 +312,15 @@ class ChoiceOutputParser:
         if not self._names.reasoning_parser:
             return None
         return int(self._parser.count_reasoning_tokens(self._token_ids))
+
+
+def _harmony_names(names: OutputParserNames) -> OutputParserNames:
+    """Returns the parsers of a gpt-oss model. Raises HttpError if another parser is configured."""
+    try:
+        return OutputParserNames(**harmony_parsers.checked_names(names))
+    except ConfigError as error:
+        message = f"this gateway cannot serve its model: {error}"
+        raise HttpError(501, message, kind="server_error", code="wrong_parser") from None
 
 
 def _rejected(reason: str, param: str) -> HttpError:

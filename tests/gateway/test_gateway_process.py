@@ -207,6 +207,22 @@ def test_a_port_in_use_is_an_error_before_anything_starts(up, tmp_path):
     assert done.stdout == ""
 
 
+def test_a_parser_that_cannot_read_gpt_oss_is_an_error_at_the_start(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
+    command = ["up", "--engine", "vllm", "--model", str(tmp_path), "--tool-call-parser", "hermes"]
+    done = subprocess.run(
+        [sys.executable, "-m", "baton.cli", *command, "--http-port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+    assert done.returncode == 2
+    wanted = "tool_call_parser: is 'hermes'; must be 'openai' for a gpt-oss model"
+    assert wanted in done.stderr
+    assert done.stdout == ""
+
+
 def test_metrics_of_the_process(up):
     with urllib.request.urlopen(f"{up.url}/metrics", timeout=START_S) as answer:
         assert answer.headers["content-type"].startswith("text/plain")
