@@ -161,9 +161,10 @@ async def open_http(url: str, output: Output, gaps: Gaps) -> Stream:
         f"content-type: application/json\r\ncontent-length: {len(body)}\r\n"
         "connection: close\r\n\r\n"
     )
+    host, port = address.hostname or "", address.port or 80
     try:
         await asyncio.get_running_loop().create_connection(
-            lambda: _HttpStream((head + body).encode(), stream), address.hostname, address.port
+            lambda: _HttpStream((head + body).encode(), stream), host, port
         )
     except OSError as error:
         stream.end(f"cannot connect: {error}")
