@@ -13,7 +13,7 @@ from baton.runtime import demo_model
 PLAN = Plan(
     num_streams=300,
     num_probes=8,
-    num_tokens=100,
+    num_tokens=60,
     step_ms=80.0,
     num_decode=1,
     num_opening=64,
