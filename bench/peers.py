@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import subprocess
 import tempfile
 import time
@@ -49,7 +50,6 @@ ROUTE = HttpRoute(
     {"model": MODEL, "prompt": PROMPT, "ignore_eos": True},
 )
 START_TIMEOUT_S, READY_TRY_S, POLL_S = 300.0, 10.0, 0.5
-ALL_CORES = set(range(psutil.cpu_count()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,7 @@ def _family(process: systems.Process) -> list[int]:
 
 @contextlib.asynccontextmanager
 async def baton(load: Load) -> AsyncIterator[FrontEnd]:
-    async with serving(load, ALL_CORES, {}) as system:
+    async with serving(load, os.sched_getaffinity(0), {}) as system:
         gateway, coordinator, _ = system.pids
         yield FrontEnd(system.url, [gateway, coordinator])
 
@@ -257,12 +257,12 @@ async def run(
     async with contextlib.AsyncExitStack() as stack:
         running = {BATON: await stack.enter_async_context(baton(most))}
         for name, venv in peers.items():
-            front_end = (
+            starting = (
                 dynamo(venv, most.num_requests, speedup)
                 if name == DYNAMO
                 else routed(name, venv, most.step_ms)
             )
-            running[name] = await stack.enter_async_context(front_end)
+            running[name] = await stack.enter_async_context(starting)
         runs: dict[int, dict[str, list[Figures]]] = {
             load.num_requests: {name: [] for name in running} for load in loads
         }
