@@ -9,6 +9,8 @@ Source: vllm/entrypoints/openai/chat_completion/serving.py.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import huggingface_hub
+from huggingface_hub.errors import HFValidationError
 from pydantic import ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.serve.utils.tool_calls_utils import maybe_filter_parallel_tool_calls
@@ -35,6 +39,7 @@ from baton.gateway.parsed_request import ParsedRequest
 from baton.gateway.rendered_prompt import TokenizerResource
 from baton.gateway.request_bodies import ChatBody
 from baton.runtime.config_error import ConfigError
+from baton.runtime.tokenization import model_type
 from baton.v1 import common_pb2
 
 # The body fields that vLLM's parsers read.
@@ -93,7 +98,7 @@ class ModelOutputParsers:
     def __init__(
         self, names: OutputParserNames, model: PerCallerQuery[common_pb2.ModelDescription]
     ) -> None:
-        self._names = names
+        self._names, self._model = names, model
         self._parsers = TokenizerResource(model, lambda path: OutputParsers(names, path))
 
     async def chat(self, body: ChatBody, authorization: str) -> ChatOutputParser | None:
@@ -106,13 +111,22 @@ class ModelOutputParsers:
         Raises:
             HttpError: vLLM rejects the request, or the tokenizer is not on this host.
         """
-        parsers = await self._parsers.get(authorization)
-        names = parsers.names
-        if body.may_call and not names.tool_call_parser:
-            raise error_responses.tools_unsupported()
-        if not (names.reasoning_parser or body.may_call):
-            return None
-        return await parsers.chat(body)
+        # A gpt-oss model has both parsers, even if one of them is not configured.
+        if not await self._serves_harmony(authorization):
+            if body.may_call and not self._names.tool_call_parser:
+                raise error_responses.tools_unsupported()
+            if not (self._names.reasoning_parser or body.may_call):
+                return None
+        return await (await self._parsers.get(authorization)).chat(body)
+
+    async def _serves_harmony(self, authorization: str) -> bool:
+        """Whether the model is known to be gpt-oss."""
+        try:
+            path = (await self._model.get(authorization)).tokenizer
+        except HttpError:
+            # The request itself meets the same error, and may then go to another cell.
+            return False
+        return _is_harmony(path)
 
 
 class OutputParsers:
@@ -131,8 +145,9 @@ class OutputParsers:
     """
 
     def __init__(self, names: OutputParserNames, path: str) -> None:
+        # Downloads the files of a hub ID if they are missing.
+        self._is_harmony = model_type(path) == harmony_parsers.MODEL_TYPE
         self._model_config = _model_config(path)
-        self._is_harmony = self._model_config.hf_config.model_type == harmony_parsers.MODEL_TYPE
         self.names = names = _harmony_names(names) if self._is_harmony else names
         try:
             self._tokenizer = get_tokenizer(path)
@@ -328,12 +343,33 @@ def _rejected(reason: str, param: str) -> HttpError:
     return HttpError(400, f"{param}: {reason}", param=param, code="invalid_value")
 
 
+def _is_harmony(path: str) -> bool:
+    """Whether a model is gpt-oss, as far as the files on this host tell."""
+    return bool(_model_config(path).hf_config.model_type == harmony_parsers.MODEL_TYPE)
+
+
 def _model_config(path: str) -> SimpleNamespace:
     """Returns the fields of vLLM's ModelConfig that parsers read, from the model's config.json."""
-    config: dict[str, Any] = {}
-    if (file := Path(path) / "config.json").is_file():
-        config = json.loads(file.read_text(encoding="utf-8"))
+    file = _config_file(path)
+    config = _read_config(file) if file is not None else {}
     kind = SimpleNamespace(model_type=config.get("model_type"))
     text = SimpleNamespace(model_type=config.get("text_config", config).get("model_type"))
     (architecture,) = config.get("architectures", [None])[:1] or [None]
     return SimpleNamespace(hf_config=kind, hf_text_config=text, architecture=architecture)
+
+
+def _config_file(path: str) -> Path | None:
+    """Returns the config.json of a model's directory, or of a hub ID if it was downloaded."""
+    file = Path(path) / "config.json"
+    if file.is_file():
+        return file
+    with contextlib.suppress(HFValidationError):
+        found = huggingface_hub.try_to_load_from_cache(path, file.name)
+        return Path(found) if isinstance(found, str) else None
+    return None
+
+
+@functools.lru_cache
+def _read_config(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found
