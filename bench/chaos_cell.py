@@ -14,6 +14,7 @@ import sys
 import time
 import urllib.request
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -274,10 +275,22 @@ class Cell(AsyncClosing):
         return left + sorted(str(path) for path in segments if not _mapped(path))
 
     def _start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "baton.cli.main", *arguments]
+        return self._start_command(name, [*command, "--config", str(self._path)])
+
+    def _start_command(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        stdin: int | None = None,
+        stdout: int = subprocess.DEVNULL,
+    ) -> subprocess.Popen[bytes]:
         with (self._directory / f"{name}.log").open("ab") as log:
             popen = subprocess.Popen(
-                [sys.executable, "-m", "baton.cli.main", *arguments, "--config", str(self._path)],
-                stdout=subprocess.DEVNULL,
+                command,
+                stdin=stdin,
+                stdout=stdout,
                 stderr=log,
                 env={**os.environ, "TMPDIR": str(self._temporary)},
                 start_new_session=True,

@@ -47,6 +47,17 @@ RESPONSES = HttpRoute(
     "max_output_tokens",
     {"model": MODEL, "input": _TEXT, "store": False},
 )
+TOOLS = HttpRoute(
+    "/v1/chat/completions",
+    b'"content":" tok"',
+    "max_tokens",
+    {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": _TEXT}],
+        "tools": [{"type": "function", "function": {"name": "look", "parameters": {}}}],
+        "ignore_eos": True,
+    },
+)
 
 
 class HttpClient:

@@ -22,7 +22,7 @@ from baton.bench.cost_answers import MODEL
 from baton.bench.cost_client import Client, Seen, SessionClient
 from baton.bench.cost_http import HttpClient, HttpRoute
 from baton.load import stats
-from baton.runtime import dev_certs
+from baton.runtime import demo_model, dev_certs
 from baton.runtime.dial import PLAIN, Dial
 from baton.runtime.tls import TlsFiles
 
@@ -161,10 +161,11 @@ async def serving(load: Load, cores: set[int], sections: dict[str, Any]) -> Asyn
     Args:
         load: The expected load.
         cores: Cores of the gateway.
-        sections: Configuration sections `security` and `tracing`.
+        sections: Configuration sections `security` and `tracing`, and `tool_call_parser`.
     """
+    model = demo_model.ensure("demo", weights=False)
     config = {
-        "model": "demo",
+        "model": model,
         "served_model_name": MODEL,
         "engine": "simulated",
         "log_level": "warning",
@@ -181,13 +182,14 @@ async def serving(load: Load, cores: set[int], sections: dict[str, Any]) -> Asyn
         await ready(coordinator)
         arguments = ["--tokens", f"{load.num_tokens}", "--step-ms", f"{load.step_ms}"]
         arguments += ["--coordinator", coordinator.address, "--tls-ca", ca_file]
-        arguments += ["--requests", f"{load.num_requests}"]
+        arguments += ["--requests", f"{load.num_requests}", "--tokenizer", model]
         worker = stack.enter_context(systems.module("baton.bench.cost_worker", arguments))
         await ready(worker)
         file = stack.enter_context(
             tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml")
         )
-        yaml.safe_dump({"security": security}, file)
+        parser = sections.get("tool_call_parser", "")
+        yaml.safe_dump({"security": security, "tool_call_parser": parser}, file)
         file.flush()
         arguments = ["gateway", "--coordinator", coordinator.address]
         arguments += ["--listen", "127.0.0.1:0", "--config", file.name]

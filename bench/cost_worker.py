@@ -114,8 +114,9 @@ class Attachment:
         worker_id: str,
         role: common_pb2.Role.ValueType,
         dial: Dial = PLAIN,
+        tokenizer: str = "",
     ) -> None:
-        self._worker_id, self._role = worker_id, role
+        self._hello = hello(worker_id, role, tokenizer)
         attach: Any = rpc.channel(address, dial=dial).stream_stream(
             "/baton.v1.Cluster/Attach",
             request_serializer=None,
@@ -126,7 +127,7 @@ class Attachment:
         self._seq = self._received = 0
 
     async def open(self) -> None:
-        await self._write(cluster_pb2.WorkerMessage(hello=hello(self._worker_id, self._role)))
+        await self._write(cluster_pb2.WorkerMessage(hello=self._hello))
         message = await self._call.read()
         if message is grpc.aio.EOF:
             raise ConnectionError(await self._call.details())
@@ -170,14 +171,16 @@ class Attachment:
             await self._call.write(head.SerializeToString() + rest)
 
 
-def hello(worker_id: str, role: common_pb2.Role.ValueType) -> cluster_pb2.Hello:
+def hello(
+    worker_id: str, role: common_pb2.Role.ValueType, tokenizer: str = ""
+) -> cluster_pb2.Hello:
     return cluster_pb2.Hello(
         worker_id=worker_id,
         incarnation=secrets.randbits(63) | 1,
         role=role,
         state=cluster_pb2.WORKER_STATE_SERVING,
         model=common_pb2.ModelDescription(
-            name=MODEL, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE
+            name=MODEL, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, tokenizer=tokenizer
         ),
         fingerprint=kv_transfer_pb2.KvFingerprint(
             protocol_version=1, num_layers=4, block_size_tokens=16, block_bytes=1024, tp_size=1
@@ -268,9 +271,11 @@ async def attach(arguments: argparse.Namespace) -> int:
     address = arguments.coordinator
     dial = Dial(TlsFiles(arguments.tls_ca)) if arguments.tls_ca else PLAIN
     workers = [
-        Attachment(address, "prefill-0", common_pb2.ROLE_PREFILL, dial),
+        Attachment(address, "prefill-0", common_pb2.ROLE_PREFILL, dial, arguments.tokenizer),
         *(
-            Attachment(address, f"decode-{number}", common_pb2.ROLE_DECODE, dial)
+            Attachment(
+                address, f"decode-{number}", common_pb2.ROLE_DECODE, dial, arguments.tokenizer
+            )
             for number in range(arguments.decode_workers)
         ),
     ]
@@ -360,6 +365,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, required=True, help="output tokens per request")
     parser.add_argument("--step-ms", type=float, required=True, help="0: flat out, in waves")
     parser.add_argument("--decode-workers", type=int, default=1)
+    parser.add_argument("--tokenizer", default="", help="directory of the model's tokenizer")
     parser.add_argument("--tls-ca", default="", help="CA file for the coordinator's certificate")
     arguments = parser.parse_args()
     lifecycle.run(attach(arguments) if arguments.coordinator else serve(arguments))

@@ -22,7 +22,7 @@ import uvloop
 from baton.bench import interrupts
 from baton.bench.coordinator_cost import MAX_OTHERS, MAX_TRIES, SETTLE_S, progress
 from baton.bench.cost_client import Loop
-from baton.bench.cost_http import COMPLETIONS, MESSAGES, RESPONSES, HttpRoute
+from baton.bench.cost_http import COMPLETIONS, MESSAGES, RESPONSES, TOOLS, HttpRoute
 from baton.bench.cost_system import Figures, Load, Meter, System, certificates, serving, spans_sink
 from baton.load import stats
 from baton.load.stats import Goal
@@ -58,7 +58,10 @@ GRPC_TAIL = Arm("gRPC session, tail sampling", TRACING)
 HTTP_ALL = Arm("HTTP, SSE, all traced", TRACING, route=COMPLETIONS, traced=True)
 HTTP_MESSAGES = Arm("HTTP, Messages", PLAIN, route=MESSAGES)
 HTTP_RESPONSES = Arm("HTTP, Responses", PLAIN, route=RESPONSES)
-CONVERTED = (HTTP_MESSAGES, HTTP_RESPONSES)
+HTTP_TOOLS = Arm("HTTP, chats with tools", PLAIN, route=TOOLS)
+CONVERTED = (HTTP_MESSAGES, HTTP_RESPONSES, HTTP_TOOLS)
+# vLLM's parser of the outputs of chats with tools.
+PARSER = "hermes"
 ARMS = (GRPC, HTTP, *CONVERTED, GRPC_TLS, HTTP_TLS, GRPC_ALL, GRPC_TAIL, HTTP_ALL)
 # Pairs of arms whose difference is an overhead: with and without the feature.
 OVERHEADS = (
@@ -141,7 +144,9 @@ class Bench:
             idle: list[int] = []
             for name in dict.fromkeys(arm.system for arm in arms):
                 sections: dict[str, Any] = {}
-                if name == TLS:
+                if name == PLAIN and HTTP_TOOLS in arms:
+                    sections["tool_call_parser"] = PARSER
+                elif name == TLS:
                     directory = stack.enter_context(tempfile.TemporaryDirectory())
                     sections["security"] = certificates(directory)
                 elif name == TRACING:
@@ -236,7 +241,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=4.0, help="duration of each run")
     parser.add_argument("--repeats", type=int, default=3, help="runs per arm; prints medians")
     parser.add_argument(
-        "--converted", action="store_true", help="also Messages and Responses; needs vLLM"
+        "--converted",
+        action="store_true",
+        help="also Messages, Responses and parsed chats; needs vLLM",
     )
     parser.add_argument("--no-tls", dest="tls", action="store_false", help="skip TLS")
     parser.add_argument("--no-tracing", dest="tracing", action="store_false", help="skip tracing")

@@ -257,6 +257,13 @@ def module(name: str, arguments: list[str]) -> Iterator[Process]:
 
 
 @contextlib.contextmanager
+def command(arguments: list[str], **environment: str) -> Iterator[Process]:
+    """Runs a program of another project, without this checkout in its module path."""
+    with _running(arguments, {"PYTHONPATH": "", **environment}) as (popen, log):
+        yield Process(popen, "", log)
+
+
+@contextlib.contextmanager
 def code(text: str) -> Iterator[None]:
     """Runs Python code as a process."""
     with _running([sys.executable, "-c", text], {}):

@@ -151,6 +151,21 @@ def configured_cells(config: BatonConfig, coordinators: list[str]) -> list[CellC
     return list(found.values())
 
 
+def with_parsers_of_model(config: BatonConfig) -> BatonConfig:
+    """Sets the parsers of a gpt-oss model, which has no choice of parsers.
+
+    Raises:
+        ConfigError: The model does not exist, or another parser is configured for it.
+    """
+    from baton.gateway import harmony_parsers
+    from baton.runtime.tokenization import model_type
+
+    # Outputs of the simulated engine do not have the model's format.
+    if config.engine != "vllm" or model_type(config.model) != harmony_parsers.MODEL_TYPE:
+        return config
+    return config.model_copy(update=harmony_parsers.checked_names(config))
+
+
 def output_parsers(cell: CellConfig) -> OutputParsersFactory | None:
     """Factory of vLLM's tool-call and reasoning parsers; None if no parser is configured.
 

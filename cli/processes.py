@@ -230,6 +230,8 @@ async def _up(config: BatonConfig) -> int:
     if config.http.listen:
         # Errors of the gateway's settings appear before the workers load their model for minutes.
         gateway.require()
+        # In a thread, because this may download the model's configuration.
+        config = await asyncio.to_thread(gateway.with_parsers_of_model, config)
         exposure.check_http(config.http.listen, config.security)
         listener, url = gateway.bind(config.http.listen)
         http = config.http.model_copy(update={"listen": url.removeprefix("http://")})

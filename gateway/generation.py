@@ -321,7 +321,7 @@ class Exchange:
     ) -> Finished:
         """Sends one chunk per delta of a choice; the last chunk has the finish reason."""
         latency = _LatencyRecorder(self._latencies(chunks.request), self._started_at)
-        writer = self._writer if chunks.has_plain_deltas else None
+        writer = self._writer if chunks.has_constant_end else None
         while events := await stream.read():
             parts: list[bytes] = []
             tokens: Tokens | None = None
@@ -347,7 +347,8 @@ class Exchange:
                 return finished
             if writer is not None:
                 # The response has begun: later chunks need no task to be written.
-                stream.push_to(writer.pusher(_plain_renderer(chunks, latency)))
+                make = _plain_renderer if chunks.has_plain_deltas else _renderer
+                stream.push_to(writer.pusher(make(chunks, latency)))
                 writer = None
         raise _incomplete_stream()
 
@@ -409,6 +410,18 @@ class _LatencyRecorder:
         histogram = self._stats.itl if self._has_first else self._stats.ttft
         histogram.observe(now - self._last_at)
         self._last_at, self._has_first = now, True
+
+
+def _renderer(
+    chunks: response_rendering.ChunkRenderer, latency: _LatencyRecorder
+) -> Callable[[Tokens], bytes]:
+    """Returns a function that records and renders a delta, for all but the first chunk."""
+
+    def render(tokens: Tokens) -> bytes:
+        latency.record_delta()
+        return chunks.render(tokens, None)
+
+    return render
 
 
 def _plain_renderer(

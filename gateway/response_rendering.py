@@ -105,8 +105,10 @@ class ChunkRenderer:
 
     Attributes:
         request: The request.
-        has_plain_deltas: Whether chunks of deltas are quick to render, from their text alone, and
-            never empty.
+        has_constant_end: Whether all chunks but the first and the last have the same fields after
+            the text or the parsed delta.
+        has_plain_deltas: Whether such chunks are also rendered from the text alone, so that they
+            are never empty.
     """
 
     def __init__(
@@ -121,14 +123,13 @@ class ChunkRenderer:
         self._first: dict[str, Any] = {"role": "assistant"}
         self._echo = prompt.text if head.request.echo else ""
         self._num_prompt_tokens, self._num_tokens = num_prompt_tokens, 0
-        # All chunks but the last have the same fields after the text.
-        self._has_constant_end = (
+        self.has_constant_end = (
             head.request.num_logprobs is None
             and not head.request.continuous_usage
             and not head.request.return_token_ids
             and not head.request.only_prompt
         )
-        self.has_plain_deltas = self._has_constant_end and parser is None
+        self.has_plain_deltas = self.has_constant_end and parser is None
         kind = "chat.completion.chunk" if head.request.chat else "text_completion"
         fields = json.dumps(head.fields(kind), separators=(",", ":"))
         content = '"delta":{"content":' if head.request.chat else '"text":'
@@ -173,7 +174,7 @@ class ChunkRenderer:
             return b""
         start, self._start = self._start, self._next_start
         close, self._close = self._close, self._next_close
-        if finished is None and self._has_constant_end:
+        if finished is None and self.has_constant_end:
             return f"{start}{content}{self._plain_end}{close}".encode()
         logprobs = _logprobs(self.request, tokens.logprobs, self._num_chars) if tokens else None
         if not self.request.chat and logprobs is not None:
@@ -198,7 +199,7 @@ class ChunkRenderer:
     ) -> str:
         """Renders the parsed delta as JSON; "" if there is nothing to send yet."""
         delta = parser.delta(tokens, finished=finished is not None)
-        if delta is None and finished is None and self._has_constant_end:
+        if delta is None and finished is None and self.has_constant_end:
             return ""
         content, self._first = {**self._first, **(delta or {})}, {}
         return json.dumps(content, separators=(",", ":"))

@@ -30,13 +30,15 @@ from baton.runtime import logs
 from baton.runtime.config import HttpConfig
 from baton.runtime.config_error import ConfigError
 from baton.runtime.lifecycle import frozen_heap, stop_requested
+from baton.runtime.open_files import connection_limit, open_file_limit
 from baton.runtime.security_config import SecurityConfig
 from baton.runtime.tls import CONFIG_KEYS, Handshakes, TlsFiles
 
 _log = logging.getLogger(__name__)
 
-# The coordinator's default limit of requests per session.
-_MAX_STREAMS = 4096
+# Least limit of requests in a gateway's session: the coordinator's default limit. A gateway with a
+# higher http.max_running_requests has a higher limit.
+_MIN_STREAMS = 4096
 # Time for clients to read the error after the drain timeout ended their requests.
 _CLOSE_GRACE_S = 2.0
 
@@ -157,6 +159,7 @@ async def serve(
         context = TlsFiles(*files).server_context(
             client_auth=security.http_client_auth == "require", handshakes=handshakes
         )
+    config = _with_possible_connections(config)
     stop = stop if stop is not None else stop_requested()
     query_limiter = QueryLimiter()
     # The modules imported here belong to the frozen heap.
@@ -165,9 +168,11 @@ async def serve(
         if database is not None:
             stack.callback(database.close)
         cells = Cells()
+        has_others = len(cell_endpoints) > 1
+        max_streams = max(_MIN_STREAMS, config.max_running_requests)
         for endpoints in cell_endpoints:
             cells.add(
-                await _open(endpoints, cells, len(cell_endpoints) > 1, tls, query_limiter, stack)
+                await _open(endpoints, cells, has_others, max_streams, tls, query_limiter, stack)
             )
         await stack.enter_async_context(cells)
         gateway = Gateway(cells, query_limiter, config, security, database, clock)
@@ -204,6 +209,18 @@ async def serve(
     return 0
 
 
+def _with_possible_connections(config: HttpConfig) -> HttpConfig:
+    """Lowers http.max_connections to what the limit of open files allows."""
+    possible = connection_limit(config.max_connections)
+    if possible < config.max_connections:
+        _log.warning(
+            "http.max_connections is %d, but this process may open only %d files (RLIMIT_NOFILE): "
+            "at most %d connections; raise the limit with `ulimit -n` or LimitNOFILE=",
+            *(config.max_connections, open_file_limit(), possible),
+        )
+    return config.model_copy(update={"max_connections": possible})
+
+
 async def _open_database(config: HttpConfig) -> Database | None:
     """Opens the database of files and batches; None if there are none."""
     directory = config.batches.dir
@@ -220,6 +237,7 @@ async def _open(
     endpoints: CellEndpoints,
     cells: Cells,
     has_others: bool,
+    max_streams: int,
     tls: Tls | None,
     query_limiter: QueryLimiter,
     stack: contextlib.AsyncExitStack,
@@ -231,7 +249,7 @@ async def _open(
 
     client = BatonClient(
         endpoints.coordinators,
-        max_requests=_MAX_STREAMS,
+        max_requests=max_streams,
         tls=tls,
         find_other_cell=find_other_cell if has_others else None,
     )

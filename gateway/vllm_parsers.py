@@ -8,6 +8,9 @@ Source: vllm/entrypoints/openai/chat_completion/serving.py.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import huggingface_hub
+from huggingface_hub.errors import HFValidationError
 from pydantic import ValidationError
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.serve.utils.tool_calls_utils import maybe_filter_parallel_tool_calls
@@ -26,7 +31,7 @@ from vllm.tokenizers import get_tokenizer
 from vllm.tool_parsers import ToolParserManager
 
 from baton.client import RequestOptions, Tokens
-from baton.gateway import error_responses
+from baton.gateway import error_responses, harmony, harmony_parsers
 from baton.gateway.body_parser import explain
 from baton.gateway.coordinator_queries import PerCallerQuery
 from baton.gateway.error_responses import HttpError
@@ -34,6 +39,7 @@ from baton.gateway.parsed_request import ParsedRequest
 from baton.gateway.rendered_prompt import TokenizerResource
 from baton.gateway.request_bodies import ChatBody
 from baton.runtime.config_error import ConfigError
+from baton.runtime.tokenization import model_type
 from baton.v1 import common_pb2
 
 # The body fields that vLLM's parsers read.
@@ -57,6 +63,8 @@ _CONSTRAINTS = {
     "grammar": "grammar",
     "structural_tag": "structural_tag",
 }
+# Options that a chat template reads.
+_TEMPLATE_OPTIONS = dict.fromkeys(("tools", "template_kwargs", "add_generation_prompt"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +98,7 @@ class ModelOutputParsers:
     def __init__(
         self, names: OutputParserNames, model: PerCallerQuery[common_pb2.ModelDescription]
     ) -> None:
-        self._names = names
+        self._names, self._model = names, model
         self._parsers = TokenizerResource(model, lambda path: OutputParsers(names, path))
 
     async def chat(self, body: ChatBody, authorization: str) -> ChatOutputParser | None:
@@ -103,11 +111,22 @@ class ModelOutputParsers:
         Raises:
             HttpError: vLLM rejects the request, or the tokenizer is not on this host.
         """
-        if body.may_call and not self._names.tool_call_parser:
-            raise error_responses.tools_unsupported()
-        if not (self._names.reasoning_parser or body.may_call):
-            return None
-        return (await self._parsers.get(authorization)).chat(body)
+        # A gpt-oss model has both parsers, even if one of them is not configured.
+        if not await self._serves_harmony(authorization):
+            if body.may_call and not self._names.tool_call_parser:
+                raise error_responses.tools_unsupported()
+            if not (self._names.reasoning_parser or body.may_call):
+                return None
+        return await (await self._parsers.get(authorization)).chat(body)
+
+    async def _serves_harmony(self, authorization: str) -> bool:
+        """Whether the model is known to be gpt-oss."""
+        try:
+            path = (await self._model.get(authorization)).tokenizer
+        except HttpError:
+            # The request itself meets the same error, and may then go to another cell.
+            return False
+        return _is_harmony(path)
 
 
 class OutputParsers:
@@ -117,12 +136,19 @@ class OutputParsers:
         names: Names of the parsers.
         path: Directory or hub ID of the model's tokenizer.
 
+    Attributes:
+        names: Names of the parsers in use; a gpt-oss model has its own also if not configured.
+
     Raises:
         ConfigError: The tokenizer is not on this host or lacks a token that a parser needs.
+        HttpError: The configured parsers cannot read the outputs of this model.
     """
 
     def __init__(self, names: OutputParserNames, path: str) -> None:
-        self._names = names
+        # Downloads the files of a hub ID if they are missing.
+        self._is_harmony = model_type(path) == harmony_parsers.MODEL_TYPE
+        self._model_config = _model_config(path)
+        self.names = names = _harmony_names(names) if self._is_harmony else names
         try:
             self._tokenizer = get_tokenizer(path)
             self._make = ParserManager.get_parser(
@@ -130,15 +156,29 @@ class OutputParsers:
                 reasoning_parser_name=names.reasoning_parser or None,
                 enable_auto_tools=bool(names.tool_call_parser),
                 model_name=path,
+                is_harmony=self._is_harmony,
                 tokenizer=self._tokenizer,
             )
         # Many libraries raise here: missing file, unreachable hub, missing token.
         except Exception as error:
             raise ConfigError(f"parsers for {path}: {error}") from error
-        self._model_config = _model_config(path)
 
-    def chat(self, body: ChatBody) -> ChatOutputParser:
+    async def chat(self, body: ChatBody) -> ChatOutputParser:
         """Returns the output parser of one request. Raises HttpError if vLLM rejects it."""
+        request = self._request(body)
+        if not self._is_harmony:
+            return ChatOutputParser(self, request, needs_prompt=bool(self.names.reasoning_parser))
+        try:
+            # In a thread: a chat may be megabytes long.
+            prompt = await asyncio.to_thread(harmony.prompt_token_ids, request)
+        except VLLMValidationError as error:
+            raise _rejected(str(error), error.parameter or "messages") from None
+        except ValueError as error:
+            raise _rejected(str(error), "messages") from None
+        return ChatOutputParser(self, request, needs_prompt=False, prompt=prompt)
+
+    def _request(self, body: ChatBody) -> Any:
+        """Returns vLLM's form of a request, as adjusted by the parsers. Raises HttpError."""
         fields = body.model_dump(include=_READ_BY_PARSERS, exclude_none=True, by_alias=True)
         kwargs = body.template_kwargs
         if "json_schema" in fields.get("response_format", {}):
@@ -148,7 +188,7 @@ class OutputParsers:
             request = ChatCompletionRequest.model_validate(
                 {**fields, "chat_template_kwargs": kwargs}
             )
-            request = self._parser(request).adjust_request(request)
+            return self._parser(request).adjust_request(request)
         except ValidationError as error:
             raise explain(error, fields) from None
         except VLLMValidationError as error:
@@ -156,11 +196,10 @@ class OutputParsers:
         except ValueError as error:
             # Raised by a tool parser, which only reads the request's tools.
             raise _rejected(str(error), "tools") from None
-        return ChatOutputParser(self, request, bool(self._names.reasoning_parser))
 
     def choice(self, request: Any, prompt_token_ids: Sequence[int]) -> ChoiceOutputParser:
         """Makes the output parser of one choice."""
-        return ChoiceOutputParser(self._parser(request), request, prompt_token_ids, self._names)
+        return ChoiceOutputParser(self._parser(request), request, prompt_token_ids, self.names)
 
     def _parser(self, request: Any) -> Any:
         add = request.add_generation_prompt
@@ -181,15 +220,19 @@ class ChatOutputParser:
         request: vLLM's form of the request, as adjusted by the parsers.
         needs_prompt: Whether the parsers need the prompt's token IDs: the end of the prompt may
             begin the reasoning.
+        prompt: Token IDs of the chat if the coordinator cannot render it by a template; else None.
     """
 
     _parsers: OutputParsers
     request: Any
     needs_prompt: bool
+    prompt: list[int] | None = None
 
     def adjust_request(self, request: ParsedRequest) -> ParsedRequest:
         """Returns the request with the options that the parsers need (special tokens, grammars)."""
         request = replace(request, options=cast("RequestOptions", self._options(request.options)))
+        if self.prompt is not None:
+            request = replace(request, prompts=[self.prompt])
         if self.request.tools:
             # If a worker rejects the grammar made from the tools, the error names `tools`.
             request = replace(
@@ -201,7 +244,8 @@ class ChatOutputParser:
         return replace(request, num_logprobs=None, return_token_ids=False)
 
     def _options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        found = {name: value for name, value in options.items() if name not in _CONSTRAINTS}
+        left_out = _CONSTRAINTS if self.prompt is None else {**_CONSTRAINTS, **_TEMPLATE_OPTIONS}
+        found = {name: value for name, value in options.items() if name not in left_out}
         if not self.request.skip_special_tokens:
             found["skip_special_tokens"] = False
         constraints = self.request.extract_structured_outputs()
@@ -285,17 +329,47 @@ class ChoiceOutputParser:
         return int(self._parser.count_reasoning_tokens(self._token_ids))
 
 
+def _harmony_names(names: OutputParserNames) -> OutputParserNames:
+    """Returns the parsers of a gpt-oss model. Raises HttpError if another parser is configured."""
+    try:
+        return OutputParserNames(**harmony_parsers.checked_names(names))
+    except ConfigError as error:
+        message = f"this gateway cannot serve its model: {error}"
+        raise HttpError(501, message, kind="server_error", code="wrong_parser") from None
+
+
 def _rejected(reason: str, param: str) -> HttpError:
     reason = reason.removeprefix("Value error, ")
     return HttpError(400, f"{param}: {reason}", param=param, code="invalid_value")
 
 
+def _is_harmony(path: str) -> bool:
+    """Whether a model is gpt-oss, as far as the files on this host tell."""
+    return bool(_model_config(path).hf_config.model_type == harmony_parsers.MODEL_TYPE)
+
+
 def _model_config(path: str) -> SimpleNamespace:
     """Returns the fields of vLLM's ModelConfig that parsers read, from the model's config.json."""
-    config: dict[str, Any] = {}
-    if (file := Path(path) / "config.json").is_file():
-        config = json.loads(file.read_text(encoding="utf-8"))
+    file = _config_file(path)
+    config = _read_config(file) if file is not None else {}
     kind = SimpleNamespace(model_type=config.get("model_type"))
     text = SimpleNamespace(model_type=config.get("text_config", config).get("model_type"))
     (architecture,) = config.get("architectures", [None])[:1] or [None]
     return SimpleNamespace(hf_config=kind, hf_text_config=text, architecture=architecture)
+
+
+def _config_file(path: str) -> Path | None:
+    """Returns the config.json of a model's directory, or of a hub ID if it was downloaded."""
+    file = Path(path) / "config.json"
+    if file.is_file():
+        return file
+    with contextlib.suppress(HFValidationError):
+        found = huggingface_hub.try_to_load_from_cache(path, file.name)
+        return Path(found) if isinstance(found, str) else None
+    return None
+
+
+@functools.lru_cache
+def _read_config(file: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return found

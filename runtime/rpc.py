@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ from baton.runtime.addresses import split_address
 from baton.runtime.config_error import ConfigError
 from baton.runtime.dial import PLAIN, Dial
 from baton.runtime.guard import Guard
+from baton.runtime.open_files import connection_limit
 from baton.runtime.tls import Handshakes, TlsFiles
 
 if TYPE_CHECKING:
@@ -53,12 +53,6 @@ def _keepalive(interval_s: float, timeout_s: float) -> list[tuple[str, int]]:
 def _ms(seconds: float) -> int:
     """Milliseconds, capped to gRPC's 32 bits."""
     return min(2**31 - 1, round(seconds * 1e3))
-
-
-def _most_connections(limits: SecurityConfig) -> int:
-    """Connection limit, at most 3/4 of the open-file limit, because each connection is a file."""
-    most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return min(limits.max_connections, max(1, most_files * 3 // 4))
 
 
 def channel(
@@ -168,7 +162,7 @@ def server(
             ("grpc.so_reuseport", 0),
             ("grpc.max_metadata_size", limits.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", limits.max_metadata_bytes),
-            ("grpc.max_allowed_incoming_connections", _most_connections(limits)),
+            ("grpc.max_allowed_incoming_connections", connection_limit(limits.max_connections)),
             ("grpc.max_concurrent_streams", limits.max_calls),
             # gRPC cancels random calls when a thousand wait for a handler. Instead,
             # `maximum_concurrent_rpcs` refuses excess calls with RESOURCE_EXHAUSTED.

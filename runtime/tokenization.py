@@ -248,6 +248,16 @@ def _num_chars(request: inference_pb2.GenerateRequest) -> int:
     return len(request.text) + in_messages
 
 
+def model_type(model: str) -> str:
+    """Returns the kind of a model as its config.json names it, such as "llama"; empty: unknown.
+
+    Raises:
+        ConfigError: The model does not exist.
+    """
+    found = _read_json(_model_directory(model) / "config.json").get("model_type")
+    return found if isinstance(found, str) else ""
+
+
 def _model_directory(model: str) -> Path:
     """Directory of a model's tokenizer files, downloaded when `model` is a hub ID."""
     directory = Path(model).expanduser()

@@ -237,6 +237,10 @@ class Core:
         """Number of requests that have not ended."""
         return len(self._lifecycle.requests)
 
+    def serves(self, session: int) -> bool:
+        """Whether a session has a request that has not ended."""
+        return bool(self._lifecycle.requests.of_session(session, 1))
+
     @property
     def can_serve(self) -> bool:
         """Whether requests are admitted, and each pool has a serving worker or will start one."""
@@ -360,7 +364,7 @@ class Core:
             self._lifecycle.fail(request, event.error, now)
 
     def _session_lost(self, event: ev.SessionLost, now: float) -> None:
-        for request in self._lifecycle.requests.of_session(event.session):
+        for request in self._lifecycle.requests.of_session(event.session, event.most):
             self._lifecycle.cancel(request, now, tell=False)
 
     def _admission_closed(self, event: ev.AdmissionClosed, now: float) -> None:

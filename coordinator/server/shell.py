@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 # The event loop's timers may fire up to a millisecond before time.monotonic() reaches their time.
 _TIMER_SLACK_S = 0.001
 _MAX_SLOW_WRITES = 256
+# Requests of a lost session that are cancelled without a pause.
+_MAX_LOST_AT_ONCE = 128
 _DEAF = "acknowledges nothing it is sent"
 
 
@@ -215,7 +217,16 @@ class Shell:
     def close_session(self, session: ClientSession) -> None:
         """Closes a session; cancels its running requests."""
         if self._let_go(session):
-            self.post(ev.SessionLost(session.number))
+            self._lose(session.number)
+
+    def _lose(self, session: int) -> None:
+        """Cancels the requests of a lost session in parts, between which the event loop runs.
+
+        A gateway that dies may leave thousands of requests; other streams must not wait for them.
+        """
+        self.post(ev.SessionLost(session, _MAX_LOST_AT_ONCE))
+        if self.core.serves(session):
+            asyncio.get_running_loop().call_soon(self._lose, session)
 
     def is_open(self, session: ClientSession) -> bool:
         """Whether the session is open; a closed session must not get new requests."""

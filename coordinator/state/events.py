@@ -56,9 +56,16 @@ class StreamFailed:
 
 @dataclass(frozen=True, slots=True)
 class SessionLost:
-    """A client's session has ended. Its requests are cancelled without an answer."""
+    """A client's session has ended. Its requests are cancelled without an answer.
+
+    Attributes:
+        session: Number of the session.
+        most: Largest number of requests to cancel now; None: all. The event is sent again until
+            no request is left.
+    """
 
     session: int
+    most: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

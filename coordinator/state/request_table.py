@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
@@ -73,8 +74,9 @@ class RequestTable:
     def by_stream(self, to: StreamKey) -> Request | None:
         return self._by_session.get(to.session, {}).get(to.stream)
 
-    def of_session(self, session: int) -> list[Request]:
-        return list(self._by_session.get(session, {}).values())
+    def of_session(self, session: int, most: int | None = None) -> list[Request]:
+        """Returns the requests of a session; at most `most`, if given."""
+        return list(itertools.islice(self._by_session.get(session, {}).values(), most))
 
     def all(self) -> list[Request]:
         return list(self._requests.values())

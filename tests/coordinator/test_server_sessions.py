@@ -10,6 +10,7 @@ import pytest
 from inference_client import Client, generate
 from scripted_worker import WAIT_S, answer
 
+from baton.coordinator.server import shell
 from baton.coordinator.server.inference import _SessionCall
 from baton.coordinator.server.intake import Intake
 from baton.coordinator.server.server import Coordinator
@@ -228,3 +229,29 @@ async def test_a_stream_that_another_connection_has_taken_over_ends(coordinator,
         await resumed.cancel(stream)
         assert (await resumed.until(stream, "finished"))[-1].finished.reason == CANCELLED
     resumed.call.cancel()
+
+
+async def test_a_lost_session_with_many_requests_is_cancelled_in_parts(
+    coordinator, inference, monkeypatch
+):
+    """Between two parts, the events of other sessions are handled."""
+    most, count = shell._MAX_LOST_AT_ONCE, 300
+    client = Client(inference)
+    for stream in range(count):
+        await client.submit(stream, generate())
+    for stream in range(count):
+        await client.until(stream, "accepted")
+    core, cancelled = coordinator.shell.core, []
+    handle = core.handle
+
+    def counting(event, now):
+        before = core.num_requests
+        effects = handle(event, now)
+        cancelled.append(before - core.num_requests)
+        return effects
+
+    monkeypatch.setattr(core, "handle", counting)
+    client.call.cancel()
+    async with asyncio.timeout(WAIT_S):
+        await coordinator.shell.idle()
+    assert [one for one in cancelled if one] == [most, most, count - 2 * most]

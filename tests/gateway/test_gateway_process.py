@@ -124,6 +124,43 @@ def test_a_gateway_that_dies_is_replaced(up):
     assert gateway_of(up).pid != old.pid
 
 
+def test_a_killed_gateway_cuts_its_streams_with_a_connection_error(up, tmp_path):
+    alone = Process(
+        *("gateway", "--coordinator", up.grpc, "--listen", "127.0.0.1:0"), directory=tmp_path
+    )
+    try:
+        url = alone.ready(r"^ready http=(http://127\.0\.0\.1:\d+)$").group(1)
+        chunks = iter(
+            client(url, max_retries=0).completions.create(
+                model="demo", prompt=[5, 6, 7], max_tokens=1000, stream=True
+            )
+        )
+        next(chunks)
+        alone.popen.kill()
+        with pytest.raises(openai.APIConnectionError):
+            list(chunks)
+    finally:
+        alone.close()
+
+
+def test_a_low_limit_of_open_files_is_named(tmp_path):
+    log = tmp_path / "log"
+    gateway = [sys.executable, "-m", "baton.cli", "gateway", "--coordinator", "127.0.0.1:1"]
+    with log.open("w") as stderr:
+        popen = subprocess.Popen(
+            ["sh", "-c", 'ulimit -n 400; exec "$@"', "sh", *gateway, "--listen", "127.0.0.1:0"],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+        )
+    with popen:
+        assert popen.stdout.readline().startswith("ready ")
+        popen.terminate()
+        assert popen.wait(START_S) == 0
+    assert "http.max_connections is 4096" in log.read_text()
+    assert "only 400 files (RLIMIT_NOFILE): at most 300 connections" in log.read_text()
+
+
 def test_sigterm_drains_streams(tmp_path, model):
     process = start_up("--model", model, directory=tmp_path)
     try:
@@ -167,6 +204,22 @@ def test_a_port_in_use_is_an_error_before_anything_starts(up, tmp_path):
     )
     assert done.returncode == 2
     assert f"http.listen: cannot listen on 127.0.0.1:{port}" in done.stderr
+    assert done.stdout == ""
+
+
+def test_a_parser_that_cannot_read_gpt_oss_is_an_error_at_the_start(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
+    command = ["up", "--engine", "vllm", "--model", str(tmp_path), "--tool-call-parser", "hermes"]
+    done = subprocess.run(
+        [sys.executable, "-m", "baton.cli", *command, "--http-port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        check=False,
+    )
+    assert done.returncode == 2
+    wanted = "tool_call_parser: is 'hermes'; must be 'openai' for a gpt-oss model"
+    assert wanted in done.stderr
     assert done.stdout == ""
 
 
