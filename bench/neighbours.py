@@ -7,7 +7,7 @@ them. The prompt's first tokens are computed, cached on the device, loaded from 
 fetched from another engine. The kinds take turns in random order, so that noise meets all of them.
 A second engine on the same cores, without a KV store in host memory, computes the same prompts.
 
-Of each prompt the table has the longest gap of the streams while it runs, and the delay of a
+For each prompt, the table has the longest gap of the streams while it runs, and the delay of a
 stream: the sum of the gaps meanwhile beyond the median gap before. Two rows that differ only in
 where the tokens come from give what the KV store adds. Run it on a machine that does nothing else.
 """

@@ -18,7 +18,7 @@ KINDS = (
     "from host memory",
     "fetched",
 )
-# What each pair of rows gives.
+# The comparison of each pair of rows.
 DIFFERENCES = {
     "a store": ("computed, stored", "computed, no store"),
     "a load from host memory": ("from host memory", "cached"),
@@ -28,7 +28,7 @@ DIFFERENCES = {
 
 @dataclass(frozen=True, slots=True)
 class Delay:
-    """What one prompt did to the streams beside it, in ms."""
+    """Effects of one prompt on the streams beside it, in ms."""
 
     longest_gap_ms: float
     delay_ms: float

@@ -44,7 +44,7 @@ class Gaps:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one stream must give: the completion of a prompt."""
+    """The tokens that a stream must have: the completion of a prompt."""
 
     prompt: Sequence[int]
     num_tokens: int

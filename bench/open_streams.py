@@ -134,7 +134,7 @@ class Cost:
 
 @dataclass(slots=True)
 class Run:
-    """What one run found.
+    """Results of one run.
 
     Attributes:
         num_open: HTTP streams that were open at the same time.

@@ -202,7 +202,7 @@ class SimulatedEngine:
         max_output_tokens = self._validated(request, self._vocabulary)
         prompt, now = list(request.prompt_token_ids), monotonic()
         written = self._answers.find(prompt)
-        # What follows from the prompt follows from its images too.
+        # Tokens that depend on the prompt depend on its images too.
         keyed = keyed_tokens(prompt, request.images)
         chain = TokenChain(self._vocabulary, keyed, request.adapter, written)
         chain.advance(request.known_token_ids)

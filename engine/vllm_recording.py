@@ -1,4 +1,4 @@
-"""What Baton adds to vLLM's workers, each of which is a rank."""
+"""Baton's additions to vLLM's workers, each of which is a rank."""
 
 from __future__ import annotations
 

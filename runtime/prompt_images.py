@@ -1,7 +1,7 @@
 """Images in prompts: their IDs, and the keys by which KV blocks and digests depend on them.
 
-In a prompt's token IDs an image is a run of placeholders, the same for every image. Whatever names
-a prompt must therefore name its images too.
+In a prompt's token IDs an image is a run of placeholders, the same for every image. So a name of a
+prompt, or of a block of it, must depend on its images too.
 """
 
 from __future__ import annotations

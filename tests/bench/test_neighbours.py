@@ -1,4 +1,4 @@
-"""What a prompt adds to the gaps of the streams beside it."""
+"""Longer gaps of streams beside a prompt."""
 
 import pytest
 

@@ -202,7 +202,7 @@ class Workers:
             assert tokens_of(got) == self.expected(one.prompt, ANSWER), one.name
             timings = got[0].timings
             fetched = HELD - one.skip_tokens if one.state in loaded else 0
-            # What the reader has itself is used also without the fetch.
+            # Without the fetch too, the reader uses the blocks that it has itself.
             found = timings.num_fetched_tokens, timings.num_cached_tokens
             assert found == (fetched, one.skip_tokens), one.name
 
