@@ -92,7 +92,13 @@ def said(one: Side, prompt: RenderedPrompt) -> int:
 
 
 async def hand_over(
-    prefill: Side, decode: Side, case: dict[str, Any], *, comes: bool = True, has_chat: bool = False
+    prefill: Side,
+    decode: Side,
+    case: dict[str, Any],
+    *,
+    comes: bool = True,
+    has_chat: bool = False,
+    together: asyncio.Barrier | None = None,
 ) -> dict[str, Any]:
     """Runs one chat through both engines; only the first one gets the images.
 
@@ -102,6 +108,7 @@ async def hand_over(
         case: The chat's parts, and sampling.
         comes: Whether the handoff is there in time.
         has_chat: Whether the second engine gets the images, too.
+        together: Other chats that the second engine gets at the same time.
     """
     name, sampling = case["name"], common_pb2.SamplingParams(**case["sampling"])
     asked = chat(case["parts"])
@@ -124,6 +131,8 @@ async def hand_over(
             )
         )
         await decode.committed(handoff_id)
+    if together is not None:
+        await together.wait()
     receive = ReceiveHandoff(handoff_id, size, TIMEOUT_S if comes else 0.0)
     request = EngineRequest(
         f"{name}-d",
@@ -195,8 +204,10 @@ async def run(given: dict[str, Any]) -> dict[str, Any]:
             with_chat = await hand_over(
                 prefill, decode, {**lost, "name": "lost-again"}, comes=False, has_chat=True
             )
+            # One answer must not end before another begins.
+            together = asyncio.Barrier(len(given["crowd"]))
             crowd = await asyncio.gather(
-                *(hand_over(prefill, decode, case) for case in given["crowd"])
+                *(hand_over(prefill, decode, case, together=together) for case in given["crowd"])
             )
             left = await left_behind(prefill, decode)
             refused = await refusals(decode)
