@@ -12,7 +12,8 @@ the prompt's prefix, and the session's last workers.
    them within the ITL target. The others finish their decodes, and compute prompts at full speed.
    Where a step with one stream takes most of the ITL target, a worker without decodes would leave
    the others no time for prompts. If steps may be long, all workers then serve prompts and
-   decodes alike: the decodes are spread over all, and a prompt is read where it is decoded.
+   decodes alike: the decodes are spread over all. Where steps may be long, a prompt is read where
+   it is decoded if that delays its first token little.
 4. A request waits while its reader or its decoder has no room. An interactive request that no
    worker can serve within its TTFT target is late. Late and batch requests are placed only where
    they delay no request that can be in time, until they have waited for long.
@@ -147,7 +148,8 @@ class ElasticRule:
         decoder = self._decoder(found, demand)
         if decoder is None:
             return NoPlacement.FULL
-        if self._shares(found):
+        targets = self._router.step_targets
+        if targets is not None and targets.may_owe:
             reader = self._where_decoded(found, reader, decoder, demand)
         return ElasticPlacement(reader, decoder)
 
@@ -227,16 +229,18 @@ class ElasticRule:
     ) -> PrefillChoice:
         """Returns the decoder as the reader, if the first token is in time there.
 
-        A handoff would make the first gap longer, and no stream has time to spare.
+        A handoff makes the first gap about one step longer. So the first token may come one step
+        later, and if all workers serve prompts and decodes alike, at any time before it is due.
         """
         if reader.worker == decoder.worker or demand.waits_for_others:
             return reader
         one = next(one for one in found if one.load.key == decoder.worker)
         read = one.soonest
+        slack_s = math.inf if self._shares(found) else decoder.predicted_s
         if (
             not self._router.takes_prompts(one.load)
             or one.load.ahead_s(read.num_work_tokens, self._router.now) >= AHEAD_S
-            or read.predicted_s > demand.due_in_s
+            or read.predicted_s > min(demand.due_in_s, reader.predicted_s + slack_s)
         ):
             return reader
         return read
