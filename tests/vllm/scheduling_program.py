@@ -30,6 +30,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from baton.engine.vllm_config import RefusingEngineArgs, checked_args
 from baton.engine.vllm_step_budget import use_step_budget
 from baton.engine.vllm_step_targets import write_targets
+from baton.kvtransfer import engine_groups
 from baton.kvtransfer.connector import vllm_connector
 from baton.kvtransfer.connector.scheduler_half import REQUESTS_WAIT
 from baton.kvtransfer.layout import KvLayout
@@ -107,12 +108,14 @@ class Engine:
         # vLLM's CPU platform turns asynchronous scheduling off.
         config.scheduler_config.async_scheduling = asynchronous
         config.cache_config.num_gpu_blocks = num_blocks + 1
+        socket = str(Path(tempfile.mkdtemp()) / "kv.sock")
+        # As the first rank records them.
+        engine_groups.record(socket, LAYOUT.groups)
         config.kv_transfer_config.kv_connector_extra_config = {
-            "socket": "", "layout": dataclasses.asdict(LAYOUT), "rank_cpus": [],
+            "socket": socket, "layout": dataclasses.asdict(LAYOUT), "rank_cpus": [],
             REQUESTS_WAIT: False,
         }  # fmt: skip
         if targets is not None:
-            socket = str(Path(tempfile.mkdtemp()) / "kv.sock")
             use_step_budget(config, PRIOR, socket)
             write_targets(socket, targets)
         spec = FullAttentionSpec(BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
