@@ -56,8 +56,10 @@ def key(name: str) -> WorkerKey:
 class Cell:
     """A router with workers, the rule, and the requests that were placed."""
 
-    def __init__(self, *workers: str, kv_tokens: int = 65536) -> None:
-        self.router = Router(256, 256, StepTargets(ITL_S, 1.2 * ITL_S, 0.2))
+    def __init__(
+        self, *workers: str, kv_tokens: int = 65536, itl_s: float = ITL_S, longest_gap: float = 1.2
+    ) -> None:
+        self.router = Router(256, 256, StepTargets(itl_s, longest_gap * itl_s, 0.2))
         self.rule = ElasticRule(self.router)
         for name in workers:
             traits = WorkerTraits(FixedLatency(), "h", kv_tokens, BLOCK)
@@ -132,6 +134,30 @@ def test_decodes_are_spread_evenly_over_the_fewest_workers_that_hold_them():
         cell.start()
     # Three workers are needed now, so the emptiest gets the next ones.
     assert sorted(cell.num_decodes()) == [0, MOST - 3, MOST, MOST]
+
+
+def test_steps_near_the_itl_target_are_shared_by_all_workers_if_gaps_are_long():
+    """A step with one stream takes 31 ms."""
+    cell = Cell("a", "b", itl_s=0.04, longest_gap=3)
+    for number in range(8):
+        found = cell.start(itl_s=0.04)
+        assert found.reader.worker == found.decoder.worker
+        assert abs(cell.num_decodes()[0] - cell.num_decodes()[1]) <= 1, number
+    default = Cell("a", "b", itl_s=0.04)
+    decoder = default.start(itl_s=0.04).decoder.worker
+    found = default.start(itl_s=0.04)
+    assert found.decoder.worker == decoder
+    assert found.reader.worker != decoder
+
+
+def test_with_long_gaps_a_short_prompt_is_read_where_it_is_decoded():
+    cell = Cell("a", "b", longest_gap=3)
+    decoder = cell.start().decoder.worker
+    short, long = cell.place(64), cell.place(8000)
+    assert short.reader.worker == short.decoder.worker == decoder
+    # The long one would come more than a step later there.
+    assert long.decoder.worker == decoder
+    assert long.reader.worker != decoder
 
 
 def test_a_request_waits_when_one_more_decode_would_break_the_itl_target():
