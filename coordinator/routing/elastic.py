@@ -31,6 +31,7 @@ from baton.coordinator.routing.prefix_match import HeldPrefix, PrefixMatch
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import PromptHits, WorkerLoad
 from baton.coordinator.state.requests import SessionKey, WorkerKey
+from baton.runtime.step_budget import StepTargets
 
 # Share of the ITL target that a decode step may take with one more decode: when prompts find free
 # workers, and when they do not. Below capacity, a margin keeps streams fast; at capacity, it would
@@ -148,8 +149,7 @@ class ElasticRule:
         decoder = self._decoder(found, demand)
         if decoder is None:
             return NoPlacement.FULL
-        targets = self._router.step_targets
-        if targets is not None and targets.may_owe:
+        if self._targets.may_owe:
             reader = self._where_decoded(found, reader, decoder, demand)
         return ElasticPlacement(reader, decoder)
 
@@ -182,6 +182,12 @@ class ElasticRule:
             fetch = self._fetch(match, sources, one.load, one.read, demand)
             candidates[at] = one._replace(fetch=fetch)
         return candidates
+
+    @property
+    def _targets(self) -> StepTargets:
+        targets = self._router.step_targets
+        assert targets is not None
+        return targets
 
     # ---- Reader.
 
@@ -236,7 +242,10 @@ class ElasticRule:
             return reader
         one = next(one for one in found if one.load.key == decoder.worker)
         read = one.soonest
-        slack_s = math.inf if self._shares(found) else decoder.predicted_s
+        fastest_s = min(one.load.single_step_s for one in found)
+        slack_s = decoder.predicted_s
+        if self._targets.shares_workers(fastest_s):
+            slack_s = math.inf
         if (
             not self._router.takes_prompts(one.load)
             or one.load.ahead_s(read.num_work_tokens, self._router.now) >= AHEAD_S
@@ -285,7 +294,8 @@ class ElasticRule:
             # No worker can keep the target. Requests must not wait for it.
             itl_s = _UNREACHABLE * fastest_s
         # With a limit of 0, every worker is needed.
-        limit_s = 0.0 if self._shares(found) else itl_s * self._join_share(found)
+        shares = self._targets.shares_workers(fastest_s)
+        limit_s = 0.0 if shares else itl_s * self._join_share(found)
         hosts = sorted(
             (one for one in found if one.load.num_decodes), key=lambda one: -one.load.mean_itl_s()
         )
@@ -317,13 +327,6 @@ class ElasticRule:
             if cost < best_cost:
                 best, best_cost = one, cost
         return self._decode(best, demand) if best is not None else None
-
-    def _shares(self, found: list[_Candidate]) -> bool:
-        """Whether all workers serve prompts and decodes alike."""
-        targets = self._router.step_targets
-        return targets is not None and targets.shares_workers(
-            min(one.load.single_step_s for one in found)
-        )
 
     def _join_share(self, found: list[_Candidate]) -> float:
         busy = all(one.load.num_prefills for one in found if one.load.prompt_speed > _FAST_SPEED)

@@ -145,8 +145,6 @@ class Intake:
         self, request: inference_pb2.GenerateRequest, now: float
     ) -> Callable[[], None] | None:
         """Counts the memory of the request's images; see HeldImages.hold."""
-        if not has_images(request):
-            return None
         with self._counting(request, now):
             return self._held_images.hold(request)
 
@@ -174,10 +172,11 @@ class Intake:
             lane, sampling = self._checked(request, caller)
             prompt = array("I", request.resume.prompt_token_ids)
             chat: RenderedChat | None = None
-            if not prompt or has_images(request):
+            is_rendered = has_images(request)
+            if is_rendered or not prompt:
                 self._num_pending[lane] += 1
                 try:
-                    if has_images(request):
+                    if is_rendered:
                         chat = await self._rendered(request)
                         prompt = chat.prompt_token_ids
                     else:
@@ -253,7 +252,7 @@ class Intake:
         sampling = self._samplings.get((encoded, limits.vocab_size))
         coordinator = self._config.coordinator
         check_request(request, coordinator, limits, sampling_is_known=sampling is not None)
-        if has_images(request):
+        if request.HasField("chat"):
             check_images(request.chat, self._config.images, taken=limits.takes_images)
         if sampling is None:
             sampling = self._remembered(encoded, limits)

@@ -22,7 +22,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-# Most bytes that a step copies: 1 or 2 ms. A step without streams and prompts delays nobody.
+# Most bytes that a step copies: 1 or 2 ms. A step without streams and prompts delays no token.
 STEP_BYTES, IDLE_STEP_BYTES = 8 * 2**20, 64 * 2**20
 
 
