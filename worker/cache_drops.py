@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 
-from google.rpc import code_pb2
-
-from baton.engine.base import Engine, EngineDead
+from baton.engine.base import Engine
 from baton.runtime.cache_drops import DROP_TIMEOUT_S
-from baton.runtime.errors import DeadlineExceeded, Internal, RemoteError, to_message
+from baton.runtime.errors import DeadlineExceeded, Internal, to_message
 from baton.v1 import cluster_pb2
+from baton.worker.command_tasks import CommandTasks
 from baton.worker.outbox import Outbox
 
-_log = logging.getLogger(__name__)
-
-_CLOSE_S = 1.0
 # Most commands that are carried out at a time.
 _MAX_DROPS = 16
 
@@ -30,7 +25,7 @@ class CacheDrops:
 
     def __init__(self, engine: Engine, outbox: Outbox) -> None:
         self._engine, self._outbox = engine, outbox
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = CommandTasks("drop cache")
 
     def on_command(self, command: cluster_pb2.DropCacheCommand) -> None:
         """Begins to carry out a command."""
@@ -38,16 +33,11 @@ class CacheDrops:
             busy = Internal(f"the worker is busy with {_MAX_DROPS} such commands")
             self._report(cluster_pb2.CacheDropped(drop_id=command.drop_id, failed=to_message(busy)))
             return
-        task = asyncio.create_task(self._run(command), name="drop cache")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._run(command))
 
     async def close(self) -> None:
         """Ends the commands before the engine is stopped."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_CLOSE_S)
+        await self._tasks.close()
 
     async def _run(self, command: cluster_pb2.DropCacheCommand) -> None:
         dropped = cluster_pb2.CacheDropped(drop_id=command.drop_id)
@@ -64,12 +54,8 @@ class CacheDrops:
         except TimeoutError:
             late = DeadlineExceeded(f"the engine has not deleted it within {DROP_TIMEOUT_S:g} s")
             dropped.failed.CopyFrom(to_message(late))
-        except EngineDead as error:
-            gone = RemoteError(code_pb2.UNAVAILABLE, str(error), [])
-            dropped.failed.CopyFrom(to_message(gone))
         except Exception as error:
-            _log.exception("drop cache")
-            dropped.failed.CopyFrom(to_message(Internal(f"{type(error).__name__}: {error}")))
+            dropped.failed.CopyFrom(self._tasks.failed(error))
         self._report(dropped)
 
     def _report(self, dropped: cluster_pb2.CacheDropped) -> None:

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 
-from google.rpc import code_pb2
-
-from baton.engine.base import Engine, EngineDead
-from baton.runtime.errors import BatonError, Internal, RemoteError, to_message
+from baton.engine.base import Engine
 from baton.v1 import cluster_pb2
+from baton.worker.command_tasks import CommandTasks
 from baton.worker.outbox import Outbox
-
-_log = logging.getLogger(__name__)
-
-_CLOSE_S = 1.0
 
 
 class Renders:
@@ -31,20 +24,15 @@ class Renders:
         self._engine, self._outbox = engine, outbox
         # Decoded images are large.
         self._turn = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = CommandTasks("render")
 
     def on_command(self, command: cluster_pb2.RenderCommand) -> None:
         """Begins to carry out a command."""
-        task = asyncio.create_task(self._run(command), name="render")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._run(command))
 
     async def close(self) -> None:
         """Ends the commands before the engine is stopped."""
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=_CLOSE_S)
+        await self._tasks.close()
 
     async def _run(self, command: cluster_pb2.RenderCommand) -> None:
         rendered = cluster_pb2.Rendered(render_id=command.render_id)
@@ -53,12 +41,6 @@ class Renders:
                 prompt = await self._engine.render(command.chat, command.max_pixels)
             rendered.prompt_token_ids.extend(prompt.token_ids)
             rendered.images.extend(prompt.images)
-        except BatonError as error:
-            rendered.failed.CopyFrom(to_message(error))
-        except EngineDead as error:
-            gone = RemoteError(code_pb2.UNAVAILABLE, str(error), [])
-            rendered.failed.CopyFrom(to_message(gone))
         except Exception as error:
-            _log.exception("render")
-            rendered.failed.CopyFrom(to_message(Internal(f"{type(error).__name__}: {error}")))
+            rendered.failed.CopyFrom(self._tasks.failed(error))
         self._outbox.post(cluster_pb2.WorkerMessage(rendered=rendered))

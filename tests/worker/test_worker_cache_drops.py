@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from baton.engine.simulated import SimulatedEngine
 from baton.runtime.config import SimulatedConfig
 from baton.v1 import cluster_pb2
 from baton.worker.cache_drops import CacheDrops
 from baton.worker.outbox import Outbox
 
+WAIT_S = 60.0
+
 
 async def reported(engine, drop_id: int) -> cluster_pb2.CacheDropped:
     outbox = Outbox()
     drops = CacheDrops(engine, outbox)
     drops.on_command(cluster_pb2.DropCacheCommand(drop_id=drop_id))
-    (task,) = drops._tasks
-    await task
+    await asyncio.wait_for(outbox.posted.wait(), WAIT_S)
     await drops.close()
     message = outbox.next_unsent()
     assert message is not None

@@ -529,7 +529,7 @@ class KvSpeed(_message.Message):
     fetches from another worker.
     """
     from_worker_id: _builtins.str
-    """That other worker; empty for the worker's own tiers."""
+    """The other worker; empty for the worker's own tiers."""
     bytes_per_s: _builtins.int
     def __init__(
         self,

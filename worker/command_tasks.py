@@ -1,0 +1,55 @@
+"""Commands of the coordinator that run beside the worker's requests."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from google.rpc import code_pb2
+
+from baton.engine.base import EngineDead
+from baton.runtime.errors import BatonError, Internal, RemoteError, to_message
+from baton.v1 import common_pb2
+
+_log = logging.getLogger(__name__)
+
+_CLOSE_S = 1.0
+
+
+class CommandTasks:
+    """Owns the tasks of commands of one kind; all methods are called from one event loop.
+
+    Args:
+        name: The kind, for people.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Begins to carry out a command."""
+        task = asyncio.create_task(work, name=self._name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Ends the commands before the engine is stopped."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_CLOSE_S)
+
+    def failed(self, error: Exception) -> common_pb2.RequestError:
+        """Returns the message for a command's error; logs one that is not expected."""
+        if isinstance(error, EngineDead):
+            return to_message(RemoteError(code_pb2.UNAVAILABLE, str(error), []))
+        if isinstance(error, BatonError):
+            return to_message(error)
+        _log.error(self._name, exc_info=error)
+        return to_message(Internal(f"{type(error).__name__}: {error}"))
