@@ -6,13 +6,13 @@ The outputs are token sequences in harmony's vocabulary, which ships with vLLM's
 import asyncio
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import anthropic
 import httpx2 as httpx
 import pytest
 import pytest_asyncio
+from gateway_command import gateway_command
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from openai_harmony import HarmonyEncodingName, load_harmony_encoding
 from scripted_inference import ScriptedInference, accepted, delta, finished, serving
@@ -23,7 +23,7 @@ from baton.v1 import common_pb2
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 # Importing vLLM takes a busy machine minutes.
-START_S = WAIT_S = 600.0
+WAIT_S = 600.0
 STOP = common_pb2.FINISH_REASON_STOP
 QUESTION, RULES = "How cold is it in Oslo?", "Answer in one sentence."
 PARAMETERS = {
@@ -153,18 +153,11 @@ async def gateway(tmp_path_factory, encoding):
     http = {"listen": "127.0.0.1:0"}
     config.write_text(json.dumps({"reasoning_parser": "openai_gptoss", "http": http}))
     model = Model(directory, encoding)
-    async with serving(model) as (address, _):
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "baton.cli", "gateway", "--coordinator", address),
-            *("--config", str(config)),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        try:
-            line = await asyncio.wait_for(process.stdout.readline(), START_S)
-            yield Gateway(line.decode().strip().removeprefix("ready http="), model)
-        finally:
-            process.terminate()
-            assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
+    async with (
+        serving(model) as (address, _),
+        gateway_command(address, config, WAIT_S) as url,
+    ):
+        yield Gateway(url, model)
 
 
 def prompt(encoding, request):

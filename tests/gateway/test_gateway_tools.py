@@ -4,13 +4,13 @@ import asyncio
 import base64
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import anthropic
 import httpx2 as httpx
 import pytest
 import pytest_asyncio
+from gateway_command import gateway_command
 from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient, NotFoundError
 from scripted_inference import ScriptedInference, accepted, delta, finished, serving
 from tokenizers import Tokenizer
@@ -21,7 +21,7 @@ from baton.v1 import common_pb2
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
 
 # Importing vLLM takes a busy machine half a minute.
-START_S = WAIT_S = 300.0
+WAIT_S = 300.0
 CONFIG = {
     "tool_call_parser": "hermes",
     "reasoning_parser": "qwen3",
@@ -235,18 +235,11 @@ async def gateway(thinker, tmp_path_factory):
     config, batches = directory / "baton.yaml", {"dir": str(directory / "batches")}
     config.write_text(json.dumps({**CONFIG, "http": CONFIG["http"] | {"batches": batches}}))
     model = Model(thinker)
-    async with serving(model) as (address, _):
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "baton.cli", "gateway", "--coordinator", address),
-            *("--config", str(config)),
-            stdout=asyncio.subprocess.PIPE,
-        )
-        try:
-            line = await asyncio.wait_for(process.stdout.readline(), START_S)
-            yield Gateway(line.decode().strip().removeprefix("ready http="), model)
-        finally:
-            process.terminate()
-            assert await asyncio.wait_for(process.wait(), WAIT_S) == 0
+    async with (
+        serving(model) as (address, _),
+        gateway_command(address, config, WAIT_S) as url,
+    ):
+        yield Gateway(url, model)
 
 
 @pytest.mark.parametrize(
