@@ -69,16 +69,23 @@ async def main() -> None:
         kv_address="127.0.0.1:9",
     )
     worker = ScriptedWorker(arguments.coordinator, hello)
-    await worker.connect()
     try:
+        await serve(worker, stop)
+    finally:
+        # The parent process, which normally removes the directory, may have been killed at any
+        # time, also before this process reached it.
+        directory.remove()
+
+
+async def serve(worker: ScriptedWorker, stop: asyncio.Event) -> None:
+    try:
+        await worker.connect()
         beating = asyncio.create_task(beat(worker))
         await stop.wait()
         beating.cancel()
         await worker.leave()
     finally:
         await worker.close()
-        # The parent process, which normally removes the directory, may be gone.
-        directory.remove()
 
 
 async def beat(worker: ScriptedWorker) -> None:
