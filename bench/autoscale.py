@@ -1,11 +1,11 @@
 """Compares Baton's autoscaler with other scaling policies, on real traces, in the simulator.
 
 `make bench`, or `python -m baton.bench.autoscale --help`. The production coordinator core serves
-the Azure conversation trace and half an hour of Mooncake's trace on simulated workers. A worker is
-Llama2-70B on eight H100s, as measured by Splitwise. Every policy begins with the pool sizes of
-"static at peak". A request attains its targets if its TTFT is within 500 ms (Mooncake: 2,000 ms)
-and its mean gap between tokens is within 50 ms. GPUs are paid for from the start order of a worker
-to the end of the worker.
+the Azure conversation and code traces and half an hour of Mooncake's trace on simulated workers. A
+worker is Llama2-70B on eight H100s, as measured by Splitwise. Every policy begins with the pool
+sizes of "static at peak". A request attains its targets if its TTFT is within 500 ms (Mooncake:
+2,000 ms, code: 1,000 ms) and its mean gap between tokens is within 50 ms. GPUs are paid for from
+the start order of a worker to the end of the worker.
 
 A search finds the needs of each minute: the fewest workers with which 95 % of its requests have
 their first token in time and 95 % keep the gap target. Requests that are late even with many
@@ -18,9 +18,10 @@ rises from a fifth to the full load and falls back within 20 minutes.
 Azure runs with three seeds by default, the other traces with one because they take longer. The seed
 moves the copies of requests in a trace that is scaled up, chooses the requests of a trace that is
 scaled down, and moves the workers' load reports. The needs are those of the first seed.
-"Baton" has its targets at the 95th percentile. The other rows of Baton have another percentile,
-which an operator sets in `scaling.targets`. The share of attained requests is computed in the same
-way for all policies.
+"Baton" is an elastic cell with its targets at the 95th percentile, "Baton, p99" with another one,
+which an operator sets in `scaling.targets`; the workers of "Baton, strict roles" and of the other
+policies have fixed roles. The share of attained requests is computed in the same way for all
+policies.
 """
 
 from __future__ import annotations

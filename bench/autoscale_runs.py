@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from baton.bench.autoscale_peak import Within
-from baton.bench.autoscale_scenes import STATIC, Needs, Scene, scene
+from baton.bench.autoscale_scenes import ELASTIC_AT, STATIC, Needs, Scene, scene
 from baton.coordinator.state.pools import Pool
 from baton.load import stats
 from baton.simulator.report import Figures, as_json, figures
@@ -60,7 +60,7 @@ def ran(needs: Needs, cell: Cell) -> tuple[Figures, dict[str, Any]]:
     where = cell.where
     one = _scene(where)
     policy = one.policy(cell.policy, cell.cold_start_s, needs)
-    made = one.cell(policy, cell.cold_start_s)
+    made = one.cell(policy, cell.cold_start_s, elastic=cell.policy in ELASTIC_AT)
     record = made.run(one.arrivals, dict(needs.peak), one.lasts_s)
     made.core.check_integrity()
     found = figures(record, made.gaps, dict(policy.config.targets)["interactive"])

@@ -37,9 +37,11 @@ SPAN_S = 60.0
 PLENTY = 12
 ITL_S = 0.05
 STATIC, HPA, PLANNER, HINDSIGHT = "static at peak", "HPA", "planner", "hindsight"
-# Percentile of Baton's targets; 95 is the default of `scaling.targets`.
-BATON_AT = {"Baton": 95.0, "Baton, p99": 99.0, "Baton, p80": 80.0}
+# Percentile of the autoscaler's targets; 95 is the default of `scaling.targets`.
+ELASTIC_AT = {"Baton": 95.0, "Baton, p99": 99.0}
+BATON_AT = {**ELASTIC_AT, "Baton, strict roles": 95.0}
 BATON = "Baton"
+# Workers of the other policies have fixed roles.
 POLICIES = (STATIC, *BATON_AT, HPA, PLANNER, HINDSIGHT)
 
 
@@ -89,6 +91,7 @@ TRACES = {
             warm_up_s=120.0,
         ),
         Trace("tides", AZURE, 0.5, 4.0, tide_s=1200.0),
+        Trace("code", DATA / "azure/code_from_1800s.csv", 1.0, 1.0),
     )
 }
 
@@ -103,19 +106,19 @@ def scaling(ttft_s: float, cold_start_s: float, percentile: float = 95.0) -> Sca
     )
 
 
-def core_config(latency: LatencyModel, *, local_prefill: bool) -> CoreConfig:
+def core_config(latency: LatencyModel, *, elastic: bool, local_prefill: bool) -> CoreConfig:
     """Returns the default configuration of a cell, except that no request is refused.
 
     Args:
         latency: Step times of the workers.
-        local_prefill: Whether decode workers compute prompts if that is faster.
+        elastic: Whether every worker computes prompts and decodes.
+        local_prefill: Whether decode workers with fixed roles compute prompts if that is faster.
     """
     free = {"max_queued": 10**6, "max_queue_s": 600}
     values = {
         "model": "simulated",
         "coordinator": {"max_running_requests": 10**6},
-        # The figures of docs/autoscaling.md are those of strict roles.
-        "elastic": False,
+        "elastic": elastic,
         "decode": {"local_prefill": local_prefill},
         "lanes": {"interactive": {**free, "itl_ms": round(ITL_S * 1e3)}},
     }
@@ -189,7 +192,12 @@ class Scene:
         return math.floor(self.arrivals[-1].at_s / SPAN_S) + 1
 
     def cell(
-        self, policy: Policy, cold_start_s: float, *, local_prefill: bool = True
+        self,
+        policy: Policy,
+        cold_start_s: float,
+        *,
+        elastic: bool = False,
+        local_prefill: bool = True,
     ) -> SimulatedCell:
         shape = Shape(
             self.latency,
@@ -199,7 +207,7 @@ class Scene:
             max_num_batched_tokens=4096,
         )
         return SimulatedCell(
-            core_config(self.latency, local_prefill=local_prefill),
+            core_config(self.latency, elastic=elastic, local_prefill=local_prefill),
             dict.fromkeys(Pool, shape),
             policy,
             cold_start=ColdStart.lasting(cold_start_s),
