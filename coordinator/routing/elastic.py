@@ -27,7 +27,8 @@ from heapq import nsmallest
 from typing import NamedTuple
 
 from baton.coordinator.routing.choices import DecodeChoice, NoPlacement, PrefillChoice
-from baton.coordinator.routing.prefix_match import HeldPrefix, PrefixMatch
+from baton.coordinator.routing.prefix_fetches import PrefixFetches
+from baton.coordinator.routing.prefix_match import NUM_HOLDERS, HeldPrefix, PrefixMatch
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import PromptHits, WorkerLoad
 from baton.coordinator.state.requests import SessionKey, WorkerKey
@@ -129,10 +130,11 @@ class ElasticRule:
 
     Args:
         router: Router of the fleet's workers, with step targets.
+        fetches: Fetches between these workers.
     """
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
+    def __init__(self, router: Router, fetches: PrefixFetches) -> None:
+        self._router, self._fetches = router, fetches
         self._pressure = 0.0
 
     def place(self, match: PrefixMatch, demand: Demand) -> ElasticPlacement | NoPlacement:
@@ -165,12 +167,33 @@ class ElasticRule:
         )
         return min((one.soonest for one in found), key=lambda one: one.predicted_s, default=None)
 
+    def candidates(
+        self, match: PrefixMatch, session: SessionKey | None
+    ) -> list[tuple[WorkerLoad, HeldPrefix]]:
+        """Workers that a placement in an elastic cell compares.
+
+        Returns:
+            The workers of the least loaded group that get work, the workers with the longest
+            prefixes, and the session's last workers. With each, the prefix that it holds.
+        """
+        loads = self._router.loads
+        group = loads.least_loaded_group()
+        found = {entry.key: entry for entry in group if loads.pool(entry.key) is not None}
+        if loads.num_groups > 1:
+            last = self._router.last_of(session)
+            holders = match.holders(NUM_HOLDERS, loads.open_prefill | loads.open_decode)
+            for worker in (*holders, last.prefill, last.decode):
+                entry = loads.get(worker)
+                if entry is not None and loads.pool(entry.key) is not None:
+                    found[entry.key] = entry
+        return [(entry, match.held_by(worker)) for worker, entry in found.items()]
+
     def _candidates(self, match: PrefixMatch, demand: Demand) -> list[_Candidate]:
-        found = self._router.elastic_candidates(match, demand.session)
+        found = self.candidates(match, demand.session)
         candidates = [
             _Candidate(load, held, self._read(load, held, demand), None) for load, held in found
         ]
-        sources = self._router.sources(match) if demand.may_fetch else {}
+        sources = self._fetches.sources(match) if demand.may_fetch else {}
         if not sources:
             return candidates
         # The workers that would compute the whole prompt soonest would compute its rest soonest.
@@ -274,11 +297,11 @@ class ElasticRule:
     ) -> PrefillChoice | None:
         """Returns a reader with a fetch; None: no worker holds more of the prompt."""
         hits = PromptHits(read.num_cached_tokens, read.num_host_tokens, read.num_disk_tokens)
-        fetch = self._router.fetch(match, sources, load, demand.num_tokens, hits)
+        fetch = self._fetches.best(match, sources, load, demand.num_tokens, hits)
         if fetch is None:
             return None
         num_new = demand.num_tokens - fetch.num_tokens
-        choice = self._router.fetching(read, fetch, _work_s(load, num_new))
+        choice = self._fetches.choice(read, fetch, _work_s(load, num_new))
         # The prompt is fetched while those ahead of it are computed.
         wait_s = max(load.ahead_s(num_new, self._router.now), fetch.fetch_s)
         return choice._replace(predicted_s=wait_s + choice.work_s)

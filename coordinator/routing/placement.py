@@ -25,9 +25,11 @@ from baton.coordinator.routing.latency import LatencyRegistry
 from baton.coordinator.routing.local_prompts import LocalPrompts
 from baton.coordinator.routing.output_lengths import OutputLengths, max_output_tokens
 from baton.coordinator.routing.predictions import Predictions
+from baton.coordinator.routing.prefix_fetches import PrefixFetches
 from baton.coordinator.routing.prefix_match import PrefixMatch
 from baton.coordinator.routing.prompt_blocks import PromptBlocks
 from baton.coordinator.routing.router import Router
+from baton.coordinator.routing.strict import StrictRule
 from baton.coordinator.routing.worker_load import Ahead
 from baton.coordinator.routing.worker_traits import block_size_of, handoff_bytes, traits_of
 from baton.coordinator.state.config import CoreConfig
@@ -100,16 +102,23 @@ class Placer:
             config.max_prefill_requests,
             config.max_decode_requests,
             step_targets if config.elastic else None,
-            fetches=config.fetch,
         )
-        self._rule = ElasticRule(self.router) if config.elastic else None
+        self.fetches = PrefixFetches(self.router, enabled=config.fetch)
+        self.strict = StrictRule(self.router, self.fetches)
+        self._rule = ElasticRule(self.router, self.fetches) if config.elastic else None
         self._outputs, self._crowded, self._prompt_times = outputs, crowded, prompt_times
         self._itl_target_s = config.lanes.interactive.itl_ms / 1e3
         self._local_prompts = LocalPrompts(self.router, self._itl_target_s)
         self.batch_prompts = BatchPrompts(self.router, workers)
         self.prompts = PromptBlocks(self.router, workers)
         self.predictions = Predictions(
-            self.router, workers, self.prompts, self.batch_prompts, outputs, config, self._rule
+            self.router,
+            self._rule or self.strict,
+            workers,
+            self.prompts,
+            self.batch_prompts,
+            outputs,
+            config,
         )
 
     def set_step_targets(self, targets: StepTargets) -> None:
@@ -176,7 +185,7 @@ class Placer:
         if decode is None:
             return None
         num_tokens = request.num_prefill_tokens
-        choice = self.router.by_handoff(source.key, decode.worker, num_tokens)
+        choice = self.strict.by_handoff(source.key, decode.worker, num_tokens)
         return self._split(request, choice, decode) if choice.predicted_s < within_s else None
 
     def has_room(self, request: Request) -> bool:
@@ -204,7 +213,7 @@ class Placer:
         if idlest is None:
             return math.inf
         if self._rule is not None:
-            found = self.router.elastic_candidates(self.prompts.match(request), None)
+            found = self._rule.candidates(self.prompts.match(request), None)
             times = [entry.free_at - AHEAD_S for entry, _ in found]
             return min((at for at in times if at > self.router.now), default=math.inf)
         return idlest.room_at(_AHEAD[self._lane_of(request)], self.router.now)
@@ -212,7 +221,7 @@ class Placer:
     def is_crowded_out(self, request: Request) -> bool:
         """Whether no prefill worker takes a batch prompt, but one would take an interactive one."""
         match, now = self.prompts.match(request), self.router.now
-        entries = self.router.prefill_candidates(match, request.submission.session)
+        entries = self.strict.prefill_candidates(match, request.submission.session)
         batch, interactive = _AHEAD[_BATCH], _AHEAD[common_pb2.LANE_INTERACTIVE]
         return all(one.is_full(batch, now) for one in entries) and not all(
             one.is_full(interactive, now) for one in entries
@@ -430,7 +439,7 @@ class Placer:
             return self._place_elastic(self._rule, request)
         submission, match = request.submission, self.prompts.match(request)
         most = max_output_tokens(submission, self._workers.max_model_len)
-        prefill = self.router.choose_prefill(
+        prefill = self.strict.choose_prefill(
             match,
             request.num_prefill_tokens,
             submission.session,
@@ -459,7 +468,7 @@ class Placer:
         if entry is None or most == 1:
             return None
         if self.router.num_prefill_workers or not num_known:
-            prefill = self.router.choose_prefill(
+            prefill = self.strict.choose_prefill(
                 match, request.num_prefill_tokens, submission.session, _AHEAD[submission.lane]
             )
             if prefill is None:
@@ -495,7 +504,7 @@ class Placer:
             max_itl_s = self._itl_target_s * _JOIN_SHARE
         elif submission.slo_itl_s is not None:
             max_itl_s = submission.slo_itl_s
-        return self.router.choose_decode(
+        return self.strict.choose_decode(
             match,
             request.num_prompt_tokens + num_known,
             self._outputs.expected(submission.lane, most, num_known),

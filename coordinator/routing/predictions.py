@@ -7,15 +7,15 @@ from array import array
 from collections.abc import Callable
 
 from baton.coordinator.routing.batch_prompts import BatchPrompts
-from baton.coordinator.routing.choices import PrefillChoice
 from baton.coordinator.routing.elastic import ElasticRule
 from baton.coordinator.routing.output_lengths import OutputLengths, max_output_tokens
 from baton.coordinator.routing.prefix_match import HeldPrefix, PrefixMatch
 from baton.coordinator.routing.prompt_blocks import PromptBlocks
 from baton.coordinator.routing.router import Router
+from baton.coordinator.routing.strict import StrictRule
 from baton.coordinator.routing.worker_load import WorkerLoad
 from baton.coordinator.state.config import CoreConfig
-from baton.coordinator.state.requests import Prediction, Request, SessionKey, Submission
+from baton.coordinator.state.requests import Prediction, Request, Submission
 from baton.coordinator.state.workers import AttachedWorkers
 from baton.v1 import common_pb2
 
@@ -27,23 +27,23 @@ class Predictions:
 
     Args:
         router: Router of the same workers.
+        rule: Placement rule of the cell.
         workers: Workers of one fleet.
         prompts: Cuts prompts into blocks of these workers' block size.
         batch_prompts: Batch prompts that may be preempted for interactive prompts.
         outputs: Prediction of output lengths.
         config: Source of the latency model for unmeasured workers and of the long-prompt limit.
-        rule: Placement rule of an elastic cell; None: prompts go to prefill workers.
     """
 
     def __init__(
         self,
         router: Router,
+        rule: ElasticRule | StrictRule,
         workers: AttachedWorkers,
         prompts: PromptBlocks,
         batch_prompts: BatchPrompts,
         outputs: OutputLengths,
         config: CoreConfig,
-        rule: ElasticRule | None,
     ) -> None:
         self._router, self._workers, self._prompts = router, workers, prompts
         self._rule = rule
@@ -96,7 +96,7 @@ class Predictions:
             None while no worker computes prompts.
         """
         num_tokens, session = len(submission.prompt_token_ids), submission.session
-        choice = self._soonest(self._router.match(hashes), num_tokens, session)
+        choice = self._rule.soonest(self._router.match(hashes), num_tokens, session)
         if choice is None:
             return None
         num_workers = self._router.prompt_speed
@@ -124,7 +124,7 @@ class Predictions:
         Returns:
             Seconds; infinite if no worker computes prompts.
         """
-        choice = self._soonest(match, request.num_prefill_tokens, request.submission.session)
+        choice = self._rule.soonest(match, request.num_prefill_tokens, request.submission.session)
         return choice.predicted_s if choice is not None else math.inf
 
     def here_s(self, request: Request) -> float:
@@ -156,14 +156,6 @@ class Predictions:
         speed = self._router.prompt_speed
         queued_s = waiting_s / speed if speed else 0.0
         return self.at_a_prefill_worker_s(request, self._prompts.match(request)) + queued_s
-
-    def _soonest(
-        self, match: PrefixMatch, num_tokens: int, session: SessionKey | None
-    ) -> PrefillChoice | None:
-        """Where a prompt would be computed if it were queued at a worker now."""
-        if self._rule is not None:
-            return self._rule.soonest(match, num_tokens, session)
-        return self._router.choose_prefill(match, num_tokens, session)
 
     def _unmeasured_prefill_s(self, num_tokens: int) -> float:
         """Prefill seconds by the configured latency model, without any cached prefix."""

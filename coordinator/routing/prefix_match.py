@@ -33,6 +33,8 @@ class HeldPrefix(NamedTuple):
 
 
 NOTHING_HELD = HeldPrefix(0, 0)
+# Number of workers with the longest prefixes that a placement compares, for `PrefixMatch.holders`.
+NUM_HOLDERS = 3
 
 
 class Expected(NamedTuple):

@@ -6,10 +6,11 @@ import math
 from dataclasses import dataclass, replace
 
 import pytest
+from placement_rules import elastic_rule
 from virtual_cell import VirtualCell, WorkerShape
 
 from baton.coordinator.routing.choices import NoPlacement, PrefillChoice
-from baton.coordinator.routing.elastic import Demand, ElasticRule
+from baton.coordinator.routing.elastic import Demand
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerTraits
 from baton.coordinator.state import events as ev
@@ -60,7 +61,7 @@ class Cell:
         self, *workers: str, kv_tokens: int = 65536, itl_s: float = ITL_S, longest_gap: float = 1.2
     ) -> None:
         self.router = Router(256, 256, StepTargets(itl_s, longest_gap * itl_s, 0.2))
-        self.rule = ElasticRule(self.router)
+        self.rule = elastic_rule(self.router)
         for name in workers:
             traits = WorkerTraits(FixedLatency(), "h", kv_tokens, BLOCK)
             pool = Pool.PREFILL if name.startswith("prefill") else Pool.DECODE
@@ -297,7 +298,7 @@ def test_prompts_take_longer_once_a_worker_decodes():
 
 def test_a_large_cell_is_divided_into_groups_that_share_the_load():
     cell = Cell(*(f"w{number}" for number in range(80)))
-    assert len(cell.router.elastic_candidates(cell.match(), "")) == 27
+    assert len(cell.rule.candidates(cell.match(), "")) == 27
     decoders = {cell.start().decoder.worker for _ in range(3 * MOST)}
     # Each group packs its outputs on one worker.
     assert len(decoders) == 3

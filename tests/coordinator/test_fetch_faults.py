@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.coordinator.routing.choices import PrefillChoice
+from baton.coordinator.routing.prefix_fetches import PrefixFetches
 from baton.coordinator.state import events as ev
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.latency import LatencyModel
@@ -61,7 +62,8 @@ def keep(world, worker, tier):
 def holders(world):
     """IDs of the workers that the coordinator would fetch the prompt from."""
     router = router_of(world)
-    return {key[0] for key in router.sources(router.match(block_hashes(LONG, BLOCK)))}
+    found = PrefixFetches(router).sources(router.match(block_hashes(LONG, BLOCK)))
+    return {key[0] for key in found}
 
 
 def reader_of(world):

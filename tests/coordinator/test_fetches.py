@@ -6,9 +6,10 @@ import math
 import random
 
 import pytest
+from placement_rules import elastic_rule, strict_rule
 
 from baton.coordinator.routing.choices import NoPlacement, PrefillChoice
-from baton.coordinator.routing.elastic import Demand, ElasticRule
+from baton.coordinator.routing.elastic import Demand
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.transfers import Transfers
 from baton.coordinator.routing.worker_load import WorkerTraits
@@ -67,9 +68,9 @@ def queue(found: Router, name: str, seconds: float, number: int = 1) -> None:
 def both(found: Router) -> list[PrefillChoice]:
     """The readers that the two kinds of cells choose."""
     match = found.match(block_hashes(PROMPT, BLOCK))
-    placed = ElasticRule(found).place(match, DEMAND)
+    placed = elastic_rule(found).place(match, DEMAND)
     assert not isinstance(placed, NoPlacement)
-    return [found.choose_prefill(match, len(PROMPT)), placed.reader]
+    return [strict_rule(found).choose_prefill(match, len(PROMPT)), placed.reader]
 
 
 @pytest.mark.parametrize("tier", [DEVICE, HOST])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from placement_rules import strict_rule
 
 from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
 from baton.coordinator.routing.router import Router
@@ -50,7 +51,8 @@ class Cluster:
     ) -> PrefillChoice:
         session = SessionKey(tenant, session_id) if session_id else None
         hashes = block_hashes(prompt, BLOCK)
-        choice = self.router.choose_prefill(self.router.match(hashes), len(prompt), session)
+        match = self.router.match(hashes)
+        choice = strict_rule(self.router).choose_prefill(match, len(prompt), session)
         assert choice is not None
         self.router.assign_prefill(request, choice, hashes, session)
         self.prompts[request] = choice.worker, prompt
@@ -190,7 +192,7 @@ def test_full_gone_and_paused_workers_get_nothing() -> None:
     assert cluster.send("1", prompt(1)).worker == key("c")
     assert router.idlest_prefill() is None
     hashes = block_hashes(prompt(1), BLOCK)
-    assert router.choose_prefill(router.match(hashes), 320) is None
+    assert strict_rule(router).choose_prefill(router.match(hashes), 320) is None
     cluster.done("1")
     assert router.idlest_prefill().queued_s(router.now) == 0.0
     router.set_pool(key("b"), Pool.PREFILL)
@@ -215,7 +217,7 @@ def decode(
     router: Router, request: str, tokens: list[int], output: int = 100, **more: object
 ) -> DecodeChoice | None:
     match = router.match(block_hashes(tokens, BLOCK))
-    choice = router.choose_decode(match, len(tokens), output, **more)  # type: ignore[arg-type]
+    choice = strict_rule(router).choose_decode(match, len(tokens), output, **more)
     if choice is not None:
         router.assign_decode(request, choice)
         router.check_integrity()
@@ -232,14 +234,16 @@ def test_decodes_go_where_a_step_takes_least() -> None:
 
 
 def urgent(router: Router, request: str) -> WorkerKey:
-    choice = router.choose_decode(router.match([]), 320, 100)
+    choice = strict_rule(router).choose_decode(router.match([]), 320, 100)
     assert choice is not None
     router.assign_decode(request, choice, urgent=True)
     return choice.worker
 
 
 def batch(router: Router, request: str, max_itl_s: float = 0.0145) -> WorkerKey | None:
-    choice = router.choose_decode(router.match([]), 320, 100, max_itl_s=max_itl_s, yields=True)
+    choice = strict_rule(router).choose_decode(
+        router.match([]), 320, 100, max_itl_s=max_itl_s, yields=True
+    )
     if choice is None:
         return None
     router.assign_decode(request, choice)
@@ -310,7 +314,7 @@ def test_a_worker_to_which_handoffs_are_slow_is_avoided(slow: str) -> None:
     for name in ("d1", "d2"):
         seconds = 60.0 if name == slow else 0.1
         router.transfers.took((key("p"), key(name)), 10**9, seconds, near=False)
-    choice = router.choose_decode(router.match([]), 320, 100, prefill=key("p"))
+    choice = strict_rule(router).choose_decode(router.match([]), 320, 100, prefill=key("p"))
     assert choice is not None
     assert choice.worker != key(slow)
 
@@ -320,7 +324,7 @@ def test_a_move_counts_the_measured_speed_to_its_new_worker() -> None:
     router = decode_router(*heavy.items())
 
     def sent_s(to: str) -> float:
-        choice = router.by_handoff(key("d1"), key(to), 321)
+        choice = strict_rule(router).by_handoff(key("d1"), key(to), 321)
         return choice.predicted_s - choice.work_s
 
     # Before the first transfer between hosts, 1 GB/s are assumed.
@@ -407,6 +411,7 @@ _STEPS = st.lists(
 @given(_STEPS)
 def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -> None:
     router = Router(3, 4)
+    rule = strict_rule(router)
     names = [f"w{number}" for number in range(4)]
     # The workers that each request was assigned to.
     requests: list[tuple[str, WorkerKey, WorkerKey]] = []
@@ -423,8 +428,8 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
         elif kind == "send":
             hashes = block_hashes(prompt(number, length), BLOCK)
             match = router.match(hashes)
-            first = router.choose_prefill(match, length, f"s{number}")
-            second = router.choose_decode(match, length, 20, session=SessionKey("a", f"s{number}"))
+            first = rule.choose_prefill(match, length, f"s{number}")
+            second = rule.choose_decode(match, length, 20, session=SessionKey("a", f"s{number}"))
             if first is not None and second is not None:
                 router.assign_prefill(str(count), first, hashes, f"s{number}")
                 router.assign_decode(str(count), second, f"s{number}")
@@ -442,9 +447,9 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
             entry = router.load(key(name))
             assert entry is None or entry.free_tokens >= 0 or grown
         match = router.match(block_hashes(prompt(number, 64), BLOCK))
-        candidates = router.prefill_candidates(match, "s0")
+        candidates = rule.prefill_candidates(match, "s0")
         for ahead in (Ahead(0.01, foresees=False), Ahead(0.04, foresees=True), ANYTHING_AHEAD):
-            takes_more = router.choose_prefill(match, 64, "s0", ahead) is not None
+            takes_more = rule.choose_prefill(match, 64, "s0", ahead) is not None
             assert takes_more != all(one.is_full(ahead, router.now) for one in candidates)
     for request in requests:
         router.release(*request)

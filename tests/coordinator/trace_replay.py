@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from placement_rules import strict_rule
+
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerTraits
 from baton.coordinator.state.pools import Pool
@@ -123,6 +125,7 @@ def replay(
         num_blocks: Blocks of each worker's cache; changes are reported at the end of a prompt.
     """
     router, outcome = Router(len(trace), 1), Outcome()
+    rule = strict_rule(router)
     workers = [(f"w{number}", 1) for number in range(num_workers)]
     caches = {worker: LruCache(num_blocks) for worker in workers}
     queues: dict[WorkerKey, deque[int]] = {worker: deque() for worker in workers}
@@ -150,7 +153,7 @@ def replay(
         request = trace[number]
         if worker is None:
             match = router.match(request.hashes)
-            choice = router.choose_prefill(match, request.num_tokens)
+            choice = rule.choose_prefill(match, request.num_tokens)
             assert choice is not None
             router.assign_prefill(str(number), choice, request.hashes)
             queues[choice.worker].append(number)
