@@ -48,9 +48,9 @@ def _rate(metric: str, by: str, labels: str = "CELL") -> list[tuple[str, str]]:
     return [(legend, f"sum by ({by}) (rate({metric}{{{labels}}}[$__rate_interval]))")]
 
 
-def _target(signal: str) -> tuple[str, str]:
+def _target(signal: str, legend: str = "target") -> tuple[str, str]:
     return (
-        "target",
+        legend,
         f'max(baton_target_seconds{{CELL, lane="interactive", signal="{signal}"}})',
     )
 
@@ -83,8 +83,14 @@ CELL_ROWS = (
             Panel(
                 "Gaps between tokens",
                 "s",
-                [*_quantiles("baton_inter_token_latency_seconds", INTERACTIVE), _target("itl")],
-                "Time between two outputs of a stream (ITL).",
+                [
+                    *_quantiles("baton_inter_token_latency_seconds", INTERACTIVE),
+                    _target("itl", "target of the mean"),
+                    _target("gap", "target of one gap"),
+                ],
+                "Time between two outputs of a stream (ITL). The lines are the target of a "
+                "request's mean, and that of a single gap, which the coordinator of few workers "
+                "may choose (`baton targets` says why).",
             ),
             Panel(
                 "Request duration",

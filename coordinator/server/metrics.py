@@ -245,13 +245,17 @@ class CoreCollector(Collector):
         scaler, lanes = self._core.scaler, self._config.lanes
         targets = GaugeMetricFamily(
             "baton_target_seconds",
-            "Latency targets, TTFT for an empty prompt; a lane without a target has no series.",
+            "Latency targets: ttft for an empty prompt, itl for the mean gap between a request's "
+            "tokens, gap for a single gap. A lane without a target has no series.",
             labels=["lane", "signal"],
         )
         for lane, target in scaler.targets.items():
             for signal, target_s in (("ttft", target.ttft_s), ("itl", target.itl_s)):
                 if target_s is not None:
                     targets.add_metric([lane, signal], target_s)
+        steps = self._core.placers.step_targets
+        if steps.itl_s is not None and self._config.steps.scheduler == "baton":
+            targets.add_metric(["interactive", "gap"], steps.longest_gap_s)
         yield targets
         limit = GaugeMetricFamily(
             "baton_queue_limit", "Maximum number of waiting requests.", labels=["lane"]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
+from baton.coordinator.server.metrics import registry
 from baton.coordinator.state import events as ev
-from baton.runtime.config import StepsConfig
+from baton.runtime.config import BatonConfig, StepsConfig
 from baton.runtime.request_targets import own_itl_s
 
 
@@ -50,3 +53,18 @@ def test_the_longest_gap_is_configurable_and_never_below_the_itl_target(new_worl
     assert milliseconds(world.core.step_targets()) == (50, 80, 100)
     change(world, itl_s=0.1)
     assert milliseconds(world.commands["d"][0]) == (100, 100, 100)
+
+
+def exported_gap_s(world, config):
+    labels = {"lane": "interactive", "signal": "gap"}
+    return registry(world.core, config).get_sample_value("baton_target_seconds", labels)
+
+
+def test_the_target_of_a_single_gap_is_a_metric(new_world):
+    world = new_world(steps=StepsConfig(longest_gap_ms=80)).pair()
+    assert exported_gap_s(world, BatonConfig()) == pytest.approx(0.08)
+    # vLLM's own scheduler keeps no such target.
+    others = BatonConfig(steps=StepsConfig(scheduler="vllm"))
+    assert exported_gap_s(world, others) is None
+    change(world, itl_s=None)
+    assert exported_gap_s(world, BatonConfig()) is None
