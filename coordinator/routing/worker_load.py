@@ -272,8 +272,12 @@ class WorkerLoad:
         return self.traits.latency.prefill_s(num_new) + load_s
 
     def queued_s(self, now: float) -> float:
-        """Predicted seconds of remaining prefill work."""
+        """Predicted seconds until the remaining prefill work is done, beside the decodes."""
         return max(0.0, self.free_at - now)
+
+    def work_s(self, now: float) -> float:
+        """Predicted seconds of remaining prefill work on a worker without decodes."""
+        return self.queued_s(now) * self.prompt_speed
 
     def ahead_s(self, num_tokens: int, now: float) -> float:
         """Predicted seconds of prefill work that goes before a prompt of `num_tokens` tokens.

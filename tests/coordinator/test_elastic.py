@@ -296,6 +296,31 @@ def test_prompts_take_longer_once_a_worker_decodes():
     )
 
 
+def test_the_work_of_prompts_is_that_of_a_worker_without_decodes():
+    """The autoscaler counts it: beside decodes, prompts take longer but are no more work."""
+    cell = Cell("a")
+    for _ in range(MOST):
+        cell.start(16, continues=True)
+    cell.start(3000, computed=False)
+    load = cell.router.load(key("a"))
+    assert load.work_s(0.0) == pytest.approx(0.3, rel=0.05)
+    assert load.queued_s(0.0) > 2 * load.work_s(0.0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "itl_s", "stays"),
+    [("abcd", 0.038, True), ("abc", 0.038, False), ("abcd", 0.05, False)],
+)
+def test_an_output_stays_where_its_prompt_is_read_if_a_handoff_might_cost_its_target(
+    workers, itl_s, stays
+):
+    """A decode step takes 31 ms. Enough others must be idle for the next prompts."""
+    cell = Cell(*workers, itl_s=itl_s)
+    cell.start(500, itl_s=itl_s)
+    second = cell.place(500, itl_s=itl_s)
+    assert (second.reader.worker == second.decoder.worker) == stays
+
+
 def test_a_large_cell_is_divided_into_groups_that_share_the_load():
     cell = Cell(*(f"w{number}" for number in range(80)))
     assert len(cell.rule.candidates(cell.match(), "")) == 27

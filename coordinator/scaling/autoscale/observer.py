@@ -75,7 +75,8 @@ class Observer:
                 loads[POOL_OF[worker.role]].append(entry)
         decode = self._decode(loads[Pool.DECODE], workers, config)
         full = _full(loads[Pool.DECODE], decode)
-        at_workers_s = sum(entry.queued_s(now) for entry in loads[Pool.PREFILL])
+        # In an elastic cell, the workers of both pools compute prompts.
+        at_workers_s = sum(entry.work_s(now) for pool in Pool for entry in loads[pool])
         return Observation(
             observed_at=max((one.heard_at for one in workers), default=now),
             workers=(
