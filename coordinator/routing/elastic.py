@@ -13,8 +13,8 @@ the prompt's prefix, and the session's last workers.
    Where a step with one stream takes most of the ITL target, a worker without decodes would leave
    the others no time for prompts. If steps may be long, all workers then serve prompts and
    decodes alike: the decodes are spread over all. Where steps may be long, a prompt is read where
-   it is decoded if that delays its first token little. Where a step takes most of the ITL target,
-   an output stays where its prompt is read while enough workers are idle.
+   it is decoded if that delays its first token little. An output of few tokens stays where its
+   prompt is read, and any output where a step takes most of the ITL target and workers are idle.
 4. A request waits while its reader or its decoder has no room. An interactive request that no
    worker can serve within its TTFT target is late. Late and batch requests are placed only where
    they delay no request that can be in time, until they have waited for long.
@@ -52,11 +52,14 @@ _WORK_WEIGHT = 1.0
 # If no worker keeps the ITL target even with one decode, the target is this many times the fastest
 # worker's step with one decode.
 _UNREACHABLE = 2.0
-# A handoff makes an output's first gap about one step longer. Where a step takes more than this
-# share of the ITL target, outputs of few tokens miss it for that reason: they stay where their
-# prompt is read, while this many other workers are idle. In simulations, smaller shares and fewer
-# idle workers cost prompts more than outputs gained.
+# A handoff makes an output's first gap about one step longer, and outputs of few tokens miss the
+# ITL target for that reason. Where a step takes more than this share of the target, any output
+# stays where its prompt is read while this many other workers are idle. In simulations, smaller
+# shares and fewer idle workers cost prompts more than outputs gained.
 _TIGHT_SHARE, _NUM_IDLE = 0.8, 2
+# Outputs of at most this many tokens always stay where their prompt is read: with usual steps, and
+# with those that take more than _TIGHT_SHARE. More tokens cost prompts more than outputs gained.
+_FEW_TOKENS, _FEW_TOKENS_TIGHT = 4, 8
 # Number of candidates that may fetch the prompt's beginning from another worker.
 _NUM_FETCHING = 4
 # Added to the cost of a reader that would miss the TTFT target, in seconds: any other is better.
@@ -291,21 +294,21 @@ class ElasticRule:
         demand: Demand,
     ) -> DecodeChoice:
         """Returns the reader as the decoder if a handoff might cost the output its ITL target."""
-        if reader.worker == decoder.worker or demand.waits_for_others:
-            return decoder
         one = next(one for one in found if one.load.key == reader.worker)
-        others = (other.load for other in found if other is not one)
-        num_idle = sum(not (load.num_decodes or load.num_prefills) for load in others)
-        if (
-            one.load.single_step_s <= _TIGHT_SHARE * demand.itl_s
-            or one.load.num_decodes
-            or num_idle < _NUM_IDLE
-            or not self._has_room(one.load, demand)
-        ):
+        load = one.load
+        if reader.worker == decoder.worker or not self._has_room(load, demand):
             return decoder
         here = self._decode(one, demand)
+        is_tight = load.single_step_s > _TIGHT_SHARE * demand.itl_s
+        if demand.num_output_tokens <= (_FEW_TOKENS_TIGHT if is_tight else _FEW_TOKENS):
+            return here if here.predicted_s <= demand.itl_s else decoder
+        if demand.waits_for_others or load.num_decodes or not is_tight:
+            return decoder
+        others = (other.load for other in found if other is not one)
+        num_idle = sum(not (load.num_decodes or load.num_prefills) for load in others)
         # Workers with other hardware may decode more slowly.
-        return here if here.predicted_s <= decoder.predicted_s else decoder
+        is_faster = here.predicted_s <= decoder.predicted_s
+        return here if is_faster and num_idle >= _NUM_IDLE else decoder
 
     def _read(self, load: WorkerLoad, held: HeldPrefix, demand: Demand) -> PrefillChoice:
         size = load.traits.block_size_tokens

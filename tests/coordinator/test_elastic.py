@@ -308,6 +308,18 @@ def test_the_work_of_prompts_is_that_of_a_worker_without_decodes():
 
 
 @pytest.mark.parametrize(
+    ("num_tokens", "itl_s", "stays"),
+    [(4, 0.05, True), (5, 0.05, False), (8, 0.038, True), (9, 0.038, False), (4, 0.03, False)],
+)
+def test_an_output_of_few_tokens_stays_where_its_prompt_is_read(num_tokens, itl_s, stays):
+    """A decode step takes 31 ms: with a target of 30 ms, other workers are no worse."""
+    cell = Cell("a", "b", itl_s=itl_s)
+    cell.start(500, itl_s=itl_s)
+    second = cell.place(500, num_output_tokens=num_tokens, itl_s=itl_s)
+    assert (second.reader.worker == second.decoder.worker) == stays
+
+
+@pytest.mark.parametrize(
     ("workers", "itl_s", "stays"),
     [("abcd", 0.038, True), ("abc", 0.038, False), ("abcd", 0.05, False)],
 )
