@@ -14,7 +14,7 @@ the prompt's prefix, and the session's last workers.
    the others no time for prompts. If steps may be long, all workers then serve prompts and
    decodes alike: the decodes are spread over all. Where steps may be long, a prompt is read where
    it is decoded if that delays its first token little. An output of few tokens stays where its
-   prompt is read, and any output where a step takes most of the ITL target and workers are idle.
+   prompt alone is read, and any output where a step takes most of the ITL target and workers idle.
 4. A request waits while its reader or its decoder has no room. An interactive request that no
    worker can serve within its TTFT target is late. Late and batch requests are placed only where
    they delay no request that can be in time, until they have waited for long.
@@ -57,8 +57,9 @@ _UNREACHABLE = 2.0
 # stays where its prompt is read while this many other workers are idle. In simulations, smaller
 # shares and fewer idle workers cost prompts more than outputs gained.
 _TIGHT_SHARE, _NUM_IDLE = 0.8, 2
-# Outputs of at most this many tokens always stay where their prompt is read: with usual steps, and
-# with those that take more than _TIGHT_SHARE. More tokens cost prompts more than outputs gained.
+# Outputs of at most this many tokens stay where their prompt is read, unless the worker computes
+# other prompts, which they would slow down: with usual steps, and with those that take more than
+# _TIGHT_SHARE. More tokens cost prompts more than outputs gained.
 _FEW_TOKENS, _FEW_TOKENS_TIGHT = 4, 8
 # Number of candidates that may fetch the prompt's beginning from another worker.
 _NUM_FETCHING = 4
@@ -300,7 +301,8 @@ class ElasticRule:
             return decoder
         here = self._decode(one, demand)
         is_tight = load.single_step_s > _TIGHT_SHARE * demand.itl_s
-        if demand.num_output_tokens <= (_FEW_TOKENS_TIGHT if is_tight else _FEW_TOKENS):
+        has_few = demand.num_output_tokens <= (_FEW_TOKENS_TIGHT if is_tight else _FEW_TOKENS)
+        if has_few and not load.num_prefills:
             return here if here.predicted_s <= demand.itl_s else decoder
         if demand.waits_for_others or load.num_decodes or not is_tight:
             return decoder

@@ -92,7 +92,8 @@ class Cell:
         name = f"r{self._num_placed}"
         self._num_placed += 1
         self.router.assign_prefill(name, found.reader, [], due_at=due_at)
-        self.router.assign_decode(name, found.decoder, urgent=True, num_mean_tokens=num_tokens)
+        if found.decoder is not None:
+            self.router.assign_decode(name, found.decoder, urgent=True, num_mean_tokens=num_tokens)
         if computed:
             self.router.first_token(name, found.reader.worker, found.decoder.worker)
         self.router.check_integrity()
@@ -317,6 +318,16 @@ def test_an_output_of_few_tokens_stays_where_its_prompt_is_read(num_tokens, itl_
     cell.start(500, itl_s=itl_s)
     second = cell.place(500, num_output_tokens=num_tokens, itl_s=itl_s)
     assert (second.reader.worker == second.decoder.worker) == stays
+
+
+def test_outputs_of_few_tokens_slow_no_other_prompts():
+    """Where streams of short outputs never end, a long prompt would be late beside them."""
+    cell = Cell("a", "b")
+    for _ in range(MOST - 1):
+        cell.start(500)
+    assert cell.start(30_000, computed=False, num_output_tokens=0).reader.worker == key("b")
+    second = cell.place(2000, num_output_tokens=2)
+    assert (second.reader.worker, second.decoder.worker) == (key("b"), key("a"))
 
 
 @pytest.mark.parametrize(
