@@ -273,11 +273,9 @@ class ElasticRule:
         """
         if reader.worker == decoder.worker or demand.waits_for_others:
             return reader
-        one = next(one for one in found if one.load.key == decoder.worker)
-        read = one.soonest
-        fastest_s = min(one.load.single_step_s for one in found)
-        slack_s = decoder.predicted_s
-        if self._targets.shares_workers(fastest_s):
+        one = _of(found, decoder.worker)
+        read, slack_s = one.soonest, decoder.predicted_s
+        if self._targets.shares_workers(_fastest_step_s(found)):
             slack_s = math.inf
         if (
             not self._router.takes_prompts(one.load)
@@ -295,22 +293,26 @@ class ElasticRule:
         demand: Demand,
     ) -> DecodeChoice:
         """Returns the reader as the decoder if a handoff might cost the output its ITL target."""
-        one = next(one for one in found if one.load.key == reader.worker)
-        load = one.load
-        if reader.worker == decoder.worker or not self._has_room(load, demand):
+        if reader.worker == decoder.worker:
             return decoder
-        here = self._decode(one, demand)
+        one = _of(found, reader.worker)
+        load = one.load
         is_tight = load.single_step_s > _TIGHT_SHARE * demand.itl_s
         has_few = demand.num_output_tokens <= (_FEW_TOKENS_TIGHT if is_tight else _FEW_TOKENS)
         if has_few and not load.num_prefills:
-            return here if here.predicted_s <= demand.itl_s else decoder
-        if demand.waits_for_others or load.num_decodes or not is_tight:
+            longest_s = demand.itl_s
+        elif is_tight and not load.num_decodes and not demand.waits_for_others:
+            others = (other.load for other in found if other is not one)
+            if sum(not (other.num_decodes or other.num_prefills) for other in others) < _NUM_IDLE:
+                return decoder
+            # Workers with other hardware may decode more slowly.
+            longest_s = decoder.predicted_s
+        else:
             return decoder
-        others = (other.load for other in found if other is not one)
-        num_idle = sum(not (load.num_decodes or load.num_prefills) for load in others)
-        # Workers with other hardware may decode more slowly.
-        is_faster = here.predicted_s <= decoder.predicted_s
-        return here if is_faster and num_idle >= _NUM_IDLE else decoder
+        if not self._has_room(load, demand):
+            return decoder
+        here = self._decode(one, demand)
+        return here if here.predicted_s <= longest_s else decoder
 
     def _read(self, load: WorkerLoad, held: HeldPrefix, demand: Demand) -> PrefillChoice:
         size = load.traits.block_size_tokens
@@ -347,7 +349,7 @@ class ElasticRule:
         """Returns the best decoder; None: no worker has room within the ITL target."""
         added = demand.num_mean_tokens
         itl_s = demand.itl_s
-        fastest_s = min(one.load.single_step_s for one in found)
+        fastest_s = _fastest_step_s(found)
         if fastest_s > itl_s:
             # No worker can keep the target. Requests must not wait for it.
             itl_s = _UNREACHABLE * fastest_s
@@ -412,6 +414,16 @@ class ElasticRule:
             num_host_tokens=hits.num_host,
             num_disk_tokens=hits.num_disk,
         )
+
+
+def _of(found: list[_Candidate], worker: WorkerKey) -> _Candidate:
+    """Returns the candidate that is this worker."""
+    return next(one for one in found if one.load.key == worker)
+
+
+def _fastest_step_s(found: list[_Candidate]) -> float:
+    """Seconds of a decode step with one stream on the fastest candidate."""
+    return min(one.load.single_step_s for one in found)
 
 
 def _work_s(load: WorkerLoad, num_tokens: int) -> float:

@@ -103,9 +103,9 @@ class Placer:
             config.max_decode_requests,
             step_targets if config.elastic else None,
         )
-        self.fetches = PrefixFetches(self.router, enabled=config.fetch)
-        self.strict = StrictRule(self.router, self.fetches)
-        self._rule = ElasticRule(self.router, self.fetches) if config.elastic else None
+        fetches = PrefixFetches(self.router, enabled=config.fetch)
+        self._strict = StrictRule(self.router, fetches)
+        self._rule = ElasticRule(self.router, fetches) if config.elastic else None
         self._outputs, self._crowded, self._prompt_times = outputs, crowded, prompt_times
         self._itl_target_s = config.lanes.interactive.itl_ms / 1e3
         self._local_prompts = LocalPrompts(self.router, self._itl_target_s)
@@ -113,7 +113,7 @@ class Placer:
         self.prompts = PromptBlocks(self.router, workers)
         self.predictions = Predictions(
             self.router,
-            self._rule or self.strict,
+            self._rule or self._strict,
             workers,
             self.prompts,
             self.batch_prompts,
@@ -185,7 +185,7 @@ class Placer:
         if decode is None:
             return None
         num_tokens = request.num_prefill_tokens
-        choice = self.strict.by_handoff(source.key, decode.worker, num_tokens)
+        choice = self._strict.by_handoff(source.key, decode.worker, num_tokens)
         return self._split(request, choice, decode) if choice.predicted_s < within_s else None
 
     def has_room(self, request: Request) -> bool:
@@ -221,7 +221,7 @@ class Placer:
     def is_crowded_out(self, request: Request) -> bool:
         """Whether no prefill worker takes a batch prompt, but one would take an interactive one."""
         match, now = self.prompts.match(request), self.router.now
-        entries = self.strict.prefill_candidates(match, request.submission.session)
+        entries = self._strict.prefill_candidates(match, request.submission.session)
         batch, interactive = _AHEAD[_BATCH], _AHEAD[common_pb2.LANE_INTERACTIVE]
         return all(one.is_full(batch, now) for one in entries) and not all(
             one.is_full(interactive, now) for one in entries
@@ -439,7 +439,7 @@ class Placer:
             return self._place_elastic(self._rule, request)
         submission, match = request.submission, self.prompts.match(request)
         most = max_output_tokens(submission, self._workers.max_model_len)
-        prefill = self.strict.choose_prefill(
+        prefill = self._strict.choose_prefill(
             match,
             request.num_prefill_tokens,
             submission.session,
@@ -468,7 +468,7 @@ class Placer:
         if entry is None or most == 1:
             return None
         if self.router.num_prefill_workers or not num_known:
-            prefill = self.strict.choose_prefill(
+            prefill = self._strict.choose_prefill(
                 match, request.num_prefill_tokens, submission.session, _AHEAD[submission.lane]
             )
             if prefill is None:
@@ -504,7 +504,7 @@ class Placer:
             max_itl_s = self._itl_target_s * _JOIN_SHARE
         elif submission.slo_itl_s is not None:
             max_itl_s = submission.slo_itl_s
-        return self.strict.choose_decode(
+        return self._strict.choose_decode(
             match,
             request.num_prompt_tokens + num_known,
             self._outputs.expected(submission.lane, most, num_known),

@@ -310,7 +310,7 @@ class WorkerLoad:
         streams = Streams(len(self._decodes), self.mean_tokens, limit_s)
         speed = prompt_speed(self.traits.latency.model, targets, streams)
         if speed != self.prompt_speed:
-            self.free_at = now + self.queued_s(now) * self.prompt_speed / speed
+            self.free_at = now + self.work_s(now) / speed
             self.prompt_speed = speed
 
     def is_full(self, ahead: Ahead, now: float) -> bool:
