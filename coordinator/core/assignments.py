@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from baton.coordinator.routing.choices import Placement
 from baton.coordinator.routing.placers import Placers
-from baton.coordinator.state.requests import Request, RequestKey, WorkerKey
+from baton.coordinator.state.requests import Request, RequestKey, RequestState, WorkerKey
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 
 
@@ -98,6 +98,9 @@ class Assignments:
         for request in requests.values():
             found = map(self._workers.get, (request.prefill, request.decode))
             assert all(one is None or one.fleet is request.fleet for one in found)
+            if request.state is RequestState.DECODING and request.decode is not None:
+                load = self._placers.of(request.fleet).router.load(request.decode)
+                assert load is None or not load.has_prompt(request.key)
 
     def _release(self, key: WorkerKey | None, request: Request) -> bool:
         worker = self._workers.get(key)

@@ -244,6 +244,10 @@ class RequestLifecycle:
         self._advance(request, RequestState.DECODING, now)
         if request.decoding_at is None:
             request.decoding_at = now
+        if request.prefill is None:
+            # The decode worker has computed the prompt, so it has room for the next one.
+            self._assignments.prefill_over(request)
+            self.room_freed()
         self.handed_over(request)
 
     def stalls(self, request: Request) -> tuple[Stall, ...]:

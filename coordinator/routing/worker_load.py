@@ -405,6 +405,10 @@ class WorkerLoad:
         self.reserved_tokens += num_kv_tokens
         self.free_tokens -= num_kv_tokens
 
+    def has_prompt(self, request_id: str) -> bool:
+        """Whether the prompt of an assigned request is not computed yet."""
+        return request_id in self._prefills
+
     def arrive(self, request_id: str) -> None:
         """Records that the prompt of a decode is computed."""
         decode = self._decodes.get(request_id)

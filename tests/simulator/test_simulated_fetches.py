@@ -10,7 +10,7 @@ from baton.load.traces import MOONCAKE_BLOCK_TOKENS, Arrival
 from baton.runtime.config import parse
 from baton.simulator.run import simulate
 
-NUM_BURSTS, NUM_REQUESTS, NUM_SHARED, NUM_OWN = 6, 16, 8, 3
+NUM_BURSTS, NUM_REQUESTS, NUM_SHARED, NUM_OWN = 6, 24, 8, 4
 # A 70B model on eight H100s (deploy/examples/conversations.yaml).
 LARGE = {
     "prefill_base_ms": 20.7,
