@@ -10,6 +10,8 @@ the prompt's prefix, and the session's last workers.
 2. The decoder: every worker that decodes pays the base of a decode step, and computes prompts at a
    fraction of its speed. The decodes are therefore spread evenly over the fewest workers that hold
    them within the ITL target. The others finish their decodes, and compute prompts at full speed.
+   Where prompts are few and short, workers with decodes compute them soon enough: then decodes go
+   to more workers before steps come close to the target, and to the emptiest one beyond that.
    Where a step with one stream takes most of the ITL target, a worker without decodes would leave
    the others no time for prompts. If steps may be long, all workers then serve prompts and
    decodes alike: the decodes are spread over all. Where steps may be long, a prompt is read where
@@ -30,6 +32,7 @@ from typing import NamedTuple
 from baton.coordinator.routing.choices import DecodeChoice, NoPlacement, PrefillChoice
 from baton.coordinator.routing.prefix_fetches import PrefixFetches
 from baton.coordinator.routing.prefix_match import NUM_HOLDERS, HeldPrefix, PrefixMatch
+from baton.coordinator.routing.prompt_demand import PromptDemand
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import PromptHits, WorkerLoad
 from baton.coordinator.state.requests import SessionKey, WorkerKey
@@ -39,6 +42,10 @@ from baton.runtime.step_budget import StepTargets
 # workers, and when they do not. Below capacity, a margin keeps streams fast; at capacity, it would
 # cost prompts more time than it saves streams.
 _JOIN_SHARE, _JOIN_SHARE_UNDER_PRESSURE = 0.92, 1.0
+# The same while workers with decodes compute prompts soon enough: outputs grow, so that a step that
+# is just within the target becomes too long. In simulations with long outputs, 0.75 to 0.85
+# attained the same; smaller shares leave prompts fewer fast workers.
+_SPREAD_SHARE = 0.85
 # The pressure is a running mean of "every fast worker computes a prompt", with this weight for the
 # latest placement. The join share reaches its end at a pressure of 1 / _PRESSURE_GAIN.
 _PRESSURE_WEIGHT, _PRESSURE_GAIN = 0.03, 6.0
@@ -65,7 +72,7 @@ _FEW_TOKENS, _FEW_TOKENS_TIGHT = 4, 8
 _NUM_FETCHING = 4
 # Added to the cost of a reader that would miss the TTFT target, in seconds: any other is better.
 _TOO_LATE_S = 1000.0
-# A late prompt joins another late prompt on a worker that computes at most this share of what the
+# A late request joins another late one on a worker that computes at most this share of what the
 # median candidate would compute.
 _SMALL_SHARE = 0.75
 
@@ -76,10 +83,11 @@ class Demand(NamedTuple):
     Attributes:
         num_tokens: Tokens to compute without any cache: the prompt, and the output known so far.
         num_output_tokens: Output tokens that are reserved for it; 0: it ends with its first token.
-        num_mean_tokens: KV tokens of the request at half of its mean output.
+        num_mean_tokens: KV tokens that requests like it have on average while they decode.
         due_in_s: Seconds until the first token is due; infinite if it has no target.
         itl_s: ITL target of interactive requests, in seconds.
         others_go_first_if_late: Whether it is not placed if its first token would be late.
+        is_late: Whether its first token will be late on any worker.
         waits_for_others: Whether it is placed only where it delays no request that can be in time.
         must_place: Whether it may break the ITL target of others.
         continues: Whether it is a stream that goes on elsewhere: it waits for no prompts.
@@ -93,6 +101,7 @@ class Demand(NamedTuple):
     due_in_s: float
     itl_s: float
     others_go_first_if_late: bool = False
+    is_late: bool = False
     waits_for_others: bool = False
     must_place: bool = False
     continues: bool = False
@@ -141,10 +150,11 @@ class ElasticRule:
     Args:
         router: Router of the fleet's workers, with step targets.
         fetches: Fetches between these workers.
+        prompts: Recent prompts, which the owner adds.
     """
 
-    def __init__(self, router: Router, fetches: PrefixFetches) -> None:
-        self._router, self._fetches = router, fetches
+    def __init__(self, router: Router, fetches: PrefixFetches, prompts: PromptDemand) -> None:
+        self._router, self._fetches, self._prompts = router, fetches, prompts
         self._pressure = 0.0
 
     def place(self, match: PrefixMatch, demand: Demand) -> ElasticPlacement | NoPlacement:
@@ -152,6 +162,7 @@ class ElasticRule:
         found = self._candidates(match, demand)
         soonest_s = min((one.soonest.predicted_s for one in found), default=0.0)
         if demand.others_go_first_if_late and demand.due_in_s < soonest_s:
+            self._prompts.was_late(self._router.now)
             return NoPlacement.LATE
         reader = self._reader(found, demand)
         if reader is None:
@@ -231,24 +242,31 @@ class ElasticRule:
         if demand.must_place and found:
             works = sorted(one.read.num_work_tokens for one in found)
             small = _SMALL_SHARE * works[len(works) // 2]
+        # Late prompts must not spend the time that streams may owe: prompts in time need it.
+        beside_none = demand.is_late and self._targets.may_owe
         best: PrefillChoice | None = None
         best_cost_s, ahead_s = math.inf, 0.0
         for one in found:
             load = one.load
             if not self._router.takes_prompts(load):
                 continue
-            if demand.waits_for_others and (load.num_prefills or load.prompt_speed < _LATE_SPEED):
+            if demand.waits_for_others and (
+                load.num_prefills
+                or load.prompt_speed < _LATE_SPEED
+                or (beside_none and load.num_decodes)
+            ):
                 continue
             for choice in (one.read, one.fetch) if one.fetch is not None else (one.read,):
                 if (
                     demand.must_place
                     and not demand.continues
-                    and load.has_late_prompt(now)
+                    and load.has_late_request(now)
                     and choice.num_work_tokens > small
                 ):
-                    # Late prompts hold room for their outputs while the engine computes others
-                    # first. A prompt whose prefix only this worker holds goes there anyway:
-                    # computing it elsewhere would make the other prompts later.
+                    # While the cell is beyond its capacity, late requests take the place of those
+                    # that can be in time, and late prompts hold room for their outputs while the
+                    # engine computes others first. A prompt whose prefix only this worker holds
+                    # goes there anyway: computing it elsewhere would make other prompts later.
                     continue
                 cost_s = choice.predicted_s + _WORK_WEIGHT * choice.work_s * load.prompt_speed
                 if choice.predicted_s > demand.due_in_s:
@@ -355,7 +373,7 @@ class ElasticRule:
             itl_s = _UNREACHABLE * fastest_s
         # With a limit of 0, every worker is needed.
         shares = self._targets.shares_workers(fastest_s)
-        limit_s = 0.0 if shares else itl_s * self._join_share(found)
+        limit_s = 0.0 if shares else itl_s * self._join_share(found, added)
         hosts = sorted(
             (one for one in found if one.load.num_decodes), key=lambda one: -one.load.mean_itl_s()
         )
@@ -388,11 +406,34 @@ class ElasticRule:
                 best, best_cost = one, cost
         return self._decode(best, demand) if best is not None else None
 
-    def _join_share(self, found: list[_Candidate]) -> float:
+    def _join_share(self, found: list[_Candidate], num_tokens: int) -> float:
+        """Share of the ITL target that a step may take after a decode of `num_tokens` joins."""
         busy = all(one.load.num_prefills for one in found if one.load.prompt_speed > _FAST_SPEED)
         self._pressure += (busy - self._pressure) * _PRESSURE_WEIGHT
+        if self._prompts_can_wait(found, num_tokens):
+            return _SPREAD_SHARE
         tight = min(1.0, self._pressure * _PRESSURE_GAIN)
         return _JOIN_SHARE + tight * (_JOIN_SHARE_UNDER_PRESSURE - _JOIN_SHARE)
+
+    def _prompts_can_wait(self, found: list[_Candidate], num_tokens: int) -> bool:
+        """Whether the worker with the shortest steps computes prompts soon enough beside decodes.
+
+        Args:
+            found: The candidates.
+            num_tokens: KV tokens of the decode that joins.
+        """
+        if not found:
+            return False
+        loads = self._router.loads
+        num_workers = (loads.open_prefill | loads.open_decode).bit_count()
+        needed = self._prompts.needed_speed(num_workers, self._router.now)
+        emptiest = min((one.load for one in found), key=lambda load: load.mean_itl_s())
+        if emptiest.prompt_speed < needed:
+            return False
+        # One more decode among others hardly changes the speed; the first one does.
+        return (
+            emptiest.num_decodes > 0 or emptiest.speed_with_one(self._targets, num_tokens) >= needed
+        )
 
     def _has_room(self, load: WorkerLoad, demand: Demand) -> bool:
         """Whether a worker has room for the request's KV cache; an empty worker always has."""
@@ -422,8 +463,8 @@ def _of(found: list[_Candidate], worker: WorkerKey) -> _Candidate:
 
 
 def _fastest_step_s(found: list[_Candidate]) -> float:
-    """Seconds of a decode step with one stream on the fastest candidate."""
-    return min(one.load.single_step_s for one in found)
+    """Seconds of a decode step with one stream on the fastest candidate; infinite without any."""
+    return min((one.load.single_step_s for one in found), default=math.inf)
 
 
 def _work_s(load: WorkerLoad, num_tokens: int) -> float:

@@ -28,6 +28,7 @@ from baton.coordinator.routing.predictions import Predictions
 from baton.coordinator.routing.prefix_fetches import PrefixFetches
 from baton.coordinator.routing.prefix_match import PrefixMatch
 from baton.coordinator.routing.prompt_blocks import PromptBlocks
+from baton.coordinator.routing.prompt_demand import PromptDemand
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.strict import StrictRule
 from baton.coordinator.routing.worker_load import Ahead
@@ -105,7 +106,10 @@ class Placer:
         )
         fetches = PrefixFetches(self.router, enabled=config.fetch)
         self._strict = StrictRule(self.router, fetches)
-        self._rule = ElasticRule(self.router, fetches) if config.elastic else None
+        self._prompt_demand = PromptDemand()
+        self._rule = (
+            ElasticRule(self.router, fetches, self._prompt_demand) if config.elastic else None
+        )
         self._outputs, self._crowded, self._prompt_times = outputs, crowded, prompt_times
         self._itl_target_s = config.lanes.interactive.itl_ms / 1e3
         self._local_prompts = LocalPrompts(self.router, self._itl_target_s)
@@ -237,7 +241,7 @@ class Placer:
         """
         urgent = request.submission.lane != _BATCH
         if urgent and self._rule is not None and (reader := placement.reader) is not None:
-            self._measure_prompt(reader)
+            self._measure_prompt(request, reader)
         if placement.prefill is not None:
             self._assign_prompt(request, placement.prefill)
             worker = placement.prefill.worker
@@ -312,10 +316,10 @@ class Placer:
         self._outputs.observe(request.submission.lane, len(request.token_ids))
 
     def _num_mean_tokens(self, request: Request) -> int:
-        """KV tokens that the request has at half of its mean output."""
+        """KV tokens that requests like this one have on average while they decode."""
         submission = request.submission
         most = max_output_tokens(submission, self._workers.max_model_len)
-        return request.num_tokens + round(self._outputs.mean(submission.lane, most) / 2)
+        return request.num_tokens + round(self._outputs.mean_of_running(submission.lane, most) / 2)
 
     # ---- Yielding.
 
@@ -376,11 +380,13 @@ class Placer:
             request.first_token_due_at,
         )
 
-    def _measure_prompt(self, reader: PrefillChoice) -> None:
+    def _measure_prompt(self, request: Request, reader: PrefillChoice) -> None:
         load = self.router.load(reader.worker)
         assert load is not None
         prompt_s = load.traits.latency.model.chunk_s(0, reader.num_work_tokens)
         self._prompt_times.add(prompt_s)
+        target_s = request.first_token_due_at - request.submitted_at
+        self._prompt_demand.add(prompt_s, target_s, self.router.now)
 
     def _demand(self, request: Request) -> Demand:
         submission, num_known = request.submission, len(request.token_ids)
@@ -401,6 +407,7 @@ class Placer:
             due_in_s=request.first_token_due_at - self.router.now,
             itl_s=math.inf if targets is None or targets.itl_s is None else targets.itl_s,
             others_go_first_if_late=not request.is_late and self._lane_of(request) != _BATCH,
+            is_late=request.is_late,
             waits_for_others=(request.is_late or is_batch) and not must_place,
             must_place=must_place,
             continues=num_known > 0,

@@ -267,7 +267,7 @@ class Router:
             session: the session; None means no session.
             urgent: whether batch requests yield to this request.
             yields: whether this request can be preempted for an urgent request.
-            num_mean_tokens: KV tokens that the request has at half of its mean output; None: as
+            num_mean_tokens: KV tokens that the request has on average while it decodes; None: as
                 many as are reserved.
         """
         entry = self.loads.entries[choice.worker]

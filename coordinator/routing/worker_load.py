@@ -109,6 +109,7 @@ class _Decode:
         urgent: whether batch requests yield to the request.
         yields: whether the request can be preempted for an urgent request.
         arrived: whether the request's prompt is computed.
+        late: whether this worker computed the prompt after its first token was due.
     """
 
     num_kv_tokens: int
@@ -116,6 +117,7 @@ class _Decode:
     yields: bool
     num_mean_tokens: int
     arrived: bool = False
+    late: bool = False
 
 
 class _Prefill(NamedTuple):
@@ -163,8 +165,8 @@ class WorkerLoad:
             count even while another worker still computes their prompts.
         yielding_tokens: part of reserved_tokens that belongs to decodes that can be preempted.
         free_tokens: KV tokens that no assigned request is expected to need.
-        mean_tokens: KV tokens of all assigned decodes at half of their mean output: what a step
-            attends to on average. `reserved_tokens` is what it attends to at most.
+        mean_tokens: KV tokens that all assigned decodes have on average: what a step attends to.
+            `reserved_tokens` is what it attends to at most.
         load_speeds: measured speeds of its loads from host memory and from disk.
         prompt_speed: speed of prompts beside the assigned decodes, as a share of the speed of an
             idle worker, (0, 1]. Only kept in elastic cells; elsewhere 1.
@@ -193,6 +195,7 @@ class WorkerLoad:
     _unassigned_tokens: int = 0
     # Mean time until a step without decodes ends.
     _rest_of_step_s: float = 0.0
+    _num_late: int = 0
 
     def __post_init__(self) -> None:
         self.free_tokens = self.traits.kv_tokens
@@ -297,9 +300,9 @@ class WorkerLoad:
                 has_others = True
         return min(left_s, work_s + (self._rest_of_step_s if has_others else 0.0))
 
-    def has_late_prompt(self, now: float) -> bool:
-        """Whether the first token of an assigned prompt is overdue."""
-        return any(one.due_at < now for one in self._prefills.values())
+    def has_late_request(self, now: float) -> bool:
+        """Whether an assigned first token is overdue, or its worker decodes after a late one."""
+        return self._num_late > 0 or any(one.due_at < now for one in self._prefills.values())
 
     def predict_prompt_speed(self, targets: StepTargets, now: float) -> None:
         """Updates `prompt_speed`, and the queue with it, after a change of decodes or targets."""
@@ -307,11 +310,19 @@ class WorkerLoad:
         limit_s = math.inf
         if self.num_urgent:
             limit_s = targets.expected_limit_s(self.mean_itl_s(), self.single_step_s)
-        streams = Streams(len(self._decodes), self.mean_tokens, limit_s)
-        speed = prompt_speed(self.traits.latency.model, targets, streams)
+        speed = self._speed_beside(targets, Streams(len(self._decodes), self.mean_tokens, limit_s))
         if speed != self.prompt_speed:
             self.free_at = now + self.work_s(now) / speed
             self.prompt_speed = speed
+
+    def speed_with_one(self, targets: StepTargets, num_tokens: int) -> float:
+        """Speed of prompts beside one interactive decode of `num_tokens` KV tokens."""
+        step_s = self.traits.latency.decode_step_s(1, num_tokens)
+        limit_s = targets.expected_limit_s(step_s, self.single_step_s)
+        return self._speed_beside(targets, Streams(1, num_tokens, limit_s))
+
+    def _speed_beside(self, targets: StepTargets, streams: Streams) -> float:
+        return prompt_speed(self.traits.latency.model, targets, streams)
 
     def is_full(self, ahead: Ahead, now: float) -> bool:
         """Whether the worker's queue is at the limit, so that it takes no further prompt."""
@@ -371,6 +382,10 @@ class WorkerLoad:
             self.queued_tokens -= ended.num_tokens
             # Rounding errors of float subtraction would keep the sum from returning to 0.
             self._queued_s = self._queued_s - ended.work_s if self._prefills else 0.0
+            decode = self._decodes.get(request_id)
+            if decode is not None and ended.due_at < now:
+                decode.late = True
+                self._num_late += 1
             # Restarting at `now` drops the prediction error of the prompt that ended.
             self.free_at = now + self._queued_s / self.prompt_speed
 
@@ -445,6 +460,7 @@ class WorkerLoad:
         if decode is None:
             return False
         self.num_urgent -= decode.urgent
+        self._num_late -= decode.late
         self.mean_tokens -= decode.num_mean_tokens
         self.yielding_tokens -= decode.num_kv_tokens if decode.yields else 0
         self.reserved_tokens -= decode.num_kv_tokens
@@ -468,6 +484,7 @@ class WorkerLoad:
         queued_s = math.fsum(one.work_s for one in prefills)
         assert math.isclose(self._queued_s, queued_s, rel_tol=1e-6, abs_tol=1e-6)
         assert self.num_urgent == sum(one.urgent for one in decodes)
+        assert self._num_late == sum(one.late for one in decodes)
         assert self.reserved_tokens == sum(one.num_kv_tokens for one in decodes)
         assert self.mean_tokens == sum(one.num_mean_tokens for one in decodes)
         yielding = sum(one.num_kv_tokens for one in decodes if one.yields)

@@ -11,6 +11,7 @@ from virtual_cell import VirtualCell, WorkerShape
 
 from baton.coordinator.routing.choices import NoPlacement, PrefillChoice
 from baton.coordinator.routing.elastic import Demand
+from baton.coordinator.routing.prompt_demand import PromptDemand
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.worker_load import WorkerTraits
 from baton.coordinator.state import events as ev
@@ -30,6 +31,8 @@ ITL_S = 0.05
 FULL = NoPlacement.FULL
 # Most requests of 1,000 tokens that decode on one worker within 92 % of the ITL target.
 MOST = 8
+# The same within 85 %, the limit where workers with decodes compute prompts soon enough.
+MOST_BESIDE_PROMPTS = 6
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ class Cell:
         self, *workers: str, kv_tokens: int = 65536, itl_s: float = ITL_S, longest_gap: float = 1.2
     ) -> None:
         self.router = Router(256, 256, StepTargets(itl_s, longest_gap * itl_s, 0.2))
-        self.rule = elastic_rule(self.router)
+        self.prompts = PromptDemand()
+        self.rule = elastic_rule(self.router, prompts=self.prompts)
         for name in workers:
             traits = WorkerTraits(FixedLatency(), "h", kv_tokens, BLOCK)
             pool = Pool.PREFILL if name.startswith("prefill") else Pool.DECODE
@@ -102,6 +106,47 @@ class Cell:
     def num_decodes(self) -> list[int]:
         entries = (self.router.load(key(name)) for name in "abcd")
         return [entry.num_decodes for entry in entries if entry is not None]
+
+
+def add_prompts(cell: Cell, work_s: float, target_s: float, rate: float = 0.01) -> None:
+    """Adds the prompts of the last minutes, which came at this rate per second."""
+    num_prompts = max(40, round(120 * rate))
+    began_at = cell.router.now - num_prompts / rate
+    for number in range(num_prompts):
+        cell.prompts.add(work_s, target_s, began_at + number / rate)
+
+
+@pytest.mark.parametrize(
+    ("work_s", "target_s", "rate", "most"),
+    [
+        pytest.param(0.02, 1.0, 0.01, MOST_BESIDE_PROMPTS, id="short"),
+        pytest.param(0.5, 1.0, 0.01, MOST, id="long"),
+        pytest.param(0.02, 0.05, 0.01, MOST, id="urgent"),
+        pytest.param(0.02, 1.0, 100, MOST, id="many"),
+        pytest.param(0.02, math.inf, 0.01, MOST, id="no target"),
+    ],
+)
+def test_decodes_share_more_workers_if_these_compute_prompts_soon_enough(
+    work_s, target_s, rate, most
+):
+    cell = Cell("a", "b")
+    add_prompts(cell, work_s, target_s, rate)
+    for _ in range(MOST):
+        cell.start()
+    assert max(cell.num_decodes()) == most
+
+
+def test_decodes_share_few_workers_for_a_while_after_a_late_prompt():
+    cell = Cell("a", "b")
+    add_prompts(cell, 0.02, 1.0)
+    for _ in range(MOST_BESIDE_PROMPTS):
+        cell.start()
+    assert cell.is_late(6000, due_in_s=0.5)
+    cell.start()
+    assert sorted(cell.num_decodes()) == [0, MOST_BESIDE_PROMPTS + 1]
+    cell.router.now += 60
+    cell.start()
+    assert sorted(cell.num_decodes()) == [1, MOST_BESIDE_PROMPTS + 1]
 
 
 @pytest.mark.parametrize(
@@ -255,6 +300,24 @@ def test_a_worker_gets_one_late_request_at_a_time_even_after_a_long_wait():
     assert cell.place(must_place=True) is FULL
     assert cell.place(must_place=True, continues=True) is not FULL
     assert cell.place() is not FULL
+
+
+def test_an_output_whose_first_token_was_late_keeps_other_late_requests_away():
+    cell = Cell("a")
+    cell.start(1500, due_at=-1.0)
+    assert cell.place(must_place=True) is FULL
+    assert cell.place() is not FULL
+    cell.router.release("r0", None, key("a"))
+    assert cell.place(must_place=True) is not FULL
+
+
+def test_late_prompts_do_not_spend_the_time_that_streams_may_owe():
+    for longest_gap, is_full in ((1.2, False), (3.0, True)):
+        cell = Cell("a", longest_gap=longest_gap)
+        cell.start(100)
+        placed = cell.place(is_late=True, waits_for_others=True)
+        assert (placed is FULL) == is_full
+        assert cell.place(waits_for_others=True) is not FULL
 
 
 def test_a_late_prompt_joins_another_where_only_this_worker_holds_its_prefix():

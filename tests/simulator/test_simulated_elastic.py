@@ -25,7 +25,11 @@ def served(arrivals, num_prefill, *, policy="static", elastic=False, max_queue_s
 
 @pytest.mark.parametrize(
     ("rate", "mean_prompt", "mean_output"),
-    [pytest.param(7, 1200, 200, id="many output tokens"), pytest.param(11, 3000, 20, id="prompts")],
+    [
+        pytest.param(7, 1200, 200, id="many output tokens"),
+        pytest.param(11, 3000, 20, id="prompts"),
+        pytest.param(2.6, 200, 1200, id="outputs much longer than prompts"),
+    ],
 )
 def test_an_elastic_cell_needs_no_split(rate, mean_prompt, mean_output):
     arrivals = bursty(rate, 400, mean_prompt, mean_output)

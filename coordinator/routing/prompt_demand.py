@@ -1,0 +1,68 @@
+"""Recent prompts of an elastic cell: how fast workers must compute them."""
+
+from __future__ import annotations
+
+import math
+
+from baton.coordinator.telemetry.recent_values import RecentValues
+
+# Number of latest prompts that are kept, and the least number that says something.
+_WINDOW, _LEAST = 256, 32
+# Mean age of the work that counts for the rate, in seconds.
+_RATE_S = 30.0
+# Nearly all prompts, by this quantile, must be computed within this share of their TTFT target.
+# The rest of the target is for the queue. A share of 0.5 cost two simulated workers near capacity
+# one point.
+_QUANTILE, _TARGET_SHARE = 0.95, 0.3
+# Prompts may keep the workers busy for this share of the time; they would queue for too long above.
+_BUSY_SHARE = 1 / 3
+
+
+class PromptDemand:
+    """The sizes of recent interactive prompts, and the rate of their work."""
+
+    def __init__(self) -> None:
+        # Seconds of computation as a share of the TTFT target.
+        self._shares = RecentValues[float](_WINDOW)
+        self._rate, self._at = 0.0, -math.inf
+        self._late_at = -math.inf
+
+    def was_late(self, now: float) -> None:
+        """Records that a prompt could not be in time on any worker.
+
+        The prompts that are placed meanwhile are the shortest ones, and say nothing of the others.
+        """
+        self._late_at = now
+
+    def add(self, work_s: float, target_s: float, now: float) -> None:
+        """Records a prompt.
+
+        Args:
+            work_s: seconds that a worker without other work computes it.
+            target_s: TTFT target of its request in seconds; infinite: it has none.
+            now: time by the core's clock.
+        """
+        self._shares.add(work_s / target_s)
+        self._rate = self._rate_at(now) + work_s / _RATE_S
+        self._at = now
+
+    def needed_speed(self, num_workers: int, now: float) -> float:
+        """Share of the full speed at which each worker must compute such prompts.
+
+        Infinite before enough prompts have come, if prompts have no TTFT target, and for a while
+        after a late prompt.
+
+        Args:
+            num_workers: number of workers that share the prompts.
+            now: time by the core's clock.
+        """
+        if len(self._shares) < _LEAST or not self._shares.ordered[-1]:
+            return math.inf
+        if now < self._late_at + _RATE_S:
+            return math.inf
+        of_target = self._shares.quantile(_QUANTILE) / _TARGET_SHARE
+        return max(of_target, self._rate_at(now) / (_BUSY_SHARE * num_workers))
+
+    def _rate_at(self, now: float) -> float:
+        """Seconds of prompt work per second."""
+        return self._rate * math.exp((self._at - now) / _RATE_S)
