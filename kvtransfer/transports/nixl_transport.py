@@ -43,6 +43,8 @@ RETRY_AFTER_S = 30.0
 STUCK_AFTER_S = 5.0
 # Seconds after which an unused sender's agent is removed. The next handoff would connect again.
 IDLE_TIMEOUT_S = 300.0
+# Packages of NIXL's builds, of which each holds the whole Python API.
+_BUILDS = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 _NOT_ENCRYPTED = "it has no TLS; security.allow_plain_links: true allows it"
 
 logger = logging.getLogger(__name__)
@@ -103,8 +105,7 @@ class NixlPuller(Puller[NixlSource]):
         # Staging is host memory, so UCX leaves the GPUs alone.
         os.environ.setdefault("UCX_TLS", "^cuda")
         try:
-            importlib.import_module("nixl")
-            api: Any = importlib.import_module("nixl._api")
+            api = _api()
             self._disconnected = api.nixlBind.nixlRemoteDisconnectError
             agent = _patient_agent(api, f"baton-{secrets.token_hex(8)}")
             agent.register_memory([(self.address, len(self._memory), 0, "")], "DRAM")
@@ -183,6 +184,19 @@ class NixlPuller(Puller[NixlSource]):
             # At once: the bytes may still be in the core's cache.
             begin, end = read.pull.target, read.pull.target + read.pull.num_bytes
             read.digest = frames.checksum(self._memory[begin:end])
+
+
+def _api() -> Any:
+    """Returns NIXL's Python API.
+
+    The package `nixl` chooses among the installed builds. Without CUDA it imports torch for that,
+    which takes seconds of CPU time and 200 MB. Where only one build is installed, there is no
+    choice, so it is imported itself.
+    """
+    installed = [name for name in _BUILDS if importlib.util.find_spec(name) is not None]
+    package = installed[0] if len(installed) == 1 else "nixl"
+    importlib.import_module(package)
+    return importlib.import_module(f"{package}._api")
 
 
 def _patient_agent(api: Any, name: str) -> Any:
