@@ -110,20 +110,7 @@ class TransferClient:
             "kv_transfer": config.model_dump(mode="json"),
             "security": (security or SecurityConfig()).model_dump(mode="json"),
         }
-        # The service stays in the worker's process group, so that killing the group leaves nothing
-        # behind. It ignores a terminal's SIGINT. It must not get its own session: see the
-        # coordinator's launchers/launcher.py.
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "baton.kvtransfer.service",
-            json.dumps(arguments),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            limit=_MAX_LINE_BYTES,
-            env=_environment(),
-        )
+        process = await _spawn(arguments)
         try:
             async with asyncio.timeout(timeout_s):
                 assert process.stdout is not None
@@ -366,6 +353,26 @@ class TransferClient:
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(ServiceGone(reason))
+
+
+async def _spawn(arguments: dict[str, object]) -> asyncio.subprocess.Process:
+    """Starts the service's process with these arguments.
+
+    The service stays in the worker's process group, so that killing the group leaves nothing
+    behind. It ignores a terminal's SIGINT. It must not get its own session: see the coordinator's
+    launchers/launcher.py.
+    """
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "baton.kvtransfer.service",
+        json.dumps(arguments),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        limit=_MAX_LINE_BYTES,
+        env=_environment(),
+    )
 
 
 def _environment() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Starts `baton` commands of tests, forked from a process that has imported their modules.
+"""Starts programs of tests, forked from a process that has imported their modules.
 
 The imports take most of the CPU time of a command that runs for a few seconds. The commands' own
 children, and those of `baton up`, are started as always.
@@ -7,6 +7,7 @@ children, and those of `baton up`, are started as always.
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import functools
 import json
 import os
@@ -23,34 +24,42 @@ from typing import TextIO
 _PROGRAM = Path(__file__).with_name("fork_server_program.py")
 # Longest wait in seconds for the server, which first imports; it only bounds a server that hangs.
 _START_S = 200.0
+# Everything that a coordinator and a worker with the simulated engine import.
+_BATON = (
+    "baton.cli.main",
+    "baton.cli.demo_models",
+    "baton.coordinator.server.server",
+    "baton.worker.main",
+)
 
 
 class Command:
-    """A running `baton` command, with the methods of subprocess.Popen that tests use.
+    """A running program, with the methods of subprocess.Popen that tests use.
 
     Attributes:
-        stdout: Standard output of the command, if it was asked for.
+        stdout: Standard output of a `baton` command, if it was asked for.
         returncode: Exit code, or the negative number of the signal that ended it; None before.
+        ended: Its result is the exit code, once there is one.
     """
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.stdout: TextIO | None = None
         self.returncode: int | None = None
-        self._ended = threading.Event()
+        self.ended = concurrent.futures.Future[int]()
 
     def end(self, code: int) -> None:
         self.returncode = code
-        self._ended.set()
+        self.ended.set_result(code)
 
     def poll(self) -> int | None:
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        if not self._ended.wait(timeout):
-            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
-        assert self.returncode is not None
-        return self.returncode
+        try:
+            return self.ended.result(timeout)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0) from None
 
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
@@ -68,37 +77,53 @@ class Command:
 
 
 class ForkServer:
-    """The process of fork_server_program.py, which ends with this one."""
+    """The process of fork_server_program.py, which ends with this one.
 
-    def __init__(self) -> None:
+    Args:
+        main: Name of the module whose `main` is the program.
+        modules: Names of other modules that the program imports.
+
+    Attributes:
+        pid: Process ID of the server, which is the parent of its programs.
+    """
+
+    def __init__(self, main: str, *modules: str) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, str(_PROGRAM)], stdin=theirs, start_new_session=True
+                [sys.executable, str(_PROGRAM), main, *modules],
+                stdin=theirs,
+                start_new_session=True,
             )
+        self.pid = self._process.pid
         self._started: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._running: dict[int, Command] = {}
         self._asking = threading.Lock()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
         atexit.register(self._close)
 
+    def fork(self, arguments: Sequence[str], stdout: int, stderr: int) -> Command:
+        """Starts a program; its output goes to these file descriptors."""
+        asked = json.dumps([list(arguments), dict(os.environ), os.getcwd()]).encode()
+        with self._asking:
+            socket.send_fds(self._socket, [asked], [stdout, stderr])
+            return self._started.get(timeout=_START_S)
+
     def start(self, arguments: Sequence[str], *, log: TextIO, with_stdout: bool) -> Command:
-        """Starts a command; its standard error goes to `log`.
+        """Starts a `baton` command; its standard error goes to `log`.
 
         Args:
             arguments: Arguments after `baton`.
             log: An open file.
             with_stdout: Whether the test reads the standard output; otherwise it is discarded.
         """
-        asked = json.dumps([list(arguments), dict(os.environ), os.getcwd()]).encode()
         if with_stdout:
             reads, writes = os.pipe()
         else:
             writes = os.open(os.devnull, os.O_WRONLY)
         try:
-            with self._asking:
-                socket.send_fds(self._socket, [asked], [writes, log.fileno()])
-                command = self._started.get(timeout=_START_S)
+            command = self.fork(arguments, writes, log.fileno())
         finally:
             os.close(writes)
         if with_stdout:
@@ -118,9 +143,11 @@ class ForkServer:
     def _close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)
         self._process.wait()
+        self._reading.join()
+        self._socket.close()
 
 
 @functools.cache
 def fork_server() -> ForkServer:
-    """Returns the server of this process; the first call starts the server."""
-    return ForkServer()
+    """Returns this process's server for `baton` commands; the first call starts it."""
+    return ForkServer(*_BATON)

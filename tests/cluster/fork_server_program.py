@@ -1,8 +1,10 @@
-"""A process that forks `baton` commands; see fork_server.py.
+"""A process that forks a program again and again; see fork_server.py.
 
-Standard input is a Unix socket. A request is JSON [arguments, environment, directory] with the file
-descriptors of standard output and standard error. The answers are JSON [PID, null] when a command
-has started, and [PID, exit code] when it has ended.
+    python fork_server_program.py MAIN [MODULE ...]
+
+MAIN is the module whose `main` is the program. Standard input is a Unix socket. A request is JSON
+[arguments, environment, directory] with the file descriptors of standard output and standard error.
+The answers are JSON [PID, null] when a program has started, and [PID, exit code] when it has ended.
 """
 
 from __future__ import annotations
@@ -17,17 +19,10 @@ import sys
 
 # Most bytes of a request.
 MOST_BYTES = 2**20
-# Everything that a coordinator and a worker with the simulated engine import.
-MODULES = (
-    "baton.cli.main",
-    "baton.cli.demo_models",
-    "baton.coordinator.server.server",
-    "baton.worker.main",
-)
 
 
 def serve(requests: socket.socket) -> list[str]:
-    """Forks a process for each request; in that process, returns the command's arguments.
+    """Forks a process for each request; in that process, returns the program's arguments.
 
     It exits when the process of the tests has ended.
     """
@@ -80,15 +75,14 @@ def become(files: list[int], environment: dict[str, str], directory: str) -> Non
 def main() -> None:
     # gRPC reads this when it is imported; `baton` sets it before.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    for name in MODULES:
-        importlib.import_module(name)
+    modules = [importlib.import_module(name) for name in sys.argv[1:]]
     gc.collect()
     gc.freeze()
     with socket.socket(fileno=os.dup(0)) as requests:
         arguments = serve(requests)
     gc.unfreeze()
     sys.argv = ["baton", *arguments]
-    sys.modules["baton.cli.main"].main()
+    sys.exit(modules[0].main())
 
 
 if __name__ == "__main__":
