@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.kvtransfer import frames, transfer_client
+from baton.kvtransfer import frames
 from baton.kvtransfer.arena import SEGMENT_DIRECTORY
 from baton.kvtransfer.control import EnginePort, ServiceGone, TransferClient, filled_frame
 from baton.kvtransfer.layout import KvLayout
@@ -21,7 +21,9 @@ from baton.v1 import kv_transfer_pb2 as pb
 # With import-mode=importlib a folder's helper modules are not importable by themselves.
 sys.path.append(str(Path(__file__).parent))
 
-import forked_services
+from forked_services import forked_services
+
+__all__ = ["forked_services"]
 
 # Longest wait for something that must happen; no test asserts that it happens sooner.
 WAIT_S = 120.0
@@ -134,9 +136,8 @@ class Handoff:
 
 
 @pytest.fixture
-async def start(tmp_path, monkeypatch):
+async def start(tmp_path, forked_services):
     """Starts workers; ends them, and checks that no file of them is left."""
-    monkeypatch.setattr(transfer_client, "_spawn", forked_services.spawn)
     workers, numbers = [], itertools.count()
 
     async def start_one(layout=LAYOUT, **config):

@@ -14,7 +14,10 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[1] / "cluster"))
 
+import pytest
 from fork_server import Command, ForkServer
+
+from baton.kvtransfer import transfer_client
 
 
 class ForkedService:
@@ -43,8 +46,13 @@ def _server() -> ForkServer:
     return ForkServer("baton.kvtransfer.service.__main__", "baton.kvtransfer.service.service")
 
 
-async def spawn(arguments: dict[str, object]) -> ForkedService:
-    """Takes the place of transfer_client's `_spawn`: the fork server is the service's parent."""
+@pytest.fixture
+def forked_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transfer services of the test are forked; the fork server is their parent."""
+    monkeypatch.setattr(transfer_client, "_spawn", _spawn)
+
+
+async def _spawn(arguments: dict[str, object]) -> ForkedService:
     server = _server()
     (stdout, stdout_end), (stderr, stderr_end) = await _pipe(), await _pipe()
     given = [json.dumps(arguments | {"parent_pid": server.pid})]

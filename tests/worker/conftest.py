@@ -12,9 +12,13 @@ from baton.v1 import common_pb2
 
 sys.path.append(str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "runtime"))
+sys.path.append(str(Path(__file__).parents[1] / "kvtransfer"))
 
+from forked_services import forked_services
 from otlp_collector import OtlpCollector
 from scripted_coordinator import WAIT_S, RunningWorker, ScriptedCoordinator, end_worker
+
+__all__ = ["forked_services"]
 
 StartWorker = Callable[..., RunningWorker]
 

@@ -10,6 +10,8 @@ from scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, spec, tokens
 from baton.engine.sim_tokens import expected_tokens
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
+pytestmark = pytest.mark.usefixtures("forked_services")
+
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 COMMITTED = kv_transfer_pb2.HANDOFF_STATE_COMMITTED
 RELEASED = kv_transfer_pb2.HANDOFF_STATE_RELEASED

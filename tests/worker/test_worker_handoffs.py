@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import secrets
 
+import pytest
 from otlp_collector import OtlpCollector
 from prometheus_client import generate_latest
 from scripted_coordinator import WAIT_S, ScriptedCoordinator, plan, spec, tokens_of
@@ -14,6 +15,8 @@ from baton.runtime.tracing import Tracing
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 from baton.worker.handoffs import RECEIVE, SEND, HandoffLog, receive_spans, send_spans
 from baton.worker.metrics import Snapshot, WorkerCollector
+
+pytestmark = pytest.mark.usefixtures("forked_services")
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 COMMITTED = kv_transfer_pb2.HANDOFF_STATE_COMMITTED

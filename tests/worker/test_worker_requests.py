@@ -2,11 +2,14 @@ import os
 import secrets
 import socket
 
+import pytest
 from google.rpc import code_pb2
 from scripted_coordinator import plan, spec, tokens_of
 
 from baton.engine.sim_tokens import expected_tokens
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+
+pytestmark = pytest.mark.usefixtures("forked_services")
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 SLOW = {"time_scale": 1.0, "step_base_ms": 20, "prefill_base_ms": 20}

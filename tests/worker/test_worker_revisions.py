@@ -2,10 +2,13 @@
 
 import secrets
 
+import pytest
 from scripted_coordinator import ScriptedCoordinator, plan, spec, tokens_of
 
 from baton.engine.sim_tokens import expected_tokens
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+
+pytestmark = pytest.mark.usefixtures("forked_services")
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 PROMPT = [3 + index % 90 for index in range(100)]
