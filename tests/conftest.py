@@ -23,10 +23,21 @@ settings.register_profile("baton", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("baton")
 
 _OURS = ("BATON_", "GRPC_")
-# Tests in this folder start many processes each and mostly wait for them.
-_MANY_PROCESSES, _MOST_AT_ONCE = "tests/cluster/", 1
-# This folder is one unit of work and starts first: its files share processes and take longest.
-_VLLM = "tests/vllm/"
+# Tests in this folder start many processes each and mostly wait for them; one file runs at a time.
+_MANY_PROCESSES = "tests/cluster/"
+# Tests in this folder run vLLM, which takes most of the time. Each worker that runs them imports it
+# once, so one worker runs them from the start, and a second one only when no other file is left.
+_VLLM, _MOST_VLLM_WORKERS = "tests/vllm/", 2
+# These files share two engines, so they are one unit of work.
+_SHARED_ENGINES = (
+    "test_fetches.py",
+    "test_host_tier.py",
+    "test_preprocessing_failures.py",
+    "test_tensor_parallel.py",
+    "test_wrong_requests.py",
+)
+# The units that take longest run first, because the last unit of a run should be a short one.
+_LONGEST = ("tests/vllm/test_other_models.py", "tests/vllm/test_drafts.py", _VLLM)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -46,27 +57,43 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
     return report
 
 
+def _kind(file: str) -> str:
+    """Returns the folder of a file whose worker is chosen by folder; otherwise ""."""
+    return next((one for one in (_MANY_PROCESSES, _VLLM) if file.startswith(one)), "")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Distributes test files; at most _MOST_AT_ONCE files with many processes run at a time."""
+    """Distributes test files: the first worker begins with those of many processes.
+
+    The second worker begins with those on vLLM.
+    """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return _VLLM if nodeid.startswith(_VLLM) else super()._split_scope(nodeid)
+            file = nodeid.partition("::")[0]
+            return _VLLM if file.removeprefix(_VLLM) in _SHARED_ENGINES else file
 
         def _assign_work_unit(self, node: Any) -> None:
-            many = self.nodes.index(node) < _MOST_AT_ONCE
-            for scope in sorted(self.workqueue, key=lambda scope: scope != _VLLM):
-                if scope.startswith(_MANY_PROCESSES) == many:
-                    self.workqueue.move_to_end(scope, last=False)
-                    break
-            else:
-                if not many:
-                    # Only files with many processes are left, and their workers run them.
-                    node.shutdown()
+            first = {0: _MANY_PROCESSES, 1: _VLLM}.get(self.nodes.index(node), "")
+            for kind in (first, "", _VLLM):
+                units = [one for one in self.workqueue if _kind(one) == kind]
+                if units and (kind != _VLLM or self._may_run_vllm(node)):
+                    longest = [one for one in _LONGEST if one in units]
+                    self.workqueue.move_to_end((longest or units)[0], last=False)
+                    super()._assign_work_unit(node)
                     return
-            super()._assign_work_unit(node)
+            # Other workers run the files that are left.
+            node.shutdown()
+
+        def _may_run_vllm(self, node: Any) -> bool:
+            workers = {
+                worker
+                for worker, units in self.assigned_work.items()
+                if any(_kind(one) == _VLLM for one in units)
+            }
+            return node in workers or len(workers) < _MOST_VLLM_WORKERS
 
     return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
