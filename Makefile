@@ -43,13 +43,14 @@ demo: $(BATON)
 
 # Three test files run at a time. One of them starts many processes and mostly waits (see
 # tests/conftest.py); two such files at once timed out on slow machines. Tests of a cluster on real
-# vLLM run after all others, because each rank uses a whole core.
+# vLLM run after all others, because each rank uses a whole core. Each worker imports every file, so
+# those of `make test-clients` are left out.
 test: $(BATON) $(DEV) $(RAY) $(NIXL)
 	@command -v chromium > /dev/null || command -v google-chrome > /dev/null || \
 		command -v chrome > /dev/null || \
 		echo "Chromium is missing: the web page's browser tests are skipped (Debian: apt-get install chromium)"
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not alone and not clients"
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder -m "not alone" --ignore tests/clients
 	$(BIN)/python -m pytest tests/vllm -m alone
 else
 	$(BIN)/python -m pytest $(ARGS)

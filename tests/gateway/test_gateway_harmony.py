@@ -8,7 +8,6 @@ import json
 import shutil
 from pathlib import Path
 
-import anthropic
 import httpx2 as httpx
 import pytest
 import pytest_asyncio
@@ -102,6 +101,9 @@ class Gateway:
         return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", **options)
 
     def anthropic(self):
+        # Not at the top: every test worker imports this file, and the client's import is slow.
+        import anthropic
+
         http = anthropic.DefaultAsyncHttpxClient(verify=False)
         options = {"max_retries": 0, "timeout": WAIT_S, "http_client": http}
         return anthropic.AsyncAnthropic(base_url=self.url, api_key="none", **options)
