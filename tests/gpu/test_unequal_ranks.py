@@ -38,9 +38,14 @@ TWO_GROUPS = [
     KvGroup("full", 2, 4, 4, 4 * 4 * CONTENT),
     KvGroup("window", 2, 8, 8, 8 * 8 * CONTENT, window_tokens=20, table=1),
 ]
+WINDOWS = [KvGroup("window", 3, 4, 4, 4 * 4 * CONTENT, window_tokens=20)]
+DRAFTED = [ONE_GROUP[0], KvGroup("full", 1, 4, 4, 4 * 4 * CONTENT, is_draft=True)]
 SIX_HEADS = [KvGroup("full", 2, 6, 4, 6 * 4 * CONTENT)]
 # A recurrent state counts as one token; each of two ranks has its own.
 STATES = [ONE_GROUP[0], KvGroup("state", 3, 2, 8, 2 * CONTENT, table=1)]
+ONLY_STATES = [KvGroup("state", 3, 2, 8, 2 * CONTENT)]
+# Every rank of a stage holds the whole latents.
+LATENTS = [KvGroup("full", 3, 1, 4, 4 * CONTENT)]
 CASES = {
     "1 to 2": (1, 2, ONE_GROUP),
     "2 to 1": (2, 1, ONE_GROUP),
@@ -54,12 +59,17 @@ CASES = {
     # A rank takes a part of two shards.
     "2 to 3": (2, 3, SIX_HEADS),
     "3 to 2": (3, 2, SIX_HEADS),
+    "1 to 2, windows": (1, 2, WINDOWS),
+    "4 to 2, windows": (4, 2, WINDOWS),
+    "1 to 2, draft": (1, 2, DRAFTED),
+    "2 to 1, draft": (2, 1, DRAFTED),
     "2 to 4, two groups": (2, 4, TWO_GROUPS),
     "4 to 1, two groups": (4, 1, TWO_GROUPS),
     # Ranks of each of several pipeline stages.
     "1 to 1x2": (1, (1, 2), ONE_GROUP),
     "1x2 to 1": ((1, 2), 1, ONE_GROUP),
     "1x2 to 1x3": ((1, 2), (1, 3), ONE_GROUP),
+    "1x2 to 1x3, windows": ((1, 2), (1, 3), WINDOWS),
     "2x2 to 2x2": ((2, 2), (2, 2), ONE_GROUP),
     "2x2 to 4": ((2, 2), 4, ONE_GROUP),
     "2 to 4x3": (2, (4, 3), ONE_GROUP),
@@ -68,7 +78,21 @@ CASES = {
     "4x2 to 1x3, two groups": ((4, 2), (1, 3), TWO_GROUPS),
     "2x2 to 2, states": ((2, 2), 2, STATES),
     "2 to 2x3, states": (2, (2, 3), STATES),
+    "2 to 2, only states": (2, 2, ONLY_STATES),
+    "2x3 to 2, only states": ((2, 3), 2, ONLY_STATES),
+    "2x3 to 1x2, latents": ((2, 3), (1, 2), LATENTS),
+    "1 to 2x2, latents": (1, (2, 2), LATENTS),
 }
+# Kinds of models, as the table of docs/models.md names them, whose caches have such groups.
+KINDS = [
+    (ONE_GROUP, ["llama", "fp8"]),
+    (WINDOWS, ["all windowed"]),
+    (TWO_GROUPS, ["gpt-oss", "two sizes"]),
+    (STATES, ["recurrent", "nemotron", "granite", "falcon"]),
+    (ONLY_STATES, ["mamba"]),
+    (LATENTS, ["latent"]),
+    (DRAFTED, ["eagle"]),
+]
 DEVICES = [
     "cpu",
     pytest.param(
@@ -79,6 +103,18 @@ DEVICES = [
         ],
     ),
 ]
+
+
+def proven(case):
+    """Returns a case as a parameter that proves something of the kinds with its groups."""
+    *sizes, groups = CASES[case]
+    has_stages = any(isinstance(size, tuple) for size in sizes)
+    # All cases of states have two ranks.
+    abilities = {"stages"} if has_stages else {"ranks"}
+    abilities |= {"ranks"} if groups is STATES else set()
+    kinds = [kind for of, names in KINDS if of is groups for kind in names]
+    marks = [pytest.mark.proves(what, "layout", kind=kind) for what in abilities for kind in kinds]
+    return pytest.param(case, marks=marks)
 
 
 def layout_of(groups, size):
@@ -103,6 +139,7 @@ def layout_of(groups, size):
         "m", "r", "uint8", first.num_layers, first.num_kv_heads, CONTENT // 2,
         first.block_size_tokens, first.block_bytes, "heads,tokens,content",
         tp_size=num_ranks, num_replicas=num_ranks // num_shards, pp_size=num_stages,
+        draft_revision="eagle" if groups is DRAFTED else "",
     )  # fmt: skip
     return made.with_groups(of_rank)
 
@@ -125,7 +162,7 @@ class Worker:
         for number, port in enumerate(self.ports):
             index, rank = divmod(number, layout.tp_size)
             # Stages hold neighbouring layers of a model, in which layers of groups alternate.
-            stage = Stage(index, range(index, layout.num_layers, layout.pp_size))
+            stage = Stage(index, range(index, layout.num_all_layers, layout.pp_size))
             half = RankHalf(client.socket_path, port, rank, layout, stage)
             caches = {
                 f"layer.{layer}": paged(
@@ -274,10 +311,16 @@ async def hand_over(sender, receiver, num_tokens, num_cached_blocks=0):
         skipped = num_cached_blocks if table == 0 else 0
         for one, other in zip(source[table][skipped:], target[table][skipped:], strict=True):
             whole[other] = sender.whole[layer][one]
-    return Load(state.handoff_id, num_tokens, tuple(parts), num_shards=state.num_shards)
+    return Load(
+        state.handoff_id,
+        num_tokens,
+        tuple(parts),
+        num_shards=state.num_shards,
+        has_draft=bool(sender.layout.draft_groups),
+    )
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [proven(case) for case in CASES])
 async def test_every_rank_gets_its_heads(pair, case):
     sender, receiver = await pair.start(case)
     load = await hand_over(sender, receiver, 50)

@@ -14,6 +14,7 @@ from typing import Any
 import draft_checkpoints
 import vllm_cases as cases
 from engine_handoffs import Side, hand_over, left_behind, side
+from engine_recoveries import recovered
 from forked_engines import fork_engines
 
 from baton.engine.base import EngineRequest, ReceiveHandoff, RequestRejected
@@ -22,8 +23,8 @@ from baton.v1 import common_pb2
 
 # Tokens that a step drafts for a request.
 NUM_DRAFTED = 3
-# Tokens of an output that another worker continues.
-NUM_KNOWN = 15
+# Known tokens of an output at each loss of its decode worker.
+LOST_AFTER = [2, 15]
 # See other_models_program.py.
 ENGINE_ARGS = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
 LLAMA_ARGS = {"kv_cache_memory_bytes": 5 * 2**19}
@@ -125,11 +126,9 @@ async def compared(
         made[f"alone_{way}"] = await alone(prefill, given[way], "alone")
         made[f"share_{way}_alone"] = accepted.share(len(given[way]))
     made["without"] = await handed_over(prefill, plain, given["without"])
-    # After the loss of a decode worker, the known tokens are part of the prompt.
     last = given["sent"][-1]
-    known = made["expected"][last["name"]][:NUM_KNOWN]
-    continued = {**last, "name": f"{last['name']}-continued", "prompt": last["prompt"] + known}
-    [made["continued"]] = await handed_over(prefill, decode, [continued])
+    lost = {**last, "name": f"{last['name']}-lost", "lost_after": LOST_AFTER}
+    made["recovered"] = await recovered(prefill, decode, lost)
     return made
 
 

@@ -113,8 +113,11 @@ async def hand_over(
     name, sampling = case["name"], common_pb2.SamplingParams(**case["sampling"])
     asked = chat(case["parts"])
     prompt = await prefill.engine.render(asked, MAX_PIXELS)
-    size = len(prompt.token_ids)
-    given = {"images": prompt.images, "sampling": sampling}
+    known = case.get("known")
+    # The first worker computes the known tokens too; the last one is computed by the second worker.
+    token_ids = [*prompt.token_ids, *(known or [])[:-1]]
+    size = len(token_ids)
+    given = {"images": prompt.images, "sampling": sampling, "cache_salt": case.get("salt", "")}
     handoff_id = secrets.token_bytes(16)
     said_by_prefill = said(prefill, prompt)
     first = case.get("first")
@@ -126,10 +129,9 @@ async def hand_over(
         )
         send = SendHandoff(handoff_id, offset, size)
         first, computed = await prefill.finish(
-            EngineRequest(
-                f"{name}-p", prompt.token_ids, prefill_only=True, send=send, chat=asked, **given
-            )
+            EngineRequest(f"{name}-p", token_ids, prefill_only=True, send=send, chat=asked, **given)
         )
+        first = known or first
         await decode.committed(handoff_id)
     if together is not None:
         await together.wait()
@@ -204,6 +206,12 @@ async def run(given: dict[str, Any]) -> dict[str, Any]:
             with_chat = await hand_over(
                 prefill, decode, {**lost, "name": "lost-again"}, comes=False, has_chat=True
             )
+            # Its workers hold none of its blocks, like new ones.
+            continued = next(case for case in given["cases"] if case["name"] == "two-images")
+            known = {one["name"]: one["token_ids"] for one in results}["two-images"]
+            known = known[: given["num_known"]]
+            continued = {**continued, "name": "continued", "known": known, "salt": "continued"}
+            recovered = await hand_over(prefill, decode, continued)
             # One answer must not end before another begins.
             together = asyncio.Barrier(len(given["crowd"]))
             crowd = await asyncio.gather(
@@ -221,6 +229,7 @@ async def run(given: dict[str, Any]) -> dict[str, Any]:
         "results": results,
         "lost": without,
         "lost_with_chat": with_chat,
+        "recovered": recovered,
         "crowd": [(one["finish"], one["token_ids"]) for one in crowd],
         "left": left,
         "refused": refused,

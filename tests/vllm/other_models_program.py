@@ -175,7 +175,7 @@ def _narrow() -> Any:
 
 def _latent() -> Any:
     # vLLM's CPU kernels for latents support only one size.
-    return transformers.DeepseekV2Config(
+    return transformers.DeepseekV3Config(
         **_SIZES,
         num_key_value_heads=4,
         kv_lora_rank=512,
@@ -190,7 +190,7 @@ def _latent() -> Any:
         first_k_dense_replace=2,
         n_group=1,
         topk_group=1,
-        topk_method="greedy",
+        topk_method="noaux_tc",
     )
 
 
@@ -302,6 +302,7 @@ async def run(name: str, ranks: list[int], given: dict[str, Any]) -> dict[str, A
         made["left"] += await left_behind(prefill, decode)
         layout = prefill.info.layout
         sizes = {
+            "num_ranks": [each.info.layout.tp_size for each in sides],
             "num_shards": layout.num_shards,
             "block_bytes": layout.block_bytes,
             "block_size": layout.block_size_tokens,

@@ -17,7 +17,16 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
 # Kinds of drafts by model: those of one model share an engine without a draft.
 LLAMA, LATENT = ["eagle", "eagle3", "draft_model"], ["mtp"]
-KINDS = LLAMA + LATENT
+KINDS = [
+    *(
+        pytest.param(kind, marks=pytest.mark.proves("drafts", "compared", kind="llama"))
+        for kind in LLAMA
+    ),
+    *(
+        pytest.param(kind, marks=pytest.mark.proves("drafts", "compared", kind="latent"))
+        for kind in LATENT
+    ),
+]
 LENGTHS = [1, 31, 32, 33, cases.CHUNK, cases.CHUNK + 1, 2 * cases.CHUNK + 5]
 SHARED = cases.prompt(2 * cases.BLOCK_SIZE, 63)
 WAYS = ("sent", "left_out", "without")
@@ -73,6 +82,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("drafts"))
 
 
+@pytest.mark.proves("handoff", "compared", of="kind")
+@pytest.mark.proves("drafts", "compared", of="kind")
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_equal_those_without_a_draft(made: Made, kind: str) -> None:
     """Whichever of both ends has a draft, and on an engine with a draft without a handoff."""
@@ -83,14 +94,25 @@ def test_tokens_equal_those_without_a_draft(made: Made, kind: str) -> None:
         assert results["expected"].items() >= results[f"alone_{way}"].items()
 
 
+@pytest.mark.proves("recovery", "compared", of="kind")
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_engine_continues_an_output(made: Made, kind: str) -> None:
-    expected = made[kind]["expected"][f"{kind}-long-300"]
-    continued = made[kind]["continued"]["token_ids"]
-    num_known = len(expected) - 25
-    assert continued[:25] == expected[num_known:]
+def test_a_stream_that_loses_its_decode_worker_continues_with_the_same_tokens(
+    made: Made, kind: str
+) -> None:
+    """The stream is lost twice; the known tokens are handed over with the prompt."""
+    recovered = made[kind]["recovered"]
+    assert recovered["token_ids"] == made[kind]["expected"][f"{kind}-long-300"]
+    assert recovered["num_loaded"] == [300, 301, 314]
 
 
+@pytest.mark.proves("prefix reuse", "compared", kind="eagle")
+def test_a_prefix_is_found_again(made: Made) -> None:
+    first, again = (one for one in made["eagle"]["sent"] if one["name"].startswith("shared-"))
+    assert first["num_cached_by_prefill"] == first["num_cached_by_decode"] == 0
+    assert again["num_cached_by_prefill"] == again["num_cached_by_decode"] == len(SHARED)
+
+
+@pytest.mark.proves("handoff", "compared", of="kind")
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompts_are_handed_over(made: Made, kind: str) -> None:
     prompts = {case["name"]: case["prompt"] for way in given(kind).values() for case in way}
@@ -101,6 +123,7 @@ def test_prompts_are_handed_over(made: Made, kind: str) -> None:
             assert loaded == expected, one["name"]
 
 
+@pytest.mark.proves("drafts", "compared", of="kind")
 @pytest.mark.parametrize("kind", KINDS)
 def test_handed_over_drafts_are_as_often_right_as_those_of_one_engine(
     made: Made, kind: str
@@ -115,6 +138,7 @@ def test_drafts_without_the_prompt_s_kv_cache_are_right_less_often(made: Made, k
     assert made[kind]["share_left_out"] < made[kind]["share_left_out_alone"] / 2
 
 
+@pytest.mark.proves("kv store", "compared", kind="eagle")
 def test_host_memory_keeps_the_draft_s_kv_cache(made: Made) -> None:
     reloaded = made.of_model("eagle")["reloaded"]
     assert reloaded["num_host"] > 0

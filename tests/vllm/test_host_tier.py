@@ -35,12 +35,14 @@ def whole_blocks(num_tokens: int) -> int:
     return num_tokens // cases.BLOCK_SIZE * cases.BLOCK_SIZE
 
 
+@pytest.mark.proves("kv store", "compared", kind="llama")
 def test_an_evicted_prompt_comes_back(turns: dict[str, Any]) -> None:
     assert turns["again"]["tokens"] == turns["first"]["tokens"]
     assert turns["again"]["num_cached"] == 0
     assert turns["again"]["num_host"] == whole_blocks(330)
 
 
+@pytest.mark.proves("kv store", "compared", kind="llama")
 def test_the_next_turn_finds_the_answer_too(turns: dict[str, Any]) -> None:
     assert turns["next"]["num_host"] == whole_blocks(330 + len(turns["first"]["tokens"]))
     assert turns["next"]["tokens"] == turns["next, computed"]["tokens"]
@@ -76,6 +78,7 @@ def test_tenants_do_not_find_each_others_blocks(turns: dict[str, Any]) -> None:
     assert turns["num_reported_salted"] >= whole_blocks(420) // cases.BLOCK_SIZE - 1
 
 
+@pytest.mark.proves("kv store", "compared", kind="llama")
 def test_blocks_from_host_memory_are_handed_over(handoffs: dict[str, Any]) -> None:
     first, second = handoffs["computed"], handoffs["from host"]
     assert second["num_host_by_prefill"] == whole_blocks(330)

@@ -10,6 +10,8 @@ from vllm_programs import Program
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 
+# Tokens of an output that another worker continues.
+NUM_KNOWN = 5
 GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 LONG = "A long text before the image. " * 13
 
@@ -35,7 +37,9 @@ CROWD = [case(f"crowd-{n}", n, "Tell me all.", max_tokens=220) for n in range(3)
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     directory = tmp_path_factory.mktemp("images")
     with Program(
-        "images_program", {"cases": CASES, "crowd": CROWD}, directory=directory
+        "images_program",
+        {"cases": CASES, "crowd": CROWD, "num_known": NUM_KNOWN},
+        directory=directory,
     ) as program:
         return program.result()
 
@@ -45,6 +49,8 @@ def results(made) -> dict[str, dict[str, Any]]:
     return {one["name"]: one for one in made["results"]}
 
 
+@pytest.mark.proves("handoff", "compared", kind="images")
+@pytest.mark.proves("seeds", "compared", kind="images")
 def test_prompts_and_tokens_equal_those_of_one_vllm(made):
     assert made["takes_images"] == [True, True]
     for one, plain in zip(made["results"], made["plain"], strict=True):
@@ -52,6 +58,7 @@ def test_prompts_and_tokens_equal_those_of_one_vllm(made):
         assert one["token_ids"] == plain["token_ids"], one["name"]
 
 
+@pytest.mark.proves("handoff", "compared", kind="images")
 def test_the_whole_prompt_is_handed_over(results):
     for one in results.values():
         # A request with forced tokens computes its last prompt token again.
@@ -60,6 +67,7 @@ def test_the_whole_prompt_is_handed_over(results):
         assert num_held == len(one["prompt"]) - num_computed, one["name"]
 
 
+@pytest.mark.proves("prefix reuse", "compared", kind="images")
 def test_different_images_never_share_blocks(results):
     one, other = results["image"], results["other-image"]
     assert one["prompt"] == other["prompt"]
@@ -71,6 +79,7 @@ def test_different_images_never_share_blocks(results):
     assert results["turned-round"]["token_ids"] != results["two-images"]["token_ids"]
 
 
+@pytest.mark.proves("prefix reuse", "compared", kind="images")
 def test_the_same_image_is_found_again_by_its_hash(results):
     again = results["image-again"]
     assert again["num_cached_by_prefill"] == cases.BLOCK_SIZE
@@ -84,6 +93,14 @@ def test_a_request_without_its_images_ends_when_its_handoff_is_lost(made, result
     assert made["lost"]["finish"] == "prefix gone"
     assert made["lost"]["token_ids"] == results["image"]["token_ids"][:1]
     assert made["lost_with_chat"]["token_ids"] == results["image"]["token_ids"]
+
+
+@pytest.mark.proves("recovery", "compared", kind="images")
+def test_a_chat_that_loses_its_decode_worker_continues_with_the_same_tokens(made, results):
+    """The known tokens are handed over with the prompt."""
+    recovered = made["recovered"]
+    assert recovered["token_ids"] == results["two-images"]["token_ids"]
+    assert recovered["num_loaded"] == len(results["two-images"]["prompt"]) + NUM_KNOWN - 1
 
 
 def test_a_preempted_request_without_its_images_ends(made):

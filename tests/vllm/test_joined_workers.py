@@ -188,6 +188,7 @@ async def test_a_request_survives_a_prefill_worker_killed_in_mid_push(
     await serves_on(client, cluster, guests, expected["fault-9"], expected["fault-10"])
 
 
+@pytest.mark.proves("recovery", "compared", kind="llama")
 async def test_all_requests_of_a_killed_decode_worker_continue_elsewhere(
     client: BatonClient,
     cluster: Cluster,

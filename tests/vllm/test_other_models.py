@@ -21,21 +21,27 @@ HAS_AVX512 = "avx512f" in Path("/proc/cpuinfo").read_text()
 # Hybrids whose CPU kernels keep no states for the prefix cache, and a model with states only: one
 # engine hands over to itself.
 UNCACHED = ["nemotron", "granite", "falcon", "mamba"]
+WITH_FP8 = pytest.mark.skipif(not HAS_AVX512, reason="no AVX-512 here")
 MODELS = [
     "windowed",
+    "gpt-oss",
     "all windowed",
     "two sizes",
     "recurrent",
     *UNCACHED,
     "latent",
-    pytest.param("fp8", marks=pytest.mark.skipif(not HAS_AVX512, reason="no AVX-512 here")),
+    pytest.param("fp8", marks=WITH_FP8),
 ]
 RANKS = {
     "windowed": [1, 2],
+    "gpt-oss": [1, 1],
     "all windowed": [1, 1],
     "two sizes": [2, 1],
     "recurrent": [1, 1],
-    **{name: [1] for name in UNCACHED},
+    "nemotron": [1],
+    "granite": [2],
+    "falcon": [2],
+    "mamba": [1],
     "latent": [1, 2],
     **({"fp8": [1, 1]} if HAS_AVX512 else {}),
 }
@@ -119,6 +125,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return Made(tmp_path_factory.mktemp("models"))
 
 
+@pytest.mark.proves("handoff", "compared", of="model")
+@pytest.mark.proves("seeds", "compared", of="model")
 @pytest.mark.parametrize("model", MODELS)
 def test_tokens_equal_those_without_a_handoff(made: Made, model: str) -> None:
     results = made[model]["results"]
@@ -126,6 +134,7 @@ def test_tokens_equal_those_without_a_handoff(made: Made, model: str) -> None:
     assert {one["name"]: one["token_ids"] for one in results} == alone
 
 
+@pytest.mark.proves("recovery", "compared", of="model")
 @pytest.mark.parametrize("model", MODELS)
 def test_streams_that_lose_their_decode_worker_continue_with_the_same_tokens(
     made: Made, model: str
@@ -136,6 +145,7 @@ def test_streams_that_lose_their_decode_worker_continue_with_the_same_tokens(
     assert all(len(tokens) == 24 for tokens in alone.values())
 
 
+@pytest.mark.proves("recovery", "compared", of="model")
 @pytest.mark.parametrize("model", MODELS)
 def test_known_tokens_are_handed_over_with_the_prompt(made: Made, model: str) -> None:
     recovered = {one["name"]: one["num_loaded"] for one in made[model]["recovered"]}
@@ -145,6 +155,7 @@ def test_known_tokens_are_handed_over_with_the_prompt(made: Made, model: str) ->
     assert recovered["lost-seeded"] == ([92, 92] if not made[model]["has_states"] else [0, 0])
 
 
+@pytest.mark.proves("handoff", "compared", of="model")
 @pytest.mark.parametrize("model", MODELS)
 def test_prompts_are_handed_over(made: Made, model: str) -> None:
     results = {one["name"]: one for one in made[model]["results"]}
@@ -154,9 +165,27 @@ def test_prompts_are_handed_over(made: Made, model: str) -> None:
         assert loaded == len(case["prompt"]), case["name"]
 
 
+@pytest.mark.proves("ranks", "compared", of="model")
+@pytest.mark.parametrize("model", [model for model, ranks in RANKS.items() if max(ranks) > 1])
+def test_engines_of_several_ranks_hand_over(made: Made, model: str) -> None:
+    results = {one["name"]: one for one in made[model]["results"]}
+    assert made[model]["num_ranks"] == RANKS[model]
+    for name in ("long", "waits", "seeded", "penalties"):
+        assert results[name]["num_loaded"] > 0 or made[model]["has_states"]
+        assert results[name]["token_ids"] == made[model]["alone"][name]
+
+
+@pytest.mark.proves("prefix reuse", "compared", of="model")
 @pytest.mark.parametrize(
     ("model", "num_tokens"),
-    [("windowed", 576), ("all windowed", 576), ("two sizes", 576), ("recurrent", 544)],
+    [
+        ("windowed", 576),
+        ("gpt-oss", 576),
+        ("all windowed", 576),
+        ("two sizes", 576),
+        ("recurrent", 544),
+        pytest.param("fp8", 576, marks=WITH_FP8),
+    ],
 )
 def test_a_prefix_is_found_again(made: Made, model: str, num_tokens: int) -> None:
     """Two prompts share 600 tokens: 18 blocks of 32, 9 of 64, one of 544."""
@@ -174,7 +203,7 @@ def test_latents_that_all_ranks_hold_are_handed_over_once(
     assert made["latent"]["block_bytes"] == 16 * (512 + 64) * 4
 
 
-@pytest.mark.skipif(not HAS_AVX512, reason="no AVX-512 here")
+@WITH_FP8
 def test_an_fp8_cache_is_handed_over_without_conversion(made: Made) -> None:
     # Two heads of 32 values, keys and values.
     assert made["fp8"]["block_bytes"] == made["fp8"]["block_size"] * 2 * 32 * 2

@@ -52,6 +52,7 @@ async def differing(client: BatonClient, chosen: list[cases.Case]) -> list[str]:
     ]
 
 
+@pytest.mark.proves("handoff", "compared", kind="llama")
 async def test_single_requests_give_the_tokens_of_plain_vllm(
     client: BatonClient, cluster: Cluster, reference: list[cases.Case]
 ) -> None:
@@ -59,6 +60,7 @@ async def test_single_requests_give_the_tokens_of_plain_vllm(
     await cluster.assert_idle()
 
 
+@pytest.mark.proves("handoff", "compared", kind="llama")
 async def test_eight_concurrent_requests_give_the_tokens_of_plain_vllm(
     client: BatonClient, cluster: Cluster, reference: list[cases.Case]
 ) -> None:
@@ -74,6 +76,7 @@ async def test_eight_concurrent_requests_give_the_tokens_of_plain_vllm(
     await cluster.assert_idle()
 
 
+@pytest.mark.proves("prefix reuse", "compared", kind="llama")
 async def test_cached_prefixes_do_not_change_tokens(
     client: BatonClient, cluster: Cluster, reference: list[cases.Case]
 ) -> None:
@@ -83,6 +86,7 @@ async def test_cached_prefixes_do_not_change_tokens(
     await cluster.assert_idle()
 
 
+@pytest.mark.proves("handoff", "compared", kind="llama")
 async def test_each_prompt_token_is_loaded_once(client: BatonClient, cluster: Cluster) -> None:
     prompts = [cases.prompt(length, 900 + length) for length in (167, 545, 773)]
     before = cluster.handoff_tokens()
@@ -97,6 +101,7 @@ async def test_each_prompt_token_is_loaded_once(client: BatonClient, cluster: Cl
     await cluster.assert_idle()
 
 
+@pytest.mark.proves("seeds", "compared", kind="llama")
 async def test_sampling_parameters_give_the_tokens_of_plain_vllm(
     client: BatonClient, cluster: Cluster, reference: list[cases.Case]
 ) -> None:
@@ -106,6 +111,7 @@ async def test_sampling_parameters_give_the_tokens_of_plain_vllm(
     await cluster.assert_idle()
 
 
+@pytest.mark.proves("seeds", "compared", kind="llama")
 async def test_seeded_requests_with_several_prefill_chunks_give_equal_tokens(
     client: BatonClient, cluster: Cluster, reference: list[cases.Case]
 ) -> None:

@@ -64,10 +64,12 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return {**program.result(), "given": given, "sizes": sizes}
 
 
+@pytest.mark.proves("stages", "compared", of="made")
 def test_tokens_equal_those_of_one_stage_without_a_handoff(made: Any) -> None:
     assert {one["name"]: one["token_ids"] for one in made["results"]} == made["alone"]
 
 
+@pytest.mark.proves("stages", "compared", of="made")
 def test_prompts_are_handed_over(made: Any) -> None:
     results = {one["name"]: one for one in made["results"]}
     for of_way in made["given"].values():

@@ -42,6 +42,7 @@ def results(made: tuple[dict[str, Any], list[cases.Case]]) -> Results:
     return {result["name"]: result for result in results}
 
 
+@pytest.mark.proves("ranks", "compared", kind="llama")
 def test_tokens_equal_those_of_one_plain_vllm(
     made: tuple[dict[str, Any], list[cases.Case]], results: Results
 ) -> None:
@@ -49,10 +50,12 @@ def test_tokens_equal_those_of_one_plain_vllm(
     assert {name: result["token_ids"] for name, result in results.items()} == expected
 
 
+@pytest.mark.proves("ranks", "compared", kind="llama")
 def test_each_rank_has_its_own_heads(made: tuple[dict[str, Any], list[cases.Case]]) -> None:
     assert made[0]["num_kv_heads"] * RANKS == demo_model.SHAPES[MODEL].num_kv_heads
 
 
+@pytest.mark.proves("ranks", "compared", kind="llama")
 def test_every_computed_prompt_token_is_loaded(results: Results) -> None:
     for case in [*one_by_one(), *together(), *unequal("1 to 2"), *unequal("2 to 1")]:
         result, sampling = results[case["name"]], case["sampling"]
