@@ -29,6 +29,7 @@ _NEEDED = ("uvicorn", "starlette", "httptools")
 _START_TIMEOUT_S = 180.0
 # Added to the gateway's drain timeout before the process is killed.
 _STOP_MARGIN_S = 5.0
+_GRPC_EXPERIMENTS = "-event_engine_client"
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
 
 
@@ -67,6 +68,10 @@ def gateway(
     from baton.runtime import exposure, lifecycle, logs, quick_exit
     from baton.runtime.config_error import ConfigError
 
+    # gRPC reads this variable when its first channel opens. By default, threads of its event engine
+    # read a message and then wake the thread that passes messages to Python; without the engine,
+    # that thread reads the message itself. A gRPC that can no longer do so logs an error.
+    os.environ.setdefault("GRPC_EXPERIMENTS", _GRPC_EXPERIMENTS)
     effective = options.load_config(
         config,
         tool_call_parser=tool_call_parser,
