@@ -89,6 +89,8 @@ class Exchange:
         self._first: Cell | None = None
         self._cell: Cell | None = None
         self._disconnected = self._response_started = False
+        # Choices of a streamed response that have not ended, and the last chunk of the last one.
+        self._num_streaming, self._last_chunk = 0, b""
 
     async def run(self) -> None:
         stats, status, running = self._route.stats, 200, False
@@ -301,6 +303,7 @@ class Exchange:
             )
             for index, one in enumerate(accepted)
         ]
+        self._num_streaming = len(chunks)
         # One task per choice: a token then wakes up its choice only.
         finished = await _gather(
             [
@@ -313,13 +316,16 @@ class Exchange:
             end = (
                 response_rendering.usage_chunk(head, [one.usage for one in finished], parsers) + end
             )
-        await self._write(end)
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._write(self._last_chunk + end, more=False)
 
     async def _choice(
         self, stream: TokenStream, chunks: response_rendering.ChunkRenderer
     ) -> Finished:
-        """Sends one chunk per delta of a choice; the last chunk has the finish reason."""
+        """Sends one chunk per delta of a choice; the last chunk has the finish reason.
+
+        The last chunk of the choice that ends last is left for `_stream` to send with the end of
+        the response: each write costs a system call.
+        """
         latency = _LatencyRecorder(self._latencies(chunks.request), self._started_at)
         writer = self._writer if chunks.has_constant_end else None
         while events := await stream.read():
@@ -337,14 +343,16 @@ class Exchange:
             # The finish reason is sent in the same chunk as the last tokens.
             parts.append(chunks.render(tokens, finished))
             body = b"".join(parts)
+            if finished is not None:
+                self._num_streaming -= 1
+                if not self._num_streaming:
+                    self._last_chunk = body
+                elif body:
+                    await self._write(body)
+                return finished
             if not body:
                 continue
-            if self._response_started:
-                await self._send({"type": "http.response.body", "body": body, "more_body": True})
-            else:
-                await self._write(body)
-            if finished is not None:
-                return finished
+            await self._write(body)
             if writer is not None:
                 # The response has begun: later chunks need no task to be written.
                 make = _plain_renderer if chunks.has_plain_deltas else _renderer
@@ -355,10 +363,10 @@ class Exchange:
     def _latencies(self, request: ParsedRequest) -> RouteStats:
         return self._route.stats.latencies[self._route.path, request.lane]
 
-    async def _write(self, chunk: bytes) -> None:
+    async def _write(self, chunks: bytes, *, more: bool = True) -> None:
         if not self._response_started:
             await self._start(200, _SSE)
-        await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await self._send({"type": "http.response.body", "body": chunks, "more_body": more})
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._response_started = True

@@ -456,10 +456,30 @@ async def test_a_slow_reader_gets_the_whole_response(inference, scripted):
     while more := await reader.read():
         received += more
     writer.close()
-    chunks = [line[6:] for line in received.decode().split("\r\n") if line.startswith("data: {")]
-    lines = [line for chunk in chunks for line in chunk.split("\n\n") if line]
-    text = "".join(json.loads(line.removeprefix("data: "))["choices"][0]["text"] for line in lines)
+    lines = [line for chunk in received.decode().split("\r\n") for line in chunk.split("\n\n")]
+    said = [line.removeprefix("data: ") for line in lines if line.startswith("data: {")]
+    text = "".join(json.loads(one)["choices"][0]["text"] for one in said)
     assert text.split() == [str(offset) for offset in range(num_deltas)]
+
+
+async def test_the_end_of_a_choice_is_sent_before_other_choices_end(inference, scripted):
+    reader, writer = await asyncio.open_connection(*scripted.address)
+    body = b'{"prompt": "x", "stream": true, "n": 2}'
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n"
+    writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + body)
+    connection = await inference.connection()
+    first = (await connection.submitted()).stream
+    second = (await connection.submitted()).stream
+    connection.send(accepted(first), accepted(second))
+    connection.send(delta(first, 0, [1], "a"), finished(first))
+    await reader.readuntil(b'"finish_reason":"length"')
+    connection.send(delta(second, 0, [1], "b"), finished(second))
+    rest = await reader.readuntil(b"\r\n0\r\n\r\n")
+    writer.close()
+    # The last chunk and the end of the response are one part of the response.
+    *_, part, _, _, _ = rest.split(b"\r\n")
+    assert part.startswith(b"data: {")
+    assert part.endswith(b"data: [DONE]\n\n")
 
 
 async def test_tokens_for_a_lost_connection_with_two_requests_harm_no_other(inference, scripted):
