@@ -131,7 +131,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         """Orders the requests and bounds their prompts; returns the step's number of tokens."""
         now, model, self._num_lookups = time.time(), self.planner.model, 0
         decodes = [one for one in self.running if not _is_prompt(one)]
-        # Prompts that have just been loaded from host memory hold blocks, as running ones do.
+        # Prompts that have just been loaded hold blocks, as running ones do.
         loaded = [
             one
             for one in self.kv_holding_waiting
@@ -157,11 +157,6 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         }
         # vLLM starts nothing behind a loaded prompt that gets no token.
         granted |= {one.request_id: max(1, granted[one.request_id]) for one in loaded}
-        for one in chunks:
-            if self.connector.holds_back_end(one.request.request_id):
-                granted[one.request.request_id] = min(
-                    granted[one.request.request_id], one.prompt.num_left - 1
-                )
         # In place: vLLM keeps references to this list.
         is_loaded = set(loaded)
         ordered = [one.request for one in sorted(chunks, key=_rank)]
@@ -198,7 +193,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
 
     def _candidate(self, request: Request, now: float, model: LatencyModel) -> _Candidate:
         num_done = request.num_computed_tokens
-        # A prompt that was loaded from host memory waits, and holds its blocks.
+        # A prompt that was loaded waits, and holds its blocks.
         running = request.status not in _STARTS
         if not running:
             num_done = self._num_cached(request, now)

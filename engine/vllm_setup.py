@@ -40,7 +40,6 @@ from baton.kvtransfer import engine_groups, engine_stages
 from baton.kvtransfer.connector.cuda_copies import scratch_bytes
 from baton.kvtransfer.connector.disk_tier import DISK, disk_options, most_blocks
 from baton.kvtransfer.connector.host_tier import HOST_BYTES, host_options
-from baton.kvtransfer.connector.scheduler_half import REQUESTS_WAIT
 from baton.kvtransfer.disk.directory import DiskDirectory, namespace_of
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.latency import LatencyModel
@@ -98,14 +97,6 @@ class CheckedModel:
             for name, path in sorted(adapters.items())
         ]
         return cls(config, layout_of(config, served_name, described), described)
-
-
-def requests_wait() -> bool:
-    """Whether requests wait for their loads while others run.
-
-    On a CPU the thread that computes the model also copies, so no request could run meanwhile.
-    """
-    return bool(current_platform.is_cuda())
 
 
 def _offloading(
@@ -205,7 +196,6 @@ class VllmSetup:
             "socket": transfer_socket,
             "layout": dataclasses.asdict(layout),
             "rank_cpus": rank_cpus,
-            REQUESTS_WAIT: requests_wait(),
             # Without it an engine core outlives a killed worker, and ranks outlive a killed engine
             # core: they may go on loading for minutes, or wait forever for a dead rank.
             "leash": EndsWithParent(),

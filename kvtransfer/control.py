@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from baton.kvtransfer.engine_port import Claim, EnginePort, filled_frame, split_blocks
+from baton.kvtransfer.engine_port import (
+    Claim,
+    EnginePort,
+    PendingClaim,
+    filled_frame,
+    split_blocks,
+)
 from baton.kvtransfer.errors import ServiceGone, TransferError, TransferRefused
 from baton.kvtransfer.frames import checksum
 from baton.kvtransfer.transfer_client import HandoffEvent, TransferClient
@@ -11,6 +17,7 @@ __all__ = [
     "Claim",
     "EnginePort",
     "HandoffEvent",
+    "PendingClaim",
     "ServiceGone",
     "TransferClient",
     "TransferError",

@@ -116,8 +116,9 @@ class EnginePort:
     def __init__(self, socket_path: str, *, timeout_s: float = 5.0) -> None:
         self._timeout_s = timeout_s
         self._unpacker = local_wire.Unpacker()
+        # Replies to calls that wait for them, by call ID.
         self._replies: dict[int, kv_transfer_pb2.LocalReply] = {}
-        self._awaited = 0
+        self._awaited: set[int] = set()
         self._call_id = 0
         # The latest state of each handoff since the last poll.
         self._states: dict[bytes, kv_transfer_pb2.LocalHandoffState] = {}
@@ -197,19 +198,19 @@ class EnginePort:
         Args:
             handoff_id: 16 bytes.
             rank: Index of one of the sender's shards.
-            timeout_s: Longest wait for each reply; a reply lists at most MAX_LISTED_FRAMES.
+            timeout_s: Longest wait for the answer, in seconds.
         """
-        frames: list[kv_transfer_pb2.LocalFrame] = []
-        while True:
-            claim = kv_transfer_pb2.LocalClaim(
-                handoff_id=handoff_id, rank=rank, num_seen=len(frames)
-            )
-            reply = self._call(kv_transfer_pb2.LocalRequest(claim=claim), timeout_s)
-            if reply is None or (claimed := _claim(reply)) is None:
-                return None
-            frames += claimed.frames
-            if not claimed.frames or len(frames) >= reply.claimed.num_frames:
-                return replace(claimed, frames=tuple(frames))
+        pending = self.begin_claim(handoff_id, rank)
+        pending.wait(timeout_s)
+        pending.give_up()
+        return pending.claim
+
+    def begin_claim(self, handoff_id: bytes, rank: int) -> PendingClaim:
+        """Begins to claim committed staging; see `claim`.
+
+        The caller must wait until it is over, or give it up.
+        """
+        return PendingClaim(self, handoff_id, rank)
 
     def release(
         self,
@@ -243,21 +244,35 @@ class EnginePort:
     def _call(
         self, request: kv_transfer_pb2.LocalRequest, timeout_s: float
     ) -> kv_transfer_pb2.LocalReply | None:
-        self._call_id += 1
-        self._awaited = request.call_id = self._call_id
-        deadline = time.monotonic() + timeout_s
+        call_id = self._begin(request)
         try:
-            if not self._send(request):
-                return None
-            while (reply := self._replies.pop(request.call_id, None)) is None:
-                remaining = deadline - time.monotonic()
-                if not self._alive or remaining <= 0:
-                    return None
-                select.select([self._socket], [], [], remaining)
-                self._receive()
-            return reply
+            return self._reply(call_id, timeout_s)
         finally:
-            self._awaited = 0
+            self._forget(call_id)
+
+    def _begin(self, request: kv_transfer_pb2.LocalRequest) -> int:
+        """Sends a request that has a reply; returns the call's ID, which must be forgotten."""
+        self._call_id += 1
+        request.call_id = self._call_id
+        self._awaited.add(request.call_id)
+        self._send(request)
+        return request.call_id
+
+    def _reply(self, call_id: int, timeout_s: float) -> kv_transfer_pb2.LocalReply | None:
+        """Waits for a call's reply; None: it has not come in time, or the service has ended."""
+        deadline = time.monotonic() + timeout_s
+        self._receive()
+        while (reply := self._replies.pop(call_id, None)) is None:
+            remaining = deadline - time.monotonic()
+            if not self._alive or remaining <= 0:
+                return None
+            select.select([self._socket], [], [], remaining)
+            self._receive()
+        return reply
+
+    def _forget(self, call_id: int) -> None:
+        self._awaited.discard(call_id)
+        self._replies.pop(call_id, None)
 
     def _send(self, request: kv_transfer_pb2.LocalRequest) -> bool:
         if not self._alive:
@@ -303,8 +318,56 @@ class EnginePort:
             # Moved to the end: states are returned in the order of their latest changes.
             self._states.pop(state.handoff_id, None)
             self._states[state.handoff_id] = state
-        elif reply.call_id == self._awaited != 0:
+        elif reply.call_id in self._awaited:
             self._replies[reply.call_id] = reply
+
+
+class PendingClaim:
+    """A claim whose answer may still be on its way; EnginePort.begin_claim makes it.
+
+    Only the port's thread may use it.
+
+    Attributes:
+        claim: The claimed staging; None while there is no answer, and after a refusal.
+        is_over: Whether the claim is answered, or never will be.
+    """
+
+    def __init__(self, port: EnginePort, handoff_id: bytes, rank: int) -> None:
+        self._port, self._handoff_id, self._rank = port, handoff_id, rank
+        self._frames: list[kv_transfer_pb2.LocalFrame] = []
+        self.claim: Claim | None = None
+        self.is_over = False
+        self._call_id = self._ask()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits until the claim is over, at most this long in seconds; returns whether it is."""
+        deadline = time.monotonic() + timeout_s
+        while not self.is_over:
+            reply = self._port._reply(self._call_id, max(0.0, deadline - time.monotonic()))
+            if reply is None:
+                if self._port.alive:
+                    return False
+            elif (claimed := _claim(reply)) is not None:
+                self._frames += claimed.frames
+                if claimed.frames and len(self._frames) < reply.claimed.num_frames:
+                    # A reply lists at most MAX_LISTED_FRAMES.
+                    self._port._forget(self._call_id)
+                    self._call_id = self._ask()
+                    continue
+                self.claim = replace(claimed, frames=tuple(self._frames))
+            self.give_up()
+        return True
+
+    def give_up(self) -> None:
+        """Waits for no reply any more. Idempotent."""
+        self._port._forget(self._call_id)
+        self.is_over = True
+
+    def _ask(self) -> int:
+        claim = kv_transfer_pb2.LocalClaim(
+            handoff_id=self._handoff_id, rank=self._rank, num_seen=len(self._frames)
+        )
+        return self._port._begin(kv_transfer_pb2.LocalRequest(claim=claim))
 
 
 def _claim(reply: kv_transfer_pb2.LocalReply) -> Claim | None:

@@ -22,8 +22,23 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
-# Most bytes that a step copies: 1 or 2 ms. A step without streams and prompts delays no token.
+# Most bytes that a short step copies: 1 or 2 ms. A step without streams and prompts delays no
+# token.
 STEP_BYTES, IDLE_STEP_BYTES = 8 * 2**20, 64 * 2**20
+# Bytes that a long step may copy per second of its own time: the copies take a twentieth of it.
+LONG_STEP_BYTES_PER_S = 200 * 2**20
+
+
+def step_bytes(step_s: float, *, is_idle: bool) -> int:
+    """Returns the most bytes that a step may copy.
+
+    Args:
+        step_s: Time that the step has taken without the copies, in seconds.
+        is_idle: Whether the step computes nothing.
+    """
+    if is_idle:
+        return IDLE_STEP_BYTES
+    return max(STEP_BYTES, int(step_s * LONG_STEP_BYTES_PER_S))
 
 
 @dataclass(slots=True)
@@ -56,7 +71,7 @@ class CpuCopies(OffloadingWorker):
         num_blocks: Number of blocks that the host memory holds.
 
     Attributes:
-        is_idle: Whether the step under way computes nothing.
+        most_bytes: Most bytes that the step under way copies; at least one block is copied.
     """
 
     def __init__(self, caches: CanonicalKVCaches, num_blocks: int) -> None:
@@ -70,7 +85,7 @@ class CpuCopies(OffloadingWorker):
         self._block_bytes = sum(memory.shape[1] for _, memory in self._pairs)
         self._jobs: dict[int, _Job] = {}
         self._ended: list[TransferResult] = []
-        self.is_idle = False
+        self.most_bytes = STEP_BYTES
 
     def submit_store(self, job_id: int, src: GPULoadStoreSpec, dst: LoadStoreSpec) -> bool:
         return self._submit(job_id, src, dst, is_store=True)
@@ -88,7 +103,7 @@ class CpuCopies(OffloadingWorker):
 
     def get_finished(self) -> list[TransferResult]:
         """Makes this step's copies; vLLM calls this once per step, after the model."""
-        left = max(1, (IDLE_STEP_BYTES if self.is_idle else STEP_BYTES) // self._block_bytes)
+        left = max(1, self.most_bytes // self._block_bytes)
         for job in list(self._jobs.values()):
             left -= self._copy(job, left)
             if left <= 0:

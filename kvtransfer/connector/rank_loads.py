@@ -1,14 +1,16 @@
 """Loads committed handoffs into a rank's paged cache, and verifies every byte after its copy.
 
 There are two kinds of loads. A request that waits (`Load.waiting_id`) has its blocks already and
-runs in a later step: no step waits for the copy, and the streams of the steps meanwhile get their
-tokens in time. Other loads belong to the step that runs their request: its model waits for the
-copies, and its output for the verification.
+runs in a later step, so that the streams of the steps meanwhile get their tokens in time: a GPU
+copies beside these steps, and on a CPU each of them copies a bounded part. Other loads belong to
+the step that runs their request: its model waits for the copies, and its output for the
+verification.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,7 +18,7 @@ from functools import partial
 from baton.kvtransfer.connector.block_copies import BlockCopies
 from baton.kvtransfer.connector.block_loads import Check, copy_in, holds
 from baton.kvtransfer.connector.handoff_step import Load, LoadReport
-from baton.kvtransfer.control import Claim, EnginePort
+from baton.kvtransfer.control import Claim, EnginePort, PendingClaim
 from baton.kvtransfer.head_ranges import HeadRange, head_ranges, sources
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.kv_groups import KvGroup
@@ -25,6 +27,11 @@ from baton.v1 import kv_transfer_pb2
 _CHECKSUM = kv_transfer_pb2.REFUSAL_REASON_CHECKSUM
 _EXPIRED = kv_transfer_pb2.REFUSAL_REASON_EXPIRED
 _INCOMPLETE = kv_transfer_pb2.REFUSAL_REASON_INCOMPLETE
+# Longest time until the transfer service has granted a claim, in seconds.
+CLAIM_TIMEOUT_S = 2.0
+# Longest time that a step waits for the claims of requests that wait for their loads. An answer
+# takes less than a millisecond, unless the service does not run.
+_STEP_CLAIM_WAIT_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +49,41 @@ class _Shard:
     heads: Mapping[KvGroup, HeadRange]
 
 
+@dataclass(frozen=True, slots=True)
+class _PendingShard:
+    """A shard that may not be claimed yet; fields as in _Shard."""
+
+    layout: KvLayout
+    claim: PendingClaim
+    heads: Mapping[KvGroup, HeadRange]
+
+
 @dataclass(slots=True)
 class _Waited:
     """A load that a request waits for.
 
+    It is claimed, then copied and verified, and has ended.
+
     Attributes:
         load: The load.
-        checks: Its copied frames.
+        pending: The claims; None before the first of them is made, empty when they are over.
+        claims_until: When claims without an answer are given up, by time.monotonic.
+        shards: The claimed shards.
+        to_copy: On a CPU, copies the next frame; None before the claims are over, and when nothing
+            is left to copy.
+        num_left: On a CPU, number of blocks that are left to copy, of all layers.
+        checks: On a GPU, the frames that are being copied.
         results: For each of them, whether its bytes are right.
-        landed: Ends when the blocks have changed; None if nothing is copied.
+        landed: Ends when the blocks have changed; None if nothing is copied beside the steps.
         failed: Why the load has failed; None if it is known only from the results.
     """
 
     load: Load
+    pending: list[_PendingShard] | None = None
+    claims_until: float = 0.0
+    shards: list[_Shard] = field(default_factory=list)
+    to_copy: Iterator[Check] | None = None
+    num_left: int = 0
     checks: list[Check] = field(default_factory=list)
     results: list[Future[bool]] = field(default_factory=list)
     landed: Future[None] | None = None
@@ -62,7 +91,9 @@ class _Waited:
 
     @property
     def ended(self) -> bool:
-        """Whether all its copies and verifications have ended."""
+        """Whether it is claimed, and all its copies and verifications have ended."""
+        if self.pending is None or self.pending or self.to_copy is not None:
+            return False
         return all(one.done() for one in (*self.results, self.landed) if one is not None)
 
 
@@ -76,6 +107,7 @@ class RankLoads:
         layers: Indices of the layers that the rank holds.
         copies: The rank's copies.
         threads: Wait for copies and compute checksums.
+        clock: time.monotonic.
     """
 
     def __init__(
@@ -86,11 +118,12 @@ class RankLoads:
         layers: Collection[int],
         copies: BlockCopies,
         threads: Executor,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._port, self._layout, self._shard = port, layout, shard
         self._layers = frozenset(layers)
         self._without_draft = layout.without_draft()
-        self._copies, self._threads = copies, threads
+        self._copies, self._threads, self._clock = copies, threads, clock
         self._verify = partial(holds, memory=port.memory)
         # Loads of the step under way whose copies may not have ended.
         self._unchecked: list[tuple[Load, Check]] = []
@@ -99,42 +132,143 @@ class RankLoads:
         self._report = LoadReport()
 
     def begin(self, loads: Sequence[Load]) -> None:
-        """Claims a step's loads and begins to copy them into the cache."""
+        """Claims a step's loads and begins to copy them into the cache.
+
+        On a CPU, `copy_waited` claims and copies the loads that requests wait for.
+        """
+        waited = []
         for load in loads:
-            shards, failed = self._claimed(load)
             if self._layout.draft_groups and not load.has_draft:
                 # The draft must not read what an earlier request left in these blocks.
                 self._copies.clear_draft(load.block_ids)
             if load.waiting_id:
-                self._waited.append(self._begun(load, shards, failed))
-            elif failed is not None:
-                self._fail(load, failed, load.block_ids)
+                waited.append(_Waited(load))
             else:
-                self._load(load, shards)
-        if not all(load.waiting_id for load in loads):
+                self._begin_at_once(load)
+        if len(waited) < len(loads):
             # Every layer is loaded before the first layer runs: the engine writes a layer's new
             # keys to the blocks before it calls `wait_for_layer_load`, and a later scatter would
             # undo that.
             self._copies.join_scatters()
+        self._waited += waited
+        if not self._copies.finishes_at_once:
+            self.copy_waited(0)
 
-    def _claimed(
-        self, load: Load
-    ) -> tuple[list[_Shard], kv_transfer_pb2.RefusalReason.ValueType | None]:
-        """Claims the sender's shards that have heads of this rank; or says why the load fails."""
+    def _begin_at_once(self, load: Load) -> None:
+        """Begins a load that belongs to the step."""
+        pending, deadline = self._claim(load), self._clock() + CLAIM_TIMEOUT_S
+        for one in pending:
+            one.claim.wait(max(0.0, deadline - self._clock()))
+            one.claim.give_up()
+        shards, failed = self._claimed(load, pending)
+        if failed is not None:
+            self._fail(load, failed, load.block_ids)
+        else:
+            self._load(load, shards)
+
+    def copy_waited(self, most_bytes: int) -> int:
+        """Goes on with the loads that requests wait for, in the order in which they came.
+
+        Args:
+            most_bytes: Bytes after which a CPU copies no further frame in this step. A GPU copies
+                all bytes beside the steps.
+
+        Returns:
+            Bytes that this thread has copied.
+        """
+        num_bytes, wait_until = 0, self._clock() + _STEP_CLAIM_WAIT_S
+        for one in self._waited:
+            if self._copies.finishes_at_once and num_bytes >= most_bytes:
+                # A claim expires, so it is made when the copy can begin.
+                break
+            if one.pending is None or one.pending:
+                self._try_to_claim(one, wait_until)
+            if one.to_copy is not None:
+                num_bytes += self._copy_part(one, most_bytes - num_bytes)
+        return num_bytes
+
+    def _try_to_claim(self, one: _Waited, wait_until: float) -> None:
+        """Makes a load's claims, or looks for their answers; then begins the copies.
+
+        Args:
+            one: A load whose claims are not over.
+            wait_until: How long it may wait for the answers to new claims, by time.monotonic.
+        """
+        now = self._clock()
+        if one.pending is None:
+            one.pending, one.claims_until = self._claim(one.load), now + CLAIM_TIMEOUT_S
+        else:
+            wait_until = now
+        for each in one.pending:
+            if each.claim.wait(max(0.0, wait_until - self._clock())):
+                continue
+            if now < one.claims_until:
+                return
+            each.claim.give_up()
+        one.shards, one.failed = self._claimed(one.load, one.pending)
+        one.pending = []
+        if one.failed is None and self._copies.finishes_at_once:
+            one.to_copy = self._copied(one.load, one.shards)
+            one.num_left = self._num_wanted(one.load, one.shards)
+        elif one.failed is None:
+            self._copy_beside(one)
+
+    def _copy_part(self, one: _Waited, most_bytes: int) -> int:
+        """Copies and verifies frames in this thread; returns their bytes.
+
+        Verifying at once is cheap: the bytes are still in the core's cache.
+        """
+        assert one.to_copy is not None
+        num_bytes = 0
+        while one.num_left and num_bytes < most_bytes:
+            if (check := next(one.to_copy, None)) is None:
+                one.failed = _INCOMPLETE
+            elif not self._verify(check):
+                one.failed = _CHECKSUM
+            else:
+                one.num_left -= len(check.block_ids)
+                num_bytes += check.num_bytes
+                continue
+            break
+        if one.failed is not None or not one.num_left:
+            one.to_copy = None
+        return num_bytes
+
+    def _copy_beside(self, one: _Waited) -> None:
+        """Begins all copies of a load beside the steps."""
+        one.checks = list(self._copied(one.load, one.shards))
+        one.results = [self._threads.submit(self._verify, check) for check in one.checks]
+        one.landed = self._threads.submit(self._copies.landing().wait)
+        if _num_blocks(one.checks) != self._num_wanted(one.load, one.shards):
+            one.failed = _INCOMPLETE
+
+    def _claim(self, load: Load) -> list[_PendingShard]:
+        """Begins to claim the sender's shards that have heads of this rank."""
         layout = self._loaded_layout(load)
         sender = layout.split_into(load.num_shards or layout.num_shards)
+        return [
+            _PendingShard(
+                sender,
+                self._port.begin_claim(load.handoff_id, source),
+                head_ranges(layout, self._shard, sender, source),
+            )
+            for source in sources(self._shard, layout.num_shards, sender.num_shards)
+        ]
+
+    def _claimed(
+        self, load: Load, pending: Sequence[_PendingShard]
+    ) -> tuple[list[_Shard], kv_transfer_pb2.RefusalReason.ValueType | None]:
+        """Returns the claimed shards; or says why the load fails."""
         shards = []
-        for source in sources(self._shard, layout.num_shards, sender.num_shards):
-            claimed = self._port.claim(load.handoff_id, source)
-            if claimed is None:
+        for one in pending:
+            if (claimed := one.claim.claim) is None:
                 # The handoff has ended, with its own reason, or the service does not answer.
                 return [], _EXPIRED
             if claimed.num_tokens != load.num_tokens:
                 return [], _INCOMPLETE
             # Other stages load the other layers.
             frames = tuple(frame for frame in claimed.frames if frame.layer in self._layers)
-            heads = head_ranges(layout, self._shard, sender, source)
-            shards.append(_Shard(sender, replace(claimed, frames=frames), heads))
+            shards.append(_Shard(one.layout, replace(claimed, frames=frames), one.heads))
         return shards, None
 
     def _loaded_layout(self, load: Load) -> KvLayout:
@@ -146,24 +280,6 @@ class RankLoads:
         for shard in shards:
             yield from copy_in(self._copies, shard.layout, shard.claimed, load.parts, shard.heads)
 
-    def _begun(
-        self,
-        load: Load,
-        shards: Sequence[_Shard],
-        failed: kv_transfer_pb2.RefusalReason.ValueType | None,
-    ) -> _Waited:
-        """Begins the copies of a load that a request waits for."""
-        if failed is not None:
-            return _Waited(load, failed=failed)
-        checks = list(self._copied(load, shards))
-        return _Waited(
-            load,
-            checks,
-            [self._threads.submit(self._verify, check) for check in checks],
-            self._threads.submit(self._copies.landing().wait),
-            None if self._is_whole(load, shards, checks) else _INCOMPLETE,
-        )
-
     def _load(self, load: Load, shards: Sequence[_Shard]) -> None:
         """Begins the copies of a load that belongs to the step."""
         checks = []
@@ -174,17 +290,17 @@ class RankLoads:
             elif not self._verify(check):
                 # Verifying at once is cheap: the bytes are still in the core's cache.
                 self._fail(load, _CHECKSUM, check.block_ids)
-        if not self._is_whole(load, shards, checks):
+        if _num_blocks(checks) != self._num_wanted(load, shards):
             self._fail(load, _INCOMPLETE, load.block_ids)
 
-    def _is_whole(self, load: Load, shards: Sequence[_Shard], checks: Sequence[Check]) -> bool:
-        """Returns whether the claims had frames of all blocks that the load wants."""
+    def _num_wanted(self, load: Load, shards: Sequence[_Shard]) -> int:
+        """Returns how many blocks a load wants, of all layers; the claims may lack some."""
         wanted = [len(part.block_ids) for part in load.parts]
         layout = self._loaded_layout(load)
         # A draft's layers come last.
         layers = [layer for layer in self._layers if layer < layout.num_all_layers]
         num_wanted = sum(wanted[layout.group_of(layer).table] for layer in layers)
-        return sum(len(check.block_ids) for check in checks) == len(shards) * num_wanted
+        return len(shards) * num_wanted
 
     def _fail(
         self,
@@ -247,3 +363,8 @@ class RankLoads:
                     self._fail(load, _CHECKSUM, check.block_ids)
         invalid, self._invalid_block_ids = self._invalid_block_ids, set()
         return invalid
+
+
+def _num_blocks(checks: Sequence[Check]) -> int:
+    """Returns the number of blocks of these frames, of all layers."""
+    return sum(len(check.block_ids) for check in checks)

@@ -35,8 +35,6 @@ _RELEASED = kv_transfer_pb2.HANDOFF_STATE_RELEASED
 _LOADED = kv_transfer_pb2.REFUSAL_REASON_UNSPECIFIED
 _EXPIRED = kv_transfer_pb2.REFUSAL_REASON_EXPIRED
 _CANCELLED = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
-# Key in kv_connector_extra_config: whether requests wait for their loads (see SchedulerHalf).
-REQUESTS_WAIT = "requests_wait"
 # Key in SchedulerStats.kv_connector_stats: this engine has lost its transfer service, which does
 # not come back.
 CUT_OFF = "baton_cut_off"
@@ -81,14 +79,12 @@ class _Unfinished:
     Attributes:
         work: The step's work as the latency model counts it; None when it computes nothing.
         loads: Handoffs that the step loads before it ends.
-        loaders: Requests that load fetched prefixes.
         releases: Handoffs to release when the step has ended, with the reason why they were not
             loaded.
     """
 
     work: list[float] | None
     loads: list[bytes]
-    loaders: frozenset[str]
     releases: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType]
 
 
@@ -100,17 +96,16 @@ class SchedulerHalf:
     Args:
         port: This thread's connection to the transfer service.
         layout: Layout of the KV cache.
-        requests_wait: Whether requests wait for their loads, with their blocks, while other
-            requests run; otherwise the step that first runs a request loads its handoff.
 
     Attributes:
-        requests_wait: As given; False for caches with states, because vLLM copies a state when it
-            runs the request.
+        requests_wait: Whether requests wait for their loads, with their blocks, while other
+            requests run; otherwise the step that first runs a request loads its handoff. False for
+            caches with states, because vLLM copies a state when it runs the request.
     """
 
-    def __init__(self, port: EnginePort, layout: KvLayout, *, requests_wait: bool = False) -> None:
+    def __init__(self, port: EnginePort, layout: KvLayout) -> None:
         self._port, self._layout = port, layout
-        self.requests_wait = requests_wait and not layout.has_states
+        self.requests_wait = not layout.has_states
         # Every request that has not ended, by the engine's request id.
         self._requests: dict[str, Request] = {}
         self._sends = Sends(port, layout)
@@ -138,7 +133,6 @@ class SchedulerHalf:
         self._waited_failed: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType] = {}
         # Loads and releases of the step that is made next.
         self._loads: list[Load] = []
-        self._loaders: set[str] = set()
         self._releases: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType] = {}
         self._unverified = UnverifiedBlocks(layout.tables)
         # vLLM may schedule a step while another one runs, and finishes steps in order.
@@ -241,16 +235,6 @@ class SchedulerHalf:
         self._gone[request.request_id] = num_held_tokens if is_left else 0
         return True
 
-    def holds_back_end(self, request_id: str) -> bool:
-        """Returns whether a request must not compute its last prompt token in the next step.
-
-        A request that has loaded a fetched prefix may hand it over only after it is verified, and
-        needs a step for this.
-        """
-        return request_id in self._sends and any(
-            request_id in step.loaders for step in self._unfinished
-        )
-
     def receives(self, request_id: str) -> bool:
         """Returns whether a request still waits for a handoff, or loads it next."""
         receive = self._receives.get(request_id)
@@ -306,8 +290,6 @@ class SchedulerHalf:
         if load.waiting_id:
             self._waited[request.request_id] = receive.handoff_id
             return
-        if receive.is_fetch:
-            self._loaders.add(request.request_id)
         self._unverified.load(load.block_ids, tables, first_token)
 
     def _parts(
@@ -389,12 +371,11 @@ class SchedulerHalf:
             _Unfinished(
                 self._counter.count(output),
                 [load.handoff_id for load in step.loads if not load.waiting_id],
-                frozenset(self._loaders),
                 self._releases,
             )
         )
         self._unverified.step_made()
-        self._loads, self._loaders, self._releases = [], set(), {}
+        self._loads, self._releases = [], {}
         return step
 
     def latest_step_work(self) -> list[float] | None:

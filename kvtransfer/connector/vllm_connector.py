@@ -13,8 +13,8 @@ draft's layers are gathered at the step's end (draft_layers.py).
 
 Receiving. While the handoff is not committed, the connector tells the scheduler to ask again later,
 and the request waits without blocks. Then the ranks load the whole handoff into the blocks that the
-scheduler gives to the request. On a GPU the request waits until they have, and other requests run
-meanwhile; on a CPU, and for caches with states, the step that first runs the request loads it.
+scheduler gives to the request. The request waits until they have, and other requests run meanwhile;
+for caches with states, the step that first runs the request loads it.
 Every failure (refused, expired, altered bytes) ends with the engine computing the prompt itself.
 
 Fetching. A fetch is a handoff of whole blocks at the beginning of a prompt; the request computes
@@ -29,6 +29,7 @@ Keeping. Blocks that the engine's cache evicts stay in host memory (host_tier.py
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,7 @@ from baton.kvtransfer import engine_groups, engine_stages
 from baton.kvtransfer.connector.cache_drops import CacheDrops, Clearing
 from baton.kvtransfer.connector.cache_groups import UnsupportedCache, named_groups
 from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE, CachedBlocks
-from baton.kvtransfer.connector.cpu_copies import CpuCopies
+from baton.kvtransfer.connector.cpu_copies import CpuCopies, step_bytes
 from baton.kvtransfer.connector.disk_tier import SHUTDOWN_TIMEOUT_S, make_rank_disk
 from baton.kvtransfer.connector.draft_layers import check_draft, draft_layers
 from baton.kvtransfer.connector.handoff_step import HandoffStep, LoadReport
@@ -69,7 +70,7 @@ from baton.kvtransfer.connector.host_tier import (
     make_rank_half,
 )
 from baton.kvtransfer.connector.rank_half import RankHalf
-from baton.kvtransfer.connector.scheduler_half import REQUESTS_WAIT, SchedulerHalf
+from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.disk.orders import DiskReport, Order
 from baton.kvtransfer.disk.rank_disk import RankDisk
@@ -196,12 +197,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._host_layers: list[npt.NDArray[np.int8]] = []
         # Orders of an operator whose last block this rank has overwritten.
         self._cleared: list[int] = []
+        self._step_began_at = 0.0
         if role == KVConnectorRole.SCHEDULER:
             # vLLM's scheduler spins while its ranks compute; it must not take their cores.
             affinity.avoid_cores(extra["rank_cpus"])
-            self._scheduler = SchedulerHalf(
-                self._port, self._layout, requests_wait=extra[REQUESTS_WAIT]
-            )
+            self._scheduler = SchedulerHalf(self._port, self._layout)
             self._host = HostTier.make(vllm_config, kv_cache_config, self._cached)
             num_ranks = vllm_config.parallel_config.world_size
             self._drops = CacheDrops(self._cached, self._scheduler, self._host, num_ranks)
@@ -291,12 +291,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         super().bind_connector_metadata(connector_metadata)
+        self._step_began_at = time.monotonic()
         self._rank_half.begin_step(self._orders().step)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         if self._host_copies is not None:
-            if isinstance(self._host_copies.worker, CpuCopies):
-                self._host_copies.worker.is_idle = self._orders().is_idle
             self._host_copies.start_kv_transfers(self._orders().host)
         if self._rank_disk is not None:
             self._rank_disk.submit(self._orders().disk)
@@ -320,6 +319,12 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self._host_copies.prepare_store_kv(self._orders().host)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        # On a CPU, loads of handoffs and copies of host memory share the bytes of a step.
+        step_s = time.monotonic() - self._step_began_at
+        most_bytes = step_bytes(step_s, is_idle=self._orders().is_idle)
+        most_bytes -= self._rank_half.copy_waited(most_bytes)
+        if self._host_copies is not None and isinstance(self._host_copies.worker, CpuCopies):
+            self._host_copies.worker.most_bytes = most_bytes
         ended, failed = self._rank_half.take_ended()
         if self._host_copies is None:
             return KVConnectorTransferResults(set(), ended, failed)
@@ -376,11 +381,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         step = self._scheduler_half.step(scheduler_output)
+        is_idle = not scheduler_output.total_num_scheduled_tokens
         if self._host is None:
-            return StepMetadata(step, clearing=self._drops.step())
+            return StepMetadata(step, clearing=self._drops.step(), is_idle=is_idle)
         host, disk = self._host.step(scheduler_output), self._host.disk
         orders = disk.take_orders() if disk is not None else []
-        is_idle = not scheduler_output.total_num_scheduled_tokens
         return StepMetadata(step, host, orders, self._drops.step(), is_idle)
 
     def has_pending_push_work(self) -> bool:
@@ -400,10 +405,6 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def awaits_handoff(self, request_id: str) -> bool:
         """Tells Baton's scheduler (engine/vllm_scheduler.py); see SchedulerHalf.receives."""
         return self._scheduler_half.receives(request_id)
-
-    def holds_back_end(self, request_id: str) -> bool:
-        """Tells Baton's scheduler (engine/vllm_scheduler.py); see SchedulerHalf."""
-        return self._scheduler_half.holds_back_end(request_id)
 
     def latest_step_work(self) -> list[float] | None:
         """Tells Baton's scheduler (engine/vllm_scheduler.py); see SchedulerHalf."""

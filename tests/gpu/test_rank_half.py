@@ -246,14 +246,15 @@ async def test_a_wrong_byte_is_found_in_the_step_that_loads_it(workers, monkeypa
     push = Push(handoff_id, offset, 4, (Part(0, [4, 3, 2, 1]),), True)
     sender.step([push], compute=writes({1: 1, 2: 2, 3: 3, 4: 4}))
     await committed(receiver, handoff_id)
-    claim = receiver.port.claim
+    begin_claim = receiver.port.begin_claim
 
     def claim_and_alter(*args):
-        claimed = claim(*args)
-        receiver.port.memory[claimed.offset + 2 * BLOCK_BYTES] ^= 1
-        return claimed
+        pending = begin_claim(*args)
+        assert pending.wait(10)
+        receiver.port.memory[pending.claim.offset + 2 * BLOCK_BYTES] ^= 1
+        return pending
 
-    monkeypatch.setattr(receiver.port, "claim", claim_and_alter)
+    monkeypatch.setattr(receiver.port, "begin_claim", claim_and_alter)
     load = Load(handoff_id, 4 * TOKENS, (Part(1, [8, 7, 6]),))
     assert receiver.step(loads=[load]) == {6, 7, 8}
     assert receiver.step() == set()
@@ -267,14 +268,15 @@ async def test_a_wrong_byte_spoils_only_the_blocks_of_its_frame(workers, monkeyp
     sender.step([Push(handoff_id, offset, 4, (Part(0, [4, 3]),), False)])
     sender.step([Push(handoff_id, offset, 4, (Part(2, [2, 1]),), True)])
     await committed(receiver, handoff_id)
-    claim = receiver.port.claim
+    begin_claim = receiver.port.begin_claim
 
     def claim_and_alter(*args):
-        claimed = claim(*args)
-        receiver.port.memory[claimed.offset + 3 * BLOCK_BYTES] ^= 1
-        return claimed
+        pending = begin_claim(*args)
+        assert pending.wait(10)
+        receiver.port.memory[pending.claim.offset + 3 * BLOCK_BYTES] ^= 1
+        return pending
 
-    monkeypatch.setattr(receiver.port, "claim", claim_and_alter)
+    monkeypatch.setattr(receiver.port, "begin_claim", claim_and_alter)
     load = Load(handoff_id, 4 * TOKENS, (Part(0, [8, 7, 6, 5]),))
     assert receiver.step(loads=[load]) == {6, 5}
     await empty(receiver)

@@ -31,6 +31,8 @@ from baton.kvtransfer.connector.rank_half import RankHalf
 from baton.kvtransfer.connector.scheduler_half import PREFIX_GONE, SchedulerHalf
 
 NUM_OUTPUTS = 6
+# Bytes of a frame, and more bytes than staging has.
+BLOCK_BYTES, ALL_BYTES = SIZE * TOKEN_BYTES, 10**6
 # Faults of a first epoch that only its commit reveals.
 FAULTS = ("foreign bytes", "corrupted commit")
 
@@ -124,6 +126,7 @@ class RandomEngine(RuleBasedStateMachine):
             shape = (NUM_BLOCKS, 1, SIZE, TOKEN_BYTES)
             cache = {f"{layer}": torch.zeros(shape, dtype=torch.uint8) for layer in range(LAYERS)}
             rank.register(cache)
+            rank._loads._clock = lambda: self.service.now
             self.caches.append([cache[f"{layer}"] for layer in range(LAYERS)])
             self.ranks.append(rank)
         self.coming: list[Coming] = []
@@ -151,11 +154,13 @@ class RandomEngine(RuleBasedStateMachine):
         Args:
             is_calm: No bytes are altered, no lease expires, and no cancel comes between a step's
                 schedule and its work in the ranks. Then no load may fail.
-            verifies_late: As on GPUs: the model is launched before the loads are verified.
+            verifies_late: As on GPUs: the model is launched before the loads are verified, and
+                loads that requests wait for are copied beside the steps. Otherwise each step copies
+                a part of them.
             first_yields: The first running request is preempted when blocks run short. With
                 priorities the victim may have got blocks in the same schedule.
-            requests_wait: As on GPUs: requests wait, with their blocks, until the ranks have loaded
-                them.
+            requests_wait: Requests wait, with their blocks, until the ranks have loaded them.
+                Otherwise the step that runs a request loads it, as for caches with states.
         """
         self.is_calm, self.first_yields = is_calm, first_yields
         for rank in self.ranks:
@@ -352,6 +357,12 @@ class RandomEngine(RuleBasedStateMachine):
         """Overwrites the keys and values of one token in staging."""
         self.service.buffer[at * TOKEN_BYTES : (at + 1) * TOKEN_BYTES] = POISON
 
+    @precondition(lambda self: not self.is_calm)
+    @rule()
+    def the_service_stops_or_goes_on(self):
+        """While the service is stopped, claims get no answer."""
+        self.service.is_stopped = not self.service.is_stopped
+
     # ---- The engine.
 
     def end(self, request):
@@ -380,8 +391,9 @@ class RandomEngine(RuleBasedStateMachine):
         num_aborted=st.sampled_from([0, 0, 1, 2]),
         ahead=st.booleans(),
         slow=st.booleans(),
+        most_bytes=st.sampled_from([1, 2 * BLOCK_BYTES, 5 * BLOCK_BYTES, ALL_BYTES]),
     )
-    def step(self, data, meanwhile, later, num_free, num_aborted, ahead, slow):
+    def step(self, data, meanwhile, later, num_free, num_aborted, ahead, slow, most_bytes):
         def events(kinds):
             return [
                 (kind, data.draw(st.sampled_from(self.coming)))
@@ -389,7 +401,13 @@ class RandomEngine(RuleBasedStateMachine):
             ]
 
         self.run_step(
-            events(meanwhile), events(later), num_free, num_aborted, ahead=ahead, slow=slow
+            events(meanwhile),
+            events(later),
+            num_free,
+            num_aborted,
+            ahead=ahead,
+            slow=slow,
+            most_bytes=most_bytes,
         )
 
     def run_step(
@@ -401,6 +419,7 @@ class RandomEngine(RuleBasedStateMachine):
         *,
         ahead=False,
         slow=False,
+        most_bytes=ALL_BYTES,
     ):
         """Makes a step as vLLM does.
 
@@ -411,7 +430,8 @@ class RandomEngine(RuleBasedStateMachine):
             num_aborted: Number of requests of the step, from the last, that are aborted before the
                 step's output is processed.
             ahead: Whether a second step is made before the first one's output is processed.
-            slow: Whether loads that requests wait for end in a later step.
+            slow: Whether only the first rank goes on with loads that requests wait for.
+            most_bytes: Bytes after which a rank copies no further frame of them.
         """
         others = self.pool.get_new_blocks(max(0, len(self.pool.free) - num_free))
         scheduled = self.schedule()
@@ -420,7 +440,9 @@ class RandomEngine(RuleBasedStateMachine):
         if ahead:
             scheduled_next = self.schedule(only_waiting=True)
             steps.append((scheduled_next, self.half.step(as_scheduled(scheduled_next))))
-        done = [self.work(one, work, others, slow=slow) for one, work in steps]
+        done = [
+            self.work(one, work, others, slow=slow, most_bytes=most_bytes) for one, work in steps
+        ]
         for request in [*scheduled, *self.loading][::-1][:num_aborted]:
             self.end(request)
         for (one, _), said in zip(steps, done, strict=True):
@@ -428,7 +450,7 @@ class RandomEngine(RuleBasedStateMachine):
         self.happen(later)
         self.pool.free_blocks(others)
 
-    def work(self, scheduled, work, others, *, slow=False):
+    def work(self, scheduled, work, others, *, slow=False, most_bytes=ALL_BYTES):
         """Does the ranks' work of a step; returns what they say."""
         invalid, report, loaded = set(), LoadReport(), set()
         for number, rank in enumerate(self.ranks):
@@ -444,6 +466,8 @@ class RandomEngine(RuleBasedStateMachine):
             rank.end_step()
             # One rank may be faster than the others.
             if not slow or not number:
+                num_copied = rank.copy_waited(most_bytes)
+                assert num_copied < most_bytes + BLOCK_BYTES
                 self.later.run()
             ended, failed = rank.take_ended()
             self.failing |= failed
@@ -645,6 +669,7 @@ class RandomEngine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "is_calm"):
             return
+        self.service.is_stopped = False
         for coming in list(self.coming):
             self.deliver(coming, 1000)
             self.submit(coming)

@@ -150,10 +150,34 @@ class Scribbled(Arena):
         super().free(extent)
 
 
-class Service:
-    """A receiver, with the interface of an EnginePort for the scheduler and the ranks."""
+class PendingClaim:
+    """A claim that the service grants when it runs."""
 
-    alive = True
+    def __init__(self, service, handoff_id, shard):
+        self.service, self.handoff_id, self.shard = service, handoff_id, shard
+        self.claim, self.is_over = None, False
+
+    def wait(self, timeout_s):
+        assert timeout_s >= 0
+        if not self.is_over and not self.service.is_stopped:
+            self.claim, self.is_over = self.service.claim(self.handoff_id, self.shard), True
+        return self.is_over
+
+    def give_up(self):
+        if not self.is_over:
+            # The service may grant it after all.
+            self.service.claim(self.handoff_id, self.shard)
+        self.is_over = True
+
+
+class Service:
+    """A receiver, with the interface of an EnginePort for the scheduler and the ranks.
+
+    Attributes:
+        is_stopped: Whether claims get no answer.
+    """
+
+    alive, is_stopped = True, False
 
     def __init__(self):
         size = LAYOUT.handoff_bytes(STAGED_BLOCKS)
@@ -186,6 +210,9 @@ class Service:
 
     def abort_send(self, handoff_id):
         self.given_up.append(handoff_id)
+
+    def begin_claim(self, handoff_id, shard):
+        return PendingClaim(self, handoff_id, shard)
 
     def claim(self, handoff_id, shard):
         try:

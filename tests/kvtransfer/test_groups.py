@@ -69,6 +69,8 @@ def proven(what, names):
 
 
 NUM_BLOCKS, WAIT_S = 120, 120.0
+# Bytes that a step copies for requests that wait for their loads, and most steps of a load.
+COPIED_PER_STEP, MOST_STEPS = 1000, 200
 
 
 def layout_of(name):
@@ -200,6 +202,8 @@ class Engine:
         self.free = list(range(1, NUM_BLOCKS))
         self.random.shuffle(self.free)
         self.numbers = itertools.count()
+        # Requests whose loads have ended.
+        self.loaded = set()
 
     def close(self):
         self.rank.close()
@@ -248,17 +252,25 @@ class Engine:
             if self.layout.group_of(layer).kind != "state":
                 self.rank.save(name)
         self.rank.end_step()
+        self.rank.copy_waited(COPIED_PER_STEP)
+        ended, failed = self.rank.take_ended()
         invalid = self.rank.take_invalid_block_ids()
         self.half.reported(self.rank.take_report())
+        self.half.loaded(ended)
         self.half.distrust(invalid)
         self.half.finish_step()
         request.num_computed += num_tokens
-        return bool(invalid)
+        self.loaded |= ended
+        return bool(invalid or failed)
+
+    def idle_step(self):
+        """Makes a step that computes nothing; returns whether a load has failed."""
+        return self.step(Request("idle", 0, {}, tables=[[] for _ in self.layout.tables]), 0)
 
     def end(self, request):
         self.half.finished(request, tuple(request.tables))
         # vLLM makes a step after every end of a request; it releases what was loaded.
-        self.step(Request("ends", 0, {}, tables=[[] for _ in self.layout.tables]), 0)
+        self.idle_step()
         self.free += [one for ids in request.tables for one in ids if one != NULL_BLOCK]
 
     def content(self, request, num_tokens):
@@ -328,10 +340,18 @@ async def hand_over(
     while (found := decode.half.num_loadable_tokens(loading, skip_tokens)) is None:
         await asyncio.sleep(0.01)
     assert found == expected
-    decode.allocate(loading, num_known, expected)
+    failed, waits = False, decode.half.requests_wait
+    decode.allocate(loading, skip_tokens + expected if waits else num_known, expected)
     decode.half.allocated(loading, loading.tables, expected)
     loading.num_computed += expected
-    failed = decode.step(loading, num_known - loading.num_computed)
+    num_steps = 0
+    while waits and "loads" not in decode.loaded:
+        failed, num_steps = decode.idle_step(), num_steps + 1
+        assert num_steps < MOST_STEPS
+    decode.loaded.clear()
+    if not failed:
+        decode.allocate(loading, num_known)
+        failed = decode.step(loading, num_known - loading.num_computed)
     taken = decode.content(loading, num_tokens)
     decode.end(loading)
     assert failed is alter

@@ -11,8 +11,15 @@ import os
 
 import pytest
 from hypothesis import settings
-from random_engine import FAULTS, RandomEngine, as_scheduled, engine_with, num_uncommitted
-from small_engine import LAYOUT, SIZE
+from random_engine import (
+    BLOCK_BYTES,
+    FAULTS,
+    RandomEngine,
+    as_scheduled,
+    engine_with,
+    num_uncommitted,
+)
+from small_engine import LAYERS, LAYOUT, SIZE
 
 from baton.kvtransfer.connector.handoff_step import LoadReport
 from baton.kvtransfer.connector.scheduler_half import CUT_OFF
@@ -138,21 +145,27 @@ def test_a_fetch_that_brings_fewer_blocks_is_loaded_as_far_as_it_goes(skip):
     engine.teardown()
 
 
-def waiting_engine(*, is_calm=True):
-    """Returns an engine whose requests wait for their loads, and one that the ranks load now."""
+def committed_engine(*, is_calm=True, verifies_late=False):
+    """Returns an engine whose requests wait for their loads, and one that can be loaded."""
     engine = RandomEngine()
-    engine.starts(is_calm=is_calm, requests_wait=True)
+    engine.starts(is_calm=is_calm, verifies_late=verifies_late, requests_wait=True)
     engine.begin_one(20, 1, 0)
     (coming,) = engine.coming
     engine.deliver(coming, 1000)
     engine.submit(coming)
+    return engine, coming.request
+
+
+def waiting_engine(*, is_calm=True):
+    """Returns an engine whose requests wait for their loads, and one that the ranks load now."""
+    engine, request = committed_engine(is_calm=is_calm)
     if not is_calm:
         engine.staging_is_altered(0)
     engine.run_step(slow=True)
-    assert engine.loading == [coming.request]
-    assert len(coming.request.blocks) == LAYOUT.num_blocks(20)
+    assert engine.loading == [request]
+    assert len(request.blocks) == LAYOUT.num_blocks(20)
     assert not engine.pool.cached
-    return engine, coming.request
+    return engine, request
 
 
 def test_other_requests_run_while_one_waits_for_its_load():
@@ -183,4 +196,105 @@ def test_a_request_that_is_aborted_while_it_waits_keeps_its_blocks_until_the_ran
     assert all(block.ref_cnt == 1 for block in request.blocks)
     engine.run_step()
     assert all(block.ref_cnt == 0 for block in request.blocks)
+    engine.teardown()
+
+
+# A rank loads 10 frames of a prompt of 20 tokens.
+NUM_FRAMES = 10
+
+
+def divided_engine(num_steps, *, is_calm=True):
+    """Returns an engine that has copied two frames of a load in each of some steps."""
+    engine, request = committed_engine(is_calm=is_calm)
+    for _ in range(num_steps):
+        engine.run_step(most_bytes=2 * BLOCK_BYTES)
+        assert engine.loading == [request]
+        assert not engine.pool.cached
+    return engine, request
+
+
+def test_a_load_is_divided_over_steps_in_which_others_run():
+    engine, request = divided_engine(1)
+    other = engine.submit_plain([7] * 9 + [50])
+    for _ in range(NUM_FRAMES // 2 - 1):
+        engine.run_step(most_bytes=2 * BLOCK_BYTES)
+        assert other.num_outputs > 0
+        assert engine.loading == [request]
+    engine.run_step()
+    assert request in engine.running
+    engine.teardown()
+
+
+def test_loads_are_copied_one_after_the_other():
+    engine, first = divided_engine(2)
+    engine.begin_one(20, 2, 0)
+    second = engine.coming[-1]
+    engine.deliver(second, 1000)
+    engine.submit(second)
+    for _ in range(NUM_FRAMES // 2 - 2):
+        engine.run_step(most_bytes=2 * BLOCK_BYTES)
+        # Its claim is made when its copy can begin, because claims expire.
+        assert not engine.service.receiver._table.live[second.handoff_id].ranks[0].claimed
+    engine.run_step(most_bytes=2 * BLOCK_BYTES)
+    assert first in engine.running
+    assert engine.loading == [second.request]
+    engine.teardown()
+
+
+@pytest.mark.parametrize("how", ["altered", "expired"])
+def test_a_load_that_fails_midway_is_computed(how):
+    engine, request = divided_engine(2, is_calm=False)
+    if how == "altered":
+        # Staging holds a layer of a shard after the other: this is in its last block.
+        engine.staging_is_altered(20 * LAYERS - 1)
+    else:
+        engine.time_passes(40.0)
+    for _ in range(NUM_FRAMES):
+        engine.run_step(most_bytes=2 * BLOCK_BYTES)
+        assert not engine.pool.cached
+        if request not in engine.loading:
+            break
+    # The random engine ends a request whose load has failed; vLLM computes it.
+    assert request not in engine.loading + engine.running
+    assert all(block.ref_cnt == 0 for block in engine.pool.blocks)
+    # The freed blocks are cleared before other requests get them.
+    for token in range(30, 30 + len(engine.pool.free)):
+        engine.submit_plain([token])
+    engine.run_step()
+    assert not engine.pool.free
+    engine.teardown()
+
+
+def test_a_request_aborted_midway_keeps_its_blocks_until_all_is_copied():
+    engine, request = divided_engine(2)
+    engine.end(request)
+    num_steps = 0
+    while any(block.ref_cnt for block in request.blocks):
+        assert all(block.ref_cnt == 1 for block in request.blocks)
+        engine.run_step(most_bytes=2 * BLOCK_BYTES)
+        num_steps += 1
+    assert num_steps == NUM_FRAMES // 2 - 2
+    assert engine.service.receiver.num_live == 0
+    engine.teardown()
+
+
+@pytest.mark.parametrize("verifies_late", [True, False])
+@pytest.mark.parametrize("answers", [True, False])
+def test_other_requests_run_while_the_service_does_not_answer(verifies_late, answers):
+    engine, request = committed_engine(is_calm=False, verifies_late=verifies_late)
+    engine.the_service_stops_or_goes_on()
+    engine.run_step()
+    other = engine.submit_plain([7] * 9 + [50])
+    for num_outputs in (1, 2):
+        engine.run_step()
+        assert other.num_outputs == num_outputs
+        assert engine.loading == [request]
+    if answers:
+        engine.the_service_stops_or_goes_on()
+    else:
+        engine.time_passes(5.0)
+    engine.run_step()
+    engine.run_step()
+    assert request not in engine.loading
+    assert (request in engine.running) == answers
     engine.teardown()

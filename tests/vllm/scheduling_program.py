@@ -32,7 +32,6 @@ from baton.engine.vllm_step_budget import use_step_budget
 from baton.engine.vllm_step_targets import write_targets
 from baton.kvtransfer import engine_groups
 from baton.kvtransfer.connector import vllm_connector
-from baton.kvtransfer.connector.scheduler_half import REQUESTS_WAIT
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import demo_model
 from baton.runtime.config import LatencyConfig
@@ -113,7 +112,6 @@ class Engine:
         engine_groups.record(socket, LAYOUT.groups)
         config.kv_transfer_config.kv_connector_extra_config = {
             "socket": socket, "layout": dataclasses.asdict(LAYOUT), "rank_cpus": [],
-            REQUESTS_WAIT: False,
         }  # fmt: skip
         if targets is not None:
             use_step_budget(config, PRIOR, socket)
@@ -216,9 +214,16 @@ class Engine:
         return list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
 
     def take_output(self, invalid_block_ids: Sequence[int] = ()) -> None:
-        """Ends the oldest step under way; the ranks report blocks that they could not load."""
+        """Ends the oldest step under way; the ranks report blocks that they could not load.
+
+        The loads that requests wait for end in the step that begins them.
+        """
         output, made = self._under_way.popleft()
-        made.kv_connector_output = KVConnectorOutput(invalid_block_ids=set(invalid_block_ids))
+        loads = output.kv_connector_metadata.step.loads
+        made.kv_connector_output = KVConnectorOutput(
+            finished_recving={load.waiting_id for load in loads if load.waiting_id},
+            invalid_block_ids=set(invalid_block_ids),
+        )
         for outputs in self.scheduler.update_from_output(output, made).values():
             for one in outputs.outputs:
                 self.reported[one.request_id] += one.new_token_ids
@@ -250,11 +255,14 @@ class Engine:
 def failed_load(*, is_fenced: bool) -> dict[str, Any]:
     """A load fails while another request needs the blocks of the loading request.
 
+    The step that runs the request loads it, as for caches with states.
+
     Args:
         is_fenced: Whether vLLM keeps a request whose step is under way, as it does with this
             connector.
     """
     engine = Engine(5, asynchronous=True)
+    engine.scheduler.connector._scheduler.requests_wait = False
     engine.scheduler.defer_block_free &= is_fenced
     prompt = list(range(1000, 1000 + 3 * BLOCK + 1))
     receive = {

@@ -22,15 +22,9 @@ HOW = ("split", "plain")
 
 
 async def split(model: str, given: dict[str, Any]) -> dict[str, Any]:
-    """Runs the cases on a prefill and a decode engine of one rank each.
-
-    Requests wait for their loads, as on GPUs.
-    """
+    """Runs the cases on a prefill and a decode engine of one rank each."""
     from engine_handoffs import handed_over, side
 
-    from baton.engine import vllm_setup
-
-    vllm_setup.requests_wait = lambda: True
     async with contextlib.AsyncExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="baton-")))
         sides = [

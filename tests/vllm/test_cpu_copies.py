@@ -90,11 +90,20 @@ def test_short_copies_end_in_their_step_and_share_its_bytes() -> None:
 
 
 def test_a_step_without_streams_copies_more() -> None:
+    from baton.kvtransfer.connector.cpu_copies import step_bytes
+
     copies = Copies()
-    copies.worker.is_idle = True
+    copies.worker.most_bytes = step_bytes(0.0, is_idle=True)
     copies.give(1, range(NUM_BLOCKS), range(NUM_BLOCKS), is_store=True)
     assert copies.step().keys() == {1}
     assert copies.num_stored(range(NUM_BLOCKS), range(NUM_BLOCKS)) == NUM_BLOCKS
+
+
+@pytest.mark.parametrize(("step_s", "num_blocks"), [(0.01, PER_STEP), (0.1, 20), (1.0, 200)])
+def test_a_step_that_takes_longer_copies_more(step_s: float, num_blocks: int) -> None:
+    from baton.kvtransfer.connector.cpu_copies import step_bytes
+
+    assert step_bytes(step_s, is_idle=False) == num_blocks * LAYERS * PAGE_BYTES
 
 
 def test_blocks_that_get_new_owners_are_copied_first() -> None:
