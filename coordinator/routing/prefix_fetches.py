@@ -62,9 +62,8 @@ class PrefixFetches:
         size, per_token = traits.block_size_tokens, traits.kv_bytes_per_token
         if not per_token or not traits.sends_prefixes:
             return None
-        # Two tokens are left to compute: the first one in the step that loads the fetched blocks.
-        # A prompt that ends in that step could not be handed over before its blocks are verified.
-        usable = (num_tokens - 2) // size * size
+        # The last token is always computed.
+        usable = (num_tokens - 1) // size * size
         best, least = None, math.inf
         for skip, num_own in self._skips(match, reader, hits, usable):
             for key, held in sources.items():

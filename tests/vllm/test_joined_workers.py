@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Iterator
 
+import psutil
 import pytest
 import pytest_asyncio
 import vllm_cases as cases
@@ -29,7 +31,7 @@ from vllm_guests import (
     tokens_of,
 )
 from vllm_relay import Once, Relay
-from worker_parts import Remains, family, released, staging, stopped
+from worker_parts import Remains, family, metric, released, staging, stopped
 
 from baton.client.client import BatonClient
 from baton.client.stream import TokenStream
@@ -39,6 +41,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="session")]
 # The session's own worker, and the guest that changes its role.
 PREFILL_ID, DECODE_ID, FLIPPER = "prefill-0", "decode-0", "p2"
 KILLED = ("killed-greedy", "killed-seeded", "killed-grammar")
+HOST_BLOCKS = "baton_worker_host_kv_blocks"
 LONG = (*KILLED, "outgrow-0", "outgrow-1", "outgrow-2")
 
 
@@ -223,18 +226,36 @@ async def test_all_requests_of_a_killed_decode_worker_continue_elsewhere(
     await serves_on(client, cluster, guests, expected["fault-12"], expected["fault-13"])
 
 
-async def test_a_rank_killed_in_mid_prefill_takes_only_its_worker(
+def stores(main: psutil.Process, num_before: int) -> None:
+    """Waits until a worker has stored more blocks in host memory than before."""
+    deadline = time.monotonic() + SOON_S
+    while metric(main, HOST_BLOCKS) <= num_before:
+        assert time.monotonic() < deadline, f"{main} stores nothing"
+        time.sleep(0.005)
+
+
+async def test_a_rank_killed_while_it_computes_and_stores_a_prompt_takes_only_its_worker(
     client: BatonClient,
     cluster: Cluster,
     guests: Guests,
     relay: Relay,
     expected: dict[str, cases.Case],
 ) -> None:
-    """The request is prefilled again elsewhere, with or without its first token."""
+    """The request is prefilled again elsewhere, with or without its first token.
+
+    Each step stores the blocks of the one before in host memory. The handoff is held up until the
+    first of four chunks is stored.
+    """
     case = expected[f"length-{3 * cases.CHUNK + 5}-2"]
     there = await session_at(client, cluster, "p3", DECODE_ID)
-    remains = Remains(guests.main("p3"))
-    kill = relay.spoil = Once(guests.rank("p3").kill)
+    remains, rank = Remains(guests.main("p3")), guests.rank("p3")
+    num_stored = metric(guests.main("p3"), HOST_BLOCKS)
+
+    def kill_while_it_stores() -> None:
+        stores(guests.main("p3"), num_stored)
+        rank.kill()
+
+    kill = relay.spoil = Once(kill_while_it_stores)
     stream = client.generate(case["prompt"], timeout_s=60, session_id=there, **case["sampling"])
     assert await tokens_of(stream) == case["expected"]["token_ids"]
     assert kill.done.is_set()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import http.client
 import json
 import os
 import re
@@ -12,7 +10,6 @@ import signal
 import subprocess
 import sys
 import threading
-import urllib.request
 from collections.abc import Collection
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
@@ -24,6 +21,7 @@ import vllm_cases as cases
 import yaml
 from vllm_programs import TORCH, fork, run_baton
 from vllm_relay import Relay
+from worker_parts import metric
 
 from baton.client.admin import AdminClient
 from baton.client.client import BatonClient
@@ -106,17 +104,7 @@ class Cluster:
 
     def handoff_tokens(self) -> int:
         """Returns the number of prompt tokens that the decode worker has loaded from handoffs."""
-        for each in self.worker_process("decode").net_connections("tcp"):
-            if each.status != psutil.CONN_LISTEN:
-                continue
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                url = f"http://{each.laddr.ip}:{each.laddr.port}/metrics"
-                with urllib.request.urlopen(url, timeout=2) as answer:
-                    lines = answer.read().decode().splitlines()
-                name = "baton_worker_handoff_prompt_tokens_total{"
-                (found,) = [line for line in lines if line.startswith(name)]
-                return int(float(found.split()[-1]))
-        raise AssertionError("the decode worker serves no metrics")
+        return metric(self.worker_process("decode"), "baton_worker_handoff_prompt_tokens_total")
 
     def engine_processes(self, role: str) -> list[psutil.Process]:
         """Returns vLLM's engine core and rank."""

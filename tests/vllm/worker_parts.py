@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import socket
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -33,6 +35,20 @@ def transfer_service(main: psutil.Process) -> psutil.Process:
         if "baton.kvtransfer.service" in process.cmdline():
             return process
     raise AssertionError(f"no transfer service beside {main}")
+
+
+def metric(main: psutil.Process, name: str) -> int:
+    """Returns a metric of a worker, which has one value."""
+    for each in main.net_connections("tcp"):
+        if each.status != psutil.CONN_LISTEN:
+            continue
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            url = f"http://{each.laddr.ip}:{each.laddr.port}/metrics"
+            with urllib.request.urlopen(url, timeout=2) as answer:
+                lines = answer.read().decode().splitlines()
+            (found,) = [line for line in lines if line.startswith(f"{name}{{")]
+            return int(float(found.split()[-1]))
+    raise AssertionError(f"{main} serves no metrics")
 
 
 def control_socket(main: psutil.Process) -> str:
