@@ -259,6 +259,31 @@ async def test_a_stopped_receiver_fails_a_send_after_its_timeout(start, handoff)
     await asyncio.gather(sender.empty(may_expire=True), receiver.empty())
 
 
+async def test_a_claim_waits_no_longer_than_it_is_told_and_is_answered_later(pair, handoff):
+    sender, receiver = pair
+    one, port = handoff(8), receiver.port
+    await one.open(sender, receiver.client.address)
+    one.fill(sender)
+    await receiver.received(one.handoff_id, pb.HANDOFF_STATE_COMMITTED)
+    os.kill(receiver.client.pid, signal.SIGSTOP)
+    try:
+        claims = [port.begin_claim(one.handoff_id, rank) for rank in (0, 0, 7)]
+        given_up = port.begin_claim(one.handoff_id, 0)
+        assert not any(claim.wait(0.0) for claim in claims)
+        given_up.give_up()
+    finally:
+        os.kill(receiver.client.pid, signal.SIGCONT)
+    assert all(claim.wait(WAIT_S) for claim in reversed(claims))
+    first, second, of_no_rank = (claim.claim for claim in claims)
+    assert first == second
+    assert first.num_blocks == 8
+    assert (of_no_rank, given_up.claim) == (None, None)
+    # An answer that is not waited for is not kept.
+    assert not port._replies
+    port.release(one.handoff_id, all_ranks=True)
+    await asyncio.gather(sender.empty(), receiver.empty())
+
+
 async def test_states_reach_a_late_subscriber_that_polls_seldom(pair, handoff):
     sender, receiver = pair
     handoffs = [handoff(1) for _ in range(5)]
