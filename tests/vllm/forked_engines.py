@@ -15,6 +15,10 @@ from multiprocessing import context, forkserver
 from vllm.v1.engine import utils
 from vllm.v1.executor import multiproc_executor
 
+from baton.kvtransfer.connector import cpu_copies
+
+# Most bytes that a rank copies in one step on a CPU: two blocks of two layers in engine_cases.py.
+STEP_BYTES = 2**15
 # Set when this process has started its first engine process.
 has_started = threading.Event()
 
@@ -47,8 +51,14 @@ class _Context(context.ForkServerContext):
 
 
 def fork_engines() -> None:
-    """Makes this process, itself a child of the fork server, fork vLLM's processes from there."""
+    """Makes this process, itself a child of the fork server, fork vLLM's processes from there.
+
+    On a CPU, the engines divide their copies over many steps.
+    """
     # The server's address is known here, but multiprocessing would start another server.
     forkserver._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
     for module in (utils, multiproc_executor):
         module.get_mp_context = _Context
+    # The caches are small, so that no load of handoffs or host memory would take several steps.
+    cpu_copies.STEP_BYTES = cpu_copies.IDLE_STEP_BYTES = STEP_BYTES
+    cpu_copies.LONG_STEP_BYTES_PER_S = 0
