@@ -5,7 +5,6 @@ TransferError
 ├── TransferRefused    the service refused a call; the handoff does not happen
 ├── NoRoom             an arena has no extent of that size now
 ├── PushLost           push.py: the stream of a handoff has ended
-├── LinkLost           transports/transport.py: a transport's link has ended
 └── MalformedFrame     the bytes are not a frame, or not the frame that they claim to be
 """
 

@@ -118,9 +118,9 @@ def checksum(data: bytes | bytearray | memoryview) -> int:
     return int(xxhash.xxh3_64_intdigest(data))
 
 
-def copy(target: memoryview, source: memoryview) -> int:
-    """Copies bytes, and returns their checksum."""
-    digest = xxhash.xxh3_64()
+def copy(target: memoryview, source: memoryview, digest: xxhash.xxh3_64 | None = None) -> int:
+    """Copies bytes, and returns their checksum; or that of `digest`'s bytes and these."""
+    digest = xxhash.xxh3_64() if digest is None else digest
     for begin in range(0, len(source), COPY_BYTES):
         part = source[begin : begin + COPY_BYTES]
         target[begin : begin + COPY_BYTES] = part

@@ -52,14 +52,12 @@ class Choice:
     Attributes:
         transport: Name of the transport.
         reason: Why no better one was taken; empty when it is the best.
-        link_id: The link that carries the epoch's frames; empty when its push carries them.
         source_bytes: Size of the sender's memory that references of the epoch may name; 0 when the
             transport has no references.
     """
 
     transport: str
     reason: str = ""
-    link_id: str = ""
     source_bytes: int = 0
 
 

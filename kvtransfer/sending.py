@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -32,8 +32,7 @@ class SendState(Enum):
 _S = SendState
 TRANSITIONS: dict[SendState, frozenset[SendState]] = {
     _S.WAITING: frozenset({_S.OPENING, _S.FAILED, _S.ABORTED}),
-    # To COMMITTED: the receiver's commit of the previous epoch arrives late.
-    _S.OPENING: frozenset({_S.OPENING, _S.SENDING, _S.COMMITTED, _S.FAILED, _S.ABORTED}),
+    _S.OPENING: frozenset({_S.OPENING, _S.SENDING, _S.FAILED, _S.ABORTED}),
     _S.SENDING: frozenset({_S.OPENING, _S.COMMITTING, _S.FAILED, _S.ABORTED}),
     _S.COMMITTING: frozenset({_S.OPENING, _S.COMMITTED, _S.FAILED, _S.ABORTED}),
     _S.COMMITTED: frozenset(),
@@ -186,23 +185,6 @@ class OutgoingBlocks:
         return Outgoing(reference, memoryview(b""))
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Frames to be sent now, in this order.
-
-    Attributes:
-        epoch: Epoch of all the frames.
-        transport: Name of the transport that carries them; empty for an open, which the push
-            carries.
-        link_id: The link that carries them; empty when the transport has no links.
-    """
-
-    frames: Sequence[Outgoing]
-    epoch: int
-    transport: str = ""
-    link_id: str = ""
-
-
 class SenderTransports(Protocol):
     """The transports, as the sender uses them; transports/negotiation.py implements this."""
 
@@ -248,7 +230,6 @@ class Send:
         wait_until: Deadline for the receiver to find room.
         filled: The runs that the engine has written, in order; `num_sent` of them have left.
         writers: Ranks that may still write to the extent, each as its shard and its stage.
-        sent: Epoch, transport and number of frames of the last epoch that left completely.
         tried: Transports that failed.
         offers: Offers of the open under way.
     """
@@ -273,12 +254,10 @@ class Send:
     filled: list[Filled] = field(default_factory=list)
     num_sent: int = 0
     num_frames: int = 0
-    sent: tuple[int, str, int] = (0, "", 0)
     num_fallbacks: int = 0
     tried: set[str] = field(default_factory=set)
     offers: list[pb.TransportOffer] = field(default_factory=list)
     transport: str = ""
-    link_id: str = ""
     extent: Extent | None = None
 
 

@@ -116,11 +116,6 @@ def handoff_bytes(fingerprint: kv_transfer_pb2.KvFingerprint, num_tokens: int) -
     return num_shards(fingerprint) * kv_groups.shard_bytes(groups, num_blocks)
 
 
-def largest_block_bytes(fingerprint: kv_transfer_pb2.KvFingerprint) -> int:
-    """Bytes of the largest block of one layer on one rank."""
-    return max(group.block_bytes for group in _groups(fingerprint))
-
-
 def differences(
     ours: kv_transfer_pb2.KvFingerprint, theirs: kv_transfer_pb2.KvFingerprint
 ) -> list[str]:

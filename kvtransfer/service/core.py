@@ -266,17 +266,6 @@ class TransferCore:
             self._carry_out(self._receiver.handle_pulled(each.serial, each.digest, now))
         self._arm()
 
-    def link_frame(self, link_id: str, frame: Frame) -> None:
-        if effects := self._receiver.handle_link_frame(link_id, frame, time.monotonic()):
-            self._carry_out(effects)
-            self._arm()
-
-    def link_lost(self, link_id: str, detail: str) -> None:
-        now = time.monotonic()
-        self._carry_out(self._sender.handle_link_lost(link_id, detail, now))
-        self._carry_out(self._receiver.handle_link_lost(link_id, detail, now))
-        self._arm()
-
     # ---- Effects and time.
 
     def _carry_out(self, effects: Iterable[sending.Effect | receiving.Effect]) -> None:
@@ -330,7 +319,6 @@ class TransferCore:
             self._sender,
             lambda: self._negotiator.ready(target),
             lambda: self._dialer.open_push(target),
-            self._negotiator.send,
             on_reply,
             on_lost,
         )
@@ -423,9 +411,8 @@ class TransferCore:
         """Cancels every push in both directions, and closes the transports."""
         for push in self._incoming.values():
             push.end()
-        # Before the pushers: a send through a link ends only when its payload is not read any more.
-        await self._negotiator.close()
         await asyncio.gather(*(pusher.close() for pusher in list(self._live_pushers)))
+        await self._negotiator.close()
         await self._dialer.close()
         if self._timer is not None:
             self._timer.cancel()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -11,9 +10,8 @@ from collections.abc import Awaitable, Callable
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.push import Push, PushLost
-from baton.kvtransfer.sending import Batch, Outgoing
+from baton.kvtransfer.sending import Outgoing
 from baton.kvtransfer.service.sender import Sender
-from baton.kvtransfer.transports.transport import LinkLost
 from baton.v1 import kv_transfer_pb2
 
 # Longest time for the last frame of a push that ends; then the push is cancelled.
@@ -30,7 +28,6 @@ class Pusher:
         sender: The state machine that gives out the batches.
         ready: Waited for before the push is opened: a receiver soon ends a push without an open.
         open_push: Opens the push.
-        send: Sends a batch by its transport; raises PushLost, LinkLost.
         on_reply: Called with each reply of the receiver.
         on_lost: Called once with the reason when the push has ended, also after `stop`.
     """
@@ -41,13 +38,12 @@ class Pusher:
         sender: Sender,
         ready: Callable[[], Awaitable[None]],
         open_push: Callable[[], Push],
-        send: Callable[[Push, Batch], Awaitable[None]],
         on_reply: Callable[[kv_transfer_pb2.PushReply], None],
         on_lost: Callable[[str], None],
     ) -> None:
         self._handoff_id, self._sender = handoff_id, sender
         self._ready, self._open_push = ready, open_push
-        self._send, self._on_reply = send, on_reply
+        self._on_reply = on_reply
         self._push: Push | None = None
         self._changed = asyncio.Event()
         self._stopping = False
@@ -116,10 +112,8 @@ class Pusher:
                     self._changed.clear()
                     await self._changed.wait()
                     continue
-                # The link itself tells the sender that it is lost.
-                with contextlib.suppress(LinkLost):
-                    await self._send(push, batch)
-                    self._sender.handle_written(self._handoff_id, time.monotonic())
+                await push.send(batch)
+                self._sender.handle_written(self._handoff_id, time.monotonic())
             if self._farewell is not None:
                 await push.send([Outgoing(self._farewell, memoryview(b""))])
             await push.finish()

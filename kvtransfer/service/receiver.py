@@ -84,26 +84,6 @@ class Receiver:
             self._take(handoff, frame, now)
         return self._table.take_effects()
 
-    def handle_link_frame(self, link_id: str, frame: Frame, now: float) -> list[Effect]:
-        """Applies one frame that a link carried. Its handoff must have chosen the link."""
-        live = self._table.live.get(frame.handoff_id)
-        if live is None or live.epoch != frame.epoch or live.choice.link_id != link_id:
-            # No reply: the sender is told on the handoff's push that the handoff has ended.
-            self._table.statistics.refusals[pb.REFUSAL_REASON_UNKNOWN_HANDOFF] += 1
-        elif frame.kind in (FrameKind.DATA, FrameKind.COMMIT):
-            self._take(live, frame, now)
-        else:
-            detail = f"a link carries data and commits, not {frame.kind.name}"
-            self._table.fail(live, pb.REFUSAL_REASON_MALFORMED, detail, now)
-        return self._table.take_effects()
-
-    def handle_link_lost(self, link_id: str, detail: str, now: float) -> list[Effect]:
-        """Interrupts the epochs that a lost link carried."""
-        for handoff in list(self._table.live.values()):
-            if handoff.choice.link_id == link_id and handoff.state is _S.RECEIVING:
-                self._table.interrupt(handoff, pb.REFUSAL_REASON_TRANSPORT, detail, now)
-        return self._table.take_effects()
-
     def handle_pulled(self, serial: int, digest: int | None, now: float) -> list[Effect]:
         """Applies the end of a pull: nothing can write to its target any more.
 

@@ -118,7 +118,7 @@ class SendTable:
         self.advance(send, _S.OPENING)
         send.totals = [Totals()] * len(send.totals)
         send.num_commits = send.num_sent = send.num_frames = 0
-        send.transport = send.link_id = ""
+        send.transport = ""
         send.open_due = True
         send.deadline = max(send.wait_until, now) + self._limits.reply_grace_s
         self._effects.append(Wake(send.handoff_id))

@@ -10,7 +10,7 @@ fails, the send goes on as the next epoch, on the next transport, from the first
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from itertools import product
 
 from baton.kvtransfer import frames
@@ -20,7 +20,6 @@ from baton.kvtransfer.frames import Totals
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.sending import (
     OVER,
-    Batch,
     Effect,
     Filled,
     Outgoing,
@@ -211,8 +210,7 @@ class Sender:
     def handle_reply(self, reply: pb.PushReply, handoff_id: bytes, now: float) -> list[Effect]:
         """Applies a reply of a send's receiver.
 
-        Replies to older epochs are ignored, except a commit: after a commit the receiver takes
-        nothing more from the push, so it never saw the open of a newer epoch.
+        Replies to older epochs are ignored.
         """
         send = self._table.sends.get(handoff_id)
         if send is None or send.state in OVER:
@@ -224,28 +222,13 @@ class Sender:
             else:
                 self._table.fail(send, reply.reason, reply.detail, now)
         elif reply.kind == pb.PushReply.KIND_COMMITTED:
-            if reply.epoch == send.sent[0] and send.state in (_S.OPENING, _S.COMMITTING):
-                send.epoch, send.transport, send.num_frames = send.sent
+            if reply.epoch == send.epoch and send.state is _S.COMMITTING:
                 self._table.end(send, _S.COMMITTED, now, "")
         elif reply.kind == pb.PushReply.KIND_OPENED:
             # A receiver that replies before the open has left is broken; its reply is ignored.
             is_asked = send.state is _S.OPENING and not send.open_due
             if is_asked and reply.epoch == send.epoch:
                 self._opened(send, reply.transport, now)
-        return self._table.take_effects()
-
-    def handle_link_lost(self, link_id: str, detail: str, now: float) -> list[Effect]:
-        """Moves the sends that a lost link carried to another transport.
-
-        A send that has left completely may have arrived completely. Without another transport it
-        waits for the receiver's reply.
-        """
-        for send in list(self._table.sends.values()):
-            if send.link_id != link_id or send.state not in (_S.SENDING, _S.COMMITTING):
-                continue
-            tried = {*send.tried, send.transport}
-            if send.state is _S.SENDING or self._transports.offers(send.target, tried):
-                self._table.fall_back(send, pb.REFUSAL_REASON_TRANSPORT, detail, now)
         return self._table.take_effects()
 
     def handle_push_lost(self, handoff_id: bytes, detail: str, now: float) -> list[Effect]:
@@ -255,11 +238,12 @@ class Sender:
             self._table.fail(send, pb.REFUSAL_REASON_UNSPECIFIED, detail, now)
         return self._table.take_effects()
 
-    def next_batch(self, handoff_id: bytes, max_bytes: int, now: float) -> Batch | None:
+    def next_batch(
+        self, handoff_id: bytes, max_bytes: int, now: float
+    ) -> Sequence[Outgoing] | None:
         """Returns the next frames to send, about max_bytes of blocks; None: wait for a Wake.
 
-        The caller reads the payloads before anything else can happen. A link may read them later:
-        its other end finds bytes that changed meanwhile by their checksum.
+        The caller reads the payloads before anything else can happen.
 
         Raises:
             TransferRefused: No transport can carry the handoff to its target.
@@ -273,7 +257,7 @@ class Sender:
             if not send.offers:
                 raise TransferRefused(f"no transport to {send.target}")
             frame = send_frames.open_frame(send, self._known_layout(), now)
-            return Batch([frame], send.epoch)
+            return [frame]
         batch, room = list[Outgoing](), max_bytes
         while send.state is _S.SENDING and send.num_sent < len(send.filled) and room > 0:
             filled = send.filled[send.num_sent]
@@ -287,11 +271,10 @@ class Sender:
             room -= num_bytes if frame.payload else num_bytes // _BYTES_BY_REFERENCE
             if send.num_commits == len(send.totals):
                 self._table.advance(send, _S.COMMITTING)
-                send.sent = send.epoch, send.transport, send.num_frames
         if not batch:
             return None
         send.deadline = now + self._limits.idle_timeout_s
-        return Batch(batch, send.epoch, send.transport, send.link_id)
+        return batch
 
     def handle_written(self, handoff_id: bytes, now: float) -> None:
         """Extends the deadline of a send: the transport has taken a batch."""
@@ -337,13 +320,13 @@ class Sender:
         self._table.check_integrity()
 
     def _opened(self, send: Send, transport: str, now: float) -> None:
-        offered = {offer.name: offer for offer in send.offers}
+        offered = {offer.name for offer in send.offers}
         transport = transport or UNNAMED_TRANSPORT
         if transport not in offered:
             detail = f"the receiver chose {transport!r}, which was not offered"
             self._table.fail(send, pb.REFUSAL_REASON_MALFORMED, detail, now, farewell=True)
             return
-        send.transport, send.link_id = transport, offered[transport].link_id
+        send.transport = transport
         send.receiver_opened_at = now
         send.deadline = now + self._limits.idle_timeout_s
         self._table.advance(send, _S.SENDING)

@@ -1,18 +1,19 @@
-"""Links: frames between two transfer services through a torch.distributed process group of two.
+"""Links: a receiver reads from a sender's staging, by a torch.distributed process group of two.
 
 A link goes one way, from rank 0 to rank 1, and lives as long as the stream that joins the two
-services. Each pair has its own group; there is no world. Frames are announced over the stream: a
-data frame by its header alone, any other frame as a whole. Only payloads of data frames go through
-the group, and the receiving end posts the receive of a payload after it has checked the header. So
+services. Each pair has its own group; there is no world. NCCL has no one-sided reads, so a read
+takes both ends: the receiving end posts a receive and then asks over the stream for the bytes
+(LinkRead), and the sending end sends the bytes that it was asked for. So
 
+- the owner of the target begins every transfer, and sees its end;
 - an idle link has no operation in the group: an NCCL receive is a kernel that spins on the GPU, and
   a receive of either backend has a timeout;
 - a receive always has the size of the send: otherwise gloo ends the process.
 
-Ownership: only the link's own thread uses the group, except for `cut`. The group reads the sender's
-payloads until `send` returns, even when the link or the caller has ended. The receiver's payloads
-land in buffers of the link, never in staging, so a late write cannot hit another handoff's bytes.
-The event loop owns everything else.
+Ownership: only the link's own thread uses the group. Bytes arrive in buffers of the link, and that
+thread copies them to staging. So nothing writes to the target of a read that the thread has
+reported, or after the thread has ended, even if the group still receives something. The event loop
+owns everything else.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ import asyncio
 import contextlib
 import logging
 import re
-import struct
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -29,28 +29,24 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import xxhash
+
 from baton.kvtransfer import frames
-from baton.kvtransfer.errors import MalformedFrame
-from baton.kvtransfer.frames import Frame
-from baton.kvtransfer.sending import Outgoing
+from baton.kvtransfer.errors import TransferError
+from baton.kvtransfer.receiving import Pull
 from baton.kvtransfer.transports.link_store import LinkStore
 from baton.kvtransfer.transports.process_group import RECEIVER, SENDER, Group, LinkOptions, join
-from baton.kvtransfer.transports.transport import LinkLost
-from baton.v1 import kv_transfer_pb2
+from baton.kvtransfer.transports.transport import EndedPull
+from baton.v1 import kv_transfer_pb2 as pb
 
 _T = TypeVar("_T")
 
-# Key of the messages that announce frames; each frame is its length and its bytes.
-FRAMES_KEY = "frames"
-_LENGTH = struct.Struct("<I")
-# Buffers of the receiving end: one is consumed while the next is filled.
-_NUM_BUFFERS = 2
-# Most batches that wait for the sending end's thread, and most sends that it has posted.
-_MAX_BATCHES = 16
-_MAX_POSTED = 8
-# Most frames that are announced and not yet received. The payloads, which are taken two at a time,
-# slow down a correct sender; only commits have no payload.
-_MAX_ANNOUNCED = 16384
+# Most bytes of one operation of the group: a frame of usual size.
+PART_BYTES = frames.FRAME_TARGET_BYTES
+# Buffers of the receiving end. So many receives are posted before the first one has ended.
+_NUM_BUFFERS = 4
+# Most reads that a receiving end may have asked for, and that the sending end has not begun.
+_MAX_ASKED = 64
 # Longest wait in seconds for a thread to end; only a thread that is connecting needs long.
 _CLOSE_TIMEOUT_S = 2.0
 
@@ -70,6 +66,7 @@ class _Link(ABC):
             loop; must not block.
         on_lost: Called once on the event loop with the reason when the link has ended; never after
             `close`.
+        memory: This service's segment.
     """
 
     _rank: int
@@ -77,10 +74,12 @@ class _Link(ABC):
     def __init__(
         self,
         options: LinkOptions,
-        publish: Callable[[kv_transfer_pb2.LinkMessage], None],
+        publish: Callable[[pb.LinkMessage], None],
         on_lost: Callable[[str], None],
+        memory: memoryview,
     ) -> None:
         self._options, self._publish, self._on_lost = options, publish, on_lost
+        self._memory = memory
         self._loop = asyncio.get_running_loop()
         self._over: str | None = None
         self._opened, self._thread_gone = asyncio.Event(), asyncio.Event()
@@ -93,17 +92,17 @@ class _Link(ABC):
         self._thread.start()
 
     async def opened(self) -> None:
-        """Waits until the group is joined. Raises LinkLost."""
+        """Waits until the group is joined. Raises TransferError."""
         await self._opened.wait()
         if self._over is not None:
-            raise LinkLost(self._over)
+            raise TransferError(self._over)
 
-    def received(self, message: kv_transfer_pb2.LinkMessage) -> None:
+    def received(self, message: pb.LinkMessage) -> None:
         """Handles a message of the peer's end of the stream. A wrong message ends the link."""
         if self._over is None:
             try:
-                self._handle(message.key, message.value)
-            except (LinkLost, MalformedFrame) as error:
+                self._handle(message)
+            except TransferError as error:
                 self.fail(str(error))
 
     def fail(self, detail: str) -> None:
@@ -123,17 +122,17 @@ class _Link(ABC):
         """Why the link has ended; None while it has not."""
         return self._over
 
-    @abstractmethod
-    def _handle(self, key: str, value: bytes) -> None:
-        """Handles one message of the peer."""
+    def _handle(self, message: pb.LinkMessage) -> None:
+        """Handles one message of the peer. Raises TransferError if it is wrong."""
+        self._store.received(message.key, message.value)
 
     @abstractmethod
     def _serve(self, group: Group) -> None:
         """Runs in the thread. Raises _Ended and the errors of the group."""
 
-    @abstractmethod
-    def _release_payloads(self) -> None:
-        """Called when thread and group have ended: payloads are not used any more."""
+    def _thread_ended(self) -> None:
+        """Called on the event loop when the thread has ended."""
+        return
 
     def _finish(self, detail: str) -> bool:
         if self._over is not None:
@@ -150,7 +149,7 @@ class _Link(ABC):
 
     def _set(self, key: str, value: bytes) -> None:
         if self._over is None:
-            self._publish(kv_transfer_pb2.LinkMessage(key=key, value=value))
+            self._publish(pb.LinkMessage(key=key, value=value))
 
     def _joined(self) -> None:
         self._opened.set()
@@ -159,8 +158,8 @@ class _Link(ABC):
         self.fail(detail)
         # The thread has only to return, so this does not block.
         self._thread.join()
-        self._release_payloads()
         self._thread_gone.set()
+        self._thread_ended()
 
     # ---- In the thread.
 
@@ -175,7 +174,7 @@ class _Link(ABC):
             self._serve(self._join())
         except _Ended:
             pass
-        except (LinkLost, MalformedFrame, RuntimeError, OSError) as error:
+        except (TransferError, RuntimeError, OSError) as error:
             detail = f"{self._options.backend}: {_short_message(error)}"
         except Exception:
             logger.exception("link failed")
@@ -185,12 +184,14 @@ class _Link(ABC):
         del group
         self._call(self._ended, detail)
 
-    def _take(self, next_one: Callable[[], _T | None], *, block: bool) -> _T | None:
+    def _take(self, queue: deque[_T], *, block: bool) -> _T | None:
         """Returns the next piece of work, or None; waits for it if `block`. Raises _Ended."""
         with self._changed:
             while not self._ending:
-                if (taken := next_one()) is not None or not block:
-                    return taken
+                if queue:
+                    return queue.popleft()
+                if not block:
+                    return None
                 self._changed.wait()
             raise _Ended
 
@@ -202,120 +203,80 @@ class _Link(ABC):
         return group
 
 
-@dataclass(slots=True)
-class _Batch:
-    """Payloads to send, in order. `done` tells the sender whether all have left."""
-
-    payloads: list[memoryview]
-    done: asyncio.Future[bool]
-
-
 class SendingLink(_Link):
-    """The sending end."""
+    """The sending end: sends what the other end asks for.
+
+    It reads the segment whether or not the bytes still belong to the handoff that announced them.
+    The receiver finds bytes that have changed by their checksum.
+    """
 
     _rank = SENDER
 
     def __init__(
         self,
         options: LinkOptions,
-        publish: Callable[[kv_transfer_pb2.LinkMessage], None],
+        publish: Callable[[pb.LinkMessage], None],
         on_lost: Callable[[str], None],
+        memory: memoryview,
     ) -> None:
-        # The thread takes them from the queue; those not done are the event loop's to settle.
-        self._queue: deque[_Batch] = deque()
-        self._not_done: set[asyncio.Future[bool]] = set()
-        self._room = asyncio.Semaphore(_MAX_BATCHES)
-        super().__init__(options, publish, on_lost)
+        self._asked: deque[pb.LinkRead] = deque()
+        super().__init__(options, publish, on_lost, memory)
 
-    async def send(self, batch: Sequence[Outgoing]) -> None:
-        """Sends frames in this order, after those of earlier calls.
-
-        The group reads the payloads until this method returns or raises. A cancellation is
-        therefore raised only when the payloads are no longer read, at most frame_timeout_s later.
-
-        Raises:
-            LinkLost: Not every frame has left.
-        """
-        await self.opened()
-        async with self._room:
-            if self._over is not None:
-                raise LinkLost(self._over)
-            self._publish(
-                kv_transfer_pb2.LinkMessage(key=FRAMES_KEY, value=b"".join(_announcement(batch)))
-            )
-            payloads = [outgoing.payload for outgoing in batch if outgoing.payload]
-            if not payloads:
-                return
-            done = self._loop.create_future()
-            self._not_done.add(done)
-            with self._changed:
-                self._queue.append(_Batch(payloads, done))
-                self._changed.notify_all()
-            if not await _wait_uncancelled(done):
-                raise LinkLost(self._over or "the link was lost")
-
-    def _handle(self, key: str, value: bytes) -> None:
-        self._store.received(key, value)
-
-    def _done(self, done: asyncio.Future[bool]) -> None:
-        if done in self._not_done:
-            self._not_done.remove(done)
-            done.set_result(True)
-
-    def _release_payloads(self) -> None:
-        self._queue.clear()
-        for done in self._not_done:
-            done.set_result(False)
-        self._not_done.clear()
+    def _handle(self, message: pb.LinkMessage) -> None:
+        if not message.HasField("read"):
+            super()._handle(message)
+            return
+        read = message.read
+        if not 0 < read.num_bytes <= PART_BYTES:
+            raise TransferError(f"{read.num_bytes} bytes asked for; must be 1 to {PART_BYTES}")
+        if read.offset + read.num_bytes > len(self._memory):
+            raise TransferError(f"bytes from {read.offset} on asked for; the segment is smaller")
+        with self._changed:
+            if len(self._asked) >= _MAX_ASKED:
+                raise TransferError(f"more than {_MAX_ASKED} reads asked for")
+            self._asked.append(read)
+            self._changed.notify_all()
 
     def _serve(self, group: Group) -> None:
-        # Sends that the group has begun; the last one of a batch has the batch's future.
-        posted: deque[tuple[Any, asyncio.Future[bool] | None]] = deque()
-        waiting: deque[tuple[memoryview, asyncio.Future[bool] | None]] = deque()
+        posted: deque[Any] = deque()
         while True:
-            if (batch := self._take(self._next, block=not posted and not waiting)) is not None:
-                *others, last = batch.payloads
-                waiting.extend((payload, None) for payload in others)
-                waiting.append((last, batch.done))
-                # A reference to staging that is freed soon would keep the segment mapped.
-                del batch, others, last
-            while waiting and len(posted) < _MAX_POSTED:
-                payload, done = waiting.popleft()
-                posted.append((group.send(payload), done))
-                del payload
-            work, done = posted.popleft()
-            group.wait(work, self._options.frame_timeout_s)
-            del work
-            if done is not None:
-                self._call(self._done, done)
-
-    def _next(self) -> _Batch | None:
-        return self._queue.popleft() if self._queue else None
+            while (read := self._take(self._asked, block=not posted)) is not None:
+                end = read.offset + read.num_bytes
+                posted.append(group.send(self._memory[read.offset : end]))
+            group.wait(posted.popleft(), self._options.frame_timeout_s)
 
 
 @dataclass(slots=True)
-class _Incoming:
-    """A frame in one of the link's buffers; `work` is the receive of its payload, if any."""
+class _Read:
+    """A read under way, and the checksum of the bytes that have been copied to staging."""
 
-    buffer: memoryview
-    frame: Frame
-    work: Any = None
+    pull: Pull
+    digest: xxhash.xxh3_64 = field(default_factory=xxhash.xxh3_64)
 
 
-@dataclass(slots=True)
-class _Announced:
-    """Guarded by the link's condition: frames to be received, and buffers for them."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a read that one operation of the group carries; `begin` counts from its start."""
 
-    queue: deque[bytes] = field(default_factory=deque)
-    free: list[memoryview] = field(default_factory=list)
+    read: _Read
+    begin: int
+    num_bytes: int
+
+    @property
+    def is_last(self) -> bool:
+        return self.begin + self.num_bytes == self.read.pull.num_bytes
 
 
 class ReceivingLink(_Link):
-    """The receiving end.
+    """The receiving end: reads from the segment of the sending end.
 
     Args:
-        on_frame: Called on the event loop with each frame, in the order of sending. The link reuses
-            the payload's memory when it returns.
+        options: Settings of this end.
+        publish: As for both ends.
+        on_lost: As for both ends.
+        memory: This service's segment, which the reads write to.
+        source_bytes: Size of the sender's segment.
+        on_ended: Called on the event loop with reads that have ended, each once; not from `read`.
     """
 
     _rank = RECEIVER
@@ -323,104 +284,67 @@ class ReceivingLink(_Link):
     def __init__(
         self,
         options: LinkOptions,
-        publish: Callable[[kv_transfer_pb2.LinkMessage], None],
+        publish: Callable[[pb.LinkMessage], None],
         on_lost: Callable[[str], None],
-        on_frame: Callable[[Frame], None],
+        memory: memoryview,
+        source_bytes: int,
+        on_ended: Callable[[Sequence[EndedPull]], None],
     ) -> None:
-        self._on_frame, self._announced = on_frame, _Announced()
-        super().__init__(options, publish, on_lost)
+        self.source_bytes, self._on_ended = source_bytes, on_ended
+        self._parts: deque[_Part] = deque()
+        # Serial numbers of the reads that have not ended.
+        self._reading: set[int] = set()
+        super().__init__(options, publish, on_lost, memory)
 
-    def _handle(self, key: str, value: bytes) -> None:
-        if key != FRAMES_KEY:
-            self._store.received(key, value)
+    def read(self, pull: Pull) -> None:
+        """Begins a read after the earlier ones. It fails if the link ends before the read does."""
+        self._reading.add(pull.serial)
+        if self._thread_gone.is_set():
+            self._loop.call_soon(self._thread_ended)
             return
-        announced = list(_announced_frames(value))
         with self._changed:
-            if len(self._announced.queue) + len(announced) > _MAX_ANNOUNCED:
-                raise LinkLost(f"more than {_MAX_ANNOUNCED} frames announced")
-            self._announced.queue.extend(announced)
+            self._parts.extend(_parts(pull))
             self._changed.notify_all()
 
-    def _release_payloads(self) -> None:
-        self._announced = _Announced()
+    def _thread_ended(self) -> None:
+        failed, self._reading = self._reading, set()
+        if failed:
+            self._on_ended([EndedPull(serial, None) for serial in failed])
 
-    def _deliver(self, incoming: _Incoming) -> None:
-        if self._over is not None:
-            return
-        try:
-            self._on_frame(incoming.frame)
-        except Exception:
-            logger.exception("frame of a link failed")
-            self.fail("internal error")
-        with self._changed:
-            self._announced.free.append(incoming.buffer)
-            self._changed.notify_all()
+    def _ask(self, part: _Part) -> None:
+        if self._over is None:
+            offset = part.read.pull.source + part.begin
+            self._publish(pb.LinkMessage(read=pb.LinkRead(offset=offset, num_bytes=part.num_bytes)))
+
+    def _landed(self, serial: int, digest: int) -> None:
+        self._reading.remove(serial)
+        self._on_ended([EndedPull(serial, digest)])
+
+    # ---- In the thread.
 
     def _serve(self, group: Group) -> None:
-        num_bytes = frames.HEADER_BYTES + self._options.max_payload_bytes
-        self._announced.free += [group.buffer(num_bytes) for _ in range(_NUM_BUFFERS)]
-        posted: deque[_Incoming] = deque()
+        free = [group.buffer(PART_BYTES) for _ in range(_NUM_BUFFERS)]
+        posted: deque[tuple[_Part, memoryview, Any]] = deque()
         while True:
-            while (taken := self._take(self._next, block=not posted)) is not None:
-                posted.append(self._begin(group, *taken))
-                del taken
-            incoming = posted.popleft()
-            if incoming.work is not None:
-                group.wait(incoming.work, self._options.frame_timeout_s)
-                incoming.work = None
-            self._call(self._deliver, incoming)
-            del incoming
-
-    def _next(self) -> tuple[bytes, memoryview] | None:
-        if self._announced.queue and self._announced.free:
-            return self._announced.queue.popleft(), self._announced.free.pop()
-        return None
-
-    def _begin(self, group: Group, announced: bytes, buffer: memoryview) -> _Incoming:
-        """Puts a frame into a buffer and begins to receive its payload; checks the header."""
-        if len(announced) > len(buffer):
-            raise MalformedFrame(f"frame of {len(announced)} bytes; at most {len(buffer)}")
-        buffer[: len(announced)] = announced
-        # Bytes behind the announcement are those of earlier frames until the payload is received.
-        frame = next(frames.decode(buffer))
-        if len(announced) == frames.HEADER_BYTES + len(frame.payload):
-            return _Incoming(buffer, frame)
-        if len(announced) != frames.HEADER_BYTES:
-            raise MalformedFrame(
-                f"frame of {len(announced)} bytes with a payload of {len(frame.payload)}"
-            )
-        return _Incoming(buffer, frame, group.recv(frame.payload))
+            while free and (part := self._take(self._parts, block=not posted)) is not None:
+                buffer = free.pop()
+                posted.append((part, buffer, group.recv(buffer[: part.num_bytes])))
+                self._call(self._ask, part)
+            part, buffer, work = posted.popleft()
+            group.wait(work, self._options.frame_timeout_s)
+            del work
+            target = part.read.pull.target + part.begin
+            landed = self._memory[target : target + part.num_bytes]
+            frames.copy(landed, buffer[: part.num_bytes], part.read.digest)
+            free.append(buffer)
+            if part.is_last:
+                self._call(self._landed, part.read.pull.serial, part.read.digest.intdigest())
 
 
-def _announcement(batch: Sequence[Outgoing]) -> Iterator[bytes]:
-    for outgoing in batch:
-        yield _LENGTH.pack(len(outgoing.header))
-        yield outgoing.header
-
-
-def _announced_frames(value: bytes) -> Iterator[bytes]:
-    """Yields the frames of an announcement. Raises MalformedFrame."""
-    view = memoryview(value)
-    while view:
-        length = _LENGTH.unpack_from(view)[0] if len(view) >= _LENGTH.size else 0
-        end = _LENGTH.size + length
-        if not frames.HEADER_BYTES <= length <= len(view) - _LENGTH.size:
-            raise MalformedFrame(f"announcement of {len(value)} bytes is not one of whole frames")
-        yield bytes(view[_LENGTH.size : end])
-        view = view[end:]
-
-
-async def _wait_uncancelled(done: asyncio.Future[bool]) -> bool:
-    """Waits for a future even when cancelled, and raises the cancellation afterwards."""
-    cancelled = False
-    while not done.done():
-        try:
-            await asyncio.wait([done])
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        raise asyncio.CancelledError
-    return done.result()
+def _parts(pull: Pull) -> Iterator[_Part]:
+    read = _Read(pull)
+    for begin in range(0, pull.num_bytes, PART_BYTES):
+        yield _Part(read, begin, min(PART_BYTES, pull.num_bytes - begin))
 
 
 def _short_message(error: Exception) -> str:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from baton.kvtransfer.transports.transport import LinkLost
+from baton.kvtransfer.errors import TransferError
 
 # Most keys that a peer may set; a group of two needs a few keys of some hundred bytes.
 MAX_KEYS = 64
@@ -48,37 +48,37 @@ class LinkStore:
         """Adds a key that the peer has set.
 
         Raises:
-            LinkLost: The key is larger, or the keys are more, than joining a group needs.
+            TransferError: The key is larger, or the keys are more, than joining a group needs.
         """
         with self._changed:
             if len(value) > MAX_VALUE_BYTES:
-                raise LinkLost(f"key of {len(value)} bytes set; at most {MAX_VALUE_BYTES}")
+                raise TransferError(f"key of {len(value)} bytes set; at most {MAX_VALUE_BYTES}")
             if key not in self._values and len(self._values) >= MAX_KEYS:
-                raise LinkLost(f"more than {MAX_KEYS} keys set")
+                raise TransferError(f"more than {MAX_KEYS} keys set")
             self._values[key] = value
             self._changed.notify_all()
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Waits for a key and returns its value. Raises LinkLost."""
+        """Waits for a key and returns its value. Raises TransferError."""
         self.wait([key], timeout_s)
         return self._values[key]
 
     def wait(self, keys: Iterable[str], timeout_s: float) -> None:
-        """Waits until all keys are set. Raises LinkLost on a timeout or when the link has ended."""
+        """Waits until all keys are set. Raises TransferError on a timeout or at the link's end."""
         missing, deadline = set(keys), time.monotonic() + timeout_s
         with self._changed:
             while missing := missing.difference(self._values):
                 if self._over is not None:
-                    raise LinkLost(self._over)
+                    raise TransferError(self._over)
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())):
-                    raise LinkLost(f"the peer did not join within {timeout_s:g} s")
+                    raise TransferError(f"the peer did not join within {timeout_s:g} s")
 
     def check(self, keys: Iterable[str]) -> bool:
         with self._changed:
             return all(key in self._values for key in keys)
 
     def close(self, detail: str) -> None:
-        """Makes every waiting call raise LinkLost with this message. Idempotent."""
+        """Makes every waiting call raise TransferError with this message. Idempotent."""
         with self._changed:
             if self._over is None:
                 self._over = detail

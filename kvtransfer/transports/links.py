@@ -1,7 +1,7 @@
-"""The links of one transfer service: how they are made, used and ended.
+"""The links of one transfer service by one backend: how they are made, found and ended.
 
-A link is joined over the stream `/baton.v1.KvTransfer/Link`, which the sender dials, and lives as
-long as that stream. The first handoff that could use a link starts to make it in the background.
+A link is joined over a stream of its own, which the sender dials (`link_method`), and lives as long
+as that stream. The first handoff that could use a link starts to make it in the background.
 Handoffs use another transport until the link is joined.
 """
 
@@ -13,25 +13,22 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import grpc
 
 from baton.kvtransfer.errors import TransferError
-from baton.kvtransfer.frames import FRAME_TARGET_BYTES
 from baton.kvtransfer.push import SERVICE
-from baton.kvtransfer.sending import Outgoing
 from baton.kvtransfer.transports.collective import ReceivingLink, SendingLink
 from baton.kvtransfer.transports.process_group import Backend, LinkOptions
-from baton.kvtransfer.transports.transport import LinkLost, TransportHandler
+from baton.kvtransfer.transports.transport import TransportHandler
 from baton.runtime import kv_fingerprint, rpc
 from baton.runtime.addresses import local_address, split_address
 from baton.runtime.dial import PLAIN, Dial
 from baton.v1 import kv_transfer_pb2 as pb
 
-LINK_METHOD = f"/{SERVICE}/Link"
 # Most links from this service, and most to it; further pairs use another transport.
 MAX_LINKS = 64
 # Seconds after a failed attempt to make a link before the next attempt.
@@ -61,20 +58,29 @@ class _Outgoing:
     retry_at: float = float("inf")
 
 
+def link_method(backend: Backend) -> str:
+    """Returns the gRPC method of the streams that join links."""
+    return f"/{SERVICE}/Link{backend.capitalize()}"
+
+
 class Links:
-    """The links of one service. One event loop uses them.
+    """The links of one service by one backend. One event loop uses them.
 
     Args:
-        handler: Takes the frames of incoming links and gives the KV cache's fingerprint.
+        backend: Backend of the links' groups; this process can use it.
+        handler: Is told which reads have ended, and gives the KV cache's fingerprint.
+        memory: This service's segment.
         open_timeout_s: Longest time to join a link.
-        frame_timeout_s: Longest time for one frame's payload.
+        frame_timeout_s: Longest time for one operation of a group.
         dial: How other services are dialled.
         within_host: Whether links to other hosts are refused, because links are not encrypted.
     """
 
     def __init__(
         self,
+        backend: Backend,
         handler: TransportHandler,
+        memory: memoryview,
         *,
         open_timeout_s: float,
         frame_timeout_s: float,
@@ -82,51 +88,39 @@ class Links:
         within_host: bool = False,
     ) -> None:
         self._dial, self._within_host = dial, within_host
-        self._backends: set[str] = set()
-        self._handler = handler
+        self._backend, self._handler, self._memory = backend, handler, memory
         self._open_timeout_s, self._frame_timeout_s = open_timeout_s, frame_timeout_s
-        self._to: dict[tuple[str, str], _Outgoing] = {}
+        # Links to other services by target, and links from other services by ID.
+        self._to: dict[str, _Outgoing] = {}
         self._incoming: dict[str, ReceivingLink] = {}
-
-    def allow(self, backend: str) -> None:
-        """Lets other services make links with this backend; this process can use it."""
-        self._backends.add(backend)
 
     # ---- Sending.
 
-    def link_id(self, backend: str, target: str) -> str:
+    def link_id(self, target: str) -> str:
         """Returns the ID of the link to a target; the first call starts to join the link.
 
         Raises:
-            LinkLost: The link is not joined (yet); the message says why.
+            TransferError: The link is not joined (yet); the message says why.
         """
-        outgoing = self._to.get((backend, target))
+        outgoing = self._to.get(target)
         if outgoing is None or (outgoing.link is None and time.monotonic() >= outgoing.retry_at):
-            outgoing = self._begin(backend, target)
+            outgoing = self._begin(target)
         if outgoing.link is None:
-            raise LinkLost(outgoing.problem)
+            raise TransferError(outgoing.problem)
         return outgoing.link_id
 
-    async def wait_decided(self, backend: str, target: str) -> None:
+    async def wait_decided(self, target: str) -> None:
         """Waits until the link to a target is joined or has failed."""
-        with contextlib.suppress(LinkLost):
-            self.link_id(backend, target)
-        await self._to[backend, target].decided.wait()
-
-    async def send(self, link_id: str, batch: Sequence[Outgoing]) -> None:
-        """Sends frames. Raises LinkLost when not all of them have left."""
-        for outgoing in self._to.values():
-            if outgoing.link_id == link_id and outgoing.link is not None:
-                await outgoing.link.send(batch)
-                return
-        raise LinkLost("the link is over")
+        with contextlib.suppress(TransferError):
+            self.link_id(target)
+        await self._to[target].decided.wait()
 
     # ---- Receiving.
 
-    def has_incoming(self, link_id: str) -> bool:
-        """Returns whether an incoming link is joined or being joined, and has not ended."""
+    def incoming(self, link_id: str) -> ReceivingLink | None:
+        """Returns an incoming link that is joined or being joined; None when it has ended."""
         link = self._incoming.get(link_id)
-        return link is not None and link.lost is None
+        return link if link is not None and link.lost is None else None
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Adds the method to a server that has not started yet."""
@@ -135,8 +129,9 @@ class Links:
             request_deserializer=pb.LinkMessage.FromString,
             response_serializer=pb.LinkMessage.SerializeToString,
         )
+        method = link_method(self._backend).rpartition("/")[2]
         server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE, {"Link": handler}),)
+            (grpc.method_handlers_generic_handler(SERVICE, {method: handler}),)
         )
 
     async def close(self) -> None:
@@ -149,24 +144,24 @@ class Links:
 
     # ---- One outgoing link.
 
-    def _begin(self, backend: str, target: str) -> _Outgoing:
+    def _begin(self, target: str) -> _Outgoing:
         outgoing = _Outgoing(secrets.token_hex(16))
-        self._to.pop((backend, target), None)
+        self._to.pop(target, None)
         if len(self._to) >= MAX_LINKS:
             outgoing.problem = f"{MAX_LINKS} links are in use"
             outgoing.retry_at = time.monotonic() + RETRY_S
             outgoing.decided.set()
-            for key in [key for key, each in self._to.items() if each.task is None]:
-                del self._to[key]
+            for other in [other for other, each in self._to.items() if each.task is None]:
+                del self._to[other]
         else:
-            outgoing.task = asyncio.create_task(self._run_link(backend, target, outgoing))
-        self._to[backend, target] = outgoing
+            outgoing.task = asyncio.create_task(self._run_link(target, outgoing))
+        self._to[target] = outgoing
         return outgoing
 
-    async def _run_link(self, backend: str, target: str, outgoing: _Outgoing) -> None:
+    async def _run_link(self, target: str, outgoing: _Outgoing) -> None:
         """Joins a link and waits until it has ended."""
         try:
-            await self._join(backend, target, outgoing)
+            await self._join(target, outgoing)
         except grpc.aio.AioRpcError as error:
             outgoing.problem = error.details() or error.code().name
             if error.code() is grpc.StatusCode.UNIMPLEMENTED:
@@ -183,7 +178,7 @@ class Links:
             outgoing.decided.set()
         logger.info("link to %s is over: %s", target, outgoing.problem)
 
-    async def _join(self, backend: str, target: str, outgoing: _Outgoing) -> None:
+    async def _join(self, target: str, outgoing: _Outgoing) -> None:
         fingerprint = self._handler.fingerprint()
         if fingerprint is None:
             raise TransferError("the engine is not ready yet")
@@ -196,22 +191,26 @@ class Links:
         channel = rpc.channel(target, dial=self._dial)
         try:
             call: Any = channel.stream_stream(
-                LINK_METHOD,
+                link_method(self._backend),
                 request_serializer=pb.LinkMessage.SerializeToString,
                 response_deserializer=pb.LinkMessage.FromString,
             )(metadata=self._dial.metadata())
-            hello = pb.LinkHello(link_id=outgoing.link_id, backend=backend, fingerprint=fingerprint)
+            hello = pb.LinkHello(
+                link_id=outgoing.link_id,
+                fingerprint=fingerprint,
+                segment_bytes=len(self._memory),
+            )
             async with asyncio.timeout(self._open_timeout_s):
                 answer = await _exchange_hello(call, hello)
             if answer is grpc.aio.EOF or not answer.HasField("hello"):
                 raise TransferError("the receiver has not said hello")
             if answer.hello.refusal:
                 raise TransferError(answer.hello.refusal)
-            await self._join_group(backend, local, call, outgoing)
+            await self._join_group(local, call, outgoing)
         finally:
             await channel.close()
 
-    async def _join_group(self, backend: str, local: str, call: Any, outgoing: _Outgoing) -> None:
+    async def _join_group(self, local: str, call: Any, outgoing: _Outgoing) -> None:
         mailbox = _Mailbox()
 
         def lost(detail: str) -> None:
@@ -219,9 +218,8 @@ class Links:
             mailbox.close()
             # A receiver that hangs never ends the stream itself.
             call.cancel()
-            self._handler.link_lost(outgoing.link_id, detail)
 
-        link = SendingLink(self._options(backend, local), mailbox.put, lost)
+        link = SendingLink(self._options(local), mailbox.put, lost, self._memory)
         reader = asyncio.create_task(_read_call(call, link))
         writer = asyncio.create_task(_write(mailbox, call.write))
         opening = asyncio.create_task(self._opened(link, outgoing))
@@ -234,20 +232,13 @@ class Links:
             await link.close()
 
     async def _opened(self, link: SendingLink, outgoing: _Outgoing) -> None:
-        with contextlib.suppress(LinkLost):
+        with contextlib.suppress(TransferError):
             await link.opened()
             outgoing.link, outgoing.problem = link, ""
             outgoing.decided.set()
 
-    def _options(self, backend: str, host: str, block_bytes: int = 0) -> LinkOptions:
-        """Returns the settings of one end; the receiving end needs the size of sent blocks."""
-        return LinkOptions(
-            cast("Backend", backend),
-            host,
-            self._open_timeout_s,
-            self._frame_timeout_s,
-            max(FRAME_TARGET_BYTES, block_bytes),
-        )
+    def _options(self, host: str) -> LinkOptions:
+        return LinkOptions(self._backend, host, self._open_timeout_s, self._frame_timeout_s)
 
     # ---- One incoming link.
 
@@ -266,18 +257,13 @@ class Links:
             await context.write(pb.LinkMessage(hello=pb.LinkHello(refusal=refusal)))
             return
         link_id, mailbox = hello.link_id, _Mailbox()
-
-        def lost(detail: str) -> None:
-            mailbox.close()
-            self._handler.link_lost(link_id, detail)
-
         link = ReceivingLink(
-            self._options(
-                hello.backend, local, kv_fingerprint.largest_block_bytes(hello.fingerprint)
-            ),
+            self._options(local),
             mailbox.put,
-            lost,
-            lambda frame: self._handler.link_frame(link_id, frame),
+            lambda detail: mailbox.close(),
+            self._memory,
+            hello.segment_bytes,
+            self._handler.pulls_ended,
         )
         # Set before anything is awaited, so no other stream can take its ID or the last place.
         self._incoming[link_id] = link
@@ -305,8 +291,6 @@ class Links:
     def _refusal(self, hello: pb.LinkHello) -> str:
         """Returns why a link is refused; empty when it is not."""
         ours = self._handler.fingerprint()
-        if hello.backend not in self._backends:
-            return f"{hello.backend or 'no backend'} is not in use at the receiver"
         if ours is None:
             return "the engine is not ready yet"
         if differing := kv_fingerprint.differences(ours, hello.fingerprint):
@@ -321,7 +305,7 @@ class Links:
 class _Mailbox:
     """Messages that one task writes to a stream.
 
-    A link has only a few batches and the keys of its group in flight, so the queue stays small.
+    A link has only a few reads and the keys of its group in flight, so the queue stays small.
     """
 
     def __init__(self) -> None:

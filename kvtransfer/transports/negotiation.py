@@ -11,9 +11,8 @@ from collections import OrderedDict
 from collections.abc import Container, Sequence
 
 from baton.kvtransfer.errors import MalformedFrame, TransferError
-from baton.kvtransfer.push import Push
 from baton.kvtransfer.receiving import Choice, Pull
-from baton.kvtransfer.sending import Batch, Outgoing, OutgoingBlocks
+from baton.kvtransfer.sending import Outgoing, OutgoingBlocks
 from baton.kvtransfer.transports.transport import Transport
 from baton.runtime.kv_transports import UNNAMED_TRANSPORT
 from baton.v1 import kv_transfer_pb2 as pb
@@ -102,14 +101,6 @@ class Negotiator:
         """Returns the frame by which a transport carries a run of blocks."""
         return self._transports[transport].frame(blocks)
 
-    async def send(self, push: Push, batch: Batch) -> None:
-        """Sends a batch by the transport of its epoch. Raises PushLost, LinkLost."""
-        if batch.transport:
-            await self._transports[batch.transport].send(push, batch)
-        else:
-            # An open: the receiver chooses the transport only in its reply.
-            await push.send(batch.frames)
-
     @staticmethod
     def _can_offer(transport: Transport, target: str) -> bool:
         try:
@@ -134,7 +125,7 @@ class Negotiator:
             except TransferError as error:
                 problems.append(f"{offer.name}: {error}")
             else:
-                return Choice(offer.name, "; ".join(problems), offer.link_id, source_bytes)
+                return Choice(offer.name, "; ".join(problems), source_bytes)
         raise MalformedFrame(
             f"none of the offered transports can be used: {'; '.join(problems)}",
             pb.REFUSAL_REASON_TRANSPORT,

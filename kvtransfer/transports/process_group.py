@@ -9,6 +9,7 @@ import contextlib
 import mmap
 import os
 import struct
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -19,9 +20,8 @@ from typing import Any, Literal
 import torch
 from torch import distributed
 
-from baton.kvtransfer import frames
+from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.transports.link_store import LinkStore
-from baton.kvtransfer.transports.transport import LinkLost
 
 Backend = Literal["gloo", "nccl"]
 # Ranks in a link's group.
@@ -40,15 +40,13 @@ class LinkOptions:
         backend: gloo for CPUs, nccl for GPUs.
         host: This machine's address on the route to the peer; gloo listens there, on a free port.
         open_timeout_s: Longest time to join the group.
-        frame_timeout_s: Longest time for one frame's payload, including the wait for the peer.
-        max_payload_bytes: Largest payload of one frame; the receiving end has two such buffers.
+        frame_timeout_s: Longest time for one operation, including the wait for the peer.
     """
 
     backend: Backend
     host: str
     open_timeout_s: float = 5.0
     frame_timeout_s: float = 10.0
-    max_payload_bytes: int = frames.MAX_PAYLOAD_BYTES
 
     def __post_init__(self) -> None:
         # With an empty host gloo would take this machine's name, or localhost.
@@ -92,13 +90,13 @@ class _GlooStore(_Store):
     """Checks the values that gloo reads, because gloo trusts the lengths in them."""
 
     def _checked(self, value: bytes) -> bytes:
-        """Raises LinkLost unless the value is gloo's Rank: host, address, two identifiers."""
+        """Raises TransferError unless the value is gloo's Rank: host, address, two identifiers."""
         rest = memoryview(value)
         for _ in ("host name", "address"):
             length = _SIZE.unpack_from(rest)[0] if len(rest) >= _SIZE.size else len(rest)
             rest = rest[_SIZE.size + length :]
         if len(rest) != 2 * _SIZE.size:
-            raise LinkLost(f"{len(value)} bytes that are not an address were set")
+            raise TransferError(f"{len(value)} bytes that are not an address were set")
         return value
 
 
@@ -123,7 +121,7 @@ class Group(ABC):
 
     @abstractmethod
     def cut(self) -> None:
-        """Makes every `wait` raise. May be called from another thread."""
+        """Makes every `wait` raise soon. Called from another thread; does not block."""
 
 
 class _GlooGroup(Group):
@@ -140,7 +138,7 @@ class _GlooGroup(Group):
         self._group, self._peer = group(kept, rank, 2, made), 1 - rank
 
     def buffer(self, num_bytes: int) -> memoryview:
-        # Pages that no frame has used yet take no memory.
+        # Pages that no operation has used yet take no memory.
         return memoryview(mmap.mmap(-1, num_bytes))
 
     def send(self, payload: memoryview) -> Any:
@@ -168,6 +166,7 @@ class _NcclGroup(Group):
         made._timeout = timedelta(seconds=options.open_timeout_s)
         kept = _Store(store, options.open_timeout_s)
         self._group, self._peer = distributed.ProcessGroupNCCL(kept, rank, 2, made), 1 - rank
+        self._is_cut = threading.Event()
         self._device = torch.device("cuda", torch.cuda.current_device())
         # NCCL connects in the first operation; this one connects before the first payload.
         hello = memoryview(bytearray(1))
@@ -190,8 +189,9 @@ class _NcclGroup(Group):
         operation, on_device, on_host = work
         deadline = time.monotonic() + timeout_s
         while not operation.is_completed():
-            if time.monotonic() > deadline:
-                self.cut()
+            if self._is_cut.is_set() or time.monotonic() > deadline:
+                # Ends the kernels. It may wait for the GPU, so only the group's thread does it.
+                self._group.abort()
                 raise TimeoutError(f"not done within {timeout_s:g} s")
             time.sleep(_POLL_S)
         # The operation is done or failed: this call does not wait, but raises on failure.
@@ -200,7 +200,7 @@ class _NcclGroup(Group):
             on_host.copy_(on_device)
 
     def cut(self) -> None:
-        self._group.abort()
+        self._is_cut.set()
 
 
 _GROUPS: dict[Backend, Callable[[LinkStore, int, LinkOptions], Group]] = {
@@ -210,5 +210,5 @@ _GROUPS: dict[Backend, Callable[[LinkStore, int, LinkOptions], Group]] = {
 
 
 def join(store: LinkStore, rank: int, options: LinkOptions) -> Group:
-    """Joins the group whose members share a store. Raises LinkLost and torch's errors."""
+    """Joins the group whose members share a store. Raises TransferError and torch's errors."""
     return _GROUPS[options.backend](store, rank, options)

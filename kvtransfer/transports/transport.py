@@ -2,15 +2,12 @@
 
 How a handoff uses it: the sender calls `offer` for each transport that the configuration lists,
 and the open carries the offers. The receiver calls `accept` with each offer, best first, until one
-succeeds. The sender then turns each run of blocks into a frame (`frame`) and sends batches of
-frames (`send`). Frames reach the receiver through the handoff's push (push.py) or through a link.
+succeeds. The sender then turns each run of blocks into a frame (`frame`), and the handoff's push
+(push.py) carries the frames to the receiver.
 
 A transport may let its frames be references: they say where the blocks are in the sender's memory,
 and the receiver's transport reads them from there (`pull`). The sender never writes to the
 receiver's memory: no transport can stop a remote write that is late.
-
-A link is a connection that a transport itself keeps between two services. It carries frames of many
-handoffs beside their pushes, and an offer names it by `link_id`.
 
 To add a transport, write a module with a subclass and name the class in runtime/kv_transports.py.
 """
@@ -18,26 +15,18 @@ To add a transport, write a module with a subclass and name the class in runtime
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import grpc
 
 from baton.kvtransfer.errors import TransferError
-from baton.kvtransfer.frames import Frame
-from baton.kvtransfer.push import Push
 from baton.kvtransfer.receiving import Pull
-from baton.kvtransfer.sending import Batch, Outgoing, OutgoingBlocks
+from baton.kvtransfer.sending import Outgoing, OutgoingBlocks
 from baton.runtime.dial import PLAIN, Dial
 from baton.runtime.kv_transfer_config import KvTransferConfig
 from baton.v1 import kv_transfer_pb2 as pb
-
-_T = TypeVar("_T")
-
-
-class LinkLost(TransferError):
-    """A link has ended, or could not be made. The message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +53,6 @@ class TransportHandler(Protocol):
         """Returns the fingerprint of this service's KV cache; None until the engine gives it."""
         ...
 
-    def link_frame(self, link_id: str, frame: Frame) -> None:
-        """Takes one frame. The link may reuse the payload's memory when this returns."""
-        ...
-
-    def link_lost(self, link_id: str, detail: str) -> None:
-        """Fails the epochs that a link carried: the link has ended for any reason."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class ServiceContext:
@@ -90,14 +71,6 @@ class ServiceContext:
     config: KvTransferConfig = field(default_factory=KvTransferConfig)
     dial: Dial = PLAIN
     within_host: bool = False
-    _shared: dict[type[Any], Any] = field(default_factory=dict)
-
-    def share(self, kind: type[_T], make: Callable[[], _T]) -> _T:
-        """Returns the one object of this kind that several transports of the service use."""
-        if kind not in self._shared:
-            self._shared[kind] = make()
-        shared: _T = self._shared[kind]
-        return shared
 
 
 class Transport(ABC):
@@ -152,15 +125,6 @@ class Transport(ABC):
     def frame(self, blocks: OutgoingBlocks) -> Outgoing:
         """Returns the frame that carries a run of blocks: a data frame with its bytes."""
         return blocks.data_frame()
-
-    async def send(self, push: Push, batch: Batch) -> None:
-        """Sends a batch of frames of one handoff, in order.
-
-        Raises:
-            PushLost: The handoff's push has ended.
-            LinkLost: The link has ended; TransportHandler.link_lost is called as well.
-        """
-        await push.send(batch.frames)
 
     # ---- Receiving.
 

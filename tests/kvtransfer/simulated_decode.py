@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from simulated_streams import Link, Socket, Stream, joined, truth
+from simulated_streams import Socket, Stream, truth
 from simulated_transports import SimulatedPuller, simulated
 
 from baton.kvtransfer import frames, receiving
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import MalformedFrame, TransferRefused
 from baton.kvtransfer.receiving import Grant, ReceiverLimits, ReceiveState
-from baton.kvtransfer.sending import Outgoing
 from baton.kvtransfer.service.receiver import Receiver
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -164,14 +163,6 @@ class Decode:
 
     def _pulled(self, serial: int, digest: int | None) -> None:
         self.carry_out(self.receiver.handle_pulled(serial, digest, self.world.now))
-
-    def take_from(self, link: Link, batch: Sequence[Outgoing] | bytes) -> None:
-        """Takes one batch of a link; a link with malformed frames is lost."""
-        try:
-            for frame in frames.decode(joined(batch)):
-                self.carry_out(self.receiver.handle_link_frame(link.link_id, frame, self.world.now))
-        except MalformedFrame:
-            link.lose()
 
     def lose(self, stream: Stream) -> None:
         """Tells the receiver that the push has ended."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from simulated_decode import Decode
 from simulated_prefill import Prefill
-from simulated_streams import Link, Socket, Stream
+from simulated_streams import Socket, Stream
 
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.service.receiver import Receiver
@@ -49,7 +49,6 @@ class World:
         self.segments: dict[str, memoryview] = {}
         self.addresses: dict[str, Decode] = {}
         self.streams: list[Stream] = []
-        self.links: dict[str, Link] = {}
         self.committed: set[tuple[bytes, int]] = set()
         self.prefills = [Prefill(self, names) for names in prefill_transports]
         self.decodes = [Decode(self, names) for names in decode_transports]
@@ -76,19 +75,10 @@ class World:
     def stream(self, number: int) -> Stream | None:
         return next((each for each in self.streams if each.number == number), None)
 
-    def link(self, source: Prefill, target: Decode) -> Link:
-        """Returns the link between the two; makes one when there is none."""
-        for link in self.links.values():
-            if (link.source, link.target, link.is_lost) == (source, target, False):
-                return link
-        link = Link(f"link-{self.number()}", source, target)
-        self.links[link.link_id] = link
-        return link
-
     # ---- What happens next.
 
     def steps(self) -> list[Callable[[], None]]:
-        """Returns every step that may happen next: deliveries, sends, reads, and lost links."""
+        """Returns every step that may happen next: deliveries, sends and reads."""
         self.streams = [
             each
             for each in self.streams
@@ -102,11 +92,6 @@ class World:
                 steps.append(functools.partial(self._up, stream))
             if stream.down:
                 steps.append(functools.partial(self._down, stream))
-        for link in self.links.values():
-            if link.queue:
-                steps.append(functools.partial(self._along, link))
-            elif link.untold:
-                steps.append(functools.partial(self._tell_loss, link))
         for decode in self.decodes:
             steps += decode.puller.steps()
         steps += [socket.deliver for socket in self.sockets if socket]
@@ -133,7 +118,7 @@ class World:
         return min((each for each in deadlines if each is not None), default=None)
 
     def restart(self, old: Prefill | Decode, keep: int) -> None:
-        """Kills a worker and starts another; its peers see their streams and links end.
+        """Kills a worker and starts another; its peers see their streams end.
 
         Args:
             old: The worker to kill.
@@ -154,9 +139,6 @@ class World:
             elif stream.target is old:
                 stream.cut(keep_down=keep)
                 stream.receiver_over = True
-        for link in self.links.values():
-            if old in (link.source, link.target):
-                link.lose()
 
     def _up(self, stream: Stream) -> None:
         message, target = stream.up.popleft() if stream.up else None, stream.target
@@ -180,18 +162,3 @@ class World:
         stream.up.clear()
         if not stream.receiver_over:
             stream.target.lose(stream)
-
-    def _along(self, link: Link) -> None:
-        if link.queue:
-            batch = link.queue.popleft()
-            if link.target.alive:
-                link.target.take_from(link, batch)
-
-    def _tell_loss(self, link: Link) -> None:
-        if not link.untold:
-            return
-        node = link.untold.pop()
-        if not node.alive:
-            return
-        machine = node.sender if isinstance(node, Prefill) else node.receiver
-        node.carry_out(machine.handle_link_lost(link.link_id, "lost", self.now))

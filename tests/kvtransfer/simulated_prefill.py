@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from simulated_streams import Socket, Stream, truth
-from simulated_transports import run_now, simulated
+from simulated_transports import simulated
 
 from baton.kvtransfer import frames, sending
 from baton.kvtransfer.arena import Arena
 from baton.kvtransfer.errors import TransferRefused
 from baton.kvtransfer.sending import SenderLimits
 from baton.kvtransfer.service.sender import Sender
-from baton.kvtransfer.transports.transport import LinkLost
 from baton.v1 import kv_transfer_pb2 as pb
 
 if TYPE_CHECKING:
@@ -219,12 +218,8 @@ class Prefill:
         if batch is None:
             stream.awake = False
             return
-        try:
-            run_now(self.negotiator.send(stream, batch))
-        except LinkLost as error:
-            self.carry_out(self.sender.handle_link_lost(batch.link_id, str(error), self.world.now))
-        else:
-            self.sender.handle_written(handoff_id, self.world.now)
+        stream.send(batch)
+        self.sender.handle_written(handoff_id, self.world.now)
 
     def take(self, stream: Stream, reply: pb.PushReply) -> None:
         effects = self.sender.handle_reply(reply, stream.attempt.handoff_id, self.world.now)

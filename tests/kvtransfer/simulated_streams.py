@@ -1,4 +1,4 @@
-"""The carriers of messages in the simulated network: pushes, links and workers' sockets."""
+"""The carriers of messages in the simulated network: pushes and workers' sockets."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from baton.kvtransfer.sending import Outgoing
 from baton.v1 import kv_transfer_pb2 as pb
 
 if TYPE_CHECKING:
-    from simulated_decode import Decode
     from simulated_network import World
-    from simulated_prefill import Prefill, Send
+    from simulated_prefill import Send
 
 
 @functools.lru_cache(1024)
@@ -23,10 +22,8 @@ def truth(handoff_id: bytes, num_bytes: int) -> bytes:
     return random.Random(handoff_id.hex()).randbytes(num_bytes)
 
 
-def joined(batch: Sequence[Outgoing] | bytes) -> bytes:
+def joined(batch: Sequence[Outgoing]) -> bytes:
     """Returns a batch as bytes, with the current contents of staging."""
-    if isinstance(batch, bytes):
-        return batch
     return b"".join(part for out in batch for part in (out.header, out.payload))
 
 
@@ -47,7 +44,7 @@ class Stream:
         self.awake = True
         self.is_cut = self.ending = self.sender_over = self.receiver_over = False
 
-    async def send(self, frames: Sequence[Outgoing]) -> None:
+    def send(self, frames: Sequence[Outgoing]) -> None:
         """Puts a batch on its way; the payloads are read now."""
         if not self.is_cut:
             self.up.append(joined(frames))
@@ -57,23 +54,6 @@ class Stream:
         self.up = deque([*self.up][:keep_up] + [None])
         self.down = deque([*self.down][:keep_down] + [None])
         self.is_cut, self.awake = True, False
-
-
-class Link:
-    """One pair's link. Payloads are read from the sender's staging when they arrive."""
-
-    def __init__(self, link_id: str, source: Prefill, target: Decode) -> None:
-        self.link_id, self.source, self.target = link_id, source, target
-        # A batch that a test has altered is bytes.
-        self.queue: deque[Sequence[Outgoing] | bytes] = deque()
-        # Workers that have not been told of the loss yet.
-        self.untold: list[Prefill | Decode] = []
-        self.is_lost = False
-
-    def lose(self, keep: int = 0) -> None:
-        if not self.is_lost:
-            self.queue = deque([*self.queue][:keep])
-            self.is_lost, self.untold = True, [self.source, self.target]
 
 
 class Socket:

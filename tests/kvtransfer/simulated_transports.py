@@ -1,21 +1,20 @@
 """Transports of simulated workers: the interface of the real ones, without a process or a network.
 
-Links and shared segments belong to the simulated World, which loses and alters what they carry.
+Segments belong to the simulated World; SimulatedPuller spoils the reads of them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Coroutine, Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
 from baton.kvtransfer import frames
-from baton.kvtransfer.push import Push
 from baton.kvtransfer.receiving import Pull
-from baton.kvtransfer.sending import Batch, Outgoing, OutgoingBlocks
+from baton.kvtransfer.sending import Outgoing, OutgoingBlocks
 from baton.kvtransfer.transports.negotiation import Negotiator
 from baton.kvtransfer.transports.registry import transport_class
-from baton.kvtransfer.transports.transport import LinkLost, ServiceContext, Transport
+from baton.kvtransfer.transports.transport import ServiceContext, Transport
 from baton.v1 import kv_transfer_pb2 as pb
 
 if TYPE_CHECKING:
@@ -24,15 +23,6 @@ if TYPE_CHECKING:
     from simulated_prefill import Prefill
 
 NO_SERVICE = ServiceContext("")
-
-
-def run_now(coroutine: Coroutine[Any, Any, None]) -> None:
-    """Runs a coroutine that never waits."""
-    try:
-        coroutine.send(None)
-    except StopIteration:
-        return
-    raise AssertionError("the coroutine waits")
 
 
 class SimulatedPuller:
@@ -99,16 +89,17 @@ class SimulatedPuller:
 
 
 class SimulatedMemory(Transport):
-    """Shared memory whose segments are the world's byte arrays.
+    """A transport that reads from segments, which are the world's byte arrays.
 
     Args:
+        name: Its name.
         world: The world.
         node: The worker; a decode worker has the puller.
         segment: Name of the sender's segment; empty at a receiver.
     """
 
-    def __init__(self, world: World, node: Prefill | Decode, segment: str) -> None:
-        super().__init__("shm", ServiceContext(segment))
+    def __init__(self, name: str, world: World, node: Prefill | Decode, segment: str) -> None:
+        super().__init__(name, ServiceContext(segment))
         self._world, self._node = world, node
         self._attached: dict[int, str] = {}
 
@@ -130,37 +121,14 @@ class SimulatedMemory(Transport):
         self._attached.pop(stream, None)
 
 
-class SimulatedLinks(Transport):
-    """One link of the world for each pair of workers."""
-
-    def __init__(self, world: World, node: Prefill | Decode) -> None:
-        super().__init__("link", NO_SERVICE)
-        self._world, self._node = world, node
-
-    def offer(self, target: str) -> pb.TransportOffer:
-        link = self._world.link(self._node, self._world.addresses[target])
-        return pb.TransportOffer(name=self.name, link_id=link.link_id)
-
-    async def send(self, push: Push, batch: Batch) -> None:
-        link = self._world.links[batch.link_id]
-        if link.is_lost:
-            raise LinkLost("lost")
-        link.queue.append(batch.frames)
-
-    def accept(self, stream: int, offer: pb.TransportOffer) -> int:
-        if self._world.links[offer.link_id].is_lost:
-            raise LinkLost("lost")
-        return 0
-
-
 class NamedTransport(Transport):
-    """Carries data frames on the push, under any name; its links are named like the transport."""
+    """Carries data frames on the push, under any name; as shm, references."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, NO_SERVICE)
 
     def offer(self, target: str) -> pb.TransportOffer:
-        return pb.TransportOffer(name=self.name, link_id=self.name)
+        return pb.TransportOffer(name=self.name)
 
     def frame(self, blocks: OutgoingBlocks) -> Outgoing:
         return blocks.reference() if self.name == "shm" else super().frame(blocks)
@@ -180,10 +148,8 @@ def simulated(
     """Returns the negotiator of a simulated worker."""
     made: list[Transport] = []
     for name in names:
-        if name == "shm":
-            made.append(SimulatedMemory(world, node, segment))
-        elif name == "link":
-            made.append(SimulatedLinks(world, node))
+        if name in ("shm", "gloo"):
+            made.append(SimulatedMemory(name, world, node, segment))
         else:
             made.append(transport_class(name)(name, NO_SERVICE))
     return Negotiator(made)

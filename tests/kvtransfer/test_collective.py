@@ -1,4 +1,4 @@
-"""Links over gloo: frames arrive intact and in order, and a link always ends in bounded time."""
+"""Links over gloo: reads bring the right bytes, or fail; each ends once, and links end in time."""
 
 import asyncio
 import contextlib
@@ -19,54 +19,85 @@ import psutil
 import pytest
 
 from baton.kvtransfer import frames
-from baton.kvtransfer.frames import FrameKind
-from baton.kvtransfer.sending import Outgoing
-from baton.kvtransfer.transports.collective import FRAMES_KEY, ReceivingLink, SendingLink
+from baton.kvtransfer.errors import TransferError
+from baton.kvtransfer.receiving import Pull
+from baton.kvtransfer.transports.collective import PART_BYTES, ReceivingLink, SendingLink
 from baton.kvtransfer.transports.link_store import MAX_KEYS, LinkStore, may_have_gpu
 from baton.kvtransfer.transports.process_group import LinkOptions, unusable_reason
-from baton.kvtransfer.transports.transport import LinkLost
 from baton.v1 import kv_transfer_pb2 as pb
 
-HANDOFF = b"h" * 16
 OPTIONS = LinkOptions("gloo", "127.0.0.1", frame_timeout_s=30.0)
 HASTY = LinkOptions("gloo", "127.0.0.1", open_timeout_s=1.0, frame_timeout_s=0.5)
 # Longest wait for something that must happen; no test asserts that it happens sooner.
 WAIT_S = 120.0
+MEMORY_BYTES = 4 * PART_BYTES
 
 
-def data_frame(payload, number=0, *, checksum=None):
-    header = frames.encode_header(
-        FrameKind.DATA, HANDOFF, 1, first_block=number, num_blocks=1, payload_bytes=len(payload),
-        payload_checksum=frames.checksum(payload) if checksum is None else checksum,
-    )  # fmt: skip
-    return Outgoing(header, memoryview(payload))
+def asked(offset, num_bytes):
+    return pb.LinkMessage(read=pb.LinkRead(offset=offset, num_bytes=num_bytes))
 
 
-def commit_frame():
-    payload = frames.Totals(1, 2, 3).encode()
-    return Outgoing(frames.encode(FrameKind.COMMIT, HANDOFF, 1, payload), memoryview(b""))
+class Reader:
+    """A receiving end, its memory, and the ends of its reads."""
+
+    def __init__(self, options, publish, on_lost):
+        self.memory, self.ends = bytearray(MEMORY_BYTES), []
+        self.changed, self._num_reads = asyncio.Event(), 0
+        self.link = ReceivingLink(
+            options, publish, on_lost, memoryview(self.memory), MEMORY_BYTES, self._ended
+        )
+
+    def _ended(self, ends):
+        self.ends += ends
+        self.changed.set()
+
+    def read(self, source, num_bytes, target=None):
+        """Begins a read, to the same offset unless told otherwise; returns its serial number."""
+        self._num_reads += 1
+        target = source if target is None else target
+        self.link.read(Pull(self._num_reads, 1, source, target, num_bytes))
+        return self._num_reads
+
+    async def all_ended(self):
+        """Waits until every read has ended; returns their digests. None of them ends twice."""
+        async with asyncio.timeout(WAIT_S):
+            while len(self.ends) < self._num_reads:
+                self.changed.clear()
+                await self.changed.wait()
+        digests = {ended.serial: ended.digest for ended in self.ends}
+        assert len(digests) == len(self.ends)
+        return digests
 
 
 class Ends:
-    """Both ends of a link on one event loop; each takes the other's messages."""
+    """Both ends of a link on one event loop; each takes the other's messages.
 
-    def __init__(self, options=OPTIONS, receiver_options=None):
+    Attributes:
+        source: The sending end's memory.
+        held: Messages to the sending end that are not passed on; None: all are.
+    """
+
+    def __init__(self, options=OPTIONS):
         self.loop = asyncio.get_running_loop()
-        self.got, self.lost = [], {"sender": [], "receiver": []}
+        self.lost = {"sender": [], "receiver": []}
         self.changed = asyncio.Event()
-        self.on_frame = self.keep
+        self.held = None
+        self.source = bytearray(random.Random(1).randbytes(MEMORY_BYTES))
         self.sender = SendingLink(
-            options, lambda message: self.pass_on("receiver", message), self.lost_by("sender")
+            options,
+            lambda message: self.loop.call_soon(self.receiver.received, message),
+            self.lost_by("sender"),
+            memoryview(self.source),
         )
-        self.receiver = ReceivingLink(
-            receiver_options or options,
-            lambda message: self.pass_on("sender", message),
-            self.lost_by("receiver"),
-            lambda frame: self.on_frame(frame),
-        )
+        self.reader = Reader(options, self.to_sender, self.lost_by("receiver"))
+        self.receiver = self.reader.link
 
-    def pass_on(self, end, message):
-        self.loop.call_soon(lambda: getattr(self, end).received(message))
+    def to_sender(self, message):
+        if self.held is not None and message.HasField("read"):
+            self.held.append(message)
+            self.changed.set()
+        else:
+            self.loop.call_soon(self.sender.received, message)
 
     def lost_by(self, end):
         def lost(detail):
@@ -74,11 +105,6 @@ class Ends:
             self.changed.set()
 
         return lost
-
-    def keep(self, frame):
-        assert frames.verify(frame)
-        self.got.append((frame.kind, frame.first_block, bytes(frame.payload)))
-        self.changed.set()
 
     async def opened(self):
         await asyncio.gather(self.sender.opened(), self.receiver.opened())
@@ -103,44 +129,6 @@ async def joined(*arguments):
         await ends.close()
 
 
-async def test_frames_of_every_size_arrive_intact_and_in_order():
-    rng = random.Random(1)
-    sizes = [1, 59, 60, 61, 4096, 2**16 + 1, 2**20, 2**21, 3 * 2**20 + 7, 1, 2]
-    payloads = [bytearray(rng.randbytes(size)) for size in sizes]
-    async with joined() as ends:
-        batch = [data_frame(payload, number) for number, payload in enumerate(payloads)]
-        await ends.sender.send(batch[:1])
-        await ends.sender.send([*batch[1:6], commit_frame(), *batch[6:]])
-        await ends.sender.send([commit_frame()])
-        await ends.until(lambda: len(ends.got) == len(sizes) + 2)
-        assert [number for kind, number, _ in ends.got if kind == FrameKind.DATA] == list(
-            range(len(sizes))
-        )
-        assert [payload for kind, _, payload in ends.got if kind == FrameKind.DATA] == payloads
-        assert [kind for kind, *_ in ends.got].index(FrameKind.COMMIT) == 6
-        assert ends.got[-1][0] == FrameKind.COMMIT
-        assert ends.lost == {"sender": [], "receiver": []}
-
-
-async def test_many_sends_at_once_while_the_loop_is_busy():
-    num_sends, num_frames = 24, 12
-    payloads = [bytearray([send]) * 20_000 for send in range(num_sends)]
-
-    async def send(ends, number):
-        for each in range(num_frames):
-            await ends.sender.send([data_frame(payloads[number], number * num_frames + each)])
-
-    async with joined() as ends:
-        spinning = asyncio.create_task(_spin())
-        await asyncio.gather(*(send(ends, number) for number in range(num_sends)))
-        await ends.until(lambda: len(ends.got) == num_sends * num_frames)
-        spinning.cancel()
-        for number, payload in enumerate(payloads):
-            mine = [got for got in ends.got if got[1] // num_frames == number]
-            assert [got[1] % num_frames for got in mine] == list(range(num_frames))
-            assert all(got[2] == payload for got in mine)
-
-
 @pytest.fixture(autouse=True)
 def no_thread_is_left():
     yield
@@ -155,80 +143,143 @@ def wait_until_none(threads):
         time.sleep(0.001)
 
 
+async def test_reads_of_every_size_bring_the_bytes_to_their_place_and_change_nothing_else():
+    sizes = [1, 59, 4096, 2**16 + 1, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, 1]
+    async with joined() as ends:
+        expected, source, target, digests = bytearray(MEMORY_BYTES), 0, 3, {}
+        for size in sizes:
+            data = ends.source[source : source + size]
+            serial = ends.reader.read(source, size, target)
+            digests[serial] = frames.checksum(data)
+            expected[target : target + size] = data
+            source, target = source + size, target + size + 5
+        assert await ends.reader.all_ended() == digests
+        assert ends.reader.memory == expected
+        whole = ends.reader.read(0, MEMORY_BYTES)
+        assert (await ends.reader.all_ended())[whole] == frames.checksum(ends.source)
+        assert ends.reader.memory == ends.source
+        assert ends.lost == {"sender": [], "receiver": []}
+
+
+async def test_many_reads_while_the_loop_is_busy():
+    size = 20_000
+    async with joined() as ends:
+        spinning = asyncio.create_task(_spin())
+        sources = {ends.reader.read(at * size, size): at * size for at in range(300)}
+        digests = await ends.reader.all_ended()
+        spinning.cancel()
+        assert [ended.serial for ended in ends.reader.ends] == sorted(sources)
+        for serial, source in sources.items():
+            assert digests[serial] == frames.checksum(ends.source[source : source + size])
+        assert ends.reader.memory[: 300 * size] == ends.source[: 300 * size]
+
+
 async def _spin():
     while True:
         await asyncio.sleep(0)
 
 
-async def test_a_payload_is_its_owners_again_once_sent():
-    """The memory is reused at once for the next frame, like staging."""
-    memory = bytearray(300_000)
+async def test_bytes_that_change_before_they_are_sent_have_another_digest():
     async with joined() as ends:
-        for number in range(20):
-            memory[:] = bytes([number]) * len(memory)
-            await ends.sender.send([data_frame(memory, number)])
-        await ends.until(lambda: len(ends.got) == 20)
-        assert [got[2][0] for got in ends.got] == list(range(20))
-        # Resizing raises if the link still refers to the memory.
-        memory.clear()
+        ends.held = []
+        ends.reader.read(0, 1000)
+        await ends.until(lambda: ends.held)
+        before = frames.checksum(ends.source[:1000])
+        ends.source[999] ^= 1
+        ends.sender.received(ends.held.pop())
+        digest = (await ends.reader.all_ended())[1]
+        assert digest == frames.checksum(ends.reader.memory[:1000]) != before
 
 
-async def test_a_cancelled_send_waits_until_its_payload_is_no_longer_read():
+async def test_bytes_that_are_sent_twice_are_found_by_their_digest():
+    async with joined() as ends:
+        ends.held = []
+        ends.reader.read(0, 1000)
+        ends.reader.read(1000, 1000)
+        await ends.until(lambda: len(ends.held) == 2)
+        first, _ = ends.held
+        ends.sender.received(first)
+        ends.sender.received(first)
+        digest = frames.checksum(ends.source[:1000])
+        assert await ends.reader.all_ended() == {1: digest, 2: digest}
+        assert digest != frames.checksum(ends.source[1000:2000])
+
+
+async def test_nothing_lands_after_a_read_has_ended():
+    """The target belongs to another handoff then; the sender sends late."""
+    async with joined() as ends:
+        ends.held = []
+        for at in range(6):
+            ends.reader.read(at * 1000, 1000)
+        await ends.until(lambda: len(ends.held) == 4)
+        ends.receiver.fail("the stream has ended")
+        assert set((await ends.reader.all_ended()).values()) == {None}
+        ends.reader.memory[:] = b"\7" * MEMORY_BYTES
+        for message in ends.held:
+            ends.sender.received(message)
+        # The sender finds out by itself that the other end is gone.
+        await ends.until(lambda: ends.lost["sender"])
+        await ends.close()
+        assert ends.reader.memory == b"\7" * MEMORY_BYTES
+        # The link's buffers keep no reference to the memory.
+        gc.collect()
+
+
+async def test_a_read_whose_bytes_never_come_fails_after_the_timeout():
+    async with joined(HASTY) as ends:
+        ends.held = []
+        ends.reader.read(0, PART_BYTES + 1)
+        ends.reader.read(0, 1)
+        assert await ends.reader.all_ended() == {1: None, 2: None}
+        (detail,) = ends.lost["receiver"]
+        assert "Timed out" in detail
+        # A read by a link that is over fails too.
+        ends.reader.read(0, 1)
+        assert (await ends.reader.all_ended())[3] is None
+        assert ends.reader.memory == bytes(MEMORY_BYTES)
+
+
+async def test_a_link_that_is_closed_fails_its_reads_and_lets_go_of_the_memory():
     ends = Ends()
     await ends.opened()
-    memory = bytearray(2**20)
-    held = asyncio.Event()
-    # The receiving end is not told of the frame, so the frame cannot leave.
-    ends.pass_on = lambda end, message: held.set()
-    sending = asyncio.create_task(ends.sender.send([data_frame(memory)]))
-    await held.wait()
-    sending.cancel()
-    await asyncio.wait([sending], timeout=0.1)
-    assert not sending.done()
-    ends.sender.fail("the stream has ended")
-    await asyncio.wait([sending])
-    assert sending.cancelled()
-    # The cancellation's traceback refers to the payload.
-    del sending
-    gc.collect()
-    memory.clear()
+    ends.held = []
+    ends.reader.read(0, 1000)
+    await ends.until(lambda: ends.held)
     await ends.close()
-    assert ends.lost["sender"] == ["the stream has ended"]
+    assert await ends.reader.all_ended() == {1: None}
+    assert ends.lost == {"sender": [], "receiver": []}
 
 
 @pytest.mark.parametrize(
-    "value",
+    "messages",
     [
-        pytest.param(b"x", id="short"),
-        pytest.param(struct.pack("<I", 60) + b"x" * 59, id="truncated"),
-        pytest.param(struct.pack("<I", 59) + b"x" * 59, id="shorter than a header"),
-        pytest.param(struct.pack("<I", 60) + b"x" * 60, id="no frame"),
-        pytest.param(struct.pack("<I", 2**32 - 1) + b"x" * 60, id="length"),
-        pytest.param(struct.pack("<I", 62) + data_frame(b"abc").header + b"ab", id="tail"),
-        pytest.param(
-            struct.pack("<I", 60)
-            + frames.encode_header(FrameKind.DATA, HANDOFF, 1, payload_bytes=2**32 - 1),
-            id="too large",
-        ),
-        pytest.param(struct.pack("<I", 2**21) + b"x" * 2**21, id="too large whole"),
+        pytest.param([asked(0, 0)], id="nothing"),
+        pytest.param([asked(0, PART_BYTES + 1)], id="too large"),
+        pytest.param([asked(MEMORY_BYTES - 1, 2)], id="behind the end"),
+        pytest.param([asked(2**63, 1)], id="far behind the end"),
+        pytest.param([asked(0, 1)] * 66, id="too many"),
+        pytest.param([pb.LinkMessage(key="x", value=bytes(2**20))], id="large key"),
     ],
 )
-async def test_garbage_ends_the_link(value):
-    options = LinkOptions("gloo", "127.0.0.1", max_payload_bytes=2**20)
-    async with joined(options) as ends:
-        ends.receiver.received(pb.LinkMessage(key=FRAMES_KEY, value=value))
-        await ends.until(lambda: ends.lost["receiver"])
-        assert len(ends.lost["receiver"]) == 1
-        assert ends.receiver.lost == ends.lost["receiver"][0]
-        assert ends.got == []
+async def test_wrong_messages_end_the_sending_end(messages):
+    lost = []
+    # It has not joined, so it begins no send.
+    link = SendingLink(
+        OPTIONS, lambda message: None, lost.append, memoryview(bytearray(MEMORY_BYTES))
+    )
+    for message in messages:
+        link.received(message)
+    assert len(lost) == 1
+    assert link.lost == lost[0]
+    await link.close()
 
 
 @pytest.mark.parametrize("size", [0, 7, 170, 1000])
 async def test_a_peer_that_joins_with_garbage(size):
     lost = []
-    link = SendingLink(OPTIONS, lambda message: None, lost.append)
+    link = SendingLink(OPTIONS, lambda message: None, lost.append, memoryview(bytearray(1)))
     link.received(pb.LinkMessage(key="0/1", value=b"\x10" * size))
-    with pytest.raises(LinkLost, match="not an address"):
+    with pytest.raises(TransferError, match="not an address"):
         await link.opened()
     await link.close()
     assert len(lost) == 1
@@ -253,59 +304,49 @@ async def test_garbage_bytes_on_gloos_own_port_do_no_harm():
             for size in (1, 8, 100, 70_000):
                 with socket.create_connection(address) as stranger:
                     stranger.sendall(rng.randbytes(size))
-        await ends.sender.send([data_frame(bytearray(b"abc"))])
-        await ends.until(lambda: ends.got)
+        ends.reader.read(0, 3)
+        assert await ends.reader.all_ended() == {1: frames.checksum(ends.source[:3])}
 
 
-async def test_a_failing_receiver_ends_both():
+async def test_an_end_that_is_closed_ends_the_other():
     async with joined() as ends:
-
-        def fail(frame):
-            raise ValueError("as told")
-
-        ends.on_frame = fail
-        memory = bytearray(2**20)
-        with pytest.raises(LinkLost):
-            await _send_until_lost(ends.sender, memory)
-        await ends.until(lambda: ends.lost["sender"])
-        assert ends.lost["receiver"] == ["internal error"]
-
-
-async def _send_until_lost(link, memory):
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            await link.send([data_frame(memory)])
+        await ends.sender.close()
+        ends.reader.read(0, 1)
+        # The sending end answers nothing more: the closed connection ends the read.
+        assert await ends.reader.all_ended() == {1: None}
+        assert len(ends.lost["receiver"]) == 1
 
 
 async def test_a_link_without_a_peer_fails_after_its_timeout():
-    link = SendingLink(HASTY, lambda message: None, lambda detail: lost.append(detail))
     lost = []
-    with pytest.raises(LinkLost, match="did not join within 1 s"):
-        await link.opened()
+    reader = Reader(HASTY, lambda message: None, lost.append)
+    reader.read(0, 1)
+    with pytest.raises(TransferError, match="did not join within 1 s"):
+        await reader.link.opened()
+    assert await reader.all_ended() == {1: None}
     assert len(lost) == 1
-    with pytest.raises(LinkLost):
-        await link.send([commit_frame()])
-    await link.close()
-    await link.close()
+    await reader.link.close()
+    await reader.link.close()
     assert len(lost) == 1
 
 
 async def test_close_while_joining_is_at_once():
     lost = []
-    link = SendingLink(OPTIONS, lambda message: None, lost.append)
+    link = SendingLink(OPTIONS, lambda message: None, lost.append, memoryview(bytearray(1)))
     await link.close()
     assert lost == []
     wait_until_none(_link_threads)
     await link.close()
-    with pytest.raises(LinkLost, match="closed"):
+    with pytest.raises(TransferError, match="closed"):
         await link.opened()
 
 
 async def test_an_unreachable_host_is_refused():
     lost = []
     # A documentation address (RFC 5737): no interface has it.
-    link = SendingLink(LinkOptions("gloo", "192.0.2.1"), lambda message: None, lost.append)
-    with pytest.raises(LinkLost, match="gloo: "):
+    options = LinkOptions("gloo", "192.0.2.1")
+    link = SendingLink(options, lambda message: None, lost.append, memoryview(bytearray(1)))
+    with pytest.raises(TransferError, match="gloo: "):
         await link.opened()
     await link.close()
     with pytest.raises(ValueError, match="host is empty"):
@@ -317,8 +358,8 @@ async def test_pair_after_pair_leaves_nothing():
 
     async def use():
         async with joined() as ends:
-            await ends.sender.send([data_frame(bytearray(1000))])
-            await ends.until(lambda: ends.got)
+            ends.reader.read(0, 1000)
+            await ends.reader.all_ended()
             assert _gloo_threads()
         wait_until_none(_link_threads)
         wait_until_none(_gloo_threads)
@@ -351,17 +392,17 @@ def test_a_store_takes_no_more_than_a_rendezvous_needs():
     assert published == [("mine", b"1")]
     assert store.check(["mine"])
     assert not store.check(["mine", "other"])
-    with pytest.raises(LinkLost, match=r"within 0\.01 s"):
+    with pytest.raises(TransferError, match=r"within 0\.01 s"):
         store.get("other", 0.01)
-    with pytest.raises(LinkLost, match="bytes"):
+    with pytest.raises(TransferError, match="bytes"):
         store.received("large", bytes(2**20))
     for number in range(MAX_KEYS - 1):
         store.received(str(number), b"")
     store.received("0", b"again")
-    with pytest.raises(LinkLost, match="keys"):
+    with pytest.raises(TransferError, match="keys"):
         store.received("one more", b"")
     store.close("over")
-    with pytest.raises(LinkLost, match="over"):
+    with pytest.raises(TransferError, match="over"):
         store.wait(["other"], 10.0)
 
 
@@ -373,10 +414,8 @@ def test_backends_of_this_machine():
 # ---- With the peer in another process, joined by a Unix socket instead of a gRPC stream.
 
 _LENGTH = struct.Struct("<I")
-
-
-# Tells a sending peer that the other end is open.
-OPENED_KEY = "opened"
+# A read of this size in a remote test; more than the connection holds.
+_READ_BYTES = MEMORY_BYTES
 
 
 class Stream:
@@ -402,9 +441,12 @@ class Stream:
 
 
 async def peer(role, action, socket_path):
-    """Runs one end of a link that stops, dies or leaves as soon as a frame is begun."""
+    """Runs one end of a link that stops, dies or leaves when the first read has begun.
+
+    A sending end is not told of the read, so it sends nothing.
+    """
     stream = Stream(*await asyncio.open_unix_connection(socket_path))
-    begun, other_is_open = asyncio.Event(), asyncio.Event()
+    begun = asyncio.Event()
 
     def act():
         if action == "leave":
@@ -413,35 +455,29 @@ async def peer(role, action, socket_path):
             os.kill(os.getpid(), getattr(signal, action))
 
     if role == "sender":
+        memory = memoryview(bytearray(MEMORY_BYTES))
+        link = SendingLink(OPTIONS, stream.publish, lambda detail: None, memory)
+
+        def received(message):
+            if message.HasField("read"):
+                act()
+            else:
+                link.received(message)
+
+    else:
 
         def publish(message):
             stream.publish(message)
-            if message.key == FRAMES_KEY:
-                act()
+            if message.HasField("read"):
+                # The message must leave this process first.
+                asyncio.get_running_loop().call_soon(act)
 
-        link = SendingLink(OPTIONS, publish, lambda detail: None)
-    else:
-        link = ReceivingLink(OPTIONS, stream.publish, lambda detail: None, lambda frame: None)
-
-    def received(message):
-        if message.key == OPENED_KEY:
-            other_is_open.set()
-        elif message.key == FRAMES_KEY:
-            act()
-        else:
-            link.received(message)
-
+        reader = Reader(OPTIONS, publish, lambda detail: None)
+        received = reader.link.received
+        reader.read(0, _READ_BYTES)
     feeding = asyncio.create_task(stream.feed(received))
-    if role == "sender":
-        # One end may have joined the group while the other still connects, and would then fail.
-        await other_is_open.wait()
-        sending = asyncio.create_task(link.send([data_frame(bytearray(2**24))]))
     await begun.wait()
     # The link is neither closed nor waited for: the interpreter must still end.
-    if role == "sender":
-        await asyncio.sleep(0.05)
-        assert not sending.done()
-        os.write(1, b"")
     feeding.cancel()
 
 
@@ -519,32 +555,47 @@ async def remote(peer_server, tmp_path):
 
 
 @pytest.mark.parametrize("action", ["SIGSTOP", "SIGKILL"])
-@pytest.mark.parametrize("role", ["sender", "receiver"])
-async def test_a_peer_that_falls_silent_within_a_frame(remote, role, action):
-    other = await remote(role, action)
+async def test_a_sender_that_falls_silent_within_a_read(remote, action):
+    other = await remote("sender", action)
     # A killed peer must be noticed by its closed connection, so only a stopped one gets a timeout.
     timeout_s = 1.0 if action == "SIGSTOP" else WAIT_S
     options = LinkOptions("gloo", "127.0.0.1", open_timeout_s=WAIT_S, frame_timeout_s=timeout_s)
-    got = []
-    if role == "receiver":
-        link = SendingLink(options, other.stream.publish, other.lost.set_result)
-    else:
-        link = ReceivingLink(options, other.stream.publish, other.lost.set_result, got.append)
+    reader = Reader(options, other.stream.publish, other.lost.set_result)
     # The link does not see the end of the stream: it must notice by itself.
+    feeding = asyncio.create_task(other.stream.feed(reader.link.received))
+    async with asyncio.timeout(WAIT_S):
+        await reader.link.opened()
+        reader.read(0, _READ_BYTES)
+        assert await reader.all_ended() == {1: None}
+        detail = await other.lost
+    assert ("Timed out" in detail) == (action == "SIGSTOP"), detail
+    feeding.cancel()
+    await asyncio.wait([feeding])
+    await reader.link.close()
+    wait_until_none(_link_threads)
+    # The target belongs to another handoff now, and the sender goes on.
+    reader.memory[:] = b"\7" * MEMORY_BYTES
+    if action == "SIGSTOP":
+        signal.pidfd_send_signal(other.process, signal.SIGCONT)
+    assert await other.kill() == -signal.SIGKILL
+    assert reader.memory == b"\7" * MEMORY_BYTES
+
+
+@pytest.mark.parametrize("action", ["SIGSTOP", "SIGKILL"])
+async def test_a_receiver_that_falls_silent_within_a_read(remote, action):
+    other = await remote("receiver", action)
+    options = LinkOptions("gloo", "127.0.0.1", open_timeout_s=WAIT_S, frame_timeout_s=1.0)
+    memory = bytearray(MEMORY_BYTES)
+    link = SendingLink(options, other.stream.publish, other.lost.set_result, memoryview(memory))
     feeding = asyncio.create_task(other.stream.feed(link.received))
     async with asyncio.timeout(WAIT_S):
         await link.opened()
-        other.stream.publish(pb.LinkMessage(key=OPENED_KEY))
-        if role == "receiver":
-            memory = bytearray(2**24)
-            with pytest.raises(LinkLost):
-                await link.send([data_frame(memory)])
-            memory.clear()
-        detail = await other.lost
-    assert ("Timed out" in detail) == (action == "SIGSTOP"), detail
-    assert got == []
+        # More than the connection holds: the receiver takes nothing more.
+        while not other.lost.done():
+            link.received(asked(0, PART_BYTES))
+            await asyncio.sleep(0.05)
     feeding.cancel()
-    await asyncio.wait([feeding])
+    await asyncio.wait([feeding], timeout=WAIT_S)
     await link.close()
     wait_until_none(_link_threads)
     # The peer still exists: this end did not have to wait for it.
@@ -552,24 +603,29 @@ async def test_a_peer_that_falls_silent_within_a_frame(remote, role, action):
 
 
 @pytest.mark.parametrize("role", ["sender", "receiver"])
-async def test_a_process_can_leave_with_a_frame_begun(remote, role):
+async def test_a_process_can_leave_with_a_read_begun(remote, role):
     other = await remote(role, "leave")
     if role == "receiver":
-        link = SendingLink(OPTIONS, other.stream.publish, other.lost.set_result)
+        link = SendingLink(
+            OPTIONS,
+            other.stream.publish,
+            other.lost.set_result,
+            memoryview(bytearray(MEMORY_BYTES)),
+        )
     else:
-        # The link is not told of the frame, so the peer's send stays begun.
-        link = ReceivingLink(OPTIONS, other.stream.publish, other.lost.set_result, print)
+        reader = Reader(OPTIONS, other.stream.publish, other.lost.set_result)
+        link = reader.link
+    # A sending end here is not told of the read, so the peer's receive stays begun.
     feeding = asyncio.create_task(
         other.stream.feed(
-            lambda message: None if message.key == FRAMES_KEY else link.received(message)
+            lambda message: None if message.HasField("read") else link.received(message)
         )
     )
     async with asyncio.timeout(WAIT_S):
         await link.opened()
-        other.stream.publish(pb.LinkMessage(key=OPENED_KEY))
-        if role == "receiver":
-            with pytest.raises(LinkLost):
-                await link.send([data_frame(bytearray(2**24))])
+        if role == "sender":
+            reader.read(0, _READ_BYTES)
+            assert await reader.all_ended() == {1: None}
         assert await other.ends() == 0
     feeding.cancel()
     await asyncio.wait([feeding])

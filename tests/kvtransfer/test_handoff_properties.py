@@ -11,7 +11,6 @@ import os
 import sys
 from pathlib import Path
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -27,7 +26,7 @@ sys.path.append(str(Path(__file__).parent))
 from simulated_decode import RECEIVE_BLOCKS
 from simulated_network import World
 from simulated_prefill import Send
-from simulated_streams import Link, Stream, joined
+from simulated_streams import Stream
 
 # Seconds that are enough for every timeout, one after the other.
 MAX_DRAIN_S = 100.0
@@ -35,8 +34,8 @@ TRANSPORTS = [
     ["shm", "grpc"],
     ["shm", "grpc"],
     ["grpc"],
-    ["link", "grpc"],
-    ["link", "shm", "grpc"],
+    ["gloo", "grpc"],
+    ["gloo", "shm", "grpc"],
 ]
 DISORDERS = ["drop", "duplicate", "swap", "repeat later", "misroute"]
 KINDS = [FrameKind.OPEN, FrameKind.DATA, FrameKind.DATA, FrameKind.REFERENCE, FrameKind.COMMIT]
@@ -197,7 +196,7 @@ class HandoffMachine(RuleBasedStateMachine):
         if (found := self.next_message(data, kind)) is None:
             return
         queue, at = found
-        message = joined(queue[at])
+        message = queue[at]
         # Often in the header, or in a reference's offset.
         head = st.integers(0, min(len(message), frames.HEADER_BYTES + 8) - 1)
         where = data.draw(head | st.integers(0, len(message) - 1))
@@ -213,7 +212,7 @@ class HandoffMachine(RuleBasedStateMachine):
         queue, at = found
         if fault == "misroute":
             to = data.draw(st.sampled_from(self.queues()))
-            to.insert(data.draw(st.integers(0, num_messages(to))), joined(queue[at]))
+            to.insert(data.draw(st.integers(0, num_messages(to))), queue[at])
         else:
             misplace(queue, at, fault)
 
@@ -273,7 +272,7 @@ class HandoffMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.connections())
     @rule(data=st.data(), keep=st.tuples(st.integers(0, 3), st.integers(0, 1)), both=st.booleans())
     def breaks(self, data, keep, both):
-        """Breaks a stream, a link or a worker's service; some messages under way still arrive.
+        """Breaks a stream or a worker's service; some messages under way still arrive.
 
         With `both`, the sender and the receiver of the same worker restart: a worker that changed
         its role may still have handoffs of both.
@@ -281,8 +280,6 @@ class HandoffMachine(RuleBasedStateMachine):
         victim = data.draw(st.sampled_from(self.connections()))
         if isinstance(victim, Stream):
             victim.cut(*keep)
-        elif isinstance(victim, Link):
-            victim.lose(keep[0])
         else:
             twin = self.world.twin(victim)
             self.world.restart(victim, keep[0])
@@ -303,7 +300,7 @@ class HandoffMachine(RuleBasedStateMachine):
             decode.puller.is_slow = False
         self.goes_on_without_faults()
         if self.is_calm:
-            # Half-received handoffs never block each other, and a lost link costs no handoff.
+            # Half-received handoffs never block each other, and a failed read costs no handoff.
             for send in self.sends:
                 loads = send.target.loaded[send.handoff_id]
                 assert not send.wanted or (was_committed(send) and loads == len(send.progress)), (
@@ -387,23 +384,21 @@ class HandoffMachine(RuleBasedStateMachine):
             (queue, at)
             for queue in self.queues()
             for at, message in enumerate(queue)
-            if message is not None and kind in kinds_of(joined(message))
+            if message is not None and kind in kinds_of(message)
         ]
 
     def queues(self):
-        """Returns queues of messages to receivers; in a calm world only links may lose messages."""
-        queues = [link.queue for link in self.world.links.values()]
-        return queues if self.is_calm else queues + [each.up for each in self.world.streams]
+        """Returns queues of messages to receivers that may be spoilt: in a calm world none."""
+        return [] if self.is_calm else [each.up for each in self.world.streams]
 
     def replies(self):
         return [stream.down for stream in self.world.streams if any(stream.down)]
 
     def connections(self):
-        links = [link for link in self.world.links.values() if not link.is_lost]
         if self.is_calm:
-            return links
+            return []
         streams = [stream for stream in self.world.streams if not stream.is_cut]
-        return (links + streams) * 2 + self.world.nodes
+        return streams * 2 + self.world.nodes
 
     def pulls(self):
         """Returns the reads of living receivers that have not ended."""
@@ -443,34 +438,6 @@ def misplace(queue, at, fault):
 
 def was_committed(send):
     return bool(send.ended) and isinstance(send.ended[0], Ended) and send.ended[0].committed
-
-
-@pytest.mark.parametrize("is_claimed", [False, True])
-def test_a_new_epoch_after_a_complete_send_keeps_the_commit(is_claimed):
-    """The receiver has every frame and takes nothing more from the stream."""
-    world = World(1, [["link", "grpc"]], [["link", "grpc"]], 2**20)
-    (prefill,), (decode,) = world.prefills, world.decodes
-    send = prefill.open(bytes(16), decode, 2, 4.0)
-    world.settle()
-    prefill.fill_all(send)
-    (stream,), (link,) = world.streams, world.links.values()
-    prefill.write(stream)
-    while link.queue:
-        decode.take_from(link, link.queue.popleft())
-    for rank in range(world.layout.num_shards if is_claimed else 0):
-        grant, effects = decode.receiver.claim(send.handoff_id, rank, world.now)
-        decode.carry_out(effects)
-        decode._granted(grant, rank)
-    link.lose()
-    prefill.carry_out(prefill.sender.handle_link_lost(link.link_id, "lost", world.now))
-    assert not send.ended
-    world.settle()
-    decode.load_all()
-    prefill.fill_all(send)
-    assert was_committed(send)
-    assert decode.loaded[send.handoff_id] == 1
-    for machine in world.machines:
-        assert machine.arena_statistics().used_bytes == 0
 
 
 HandoffMachine.TestCase.settings = settings(

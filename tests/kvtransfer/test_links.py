@@ -7,7 +7,7 @@ import grpc
 import pytest
 
 from baton.kvtransfer.transports import links as links_module
-from baton.kvtransfer.transports.links import LINK_METHOD, Links
+from baton.kvtransfer.transports.links import Links, link_method
 from baton.runtime import rpc
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -20,17 +20,14 @@ class Handler:
     def fingerprint(self):
         return FINGERPRINT
 
-    def link_frame(self, link_id, frame):
-        raise AssertionError("no frames are sent")
-
-    def link_lost(self, link_id, detail):
-        pass
+    def pulls_ended(self, ended):
+        raise AssertionError("nothing is read")
 
 
 @contextlib.asynccontextmanager
 async def serving(open_timeout_s=WAIT_S):
-    links = Links(Handler(), open_timeout_s=open_timeout_s, frame_timeout_s=1.0)
-    links.allow("gloo")
+    memory = memoryview(bytearray(1))
+    links = Links("gloo", Handler(), memory, open_timeout_s=open_timeout_s, frame_timeout_s=1.0)
     server = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES)
     port = server.add_insecure_port("127.0.0.1:0")
     links.add_to(server)
@@ -47,7 +44,7 @@ async def refusals(channel, link_ids):
     """Opens streams together; returns the refusal of each. They stay open until all have one."""
     calls = [
         channel.stream_stream(
-            LINK_METHOD,
+            link_method("gloo"),
             request_serializer=pb.LinkMessage.SerializeToString,
             response_deserializer=pb.LinkMessage.FromString,
         )()
@@ -55,7 +52,7 @@ async def refusals(channel, link_ids):
     ]
 
     async def ask(call, link_id):
-        hello = pb.LinkHello(link_id=link_id, backend="gloo", fingerprint=FINGERPRINT)
+        hello = pb.LinkHello(link_id=link_id, fingerprint=FINGERPRINT)
         await call.write(pb.LinkMessage(hello=hello))
         answer = await call.read()
         return answer.hello.refusal
@@ -69,7 +66,7 @@ async def refusals(channel, link_ids):
 
 async def all_gone(links, link_ids):
     async with asyncio.timeout(WAIT_S):
-        while any(map(links.has_incoming, link_ids)):
+        while any(map(links.incoming, link_ids)):
             await asyncio.sleep(0.01)
 
 
@@ -106,11 +103,11 @@ async def test_concurrent_streams_get_one_link_per_id_and_at_most_max_links(monk
 async def test_a_stream_that_ends_before_its_answer_leaves_no_link():
     async with serving() as (links, channel):
         call = channel.stream_stream(
-            LINK_METHOD,
+            link_method("gloo"),
             request_serializer=pb.LinkMessage.SerializeToString,
             response_deserializer=pb.LinkMessage.FromString,
         )()
-        hello = pb.LinkHello(link_id="gone", backend="gloo", fingerprint=FINGERPRINT)
+        hello = pb.LinkHello(link_id="gone", fingerprint=FINGERPRINT)
         await call.write(pb.LinkMessage(hello=hello))
         call.cancel()
         with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
@@ -121,7 +118,7 @@ async def test_a_stream_that_ends_before_its_answer_leaves_no_link():
 async def test_a_stream_without_a_hello_is_ended():
     async with serving(open_timeout_s=0.05) as (_, channel):
         call = channel.stream_stream(
-            LINK_METHOD,
+            link_method("gloo"),
             request_serializer=pb.LinkMessage.SerializeToString,
             response_deserializer=pb.LinkMessage.FromString,
         )()

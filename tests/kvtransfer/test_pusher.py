@@ -9,8 +9,7 @@ import pytest
 from simulated_transports import named
 
 from baton.kvtransfer.arena import Arena
-from baton.kvtransfer.push import Push
-from baton.kvtransfer.sending import Batch, Outgoing
+from baton.kvtransfer.sending import Outgoing
 from baton.kvtransfer.service.pusher import Pusher
 from baton.kvtransfer.service.sender import Sender, SenderLimits
 from baton.v1 import kv_transfer_pb2 as pb
@@ -46,7 +45,6 @@ class Opening:
             Sender(Arena(0, 64), memoryview(bytearray(64)), SenderLimits(60.0, 60.0), named()),
             self._until_ready,
             self._open,
-            self._send,
             lambda reply: None,
             self._on_lost,
         )
@@ -58,8 +56,6 @@ class Opening:
         self.pushes.append(NoPush())
         self.opened.set()
         return self.pushes[-1]
-
-    async def _send(self, push: Push, batch: Batch) -> None: ...
 
     def _on_lost(self, detail: str) -> None:
         self.lost.append(detail)

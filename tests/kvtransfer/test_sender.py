@@ -54,7 +54,7 @@ class Harness:
     def sent(self, max_bytes=2**20, handoff_id=A):
         found = []
         while batch := self.sender.next_batch(handoff_id, max_bytes, self.now):
-            message = b"".join(part for out in batch.frames for part in (out.header, out.payload))
+            message = b"".join(part for out in batch for part in (out.header, out.payload))
             found += list(frames.decode(message))
         return found
 
@@ -339,51 +339,11 @@ def test_without_another_transport_the_send_fails_with_the_first_reason():
     harness.assert_empty()
 
 
-def test_a_lost_link_affects_only_the_sends_that_it_carries():
-    harness = offering("gloo", "grpc")
-    harness.open(A, 2)
-    harness.open(B, 2)
-    for handoff_id, transport in ((A, "gloo"), (B, "grpc")):
-        harness.sent(handoff_id=handoff_id)
-        harness.reply(pb.PushReply.KIND_OPENED, handoff_id=handoff_id, transport=transport)
-    harness.sender.handle_link_lost("gloo", "cut", harness.now)
-    (opened,) = harness.sent()
-    assert opened.epoch == 2
-    assert harness.sent(handoff_id=B) == []
-
-
-@pytest.mark.parametrize("open_left", [False, True])
-def test_a_link_lost_after_the_last_frame_does_not_fail_the_send(open_left):
-    harness = offering("gloo", "grpc")
-    harness.open()
-    harness.sent()
-    # A commit of an epoch that has not been sent is ignored.
-    assert harness.reply(pb.PushReply.KIND_COMMITTED) == []
-    harness.reply(pb.PushReply.KIND_OPENED, transport="gloo")
-    everything(harness)
-    assert len(harness.sent()) == 8
-    harness.sender.handle_link_lost("gloo", "cut", harness.now)
-    if open_left:
-        assert [frame.epoch for frame in harness.sent()] == [2]
-    assert harness.reply(pb.PushReply.KIND_COMMITTED, epoch=2) == []
-    # The commit of epoch 1 was delayed, and no reply to the second epoch follows.
-    stop, ended = harness.reply(pb.PushReply.KIND_COMMITTED, epoch=1)
-    assert stop == StopPush(A)
-    assert (ended.committed, ended.epoch, ended.transport) == (True, 1, "gloo")
-    assert (ended.num_frames, ended.num_fallbacks) == (6, 1)
-    assert harness.sender.statistics.num_committed == {"gloo": 1}
-    assert harness.sent() == []
-    harness.assert_empty()
-
-
 @pytest.mark.parametrize("word", ["committed", "refused", "stream lost", "none"])
-def test_without_another_transport_a_complete_send_on_a_lost_link_waits_for_the_receiver(
-    word,
-):
+def test_without_another_transport_a_complete_send_ends_as_the_receiver_says(word):
     harness = opened_by("gloo")
     everything(harness)
     harness.sent()
-    assert harness.sender.handle_link_lost("gloo", "cut", harness.now) == []
     if word == "committed":
         _, ended = harness.reply(pb.PushReply.KIND_COMMITTED)
     elif word == "refused":
@@ -398,19 +358,11 @@ def test_without_another_transport_a_complete_send_on_a_lost_link_waits_for_the_
     harness.assert_empty()
 
 
-def test_a_link_lost_before_everything_has_left_ends_a_send_with_no_other_transport():
-    harness = opened_by("gloo")
-    everything(harness, last=False)
-    harness.sent()
-    _, ended = harness.sender.handle_link_lost("gloo", "cut", harness.now)
-    assert (ended.reason, ended.detail) == (pb.REFUSAL_REASON_TRANSPORT, "cut")
-
-
 def test_a_fallback_sends_everything_again():
     harness = opened_by("gloo", "grpc")
     everything(harness)
     harness.sent()
-    harness.sender.handle_link_lost("gloo", "cut", harness.now)
+    harness.reply(pb.PushReply.KIND_REFUSED, reason=pb.REFUSAL_REASON_TRANSPORT)
     harness.sent()
     harness.reply(pb.PushReply.KIND_OPENED, transport="grpc", epoch=2)
     assert harness.reply(pb.PushReply.KIND_COMMITTED, epoch=1) == []

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+from raw_sender import dialled
 from simulated_transports import NamedTransport, named
 from whole_handoff import hand_over
 
@@ -16,13 +17,14 @@ from baton.kvtransfer.control import filled_frame
 from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.receiving import Pull
 from baton.kvtransfer.transports import nccl_transport, registry, shm_transport
+from baton.kvtransfer.transports.links import link_method
 from baton.kvtransfer.transports.negotiation import Negotiator
 from baton.kvtransfer.transports.transport import (
     EndedPull,
-    LinkLost,
     ServiceContext,
     Transport,
 )
+from baton.runtime import rpc
 from baton.runtime.kv_transports import TRANSPORTS
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -64,8 +66,14 @@ async def test_a_pair_with_nothing_in_common_is_refused_by_name(start, handoff):
     await asyncio.gather(sender.empty(), receiver.empty())
 
 
-async def test_a_send_fails_when_every_transport_alters_its_bytes(start, handoff):
-    sender, receiver = await asyncio.gather(start(), start())
+@pytest.mark.parametrize("first", ["shm", "gloo"])
+async def test_a_send_fails_when_every_transport_alters_its_bytes(start, handoff, first):
+    sender, receiver = await asyncio.gather(
+        *(start(transports=[first, "grpc"], open_timeout_s=30) for _ in range(2))
+    )
+    async with asyncio.timeout(120):
+        while (await hand_over(sender, receiver, handoff(1))).transport != first:
+            pass
     one = handoff(8)
     await one.open(sender, receiver.client.address)
     good, one.data = one.data, bytes(len(one.data))
@@ -79,7 +87,8 @@ async def test_a_send_fails_when_every_transport_alters_its_bytes(start, handoff
     sender.port.send_frames(filled)
     sent = await sender.sent(one.handoff_id)
     assert (sent.reason, sent.num_fallbacks) == (pb.REFUSAL_REASON_CHECKSUM, 1)
-    assert (await sender.empty()).transports[-1].fallbacks == 1
+    fallbacks = {each.name: each.fallbacks for each in (await sender.empty()).transports}
+    assert fallbacks[first] == 1
     state = await receiver.received(one.handoff_id, pb.HANDOFF_STATE_FAILED)
     assert state.reason == pb.REFUSAL_REASON_CHECKSUM
     assert one.load(receiver) is None
@@ -138,6 +147,31 @@ async def test_a_killed_end_of_a_link_fails_only_its_handoffs(start, handoff):
     await second.received(handoff_id, pb.HANDOFF_STATE_FAILED)
     await hand_over(other, second, handoff(4))
     await asyncio.gather(second.empty(), other.empty())
+
+
+async def test_reads_by_a_link_that_is_never_joined_end_in_time(start, handoff, layout):
+    receiver = await start(transports=["gloo", "grpc"], open_timeout_s=2)
+    one = handoff(8)
+    async with rpc.channel(receiver.client.address) as channel:
+        link = channel.stream_stream(
+            link_method("gloo"),
+            request_serializer=pb.LinkMessage.SerializeToString,
+            response_deserializer=pb.LinkMessage.FromString,
+        )()
+        hello = pb.LinkHello(
+            link_id="never", fingerprint=layout.fingerprint(), segment_bytes=len(one.data)
+        )
+        await link.write(pb.LinkMessage(hello=hello))
+        assert not (await link.read()).hello.refusal
+        async with dialled(receiver, layout, one) as raw:
+            await raw.send(raw.open(offers=[pb.TransportOffer(name="gloo", link_id="never")]))
+            reply = await raw.reply()
+            assert (reply.kind, reply.transport) == (pb.PushReply.KIND_OPENED, "gloo")
+            await raw.send(*raw.references(), *raw.commits())
+            reply = await raw.reply()
+            assert reply.reason == pb.REFUSAL_REASON_TRANSPORT
+            assert "the sender's memory could not be read" in reply.detail
+    await receiver.empty()
 
 
 async def test_a_link_to_a_receiver_without_one_says_why(start, handoff):
@@ -238,7 +272,7 @@ class JoiningTransport(NamedTransport):
 
     def __init__(self, name):
         super().__init__(name)
-        self.problems = iter([LinkLost("is being joined")])
+        self.problems = iter([TransferError("is being joined")])
 
     def offer(self, target):
         for error in self.problems:
@@ -278,7 +312,7 @@ class SlowTransport(NamedTransport):
 
     def offer(self, target):
         if not self.prepared:
-            raise LinkLost("is being joined")
+            raise TransferError("is being joined")
         return super().offer(target)
 
 

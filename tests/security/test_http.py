@@ -12,9 +12,9 @@ import httpx2 as httpx
 import pytest
 from http_gateway import gateway, metrics
 
+from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.transports import links as links_module
 from baton.kvtransfer.transports.links import Links
-from baton.kvtransfer.transports.transport import LinkLost
 from baton.v1 import kv_transfer_pb2
 
 # Longest wait for an event that must happen; long enough for a busy machine.
@@ -150,16 +150,17 @@ async def test_files_that_become_invalid_before_the_first_handshake_change_nothi
 async def test_links_without_tls_do_not_leave_the_host(monkeypatch):
     fingerprint = kv_transfer_pb2.KvFingerprint(block_bytes=64)
     limits = {"open_timeout_s": 1.0, "frame_timeout_s": 1.0}
-    inside = Links(SimpleNamespace(fingerprint=lambda: fingerprint), **limits, within_host=True)
+    handler = SimpleNamespace(fingerprint=lambda: fingerprint)
+    inside = Links("gloo", handler, memoryview(b""), **limits, within_host=True)
     # Simulates a route to the target over a network interface.
     monkeypatch.setattr(links_module, "local_address", lambda host, port: "192.0.2.9")
-    await asyncio.wait_for(inside.wait_decided("gloo", "127.0.0.1:1"), WAIT_S)
-    with pytest.raises(LinkLost, match=r"no TLS.*security.allow_plain_links: true"):
-        inside.link_id("gloo", "127.0.0.1:1")
+    await asyncio.wait_for(inside.wait_decided("127.0.0.1:1"), WAIT_S)
+    with pytest.raises(TransferError, match=r"no TLS.*security.allow_plain_links: true"):
+        inside.link_id("127.0.0.1:1")
     monkeypatch.setattr(links_module, "local_address", lambda host, port: "127.0.0.1")
-    await asyncio.wait_for(inside.wait_decided("gloo", "127.0.0.1:2"), WAIT_S)
-    with pytest.raises(LinkLost) as caught:
-        inside.link_id("gloo", "127.0.0.1:2")
+    await asyncio.wait_for(inside.wait_decided("127.0.0.1:2"), WAIT_S)
+    with pytest.raises(TransferError) as caught:
+        inside.link_id("127.0.0.1:2")
     # The link was dialled, and no peer listens there.
     assert "no TLS" not in str(caught.value)
     await inside.close()

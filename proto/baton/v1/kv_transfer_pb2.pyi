@@ -414,20 +414,23 @@ Global___TransportOffer: _TypeAlias = TransportOffer  # noqa: Y015
 
 @_typing.final
 class LinkMessage(_message.Message):
-    """One key of the rendezvous of a link's process group. The key "frames" announces frames, each as a
-    4-byte little-endian length and its bytes; data frames are announced by their header alone.
-    """
+    """A hello, a read, or one key of the rendezvous of a link's process group."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
+    READ_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     value: _builtins.bytes
     @_builtins.property
     def hello(self) -> Global___LinkHello:
         """Set in the first message of each side."""
+
+    @_builtins.property
+    def read(self) -> Global___LinkRead:
+        """From the receiver, which has posted a receive of these bytes: the sender sends them."""
 
     def __init__(
         self,
@@ -435,10 +438,11 @@ class LinkMessage(_message.Message):
         hello: Global___LinkHello | None = ...,
         key: _builtins.str = ...,
         value: _builtins.bytes = ...,
+        read: Global___LinkRead | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "read", b"read"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "key", b"key", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello", "key", b"key", "read", b"read", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -449,31 +453,55 @@ class LinkHello(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LINK_ID_FIELD_NUMBER: _builtins.int
-    BACKEND_FIELD_NUMBER: _builtins.int
     FINGERPRINT_FIELD_NUMBER: _builtins.int
     REFUSAL_FIELD_NUMBER: _builtins.int
+    SEGMENT_BYTES_FIELD_NUMBER: _builtins.int
     link_id: _builtins.str
-    backend: _builtins.str
-    """"nccl" or "gloo"."""
     refusal: _builtins.str
     """Set by the dialled side if it refuses to join: the reason."""
+    segment_bytes: _builtins.int
+    """Size of the sender's segment."""
     @_builtins.property
     def fingerprint(self) -> Global___KvFingerprint: ...
     def __init__(
         self,
         *,
         link_id: _builtins.str = ...,
-        backend: _builtins.str = ...,
         fingerprint: Global___KvFingerprint | None = ...,
         refusal: _builtins.str = ...,
+        segment_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "fingerprint", b"fingerprint", "link_id", b"link_id", "refusal", b"refusal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fingerprint", b"fingerprint", "link_id", b"link_id", "refusal", b"refusal", "segment_bytes", b"segment_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LinkHello: _TypeAlias = LinkHello  # noqa: Y015
+
+@_typing.final
+class LinkRead(_message.Message):
+    """Bytes of the sender's segment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OFFSET_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    offset: _builtins.int
+    num_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        offset: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkRead: _TypeAlias = LinkRead  # noqa: Y015
 
 @_typing.final
 class PushReply(_message.Message):

@@ -33,10 +33,11 @@ class KvTransferStub:
     writes PushReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
     with a PushOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
     The commit frame carries the totals. With a transport other than gRPC, data frames contain a
-    reference instead of the bytes, or travel beside this stream.
+    reference instead of the bytes, which the receiver reads by that transport.
 
-    `/baton.v1.KvTransfer/Link` is the rendezvous of two services' process group: both sides send
-    LinkMessages, and the group lives as long as the stream.
+    `/baton.v1.KvTransfer/LinkNccl` and `/LinkGloo` join two services with a process group of that
+    backend: the sender dials, both sides send LinkMessages, and the group lives as long as the
+    stream.
     """
 
     def __init__(self, channel):
@@ -60,10 +61,11 @@ class KvTransferServicer:
     writes PushReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
     with a PushOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
     The commit frame carries the totals. With a transport other than gRPC, data frames contain a
-    reference instead of the bytes, or travel beside this stream.
+    reference instead of the bytes, which the receiver reads by that transport.
 
-    `/baton.v1.KvTransfer/Link` is the rendezvous of two services' process group: both sides send
-    LinkMessages, and the group lives as long as the stream.
+    `/baton.v1.KvTransfer/LinkNccl` and `/LinkGloo` join two services with a process group of that
+    backend: the sender dials, both sides send LinkMessages, and the group lives as long as the
+    stream.
     """
 
     def Describe(self, request, context):
@@ -98,10 +100,11 @@ class KvTransfer:
     writes PushReply messages; kvtransfer/frames.py defines the frames. The first frame is an open
     with a PushOpen as payload. A data frame carries handoff, epoch, layer, block range and checksum.
     The commit frame carries the totals. With a transport other than gRPC, data frames contain a
-    reference instead of the bytes, or travel beside this stream.
+    reference instead of the bytes, which the receiver reads by that transport.
 
-    `/baton.v1.KvTransfer/Link` is the rendezvous of two services' process group: both sides send
-    LinkMessages, and the group lives as long as the stream.
+    `/baton.v1.KvTransfer/LinkNccl` and `/LinkGloo` join two services with a process group of that
+    backend: the sender dials, both sides send LinkMessages, and the group lives as long as the
+    stream.
     """
 
     @staticmethod
