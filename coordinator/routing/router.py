@@ -245,7 +245,7 @@ class Router:
             near = self.near(fetch.holder, choice.worker)
             self.transfers.begins(fetch.holder, fetch.sending_s, near=near)
         self.index.expect(request_id, choice.worker, prompt_hashes)
-        self.loads.file(entry)
+        self.loads.file_prompts(entry)
         if session is not None:
             self._session(session).prefill = choice.worker
 
@@ -335,7 +335,7 @@ class Router:
         self.index.settle(request_id)
         if (entry := self.loads.get(prefill)) is not None:
             entry.end_prefill(request_id, self.now)
-            self.loads.file(entry)
+            self.loads.file_prompts(entry)
 
     def forget_session(self, session: SessionKey) -> None:
         """Forgets which workers a session had; idempotent."""
