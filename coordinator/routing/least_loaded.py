@@ -29,6 +29,11 @@ class LeastLoaded(Generic[Key]):
     def __contains__(self, key: Key) -> bool:
         return key in self._entries
 
+    def load(self, key: Key) -> float | None:
+        """The load of a key; None if the index does not contain the key."""
+        entry = self._entries.get(key)
+        return entry[0] if entry is not None else None
+
     def set(self, key: Key, load: float) -> None:
         entry = self._entries.get(key)
         if entry is not None and entry[0] == load:

@@ -200,14 +200,14 @@ class LoadIndex:
             pool = self._pools.get(worker)
             if self.computes_prompts(pool) and entry.num_prefills < self._max_prefills:
                 prefills |= entry.bit
-                assert worker in self.by_queue
+                assert self.by_queue.load(worker) == entry.free_at
             assert (worker in self.by_yielding) == (
                 self.decodes(pool) and entry.yielding_tokens > 0
             )
             if self.decodes(pool) and entry.num_decodes < self.most_decodes(entry):
                 decodes |= entry.bit
                 assert worker in self.by_itl
-                assert worker in self.by_room
+                assert self.by_room.load(worker) == -entry.free_tokens
                 assert (worker in self.by_itl_apart) == (entry.num_urgent == 0)
                 assert worker in self._by_host[entry.traits.host_id]
         assert (self.open_prefill, self.open_decode) == (prefills, decodes)
