@@ -40,7 +40,7 @@ _SHARED_ENGINES = (
 )
 # The units that take longest run first, because the last unit of a run should be a short one.
 _LONGEST = ("tests/vllm/test_other_models.py", "tests/vllm/test_drafts.py", _VLLM)
-# What each marked test proves, by node ID.
+# Proofs of each marked test, by node ID.
 _PROOFS = pytest.StashKey[dict[str, list[str]]]()
 
 

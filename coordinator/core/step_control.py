@@ -68,13 +68,12 @@ class StepControl:
         self._apply(itl_s)
 
     def _workload(self, itl_s: float | None) -> Workload | None:
-        placers, times = self._placers, self._placers.prompt_times.ordered
+        placers, times = self._placers, self._placers.prompt_times
         output_tokens = placers.outputs.recent_mean(common_pb2.LANE_INTERACTIVE, LEAST_OUTPUTS)
         step_s = placers.single_step_s()
-        if step_s is None or itl_s is None or not times:
+        if step_s is None or itl_s is None or not times.total:
             return None
-        prompt_s = sum(one * one for one in times) / sum(times)
-        return Workload(output_tokens, prompt_s / itl_s, step_s / itl_s)
+        return Workload(output_tokens, times.size_biased_mean / itl_s, step_s / itl_s)
 
     def _apply(self, itl_s: float | None) -> None:
         is_long = self._gaps is not None and self._gaps.is_long

@@ -422,8 +422,6 @@ class ElasticRule:
             found: The candidates.
             num_tokens: KV tokens of the decode that joins.
         """
-        if not found:
-            return False
         loads = self._router.loads
         num_workers = (loads.open_prefill | loads.open_decode).bit_count()
         needed = self._prompts.needed_speed(num_workers, self._router.now)
@@ -463,8 +461,8 @@ def _of(found: list[_Candidate], worker: WorkerKey) -> _Candidate:
 
 
 def _fastest_step_s(found: list[_Candidate]) -> float:
-    """Seconds of a decode step with one stream on the fastest candidate; infinite without any."""
-    return min((one.load.single_step_s for one in found), default=math.inf)
+    """Seconds of a decode step with one stream on the fastest candidate."""
+    return min(one.load.single_step_s for one in found)
 
 
 def _work_s(load: WorkerLoad, num_tokens: int) -> float:

@@ -46,13 +46,12 @@ class OutputLengths:
         """Mean whole length of the lane's outputs that run at a moment; else as `mean`.
 
         It exceeds the mean of all outputs: a long output runs for longer, so more of the outputs
-        that run at a moment are long (length-biased sampling: the mean of the squares divided by
-        the mean).
+        that run at a moment are long.
         """
         recent = self._recent.get(lane)
         if recent is None or not recent.total:
             return self.mean(lane, max_tokens)
-        return recent.total_of_squares / recent.total
+        return recent.size_biased_mean
 
     def recent_mean(self, lane: Hashable, least: int) -> float | None:
         """Mean length of the lane's outputs; None: fewer than `least` have ended."""

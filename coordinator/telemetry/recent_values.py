@@ -18,16 +18,15 @@ class RecentValues(Generic[_Number]):
     Attributes:
         ordered: the values in ascending order; read-only for callers.
         total: sum of the values.
-        total_of_squares: sum of their squares.
     """
 
-    __slots__ = ("_recent", "ordered", "total", "total_of_squares")
+    __slots__ = ("_recent", "_total_of_squares", "ordered", "total")
 
     def __init__(self, window: int) -> None:
         self._recent: deque[_Number] = deque(maxlen=window)
         self.ordered: list[_Number] = []
         self.total: _Number = 0
-        self.total_of_squares: _Number = 0
+        self._total_of_squares: _Number = 0
 
     def __len__(self) -> int:
         return len(self.ordered)
@@ -38,11 +37,19 @@ class RecentValues(Generic[_Number]):
             oldest = self._recent[0]
             del self.ordered[bisect_left(self.ordered, oldest)]
             self.total -= oldest
-            self.total_of_squares -= oldest * oldest
+            self._total_of_squares -= oldest * oldest
         self._recent.append(value)
         insort(self.ordered, value)
         self.total += value
-        self.total_of_squares += value * value
+        self._total_of_squares += value * value
+
+    @property
+    def size_biased_mean(self) -> float:
+        """The mean in which each value has its own size as its weight; `total` must not be 0.
+
+        For durations, it is the mean of those that are under way at a moment.
+        """
+        return self._total_of_squares / self.total
 
     def quantile(self, share: float) -> _Number:
         """The quantile `share` (0 to 1), rounded up to a value; the window must not be empty."""

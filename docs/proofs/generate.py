@@ -33,7 +33,7 @@ class WrongProofs(ValueError):
 
 @dataclass
 class Cell:
-    """What the tests say of one ability of one kind of model."""
+    """The proofs of one ability of one kind of model."""
 
     # Devices by way of proof.
     devices: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))

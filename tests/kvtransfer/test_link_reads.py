@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from raw_sender import dialled
-from whole_handoff import hand_over
+from whole_handoff import hand_over, hand_over_together
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.frames import FrameKind
@@ -111,13 +111,7 @@ async def test_the_extent_of_a_late_read_is_not_used_before_the_read_ends(
             while (await receiver.client.stats()).receive_bytes_used:
                 held.release()
                 await asyncio.sleep(0.02)
-    first, second = handoff(8), handoff(8)
-    for each in (first, second):
-        await each.open(sender, receiver.client.address)
-        each.fill(sender)
-    for each in (first, second):
-        await receiver.received(each.handoff_id, pb.HANDOFF_STATE_COMMITTED)
-        assert each.load(receiver) == each.data
+    await hand_over_together(sender, receiver, handoff(8), handoff(8))
     await asyncio.gather(sender.empty(), receiver.empty())
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from raw_sender import dialled
-from whole_handoff import hand_over
+from whole_handoff import hand_over, hand_over_together
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.control import filled_frame
@@ -218,13 +218,7 @@ async def test_a_read_of_a_stopped_owner_keeps_its_extent_until_it_ends(
         assert (stats.num_receives, stats.receive_bytes_used) == (0, size)
         owner.signal(signal.SIGCONT)
         await receiver.empty()
-    first, second = handoff(8), handoff(8)
-    for each in (first, second):
-        await each.open(sender, receiver.client.address)
-        each.fill(sender)
-    for each in (first, second):
-        await receiver.received(each.handoff_id, pb.HANDOFF_STATE_COMMITTED)
-        assert each.load(receiver) == each.data
+    await hand_over_together(sender, receiver, handoff(8), handoff(8))
 
 
 async def test_a_killed_owner_ends_the_reads_of_its_memory(tcp, receiver, open_push, handoff):

@@ -13,3 +13,13 @@ async def hand_over(sender, receiver, one):
     await receiver.received(one.handoff_id, pb.HANDOFF_STATE_COMMITTED)
     assert one.load(receiver) == one.data
     return sent
+
+
+async def hand_over_together(sender, receiver, *handoffs):
+    """Opens and fills all handoffs before the first one is loaded."""
+    for each in handoffs:
+        await each.open(sender, receiver.client.address)
+        each.fill(sender)
+    for each in handoffs:
+        await receiver.received(each.handoff_id, pb.HANDOFF_STATE_COMMITTED)
+        assert each.load(receiver) == each.data
