@@ -55,16 +55,18 @@ def test_the_longest_gap_is_configurable_and_never_below_the_itl_target(new_worl
     assert milliseconds(world.commands["d"][0]) == (100, 100, 100)
 
 
-def exported_gap_s(world, config):
+def exported_gap_s(world):
     labels = {"lane": "interactive", "signal": "gap"}
-    return registry(world.core, config).get_sample_value("baton_target_seconds", labels)
+    return registry(world.core, BatonConfig()).get_sample_value("baton_target_seconds", labels)
 
 
 def test_the_target_of_a_single_gap_is_a_metric(new_world):
     world = new_world(steps=StepsConfig(longest_gap_ms=80)).pair()
-    assert exported_gap_s(world, BatonConfig()) == pytest.approx(0.08)
-    # vLLM's own scheduler keeps no such target.
-    others = BatonConfig(steps=StepsConfig(scheduler="vllm"))
-    assert exported_gap_s(world, others) is None
+    assert world.core.longest_gap_s == exported_gap_s(world) == pytest.approx(0.08)
     change(world, itl_s=None)
-    assert exported_gap_s(world, BatonConfig()) is None
+    assert world.core.longest_gap_s is exported_gap_s(world) is None
+
+
+def test_workers_with_the_scheduler_of_vllm_have_no_longest_gap(new_world):
+    world = new_world(steps=StepsConfig(scheduler="vllm")).pair()
+    assert world.core.longest_gap_s is exported_gap_s(world) is None
