@@ -26,7 +26,7 @@ from baton.v1 import cluster_pb2, common_pb2
 
 NUM_TENANTS = 100
 PROMPT_TOKENS, OUTPUT_TOKENS = 256, 128
-# Largest number of requests per worker. All decode workers are full, so other requests wait.
+# Largest number of requests per worker. All workers are full of decodes, so other requests wait.
 MAX_PREFILLS, MAX_DECODES = 2, 8
 WARM_UP = 50
 
@@ -56,7 +56,7 @@ class Scheduling:
 
 
 def measure(num_workers: int, num_queued: int, num_decisions: int) -> Scheduling:
-    """Measures decisions; half of the workers prefill, the other half decodes."""
+    """Measures decisions in an elastic cell, whose workers all compute prompts and decode."""
     ends_us = _durations_us(_Cell(num_workers, 0), num_decisions)
     waited_us = _durations_us(_Cell(num_workers, num_queued), num_decisions)
     return Scheduling(
@@ -81,7 +81,7 @@ class _Cell:
     """A core with a queue of requests, and workers that answer only when the benchmark says so."""
 
     def __init__(self, num_workers: int, num_queued: int) -> None:
-        num_requests = num_queued + num_workers // 2 * MAX_DECODES
+        num_requests = num_queued + num_workers * MAX_DECODES
         lane = {"max_queued": num_requests + 1, "max_queue_s": 1e6}
         self._core = Core(
             replace(
@@ -94,31 +94,33 @@ class _Cell:
         )
         self._random = random.Random(f"{num_workers} {num_queued}")
         self._now = 0.0
-        self._prefills: deque[tuple[WorkerKey, cluster_pb2.RequestSpec]] = deque()
-        self._decodes: deque[tuple[WorkerKey, cluster_pb2.RequestSpec]] = deque()
+        # Prompts that are being computed, with what their worker does after the first token.
+        self._prompts: deque[tuple[WorkerKey, cluster_pb2.RequestSpec, bool]] = deque()
+        # Outputs that are being decoded, with the number of their tokens.
+        self._decodes: deque[tuple[WorkerKey, cluster_pb2.RequestSpec, int]] = deque()
         for number in range(num_requests):
             self._handle(self._submitted(number))
         for number in range(num_workers):
             role = common_pb2.ROLE_DECODE if number % 2 else common_pb2.ROLE_PREFILL
             self._handle(ev.WorkerAttached(hello(f"worker-{number}", role)))
-        self._answer_prefills()
+        self._answer_prompts()
 
     @property
     def num_queued(self) -> int:
         return self._core.num_queued(common_pb2.LANE_INTERACTIVE)
 
     def decide(self) -> float:
-        """Returns the CPU seconds of one event; the placed request's prefill is answered after."""
-        worker, spec = self._decodes.popleft()
+        """Returns the CPU seconds of one event; the placed request's prompt is answered after."""
+        worker, spec, num_known = self._decodes.popleft()
         finished = cluster_pb2.WorkerFinished(reason=common_pb2.FINISH_REASON_LENGTH)
-        delta = common_pb2.TokenDelta(offset=len(spec.known_token_ids), token_ids=[7])
+        delta = common_pb2.TokenDelta(offset=num_known, token_ids=[7])
         event = _step(worker, spec, delta, finished)
         num_waiting, began_at = self.num_queued, time.thread_time()
         effects = self._core.handle(event, self._now)
         duration_s = time.thread_time() - began_at
         assert self.num_queued == max(0, num_waiting - 1), "the next request was not placed"
         self._take(effects)
-        self._answer_prefills()
+        self._answer_prompts()
         return duration_s
 
     def _submitted(self, number: int) -> ev.Submitted:
@@ -134,11 +136,15 @@ class _Cell:
             )
         )
 
-    def _answer_prefills(self) -> None:
-        while self._prefills:
-            worker, spec = self._prefills.popleft()
+    def _answer_prompts(self) -> None:
+        while self._prompts:
+            worker, spec, goes_on = self._prompts.popleft()
             first = common_pb2.TokenDelta(token_ids=[7])
-            self._handle(_step(worker, spec, first, cluster_pb2.WorkerFinished()))
+            if goes_on:
+                self._decodes.append((worker, spec, 1))
+                self._handle(_step(worker, spec, first, None))
+            else:
+                self._handle(_step(worker, spec, first, cluster_pb2.WorkerFinished()))
 
     def _handle(self, event: ev.Event) -> None:
         self._now += 1e-6
@@ -149,16 +155,19 @@ class _Cell:
             if isinstance(effect, ev.SendCommand):
                 command = effect.command
                 if isinstance(command, cluster_pb2.PrefillCommand):
-                    self._prefills.append((effect.worker, command.spec))
+                    self._prompts.append((effect.worker, command.spec, False))
                 elif isinstance(command, cluster_pb2.DecodeCommand):
-                    self._decodes.append((effect.worker, command.spec))
+                    if num_known := len(command.spec.known_token_ids):
+                        self._decodes.append((effect.worker, command.spec, num_known))
+                    else:
+                        self._prompts.append((effect.worker, command.spec, True))
 
 
 def _step(
     worker: WorkerKey,
     spec: cluster_pb2.RequestSpec,
     delta: common_pb2.TokenDelta,
-    finished: cluster_pb2.WorkerFinished,
+    finished: cluster_pb2.WorkerFinished | None,
 ) -> ev.WorkerStep:
     output = cluster_pb2.RequestOutput(
         request_id=spec.request_id, attempt=spec.attempt, delta=delta, finished=finished

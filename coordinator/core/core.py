@@ -304,6 +304,13 @@ class Core:
         return to_message(self.placers.step_targets)
 
     @property
+    def longest_gap_s(self) -> float | None:
+        """Longest gap that the workers keep; None: no ITL target, or vLLM's scheduler."""
+        targets = self.placers.step_targets
+        is_kept = targets.itl_s is not None and self._config.steps.scheduler == "baton"
+        return targets.longest_gap_s if is_kept else None
+
+    @property
     def gap_reason(self) -> str:
         """Why the longest gap of the step targets is as it is, for people."""
         return self._steps.gap_reason

@@ -113,8 +113,9 @@ class ScalingCalls:
         ]
         core = self._shell.core
         for one in found:
-            if one.lane == common_pb2.LANE_INTERACTIVE and one.itl_ms:
-                one.longest_gap_ms = round(core.placers.step_targets.longest_gap_s * 1e3, 3)
+            longest_gap_s = core.longest_gap_s
+            if one.lane == common_pb2.LANE_INTERACTIVE and longest_gap_s is not None:
+                one.longest_gap_ms = round(longest_gap_s * 1e3, 3)
                 one.longest_gap_reason = core.gap_reason
         return found
 

@@ -253,9 +253,8 @@ class CoreCollector(Collector):
             for signal, target_s in (("ttft", target.ttft_s), ("itl", target.itl_s)):
                 if target_s is not None:
                     targets.add_metric([lane, signal], target_s)
-        steps = self._core.placers.step_targets
-        if steps.itl_s is not None and self._config.steps.scheduler == "baton":
-            targets.add_metric(["interactive", "gap"], steps.longest_gap_s)
+        if (longest_gap_s := self._core.longest_gap_s) is not None:
+            targets.add_metric(["interactive", "gap"], longest_gap_s)
         yield targets
         limit = GaugeMetricFamily(
             "baton_queue_limit", "Maximum number of waiting requests.", labels=["lane"]
