@@ -84,9 +84,11 @@ def test_a_step_takes_as_long_as_its_limit_or_has_the_least_tokens(
     fixed_s = MODEL.mixed_step_s(1, 0, num_streams, num_kv)
     share = 2.0 if math.isinf(decoding.limit_s) else 1.1
     alone_s = fixed_s - MODEL.prefill_per_token_s
-    limit_s = max(step_limit_s(targets, decoding, alone_s), share * fixed_s)
+    single_s = MODEL.decode_step_s(1, 0)
+    limit_s = max(step_limit_s(targets, decoding, alone_s, single_s), share * fixed_s)
     if not num_streams and any(not one.lane for one in found):
-        limit_s = max(limit_s, min(FIXED_PARTS * fixed_s, PROMPT_STEPS * targets.prompt_step_s))
+        parts = FIXED_PARTS if len(found) > 1 else math.inf
+        limit_s = max(limit_s, min(parts * fixed_s, PROMPT_STEPS * targets.prompt_step_s))
     assert predicted_s <= limit_s + least_s
 
 
@@ -109,10 +111,11 @@ def test_the_oldest_running_prompt_of_the_first_lane_always_gets_tokens(
     [
         (Prompt(0, 10_000, 0, 0.0, running=False, due_in_s=30.0), FIXED_PARTS * 0.02),
         (Prompt(0, 10_000, 0, 0.0, running=False), FIXED_PARTS * 0.02),
+        (Prompt(0, 10_000, 0, 0.0, running=False, due_in_s=1.9), PROMPT_STEPS * 0.2),
         (Prompt(0, 10_000, 0, 9.0, running=False, due_in_s=0.1), 0.2),
         (Prompt(0, 10_000, 1, 0.0, running=False), 0.2),
     ],
-    ids=["in time", "without a TTFT target", "late", "batch"],
+    ids=["in time", "without a TTFT target", "hardly in time", "late", "batch"],
 )
 def test_without_streams_only_prompts_in_time_make_steps_longer(
     prompt: Prompt, longest_s: float
@@ -121,6 +124,13 @@ def test_without_streams_only_prompts_in_time_make_steps_longer(
     slow = LatencyModel(0.02, 1e-4, 0.0, 0.02, 5e-5, 2e-7)
     (tokens,) = prompt_tokens(slow, TARGETS, Streams(0, 0), [prompt], 100_000)
     assert slow.mixed_step_s(tokens, 0, 0, 0) == pytest.approx(longest_s, abs=1e-3)
+
+
+def test_a_prompt_that_is_hardly_in_time_makes_no_longer_steps_beside_another() -> None:
+    slow = LatencyModel(0.02, 1e-4, 0.0, 0.02, 5e-5, 2e-7)
+    hardly = Prompt(0, 10_000, 0, 0.0, running=False, due_in_s=1.9)
+    grants = prompt_tokens(slow, TARGETS, Streams(0, 0), [hardly, hardly], 100_000)
+    assert slow.mixed_step_s(sum(grants), 0, 0, 0) == pytest.approx(FIXED_PARTS * 0.02, abs=1e-3)
 
 
 def test_a_late_prompt_fills_only_the_shorter_limit_behind_one_in_time() -> None:
