@@ -94,10 +94,10 @@ class _Cell:
         )
         self._random = random.Random(f"{num_workers} {num_queued}")
         self._now = 0.0
-        # Prompts that are being computed, with what their worker does after the first token.
+        # Prompts that are being computed, and whether their worker decodes the output too.
         self._prompts: deque[tuple[WorkerKey, cluster_pb2.RequestSpec, bool]] = deque()
-        # Outputs that are being decoded, with the number of their tokens.
-        self._decodes: deque[tuple[WorkerKey, cluster_pb2.RequestSpec, int]] = deque()
+        # Outputs that are being decoded; each has its first token.
+        self._decodes: deque[tuple[WorkerKey, cluster_pb2.RequestSpec]] = deque()
         for number in range(num_requests):
             self._handle(self._submitted(number))
         for number in range(num_workers):
@@ -111,9 +111,9 @@ class _Cell:
 
     def decide(self) -> float:
         """Returns the CPU seconds of one event; the placed request's prompt is answered after."""
-        worker, spec, num_known = self._decodes.popleft()
+        worker, spec = self._decodes.popleft()
         finished = cluster_pb2.WorkerFinished(reason=common_pb2.FINISH_REASON_LENGTH)
-        delta = common_pb2.TokenDelta(offset=num_known, token_ids=[7])
+        delta = common_pb2.TokenDelta(offset=1, token_ids=[7])
         event = _step(worker, spec, delta, finished)
         num_waiting, began_at = self.num_queued, time.thread_time()
         effects = self._core.handle(event, self._now)
@@ -140,11 +140,10 @@ class _Cell:
         while self._prompts:
             worker, spec, goes_on = self._prompts.popleft()
             first = common_pb2.TokenDelta(token_ids=[7])
+            finished = None if goes_on else cluster_pb2.WorkerFinished()
             if goes_on:
-                self._decodes.append((worker, spec, 1))
-                self._handle(_step(worker, spec, first, None))
-            else:
-                self._handle(_step(worker, spec, first, cluster_pb2.WorkerFinished()))
+                self._decodes.append((worker, spec))
+            self._handle(_step(worker, spec, first, finished))
 
     def _handle(self, event: ev.Event) -> None:
         self._now += 1e-6
@@ -157,8 +156,8 @@ class _Cell:
                 if isinstance(command, cluster_pb2.PrefillCommand):
                     self._prompts.append((effect.worker, command.spec, False))
                 elif isinstance(command, cluster_pb2.DecodeCommand):
-                    if num_known := len(command.spec.known_token_ids):
-                        self._decodes.append((effect.worker, command.spec, num_known))
+                    if command.spec.known_token_ids:
+                        self._decodes.append((effect.worker, command.spec))
                     else:
                         self._prompts.append((effect.worker, command.spec, True))
 

@@ -306,9 +306,7 @@ class Core:
     @property
     def longest_gap_s(self) -> float | None:
         """Longest gap that the workers keep; None: no ITL target, or vLLM's scheduler."""
-        targets = self.placers.step_targets
-        is_kept = targets.itl_s is not None and self._config.steps.scheduler == "baton"
-        return targets.longest_gap_s if is_kept else None
+        return self._steps.longest_gap_s
 
     @property
     def gap_reason(self) -> str:

@@ -112,8 +112,8 @@ class ScalingCalls:
             if (name := lane_name(lane)) in known
         ]
         core = self._shell.core
+        longest_gap_s = core.longest_gap_s
         for one in found:
-            longest_gap_s = core.longest_gap_s
             if one.lane == common_pb2.LANE_INTERACTIVE and longest_gap_s is not None:
                 one.longest_gap_ms = round(longest_gap_s * 1e3, 3)
                 one.longest_gap_reason = core.gap_reason
