@@ -344,7 +344,8 @@ def prompt_tokens(
     in_time_s = prompts_s
     if not streams.num_streams:
         longest_s = _PROMPT_STEPS * targets.prompt_step_s
-        if len(prompts) > 1 or prompts[0].due_in_s > _HURRY * _left_s(prompts[0], model):
+        hurries = len(prompts) == 1 and prompts[0].due_in_s <= _HURRY * _left_s(prompts[0], model)
+        if not hurries:
             longest_s = min(longest_s, _FIXED_PARTS * fixed_s)
         in_time_s = max(prompts_s, longest_s - fixed_s)
 
