@@ -82,6 +82,10 @@ async def wait_until(
 ) -> WatchEvent:
     """Waits for an event that fulfils a condition, and returns that event.
 
+    The wait continues over a new connection if one breaks, for example because the coordinator was
+    too busy to answer a keepalive ping. It ends with an error if the new connection cannot be
+    opened, or breaks before an event arrives.
+
     Args:
         admin: Client of the coordinator.
         done: The condition.
@@ -98,12 +102,21 @@ async def wait_until(
     from baton.runtime.errors import DeadlineExceeded
 
     try:
-        async with asyncio.timeout(wait_s), contextlib.aclosing(admin.watch(_INTERVAL_S)) as events:
-            async for event in events:
-                if done(event):
-                    return event
-            message = f"the coordinator at {admin.address} ended the event stream"
-            raise errors.make(code_pb2.UNAVAILABLE, message)
+        async with asyncio.timeout(wait_s):
+            while True:
+                has_event = False
+                try:
+                    async with contextlib.aclosing(admin.watch(_INTERVAL_S)) as events:
+                        async for event in events:
+                            has_event = True
+                            if done(event):
+                                return event
+                except errors.ConnectionLostError:
+                    if not has_event:
+                        raise
+                else:
+                    message = f"the coordinator at {admin.address} ended the event stream"
+                    raise errors.make(code_pb2.UNAVAILABLE, message)
     except TimeoutError:
         message = f"{what} after {wait_s:g} s; the coordinator continues the change"
         raise DeadlineExceeded(message) from None

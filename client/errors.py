@@ -9,7 +9,8 @@ RemoteError (runtime/errors.py: code, details(), reason, retry_after_s)
 ├── UnauthenticatedError
 ├── ResourceExhaustedError   overload: `reason` names the limit, `retry_after_s` when to retry
 ├── UnavailableError         coordinator unreachable, or no worker can serve: retry with backoff
-│   └── UnreachableError     no connection could be opened: nothing was sent
+│   ├── UnreachableError     no connection could be opened: nothing was sent
+│   └── ConnectionLostError  the connection broke during the call
 ├── DeadlineExceededError
 ├── AbortedError
 ├── RequestCancelledError
@@ -74,6 +75,10 @@ class UnavailableError(RemoteError):
 
 
 class UnreachableError(UnavailableError):
+    pass
+
+
+class ConnectionLostError(UnavailableError):
     pass
 
 
@@ -160,7 +165,8 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> RemoteError:
     if found.code == code_pb2.UNAVAILABLE and (reason := errors.connection_failure(str(found))):
         return _unreachable(address, reason)
     if found.code == code_pb2.UNAVAILABLE and str(found).startswith(_LOST):
-        return make(found.code, f"the coordinator at {address} is lost: {found}")
+        message = f"the coordinator at {address} is lost: {found}"
+        return ConnectionLostError(code_pb2.UNAVAILABLE, message, found.details())
     if found.code == code_pb2.RESOURCE_EXHAUSTED and str(found).startswith(_FULL):
         message = f"the coordinator at {address} has as many calls as it takes (security.max_calls)"
         return from_baton(

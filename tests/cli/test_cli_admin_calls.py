@@ -13,6 +13,7 @@ import grpc
 import pytest
 import typer
 from google.protobuf.timestamp_pb2 import Timestamp
+from tcp_relay import Relay
 
 from baton.cli import cache, pool_sizes, rollout, watch
 from baton.cli.admin_calls import call_admin
@@ -584,6 +585,40 @@ def test_promote_fails_when_the_coordinator_ends_during_the_wait(serve):
     with pytest.raises(errors.UnavailableError, match=match):
         promote(f"{serve(service)},{serve(other := Rolling(RUNNING))}")
     assert (service.num_promotions, other.num_promotions) == (1, 0)
+
+
+async def test_a_wait_continues_over_a_new_connection():
+    """The first connection breaks after an event has arrived."""
+    address, stop = await serving(Sizing(["d0"]))
+    try:
+        async with Relay(address) as relay, AdminClient(relay.address) as admin:
+
+            def is_reconnected(event):
+                if relay.num_connections == 1:
+                    relay.cut()
+                    return False
+                return True
+
+            event = await watch.wait_until(admin, is_reconnected, HANG_S, "nothing happened")
+            assert [worker.worker_id for worker in event.workers] == ["d0"]
+            assert relay.num_connections == 2
+    finally:
+        await stop()
+
+
+async def test_a_wait_fails_when_every_connection_breaks():
+    class Breaking(Sizing):
+        async def Watch(self, request, context):
+            relay.cut()
+            yield admin_pb2.WatchEvent()
+
+    address, stop = await serving(Breaking())
+    try:
+        async with Relay(address) as relay, AdminClient(relay.address) as admin:
+            with pytest.raises(errors.UnavailableError, match=r"is lost: .*; d0 has not left yet"):
+                await watch.wait_until(admin, bool, HANG_S, "d0 has not left")
+    finally:
+        await stop()
 
 
 def test_promote_wait_is_refused_if_the_coordinator_sends_no_rollouts(serve):

@@ -1,11 +1,11 @@
 """Callers with invalid keys cost the coordinator only a few queries of the gateway."""
 
 import asyncio
-import contextlib
 
 import httpx
 import pytest
 from http_gateway import gateway
+from tcp_relay import Relay
 
 from baton.client import AdminClient, BatonClient
 from baton.client.errors import UnauthenticatedError
@@ -16,47 +16,6 @@ from baton.gateway.error_responses import HttpError
 # Longest wait for an event that must happen; long enough for a busy machine.
 WAIT_S = 120.0
 NUM_STRANGERS = 60
-
-
-class Relay:
-    """Relays bytes to a coordinator and counts the connections to it."""
-
-    def __init__(self, target: str) -> None:
-        self._target = target.rsplit(":", 1)
-        self._tasks: set[asyncio.Task] = set()
-        self._writers: list[asyncio.StreamWriter] = []
-        self.num_connections = 0
-
-    async def __aenter__(self):
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        host, port = self._server.sockets[0].getsockname()
-        self.address = f"{host}:{port}"
-        return self
-
-    async def __aexit__(self, *_):
-        self._server.close()
-        for writer in self._writers:
-            writer.close()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _accept(self, reader, writer):
-        self.num_connections += 1
-        self._tasks.add(asyncio.current_task())
-        there, back = await asyncio.open_connection(*self._target)
-        self._writers += writer, back
-        try:
-            await asyncio.gather(self._pass(reader, back), self._pass(there, writer))
-        finally:
-            writer.close()
-            back.close()
-
-    @staticmethod
-    async def _pass(reader, writer):
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(65536):
-                writer.write(data)
-                await writer.drain()
-            writer.close()
 
 
 @pytest.fixture
