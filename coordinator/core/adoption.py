@@ -367,4 +367,4 @@ class Adoption:
         if len(self._over) > _MAX_OVER:
             self._over.popitem(last=False)
         command = cluster_pb2.CancelCommand(request_id=key, attempt=orphan.attempt)
-        self._lifecycle.out.append(ev.SendCommand(orphan.worker, command))
+        self._lifecycle.effects.add(ev.SendCommand(orphan.worker, command))

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from baton.coordinator.core.adoption import Adoption
 from baton.coordinator.core.dispatch import Dispatcher
+from baton.coordinator.core.effects import Effects
 from baton.coordinator.core.handoff_reports import HandoffReports
 from baton.coordinator.core.membership import Membership
 from baton.coordinator.core.outputs import apply_step
@@ -68,14 +69,14 @@ class Core:
         policy: Policy | None = None,
     ) -> None:
         self._config = config
-        self._timers = Timers()
+        self._timers, self._effects = Timers(), Effects()
         # Whether a waiting request may find a worker, so that a round of dispatching is due.
         self._may_dispatch = False
         self.fleets = Fleets(config.revision)
         self.workers = WorkerRegistry(config.model_name, self.fleets)
         self.latency = LatencyRegistry(config.latency)
         self.placers = Placers(config, self.workers, self.latency)
-        self._steps = StepControl(config, self.workers, self.placers, self._emit)
+        self._steps = StepControl(config, self.workers, self.placers, self._effects.add)
         traffic = Traffic(self.fleets)
         self._lifecycle = RequestLifecycle(
             config,
@@ -83,6 +84,7 @@ class Core:
             self.placers,
             traffic,
             self._timers,
+            self._effects,
             random_bytes,
             self._room_freed,
         )
@@ -94,7 +96,7 @@ class Core:
             self.observer(),
             self.stats,
             self._timers,
-            self._emit,
+            self._effects.add,
             policy,
         )
         self._recovery_timeout = RecoveryTimeout(config, self.scaler)
@@ -107,7 +109,7 @@ class Core:
             self._adoption,
             self.scaler,
             self._timers,
-            self._emit,
+            self._effects.add,
         )
         self.rollouts = Rollouts(
             traffic,
@@ -117,7 +119,7 @@ class Core:
             self.stats,
             self._timers,
             members.drain,
-            self._emit,
+            self._effects.add,
             config.max_request_s,
         )
         self._rollout_control = control = RolloutControl(
@@ -194,14 +196,11 @@ class Core:
         self._members.advance()
         if len(self.fleets) > 1:
             self._forget_unused_fleets()
-        return self._lifecycle.take_effects()
+        return self._effects.take()
 
     def next_deadline(self) -> float | None:
         """Returns when the next Tick is due, by `now`'s clock; None: no timer is set."""
         return self._timers.next()
-
-    def _emit(self, effect: ev.Effect) -> None:
-        self._lifecycle.out.append(effect)
 
     def _forget_unused_fleets(self) -> None:
         """Forgets fleets that have no worker and no request and take no part in a rollout."""
@@ -346,7 +345,7 @@ class Core:
         if resumes and submission.revision and not goes_on:
             fleet = self.fleets.named(submission.revision)
             if self.rollouts.is_gone(fleet):
-                self._emit(ev.SendFailed(submission.to, gone_error(fleet)))
+                self._effects.failed(submission, gone_error(fleet))
                 return
         request = self._lifecycle.admit(submission, now, goes_on=goes_on)
         if request is not None:

@@ -71,7 +71,7 @@ class _Step:
             request.text_chars += num_chars
             submission = request.submission
             if not deltas:
-                deltas = self.lifecycle.deltas()
+                deltas = self.lifecycle.effects.deltas()
             deltas.append((submission.to, encoded))
             # The same as `_served`, inlined to avoid a call.
             if request.last_token_at != last_at or submission.lane != lane:
@@ -116,7 +116,7 @@ class _Step:
         request.token_ids.extend(delta.token_ids)
         request.text_chars += len(delta.text)
         encoded = delta.SerializeToString()
-        self.lifecycle.deltas().append((request.submission.to, encoded))
+        self.lifecycle.effects.deltas().append((request.submission.to, encoded))
         if request.recent_deltas is not None:
             request.recent_deltas.add(encoded)
         if num_tokens:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from baton.coordinator.core.admission_check import AdmissionCheck, AdmissionResult
 from baton.coordinator.core.assignments import Assignments
 from baton.coordinator.core.commands import Commands
+from baton.coordinator.core.effects import Effects
 from baton.coordinator.core.endings import ended_request, outcome
 from baton.coordinator.core.fetches import Fetches
 from baton.coordinator.lanes.admission import Admission
@@ -27,7 +28,6 @@ from baton.coordinator.state.requests import (
     Request,
     RequestState,
     StateLimits,
-    StreamKey,
     Submission,
     WorkerKey,
 )
@@ -62,6 +62,7 @@ class RequestLifecycle:
         placers: Choose workers for requests and count the load on them.
         traffic: Chooses the fleet of a new request.
         timers: The core's timers; each request has one.
+        effects: Takes what clients and workers are told.
         random_bytes: Makes handoff ids; injected so that a simulation is reproducible.
         room_freed: See the attribute.
 
@@ -72,7 +73,7 @@ class RequestLifecycle:
         stats: Counters.
         fetches: Prefixes that workers send to the readers of requests.
         session_blocks: KV blocks of the latest sessions.
-        out: Effects of the event that is being handled; the core takes them.
+        effects: As given.
         room_freed: Called when a waiting request may find a worker now: a request has arrived or
             ended, or a worker can take more.
     """
@@ -84,11 +85,13 @@ class RequestLifecycle:
         placers: Placers,
         traffic: Traffic,
         timers: Timers,
+        effects: Effects,
         random_bytes: Callable[[int], bytes],
         room_freed: Callable[[], None],
     ) -> None:
         self._config, self._workers, self._timers = config, workers, timers
         self._placers, self._random_bytes = placers, random_bytes
+        self.effects = effects
         self._limits = {
             lane: StateLimits(
                 queued_s=lane_config(config.lanes, lane).max_queue_s,
@@ -100,27 +103,19 @@ class RequestLifecycle:
         self.lanes = Lanes(config.lanes, config.tenant_defaults, config.tenants)
         self.stats = CoreStats(config.targets)
         self._tail = TailSampler(config.tail_share, self.stats.recent)
-        self.out: list[ev.Effect] = []
-        # The list inside the last SendDeltas of `out`; empty: `out` has no SendDeltas yet.
-        self._deltas: list[tuple[StreamKey, bytes]] = []
         self.room_freed = room_freed
         self.admission = Admission(config, self.lanes, placers)
         self._admission_check = AdmissionCheck(
             self.requests, workers, placers, traffic, self.lanes, self.admission, self.stats
         )
         self._assignments = Assignments(workers, placers)
-        self._commands = Commands(config, workers, self._emit)
+        self._commands = Commands(config, workers, effects.add)
         self.fetches = Fetches(self._commands, placers, random_bytes)
         self.session_blocks = SessionBlocks()
 
     def worker(self, key: WorkerKey) -> Worker | None:
         """Returns the attached worker of a key, or None."""
         return self._workers.get(key)
-
-    def take_effects(self) -> list[ev.Effect]:
-        """Returns the effects since the last call."""
-        effects, self.out, self._deltas = self.out, [], []
-        return effects
 
     # ---- In
 
@@ -143,14 +138,14 @@ class RequestLifecycle:
         try:
             result = self._admission_check.check(submission, older, now, goes_on=goes_on)
         except errors.BatonError as error:
-            self.out.append(ev.SendFailed(submission.to, error))
+            self.effects.failed(submission, error)
             return None
         if older is not None:
             self._replace(older, now)
         request = self._new_request(submission, result, now)
         self.requests.add(request)
         self.stats.admitted(request, now)
-        self._accept(request)
+        self.effects.accepted(request)
         self._queue(request, now, result.num_tokens)
         self._set_timer(request)
         self.room_freed()
@@ -256,12 +251,6 @@ class RequestLifecycle:
         target_s = self.stats.itl_target_s(request.submission)
         return stalls(request, target_s, worker.slow_steps if worker is not None else ())
 
-    def deltas(self) -> list[tuple[StreamKey, bytes]]:
-        """Returns the list for encoded tokens; all tokens of one event are one effect."""
-        if not self._deltas:
-            self.out.append(ev.SendDeltas(self._deltas))
-        return self._deltas
-
     def charge(self, request: Request) -> None:
         """Charges the tenant for the tokens since the last charge and reserves KV room for more."""
         self._pay(request)
@@ -361,7 +350,7 @@ class RequestLifecycle:
         """
         self._advance(request, RequestState.FINISHED, now)
         budget = self._end(request, now, finish_reason=reason)
-        self._send_finished(request, reason, stop, budget)
+        self.effects.finished(request, reason, stop, budget)
 
     def cancel(self, request: Request, now: float, *, tell: bool = True) -> None:
         """Cancels a request in any state.
@@ -375,14 +364,14 @@ class RequestLifecycle:
         self._commands.cancel(request)
         budget = self._end(request, now, finish_reason=common_pb2.FINISH_REASON_CANCELLED)
         if tell:
-            self._send_finished(request, common_pb2.FINISH_REASON_CANCELLED, "", budget)
+            self.effects.finished(request, common_pb2.FINISH_REASON_CANCELLED, "", budget)
 
     def fail(self, request: Request, error: errors.BatonError, now: float) -> None:
         """Fails a request in any state and tells its client why."""
         self._advance(request, RequestState.FAILED, now)
         self._commands.cancel(request)
         self._end(request, now, error=error)
-        self.out.append(ev.SendFailed(request.submission.to, error))
+        self.effects.failed(request.submission, error)
 
     def expire(
         self, request: Request, error: Callable[[Request], errors.BatonError], now: float
@@ -488,9 +477,6 @@ class RequestLifecycle:
             hashes = self._placers.of(request.fleet).prompts.hashes_with_output(request)
             self.session_blocks.add(session, hashes)
 
-    def _emit(self, effect: ev.Effect) -> None:
-        self.out.append(effect)
-
     def _send_decode(self, request: Request, now: float) -> None:
         worker = self._workers.get(request.decode)
         assert worker is not None, "an attempt ends when its decode worker is removed"
@@ -531,29 +517,10 @@ class RequestLifecycle:
         record = ended_request(request, now, self.stats, self.stalls(request), finish_reason, error)
         kept = self._tail.reason(record, now)
         if kept or request.submission.traceparent:
-            self.out.append(ev.ExportTrace(record, request.submission.traceparent, kept))
+            self.effects.add(ev.ExportTrace(record, request.submission.traceparent, kept))
         self.requests.remember(request, record)
         self.stats.ended(request, record, outcome(record))
         return record.budget
-
-    def _send_finished(
-        self,
-        request: Request,
-        reason: common_pb2.FinishReason.ValueType,
-        stop: str,
-        budget: common_pb2.LatencyBudget,
-    ) -> None:
-        sources = request.prompt_sources
-        usage = common_pb2.Usage(
-            prompt_tokens=request.num_prompt_tokens,
-            completion_tokens=len(request.token_ids),
-            cached_prompt_tokens=sources.num_cached if sources is not None else 0,
-        )
-        self.out.append(
-            ev.SendFinished(
-                request.submission.to, reason, stop, usage, budget, tuple(request.prompt_logprobs)
-            )
-        )
 
     def _takes_over(self, older: Request, submission: Submission) -> bool:
         """Connects a resuming client to the running output of its request, if that is necessary.
@@ -570,8 +537,8 @@ class RequestLifecycle:
             return False
         self._tell_resumed(older)
         self.requests.redirect(older, submission.to)
-        self._accept(older)
-        self.deltas().extend((submission.to, encoded) for encoded in lacking)
+        self.effects.accepted(older)
+        self.effects.deltas().extend((submission.to, encoded) for encoded in lacking)
         # The worker knows the older deadline.
         older.deadline = min(older.deadline, self._deadline(submission))
         self._set_timer(older)
@@ -585,11 +552,7 @@ class RequestLifecycle:
     def _tell_resumed(self, older: Request) -> None:
         """Fails the older stream of a resumed request, so that its reader learns the reason."""
         what = f"request {older.id} was resumed over another connection and continues there"
-        self.out.append(ev.SendFailed(older.submission.to, errors.Aborted(what)))
-
-    def _accept(self, request: Request) -> None:
-        to, adapter = request.submission.to, request.submission.adapter
-        self.out.append(ev.SendAccepted(to, request.id, request.num_prompt_tokens, adapter))
+        self.effects.failed(older.submission, errors.Aborted(what))
 
     def _queue(self, request: Request, now: float, num_tokens: int = 0) -> None:
         work_s = self._placers.of(request.fleet).predictions.prefill_s(request)
