@@ -21,21 +21,15 @@ from typing import Protocol
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import WorkerKey
 from baton.load.gap_histogram import GapHistogram
-from baton.runtime.block_hashes import block_hashes, root_of
 from baton.runtime.latency import PrefillChunk
 from baton.runtime.request_targets import due_in_s, own_itl_s
-from baton.runtime.step_budget import (
-    Prompt,
-    StepTargets,
-    StreamPace,
-    Streams,
-    prompt_order,
-    prompt_tokens,
-)
+from baton.runtime.step_budget import StepTargets, StreamPace, Streams
 from baton.runtime.step_messages import from_message
 from baton.simulator.fetches import Fetches
 from baton.simulator.kv_room import num_blocks, num_steps_that_fit
-from baton.simulator.parts import PrefixCache, Run, Shape, SimulatedRequest
+from baton.simulator.parts import Run, Shape, SimulatedRequest
+from baton.simulator.prompt_turns import in_order, within_targets
+from baton.simulator.worker_caches import WorkerCaches
 from baton.v1 import cluster_pb2, common_pb2
 
 _TOKEN = 7
@@ -88,16 +82,10 @@ class Engine:
         self._awaiting_first_output: list[SimulatedRequest] = []
         self.fetches = Fetches(self)
         self._samples: deque[cluster_pb2.StepSample] = deque(maxlen=_SAMPLES)
-        # Tokens loaded from host memory since the last report.
-        self._num_loaded = 0
         self._sampled_at = 0.0
-        self._cache = self._host_cache = None
-        if shape.prefix_caching:
-            self._cache = PrefixCache(shape.kv_tokens, shape.block_size_tokens)
-        if shape.host_kv_tokens:
-            self._host_cache = PrefixCache(
-                shape.host_kv_tokens, shape.block_size_tokens, cluster_pb2.CACHE_TIER_HOST
-            )
+        self._caches = WorkerCaches(
+            shape, lambda changes: host.send(self, ev.WorkerCache(key, changes))
+        )
 
     # ---- Commands of the coordinator.
 
@@ -134,13 +122,6 @@ class Engine:
         num_known = len(spec.known_token_ids)
         num_prompt = len(spec.prompt_token_ids)
         total = num_prompt + num_known
-        hashes: Sequence[int] = ()
-        if self._cache is not None:
-            hashes = block_hashes(
-                spec.prompt_token_ids,
-                shape.block_size_tokens,
-                root_of(spec.adapter, spec.cache_salt),
-            )
         num_uncomputed = num_known or 1 if is_handoff else total
         request = SimulatedRequest(
             request_id=spec.request_id,
@@ -154,7 +135,7 @@ class Engine:
             num_outputs_left=1 if prefill_only else max(1, spec.sampling.max_tokens - num_known),
             offset=num_known,
             num_prompt_tokens=num_prompt,
-            hashes=hashes,
+            hashes=self._caches.hashes(spec),
             is_handoff=is_handoff,
             sends=_sends(command),
             # The first token was made elsewhere. Its report to the coordinator and this command
@@ -177,7 +158,7 @@ class Engine:
 
     def load(self, request: SimulatedRequest) -> None:
         """Takes what the prefix cache and host memory hold of a prompt before it runs."""
-        self._take_held(request)
+        self._caches.take_held(request)
         lacks = request.sends is not None and request.num_uncomputed > 1
         if lacks and not self.fetches.shorten(request):
             # Another worker wants a prefix that is not here any more.
@@ -185,33 +166,8 @@ class Engine:
             self.fetches.refuse(request)
             return
         # Like vLLM's, the load runs beside the steps of other requests.
-        wait_s = self._host_load_s(request.num_host)
+        wait_s = self._caches.load_s(request.num_host)
         self.host.at(self.host.now + wait_s, self._arrive, request)
-
-    def _host_load_s(self, num_tokens: int) -> float:
-        """Returns the seconds that a load from host memory takes, and counts the load."""
-        self._num_loaded += num_tokens
-        return self.shape.host_load_s(num_tokens)
-
-    def _take_held(self, request: SimulatedRequest) -> None:
-        """Counts what the prefix cache and host memory hold of a prompt as computed."""
-        request.num_cached, request.num_host = self._held(request.hashes, request.num_tokens)
-        request.num_fetched = 0
-        request.num_computed = request.num_held
-        request.num_uncomputed = request.num_tokens - request.num_held
-
-    def _held(self, hashes: Sequence[int], num_tokens: int) -> tuple[int, int]:
-        """Returns the prompt tokens in the prefix cache, and those behind them in host memory.
-
-        The last of `num_tokens` tokens is always computed.
-        """
-        if self._cache is None:
-            return 0, 0
-        num_cached = min(self._cache.num_cached(hashes), num_tokens - 1)
-        if self._host_cache is None:
-            return num_cached, 0
-        num_host = self._host_cache.num_cached(hashes, num_cached)
-        return num_cached, min(num_host, num_tokens - 1 - num_cached)
 
     # ---- Owner of its fetches.
 
@@ -231,7 +187,7 @@ class Engine:
         self, request: SimulatedRequest, plan: cluster_pb2.FetchPlan, num_tokens: int
     ) -> None:
         """Takes a fetched prefix into the prefix cache; the request then waits for a step."""
-        num_cached, num_host = self._held(request.hashes, request.num_tokens)
+        num_cached, num_host = self._caches.held(request)
         # Left-out tokens that the device lacks are loaded from host memory meanwhile.
         num_host = min(num_host, max(0, plan.skip_tokens - num_cached)) if plan.host_tokens else 0
         if not plan.skip_tokens <= num_cached + num_host < num_tokens:
@@ -239,10 +195,9 @@ class Engine:
             return
         request.num_cached, request.num_host = num_cached, num_host
         request.num_fetched = num_tokens - num_cached - num_host
-        request.num_computed = request.num_held
-        request.num_uncomputed = request.num_tokens - request.num_held
-        self._cache_blocks(request)
-        loaded_at = request.arrived_at + self._host_load_s(num_host)
+        request.use_held()
+        self._caches.keep(request)
+        loaded_at = request.arrived_at + self._caches.load_s(num_host)
         self.host.at(max(self.host.now, loaded_at), self._arrive, request)
 
     def fetches_at(self, address: str) -> Fetches | None:
@@ -301,14 +256,14 @@ class Engine:
         for request in [one for one in self._prefilling if one.ended]:
             self._prefilling.remove(request)
             self._kv_prefilling -= request.num_tokens
-            self._cache_blocks(request)
+            self._caches.keep(request)
         for request in [one for one in self._decoding if one.ended]:
             self._remove_decode(request)
 
     def _remove_decode(self, request: SimulatedRequest) -> None:
         del self._decoding[request]
         self._kv_decoding -= request.num_tokens + self._step - request.joined_at_step
-        self._cache_blocks(request)
+        self._caches.keep(request)
 
     def _admit(self) -> float:
         """Adds waiting requests to the batch; returns how many seconds handoffs stall the step."""
@@ -368,7 +323,7 @@ class Engine:
         last_at = self.host.now if math.isnan(request.last_at) else request.last_at
         request.pace = StreamPace(last_at, 0, request.itl_s)
         if request.is_handoff and not request.first_sent:
-            self._cache_blocks(request)
+            self._caches.keep(request)
         self._decoding[request] = None
         self._kv_decoding += request.num_tokens
         heapq.heappush(
@@ -420,7 +375,7 @@ class Engine:
             if self._prefilling:
                 request = self._prefilling.pop()
                 self._kv_prefilling -= request.num_tokens
-                self._cache_blocks(request)
+                self._caches.keep(request)
                 self._compute_again(request)
             else:
                 self._preempt_decode(next(reversed(self._decoding)))
@@ -444,7 +399,7 @@ class Engine:
 
     def _compute_again(self, request: SimulatedRequest) -> None:
         """Lets a preempted request wait for room; then its KV cache is computed again."""
-        self._take_held(request)
+        self._caches.take_held(request)
         self._swapped.appendleft(request)
 
     def _run_over(self, version: int) -> None:
@@ -556,7 +511,11 @@ class Engine:
     def _mixed_step(self, stall_s: float) -> None:
         shape, batch = self.shape, len(self._decoding)
         targets = self._step_targets
-        work = self._in_turn(batch) if targets is None else self._within(targets, batch)
+        if targets is None:
+            work = in_order(self._prefilling, shape, batch)
+        else:
+            streams = Streams.of(batch, self._kv_decoding, self._paces(targets), targets)
+            work = within_targets(self._prefilling, shape, targets, streams, batch, self.host.now)
         chunks = [
             PrefillChunk(request.num_computed - request.num_held, count) for request, count in work
         ]
@@ -569,51 +528,6 @@ class Engine:
             duration_us=round(took_s * 1e6),
         )
         self.host.at(self.host.now + took_s, self._mixed_over, work, sample, took_s)
-
-    def _in_turn(self, batch: int) -> list[tuple[SimulatedRequest, int]]:
-        """Returns the next step's prompt tokens: first come, first served."""
-        budget = max(1, self.shape.max_num_batched_tokens - batch)
-        work: list[tuple[SimulatedRequest, int]] = []
-        for request in self._prefilling:
-            count = min(request.num_uncomputed, budget)
-            if count < request.num_uncomputed and not self.shape.chunked:
-                if work:
-                    break
-                count = request.num_uncomputed
-            if count <= 0:
-                break
-            budget -= count
-            work.append((request, count))
-        return work
-
-    def _within(self, targets: StepTargets, batch: int) -> list[tuple[SimulatedRequest, int]]:
-        """Returns the next step's prompt tokens: as many as the targets allow."""
-        model, now = self.shape.model, self.host.now
-        prompts = [
-            Prompt(
-                num_done=one.num_computed - one.num_held,
-                num_left=one.num_uncomputed,
-                priority=one.priority,
-                waited_s=now - one.arrived_at,
-                running=one.num_computed > one.num_held,
-                due_in_s=one.due_at - now,
-            )
-            for one in self._prefilling
-        ]
-        order = sorted(range(len(prompts)), key=lambda index: prompt_order(prompts[index], model))
-        counts = prompt_tokens(
-            model,
-            targets,
-            Streams.of(batch, self._kv_decoding, self._paces(targets), targets),
-            [prompts[index] for index in order],
-            # A batch that fills the step still leaves room for one prompt token.
-            max(self.shape.max_num_batched_tokens, batch + 1),
-        )
-        return [
-            (self._prefilling[index], count)
-            for index, count in zip(order, counts, strict=True)
-            if count
-        ]
 
     def _paces(self, targets: StepTargets) -> Iterator[StreamPace]:
         """Yields how the decoding requests compare with their ITL targets; batch has none."""
@@ -653,7 +567,7 @@ class Engine:
         request.last_at = self.host.now
         request.num_sent = 0
         output = self._output(request, 1)
-        self._cache_blocks(request)
+        self._caches.keep(request)
         request.num_outputs_left -= 1
         request.num_tokens += 1
         if request.num_outputs_left:
@@ -665,14 +579,6 @@ class Engine:
         request.ended = True
         self._requests.pop(request.key, None)
         return output
-
-    def _cache_blocks(self, request: SimulatedRequest) -> None:
-        """Puts the computed blocks of a request into the prefix cache and into host memory."""
-        for cache in (self._cache, self._host_cache):
-            if cache is not None:
-                changes = cache.keep(request.hashes, request.num_computed)
-                if changes is not None:
-                    self.host.send(self, ev.WorkerCache(self.key, changes))
 
     # ---- Reports.
 
@@ -686,11 +592,6 @@ class Engine:
             self._kv_decoding += done * len(self._decoding)
             self._record(self._run, done)
             self._kv_decoding -= done * len(self._decoding)
-        num_loaded, self._num_loaded = self._num_loaded, 0
-        loads = cluster_pb2.TierLoads(
-            num_bytes=round(num_loaded * self.shape.kv_bytes_per_token),
-            duration_us=round(self.shape.host_load_s(num_loaded) * 1e6),
-        )
         samples = list(self._samples)
         self._samples.clear()
         self._sampled_at = self.host.now
@@ -701,7 +602,7 @@ class Engine:
             kv_tokens_used=held,
             kv_tokens_total=self.shape.kv_tokens,
             steps=samples,
-            host_loads=loads,
+            host_loads=self._caches.take_loads(),
         )
 
 

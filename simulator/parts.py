@@ -139,6 +139,11 @@ class SimulatedRequest:
         """Prompt tokens that were not computed here, apart from those of a handoff."""
         return self.num_cached + self.num_host + self.num_fetched
 
+    def use_held(self) -> None:
+        """Counts the held prompt tokens as computed, and all others as still to compute."""
+        self.num_computed = self.num_held
+        self.num_uncomputed = self.num_tokens - self.num_held
+
 
 @dataclass(slots=True)
 class Run:
