@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from random_engine import RandomEngine, as_scheduled, engine_with
+from driven_engine import DrivenEngine, as_scheduled, engine_with
 from small_engine import LAYOUT, SHARDS, SIZE, TOKEN_BYTES
 
 from baton.kvtransfer.connector import scheduler_half
@@ -19,7 +19,7 @@ def test_a_loaded_handoff_is_released_even_if_its_request_ends_in_that_step():
     assert not engine.running
     engine.run_step()
     assert engine.service.receiver.num_live == 0
-    engine.teardown()
+    engine.end_all()
 
 
 def test_a_loaded_handoff_is_released_by_a_step_that_was_scheduled_before():
@@ -38,7 +38,7 @@ def test_a_loaded_handoff_is_released_by_a_step_that_was_scheduled_before():
     assert engine.service.receiver.num_live == 1
     engine.take_output([], engine.work([], last, []))
     assert engine.service.receiver.num_live == 0
-    engine.teardown()
+    engine.end_all()
 
 
 @pytest.mark.parametrize("count", [0, 10])
@@ -56,7 +56,7 @@ def test_a_handoff_without_a_commit_in_time_fails(monkeypatch, count):
     assert engine.running == [coming.request]
     (ended,) = service.receiver.known()
     assert (ended.state, ended.reason) == (ReceiveState.FAILED, pb.REFUSAL_REASON_EXPIRED)
-    engine.teardown()
+    engine.end_all()
 
 
 @pytest.mark.parametrize("count", [0, 10, 1000])
@@ -69,7 +69,7 @@ def test_a_handoff_whose_request_ends_before_it_is_loaded_is_cancelled(count):
     engine.run_step()
     (ended,) = engine.service.receiver.known()
     assert (ended.state, ended.reason) == (ReceiveState.FAILED, pb.REFUSAL_REASON_CANCELLED)
-    engine.teardown()
+    engine.end_all()
 
 
 @pytest.mark.parametrize(
@@ -84,9 +84,8 @@ def test_a_handoff_whose_request_ends_before_it_is_loaded_is_cancelled(count):
 def test_a_handoff_that_a_rank_does_not_load_fails_with_the_reason(
     monkeypatch, how, reason, verifies_late
 ):
-    engine = RandomEngine()
-    engine.starts(is_calm=False, verifies_late=verifies_late)
-    engine.begin_one(20, 1, 0)
+    engine = DrivenEngine(is_calm=False, verifies_late=verifies_late)
+    engine.begin(20, 1, 0)
     (coming,) = engine.coming
     if how == "another prompt":
         coming.messages = engine.sent(coming.handoff_id, [1] * 17, 0, None)
@@ -94,7 +93,7 @@ def test_a_handoff_that_a_rank_does_not_load_fails_with_the_reason(
     engine.submit(coming)
     if how == "altered":
         # The bytes of the last rank; the loads of the other ranks are fine.
-        engine.staging_is_altered(LAYOUT.handoff_bytes(5) // TOKEN_BYTES - SIZE)
+        engine.alter_staging(LAYOUT.handoff_bytes(5) // TOKEN_BYTES - SIZE)
     if how == "no answer":
         claim = engine.service.claim
         last = SHARDS - 1
@@ -108,4 +107,4 @@ def test_a_handoff_that_a_rank_does_not_load_fails_with_the_reason(
     assert not engine.running
     (ended,) = engine.service.receiver.known()
     assert (ended.state, ended.reason) == (ReceiveState.FAILED, reason)
-    engine.teardown()
+    engine.end_all()

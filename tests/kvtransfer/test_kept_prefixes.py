@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from random_engine import RandomEngine, as_scheduled
+from driven_engine import DrivenEngine, as_scheduled
 from small_engine import NUM_BLOCKS, SIZE
 
 from baton.kvtransfer.connector import scheduler_half
@@ -17,14 +17,13 @@ def num_held(engine):
 
 def waiting_engine(num_cached, *skips):
     """An engine that has cached blocks, and requests whose fetches leave out some of them."""
-    engine = RandomEngine()
-    engine.starts(is_calm=True)
+    engine = DrivenEngine(is_calm=True)
     request = engine.submit_plain([3] * (num_cached * SIZE) + [9])
     while request in [*engine.waiting, *engine.running]:
         engine.run_step()
     assert not num_held(engine)
     for skip in skips:
-        engine.begin_fetch_one(4, 3, skip)
+        engine.begin_fetch(4, 3, skip)
         engine.submit(engine.coming[-1])
     return engine
 
@@ -48,7 +47,7 @@ def test_a_fetch_is_loaded_behind_blocks_that_would_have_been_evicted():
     engine.run_step()
     (ended,) = engine.service.receiver.known()
     assert ended.state is ReceiveState.RELEASED
-    engine.teardown()
+    engine.end_all()
 
 
 @pytest.mark.parametrize("way", ["aborted", "dropped", "too late"])
@@ -68,7 +67,7 @@ def test_blocks_are_let_go_when_the_fetch_does_not_come(monkeypatch, way):
         engine.run_step()
     assert not num_held(engine)
     monkeypatch.undo()
-    engine.teardown()
+    engine.end_all()
 
 
 def test_only_a_part_of_the_cache_is_kept():
@@ -79,10 +78,10 @@ def test_only_a_part_of_the_cache_is_kept():
     engine.half.step(as_scheduled([]))
     assert num_held(engine) == 3
     engine.half.finish_step()
-    engine.teardown()
+    engine.end_all()
 
 
 def test_nothing_is_kept_of_a_prefix_with_a_missing_block():
     engine = waiting_engine(1, 2)
     assert not num_held(engine)
-    engine.teardown()
+    engine.end_all()

@@ -10,15 +10,16 @@ held.
 import os
 
 import pytest
-from hypothesis import settings
-from random_engine import (
+from driven_engine import (
     BLOCK_BYTES,
     FAULTS,
-    RandomEngine,
+    DrivenEngine,
     as_scheduled,
     engine_with,
     num_uncommitted,
 )
+from hypothesis import settings
+from random_engine import RandomEngine
 from small_engine import LAYERS, LAYOUT, SIZE
 
 from baton.kvtransfer.connector.handoff_step import LoadReport
@@ -40,7 +41,7 @@ def test_a_request_waits_without_blocks_and_loads_its_handoff_when_it_runs(lengt
     engine.deliver(coming, 1000)
     engine.run_step()
     assert engine.running == [coming.request]
-    engine.teardown()
+    engine.end_all()
 
 
 def test_a_request_without_room_keeps_its_handoff():
@@ -52,7 +53,7 @@ def test_a_request_without_room_keeps_its_handoff():
     engine.run_step()
     assert engine.running == [coming.request]
     assert coming.request.num_computed >= 20
-    engine.teardown()
+    engine.end_all()
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -65,13 +66,12 @@ def test_an_epoch_that_was_not_committed_is_not_loaded(fault):
     engine.deliver(coming, 1000)
     engine.run_step()
     assert engine.running == [coming.request]
-    engine.teardown()
+    engine.end_all()
 
 
 @pytest.mark.parametrize("who", ["scheduler", "rank"])
 def test_an_engine_that_has_lost_the_service_reports_it(who):
-    engine = RandomEngine()
-    engine.starts(is_calm=True)
+    engine = DrivenEngine(is_calm=True)
     engine.half.step(as_scheduled([]))
     assert CUT_OFF not in engine.half.finish_step()
     assert all(rank.alive for rank in engine.ranks)
@@ -86,9 +86,8 @@ def test_an_engine_that_has_lost_the_service_reports_it(who):
 
 
 def test_a_fetched_prefix_is_loaded_and_the_rest_is_computed():
-    engine = RandomEngine()
-    engine.starts(is_calm=True)
-    engine.begin_fetch_one(4, 3, 0, num_following=1)
+    engine = DrivenEngine(is_calm=True)
+    engine.begin_fetch(4, 3, 0, num_following=1)
     (coming,), (following,) = engine.coming, engine.waiting
     engine.submit(coming)
     engine.run_step()
@@ -102,14 +101,13 @@ def test_a_fetched_prefix_is_loaded_and_the_rest_is_computed():
     engine.run_step()
     assert following in engine.running
     assert following.num_computed >= 4 * SIZE
-    engine.teardown()
+    engine.end_all()
 
 
 @pytest.mark.parametrize("is_dropped", [True, False])
 def test_a_fetch_without_its_prefix_or_its_bytes_is_computed(is_dropped):
-    engine = RandomEngine()
-    engine.starts(is_calm=True)
-    engine.begin_fetch_one(4, 3, 2, num_following=1)
+    engine = DrivenEngine(is_calm=True)
+    engine.begin_fetch(4, 3, 2, num_following=1)
     (coming,), (following,) = engine.coming, engine.waiting
     engine.submit(coming)
     if is_dropped:
@@ -121,17 +119,16 @@ def test_a_fetch_without_its_prefix_or_its_bytes_is_computed(is_dropped):
     engine.run_step()
     engine.run_step()
     assert following in engine.running
-    engine.teardown()
+    engine.end_all()
 
 
 @pytest.mark.parametrize("skip", [0, 1])
 def test_a_fetch_that_brings_fewer_blocks_is_loaded_as_far_as_it_goes(skip):
-    engine = RandomEngine()
-    engine.starts(is_calm=True)
+    engine = DrivenEngine(is_calm=True)
     if skip:
         engine.submit_plain([3] * SIZE + [99])
         engine.run_step()
-    engine.begin_fetch_one(4, 3, skip, lacking=2)
+    engine.begin_fetch(4, 3, skip, lacking=2)
     (coming,) = engine.coming
     engine.submit(coming)
     engine.deliver(coming, 1)
@@ -142,14 +139,13 @@ def test_a_fetch_that_brings_fewer_blocks_is_loaded_as_far_as_it_goes(skip):
     assert engine.half.num_loadable_tokens(coming.request, skip * SIZE) == (2 - skip) * SIZE
     engine.run_step()
     assert coming.request in engine.running
-    engine.teardown()
+    engine.end_all()
 
 
 def committed_engine(*, is_calm=True, verifies_late=False):
     """Returns an engine whose requests wait for their loads, and one that can be loaded."""
-    engine = RandomEngine()
-    engine.starts(is_calm=is_calm, verifies_late=verifies_late, requests_wait=True)
-    engine.begin_one(20, 1, 0)
+    engine = DrivenEngine(is_calm=is_calm, verifies_late=verifies_late, requests_wait=True)
+    engine.begin(20, 1, 0)
     (coming,) = engine.coming
     engine.deliver(coming, 1000)
     engine.submit(coming)
@@ -160,7 +156,7 @@ def waiting_engine(*, is_calm=True):
     """Returns an engine whose requests wait for their loads, and one that the ranks load now."""
     engine, request = committed_engine(is_calm=is_calm)
     if not is_calm:
-        engine.staging_is_altered(0)
+        engine.alter_staging(0)
     engine.run_step(slow=True)
     assert engine.loading == [request]
     assert len(request.blocks) == LAYOUT.num_blocks(20)
@@ -178,7 +174,7 @@ def test_other_requests_run_while_one_waits_for_its_load():
     engine.run_step()
     assert request in engine.running
     assert request.num_computed == 21
-    engine.teardown()
+    engine.end_all()
 
 
 def test_a_request_whose_load_fails_ends_and_its_blocks_are_not_cached():
@@ -187,7 +183,7 @@ def test_a_request_whose_load_fails_ends_and_its_blocks_are_not_cached():
     assert request not in engine.loading + engine.running
     assert not engine.pool.cached
     assert all(block.ref_cnt == 0 for block in engine.pool.blocks)
-    engine.teardown()
+    engine.end_all()
 
 
 def test_a_request_that_is_aborted_while_it_waits_keeps_its_blocks_until_the_ranks_have_ended():
@@ -196,7 +192,7 @@ def test_a_request_that_is_aborted_while_it_waits_keeps_its_blocks_until_the_ran
     assert all(block.ref_cnt == 1 for block in request.blocks)
     engine.run_step()
     assert all(block.ref_cnt == 0 for block in request.blocks)
-    engine.teardown()
+    engine.end_all()
 
 
 # A rank loads 10 frames of a prompt of 20 tokens.
@@ -222,12 +218,12 @@ def test_a_load_is_divided_over_steps_in_which_others_run():
         assert engine.loading == [request]
     engine.run_step()
     assert request in engine.running
-    engine.teardown()
+    engine.end_all()
 
 
 def test_loads_are_copied_one_after_the_other():
     engine, first = divided_engine(2)
-    engine.begin_one(20, 2, 0)
+    engine.begin(20, 2, 0)
     second = engine.coming[-1]
     engine.deliver(second, 1000)
     engine.submit(second)
@@ -238,7 +234,7 @@ def test_loads_are_copied_one_after_the_other():
     engine.run_step(most_bytes=2 * BLOCK_BYTES)
     assert first in engine.running
     assert engine.loading == [second.request]
-    engine.teardown()
+    engine.end_all()
 
 
 @pytest.mark.parametrize("how", ["altered", "expired"])
@@ -246,9 +242,9 @@ def test_a_load_that_fails_midway_is_computed(how):
     engine, request = divided_engine(2, is_calm=False)
     if how == "altered":
         # Staging holds a layer of a shard after the other: this is in its last block.
-        engine.staging_is_altered(20 * LAYERS - 1)
+        engine.alter_staging(20 * LAYERS - 1)
     else:
-        engine.time_passes(40.0)
+        engine.advance(40.0)
     for _ in range(NUM_FRAMES):
         engine.run_step(most_bytes=2 * BLOCK_BYTES)
         assert not engine.pool.cached
@@ -262,7 +258,7 @@ def test_a_load_that_fails_midway_is_computed(how):
         engine.submit_plain([token])
     engine.run_step()
     assert not engine.pool.free
-    engine.teardown()
+    engine.end_all()
 
 
 def test_a_request_aborted_midway_keeps_its_blocks_until_all_is_copied():
@@ -275,14 +271,14 @@ def test_a_request_aborted_midway_keeps_its_blocks_until_all_is_copied():
         num_steps += 1
     assert num_steps == NUM_FRAMES // 2 - 2
     assert engine.service.receiver.num_live == 0
-    engine.teardown()
+    engine.end_all()
 
 
 @pytest.mark.parametrize("verifies_late", [True, False])
 @pytest.mark.parametrize("answers", [True, False])
 def test_other_requests_run_while_the_service_does_not_answer(verifies_late, answers):
     engine, request = committed_engine(is_calm=False, verifies_late=verifies_late)
-    engine.the_service_stops_or_goes_on()
+    engine.stop_or_start_service()
     engine.run_step()
     other = engine.submit_plain([7] * 9 + [50])
     for num_outputs in (1, 2):
@@ -290,11 +286,11 @@ def test_other_requests_run_while_the_service_does_not_answer(verifies_late, ans
         assert other.num_outputs == num_outputs
         assert engine.loading == [request]
     if answers:
-        engine.the_service_stops_or_goes_on()
+        engine.stop_or_start_service()
     else:
-        engine.time_passes(5.0)
+        engine.advance(5.0)
     engine.run_step()
     engine.run_step()
     assert request not in engine.loading
     assert (request in engine.running) == answers
-    engine.teardown()
+    engine.end_all()

@@ -1,7 +1,7 @@
 """Wrong bytes in blocks reach no other request and no other worker."""
 
 import pytest
-from random_engine import as_scheduled, engine_with
+from driven_engine import as_scheduled, engine_with
 from small_engine import SIZE, Request
 
 
@@ -10,7 +10,7 @@ def test_blocks_computed_from_a_failed_load_leave_the_prefix_cache(verifies_late
     engine, coming = engine_with(20, 1, 0, is_calm=False, verifies_late=verifies_late)
     engine.deliver(coming, 1000)
     engine.submit(coming)
-    engine.staging_is_altered(0)
+    engine.alter_staging(0)
     # This request shares the blocks that this step loads, and ends before they prove wrong.
     other = engine.submit_plain([1] * 14 + [9] * 8)
     engine.run_step(num_aborted=1)
@@ -21,7 +21,7 @@ def test_blocks_computed_from_a_failed_load_leave_the_prefix_cache(verifies_late
         engine.submit_plain([token])
     engine.run_step()
     assert not engine.pool.free
-    engine.teardown()
+    engine.end_all()
 
 
 @pytest.mark.parametrize("verifies_late", [False, True])
@@ -29,7 +29,7 @@ def test_blocks_computed_ahead_from_a_failed_load_leave_the_prefix_cache(verifie
     engine, coming = engine_with(20, 1, 0, is_calm=False, verifies_late=verifies_late)
     engine.deliver(coming, 1000)
     engine.submit(coming)
-    engine.staging_is_altered(0)
+    engine.alter_staging(0)
     scheduled = engine.schedule()
     loading = engine.half.step(as_scheduled(scheduled))
     other = engine.submit_plain([1] * 14 + [9] * 8)
@@ -42,7 +42,7 @@ def test_blocks_computed_ahead_from_a_failed_load_leave_the_prefix_cache(verifie
     engine.take_output(scheduled, done[0])
     engine.take_output(scheduled_next, done[1])
     assert not engine.running
-    engine.teardown()
+    engine.end_all()
 
 
 @pytest.mark.parametrize("when", ["with it", "before its output", "after it"])
@@ -79,8 +79,8 @@ def test_loaded_blocks_are_handed_on_only_after_they_are_verified(when):
 def test_a_wrong_load_in_a_step_scheduled_ahead_is_found_with_its_output():
     engine, coming = engine_with(20, 1, 0, is_calm=False)
     engine.deliver(coming, 1000)
-    engine.staging_is_altered(0)
+    engine.alter_staging(0)
     engine.submit_plain([9] * SIZE)
     engine.run_step([("submit", coming)], ahead=True)
     assert coming.request not in engine.running
-    engine.teardown()
+    engine.end_all()
