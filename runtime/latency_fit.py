@@ -151,7 +151,7 @@ class _Class:
         """
         # Terms and time are relative to the predicted time, which is `slower` times as long now.
         self.moments = [
-            moment * _KEPT_SHARE / (slower if column == num_terms else slower**2)
+            moment * _KEPT_SHARE / (slower if column == num_terms else slower * slower)
             for moment, column in zip(
                 self.moments,
                 (column for row in range(num_terms) for column in range(row, num_terms + 1)),
@@ -370,9 +370,10 @@ class LatencyFit:
         if not spread > 0:
             return
         row, column = seen.index(_MIXED_BASE), seen.index(source)
+        # Products of two factors: a power that is too large would raise an error.
         of_mixed, of_source = units[_MIXED_BASE] / spread, factor * units[source] / spread
-        matrix[row][row] += _PRIOR_WEIGHT * of_mixed**2
-        matrix[column][column] += _PRIOR_WEIGHT * of_source**2
+        matrix[row][row] += _PRIOR_WEIGHT * of_mixed * of_mixed
+        matrix[column][column] += _PRIOR_WEIGHT * of_source * of_source
         matrix[row][column] -= _PRIOR_WEIGHT * of_mixed * of_source
         matrix[column][row] = matrix[row][column]
 

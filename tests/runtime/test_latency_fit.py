@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import astuple, fields, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from baton.runtime.latency import LatencyModel, PrefillChunk
@@ -260,8 +260,32 @@ priors = st.builds(
 )
 
 
+def step(num_prefill, squares, num_decodes, num_kv, duration_us):
+    return cluster_pb2.StepSample(
+        num_prefill_tokens=num_prefill,
+        prefill_token_squares=squares,
+        num_decodes=num_decodes,
+        num_kv_tokens=num_kv,
+        duration_us=duration_us,
+    )
+
+
 @settings(max_examples=150, deadline=None)
 @given(prior=priors, steps=st.lists(steps_of_any_kind, max_size=60))
+# The square of a ratio of these times is larger than any float.
+@example(
+    prior=LatencyModel(0.0, 0.0, 0.0, 1e-9, 0.0, 1e-3, 10.0),
+    steps=[
+        *[step(0, 0, 0, 0, 0)] * 3,
+        step(1024, 1585, 1, 0, 1),
+        step(1024, 1024, 1, 4584, 318),
+        step(0, 0, 1, 15, 44),
+        step(1024, 1024, 1, 34274, 1),
+        step(1485, 1489, 1, 0, 133915),
+        step(3, 11, 0, 0, 1),
+        step(1, 1, 0, 0, 1),
+    ],
+)
 def test_no_steps_make_a_coefficient_negative_or_infinite(prior, steps):
     fit = LatencyFit(prior)
     for step in steps:
