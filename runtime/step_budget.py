@@ -9,8 +9,9 @@ predicted time stays within a limit:
   step may spend it. A stream whose tokens came more slowly gets shorter steps until it has caught
   up. The stream with the tightest limit decides.
 - With a `StepTargets.longest_gap_s` of more than 1.2 times the ITL target, steps may take up to
-  that long for interactive prompts. They then spend what the streams would save in their next
-  `_AHEAD_TOKENS` tokens, so that prompts are in time where no worker is without streams. Where
+  that long for interactive prompts that can be in time. They then spend what the streams would save
+  in their next `_AHEAD_TOKENS` tokens, so that prompts are in time where no worker is without
+  streams. Where
   steps with one stream already take most of the ITL target, streams may owe any time: they catch up
   slowly, and prompts that wait for them would be late.
 - Without interactive streams, the limit is `StepTargets.prompt_step_s`, so that a short prompt that
@@ -336,8 +337,8 @@ def prompt_tokens(
     grants = [0] * len(prompts)
     if room <= 0 or not prompts:
         return grants
-    if prompts[0].lane:
-        # Streams owe no time for batch prompts.
+    if prompts[0].lane or _is_late(prompts[0], model):
+        # Streams owe no time for batch prompts, nor for late ones: prompts in time need it.
         streams = streams._replace(itl_s=None)
     fixed_s = _streams_s(model, streams)
     prompts_s, spent_s = _prompts_s(model, targets, streams, fixed_s), 0.0

@@ -309,12 +309,14 @@ def test_streams_owe_what_they_would_save_in_their_next_tokens() -> None:
         assert step_limit_s(TARGETS, streams, fixed_s) == pace.limit_s(TARGETS)
 
 
-def test_streams_owe_no_time_for_batch_prompts() -> None:
+def test_streams_owe_no_time_for_batch_prompts_and_late_ones() -> None:
     streams = Streams.of(1, 100, [StreamPace(0.0, 0)], LONG_GAPS)
-    interactive, batch = (Prompt(0, 5000, priority, 0.0, running=True) for priority in (0, 1))
+    in_time, batch = (Prompt(0, 5000, priority, 0.0, running=True) for priority in (0, 1))
+    late = in_time._replace(due_in_s=0.01)
     by_default = prompt_tokens(MODEL, TARGETS, streams, [batch], 8192)
     assert prompt_tokens(MODEL, LONG_GAPS, streams, [batch], 8192) == by_default
-    (owed,) = prompt_tokens(MODEL, LONG_GAPS, streams, [interactive], 8192)
+    assert prompt_tokens(MODEL, LONG_GAPS, streams, [late], 8192) == by_default
+    (owed,) = prompt_tokens(MODEL, LONG_GAPS, streams, [in_time], 8192)
     assert owed > 2 * by_default[0]
 
 
