@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from baton.v1.admin_pb2 import WatchEvent
 
 _INTERVAL_S = 0.2
+# Connections in a row that may break before an event arrives. gRPC may begin a call over a
+# connection that is breaking.
+_MOST_LOST = 3
 _STDOUT = 1
 
 
@@ -84,7 +87,7 @@ async def wait_until(
 
     The wait continues over a new connection if one breaks, for example because the coordinator was
     too busy to answer a keepalive ping. It ends with an error if the new connection cannot be
-    opened, or breaks before an event arrives.
+    opened, or if connections break again and again before an event arrives.
 
     Args:
         admin: Client of the coordinator.
@@ -103,17 +106,19 @@ async def wait_until(
 
     try:
         async with asyncio.timeout(wait_s):
+            num_lost = 0
             while True:
-                has_event = False
                 try:
                     async with contextlib.aclosing(admin.watch(_INTERVAL_S)) as events:
                         async for event in events:
-                            has_event = True
+                            num_lost = 0
                             if done(event):
                                 return event
                 except errors.ConnectionLostError:
-                    if not has_event:
+                    num_lost += 1
+                    if num_lost > _MOST_LOST:
                         raise
+                    await asyncio.sleep(_INTERVAL_S)
                 else:
                     message = f"the coordinator at {admin.address} ended the event stream"
                     raise errors.make(code_pb2.UNAVAILABLE, message)
