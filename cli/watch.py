@@ -8,7 +8,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
 from baton.cli.admin_calls import call_admin
@@ -85,10 +85,6 @@ async def wait_until(
 ) -> WatchEvent:
     """Waits for an event that fulfils a condition, and returns that event.
 
-    The wait continues over a new connection if one breaks, for example because the coordinator was
-    too busy to answer a keepalive ping. It ends with an error if the new connection cannot be
-    opened, or if connections break again and again before an event arrives.
-
     Args:
         admin: Client of the coordinator.
         done: The condition.
@@ -97,7 +93,7 @@ async def wait_until(
 
     Raises:
         DeadlineExceeded: The condition was not fulfilled within `wait_s`.
-        RemoteError: The connection to the coordinator failed.
+        RemoteError: No connection to the coordinator could be opened, or several in a row broke.
     """
     from google.rpc import code_pb2
 
@@ -105,26 +101,40 @@ async def wait_until(
     from baton.runtime.errors import DeadlineExceeded
 
     try:
-        async with asyncio.timeout(wait_s):
-            num_lost = 0
-            while True:
-                try:
-                    async with contextlib.aclosing(admin.watch(_INTERVAL_S)) as events:
-                        async for event in events:
-                            num_lost = 0
-                            if done(event):
-                                return event
-                except errors.ConnectionLostError:
-                    num_lost += 1
-                    if num_lost > _MOST_LOST:
-                        raise
-                    await asyncio.sleep(_INTERVAL_S)
-                else:
-                    message = f"the coordinator at {admin.address} ended the event stream"
-                    raise errors.make(code_pb2.UNAVAILABLE, message)
+        async with asyncio.timeout(wait_s), contextlib.aclosing(_events(admin)) as events:
+            async for event in events:
+                if done(event):
+                    return event
+            message = f"the coordinator at {admin.address} ended the event stream"
+            raise errors.make(code_pb2.UNAVAILABLE, message)
     except TimeoutError:
         message = f"{what} after {wait_s:g} s; the coordinator continues the change"
         raise DeadlineExceeded(message) from None
     except errors.UnavailableError as error:
         message = f"{error}; {what} yet, but the coordinator was told to do it"
         raise errors.make(error.code, message, error.details()) from None
+
+
+async def _events(admin: AdminClient) -> AsyncGenerator[WatchEvent, None]:
+    """Yields a coordinator's events, over a new connection if one breaks.
+
+    A connection breaks, for example, if the coordinator is too busy to answer a keepalive ping.
+
+    Raises:
+        RemoteError: No connection could be opened, or several in a row broke before an event.
+    """
+    from baton.client import errors
+
+    num_lost = 0
+    while True:
+        try:
+            async with contextlib.aclosing(admin.watch(_INTERVAL_S)) as events:
+                async for event in events:
+                    num_lost = 0
+                    yield event
+            return
+        except errors.ConnectionLostError:
+            num_lost += 1
+            if num_lost > _MOST_LOST:
+                raise
+        await asyncio.sleep(_INTERVAL_S)

@@ -286,6 +286,11 @@ def _is_late(prompt: Prompt, model: LatencyModel) -> bool:
     return _left_s(prompt, model) > prompt.due_in_s and prompt.waited_s < _LANE_WAIT_S
 
 
+def _can_be_in_time(prompt: Prompt, model: LatencyModel) -> bool:
+    """Whether a prompt is interactive and not late."""
+    return not prompt.lane and not _is_late(prompt, model)
+
+
 def step_limit_s(
     targets: StepTargets, streams: Streams, fixed_s: float = math.inf, single_s: float = 0.0
 ) -> float:
@@ -337,7 +342,7 @@ def prompt_tokens(
     grants = [0] * len(prompts)
     if room <= 0 or not prompts:
         return grants
-    if prompts[0].lane or _is_late(prompts[0], model):
+    if not _can_be_in_time(prompts[0], model):
         # Streams owe no time for batch prompts, nor for late ones: prompts in time need it.
         streams = streams._replace(itl_s=None)
     fixed_s = _streams_s(model, streams)
@@ -351,8 +356,7 @@ def prompt_tokens(
         in_time_s = max(prompts_s, longest_s - fixed_s)
 
     def room_s(prompt: Prompt) -> float:
-        is_short = prompt.lane or _is_late(prompt, model)
-        return (prompts_s if is_short else in_time_s) - spent_s
+        return (in_time_s if _can_be_in_time(prompt, model) else prompts_s) - spent_s
 
     def add(index: int, most: int) -> None:
         nonlocal spent_s, room

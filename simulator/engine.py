@@ -515,7 +515,7 @@ class Engine:
             work = in_order(self._prefilling, shape, batch)
         else:
             streams = Streams.of(batch, self._kv_decoding, self._paces(targets), targets)
-            work = within_targets(self._prefilling, shape, targets, streams, batch, self.host.now)
+            work = within_targets(self._prefilling, shape, targets, streams, self.host.now)
         chunks = [
             PrefillChunk(request.num_computed - request.num_held, count) for request, count in work
         ]

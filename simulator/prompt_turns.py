@@ -33,7 +33,6 @@ def within_targets(
     shape: Shape,
     targets: StepTargets,
     streams: Streams,
-    num_decodes: int,
     now: float,
 ) -> Turns:
     """Returns the prompts of the next step: as many tokens as the targets allow.
@@ -43,7 +42,6 @@ def within_targets(
         shape: The worker.
         targets: Targets of its steps.
         streams: What its decoding requests allow.
-        num_decodes: Number of its decoding requests.
         now: Time of the simulation, in seconds.
     """
     model = shape.model
@@ -65,6 +63,6 @@ def within_targets(
         streams,
         [prompts[index] for index in order],
         # A batch that fills the step still leaves room for one prompt token.
-        max(shape.max_num_batched_tokens, num_decodes + 1),
+        max(shape.max_num_batched_tokens, streams.num_streams + 1),
     )
     return [(requests[index], count) for index, count in zip(order, counts, strict=True) if count]
