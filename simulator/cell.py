@@ -29,8 +29,6 @@ from baton.simulator.record import Record
 from baton.simulator.virtual_time import START_S, VirtualTime
 from baton.v1 import cluster_pb2, common_pb2
 
-# Drain timeout for workers that leave or change roles.
-_DRAIN_S = 600.0
 # Time from a worker's last request in one role until the worker serves in the other role.
 _FLIP_S = 1.0
 
@@ -109,7 +107,7 @@ class SimulatedCell(VirtualTime):
         self.gaps = GapHistogram()
         self.prompt_tokens: Counter[str] = Counter()
         self.record = Record(START_S, gpus or dict.fromkeys(Pool, 1))
-        settings = ScalingSettings(policy.config, autoscale=True, drain_s=_DRAIN_S)
+        settings = ScalingSettings(policy.config, autoscale=True, drain_s=config.scaling.drain_s)
         self.core = Core(replace(config, scaling=settings), random.Random(seed).randbytes, policy)
         self._random = random.Random(seed)
         self._shapes, self._cold = shapes, cold_start or ColdStart()

@@ -19,8 +19,9 @@ from baton.coordinator.state.scaling_config import ScalingConfig, Targets, scali
 from baton.runtime.config import parse
 from baton.runtime.config_error import ConfigError
 from baton.runtime.latency import LatencyModel
-from baton.v1 import common_pb2
+from baton.v1 import cluster_pb2, common_pb2
 
+PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 MODEL = LatencyModel(0.005, 0.0001, 0.0, 0.010, 0.0001, 1e-7)
 SHAPE = WorkerShape(MODEL, kv_tokens=100_000, noise=0.0)
 
@@ -31,11 +32,12 @@ def cell(
     max_num_seqs=SHAPE.max_num_seqs,
     *,
     local_prefill=False,
+    elastic=False,
     **interactive,
 ) -> VirtualCell:
     values = {
         "model": "simulated",
-        "elastic": False,
+        "elastic": elastic,
         "decode": {"local_prefill": local_prefill},
         "lanes": {"interactive": interactive},
         "tenants": tenants or {},
@@ -148,6 +150,48 @@ def test_latencies_are_measured_since_the_last_look():
     assert (lane(seen).num_first, lane(seen).num_late) == (len(known), late)
     assert 0 < late < len(known)
     assert lane(observer.observe(ScalingConfig(), made.now)).ttft_s is None
+
+
+@pytest.mark.parametrize("order", [(PREFILL, DECODE), (DECODE, PREFILL)])
+def test_the_decode_pool_is_sized_by_its_own_workers_steps(new_world, order):
+    """Whichever pool's workers attach first; also while there is no decode worker."""
+    models = {PREFILL: replace(MODEL, step_base_s=0.3), DECODE: MODEL}
+    world = new_world()
+    for role in order:
+        name = common_pb2.Role.Name(role)
+        world.attach(name, role, device=name)
+    observer = world.core.observer()
+    for worker in world.core.workers:
+        steps = [
+            cluster_pb2.StepSample(
+                num_decodes=batch,
+                num_kv_tokens=300 * batch,
+                duration_us=round(models[worker.role].decode_step_s(batch, 300 * batch) * 1e6),
+            )
+            for batch in [1, 5, 20, 60] * 50
+        ]
+        world.core.latency.observe(worker, steps)
+    expected = MODEL.decode_step_s(8, 2400)
+    found = observer.observe(ScalingConfig(), world.now).latency
+    assert found.decode_step_s(8, 2400) == pytest.approx(expected, rel=0.05)
+    world.handle(ev.WorkerLost(common_pb2.Role.Name(DECODE), "was killed"))
+    found = observer.observe(ScalingConfig(), world.now).latency
+    assert found.decode_step_s(8, 2400) == pytest.approx(expected, rel=0.05)
+
+
+def test_an_elastic_cell_counts_outputs_on_all_workers():
+    """An output often stays on the worker that has computed its prompt, of either pool."""
+    made = cell(elastic=True)
+    observer = made.core.observer()
+    for _ in range(6):
+        made.submit(100, 400)
+    made.run(made.now + 1)
+    loads = [made.core.placers.load(one) for one in made.core.workers]
+    assert sum(one.num_decodes for one in loads) == 6
+    assert made.core.placers.load(made.core.workers.by_id("p")).num_decodes
+    seen = observer.observe(ScalingConfig(), made.now).decode
+    assert seen.num_decodes == 6
+    assert seen.itl_s is not None
 
 
 @given(

@@ -327,3 +327,21 @@ def test_baton_simulate_names_the_limit_that_a_request_exceeds(tmp_path):
     result = CliRunner().invoke(app, ["simulate", str(trace)])
     assert result.exit_code == 2
     assert "simulated.max_model_len: is 8192" in result.output
+
+
+def test_an_output_on_a_prefill_worker_keeps_an_elastic_cell_awake():
+    """The pools may shrink to no worker, and the worker that read the prompt decodes."""
+    pools, slow = PoolLimits(0, 4), replace(MODEL, step_base_s=0.04)
+    scaling = ScalingConfig(
+        prefill=pools, decode=pools, idle_s=60.0, down_window_s=60.0, cold_start_s=60.0
+    )
+    made = SimulatedCell(
+        replace(core_config(), elastic=True, latency=slow),
+        dict.fromkeys(Pool, replace(SHAPE, model=slow)),
+        Baton(scaling),
+        cold_start=ColdStart.lasting(60.0),
+    )
+    record = made.run([Arrival(0.5, 500, 7000)], sizes(1, 1), 2.0)
+    # 7,000 steps without a pause.
+    alone_s = 7000 * slow.decode_step_s(1, 4000)
+    assert lasted(record) == pytest.approx([alone_s], rel=0.05)

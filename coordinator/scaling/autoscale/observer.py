@@ -7,6 +7,7 @@ take over all requests at any time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeVar
 
@@ -23,7 +24,7 @@ from baton.coordinator.scaling.autoscale.types import (
 )
 from baton.coordinator.state.demand import FirstToken
 from baton.coordinator.state.lanes import LANES
-from baton.coordinator.state.pools import POOL_OF, Pool
+from baton.coordinator.state.pools import POOL_OF
 from baton.coordinator.state.scaling_config import ScalingConfig
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
@@ -49,6 +50,8 @@ class Observer:
     ) -> None:
         self._workers, self._placers, self._lanes = workers, placers, lanes
         self._stats, self._latency, self._seed = stats, latency, seed
+        # The kind of most decode workers when there was one last.
+        self._decode_kind: WorkerKind | None = None
 
     def observe(
         self, config: ScalingConfig, now: float, starting: Iterable[WorkerView] = ()
@@ -61,29 +64,31 @@ class Observer:
             starting: workers that were ordered and have not attached yet.
         """
         stable = self._workers.fleets.stable
-        workers = list(stable.workers)
+        workers = [one for one in stable.workers if one.role in POOL_OF]
         # Draining workers of other fleets hold GPUs until they have left.
         leaving = [
             one
             for one in self._workers
-            if one.fleet is not stable and one.state == cluster_pb2.WORKER_STATE_DRAINING
+            if one.fleet is not stable
+            and one.role in POOL_OF
+            and one.state == cluster_pb2.WORKER_STATE_DRAINING
         ]
-        loads: dict[Pool, list[WorkerLoad]] = {pool: [] for pool in Pool}
-        for worker in workers:
-            entry = self._placers.load(worker)
-            if entry is not None and worker.role in POOL_OF:
-                loads[POOL_OF[worker.role]].append(entry)
-        decode = self._decode(loads[Pool.DECODE], workers, config)
-        full = _full(loads[Pool.DECODE], decode)
-        # In an elastic cell, the workers of both pools compute prompts.
-        at_workers_s = sum(entry.work_s(now) for pool in Pool for entry in loads[pool])
+        # In an elastic cell, all workers decode.
+        decoders = [
+            one for one in workers if self._placers.is_elastic or one.role == common_pb2.ROLE_DECODE
+        ]
+        loads = self._loads(decoders)
+        decode = self._decode(loads, decoders, config)
+        full = _full(loads, decode)
+        # In a strict cell, decode workers may compute prompts too.
+        at_workers_s = sum(load.work_s(now) for load in self._loads(workers))
         return Observation(
             observed_at=max((one.heard_at for one in workers), default=now),
             workers=(
-                *(_view(one) for one in (*workers, *leaving) if one.role in POOL_OF),
+                *(_view(one) for one in (*workers, *leaving)),
                 *starting,
             ),
-            latency=self._model(workers),
+            latency=self._decode_model(workers),
             lanes=tuple(
                 (
                     lane_name(lane),
@@ -94,10 +99,25 @@ class Observer:
             decode=decode,
         )
 
-    def _model(self, workers: Sequence[Worker]) -> LatencyModel:
-        for worker in workers:
-            return self._latency.model(WorkerKind.of(worker.hello))
-        return self._seed
+    def _loads(self, workers: Iterable[Worker]) -> list[WorkerLoad]:
+        found = map(self._placers.load, workers)
+        return [load for load in found if load is not None]
+
+    def _decode_model(self, workers: Sequence[Worker]) -> LatencyModel:
+        """The model of most decode workers; while there is none, of those before them."""
+        kinds = Counter(
+            WorkerKind.of(worker.hello)
+            for worker in workers
+            if worker.role == common_pb2.ROLE_DECODE
+        )
+        if kinds:
+            self._decode_kind = kinds.most_common(1)[0][0]
+        elif self._decode_kind is None and workers:
+            return self._model(workers[0])
+        return self._seed if self._decode_kind is None else self._latency.model(self._decode_kind)
+
+    def _model(self, worker: Worker) -> LatencyModel:
+        return self._latency.model(WorkerKind.of(worker.hello))
 
     def _lane(
         self,
@@ -141,17 +161,17 @@ class Observer:
     def _decode(
         self, loads: Sequence[WorkerLoad], workers: Sequence[Worker], config: ScalingConfig
     ) -> DecodeLoad:
+        """Returns the load of workers that decode; `loads` are theirs."""
         num_decodes = sum(entry.num_decodes for entry in loads)
         router = self._placers.of(self._workers.fleets.stable).router
         steps = [
-            step
+            (self._model(worker), step)
             for worker in workers
-            if worker.role == common_pb2.ROLE_DECODE and worker.load is not None
+            if worker.load is not None
             for step in worker.load.steps
             if step.num_decodes
         ]
-        model = self._model(workers)
-        gaps = [(step.duration_us / 1e6, step.num_decodes) for step in steps]
+        gaps = [(step.duration_us / 1e6, step.num_decodes) for _, step in steps]
         # The prediction includes prompts computed in the same step. Their delay is not an error of
         # the model, and more workers would not avoid it: a decode worker with fewer requests
         # computes even more prompts itself.
@@ -165,7 +185,7 @@ class Observer:
                 ),
                 step.num_decodes,
             )
-            for step in steps
+            for model, step in steps
         ]
         percentile = min(
             (one.percentile for _, one in config.targets if one.itl_s is not None), default=95.0
@@ -182,7 +202,7 @@ class Observer:
 
 
 def _full(loads: Sequence[WorkerLoad], decode: DecodeLoad) -> bool:
-    """Whether no decode worker has room for another request of average size."""
+    """Whether no worker that decodes has room for another request of average size."""
     if not decode.num_decodes:
         return False
     usual = decode.reserved_tokens / decode.num_decodes

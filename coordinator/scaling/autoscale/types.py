@@ -97,7 +97,7 @@ class LaneLoad:
 
 @dataclass(frozen=True, slots=True)
 class DecodeLoad:
-    """The decode pool now.
+    """The requests that decode now: in an elastic cell on the workers of both pools.
 
     Attributes:
         num_decodes: assigned requests, including those still in prefill.
@@ -130,7 +130,7 @@ class Observation:
     Attributes:
         observed_at: time of the latest message from any worker, by the core's clock.
         workers: all workers, including starting workers.
-        latency: latency model of the workers.
+        latency: latency model of the decode workers.
         lanes: pairs (lane name, load).
     """
 
