@@ -37,4 +37,6 @@ async def test_every_stream_is_that_of_an_undisturbed_run(tmp_path, model, num_r
     assert {Kind.WORKER_KILLED, Kind.WORKER_STOPPED} <= set(kinds)
     assert seen.counters["baton_recoveries"] > 0
     assert any(one.num_resumes for one in seen.streams) == (num_restarts > 0)
-    assert (seen.counters["baton_adopted"] > 0) == (num_restarts > 0)
+    # After a restart, outputs are adopted if their workers come back before the requests are placed
+    # again, which depends on how busy the machine is.
+    assert num_restarts or not seen.counters["baton_adopted"]
