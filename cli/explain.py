@@ -33,7 +33,8 @@ def cancel(
 ) -> None:
     """Cancel a running request.
 
-    Its client keeps the tokens received so far and gets an error.
+    Its client keeps the tokens received so far; the stream ends with the finish reason cancelled
+    (over HTTP: abort).
     """
     from baton.cli.admin_calls import call_admin
 

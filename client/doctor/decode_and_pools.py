@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from baton.client.doctor.findings import Finding, Kind, keep_warm_advice, lane_of, ms, percent
+from baton.client.doctor.findings import (
+    Finding,
+    Kind,
+    add_worker_advice,
+    keep_warm_advice,
+    lane_of,
+    ms,
+    percent,
+)
 from baton.runtime.enum_names import role_name
 from baton.v1 import admin_pb2, common_pb2
 
@@ -45,7 +53,10 @@ def itl_findings(
                 f"{decode.num_slow_mixed} late tokens came from steps with a prompt, "
                 f"{decode.num_slow} from steps without",
             ),
-            "keep prompts off the decode workers: decode.local_prefill: false, more prefill "
+            "add workers, or set steps.longest_gap_ms to the ITL target: steps then have less time "
+            "for prompts"
+            if status.elastic
+            else "keep prompts off the decode workers: decode.local_prefill: false, more prefill "
             "workers, or smaller steps (decode.engine_args.max_num_batched_tokens)",
             weight,
         )
@@ -123,8 +134,7 @@ def pool_findings(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
                     f"{pool.num_running} requests hold {percent(used)} of {pool.kv_tokens_total} "
                     f"tokens; {pool.num_waiting} requests wait at the workers",
                 ),
-                f"add decode workers (baton scale decode {pool.num_serving + 1}), or limit outputs "
-                "(lanes.*.max_output_tokens)",
+                f"{add_worker_advice(pool)}, or limit outputs (lanes.*.max_output_tokens)",
                 used / _FULL,
             )
     for worker in status.workers:

@@ -59,15 +59,23 @@ def add_workers_advice(status: admin_pb2.GetStatusResponse) -> str:
     )
     role = common_pb2.ROLE_DECODE if full else common_pb2.ROLE_PREFILL
     pool, name = pools.get(role), role_name(role)
-    num_serving = pool.num_serving if pool is not None else 0
     if pool is not None and pool.num_starting:
         return (
             f"keep more {name} workers ready (scaling.{name}.min_workers): the workers that are "
             "starting come too late"
         )
-    if pool is not None and pool.max_workers and num_serving >= pool.max_workers:
+    if pool is not None and pool.max_workers and pool.num_serving >= pool.max_workers:
         return f"raise scaling.{name}.max_workers: the pool is at its limit of {pool.max_workers}"
-    return f"add a {name} worker: baton scale {name} {num_serving + 1}"
+    return add_worker_advice(pool) if pool is not None else f"add a {name} worker"
+
+
+def add_worker_advice(pool: admin_pb2.PoolInfo) -> str:
+    """Advice to add a worker to a pool."""
+    name = role_name(pool.role)
+    if pool.max_workers:
+        return f"add a {name} worker: baton scale {name} {pool.num_serving + 1}"
+    # A coordinator that starts no workers refuses `baton scale`.
+    return f"add a {name} worker: baton worker --role {name}"
 
 
 def keep_warm_advice(name: str) -> str:

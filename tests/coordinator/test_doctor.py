@@ -225,9 +225,24 @@ def test_a_finding_names_the_waiting_lane():
 
 
 def test_what_to_change_names_the_pool_that_is_behind():
-    assert "baton scale prefill 2" in found(more_than_one_worker_computes())[0].first
-    full = found(full_caches())[0]
-    assert "baton scale decode 2" in full.first
+    behind = more_than_one_worker_computes().status(), full_caches().status()
+    assert "baton worker --role prefill" in doctor.diagnose(behind[0])[0].first
+    assert "baton worker --role decode" in doctor.diagnose(behind[1])[0].first
+    for status in behind:
+        for pool in status.pools:
+            # The coordinator starts workers.
+            pool.max_workers = 16
+    assert "baton scale prefill 2" in doctor.diagnose(behind[0])[0].first
+    assert "baton scale decode 2" in doctor.diagnose(behind[1])[0].first
+
+
+def test_an_elastic_cell_is_not_told_to_keep_prompts_off_decode_workers():
+    status = prompts_beside_outputs().status()
+    assert "decode.local_prefill: false" in doctor.diagnose(status)[0].first
+    status.elastic = True
+    [finding] = [one for one in doctor.diagnose(status) if one.kind is Kind.DECODE_INTERFERENCE]
+    assert "local_prefill" not in finding.first
+    assert "steps.longest_gap_ms" in finding.first
 
 
 def test_a_pool_at_its_ceiling_says_so():
