@@ -566,12 +566,12 @@ class RequestLifecycle:
         now: float,
     ) -> None:
         """Ends a request's attempt and queues the request again with the tokens that it has."""
+        if not request.interruptions or request.interruptions[-1].ended_at is not None:
+            request.interruptions.append(Interruption(stage, now, request.prefill, request.decode))
         self._commands.cancel(request)
         self._let_go(request)
         request.prefill = request.decode = request.flows_from = None
         request.prefill_done, request.handoff_id = False, b""
-        if not request.interruptions or request.interruptions[-1].ended_at is not None:
-            request.interruptions.append(Interruption(stage, now))
         self._advance(request, state, now)
         self._queue(request, now)
         self.room_freed()

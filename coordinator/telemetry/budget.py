@@ -9,11 +9,13 @@ import itertools
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from baton.coordinator.state.requests import Request
+from baton.coordinator.state.requests import Interruption, Request
 from baton.coordinator.telemetry.gaps import median_us
 from baton.v1 import common_pb2
 
 _Part: TypeAlias = "tuple[common_pb2.Stage.ValueType, int, str]"
+# Stages of the worker that computes the prompt.
+_OF_PREFILL = (common_pb2.STAGE_PREFILL_QUEUE, common_pb2.STAGE_PREFILL)
 
 
 @dataclass(slots=True)
@@ -115,7 +117,10 @@ def ttft_stages(request: Request, now: float) -> list[tuple[common_pb2.Stage.Val
 
 
 def _with_recoveries(ledger: _Ledger, request: Request, total_us: int) -> list[_Span]:
-    """The stages, with the times without a worker replaced by STAGE_RECOVERY or STAGE_PARKED."""
+    """The stages, with the times without a worker replaced by STAGE_RECOVERY or STAGE_PARKED.
+
+    Stages before such a time get the worker of their own attempt: the ledger knows the latest one.
+    """
     spans = [
         (
             one.stage,
@@ -136,8 +141,23 @@ def _with_recoveries(ledger: _Ledger, request: Request, total_us: int) -> list[_
                 (kind for kind, begin, end in spans if begin <= start_us and until_us <= end), None
             )
             kind, worker = (stage.stage, stage.worker_id) if without is None else (without, "")
+            if worker:
+                later = (
+                    one for one in request.interruptions if ledger.us(one.began_at) >= until_us
+                )
+                worker = _worker_before(next(later, None), kind) or worker
             _append(found, kind, start_us, until_us - start_us, worker)
     return found
+
+
+def _worker_before(interruption: Interruption | None, stage: common_pb2.Stage.ValueType) -> str:
+    """ID of the worker of a stage in the attempt that an interruption ended; empty without one."""
+    if interruption is None:
+        return ""
+    keys = interruption.prefill, interruption.decode
+    first, other = keys if stage in _OF_PREFILL else reversed(keys)
+    key = first or other
+    return key[0] if key is not None else ""
 
 
 def _append(

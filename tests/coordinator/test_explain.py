@@ -85,6 +85,24 @@ def explained(cell: LiveCell) -> list[admin_pb2.RequestInfo]:
     return [cell.explain(f"r{number}") for number in ended]
 
 
+def test_stages_before_a_loss_name_the_worker_that_was_lost():
+    cell = LiveCell().workers(num_decode=2)
+    cell.submit(3, 400)
+    cell.after(1.0)
+    before = cell.explain("r0")
+    [lost] = {one.worker_id for one in before.budget.stages if one.stage == common_pb2.STAGE_DECODE}
+    cell.kill(lost)
+    [other] = {"d0", "d1"} - {lost}
+    info = cell.after(10).explain("r0")
+    found = [(one.stage, one.worker_id) for one in info.budget.stages if one.worker_id]
+    assert found == [
+        (common_pb2.STAGE_PREFILL, "p0"),
+        (common_pb2.STAGE_HANDOFF, lost),
+        (common_pb2.STAGE_DECODE, lost),
+        (common_pb2.STAGE_DECODE, other),
+    ]
+
+
 @pytest.mark.parametrize(
     "cell", [plain, far_away, queued, unsplit, recovered, parked], ids=lambda cell: cell.__name__
 )
