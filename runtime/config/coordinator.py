@@ -42,7 +42,7 @@ class CoordinatorConfig(Section):
         1.5,
         validate_default=True,
         description="The requests of a worker without a message for this long continue on other "
-        "workers. For a worker that has been punctual lately, the limit is twice its longest "
+        "workers. For a worker without long silences lately, the limit is twice its longest "
         "recent silence, but at least two thirds of this value.",
     )
     worker_timeout_s: PositiveSeconds = Field(

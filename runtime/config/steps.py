@@ -28,7 +28,8 @@ class StepsConfig(Section):
         description="Longest step beside interactive requests that decode: the target of a single "
         "gap between tokens. null: 1.2 times the ITL target, or three times in an elastic cell of "
         "few workers with long outputs and short prompts. Never less than the ITL target. With "
-        "more than 1.2 times, streams may owe time while prompts wait.",
+        "more than 1.2 times, a step may exceed the ITL target while prompts wait, if the next "
+        "steps can be shorter.",
     )
     prompt_step_ms: float = Field(
         200.0,
