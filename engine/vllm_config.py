@@ -24,7 +24,7 @@ from vllm.utils.torch_utils import kv_cache_dtype_str_to_dtype
 from vllm.v1.attention.selector import get_attn_backend
 
 from baton.engine.base import EngineDead
-from baton.engine.file_digest import file_digest
+from baton.engine.model_revision import model_revision, weights_revision
 from baton.engine.vllm_groups import all_stages
 from baton.engine.vllm_lora import lora_args
 from baton.engine.vllm_own_connector import OWN_ARGUMENTS, own_offloading
@@ -255,8 +255,8 @@ def layout_of(
 ) -> KvLayout:
     """Returns the layout that every rank's cache must have; the connector checks the tensors.
 
-    Its revision covers the weights of the model and of the adapters: workers with other weights
-    refuse the handoff.
+    Its revision covers the model's weights and configuration, and the weights of the adapters:
+    workers with others refuse the handoff.
     """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     refuse_cache(cache, model)
@@ -272,7 +272,7 @@ def layout_of(
     tp_size = parallel.tensor_parallel_size
     return KvLayout(
         model=served_name,
-        revision=_revision(model) + _of_adapters(adapters),
+        revision=model_revision(model) + _of_adapters(adapters),
         dtype=_cache_dtype(cache, model),
         num_layers=model.get_num_layers(all_stages(parallel)),
         num_kv_heads=heads,
@@ -290,12 +290,15 @@ def layout_of(
 def _draft_revision(speculation: Any) -> str:
     """Returns the method and weights of a draft with a KV cache; empty without one.
 
+    vLLM sets some of a draft's configuration by the worker's arguments, such as `max_model_len`. A
+    draft with another configuration is right less often, and changes no output.
+
     Args:
         speculation: vLLM's SpeculativeConfig, or None.
     """
     if not has_kv_draft(speculation):
         return ""
-    return f"{speculation.method} {_revision(speculation.draft_model_config)}"
+    return f"{speculation.method} {weights_revision(speculation.draft_model_config)}"
 
 
 def _num_replicas(config: Any) -> int:
@@ -411,11 +414,3 @@ def _of_adapters(adapters: Sequence[common_pb2.LoraAdapter]) -> str:
         return ""
     named = json.dumps([[one.name, one.revision] for one in adapters]).encode()
     return "+" + hashlib.sha256(named).hexdigest()[:8]
-
-
-def _revision(model: Any) -> str:
-    """Returns the hub revision, or a digest over the local weight files."""
-    directory = Path(model.model)
-    if not directory.is_dir():
-        return str(model.revision or "main")
-    return file_digest([*directory.glob("*.safetensors"), *directory.glob("*.bin")])

@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 
 from baton.engine.base import EngineDead
 from baton.engine.file_digest import file_digest
+from baton.engine.model_revision import downloaded_commit
 
 _CONFIG = "adapter_config.json"
 # Default for the most adapters in one batch; each takes memory beside the weights.
@@ -74,10 +75,10 @@ def _with_a_free_slot(num_adapters: int, max_loras: int | None) -> int:
 
 
 def revision_of(path: str) -> str:
-    """Returns a digest of the adapter's weights; for a hub ID, the ID."""
-    directory = Path(path)
+    """Returns a digest of the adapter's weights; for a hub ID, the commit that vLLM loads."""
+    directory = Path(path).expanduser()
     if not directory.is_dir():
-        return path
+        return downloaded_commit(path, _CONFIG)
     return file_digest([directory / _CONFIG, *directory.glob("adapter_model.*")])
 
 

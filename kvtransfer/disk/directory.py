@@ -36,7 +36,7 @@ _SCAN_TIMEOUT_S = 60.0
 def namespace_of(fingerprint: kv_transfer_pb2.KvFingerprint, engine_version: str) -> bytes:
     """Returns the digest of everything that the bytes of a block depend on beside its tokens.
 
-    The fingerprint covers the layout and the revisions of the weights and of the adapters.
+    The fingerprint covers the layout, the model's weights and configuration, and the adapters.
     """
     text = fingerprint.SerializeToString(deterministic=True)
     return hashlib.sha256(engine_version.encode() + b"\0" + text).digest()

@@ -581,7 +581,7 @@ class ModelDescription(_message.Message):
     name: _builtins.str
     """Model name in requests."""
     revision: _builtins.str
-    """Changes with the weights. Rollouts distinguish workers by Hello.revision instead."""
+    """Changes with the weights and the configuration. Rollouts distinguish workers by Hello.revision instead."""
     max_model_len: _builtins.int
     vocab_size: _builtins.int
     tokenizer: _builtins.str

@@ -184,7 +184,7 @@ class KvFingerprint(_message.Message):
     protocol_version: _builtins.int
     model: _builtins.str
     revision: _builtins.str
-    """Changes with the weights."""
+    """Changes with the weights and the model's configuration."""
     dtype: _builtins.str
     num_layers: _builtins.int
     num_kv_heads: _builtins.int

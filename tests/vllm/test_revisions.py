@@ -1,0 +1,88 @@
+"""Which workers use each other's KV caches, by vLLM's own configuration of their models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_refusals import LLAMA
+from vllm_programs import Program
+
+from baton.kvtransfer.disk import block_file
+from baton.kvtransfer.disk.block_file import Identity
+from baton.kvtransfer.disk.directory import DiskDirectory, rank_directory, scan
+from baton.kvtransfer.disk.orders import BlockName, owner_of
+
+pytestmark = [pytest.mark.vllm]
+
+PAYLOAD_BYTES = 512
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0] * 8,
+    "long_factor": [4.0] * 8,
+    "original_max_position_embeddings": 256,
+}
+OTHER_THETA = {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}
+
+
+def checkpoint(directory: Path, **changed: object) -> str:
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({**LLAMA, **changed}))
+    (directory / "model.safetensors").write_bytes(b"weights")
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("revisions")
+    model, long = checkpoint(path / "model"), checkpoint(path / "long", rope_scaling=LONG_ROPE)
+    cases = {
+        "model": (model, {}, {}),
+        "copy": (checkpoint(path / "copy"), {}, {}),
+        "two ranks": (model, {"tensor_parallel_size": 2}, {}),
+        "short context": (model, {"max_model_len": 128}, {}),
+        "other theta": (checkpoint(path / "theta", rope_theta=500000.0), {}, {}),
+        "override": (model, {"hf_overrides": OTHER_THETA}, {}),
+        "long rope, short context": (long, {"max_model_len": 256}, {}),
+        "long rope, long context": (long, {"max_model_len": 257}, {}),
+    }
+    with Program("revisions_program", cases, directory=path) as program:
+        result: dict[str, Any] = program.result()
+    return result
+
+
+@pytest.mark.parametrize("name", ["copy", "two ranks", "short context"])
+def test_workers_of_one_cell_hand_over_to_each_other(made: dict[str, Any], name: str) -> None:
+    assert made[name]["revision"] == made["model"]["revision"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("model", "other theta"),
+        ("model", "override"),
+        ("long rope, short context", "long rope, long context"),
+    ],
+)
+def test_other_rope_parameters_are_another_model(
+    made: dict[str, Any], one: str, other: str, tmp_path: Path
+) -> None:
+    assert made[one]["revision"] != made[other]["revision"]
+    assert num_found(tmp_path, made[one]["namespace"]) == 0
+    assert num_found(tmp_path, made[one]["namespace"]) == 1
+    assert num_found(tmp_path, made[other]["namespace"]) == 0
+
+
+def num_found(disk_dir: Path, namespace: str) -> int:
+    """Starts a worker on a disk, which leaves a block there; returns how many it has found."""
+    directory = DiskDirectory.open(disk_dir, bytes.fromhex(namespace), num_ranks=1)
+    found = scan(directory.path, 1, PAYLOAD_BYTES)
+    rank, block = rank_directory(directory.path, 0), BlockName(bytes(32), 1, owner_of(""))
+    identity = Identity(bytes.fromhex(namespace), block.key, 0)
+    pages = [memoryview(bytearray(PAYLOAD_BYTES))]
+    block_file.write(rank / block.path, rank / "written", identity, pages)
+    directory.close()
+    assert found.num_wrong == 0
+    return len(found.blocks)
