@@ -12,6 +12,8 @@ from typing import Any
 import vllm
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
 
 from baton.engine.base import EngineDead, EngineInfo
 from baton.engine.vllm_config import (
@@ -133,6 +135,18 @@ def _offloading(
     return None
 
 
+def _hash_seed(algorithm: str) -> str | None:
+    """Returns what vLLM's keys of KV blocks begin with; None if each process has its own.
+
+    Args:
+        algorithm: vLLM's `prefix_caching_hash_algo`.
+    """
+    hash_block = get_hash_fn_by_name(algorithm)
+    # vLLM draws a seed for hashes that are not cryptographic, unless PYTHONHASHSEED is set.
+    seed, again = (resolve_none_hash_seed(hash_block) for _ in range(2))
+    return str(seed) if seed == again else None
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class VllmSetup:
     """Configuration of one engine.
@@ -215,12 +229,23 @@ class VllmSetup:
 
         Returns:
             This worker's directory, which must stay open while the engine runs; None if the
-            directory cannot be used, or the engine has no host memory.
+            directory cannot be used, the engine would not find its blocks again, or it has no host
+            memory.
         """
         extra = self.config.kv_transfer_config.kv_connector_extra_config
         if not extra.get(HOST_BYTES):
             return None
-        namespace = namespace_of(self.layout.fingerprint(), f"vllm {vllm.__version__}")
+        algorithm = self.config.cache_config.prefix_caching_hash_algo
+        if (seed := _hash_seed(algorithm)) is None:
+            _log.warning(
+                "kv_store.disk_dir is not used: with engine_args.prefix_caching_hash_algo %r, "
+                "vLLM's keys of KV blocks differ after each start: set PYTHONHASHSEED in the "
+                "worker's environment to a fixed secret number, or use sha256",
+                algorithm,
+            )
+            return None
+        engine = f"vllm {vllm.__version__}, keys by {algorithm} from {seed}"
+        namespace = namespace_of(self.layout.fingerprint(), engine)
         try:
             directory = DiskDirectory.open(
                 Path(disk_dir).absolute(), namespace, self.layout.tp_size

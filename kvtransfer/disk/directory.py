@@ -33,13 +33,15 @@ _MAX_WORKERS = 256
 _SCAN_TIMEOUT_S = 60.0
 
 
-def namespace_of(fingerprint: kv_transfer_pb2.KvFingerprint, engine_version: str) -> bytes:
+def namespace_of(fingerprint: kv_transfer_pb2.KvFingerprint, engine: str) -> bytes:
     """Returns the digest of everything that the bytes of a block depend on beside its tokens.
 
-    The fingerprint covers the layout, the model's weights and configuration, and the adapters.
+    Args:
+        fingerprint: Covers the layout, the model's weights and configuration, and the adapters.
+        engine: The engine's version, and how it makes the keys of blocks.
     """
     text = fingerprint.SerializeToString(deterministic=True)
-    return hashlib.sha256(engine_version.encode() + b"\0" + text).digest()
+    return hashlib.sha256(engine.encode() + b"\0" + text).digest()
 
 
 def rank_directory(directory: Path, rank: int) -> Path:

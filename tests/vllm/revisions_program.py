@@ -6,6 +6,7 @@ import os
 import tempfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from baton.engine.vllm_setup import VllmSetup
 from baton.kvtransfer.connector.disk_tier import DISK
@@ -18,21 +19,21 @@ def main(cases: dict[str, tuple[str, dict[str, Any], dict[str, str]]]) -> dict[s
 
     A case has a model directory, vLLM's arguments, and variables of the environment.
     """
-    made = {}
-    for name, (model, engine_args, environment) in cases.items():
-        os.environ.update(environment)
-        with tempfile.TemporaryDirectory() as own:
-            setup = VllmSetup.make(
-                model, "m", engine_args, {}, f"{own}/kv.sock", Path(own), host_bytes=HOST_BYTES
-            )
-            directory = setup.open_disk(f"{own}/disk", DISK_BYTES)
-            extra = setup.config.kv_transfer_config.kv_connector_extra_config
-            if directory is not None:
-                directory.close()
-            made[name] = {
-                "revision": setup.layout.revision,
-                "namespace": extra[DISK]["namespace"] if directory is not None else None,
-            }
-        for variable in environment:
-            del os.environ[variable]
-    return made
+    # vLLM's temporary files lie beside the socket.
+    with tempfile.TemporaryDirectory() as own:
+        return {name: _described(Path(own), *case) for name, case in cases.items()}
+
+
+def _described(
+    own: Path, model: str, engine_args: dict[str, Any], environment: dict[str, str]
+) -> dict[str, str | None]:
+    with mock.patch.dict(os.environ, environment):
+        setup = VllmSetup.make(
+            model, "m", engine_args, {}, str(own / "kv.sock"), own, host_bytes=HOST_BYTES
+        )
+        directory = setup.open_disk(str(own / "disk"), DISK_BYTES)
+    extra = setup.config.kv_transfer_config.kv_connector_extra_config
+    if directory is None:
+        return {"revision": setup.layout.revision, "namespace": None}
+    directory.close()
+    return {"revision": setup.layout.revision, "namespace": extra[DISK]["namespace"]}

@@ -47,6 +47,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "override": (model, {"hf_overrides": OTHER_THETA}, {}),
         "long rope, short context": (long, {"max_model_len": 256}, {}),
         "long rope, long context": (long, {"max_model_len": 257}, {}),
+        "random keys": (model, {"prefix_caching_hash_algo": "xxhash"}, {}),
+        "seeded keys": (model, {"prefix_caching_hash_algo": "xxhash"}, {"PYTHONHASHSEED": "1"}),
+        "other seed": (model, {"prefix_caching_hash_algo": "xxhash"}, {"PYTHONHASHSEED": "2"}),
     }
     with Program("revisions_program", cases, directory=path) as program:
         result: dict[str, Any] = program.result()
@@ -73,6 +76,16 @@ def test_other_rope_parameters_are_another_model(
     assert num_found(tmp_path, made[one]["namespace"]) == 0
     assert num_found(tmp_path, made[one]["namespace"]) == 1
     assert num_found(tmp_path, made[other]["namespace"]) == 0
+
+
+def test_no_disk_is_used_if_vllms_keys_of_blocks_differ_after_a_start(
+    made: dict[str, Any], tmp_path: Path
+) -> None:
+    assert made["random keys"]["namespace"] is None
+    assert made["seeded keys"]["revision"] == made["random keys"]["revision"]
+    assert num_found(tmp_path, made["seeded keys"]["namespace"]) == 0
+    assert num_found(tmp_path, made["seeded keys"]["namespace"]) == 1
+    assert num_found(tmp_path, made["other seed"]["namespace"]) == 0
 
 
 def num_found(disk_dir: Path, namespace: str) -> int:
