@@ -24,8 +24,34 @@ from baton.kvtransfer.disk.orders import (
     Write,
 )
 
-# A load that has not ended after this long means that the disk hangs.
+# The disk hangs if loads are under way and none has ended for this long.
 LOAD_TIMEOUT_S = 10.0
+# Most of this time that passes between two looks at the clock. An idle engine makes no steps, so
+# ranks cannot report meanwhile.
+_MOST_UNSEEN_S = 1.0
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How orders of one kind get on.
+
+    Attributes:
+        num: Orders that have not ended in all ranks.
+        at: When a rank last ended one of them, or when the first of them was given.
+    """
+
+    num: int = 0
+    at: float = 0.0
+
+    def begin(self, now: float) -> None:
+        """Counts an order."""
+        if not self.num:
+            self.at = now
+        self.num += 1
+
+    def is_late(self, now: float) -> bool:
+        """Whether the disk hangs."""
+        return self.num > 0 and now - self.at > LOAD_TIMEOUT_S
 
 
 @dataclass(slots=True)
@@ -34,14 +60,12 @@ class _Job:
 
     Attributes:
         order: The order.
-        begun_at: When it was ordered.
         num_missing: Ranks that have not reported its end.
         done: False once a rank has failed.
         wanted: False once the result must not be used.
     """
 
     order: Write | Load
-    begun_at: float
     num_missing: int
     done: bool = True
     wanted: bool = True
@@ -94,6 +118,9 @@ class DiskIndex:
     ) -> None:
         self._max_blocks, self._max_writes, self._num_ranks = max_blocks, max_writes, num_ranks
         self._clock = clock
+        # Time in which the engine made steps, up to the latest look at the clock.
+        self._seen_at, self._stepped_s = clock(), 0.0
+        self._load_progress = _Progress()
         # The least recently used block first.
         self._blocks: OrderedDict[bytes, BlockName] = OrderedDict()
         self._jobs: dict[int, _Job] = {}
@@ -156,7 +183,9 @@ class DiskIndex:
 
     def _begin(self, order: Write | Load) -> int:
         self._next_id += 1
-        self._jobs[order.order_id] = _Job(order, self._clock(), self._num_ranks)
+        self._jobs[order.order_id] = _Job(order, self._num_ranks)
+        if isinstance(order, Load):
+            self._load_progress.begin(self._now())
         self._orders.append(order)
         return order.order_id
 
@@ -172,10 +201,19 @@ class DiskIndex:
         return bool(self.off) and key in self._loading
 
     def check_time(self) -> None:
-        """Turns the disk off if a load has taken too long."""
-        oldest = next(iter(self._loading.values()), None)
-        if oldest is not None and self._clock() - self._jobs[oldest].begun_at > LOAD_TIMEOUT_S:
-            self.turn_off(f"a load has not ended after {LOAD_TIMEOUT_S:g} s")
+        """Turns the disk off if it hangs; called in every step.
+
+        A disk that is busy ends some loads while others wait for their turn.
+        """
+        if self._load_progress.is_late(self._now()):
+            self.turn_off(f"no load has ended for {LOAD_TIMEOUT_S:g} s")
+
+    def _now(self) -> float:
+        """Returns the time in which the engine made steps, in seconds."""
+        now = self._clock()
+        self._stepped_s += min(now - self._seen_at, _MOST_UNSEEN_S)
+        self._seen_at = now
+        return self._stepped_s
 
     def take_orders(self) -> list[Order]:
         """Returns the orders since the last call; the ranks begin them in the next step."""
@@ -214,6 +252,9 @@ class DiskIndex:
             job = self._jobs[order_id]
             job.done = job.done and done
             job.num_missing -= 1
+            if isinstance(job.order, Load):
+                self._load_progress.at = self._now()
+                self._load_progress.num -= not job.num_missing
             if not job.num_missing:
                 del self._jobs[order_id]
                 ended.append(self._end(job))

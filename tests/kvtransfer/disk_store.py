@@ -79,6 +79,12 @@ class Store:
         self.off = self.off or counts.off
         return ended
 
+    def pass_time(self, seconds: float) -> None:
+        """Makes steps without reports for this long, four in a second."""
+        for _ in range(round(4 * seconds)):
+            self.now_s += 0.25
+            self.index.check_time()
+
     def write(self, blocks: Sequence[BlockName]) -> list[bool]:
         """Writes blocks one after the other; returns which of them the disk holds."""
         return [self._write(one) for one in blocks]

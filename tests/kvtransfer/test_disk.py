@@ -20,7 +20,7 @@ from disk_store import NUM_RANKS, PAYLOAD_BYTES, Store, block, content, namespac
 from baton.kvtransfer.disk import block_file
 from baton.kvtransfer.disk.directory import rank_directory, scan
 from baton.kvtransfer.disk.index import LOAD_TIMEOUT_S
-from baton.kvtransfer.disk.orders import ALL_BLOCKS, BlockName, BlockSelection
+from baton.kvtransfer.disk.orders import ALL_BLOCKS, BlockName, BlockSelection, DiskReport
 
 
 def test_blocks_come_back(tmp_path: Path):
@@ -286,8 +286,7 @@ def test_a_load_that_hangs_turns_the_tier_off(tmp_path: Path):
     orders = store.index.take_orders()
     store.index.check_time()
     assert not store.index.is_lost(block(1).key)
-    store.now_s = LOAD_TIMEOUT_S + 1
-    store.index.check_time()
+    store.pass_time(LOAD_TIMEOUT_S + 1)
     assert store.index.is_lost(block(1).key)
     # A rank may still write there.
     assert store.index.slots == {1}
@@ -295,6 +294,40 @@ def test_a_load_that_hangs_turns_the_tier_off(tmp_path: Path):
     (ended,) = store.step()
     assert not ended.done
     assert store.index.slots == set()
+
+
+def test_a_busy_disk_stays_on_until_no_load_ends(tmp_path: Path):
+    store = Store(tmp_path)
+    blocks = [block(number) for number in range(32)]
+    store.write(blocks)
+    for slot, one in enumerate(blocks):
+        store.index.load(one.key, slot)
+    *loads, last = store.index.take_orders()
+    for order in loads:
+        store.pass_time(0.5)
+        for _ in range(NUM_RANKS):
+            store.index.reported(DiskReport([(order.order_id, True)]))
+    # The last load has waited for 15 s for its turn.
+    assert blocks[-1].key in store.index
+    store.pass_time(LOAD_TIMEOUT_S - 1)
+    # One rank's part is there.
+    store.index.reported(DiskReport([(last.order_id, True)]))
+    store.pass_time(LOAD_TIMEOUT_S - 1)
+    assert blocks[-1].key in store.index
+    store.pass_time(2)
+    assert blocks[-1].key not in store.index
+
+
+def test_time_without_steps_does_not_count(tmp_path: Path):
+    """The engine was idle, because the request that needed the block was cancelled."""
+    store = Store(tmp_path)
+    store.write([block(1)])
+    store.index.load(block(1).key, 1)
+    store.now_s += 3600
+    store.index.check_time()
+    store.step()
+    store.index.check_time()
+    assert store.load(block(1))
 
 
 def test_a_block_counts_only_if_every_rank_has_it(tmp_path: Path):
