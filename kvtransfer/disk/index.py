@@ -24,8 +24,8 @@ from baton.kvtransfer.disk.orders import (
     Write,
 )
 
-# The disk hangs if loads are under way and none has ended for this long.
-LOAD_TIMEOUT_S = 10.0
+# The disk hangs if orders are under way and none of their kind gets on for this long.
+TIMEOUT_S = 10.0
 # Most of this time that passes between two looks at the clock. An idle engine makes no steps, so
 # ranks cannot report meanwhile.
 _MOST_UNSEEN_S = 1.0
@@ -33,11 +33,11 @@ _MOST_UNSEEN_S = 1.0
 
 @dataclass(slots=True)
 class _Progress:
-    """How orders of one kind get on.
+    """Progress of the loads, or of the writes and deletions, which one thread of a rank makes.
 
     Attributes:
         num: Orders that have not ended in all ranks.
-        at: When a rank last ended one of them, or when the first of them was given.
+        at: When a rank last ended an order or deleted a file, or when the first order was given.
     """
 
     num: int = 0
@@ -49,9 +49,31 @@ class _Progress:
             self.at = now
         self.num += 1
 
+    def end(self, now: float, *, in_all_ranks: bool) -> None:
+        """Notes that an order has ended in a rank."""
+        self.at = now
+        self.num -= in_all_ranks
+
     def is_late(self, now: float) -> bool:
         """Whether the disk hangs."""
-        return self.num > 0 and now - self.at > LOAD_TIMEOUT_S
+        return self.num > 0 and now - self.at > TIMEOUT_S
+
+
+@dataclass(slots=True)
+class _Deletion:
+    """A DeleteSelected.
+
+    Attributes:
+        num_missing: Ranks that have not reported its end.
+        done: False once a rank has failed.
+        is_late: Whether it must not be waited for.
+        is_taken: Whether its result was taken before its end.
+    """
+
+    num_missing: int
+    done: bool = True
+    is_late: bool = False
+    is_taken: bool = False
 
 
 @dataclass(slots=True)
@@ -120,16 +142,15 @@ class DiskIndex:
         self._clock = clock
         # Time in which the engine made steps, up to the latest look at the clock.
         self._seen_at, self._stepped_s = clock(), 0.0
-        self._load_progress = _Progress()
+        self._load_progress, self._change_progress = _Progress(), _Progress()
         # The least recently used block first.
         self._blocks: OrderedDict[bytes, BlockName] = OrderedDict()
         self._jobs: dict[int, _Job] = {}
         # Numbers of the jobs by the block's key.
         self._writing: dict[bytes, int] = {}
         self._loading: dict[bytes, int] = {}
-        # Ranks that have not reported the end of a DeleteSelected, by its number, and whether all
-        # that reported have deleted everything.
-        self._deletions: dict[int, tuple[int, bool]] = {}
+        # By the number of the order.
+        self._deletions: dict[int, _Deletion] = {}
         self._next_id = 0
         self._orders: list[Order] = []
         self._changes = BlockChanges()
@@ -184,10 +205,12 @@ class DiskIndex:
     def _begin(self, order: Write | Load) -> int:
         self._next_id += 1
         self._jobs[order.order_id] = _Job(order, self._num_ranks)
-        if isinstance(order, Load):
-            self._load_progress.begin(self._now())
+        self._progress_of(order).begin(self._now())
         self._orders.append(order)
         return order.order_id
+
+    def _progress_of(self, order: Write | Load) -> _Progress:
+        return self._load_progress if isinstance(order, Load) else self._change_progress
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Notes a use of a prompt's blocks, given in their order."""
@@ -201,12 +224,17 @@ class DiskIndex:
         return bool(self.off) and key in self._loading
 
     def check_time(self) -> None:
-        """Turns the disk off if it hangs; called in every step.
+        """Turns the disk off if it hangs, and gives up its deletions; called in every step.
 
-        A disk that is busy ends some loads while others wait for their turn.
+        A disk that is busy ends some orders while others wait for their turn.
         """
-        if self._load_progress.is_late(self._now()):
-            self.turn_off(f"no load has ended for {LOAD_TIMEOUT_S:g} s")
+        now = self._now()
+        if self._load_progress.is_late(now):
+            self.turn_off(f"no load has ended for {TIMEOUT_S:g} s")
+        if self._change_progress.is_late(now):
+            self.turn_off(f"no write or deletion has got on for {TIMEOUT_S:g} s")
+            for deletion in self._deletions.values():
+                deletion.is_late = True
 
     def _now(self) -> float:
         """Returns the time in which the engine made steps, in seconds."""
@@ -243,22 +271,30 @@ class DiskIndex:
         self._counts.num_wrong += report.num_wrong
         if report.off:
             self.turn_off(report.off)
-        ended = []
+        now, ended = self._now(), []
+        if report.has_deleted:
+            self._change_progress.at = now
         for order_id, done in report.ended:
             if order_id in self._deletions:
-                num_missing, all_done = self._deletions[order_id]
-                self._deletions[order_id] = num_missing - 1, all_done and done
+                self._deletion_ended(order_id, now, done=done)
                 continue
             job = self._jobs[order_id]
             job.done = job.done and done
             job.num_missing -= 1
-            if isinstance(job.order, Load):
-                self._load_progress.at = self._now()
-                self._load_progress.num -= not job.num_missing
+            self._progress_of(job.order).end(now, in_all_ranks=not job.num_missing)
             if not job.num_missing:
                 del self._jobs[order_id]
                 ended.append(self._end(job))
         return ended
+
+    def _deletion_ended(self, order_id: int, now: float, *, done: bool) -> None:
+        """Notes that a rank has carried out a DeleteSelected."""
+        deletion = self._deletions[order_id]
+        deletion.done = deletion.done and done
+        deletion.num_missing -= 1
+        self._change_progress.end(now, in_all_ranks=not deletion.num_missing)
+        if deletion.is_taken and not deletion.num_missing:
+            del self._deletions[order_id]
 
     def _end(self, job: _Job) -> Ended:
         block, is_load = job.order.block, isinstance(job.order, Load)
@@ -327,17 +363,22 @@ class DiskIndex:
             if selection.includes(job.order.block.hash, job.order.block.owner):
                 job.done = False
         order_id, self._next_id = self._next_id, self._next_id + 1
-        self._deletions[order_id] = self._num_ranks, True
+        self._deletions[order_id] = _Deletion(self._num_ranks)
+        self._change_progress.begin(self._now())
         self._orders.append(DeleteSelected(order_id, selection))
         return len(gone), order_id
 
     def take_deleted(self, order_id: int) -> bool | None:
-        """Returns whether all ranks have deleted everything; None: not all have reported."""
-        num_missing, all_done = self._deletions[order_id]
-        if num_missing:
-            return None
-        del self._deletions[order_id]
-        return all_done
+        """Returns whether all ranks have deleted everything; None: it must be waited for.
+
+        False also means that the disk hangs: files may be left.
+        """
+        deletion = self._deletions[order_id]
+        if not deletion.num_missing:
+            del self._deletions[order_id]
+            return deletion.done
+        deletion.is_taken = deletion.is_late
+        return False if deletion.is_late else None
 
     def take_change(self) -> dict[str, Any] | None:
         """Returns the changes since the last call as fields of CacheChange (engine/base.py)."""

@@ -128,6 +128,7 @@ class DiskReport:
         off: Why a rank has stopped using its disk; empty while the disk works.
         loaded_bytes: Bytes of the blocks that were loaded.
         load_s: Time in which they were loaded, added up over the ranks.
+        has_deleted: Whether a rank has deleted files, also for an order that goes on.
     """
 
     ended: list[tuple[int, bool]] = field(default_factory=list)
@@ -135,9 +136,10 @@ class DiskReport:
     off: str = ""
     loaded_bytes: int = 0
     load_s: float = 0.0
+    has_deleted: bool = False
 
     def __bool__(self) -> bool:
-        return bool(self.ended or self.num_wrong or self.off or self.load_s)
+        return bool(self.ended or self.num_wrong or self.off or self.load_s or self.has_deleted)
 
     def add(self, other: DiskReport) -> None:
         """Adds another rank's report."""
@@ -146,3 +148,4 @@ class DiskReport:
         self.off = self.off or other.off
         self.loaded_bytes += other.loaded_bytes
         self.load_s += other.load_s
+        self.has_deleted = self.has_deleted or other.has_deleted

@@ -107,6 +107,7 @@ class RankDisk:
             if isinstance(order, Delete):
                 for block in order.blocks:
                     self._delete(block)
+                    self._note_deletion()
                 continue
             done = False
             if isinstance(order, DeleteSelected):
@@ -190,18 +191,33 @@ class RankDisk:
             for path in paths:
                 if not path.is_dir():
                     continue
+                # An owner has at most 256 groups, each with a part of the files.
+                for group in path.iterdir():
+                    if group.is_dir():
+                        self._delete_in(group, selection)
+                        self._note_deletion()
                 if selection.hashes is None:
                     shutil.rmtree(path)
-                    continue
-                for file in path.glob("*/*"):
-                    block = BlockName.parse(path.name, file.parent.name, file.name)
-                    if block is not None and selection.includes(block.hash, block.owner):
-                        file.unlink(missing_ok=True)
         except OSError as error:
             self._turn_off(error)
             # Without the directory there is no file.
             return not self._directory.exists()
         return True
+
+    def _delete_in(self, group: Path, selection: BlockSelection) -> None:
+        """Deletes a group's files of a selection."""
+        if selection.hashes is None:
+            shutil.rmtree(group)
+            return
+        for file in group.iterdir():
+            block = BlockName.parse(group.parent.name, group.name, file.name)
+            if block is not None and selection.includes(block.hash, block.owner):
+                file.unlink(missing_ok=True)
+
+    def _note_deletion(self) -> None:
+        """Shows that the disk does not hang, although an order takes long."""
+        with self._lock:
+            self._report.has_deleted = True
 
     def _identity(self, block: BlockName) -> Identity:
         return Identity(self._namespace, block.key, self._rank)

@@ -10,7 +10,7 @@ import numpy as np
 
 from baton.kvtransfer.disk.directory import DiskDirectory, namespace_of, rank_directory, scan
 from baton.kvtransfer.disk.index import DiskIndex, Ended
-from baton.kvtransfer.disk.orders import BlockName, DiskReport, owner_of
+from baton.kvtransfer.disk.orders import BlockName, DiskReport, Order, owner_of
 from baton.kvtransfer.disk.rank_disk import RankDisk
 from baton.v1 import kv_transfer_pb2
 
@@ -57,7 +57,18 @@ class Store:
 
     def step(self) -> list[Ended]:
         """Runs the orders in all ranks to their end."""
-        orders, report = self.index.take_orders(), DiskReport()
+        report = self.run(self.index.take_orders())
+        self.loaded_bytes += report.loaded_bytes
+        self.load_s += report.load_s
+        ended = self.index.reported(report)
+        counts = self.index.take_counts()
+        self.num_wrong += counts.num_wrong
+        self.off = self.off or counts.off
+        return ended
+
+    def run(self, orders: Sequence[Order]) -> DiskReport:
+        """Runs orders in all ranks to their end; returns what the ranks report."""
+        report = DiskReport()
         for rank in range(NUM_RANKS):
             disk = RankDisk(
                 rank_directory(self.directory.path, rank),
@@ -71,13 +82,7 @@ class Store:
             disk.close(60)
             if (part := disk.take_report()) is not None:
                 report.add(part)
-        self.loaded_bytes += report.loaded_bytes
-        self.load_s += report.load_s
-        ended = self.index.reported(report)
-        counts = self.index.take_counts()
-        self.num_wrong += counts.num_wrong
-        self.off = self.off or counts.off
-        return ended
+        return report
 
     def pass_time(self, seconds: float) -> None:
         """Makes steps without reports for this long, four in a second."""

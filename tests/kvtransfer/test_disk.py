@@ -19,7 +19,7 @@ from disk_store import NUM_RANKS, PAYLOAD_BYTES, Store, block, content, namespac
 
 from baton.kvtransfer.disk import block_file
 from baton.kvtransfer.disk.directory import rank_directory, scan
-from baton.kvtransfer.disk.index import LOAD_TIMEOUT_S
+from baton.kvtransfer.disk.index import TIMEOUT_S
 from baton.kvtransfer.disk.orders import ALL_BLOCKS, BlockName, BlockSelection, DiskReport
 
 
@@ -286,7 +286,7 @@ def test_a_load_that_hangs_turns_the_tier_off(tmp_path: Path):
     orders = store.index.take_orders()
     store.index.check_time()
     assert not store.index.is_lost(block(1).key)
-    store.pass_time(LOAD_TIMEOUT_S + 1)
+    store.pass_time(TIMEOUT_S + 1)
     assert store.index.is_lost(block(1).key)
     # A rank may still write there.
     assert store.index.slots == {1}
@@ -309,13 +309,78 @@ def test_a_busy_disk_stays_on_until_no_load_ends(tmp_path: Path):
             store.index.reported(DiskReport([(order.order_id, True)]))
     # The last load has waited for 15 s for its turn.
     assert blocks[-1].key in store.index
-    store.pass_time(LOAD_TIMEOUT_S - 1)
+    store.pass_time(TIMEOUT_S - 1)
     # One rank's part is there.
     store.index.reported(DiskReport([(last.order_id, True)]))
-    store.pass_time(LOAD_TIMEOUT_S - 1)
+    store.pass_time(TIMEOUT_S - 1)
     assert blocks[-1].key in store.index
     store.pass_time(2)
     assert blocks[-1].key not in store.index
+
+
+def test_a_write_that_hangs_turns_the_tier_off(tmp_path: Path):
+    store = Store(tmp_path)
+    store.index.write(block(1), 1)
+    orders = store.index.take_orders()
+    store.pass_time(TIMEOUT_S - 1)
+    assert store.index.accepts(block(2).key)
+    store.pass_time(2)
+    # No more host memory is kept for writes; a rank may still read this block.
+    assert not store.index.accepts(block(2).key)
+    assert store.index.slots == {1}
+    store.index._orders = orders
+    (ended,) = store.step()
+    assert not ended.done
+    assert store.index.slots == set()
+
+
+def test_a_deletion_that_hangs_is_given_up(tmp_path: Path):
+    store = Store(tmp_path)
+    store.write([block(1)])
+    _, deletion = store.index.delete(ALL_BLOCKS)
+    orders = store.index.take_orders()
+    store.pass_time(TIMEOUT_S - 1)
+    assert store.index.take_deleted(deletion) is None
+    store.pass_time(2)
+    assert store.index.take_deleted(deletion) is False
+    # The next one does not wait again.
+    _, again = store.index.delete(ALL_BLOCKS)
+    orders += store.index.take_orders()
+    store.pass_time(1)
+    assert store.index.take_deleted(again) is False
+    # The disk comes back: these orders end, and a later one is waited for.
+    store.index._orders = orders
+    store.step()
+    _, later = store.index.delete(ALL_BLOCKS)
+    store.pass_time(1)
+    assert store.index.take_deleted(later) is None
+    store.step()
+    assert store.index.take_deleted(later) is True
+    assert not store.files()
+    store.index.check_integrity()
+
+
+def test_a_long_deletion_is_waited_for(tmp_path: Path):
+    store = Store(tmp_path)
+    _, deletion = store.index.delete(ALL_BLOCKS)
+    for _ in range(5):
+        store.pass_time(TIMEOUT_S - 1)
+        store.index.reported(DiskReport(has_deleted=True))
+    assert store.index.take_deleted(deletion) is None
+    assert store.index.accepts(block(1).key)
+    store.step()
+    assert store.index.take_deleted(deletion) is True
+
+
+@pytest.mark.parametrize("owner", [None, "search"])
+@pytest.mark.parametrize("only", [None, frozenset({1})])
+def test_a_rank_reports_that_it_deletes_files(
+    tmp_path: Path, owner: str | None, only: frozenset[int] | None
+):
+    store = Store(tmp_path)
+    store.write([block(1, "search")])
+    store.index.delete(BlockSelection.of(owner, only))
+    assert store.run(store.index.take_orders()).has_deleted
 
 
 def test_time_without_steps_does_not_count(tmp_path: Path):

@@ -37,6 +37,8 @@ _EVENTS = st.lists(
         ),
         st.tuples(st.just("empty")),
         st.tuples(st.just("off")),
+        # Seconds.
+        st.tuples(st.just("time"), st.sampled_from([1, 6, 11])),
     ),
     max_size=60,
 )
@@ -46,7 +48,8 @@ class Worker:
     """A worker with an index and ranks that carry out its orders one by one."""
 
     def __init__(self) -> None:
-        self.index = DiskIndex(MAX_BLOCKS, MAX_WRITES, NUM_RANKS, lambda: 0.0)
+        self.now_s = 0.0
+        self.index = DiskIndex(MAX_BLOCKS, MAX_WRITES, NUM_RANKS, lambda: self.now_s)
         self.orders: list[deque[Order]] = [deque() for _ in range(NUM_RANKS)]
         self.free = set(range(NUM_SLOTS))
         self.reported: set[int] = set()
@@ -75,6 +78,10 @@ class Worker:
                 index.clear()
             case ("off",):
                 index.turn_off("it failed")
+            case ("time", seconds):
+                for _ in range(seconds):
+                    self.now_s += 1.0
+                    index.check_time()
         for order in index.take_orders():
             for orders in self.orders:
                 orders.append(order)
