@@ -146,6 +146,8 @@ class DiskIndex:
         # The least recently used block first.
         self._blocks: OrderedDict[bytes, BlockName] = OrderedDict()
         self._jobs: dict[int, _Job] = {}
+        # Writes that have not ended in all ranks, also those that are not wanted any more.
+        self._num_writes = 0
         # Numbers of the jobs by the block's key.
         self._writing: dict[bytes, int] = {}
         self._loading: dict[bytes, int] = {}
@@ -191,12 +193,29 @@ class DiskIndex:
             self.off
             or key in self._blocks
             or key in self._writing
-            or len(self._writing) >= self._max_writes
+            or self._num_writes >= self._max_writes
+            or (self._is_full and self._least_used() is None)
         )
 
     def write(self, block: BlockName, slot: int) -> None:
-        """Writes a block that `accepts` has accepted from its place in host memory."""
+        """Writes a block that `accepts` has accepted from its place in host memory.
+
+        If there is no room, the blocks that were unused for longest are deleted first: a rank
+        carries out deletions and writes in their order, so its files are never too many.
+        """
+        while self._is_full and (least_used := self._least_used()) is not None:
+            self._forget(least_used)
+        self._num_writes += 1
         self._writing[block.key] = self._begin(Write(self._next_id, block, slot))
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether there is no room for another block."""
+        return len(self._blocks) + self._num_writes >= self._max_blocks
+
+    def _least_used(self) -> bytes | None:
+        """Returns the block to evict; blocks that are being loaded stay."""
+        return next((key for key in self._blocks if key not in self._loading), None)
 
     def load(self, key: bytes, slot: int) -> None:
         """Loads a block that the disk holds to its place in host memory."""
@@ -256,7 +275,7 @@ class DiskIndex:
         for block in blocks:
             if self.off or block.key in self._blocks or block.key in self._writing:
                 continue
-            if len(self._blocks) + len(self._writing) >= self._max_blocks:
+            if self._is_full:
                 gone.append(block)
                 continue
             self._blocks[block.key] = block
@@ -306,21 +325,13 @@ class DiskIndex:
             # One rank's part is wrong: the parts of the others are of no use.
             self._forget(block.key)
         if not is_load:
+            self._num_writes -= 1
             if done:
                 self._blocks[block.key] = block
                 self._changes.store(block.hash)
-                self._evict()
             elif block.key not in self._blocks and block.key not in self._writing:
                 self._orders.append(Delete([block]))
         return Ended(block.key, job.order.slot, is_load, done, job.wanted)
-
-    def _evict(self) -> None:
-        """Deletes the blocks that were unused for longest, if there are too many."""
-        while len(self._blocks) > self._max_blocks:
-            oldest = next((key for key in self._blocks if key not in self._loading), None)
-            if oldest is None:
-                break
-            self._forget(oldest)
 
     def _forget(self, key: bytes) -> None:
         if (block := self._blocks.pop(key, None)) is not None:
@@ -388,6 +399,9 @@ class DiskIndex:
         """Raises AssertionError if blocks, jobs and their places in host memory do not agree."""
         assert not self._writing.keys() & self._blocks.keys()
         assert not self.off or not self._blocks
+        assert len(self._blocks) + self._num_writes <= self._max_blocks
+        writes = [job for job in self._jobs.values() if isinstance(job.order, Write)]
+        assert len(writes) == self._num_writes <= self._max_writes
         slots = [job.order.slot for job in self._jobs.values()]
         assert len(slots) == len(set(slots))
         for under_way in (self._writing, self._loading):

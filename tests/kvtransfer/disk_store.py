@@ -101,7 +101,7 @@ class Store:
             self.memory[rank, :, 0] = content(one, rank)
         self.index.write(one, 0)
         (ended,) = self.step()
-        # Deletes what the write has evicted.
+        # Deletes what a failed write has left.
         self.step()
         return ended.done
 

@@ -20,7 +20,7 @@ from disk_store import NUM_RANKS, PAYLOAD_BYTES, Store, block, content, namespac
 from baton.kvtransfer.disk import block_file
 from baton.kvtransfer.disk.directory import rank_directory, scan
 from baton.kvtransfer.disk.index import TIMEOUT_S
-from baton.kvtransfer.disk.orders import ALL_BLOCKS, BlockName, BlockSelection, DiskReport
+from baton.kvtransfer.disk.orders import ALL_BLOCKS, BlockName, BlockSelection, DiskReport, Load
 
 
 def test_blocks_come_back(tmp_path: Path):
@@ -200,6 +200,44 @@ def test_the_block_unused_for_longest_is_evicted(tmp_path: Path):
     assert [one.key in store.index for one in blocks[:2]] == [True, False]
     assert len(store.files()) == 4 * NUM_RANKS
     assert store.load(blocks[0])
+
+
+def test_the_bound_holds_after_every_order(tmp_path: Path):
+    """Many writes are under way, and the disk is full."""
+    most = 4
+    store = Store(tmp_path, max_blocks=most)
+    numbers = iter(range(1000))
+    loading: BlockName | None = None
+    for _ in range(6):
+        if loading is None and len(store.index):
+            # A block that is being loaded stays.
+            loading = next(iter(store.index._blocks.values()))
+            store.index.load(loading.key, 1)
+        for slot in range(2, 12):
+            one = block(next(numbers))
+            if store.index.accepts(one.key):
+                store.index.write(one, slot)
+        for order in store.index.take_orders():
+            if isinstance(order, Load):
+                continue
+            report = store.run([order])
+            assert len(store.files()) <= most * NUM_RANKS
+            store.index.reported(report)
+        store.index.check_integrity()
+    assert len(store.files()) == most * NUM_RANKS
+    assert loading is not None
+    assert loading.key in store.index
+
+
+def test_a_full_disk_that_loads_every_block_takes_no_write(tmp_path: Path):
+    store = Store(tmp_path, max_blocks=2)
+    blocks = [block(n) for n in range(2)]
+    store.write(blocks)
+    for slot, one in enumerate(blocks):
+        store.index.load(one.key, slot)
+    assert not store.index.accepts(block(2).key)
+    store.step()
+    assert store.index.accepts(block(2).key)
 
 
 def test_a_smaller_bound_after_a_restart_keeps_what_was_used_last(tmp_path: Path):

@@ -17,6 +17,7 @@ from baton.kvtransfer.disk.orders import (
     DiskReport,
     Load,
     Order,
+    Write,
 )
 
 MAX_BLOCKS, MAX_WRITES, NUM_RANKS, NUM_SLOTS = 6, 3, 2, 8
@@ -25,10 +26,11 @@ SALTS = ("", "search")
 _BLOCKS = st.tuples(st.integers(0, 9), st.sampled_from(SALTS))
 _EVENTS = st.lists(
     st.one_of(
-        st.tuples(st.just("write"), _BLOCKS),
+        st.tuples(st.just("write"), st.lists(_BLOCKS, min_size=1, max_size=4)),
         st.tuples(st.just("load"), _BLOCKS),
         st.tuples(st.just("found"), st.lists(_BLOCKS, max_size=8)),
         st.tuples(st.just("used"), st.lists(_BLOCKS, max_size=4)),
+        st.tuples(st.just("ranks")),
         st.tuples(st.just("rank"), st.integers(0, NUM_RANKS - 1), st.booleans()),
         st.tuples(
             st.just("delete"),
@@ -44,6 +46,12 @@ _EVENTS = st.lists(
 )
 
 
+# Hash and owner of each block, by its key.
+OWNERS = {
+    one.key: (one.hash, one.owner) for one in (block(n, salt) for n in range(10) for salt in SALTS)
+}
+
+
 class Worker:
     """A worker with an index and ranks that carry out its orders one by one."""
 
@@ -53,14 +61,16 @@ class Worker:
         self.orders: list[deque[Order]] = [deque() for _ in range(NUM_RANKS)]
         self.free = set(range(NUM_SLOTS))
         self.reported: set[int] = set()
+        # Keys of the blocks of which each rank has a file.
+        self.files: list[set[bytes]] = [set() for _ in range(NUM_RANKS)]
 
     def apply(self, event: tuple[Any, ...]) -> None:
         index = self.index
         match event:
-            case ("write", (number, salt)):
-                one = block(number, salt)
-                if self.free and index.accepts(one.key):
-                    index.write(one, self.free.pop())
+            case ("write", names):
+                for one in (block(*name) for name in names):
+                    if self.free and index.accepts(one.key):
+                        index.write(one, self.free.pop())
             case ("load", (number, salt)):
                 key = block(number, salt).key
                 if self.free and key in index and key not in index._loading:
@@ -69,6 +79,8 @@ class Worker:
                 index.found([block(*name) for name in names])
             case ("used", names):
                 index.used([block(*name).key for name in names])
+            case ("ranks",):
+                self.run_all()
             case ("rank", rank, done):
                 self.run(rank, done=done)
             case ("delete", salt, only):
@@ -87,13 +99,31 @@ class Worker:
                 orders.append(order)
         self.check()
 
+    def run_all(self) -> None:
+        """Carries out all orders."""
+        while any(self.orders):
+            for rank in range(NUM_RANKS):
+                self.run(rank, done=True)
+
     def run(self, rank: int, *, done: bool) -> None:
         """Carries out a rank's next order."""
         if not self.orders[rank]:
             return
         order = self.orders[rank].popleft()
-        if isinstance(order, Delete):
-            return
+        files = self.files[rank]
+        match order:
+            case Delete():
+                files.difference_update(one.key for one in order.blocks)
+                return
+            case DeleteSelected():
+                gone = {one for one in files if order.selection.includes(*OWNERS[one])}
+                files.difference_update(gone)
+            case Write():
+                # A failed write may leave a file.
+                files.add(order.block.key)
+            case Load() if not done:
+                files.discard(order.block.key)
+        assert len(files) <= MAX_BLOCKS
         for ended in self.index.reported(DiskReport([(order.order_id, done)])):
             assert ended.slot not in self.free
             assert not (ended.done and not ended.wanted)
@@ -104,9 +134,6 @@ class Worker:
         index.check_integrity()
         assert index.slots.isdisjoint(self.free)
         assert index.slots | self.free == set(range(NUM_SLOTS))
-        assert len(index._writing) <= MAX_WRITES
-        # A block that is being loaded is not evicted.
-        assert len(index) <= MAX_BLOCKS + index.num_loads
         change = index.take_change()
         if change is not None:
             if change["cleared"]:
@@ -136,7 +163,7 @@ def test_places_and_reports_agree_after_every_event(events: list[tuple[Any, ...]
 def test_a_wrong_part_of_any_rank_makes_the_block_a_miss(turns: list[int]) -> None:
     worker = Worker()
     for number in (1, 2):
-        worker.apply(("write", (number, "")))
+        worker.apply(("write", [(number, "")]))
     for _ in range(2):
         for rank in range(NUM_RANKS):
             worker.run(rank, done=True)
