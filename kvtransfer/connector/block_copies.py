@@ -31,9 +31,12 @@ class BlockCopies(ABC):
 
     Attributes:
         finishes_at_once: Whether a copy has ended when the call returns.
+        gathers_wait: Whether a gather waits until an earlier gather's copy was waited for
+            (`Copy.wait`) in another thread.
     """
 
     finishes_at_once: bool
+    gathers_wait: bool
 
     @abstractmethod
     def max_blocks(self, layer: int) -> int:

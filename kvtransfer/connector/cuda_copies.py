@@ -134,6 +134,7 @@ class CudaCopies(BlockCopies):
         self._stalled = False
         self._closed = False
         self._pinned = pin and _pin(staging, self._device)
+        self.gathers_wait = not self._pinned
         # Torch must not free either ring while a stream uses it: `close` waits for all streams.
         self._outgoing = itertools.cycle([self._slot() for _ in range(num_slots)])
         self._incoming = itertools.cycle([self._slot() for _ in range(num_slots)])

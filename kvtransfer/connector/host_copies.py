@@ -41,6 +41,7 @@ class HostCopies(BlockCopies):
     """
 
     finishes_at_once = True
+    gathers_wait = False
 
     def __init__(self, cache: PagedCache, staging: torch.Tensor) -> None:
         self._cache, self._words = cache, cache.words(staging)

@@ -228,6 +228,9 @@ class RankHalf:
                 self._give_up(batch[0].push, error)
                 break
             self._notifier.filled(copy, filled)
+            if self._copies.gathers_wait:
+                # A later gather of this step needs the buffer that the notifier's thread frees.
+                self._notifier.flush()
         if ends_step:
             self._notifier.flush()
 

@@ -170,6 +170,7 @@ def test_a_refused_registration_leaves_no_error_behind(staging):
     # CUDA always refuses to register the same memory twice.
     second = CudaCopies(PagedCache(cache, layout), staging)
     assert (first.pinned, second.pinned) == (True, False)
+    assert (first.gathers_wait, second.gathers_wait) == (False, True)
     assert torch.ones(8, device="cuda").sum().item() == 8
     second.close()
     assert staging.is_pinned()

@@ -5,11 +5,14 @@ import dataclasses
 import itertools
 import random
 import secrets
+import threading
 
 import pytest
 import torch
 
+from baton.kvtransfer.connector import rank_half
 from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, Part, Push
+from baton.kvtransfer.connector.host_copies import HostCopies
 from baton.kvtransfer.connector.rank_half import RankHalf
 from baton.kvtransfer.control import EnginePort, TransferClient
 from baton.kvtransfer.layout import KvLayout
@@ -86,16 +89,22 @@ class Worker:
         await self.client.close()
 
 
-@pytest.fixture(params=DEVICES)
-async def workers(request, tmp_path):
+async def start_workers(tmp_path, device):
+    """Returns a sender and a receiver."""
     started = []
     # The receiver's memory is laid out differently.
     for number, order in enumerate([(0, 1, 2, 3), (0, 2, 1, 3)]):
         config = KvTransferConfig(send_bytes=2**22, receive_bytes=2**22)
         client = await TransferClient.start(config, str(tmp_path / f"{number}.sock"))
         await client.configure(LAYOUT.fingerprint())
-        started.append(Worker(client, request.param, order))
+        started.append(Worker(client, device, order))
     assert started[1].port.subscribe()
+    return started
+
+
+@pytest.fixture(params=DEVICES)
+async def workers(request, tmp_path):
+    started = await start_workers(tmp_path, request.param)
     yield started
     for worker in started:
         await worker.close()
@@ -301,6 +310,49 @@ def stalling(rank, monkeypatch, *calls):
         return gather(*args)
 
     monkeypatch.setattr(rank._copies, "gather", gather_or_stall)
+
+
+class TwoSlots(HostCopies):
+    """Copies through two pinned buffers, as CudaCopies makes them if staging cannot be pinned."""
+
+    finishes_at_once = False
+    gathers_wait = True
+
+    def __init__(self, cache, staging):
+        super().__init__(cache, staging)
+        self._free = threading.Semaphore(2)
+
+    def gather(self, layer, blocks, runs):
+        if not self._free.acquire(timeout=20):
+            raise TimeoutError("no copy to staging has ended in 20 s")
+        super().gather(layer, blocks, runs)
+        return self
+
+    def wait(self):
+        self._free.release()
+
+
+@pytest.fixture
+async def bouncing_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_half, "open_copies", TwoSlots)
+    started = await start_workers(tmp_path, "cpu")
+    yield started
+    for worker in started:
+        await worker.close()
+
+
+async def test_a_step_with_more_gathers_than_buffers_gives_no_handoff_up(bouncing_workers):
+    sender, receiver = bouncing_workers
+    handoff_id, offset = await opened(sender, receiver, 2)
+    assert LAYERS > 2
+    push = Push(handoff_id, offset, 2, (Part(0, [6, 5]),), True)
+    sender.step([push], compute=writes({5: 5, 6: 6}))
+    await committed(receiver, handoff_id)
+    loads = [Load(handoff_id, 2 * TOKENS, (Part(0, [7, 8]),))]
+    assert receiver.step(loads=loads) == set()
+    for layer, cache in enumerate(receiver.caches.values()):
+        assert bool((cache[7] == 6 + 100 * layer).all()), layer
+        assert bool((cache[8] == 5 + 100 * layer).all()), layer
 
 
 async def test_a_stalled_bus_fails_the_handoff_and_not_the_step(workers, monkeypatch):
