@@ -122,11 +122,10 @@ class CacheDrops:
 
     def step(self) -> Clearing:
         """Returns what ranks do first in the step that is made next."""
-        if not self._drops:
-            return Clearing()
+        # Blocks that were in use may be free only after their order has ended.
         blocks = self._host.blocks if self._host is not None else None
         clearing = Clearing(blocks.take_uncleared() if blocks is not None else [])
-        if blocks is None or not blocks.is_deleting:
+        if self._drops and (blocks is None or not blocks.is_deleting):
             for drop_id, drop in self._drops.items():
                 if not drop.begun:
                     drop.begun = True

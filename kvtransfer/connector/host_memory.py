@@ -203,8 +203,13 @@ class HostBlocks(CPUOffloadingManager):
 
     @property
     def is_deleting(self) -> bool:
-        """Whether deleted blocks are in use, or their bytes are still there."""
-        return bool(self._doomed or self._uncleared)
+        """Whether deleted blocks are in use, or their bytes are still there.
+
+        Blocks that a disk that hangs keeps in use do not count: they may be so forever.
+        """
+        stuck = self.disk.slots if self.disk is not None and self.disk.hangs else ()
+        in_use = any(self._policy.get(key).chunk_id not in stuck for key in self._doomed)
+        return in_use or bool(self._uncleared)
 
     def take_uncleared(self) -> list[int]:
         """Returns places that ranks must overwrite before anything else in the next step."""

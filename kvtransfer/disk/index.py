@@ -66,13 +66,11 @@ class _Deletion:
     Attributes:
         num_missing: Ranks that have not reported its end.
         done: False once a rank has failed.
-        is_late: Whether it must not be waited for.
         is_taken: Whether its result was taken before its end.
     """
 
     num_missing: int
     done: bool = True
-    is_late: bool = False
     is_taken: bool = False
 
 
@@ -243,7 +241,7 @@ class DiskIndex:
         return bool(self.off) and key in self._loading
 
     def check_time(self) -> None:
-        """Turns the disk off if it hangs, and gives up its deletions; called in every step.
+        """Turns the disk off if it hangs; called in every step.
 
         A disk that is busy ends some orders while others wait for their turn.
         """
@@ -252,8 +250,12 @@ class DiskIndex:
             self.turn_off(f"no load has ended for {TIMEOUT_S:g} s")
         if self._change_progress.is_late(now):
             self.turn_off(f"no write or deletion has got on for {TIMEOUT_S:g} s")
-            for deletion in self._deletions.values():
-                deletion.is_late = True
+
+    @property
+    def hangs(self) -> bool:
+        """Whether orders are under way that may never end."""
+        both = self._load_progress, self._change_progress
+        return any(progress.is_late(self._stepped_s) for progress in both)
 
     def _now(self) -> float:
         """Returns the time in which the engine made steps, in seconds."""
@@ -382,14 +384,15 @@ class DiskIndex:
     def take_deleted(self, order_id: int) -> bool | None:
         """Returns whether all ranks have deleted everything; None: it must be waited for.
 
-        False also means that the disk hangs: files may be left.
+        False also means that the disk hangs: files may be left, or blocks in host memory that
+        ranks read or write.
         """
         deletion = self._deletions[order_id]
         if not deletion.num_missing:
             del self._deletions[order_id]
-            return deletion.done
-        deletion.is_taken = deletion.is_late
-        return False if deletion.is_late else None
+            return deletion.done and not self.hangs
+        deletion.is_taken = self.hangs
+        return False if self.hangs else None
 
     def take_change(self) -> dict[str, Any] | None:
         """Returns the changes since the last call as fields of CacheChange (engine/base.py)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,8 @@ class Table:
         from baton.kvtransfer.connector.host_memory import HostBlocks
 
         self.reports = CachedBlocks(BLOCK)
-        self.disk = DiskIndex(disk_blocks, 4, 1, lambda: 0.0) if disk_blocks else None
+        self.now_s = 0.0
+        self.disk = DiskIndex(disk_blocks, 4, 1, lambda: self.now_s) if disk_blocks else None
         self.blocks = HostBlocks(NUM_BLOCKS, self.reports, self.disk)
         self.found = LookupResult
         self.context = ReqContext("r")
@@ -263,3 +265,50 @@ def test_blocks_on_their_way_to_and_from_disk_are_deleted_too() -> None:
     table.report([order])
     assert table.disk.take_deleted(deletion) is True
     assert not any(key in table.disk for key in [*loaded, *on_their_way])
+
+
+@pytest.mark.parametrize("hung", [Load, Write])
+def test_a_deletion_does_not_wait_for_a_disk_that_hangs(hung: type) -> None:
+    from baton.kvtransfer.connector.cache_drops import DROP, DROPPED, CacheDrops
+
+    table = Table()
+    assert table.disk is not None
+    loaded = written(table, 4, "search")
+    table.store(table.keys(16, begin=100))
+    table.report(table.orders())
+    if hung is Load:
+        table.blocks.load_from_disk(loaded[:2], table.context)
+    else:
+        table.store(table.keys(2, "search", begin=50))
+    orders = table.orders()
+    assert {type(one) for one in orders} == {hung}
+    cleared: list[int] = []
+    # The device has no blocks.
+    device: Any = SimpleNamespace(clear=lambda _: None, evict_blocks=lambda _: None)
+    device.block_pool = SimpleNamespace(blocks=[])
+    host: Any = SimpleNamespace(blocks=table.blocks, disk=SimpleNamespace(index=table.disk))
+    drops = CacheDrops(table.reports, device, host, num_ranks=1)
+    request: Any = SimpleNamespace(kv_transfer_params={DROP: {"id": 7, "salt": "search"}})
+    drops.add(request, device)
+    (deletion,) = table.orders()
+    told: dict[str, Any] = {}
+    for _ in range(30):
+        if hung is Load:
+            # The disk deletes, and loads nothing.
+            table.blocks.disk_reported(DiskReport(has_deleted=True))
+        table.now_s += 1
+        table.disk.check_time()
+        clearing = drops.step()
+        cleared += clearing.slots
+        drops.reported(clearing.ended)
+        told |= drops.told()
+    assert told[DROPPED] == {7: [0, 2, 4, True]}
+    assert not drops.has_work
+    # Ranks may still use these places.
+    slots = table.disk.slots
+    assert len(slots) == 2
+    assert slots.isdisjoint(cleared)
+    # The disk comes back: the bytes are overwritten although the order has ended.
+    table.report([*orders, deletion])
+    assert set(drops.step().slots) == slots
+    assert not table.blocks.is_deleting
