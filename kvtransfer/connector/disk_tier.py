@@ -74,7 +74,11 @@ class DiskTier:
 
     def __init__(self, index: DiskIndex, directory: Path, num_ranks: int, payload: int) -> None:
         self.index = index
-        self._found: queue.SimpleQueue[tuple[list[BlockName], int, str]] = queue.SimpleQueue()
+        index.is_searching = True
+        # Blocks, the number of wrong files, and why the search has failed; None at its end.
+        self._found: queue.SimpleQueue[tuple[list[BlockName], int, str] | None] = (
+            queue.SimpleQueue()
+        )
         scan = threading.Thread(
             target=self._scan,
             args=(directory, num_ranks, payload),
@@ -111,6 +115,7 @@ class DiskTier:
         for begin in range(0, max(1, len(blocks)), _FOUND_PER_STEP):
             num_wrong = 0 if begin else found.num_wrong
             self._found.put((blocks[begin : begin + _FOUND_PER_STEP], num_wrong, ""))
+        self._found.put(None)
 
     @property
     def has_orders(self) -> bool:
@@ -120,10 +125,13 @@ class DiskTier:
     def poll(self) -> None:
         """Takes over some of the blocks that were found, and looks for a disk that hangs."""
         if not self._found.empty():
-            blocks, num_wrong, error = self._found.get()
-            self.index.found(blocks, num_wrong)
-            if error:
-                self.index.turn_off(error)
+            if (found := self._found.get()) is None:
+                self.index.is_searching = False
+            else:
+                blocks, num_wrong, error = found
+                self.index.found(blocks, num_wrong)
+                if error:
+                    self.index.turn_off(error)
         self.index.check_time()
 
     def take_orders(self) -> list[Order]:

@@ -131,6 +131,10 @@ class DiskIndex:
         max_writes: Most writes under way; further blocks are not written.
         num_ranks: Number of ranks.
         clock: Returns seconds; never goes back.
+
+    Attributes:
+        is_searching: Whether blocks of an earlier worker are still being looked for. Until then
+            nothing is written, because the room for it is not known.
     """
 
     def __init__(
@@ -156,6 +160,7 @@ class DiskIndex:
         self._changes = BlockChanges()
         self._counts = DiskCounts()
         self.off = ""
+        self.is_searching = False
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -189,6 +194,7 @@ class DiskIndex:
         """Whether a block in host memory should be written now."""
         return not (
             self.off
+            or self.is_searching
             or key in self._blocks
             or key in self._writing
             or self._num_writes >= self._max_writes

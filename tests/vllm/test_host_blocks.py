@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks
+from baton.kvtransfer.disk import block_file
+from baton.kvtransfer.disk.block_file import Identity
+from baton.kvtransfer.disk.directory import DiskDirectory, rank_directory
 from baton.kvtransfer.disk.index import DiskIndex
 from baton.kvtransfer.disk.orders import (
     ALL_BLOCKS,
+    BlockName,
     BlockSelection,
     DeleteSelected,
     DiskReport,
     Load,
     Write,
+    owner_of,
 )
 from baton.runtime.block_hashes import block_hashes, root_of
 
@@ -265,6 +271,29 @@ def test_blocks_on_their_way_to_and_from_disk_are_deleted_too() -> None:
     table.report([order])
     assert table.disk.take_deleted(deletion) is True
     assert not any(key in table.disk for key in [*loaded, *on_their_way])
+
+
+def test_nothing_is_written_before_the_blocks_of_an_earlier_worker_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from baton.kvtransfer.connector import disk_tier
+
+    monkeypatch.setattr(disk_tier, "_FOUND_PER_STEP", 2)
+    namespace, payload = bytes(32), 512
+    directory = DiskDirectory.open(tmp_path, namespace, 1)
+    rank = rank_directory(directory.path, 0)
+    for n in range(5):
+        one = BlockName(bytes([n] * 36), n, owner_of(""))
+        identity, pages = Identity(namespace, one.key, 0), [memoryview(bytearray(payload))]
+        block_file.write(rank / one.path, rank / "written", identity, pages)
+    index = DiskIndex(4, 4, 1, lambda: 0.0)
+    tier = disk_tier.DiskTier(index, directory.path, 1, payload)
+    while index.is_searching:
+        assert not index.accepts(b"another block")
+        tier.take_orders()
+    assert len(index) == 4
+    assert index.accepts(b"another block")
+    directory.close()
 
 
 @pytest.mark.parametrize("hung", [Load, Write])
