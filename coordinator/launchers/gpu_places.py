@@ -10,17 +10,21 @@ from pathlib import Path
 
 from baton.runtime.visible_gpus import VISIBLE, visible_gpus
 
-_DEVICE = re.compile(r"nvidia(\d+)")
+_DEVICE = re.compile(r"nvidia\d+")
 
 
 def gpus_here(
     environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")
 ) -> list[str]:
-    """GPUs of this process: those in CUDA_VISIBLE_DEVICES, or all GPUs of this host."""
+    """GPUs of this process: those in CUDA_VISIBLE_DEVICES, or all that it has device files for.
+
+    CUDA numbers them from 0. A container with some of a host's GPUs has their device files under
+    the host's numbers.
+    """
     if (visible := visible_gpus(environment)) is not None:
         return visible
-    found = (_DEVICE.fullmatch(path.name) for path in devices.glob("nvidia*"))
-    return [str(index) for index in sorted(int(one[1]) for one in found if one is not None)]
+    found = [path for path in devices.glob("nvidia*") if _DEVICE.fullmatch(path.name)]
+    return [str(index) for index in range(len(found))]
 
 
 class GpuPlaces:

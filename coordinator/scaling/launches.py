@@ -30,8 +30,11 @@ class _Launch:
     """A worker process, from the start order until its launcher reports that it is gone.
 
     Attributes:
-        revision: Launch configuration of the process.
+        pool: Pool of the worker now.
         since: time of the start order.
+        revision: Launch configuration of the process.
+        first_pool: Pool that the process was started for. It decides the engine arguments and the
+            number of GPUs, also after the worker has moved to the other pool.
         attached_at: time when the worker first attached; None: it has not attached yet.
         ends: whether the process was told to end or its worker has left. The process holds its
             GPUs until the launcher reports that it is gone.
@@ -42,6 +45,7 @@ class _Launch:
     pool: Pool
     since: float
     revision: Revision
+    first_pool: Pool
     attached_at: float | None = None
     ends: bool = False
     waits: str = ""
@@ -105,10 +109,13 @@ class Launches:
         """Whether a process was started here and is not known to have ended."""
         return worker_id in self._all
 
-    def revision_of(self, worker_id: str) -> Revision | None:
-        """Returns the launch configuration of a process, or None if it was not started here."""
+    def started_as(self, worker_id: str) -> tuple[Revision, Pool] | None:
+        """Returns the revision and the pool that a process was started for.
+
+        None: it was not started here.
+        """
         one = self._all.get(worker_id)
-        return one.revision if one is not None else None
+        return (one.revision, one.first_pool) if one is not None else None
 
     def num_starting(self, pool: Pool, fleet: Fleet | None = None) -> int:
         """Returns how many processes start and have not attached; default: stable fleet."""
@@ -189,7 +196,7 @@ class Launches:
                 for name in (f"{prefix}-{count}" for count in self._numbers[prefix])
                 if self._workers.by_id(name) is None
             )
-            self._all[worker_id] = _Launch(worker_id, pool, now, fleet.revision)
+            self._all[worker_id] = _Launch(worker_id, pool, now, fleet.revision, pool)
             self._num_starting[pool, fleet.name] += 1
             self._emit(ev.StartWorker(worker_id, pool, fleet.revision))
 

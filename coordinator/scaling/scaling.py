@@ -384,8 +384,8 @@ class Scaler:
 
     def _gpus_of(self, worker_id: str, pool: Pool) -> int:
         """Number of a worker's GPUs: as started by this coordinator, else as the worker reports."""
-        if (revision := self.launches.revision_of(worker_id)) is not None:
-            return self._num_gpus(revision, pool)
+        if (started_as := self.launches.started_as(worker_id)) is not None:
+            return self._num_gpus(*started_as)
         worker = self._workers.by_id(worker_id)
         reported = kv_fingerprint.num_ranks(worker.hello.fingerprint) if worker is not None else 0
         return reported or self._config.limits(pool).gpus

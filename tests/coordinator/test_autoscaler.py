@@ -38,7 +38,8 @@ def workers(num_prefill, num_decode, phase=Phase.SERVING, since=0.0):
 class Days:
     """A continuing load and the decisions about it; wanted workers serve at once."""
 
-    def __init__(self, config=CONFIG, num_prefill=1, num_decode=1, obeyed=True):
+    def __init__(self, config=CONFIG, num_prefill=1, num_decode=1, obeyed=True, model=MODEL):
+        self.model = model
         self.config, self.state, self.now, self.obeyed = config, State(), 1000.0, obeyed
         self.members = workers(num_prefill, num_decode)
         self.lane, self.decode = LaneLoad(), DecodeLoad(kv_tokens=200_000)
@@ -63,7 +64,7 @@ class Days:
             observation = Observation(
                 self.now if heard_at is None else heard_at,
                 tuple(self.members),
-                MODEL,
+                self.model,
                 (("interactive", self.lane),),
                 self.decode,
             )
@@ -88,6 +89,31 @@ class Days:
                     name = f"new-{self.now}-{action.pool.value}-{number}"
                     view = WorkerView(name, action.pool, Phase.SERVING, self.now)
                     self.members.append(view)
+
+
+def test_more_workers_are_not_wanted_for_an_itl_target_that_none_keeps():
+    """One request alone takes 62 ms per token."""
+    slow = replace(MODEL, step_base_s=0.060, step_per_request_s=0.002)
+    sizes = {}
+    for name, itl_s in {"out of reach": 0.05, "none": None}.items():
+        targets = (("interactive", Targets(0.5, itl_s)),)
+        days = Days(config=replace(CONFIG, flip=False, targets=targets), model=slow)
+        decision = days.passes(60, rate=1, work_s=0.01, output=300.0)
+        sizes[name] = days.size(Pool.DECODE)
+        if itl_s is not None:
+            assert "none keeps 50 ms, as one request alone takes 62 ms" in decision.decode.reason
+    assert sizes["none"] <= sizes["out of reach"] <= 2
+
+
+def test_flips_do_not_exceed_the_most_workers_of_a_pool():
+    """Workers that still start count, although flipped ones take their place."""
+    config = replace(CONFIG, decode=PoolLimits(1, 4))
+    days = Days(config=config, num_prefill=8, num_decode=2, obeyed=False)
+    days.passes(120, rate=65)
+    days.members += [WorkerView(f"c{n}", Pool.DECODE, Phase.STARTING, days.now) for n in range(2)]
+    for _ in range(20):
+        decision = days.passes(1, rate=10, work_s=0.01, output=1000.0)
+        assert decision.decode.target <= 4
 
 
 def test_prefill_grows_with_its_load_and_says_why():

@@ -26,9 +26,10 @@ def test_an_impossible_number_of_gpus_is_left_to_the_engine(gpus, number):
     assert GpuPlaces(gpus).take("a", number) == {}
 
 
-def test_gpus_of_the_host_are_found(tmp_path):
+def test_gpus_that_a_process_may_use_are_found(tmp_path):
+    """A container with the third and the eleventh GPU of a host calls them 0 and 1."""
     for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm", "null"):
         (tmp_path / name).touch()
-    assert gpus_here({}, tmp_path) == ["2", "10"]
+    assert gpus_here({}, tmp_path) == ["0", "1"]
     assert gpus_here({VISIBLE: "GPU-a, 3"}, tmp_path) == ["GPU-a", "3"]
     assert gpus_here({VISIBLE: ""}, tmp_path) == []

@@ -8,8 +8,8 @@ import pytest
 from launched_world import Launched
 
 from baton.coordinator.state import events as ev
-from baton.coordinator.state.pools import Pool
-from baton.coordinator.state.scaling_config import Targets
+from baton.coordinator.state.pools import ROLE_OF, Pool
+from baton.coordinator.state.scaling_config import PoolLimits, Targets
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -456,6 +456,24 @@ def test_autoscaling_off_keeps_a_worker_where_it_was_just_flipped_to(launched):
     assert made.ids(DECODE) == {"decode-0", "decode-1", "prefill-1"}
     assert len(made.started) == 4
     assert made.ended == []
+
+
+@pytest.mark.parametrize("into", [DECODE, PREFILL])
+def test_a_flipped_worker_keeps_the_gpus_that_it_was_started_with(launched, into):
+    limits = {
+        "prefill": PoolLimits(0, 4, gpus=2),
+        "decode": PoolLimits(0, 4, gpus=1),
+    }
+    made = launched(2, 2, limits=limits, max_gpus=6)
+    role = "prefill" if into is DECODE else "decode"
+    made.world.handle(ev.FlipRequested(f"{role}-1", ROLE_OF[into]))
+    made.answer_flips()
+    assert made.core.scaler.gpus_of(made.core.workers) == 6
+    made.world.handle(ev.ScaleRequested(into, 4))
+    made.wait(5)
+    # They hold all GPUs that there may be.
+    assert len(made.started) == 4
+    assert "0 of 6 GPUs are free" in made.reason(into)
 
 
 def test_a_request_wakes_pools_right_after_the_decision_that_ends_their_last(launched):

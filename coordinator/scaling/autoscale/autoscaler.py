@@ -276,7 +276,7 @@ def _decision(
         # Starts that a flipped worker replaces are ended, unless `most` keeps them for both pools
         # together.
         into, giver = flip[1], sizing.other(flip[1])
-        spared = min(after[into], sum(most.values()) - sizes[giver])
+        spared = min(after[into], sum(most.values()) - sizes[giver], config.limits(into).ceiling)
         sizes[into] = max(sizes[into], spared)
     allowed, poor = sizing.within_budget(sizes, _moved(members, moved), config)
     decided = {}

@@ -8,6 +8,7 @@ from dataclasses import replace
 from statistics import NormalDist
 from typing import NamedTuple
 
+from baton.coordinator.routing.elastic import reachable_itl_s
 from baton.coordinator.scaling.autoscale import forecast, queueing
 from baton.coordinator.scaling.autoscale.types import (
     DecodeLoad,
@@ -172,6 +173,9 @@ def decode_need(
     room_each = (held + tokens / 2) / rate if rate else held_each
     if load.num_decodes:
         room_each = max(room_each, load.reserved_tokens / load.num_decodes)
+    # If one output alone takes longer than the target, more workers would not help.
+    alone_s, target_s = latency.decode_step_s(1, math.ceil(held_each)), within_s
+    within_s = reachable_itl_s(target_s, alone_s)
     # Maximum number of concurrent requests per worker, by step time and by KV room.
     by_time = queueing.most_requests(latency, within_s, held_each)
     room = load.kv_tokens * _KV_SHARE
@@ -210,7 +214,12 @@ def decode_need(
             f"{present} requests, {load.num_in_prefill + waiting} of them before their first token"
         )
     reason += f": a worker takes {each:.0f}"
-    if by_time <= each:
+    if by_time <= each and alone_s > target_s:
+        reason += (
+            f" within {within_s * 1e3:.0f} ms: none keeps {itl_s * 1e3:.0f} ms, as one request "
+            f"alone takes {alone_s * 1e3:.0f} ms"
+        )
+    elif by_time <= each:
         reason += f" within {itl_s * 1e3:.0f} ms"
     elif by_room <= each:
         reason += " within its KV cache"
