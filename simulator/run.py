@@ -46,8 +46,8 @@ def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> S
             plain servers as both pools have workers.
 
     Raises:
-        ValueError: the policy does not exist, there is no worker, or a request exceeds
-            `simulated.max_model_len`.
+        ValueError: the policy does not exist, there is no worker, a decode step would take no time,
+            or a request exceeds `simulated.max_model_len`.
     """
     longest = max(one.num_prompt_tokens + one.num_output_tokens for one in arrivals)
     if longest > config.simulated.max_model_len:
@@ -85,10 +85,20 @@ def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> S
 
 
 def shape_of(config: BatonConfig) -> Shape:
-    """Returns the shape of a worker with the settings of `simulated` and `steps`."""
+    """Returns the shape of a worker with the settings of `simulated` and `steps`.
+
+    Raises:
+        ValueError: a decode step would take no time.
+    """
     engine = config.simulated
+    model = LatencyModel.from_config(engine).scaled(engine.time_scale)
+    if not model.decode_step_s(1, 0):
+        raise ValueError(
+            "simulated: a decode step takes no time; time_scale, and step_base_ms or "
+            "step_per_request_ms, must be above 0"
+        )
     return Shape(
-        LatencyModel.from_config(engine),
+        model,
         kv_tokens=engine.kv_tokens,
         block_size_tokens=engine.block_size_tokens,
         max_num_seqs=engine.max_num_seqs,
@@ -97,7 +107,7 @@ def shape_of(config: BatonConfig) -> Shape:
         prefix_caching=engine.prefix_caching,
         host_kv_tokens=engine.host_kv_tokens(config.kv_store.host_bytes),
         kv_bytes_per_token=engine.kv_bytes_per_token,
-        host_bytes_per_s=engine.host_bytes_per_s,
+        host_bytes_per_s=engine.host_bytes_per_s / engine.time_scale,
         network_bytes_per_s=engine.network_bytes_per_s,
         follows_step_targets=config.steps.scheduler == "baton",
     )

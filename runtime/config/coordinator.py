@@ -101,31 +101,23 @@ class LatencyConfig(Section):
     them.
     """
 
-    prefill_base_ms: float = Field(
-        10.0, ge=0, allow_inf_nan=False, description="Cost per step that has prompt tokens."
-    )
+    prefill_base_ms: float = Field(10.0, ge=0, description="Cost per step that has prompt tokens.")
     prefill_per_token_ms: float = Field(
-        0.1, ge=0, allow_inf_nan=False, description="Cost per prompt token that is not cached."
+        0.1, ge=0, description="Cost per prompt token that is not cached."
     )
     prefill_per_token_squared_ms: float = Field(
         2e-6,
         ge=0,
-        allow_inf_nan=False,
         description="Cost per squared number of a prompt's tokens that are not cached.",
     )
-    step_base_ms: float = Field(
-        15.0, ge=0, allow_inf_nan=False, description="Cost per decode step."
-    )
-    step_per_request_ms: float = Field(
-        0.05, ge=0, allow_inf_nan=False, description="Cost per request in a decode step."
-    )
+    step_base_ms: float = Field(15.0, ge=0, description="Cost per decode step.")
+    step_per_request_ms: float = Field(0.05, ge=0, description="Cost per request in a decode step.")
     step_per_kv_token_ms: float = Field(
-        2e-4, ge=0, allow_inf_nan=False, description="Cost per KV token of the decoding requests."
+        2e-4, ge=0, description="Cost per KV token of the decoding requests."
     )
     mixed_base_ms: float | None = Field(
         None,
         ge=0,
-        allow_inf_nan=False,
         description="Cost per step that has prompt tokens and decodes; null: the larger of "
         "prefill_base_ms and step_base_ms.",
     )

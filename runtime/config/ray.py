@@ -12,18 +12,15 @@ from baton.runtime.section import PositiveSeconds, Section
 class RayPoolConfig(Section):
     """Resources that one worker of a pool reserves on its Ray node."""
 
-    cpus: float = Field(
-        1.0, ge=0, le=1e6, allow_inf_nan=False, description="Amount of Ray's CPU resource."
-    )
+    cpus: float = Field(1.0, ge=0, le=1e6, description="Amount of Ray's CPU resource.")
     gpus: float | None = Field(
         None,
         ge=0,
         le=1e6,
-        allow_inf_nan=False,
         description="Amount of Ray's GPU resource. null: one per rank of vLLM if any "
         "Ray node has GPUs, otherwise none.",
     )
-    resources: dict[str, Annotated[float, Field(gt=0, le=1e12, allow_inf_nan=False)]] = Field(
+    resources: dict[str, Annotated[float, Field(gt=0, le=1e12)]] = Field(
         default_factory=dict, description="Amounts of custom Ray resources, by name."
     )
 

@@ -24,7 +24,6 @@ class StepsConfig(Section):
     longest_gap_ms: float | None = Field(
         None,
         gt=0,
-        allow_inf_nan=False,
         description="Longest step beside interactive requests that decode: the target of a single "
         "gap between tokens. null: 1.2 times the ITL target, or three times in an elastic cell of "
         "few workers with long outputs and short prompts. Never less than the ITL target. With "
@@ -34,7 +33,6 @@ class StepsConfig(Section):
     prompt_step_ms: float = Field(
         200.0,
         gt=0,
-        allow_inf_nan=False,
         description="Longest step without interactive requests that decode, so that a short "
         "prompt does not wait for a whole long one. Where a step's fixed part is long, interactive "
         "prompts that can be in time may make it up to three times as long while nothing decodes.",

@@ -11,6 +11,7 @@ from baton.runtime.config_error import ConfigError
     ("section", "values", "reason"),
     [
         ("coordinator", {"max_request_s": float("inf")}, "max_request_s: is inf"),
+        ("simulated", {"step_base_ms": float("inf")}, "step_base_ms: is inf"),
         ("worker", {"drain_timeout_s": float("nan")}, "drain_timeout_s: is nan"),
         ("coordinator", {"heartbeat_s": 6.0}, "worker_silent_s: is 1.5; must be at least twice"),
         ("coordinator", {"heartbeat_s": 1.0, "worker_silent_s": 1.6}, "twice heartbeat_s, 2"),

@@ -62,3 +62,19 @@ def test_without_an_itl_target_only_the_length_of_prompt_steps_is_limited():
 def test_simulated_workers_follow_step_targets_unless_vllm_schedules():
     assert shape_of(parse({}, "test")).follows_step_targets
     assert not shape_of(parse({"steps": {"scheduler": "vllm"}}, "test")).follows_step_targets
+
+
+def test_simulated_workers_are_as_slow_as_the_simulated_engine():
+    slow, usual = (
+        shape_of(parse({"simulated": {"time_scale": scale}}, "test")) for scale in (3, 1)
+    )
+    assert slow.model.decode_step_s(7, 100) == pytest.approx(3 * usual.model.decode_step_s(7, 100))
+    assert slow.host_load_s(1000) == pytest.approx(3 * usual.host_load_s(1000))
+
+
+@pytest.mark.parametrize(
+    "settings", [{"time_scale": 0}, {"step_base_ms": 0, "step_per_request_ms": 0}]
+)
+def test_steps_that_take_no_time_cannot_be_simulated(settings):
+    with pytest.raises(ValueError, match="simulated: a decode step takes no time"):
+        shape_of(parse({"simulated": settings}, "test"))
