@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from baton.coordinator.core.adoption import Adoption
 from baton.coordinator.core.request_lifecycle import RequestLifecycle
@@ -20,7 +21,8 @@ from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.runtime import errors
 from baton.v1 import common_pb2
 
-# A batch request that was parked this often is not parked again: its prefix may have been evicted.
+# A batch request that was parked this often is not parked more often than others: its prefix may
+# have been evicted.
 _MAX_PARKED = 8
 # Shortest delay of the ROOM timer in seconds, against rounding errors.
 _LEAST_WAIT_S = 0.001
@@ -186,9 +188,7 @@ class Dispatcher:
                 if not batch:
                     break
                 # The shortest one is the cheapest to compute again.
-                self._lifecycle.park(
-                    min(batch, key=lambda one: worker.ledger.num_tokens_of(one.key)), now
-                )
+                self._lifecycle.park(min(batch, key=partial(_parking_cost, worker)), now)
                 has_parked = True
         return has_parked
 
@@ -223,3 +223,9 @@ class Dispatcher:
             self._lifecycle.finish(request, common_pb2.FINISH_REASON_LENGTH, "", now)
             return True
         return False
+
+
+def _parking_cost(worker: Worker, request: Request) -> tuple[int, int]:
+    """Sort key of the batch outputs of a worker; smaller values are parked first."""
+    num_too_often = max(0, request.num_parked + 1 - _MAX_PARKED)
+    return num_too_often, worker.ledger.num_tokens_of(request.key)

@@ -93,6 +93,7 @@ class Demand(NamedTuple):
         continues: Whether it is a stream that goes on elsewhere: it waits for no prompts.
         session: The session; None means no session.
         may_fetch: Whether its reader may fetch the prompt's beginning from another worker.
+        is_batch: Whether it is a batch request. Batch outputs leave a worker for any other one.
     """
 
     num_tokens: int
@@ -107,6 +108,7 @@ class Demand(NamedTuple):
     continues: bool = False
     session: SessionKey | None = None
     may_fetch: bool = True
+    is_batch: bool = False
 
 
 class ElasticPlacement(NamedTuple):
@@ -248,7 +250,8 @@ class ElasticRule:
         best_cost_s, ahead_s = math.inf, 0.0
         for one in found:
             load = one.load
-            if not self._router.takes_prompts(load):
+            # A prompt takes a place in the engine's batch too.
+            if not self._router.takes_prompts(load) or not self._router.takes_decodes(load):
                 continue
             if demand.waits_for_others and (
                 load.num_prefills
@@ -366,11 +369,13 @@ class ElasticRule:
     def _decoder(self, found: list[_Candidate], demand: Demand) -> DecodeChoice | None:
         """Returns the best decoder; None: no worker has room within the ITL target."""
         added = demand.num_mean_tokens
-        itl_s = demand.itl_s
         fastest_s = _fastest_step_s(found)
-        if fastest_s > itl_s:
-            # No worker can keep the target. Requests must not wait for it.
-            itl_s = _UNREACHABLE * fastest_s
+        itl_s = reachable_itl_s(demand.itl_s, fastest_s)
+        longest_s = itl_s
+        if demand.is_batch:
+            # Batch outputs leave a margin beside interactive ones: otherwise they would leave and
+            # come back all the time.
+            longest_s = itl_s * _JOIN_SHARE if self._router.num_urgent else math.inf
         # With a limit of 0, every worker is needed.
         shares = self._targets.shares_workers(fastest_s)
         limit_s = 0.0 if shares else itl_s * self._join_share(found, added)
@@ -384,7 +389,8 @@ class ElasticRule:
             left_s += fullest.mean_itl_s(1, added) - fullest.mean_itl_s()
         best: _Candidate | None = None
         # Kinds of choices, the best first: 0: of the workers that are needed, the emptiest; 1: of
-        # the others with decodes, the fullest; 2: one without decodes; 3: one beyond the limit.
+        # the others with decodes, the fullest; 2: one without decodes; 3: one beyond the limit;
+        # 4: one whose batch outputs must leave (core/dispatch.py then lets them).
         best_cost = math.inf, math.inf
         for one in [*hosts, *(one for one in found if not one.load.num_decodes)]:
             load = one.load
@@ -398,8 +404,10 @@ class ElasticRule:
                 cost = 2.0, load.queued_s(self._router.now)
             elif step_s <= limit_s:
                 cost = (0.0, step_s) if is_needed else (1.0, -step_s)
-            elif step_s <= itl_s or demand.must_place:
+            elif step_s <= longest_s or demand.must_place:
                 cost = 3.0, step_s
+            elif not demand.is_batch and load.mean_itl_after_yielding_s(1, added) <= itl_s:
+                cost = 4.0, step_s
             else:
                 continue
             if cost < best_cost:
@@ -453,6 +461,17 @@ class ElasticRule:
             num_host_tokens=hits.num_host,
             num_disk_tokens=hits.num_disk,
         )
+
+
+def reachable_itl_s(itl_s: float, fastest_s: float) -> float:
+    """Returns the longest step that requests are placed for, in seconds.
+
+    Args:
+        itl_s: ITL target.
+        fastest_s: The fastest worker's step with one decode. If it takes longer than the target, no
+            worker can keep the target, and requests must not wait for it.
+    """
+    return itl_s if fastest_s <= itl_s else _UNREACHABLE * fastest_s
 
 
 def _of(found: list[_Candidate], worker: WorkerKey) -> _Candidate:

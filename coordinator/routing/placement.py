@@ -20,7 +20,7 @@ from baton.coordinator.routing.choices import (
     PrefillChoice,
     RoomWanted,
 )
-from baton.coordinator.routing.elastic import AHEAD_S, Demand, ElasticRule
+from baton.coordinator.routing.elastic import AHEAD_S, Demand, ElasticRule, reachable_itl_s
 from baton.coordinator.routing.latency import LatencyRegistry
 from baton.coordinator.routing.local_prompts import LocalPrompts
 from baton.coordinator.routing.output_lengths import OutputLengths, max_output_tokens
@@ -325,12 +325,14 @@ class Placer:
 
     def must_yield(self, worker: WorkerKey) -> bool:
         """Whether batch requests on a worker push interactive requests over their ITL target."""
-        entry = self.router.load(worker)
-        return (
-            entry is not None
-            and 0 < entry.num_urgent < entry.num_decodes - 1
-            and entry.itl_with_s(0, 0) > self._itl_target_s
-        )
+        entry, targets = self.router.load(worker), self.router.step_targets
+        if entry is None or not 0 < entry.num_urgent < entry.num_decodes - 1:
+            return False
+        if targets is None:
+            return entry.itl_with_s(0, 0) > self._itl_target_s
+        # As the rule of an elastic cell places requests.
+        itl_s = math.inf if targets.itl_s is None else targets.itl_s
+        return entry.mean_itl_s() > reachable_itl_s(itl_s, entry.single_step_s)
 
     # ---- Inside.
 
@@ -395,9 +397,11 @@ class Placer:
         waited_s = self.router.now - request.state_since
         longest_s = lane_config(self._config.lanes, submission.lane).max_queue_s
         share = _MUST_PLACE_SHARE[self._lane_of(request)]
-        # A stream that lost its worker goes on at once: its client sees the pause.
-        must_place = num_known > 0 or waited_s > share * longest_s
         is_batch = submission.lane == _BATCH
+        # A stream that lost its worker goes on at once: its client sees the pause. A batch output
+        # may have been parked, for requests that are still there.
+        continues = num_known > 0 and not is_batch
+        must_place = continues or waited_s > share * longest_s
         return Demand(
             num_tokens=request.num_tokens,
             num_output_tokens=(
@@ -410,9 +414,10 @@ class Placer:
             is_late=request.is_late,
             waits_for_others=(request.is_late or is_batch) and not must_place,
             must_place=must_place,
-            continues=num_known > 0,
+            continues=continues,
             session=submission.session,
             may_fetch=self._may_fetch(request),
+            is_batch=is_batch,
         )
 
     @staticmethod
@@ -474,7 +479,7 @@ class Placer:
         entry, num_known = self.router.most_yielding(), len(request.token_ids)
         if entry is None or most == 1:
             return None
-        if self.router.num_prefill_workers or not num_known:
+        if self._rule is None and (self.router.num_prefill_workers or not num_known):
             prefill = self._strict.choose_prefill(
                 match, request.num_prefill_tokens, submission.session, _AHEAD[submission.lane]
             )

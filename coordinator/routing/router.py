@@ -162,6 +162,11 @@ class Router:
         return _longest(match, self.loads.open_decode)
 
     @property
+    def num_urgent(self) -> int:
+        """Number of decodes that batch requests yield to."""
+        return self._num_urgent
+
+    @property
     def packed(self) -> WorkerLoad | None:
         """The worker that got the latest batch decode; None while no request is urgent."""
         return self.loads.get(self._packed) if self._num_urgent else None

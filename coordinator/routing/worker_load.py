@@ -242,6 +242,12 @@ class WorkerLoad:
             len(self._decodes) + num_requests, self.mean_tokens + num_tokens
         )
 
+    def mean_itl_after_yielding_s(self, num_requests: int, num_tokens: int) -> float:
+        """The same as `mean_itl_s` once all decodes that can be preempted have left."""
+        staying = [one for one in self._decodes.values() if not one.yields]
+        held = sum(one.num_mean_tokens for one in staying)
+        return self.traits.latency.decode_step_s(len(staying) + num_requests, held + num_tokens)
+
     def one_step_s(self, now: float) -> float:
         """Predicted seconds until a request that needs one step has run, if it came now.
 

@@ -136,3 +136,68 @@ def test_a_target_that_some_worker_keeps_decides_where_an_output_goes():
     slow = made.submit(100, 5, slo_itl_s=0.05)
     made.run(made.now + 2)
     assert slow.token_times
+
+
+def elastic(*, num_seqs: int = 256) -> VirtualCell:
+    """Two workers that keep 50 ms per token with at most 15 outputs."""
+    values = {
+        "model": "simulated",
+        "elastic": True,
+        "lanes": {"batch": {"max_queue_s": 3600}},
+        "scaling": {"targets": {"interactive": {"ttft_ms": 1000, "itl_ms": 50}}},
+    }
+    model = LatencyModel(0.005, 0.0001, 0.0, 0.020, 0.002, 0.0)
+    config = replace(CoreConfig.of(parse(values, "test")), latency=model)
+    made = VirtualCell(config)
+    shape = WorkerShape(model, kv_tokens=2**20, max_num_seqs=num_seqs)
+    made.add_worker("p", common_pb2.ROLE_PREFILL, shape)
+    made.add_worker("d", common_pb2.ROLE_DECODE, shape)
+    return made
+
+
+@pytest.mark.parametrize("num_seqs", [256, 20], ids=["ITL", "seats"])
+def test_batch_outputs_make_room_in_an_elastic_cell(num_seqs):
+    """Also if the KV cache has room, and only the steps are too long for another output."""
+    made = elastic(num_seqs=num_seqs)
+    batch = [made.submit(64, 1000, lane=BATCH) for _ in range(60)]
+    made.run(made.now + 5)
+    answered = []
+    for _ in range(10):
+        answered.append(made.submit(64, 200))
+        made.run(made.now + 0.5)
+    made.run(made.now + 15)
+    assert made.core.stats.num_parked > 0
+    assert max(one.ttft_s for one in answered) < 0.5
+    gaps = [sum(one.gaps_s) / len(one.gaps_s) for one in answered]
+    assert max(gaps) < 0.055
+    made.run(made.now + 400)
+    assert all(len(one.token_times) == 1000 for one in batch)
+    made.core.check_integrity()
+
+
+def test_batch_outputs_alone_in_an_elastic_cell_may_exceed_the_itl_target():
+    """No interactive output is there whose target they could miss; larger steps compute more."""
+    made = elastic()
+    for _ in range(60):
+        made.submit(64, 1000, lane=BATCH)
+    made.run(made.now + 5)
+    assert sum(len(worker.ledger) for worker in made.core.workers) == 60
+    made.submit(64, 400)
+    late = [made.submit(64, 100, lane=BATCH) for _ in range(40)]
+    made.run(made.now + 5)
+    # Beside it, no more come than keep its target.
+    assert not any(one.token_times for one in late)
+
+
+def test_no_batch_output_is_parked_much_more_often_than_others():
+    model = LatencyModel(0.005, 0.0001, 0.0, 0.020, 0.002, 0.0)
+    made = cell(WorkerShape(model, kv_tokens=2**20, max_num_seqs=256), num_pairs=1, itl_ms=50)
+    for _ in range(20):
+        made.submit(2000, 3000, lane=BATCH)
+    made.run(made.now + 10)
+    for _ in range(30):
+        made.submit(64, 20)
+        made.run(made.now + 3)
+    often = sorted(one.num_parked for one in made.core.running())
+    assert often[0] > 8
+    assert often[-1] <= often[0] + 2
