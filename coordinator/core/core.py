@@ -72,7 +72,7 @@ class Core:
         self._timers, self._effects = Timers(), Effects()
         # Whether a waiting request may find a worker, so that a round of dispatching is due.
         self._may_dispatch = False
-        self.fleets = Fleets(config.revision)
+        self.fleets = Fleets(config.revision, elastic=config.elastic)
         self.workers = WorkerRegistry(config.model_name, self.fleets)
         self.latency = LatencyRegistry(config.latency)
         self.placers = Placers(config, self.workers, self.latency)

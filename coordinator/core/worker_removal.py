@@ -90,7 +90,8 @@ class WorkerRemoval:
         to older attempts and are ignored. Requests stay if no other worker could continue them. If
         only the stable fleet could compute them, those that have begun stay too.
         """
-        has_peers = any(other is not worker for other in worker.fleet.workers.serving(worker.role))
+        able = worker.fleet.workers.able(worker.role)
+        has_peers = able.num_serving > worker.serving
         if not worker.unresponsive and (
             has_peers or worker.fleet is not self._workers.fleets.stable
         ):

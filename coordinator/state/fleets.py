@@ -26,10 +26,10 @@ class Fleet:
 
     __slots__ = ("_attached", "name", "num_requests", "revision", "workers")
 
-    def __init__(self, revision: Revision) -> None:
+    def __init__(self, revision: Revision, *, elastic: bool) -> None:
         self.name, self.revision = revision.name, revision
         self._attached: dict[WorkerKey | None, Worker] = {}
-        self.workers = AttachedWorkers(self._attached)
+        self.workers = AttachedWorkers(self._attached, elastic=elastic)
         self.num_requests = 0
 
     def __repr__(self) -> str:
@@ -54,13 +54,16 @@ class Fleets:
 
     Args:
         stable: Name of the stable fleet.
+        elastic: Whether any worker of a fleet computes prompts and decodes.
 
     Attributes:
+        elastic: As above.
         stable: The fleet that serves all requests that no rollout sends elsewhere. It always
             exists; the scaler sizes its pools.
     """
 
-    def __init__(self, stable: str) -> None:
+    def __init__(self, stable: str, *, elastic: bool = False) -> None:
+        self.elastic = elastic
         self._by_name: dict[str, Fleet] = {}
         self.stable = self.named(stable)
 
@@ -78,7 +81,7 @@ class Fleets:
         """Returns the fleet of a name; creates it if it does not exist."""
         fleet = self._by_name.get(name)
         if fleet is None:
-            fleet = self._by_name[name] = Fleet(Revision(name))
+            fleet = self._by_name[name] = Fleet(Revision(name), elastic=self.elastic)
         return fleet
 
     def unused(self) -> list[Fleet]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from baton.coordinator.state.pools import POOL_OF
 from baton.coordinator.state.requests import Request, RequestKey, WorkerKey
 from baton.coordinator.state.slow_steps import MAX_SLOW_STEPS, SlowStep
 from baton.coordinator.state.worker_ledger import WorkerLedger
@@ -117,8 +118,8 @@ class Worker:
     def trouble(self, now: float, silent_s: float) -> str:
         """Returns why the worker makes no progress now, for operators; empty if it does.
 
-        A silent worker that is the last of its pool is not marked as unresponsive, because no
-        other worker can take its requests. This text describes it too.
+        A silent worker is not marked as unresponsive if no other worker can take its requests.
+        This text describes it too.
 
         Args:
             now: Time by the core's clock.
@@ -143,13 +144,13 @@ class Worker:
 
 @dataclass(slots=True)
 class Presence:
-    """Numbers of workers of one role, by condition.
+    """Numbers of workers by condition: of one role, or of both.
 
     Attributes:
         num_attached: All attached workers.
         num_serving: Workers that new requests may be sent to.
         num_staying: Workers that neither drain nor change their role.
-        num_coming: Workers of the other role that change to this role.
+        num_coming: Workers that change to this role, or to either one.
         since: When the first worker attached that does not drain; infinite if there is none.
     """
 
@@ -163,8 +164,12 @@ class Presence:
 class AttachedWorkers:
     """A view of the attached workers: all of them, or those of one fleet.
 
+    A worker's role says in which pool it is counted. In an elastic cell, each worker can also do
+    the work of the other role: `roles_doing` and `able` take this into account.
+
     Args:
         workers: Workers by key. Their owner changes the mapping and then calls `recount`.
+        elastic: Whether any worker computes prompts and decodes.
 
     Attributes:
         get: Returns the worker of a key, or None if this incarnation is not attached. This is the
@@ -173,10 +178,12 @@ class AttachedWorkers:
 
     get: Callable[[WorkerKey | None], Worker | None]
 
-    def __init__(self, workers: Mapping[WorkerKey | None, Worker]) -> None:
+    def __init__(self, workers: Mapping[WorkerKey | None, Worker], *, elastic: bool) -> None:
         self._attached, self.get = workers, workers.get
-        # Counts by role; None: workers have changed since they were counted.
-        self._presences: Mapping[common_pb2.Role.ValueType, Presence] | None = None
+        self._elastic = elastic
+        # Counts by role, and under None of all workers. The whole is None if workers have changed
+        # since they were counted.
+        self._presences: Mapping[common_pb2.Role.ValueType | None, Presence] | None = None
 
     def __iter__(self) -> Iterator[Worker]:
         return iter(tuple(self._attached.values()))
@@ -195,9 +202,19 @@ class AttachedWorkers:
 
         Only the core's thread may call this: another thread could cache outdated counts.
         """
-        if self._presences is None:
-            self._presences = _presences(self)
-        return self._presences.get(role, _NO_PRESENCE)
+        return self._counted(role)
+
+    def able(self, role: common_pb2.Role.ValueType) -> Presence:
+        """Returns the numbers of workers that can do the work of a role.
+
+        These are all workers of an elastic cell, and else those of the role. Only the core's thread
+        may call this, as for `presence`.
+        """
+        return self._counted(None if self._elastic else role)
+
+    def roles_doing(self, role: common_pb2.Role.ValueType) -> tuple[common_pb2.Role.ValueType, ...]:
+        """Returns the roles whose workers can do the work of a role."""
+        return tuple(POOL_OF) if self._elastic else (role,)
 
     def recount(self) -> None:
         """Drops the cached counts after a change of the workers."""
@@ -206,6 +223,12 @@ class AttachedWorkers:
     def check_integrity(self) -> None:
         """Raises AssertionError when workers have changed without a `recount`."""
         assert self._presences is None or self._presences == _presences(self)
+
+    def _counted(self, role: common_pb2.Role.ValueType | None) -> Presence:
+        """Returns the numbers of workers of a role; None: of all roles."""
+        if self._presences is None:
+            self._presences = _presences(self)
+        return self._presences.get(role, _NO_PRESENCE)
 
     @property
     def first(self) -> Worker | None:
@@ -231,17 +254,18 @@ class AttachedWorkers:
 _NO_PRESENCE = Presence()
 
 
-def _presences(workers: Iterable[Worker]) -> Mapping[common_pb2.Role.ValueType, Presence]:
-    found: defaultdict[common_pb2.Role.ValueType, Presence] = defaultdict(Presence)
+def _presences(workers: Iterable[Worker]) -> Mapping[common_pb2.Role.ValueType | None, Presence]:
+    found: defaultdict[common_pb2.Role.ValueType | None, Presence] = defaultdict(Presence)
     for worker in workers:
-        there = found[worker.role]
-        there.num_attached += 1
-        there.num_serving += worker.serving
-        if worker.state != cluster_pb2.WORKER_STATE_DRAINING:
-            there.num_staying += worker.flip is None
-            there.since = min(there.since, worker.attached_at)
+        for there in (found[worker.role], found[None]):
+            there.num_attached += 1
+            there.num_serving += worker.serving
+            if worker.state != cluster_pb2.WORKER_STATE_DRAINING:
+                there.num_staying += worker.flip is None
+                there.since = min(there.since, worker.attached_at)
         if worker.flip is not None:
-            found[worker.flip.into].num_coming += 1
+            for there in (found[worker.flip.into], found[None]):
+                there.num_coming += 1
     return found
 
 
@@ -263,7 +287,7 @@ class WorkerRegistry(AttachedWorkers):
         self.num_changes = 0
         self._workers: dict[str, Worker] = {}
         self._by_key: dict[WorkerKey | None, Worker] = {}
-        super().__init__(self._by_key)
+        super().__init__(self._by_key, elastic=fleets.elastic)
         # Reason of the end by incarnation, oldest first.
         self._fenced: dict[WorkerKey, str] = {}
 

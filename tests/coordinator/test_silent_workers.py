@@ -278,3 +278,45 @@ def test_the_stuck_limit_allows_for_the_longest_steps_of_the_latency_model(new_w
     assert two_pairs.core.request("r1").attempt == 1
     report_steps(two_pairs, prefiller, 5, num_steps=1, num_running=1)
     assert two_pairs.core.request("r1").attempt == 2
+
+
+def decoding_on(world, out):
+    """Submits a request to an elastic pair, and brings it to decoding where its prompt is read.
+
+    Returns:
+        The stream, the worker that decodes, and the other worker.
+    """
+    to = world.submit()
+    request = world.core.request(f"r{to.stream}")
+    assert request.prefill is None
+    name = request.decode[0]
+    world.step(name, out(request.id, [7]))
+    return to, name, "d" if name == "p" else "p"
+
+
+def test_in_an_elastic_cell_requests_of_a_silent_worker_move_to_the_other_role(new_world, out):
+    world = new_world(elastic=True).pair()
+    to, silent, other = decoding_on(world, out)
+    world.wait(3, silent={silent})
+    request = world.core.request("r1")
+    assert (request.decode, request.attempt) == ((other, 1), 2)
+    assert not world.core.workers.by_id(silent).serving
+    for _ in range(2):
+        new = world.core.request(f"r{world.submit().stream}")
+        assert (new.prefill, new.decode) == (None, (other, 1))
+    world.step(other, out("r1", [8], offset=1, finish=LENGTH, attempt=2))
+    assert world.tokens(to) == [7, 8]
+    # The other worker is the last one now, so its requests stay when it becomes silent as well.
+    world.wait(3, silent={silent, other})
+    assert world.core.workers.by_id(other).serving
+    assert world.core.request("r2").attempt == 1
+
+
+def test_in_an_elastic_cell_requests_of_a_stuck_engine_move_to_the_other_role(new_world, out):
+    world = new_world(elastic=True).pair()
+    _, stuck, other = decoding_on(world, out)
+    report_steps(world, stuck, 19, num_steps=1, num_running=1)
+    assert world.core.request("r1").attempt == 1
+    report_steps(world, stuck, 2, num_steps=1, num_running=1)
+    request = world.core.request("r1")
+    assert (request.decode, request.attempt) == ((other, 1), 2)
