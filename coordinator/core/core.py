@@ -242,10 +242,12 @@ class Core:
 
     @property
     def can_serve(self) -> bool:
-        """Whether requests are admitted, and each pool has a serving worker or will start one."""
+        """Whether requests are admitted, and a worker serves or will start for each role's work."""
         stable = self.fleets.stable.workers
         return self._lifecycle.admission.closing is None and all(
-            stable.serving(role) or self.scaler.wakes(POOL_OF[role]) for role in POOL_OF
+            stable.able(role).num_serving
+            or any(self.scaler.wakes(POOL_OF[one]) for one in stable.roles_doing(role))
+            for role in POOL_OF
         )
 
     def flip_error(

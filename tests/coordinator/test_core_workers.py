@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+from launched_world import Launched
 from prometheus_client import generate_latest
 
 from baton.coordinator.server.metrics import registry
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import RequestState
+from baton.coordinator.state.scaling_config import PoolLimits
 from baton.runtime import errors
 from baton.runtime.config import BatonConfig
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
@@ -38,6 +41,27 @@ def test_disconnected_worker_may_come_back(world, out):
     world.after(5.0)
     world.step("p", out("r1", [7], finish=common_pb2.FINISH_REASON_STOP))
     assert world.tokens(to) == [7]
+
+
+@pytest.mark.parametrize(("name", "role"), [("p", PREFILL), ("d", DECODE)])
+def test_an_elastic_cell_can_serve_with_one_worker_of_either_role(new_world, out, name, role):
+    world = new_world(elastic=True)
+    assert not world.core.can_serve
+    world.attach(name, role)
+    assert world.core.can_serve
+    to = world.submit()
+    world.step(name, out("r1", [7], finish=common_pb2.FINISH_REASON_STOP))
+    assert world.kinds(to) == ["Accepted", "Delta", "Finished"]
+    world.handle(ev.WorkerDetached((name, 1)))
+    assert not world.core.can_serve
+
+
+def test_an_elastic_cell_can_serve_when_either_pool_starts_a_worker_for_a_request(new_world):
+    limits = {"prefill": PoolLimits(1, 4)}
+    for elastic in (False, True):
+        world = {"elastic": elastic}
+        made = Launched(new_world, 0, 0, autoscale=True, limits=limits, world=world)
+        assert made.core.can_serve is elastic
 
 
 def test_cold_starts_are_counted_and_timed_by_stage(world):
