@@ -6,12 +6,13 @@ models without reporting an error. The output therefore ends in its fleet, or fa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from baton.coordinator.scaling.launches import Launches
 from baton.coordinator.state.fleets import Fleet
-from baton.coordinator.state.pools import ROLE_OF, Pool
+from baton.coordinator.state.pools import POOL_OF, ROLE_OF
 from baton.coordinator.state.workers import Worker
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
@@ -69,14 +70,14 @@ class Retiring:
         return fleet in self._leaving
 
     def decodes(self, fleet: Fleet) -> bool:
-        """Whether the fleet has a decode worker that is not draining."""
-        return any(
-            one.role == common_pb2.ROLE_DECODE and one.state != _DRAINING for one in fleet.workers
-        )
+        """Whether the fleet has a worker that can decode and is not draining."""
+        return fleet.workers.able(common_pb2.ROLE_DECODE).since < math.inf
 
     def awaits_decode(self, fleet: Fleet) -> bool:
-        """Whether a decode worker of the fleet is starting, and all attached ones drain."""
-        return self._launches.num_starting(Pool.DECODE, fleet) > 0 and not self.decodes(fleet)
+        """Whether a worker of the fleet that can decode starts, and all attached ones drain."""
+        roles = fleet.workers.roles_doing(common_pb2.ROLE_DECODE)
+        is_starting = any(self._launches.num_starting(POOL_OF[role], fleet) for role in roles)
+        return is_starting and not self.decodes(fleet)
 
     def begin(self, fleet: Fleet, reason: str, drain_s: float, now: float) -> None:
         """Lets a fleet leave: it gets no new requests, and has `drain_s` seconds for its own."""
@@ -103,8 +104,9 @@ class Retiring:
         """Drains all workers but one per pool, and that one once the fleet has no requests.
 
         A request that waits for another attempt (its worker died, or it made room for interactive
-        work) needs the last worker of each pool. If the last decode worker drains already, the
-        decode worker that is starting takes its place.
+        work) needs the last worker of each pool; in an elastic cell either one, so that the other
+        is a spare. If the last worker that can decode drains already, one that is starting takes
+        its place.
         """
         stays = fleet.num_requests > 0 and now < leaving.until
         if stays:

@@ -348,7 +348,7 @@ class Rollouts:
         return all(counts[pool] >= self._promoted_size(pool) for pool in Pool)
 
     def _needs_start(self, fleet: Fleet) -> bool:
-        """Whether requests of the fleet may need a decode worker that is still starting.
+        """Whether requests of the fleet may need a worker that can decode and still starts.
 
         A fleet that leaves starts no further worker, should this start fail.
         """

@@ -219,6 +219,33 @@ def test_a_leaving_fleet_keeps_a_worker_in_each_pool_while_it_is_needed(two_flee
     assert cell.ids() == {"p", "p2", "d", "d2"}
 
 
+@pytest.mark.parametrize("lost_role", [PREFILL, DECODE])
+def test_in_an_elastic_cell_the_other_role_continues_an_output_of_a_leaving_fleet(
+    two_fleets, lost_role
+):
+    cell = two_fleets(1.0, elastic=True)
+    others = [one for one in cell.core.fleets.find("r2").workers if one.role != lost_role]
+    for worker in others:
+        cell.world.handle(ev.WorkerDetached(worker.key))
+    # The canary serves in one pool only, so a new request would go to the stable fleet.
+    to = cell.world.submit(known_token_ids=[0], revision="r2")
+    for worker in others:
+        cell.world.attach(worker.id, worker.role, revision="r2")
+    cell.token(to)
+    cell.world.handle(ev.AbortRequested("test"))
+    cell.beat(3)
+    kept = {one.role: one for one in cell.core.fleets.find("r2").workers}
+    lost, other = kept.pop(lost_role), *kept.values()
+    assert cell.request(to).decode == lost.key
+    cell.world.handle(ev.WorkerLost(lost.id, "was killed"))
+    cell.beat()
+    assert cell.request(to).decode == other.key
+    cell.token(to, finish=STOP)
+    assert cell.world.last(to).reason == STOP
+    cell.beat(5)
+    assert cell.ids() == {"p", "p2", "d", "d2"}
+
+
 def test_a_resumed_request_finds_the_fleet_that_began_it(two_fleets):
     """A client loses its connection while its fleet leaves, and resumes a moment later."""
     cell = two_fleets(1.0)
