@@ -98,7 +98,7 @@ class Dispatcher:
         if request.losses:
             waited = f"{waited} after {request.losses[-1]}"
         fleet, fleets = request.fleet, self._workers.fleets
-        there = {pool.value: fleet.workers.presence(role) for pool, role in ROLE_OF.items()}
+        there = {pool.value: fleet.workers.able(role) for pool, role in ROLE_OF.items()}
         if fleet is not fleets.stable:
             waited = (
                 f"revision {fleet.name!r} began its output, and no other can continue it: {waited}"

@@ -6,7 +6,7 @@ import math
 
 from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state.config import CoreConfig
-from baton.coordinator.state.pools import ROLE_OF
+from baton.coordinator.state.pools import POOL_OF
 from baton.coordinator.state.requests import Request, RequestState
 from baton.v1 import common_pb2
 
@@ -24,11 +24,11 @@ class RecoveryTimeout:
     def waits_until(self, request: Request, now: float) -> float:
         """Returns until when a recovering request may wait.
 
-        A batch request waits as long as workers of its fleet serve in both pools. Any request waits
-        while its fleet has no worker in a pool and a worker is on its way there, and for
-        max_recovery_s after that worker has attached. The whole wait is limited to max_recovery_s
-        plus the time of a start: the start timeout for a batch request, the usual cold start time
-        for an interactive one.
+        A batch request waits as long as its fleet has serving workers for prompts and for outputs.
+        Any request waits while its fleet has no worker for one of them and such a worker is on its
+        way, and for max_recovery_s after that worker has attached. The whole wait is limited to
+        max_recovery_s plus the time of a start: the start timeout for a batch request, the usual
+        cold start time for an interactive one.
 
         Args:
             request: A request that has not ended.
@@ -41,16 +41,19 @@ class RecoveryTimeout:
             return request.waits_until
         since, members = request.state_since, request.fleet.workers
         is_batch = request.submission.lane == common_pb2.LANE_BATCH
-        if is_batch and all(members.presence(role).num_serving for role in ROLE_OF.values()):
+        if is_batch and all(members.able(role).num_serving for role in POOL_OF):
             return now + self._max_recovery_s
         if not self._scaler.active:
             return request.waits_until
         until = since
-        for pool, role in ROLE_OF.items():
-            there = members.presence(role)
+        for role in POOL_OF:
+            there = members.able(role)
             if there.since < math.inf:
                 until = max(until, there.since)
-            elif there.num_coming or self._scaler.launches.num_starting(pool, request.fleet):
+            elif there.num_coming or any(
+                self._scaler.launches.num_starting(POOL_OF[one], request.fleet)
+                for one in members.roles_doing(role)
+            ):
                 until = now
             else:
                 return request.waits_until

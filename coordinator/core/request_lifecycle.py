@@ -308,7 +308,7 @@ class RequestLifecycle:
         self.stats.parked(now)
 
     def strand(self, request: Request, now: float) -> None:
-        """Lets a parked request whose pool is empty wait like a request that lost its worker."""
+        """Lets a parked request without any worker for it wait like one that lost its worker."""
         self._advance(request, RequestState.RECOVERING, now)
 
     def move(self, request: Request, now: float, placement: Placement | None = None) -> None:

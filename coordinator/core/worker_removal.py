@@ -107,8 +107,8 @@ class WorkerRemoval:
         self._lifecycle.room_freed()
 
     def left_pool(self, role: common_pb2.Role.ValueType, fleet: Fleet, now: float) -> None:
-        """Lets parked requests wait for a new worker if the last worker has left their pool."""
-        if fleet.workers.presence(role).num_attached:
+        """Lets parked requests wait for a new worker if the last one for their work has left."""
+        if fleet.workers.able(role).num_attached:
             return
         for request in self._lifecycle.requests.all():
             if request.state is RequestState.PARKED and request.fleet is fleet:

@@ -64,7 +64,7 @@ TRANSITIONS: dict[RequestState, frozenset[RequestState]] = {
     RequestState.FAILED: frozenset(),
     RequestState.CANCELLED: frozenset(),
     # The request made room for interactive work and waits in its lane for another turn. To
-    # RECOVERING: its pool has no worker left, so the recovery timeout applies from now on.
+    # RECOVERING: no worker for it is attached, so the recovery timeout applies from now on.
     RequestState.PARKED: _ENDED | {RequestState.PREFILLING, RequestState.RECOVERING},
 }
 

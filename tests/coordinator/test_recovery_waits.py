@@ -191,3 +191,82 @@ def test_a_batch_request_that_lost_its_worker_waits_while_workers_are_busy(new_w
     world.handle(ev.WorkerLost(of_person.decode[0], "test"))
     world.wait(40)
     assert isinstance(world.last(job).error, errors.Unavailable)
+
+
+@pytest.fixture
+def elastic(new_world, out):
+    """An elastic cell of two workers: "p", which is full of interactive requests, and "d"."""
+
+    class Elastic:
+        def __init__(self, **changes) -> None:
+            self.world = new_world(elastic=True, **changes)
+            self.world.attach("p", common_pb2.ROLE_PREFILL)
+            number = changes["max_decode_requests"]
+            self.others = [self.begin(common_pb2.LANE_INTERACTIVE) for _ in range(number)]
+            self.world.attach("d", common_pb2.ROLE_DECODE)
+
+        def begin(self, lane):
+            request = self.world.core.request(f"r{self.world.submit(lane=lane).stream}")
+            if request.prefill is not None:
+                self.world.step(request.prefill[0], out(request.id, [7], finish=0))
+            self.world.step(request.decode[0], out(request.id, [7], len(request.token_ids)))
+            return request
+
+        def lose(self, worker_id) -> None:
+            self.world.handle(ev.WorkerLost(worker_id, "test"))
+
+        def finish_others(self) -> None:
+            for other in self.others:
+                self.world.step("p", out(other.id, [8], 1, finish=STOP))
+
+    return Elastic
+
+
+def test_in_an_elastic_cell_batch_waits_for_a_busy_worker_of_the_other_role(elastic):
+    made = elastic(max_decode_requests=1)
+    job = made.begin(common_pb2.LANE_BATCH)
+    made.lose("d")
+    made.world.wait(100)
+    assert job.state is RequestState.RECOVERING
+    made.finish_others()
+    assert job.decode == ("p", 1)
+    # Without any worker the request waits for max_recovery_s.
+    made.lose("p")
+    made.world.wait(40)
+    error = made.world.core.request(job.id).error
+    assert "no prefill and no decode worker is attached: waited 30 s" in error
+
+
+def test_in_an_elastic_cell_parked_requests_wait_for_a_worker_of_the_other_role(elastic):
+    """A full worker of the other role still serves, so a parked request waits without a limit."""
+    made = elastic(max_decode_requests=2, lanes=LANES)
+    jobs = [made.begin(common_pb2.LANE_BATCH) for _ in range(2)]
+    made.begin(common_pb2.LANE_INTERACTIVE)
+    (parked,) = (one for one in jobs if one.state is RequestState.PARKED)
+    made.lose("d")
+    made.world.wait(100)
+    assert parked.state is RequestState.PARKED
+    made.finish_others()
+    assert [job.decode for job in jobs] == [("p", 1)] * 2
+
+
+def test_in_an_elastic_cell_a_full_worker_is_busy_and_not_missing(elastic):
+    made = elastic(max_decode_requests=1)
+    made.lose("d")
+    waiting = made.world.submit()
+    made.world.wait(100)
+    assert made.world.last(waiting).error.reason == "QUEUE_TIMEOUT"
+
+
+def test_in_an_elastic_cell_requests_wait_for_a_start_in_either_pool(new_world, out):
+    times = {"cold_start_s": 90.0, "start_timeout_s": 100.0}
+    made = Launched(new_world, 1, 0, **times, world={"elastic": True})
+    made.come_up()
+    to = made.world.submit()
+    made.world.step("prefill-0", out("r1", [7]))
+    made.world.handle(ev.WorkerExited("prefill-0", "was killed by SIGKILL"))
+    made.wait(80)
+    assert made.world.kinds(to) == ["Accepted", "Delta"]
+    made.come_up()
+    made.world.step("prefill-1", out("r1", [8], 1, finish=STOP, attempt=2))
+    assert made.world.tokens(to) == [7, 8]
