@@ -158,7 +158,8 @@ class Membership:
         if worker.flip is not None:
             self._flips.look(worker, now)
         self._latency.observe(worker, load.steps)
-        if worker.role == common_pb2.ROLE_DECODE and load.steps:
+        # vLLM's one-token prompt chunks look like decodes, so steps of other workers are left out.
+        if load.steps and worker.role in worker.fleet.workers.roles_doing(common_pb2.ROLE_DECODE):
             self._lifecycle.stats.recent.at(now).decode_steps(load.steps)
         self._placers.report_kv(worker, load.kv_tokens_used)
         self._placers.report_loads(worker, load)

@@ -184,8 +184,8 @@ class Window:
     """Statistics of the whole cell.
 
     Attributes:
-        steps: durations of decode workers' steps without prompts; a step counts once per decoding
-            request.
+        steps: durations of steps without prompts on workers that decode; a step counts once per
+            decoding request.
         mixed_steps: the same for steps that also computed prompts.
         batch: number of decoding requests per decode step (a count, not seconds).
         exposed: seconds that committed handoffs delayed their requests.
@@ -212,7 +212,7 @@ class Window:
         self.prompt_tokens.update(other.prompt_tokens)
 
     def decode_steps(self, steps: Sequence[cluster_pb2.StepSample]) -> None:
-        """Records the steps of one load report of a decode worker."""
+        """Records the steps of one load report of a worker that decodes."""
         stride = -(-len(steps) // _MAX_STEPS) or 1
         for step in steps[::stride]:
             num_decodes = step.num_decodes

@@ -64,6 +64,19 @@ def test_an_elastic_cell_can_serve_when_either_pool_starts_a_worker_for_a_reques
         assert made.core.can_serve is elastic
 
 
+@pytest.mark.parametrize(("elastic", "num_counted"), [(False, 4), (True, 7)])
+def test_decode_steps_are_those_of_the_workers_that_decode(new_world, elastic, num_counted):
+    """Each step counts once per output."""
+    world = new_world(elastic=elastic).pair()
+    for name, num_decodes in (("p", 3), ("d", 4)):
+        step = cluster_pb2.StepSample(num_decodes=num_decodes, duration_us=20_000)
+        prompt = cluster_pb2.StepSample(num_prefill_tokens=64, duration_us=90_000)
+        load = cluster_pb2.LoadReport(num_steps=2, num_running=4, steps=[step, prompt])
+        world.handle(ev.WorkerLoad((name, 1), load))
+    window = world.core.stats.recent.window(world.now)
+    assert (window.steps.num, window.mixed_steps.num) == (num_counted, 0)
+
+
 def test_cold_starts_are_counted_and_timed_by_stage(world):
     stages = {"process": 400, "weights": 30_000, "unheard_of": 5}
     world.attach("new", DECODE, startup_ms=stages)

@@ -1497,7 +1497,7 @@ Global___WorkerStatus: _TypeAlias = WorkerStatus  # noqa: Y015
 
 @_typing.final
 class DecodeStatus(_message.Message):
-    """Steps of the decode workers. Each step counts once per output."""
+    """Steps of the workers that decode. Each step counts once per output."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
