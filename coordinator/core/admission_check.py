@@ -12,7 +12,7 @@ from baton.coordinator.routing.output_lengths import max_output_tokens
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.request_table import RequestTable
-from baton.coordinator.state.requests import Request, RequestState, Submission
+from baton.coordinator.state.requests import Request, Submission
 from baton.coordinator.state.workers import WorkerRegistry
 from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime import errors
@@ -104,22 +104,35 @@ class AdmissionCheck:
         """Returns why a submission is refused whatever its predicted TTFT, or None."""
         if older is not None:
             # The running request is either resumed or a duplicate.
-            if self._admission.closing is not None or older.is_resumed_by(submission):
+            if self._admission.closing is not None:
                 return self._admission.closing
-            return errors.AlreadyExists(f"request {submission.request_id} is running")
-        refused = self._admission.error(submission.lane, len(self._requests))
-        if refused is not None or goes_on or self._was_cut_off(submission):
+            if not older.is_resumed_by(submission):
+                return errors.AlreadyExists(f"request {submission.request_id} is running")
+            if older.submission.digest == submission.digest:
+                return None
+        # A different request under the id of a running one takes its place, and is limited as a new
+        # one: a tenant could otherwise get around its rate limit.
+        num_others = len(self._requests) - (older is not None)
+        refused = self._admission.error(submission.lane, num_others)
+        if refused is not None:
             return refused
+        if older is None and self._resumes(submission, goes_on=goes_on):
+            return None
         return self._lanes.rate_error(submission.tenant, num_tokens, now)
 
-    def _was_cut_off(self, submission: Submission) -> bool:
-        """Returns whether a submission resumes a request that was cancelled with its connection."""
+    def _resumes(self, submission: Submission, *, goes_on: bool) -> bool:
+        """Returns whether a submission resumes a request whose session or coordinator was lost.
+
+        A request that its client cancelled does not count, and neither does a submission with
+        another prompt or other parameters: both would get around the rate limit.
+        """
         num_known = len(submission.known_token_ids)
-        before = self._requests.ended.get(submission.key) if num_known else None
+        if (before := self._requests.ended.get(submission.key)) is None:
+            return goes_on
         return (
-            before is not None
-            and before.state is RequestState.CANCELLED
-            and num_known <= before.num_output_tokens
+            before.lost_digest is not None
+            and 0 < num_known <= before.num_output_tokens
+            and before.lost_digest == submission.digest
         )
 
 

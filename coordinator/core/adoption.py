@@ -31,7 +31,6 @@ from baton.coordinator.state.requests import (
 from baton.coordinator.state.timers import CoreTimer, Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.runtime import errors
-from baton.runtime.request_digest import request_digest
 from baton.v1 import cluster_pb2, common_pb2
 
 # How long resumed requests wait for their worker after the first worker has come back, in seconds.
@@ -134,10 +133,7 @@ class _Orphan:
         num_chars = self.num_text_chars - num_text_chars
         if (
             self.tenant != submission.tenant
-            or self.digest
-            != request_digest(
-                submission.prompt_token_ids, sampling, submission.adapter, submission.images
-            )
+            or self.digest != submission.digest
             # Logprobs of earlier tokens are not kept.
             or sampling.HasField("logprobs")
             or sampling.HasField("prompt_logprobs")

@@ -371,7 +371,7 @@ class Core:
 
     def _session_lost(self, event: ev.SessionLost, now: float) -> None:
         for request in self._lifecycle.requests.of_session(event.session, event.most):
-            self._lifecycle.cancel(request, now, tell=False)
+            self._lifecycle.session_lost(request, now)
 
     def _admission_closed(self, event: ev.AdmissionClosed, now: float) -> None:
         self.scaler.stop()

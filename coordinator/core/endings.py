@@ -20,6 +20,8 @@ def ended_request(
     stalls: tuple[Stall, ...],
     finish_reason: common_pb2.FinishReason.ValueType,
     error: errors.BatonError | None,
+    *,
+    session_lost: bool,
 ) -> EndedRequest:
     """Returns the record of a request that has ended.
 
@@ -30,6 +32,7 @@ def ended_request(
         stalls: Longest gaps of the request.
         finish_reason: Finish reason; UNSPECIFIED if the request failed.
         error: Reason of the failure; None: the request did not fail.
+        session_lost: Whether the request was cancelled because its client session was lost.
     """
     return EndedRequest(
         request_id=request.id,
@@ -49,6 +52,7 @@ def ended_request(
         error_code=error.code if error is not None else 0,
         error=str(error) if error is not None else "",
         session=request.submission.to.session,
+        lost_digest=request.submission.digest if session_lost else None,
         ttft_target_s=stats.ttft_target_s(request.submission),
         itl_target_s=stats.itl_target_s(request.submission),
         stalls=stalls,

@@ -352,19 +352,19 @@ class RequestLifecycle:
         budget = self._end(request, now, finish_reason=reason)
         self.effects.finished(request, reason, stop, budget)
 
-    def cancel(self, request: Request, now: float, *, tell: bool = True) -> None:
-        """Cancels a request in any state.
+    def cancel(self, request: Request, now: float) -> None:
+        """Cancels a request in any state, and tells its client.
 
         Args:
             request: A request that has not ended.
             now: Time by the core's clock.
-            tell: Whether the client still listens to the stream.
         """
-        self._advance(request, RequestState.CANCELLED, now)
-        self._commands.cancel(request)
-        budget = self._end(request, now, finish_reason=common_pb2.FINISH_REASON_CANCELLED)
-        if tell:
-            self.effects.finished(request, common_pb2.FINISH_REASON_CANCELLED, "", budget)
+        budget = self._cancel(request, now)
+        self.effects.finished(request, common_pb2.FINISH_REASON_CANCELLED, "", budget)
+
+    def session_lost(self, request: Request, now: float) -> None:
+        """Cancels a request in any state whose client session was lost; it may be resumed."""
+        self._cancel(request, now, session_lost=True)
 
     def fail(self, request: Request, error: errors.BatonError, now: float) -> None:
         """Fails a request in any state and tells its client why."""
@@ -494,6 +494,14 @@ class RequestLifecycle:
         self._timers.set(request.key, due)
         return due
 
+    def _cancel(
+        self, request: Request, now: float, *, session_lost: bool = False
+    ) -> common_pb2.LatencyBudget:
+        self._advance(request, RequestState.CANCELLED, now)
+        self._commands.cancel(request)
+        reason = common_pb2.FINISH_REASON_CANCELLED
+        return self._end(request, now, finish_reason=reason, session_lost=session_lost)
+
     def _end(
         self,
         request: Request,
@@ -501,6 +509,7 @@ class RequestLifecycle:
         *,
         finish_reason: common_pb2.FinishReason.ValueType = common_pb2.FINISH_REASON_UNSPECIFIED,
         error: errors.BatonError | None = None,
+        session_lost: bool = False,
     ) -> common_pb2.LatencyBudget:
         """Releases everything that an ended request holds, and remembers its record."""
         self._pay(request)
@@ -514,7 +523,10 @@ class RequestLifecycle:
         self._let_go(request)
         self.requests.remove(request)
         self.room_freed()
-        record = ended_request(request, now, self.stats, self.stalls(request), finish_reason, error)
+        stalls = self.stalls(request)
+        record = ended_request(
+            request, now, self.stats, stalls, finish_reason, error, session_lost=session_lost
+        )
         kept = self._tail.reason(record, now)
         if kept or request.submission.traceparent:
             self.effects.add(ev.ExportTrace(record, request.submission.traceparent, kept))
@@ -546,7 +558,7 @@ class RequestLifecycle:
 
     def _replace(self, older: Request, now: float) -> None:
         """Cancels the running request that a submission resumes; its session may still be open."""
-        self.cancel(older, now, tell=False)
+        self._cancel(older, now)
         self._tell_resumed(older)
 
     def _tell_resumed(self, older: Request) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, NewType
 from baton.coordinator.state.recent_deltas import RecentDeltas
 from baton.runtime.errors import BatonError
 from baton.runtime.names import DEFAULT_TENANT, request_name
+from baton.runtime.request_digest import request_digest
 from baton.runtime.sampling import needs_exact_state
 from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2, inference_pb2
@@ -154,6 +155,13 @@ class Submission:
     @property
     def key(self) -> RequestKey:
         return RequestKey(request_name(self.tenant, self.request_id))
+
+    @property
+    def digest(self) -> int:
+        """Tells the request from others that a client may submit under the same id."""
+        return request_digest(
+            self.prompt_token_ids, self.sampling, self.adapter, images=self.images
+        )
 
     @property
     def session(self) -> SessionKey | None:
@@ -510,6 +518,8 @@ class EndedRequest:
     Attributes:
         error_code: gRPC status code of a failed request, else 0.
         session: Client session that the request came from.
+        lost_digest: `Submission.digest` of a request whose session was lost, so that its client may
+            resume it; None if the request ended in another way.
         ttft_target_s, itl_target_s: Targets of the request; None: no target.
         stalls: Longest gaps between tokens that exceeded the target.
         predicted, prompt_sources: As in Request.
@@ -533,6 +543,7 @@ class EndedRequest:
     error_code: int = 0
     error: str = ""
     session: int = 0
+    lost_digest: int | None = None
     ttft_target_s: float | None = None
     itl_target_s: float | None = None
     stalls: tuple[Stall, ...] = ()

@@ -462,11 +462,41 @@ def test_a_request_whose_session_was_lost_may_be_resumed_over_the_rate_limit(lim
     assert limited.last(resume(limited, request_id="r9")).error.reason == "TENANT_RATE"
 
 
+OTHER_REQUESTS = [{"num_prompt": 21}, {"sampling": {"max_tokens": 39}}, {"adapter": "other"}]
+
+
+@pytest.mark.parametrize("changes", OTHER_REQUESTS)
+def test_a_different_request_under_the_id_of_a_lost_one_is_limited(limited, changes):
+    limited.handle(ev.SessionLost(1))
+    assert limited.last(resume(limited, **changes)).error.reason == "TENANT_RATE"
+    assert limited.kinds(resume(limited)) == ["Accepted"]
+
+
+@pytest.mark.parametrize("changes", OTHER_REQUESTS)
+def test_a_different_request_under_the_id_of_a_running_one_is_limited(limited, out, changes):
+    assert limited.last(resume(limited, **changes)).error.reason == "TENANT_RATE"
+    limited.step("d", out("r1", [9], 2, finish=STOP))
+    assert limited.tokens(limited.to) == [7, 8, 9]
+
+
+@pytest.mark.parametrize("cancelled", [ev.StreamCancelled, ev.RequestCancelled])
+def test_a_request_that_was_cancelled_may_not_be_resumed_over_the_rate_limit(limited, cancelled):
+    key = limited.core.request("r1").key
+    limited.handle(cancelled(limited.to if cancelled is ev.StreamCancelled else key))
+    assert limited.last(limited.to).reason == common_pb2.FINISH_REASON_CANCELLED
+    assert limited.last(resume(limited)).error.reason == "TENANT_RATE"
+
+
 def test_a_restarted_coordinator_accepts_resumed_requests_over_the_rate_limit(new_world):
     world = new_world(tenant_defaults=TenantConfig(tokens_per_s=0.001, burst_tokens=100))
     streams = [resume(world, request_id=f"r{number}") for number in range(3)]
     assert [world.kinds(to) for to in streams] == [["Accepted"]] * 3
     assert world.last(world.submit(num_prompt=10)).error.reason == "TENANT_RATE"
+    # This coordinator knows how these requests have ended.
+    world.handle(ev.StreamCancelled(streams[0]))
+    assert world.last(resume(world, request_id="r0")).error.reason == "TENANT_RATE"
+    world.handle(ev.SessionLost(2))
+    assert world.kinds(resume(world, request_id="r1")) == ["Accepted"]
 
 
 def test_a_resumed_request_replaces_its_older_stream_at_the_request_limit(new_world, out):
