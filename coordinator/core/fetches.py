@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from baton.coordinator.core.commands import Commands
 from baton.coordinator.routing.choices import Fetch, Placement
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.routing.router import Router
+from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.requests import Request, WorkerKey
 from baton.runtime.durations import duration
 from baton.v1 import cluster_pb2, kv_transfer_pb2
@@ -18,13 +20,25 @@ from baton.v1 import cluster_pb2, kv_transfer_pb2
 _MAX_ENDED = 4096
 
 
+class _Route(NamedTuple):
+    """The workers of a fetch, which are of one fleet: from `holder` to `reader`."""
+
+    fleet: Fleet
+    holder: WorkerKey
+    reader: WorkerKey
+
+    @property
+    def pair(self) -> tuple[WorkerKey, WorkerKey]:
+        return self.holder, self.reader
+
+
 @dataclass(slots=True, eq=False)
 class _Fetch:
-    """A fetch of one request.
+    """A fetch of one request, until its end.
 
     Attributes:
         request: the request that loads the fetched blocks.
-        reader: the worker that computes the request's prompt.
+        route: the worker that holds the blocks, and the worker that computes the request's prompt.
         choice: what is fetched, and from where.
         hashes: hashes of the prompt's blocks.
         blocks: indices of the blocks that are fetched.
@@ -35,7 +49,7 @@ class _Fetch:
     """
 
     request: Request
-    reader: WorkerKey
+    route: _Route
     choice: Fetch
     hashes: Sequence[int]
     blocks: range
@@ -65,7 +79,8 @@ class Fetches:
         self._commands, self._placers, self._random_bytes = commands, placers, random_bytes
         self._fetches: dict[bytes, _Fetch] = {}
         self._by_reader: dict[WorkerKey, dict[bytes, _Fetch]] = {}
-        self._ended: OrderedDict[bytes, _Fetch] = OrderedDict()
+        # Only the routes: requests and their prompts are too large to be kept for late reports.
+        self._ended: OrderedDict[bytes, _Route] = OrderedDict()
 
     def begin(self, request: Request, placement: Placement, now: float) -> None:
         """Begins the fetch of a request that is being dispatched, or lets it wait for another's."""
@@ -104,7 +119,7 @@ class Fetches:
         )
         fetch = _Fetch(
             request,
-            reader,
+            _Route(request.fleet, choice.holder, reader),
             choice,
             hashes,
             range(choice.skip_tokens // size, choice.num_tokens // size),
@@ -129,12 +144,13 @@ class Fetches:
         if plan is None or fetch is None or fetch.request is not request:
             return False
         del self._fetches[plan.handoff_id]
-        of_reader = self._by_reader[fetch.reader]
+        reader = fetch.route.reader
+        of_reader = self._by_reader[reader]
         del of_reader[plan.handoff_id]
         if not of_reader:
-            del self._by_reader[fetch.reader]
+            del self._by_reader[reader]
         self._stop(fetch, plan.handoff_id)
-        self._ended[plan.handoff_id] = fetch
+        self._ended[plan.handoff_id] = fetch.route
         if len(self._ended) > _MAX_ENDED:
             self._ended.popitem(last=False)
         return True
@@ -142,19 +158,25 @@ class Fetches:
     def reported(self, worker: WorkerKey, report: cluster_pb2.HandoffReport) -> bool:
         """Applies a report on a handoff; returns whether the handoff is a fetch."""
         handoff_id = report.handoff_id
-        fetch = self._fetches.get(handoff_id) or self._ended.get(handoff_id)
-        if fetch is None:
+        fetch = self._fetches.get(handoff_id)
+        route = fetch.route if fetch is not None else self._ended.get(handoff_id)
+        if route is None:
             return False
         if report.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED:
-            fetch.is_sent = True
+            if fetch is not None:
+                fetch.is_sent = True
             # Bytes leave when the receiver has opened the handoff and the holder's step has filled
             # its staging.
             seconds = (report.exposed_us - max(0, report.open_us - report.fill_us)) / 1e6
-            router, pair = self._router(fetch), (fetch.choice.holder, fetch.reader)
+            router, pair = self._router(route), route.pair
             # Fewer than planned if the holder lacked blocks.
             router.transfers.took(pair, report.num_bytes, seconds, near=router.near(*pair))
-        elif report.state == kv_transfer_pb2.HANDOFF_STATE_FAILED and not fetch.failed:
-            self._fail(fetch, handoff_id, from_holder=worker == fetch.choice.holder)
+        elif (
+            report.state == kv_transfer_pb2.HANDOFF_STATE_FAILED
+            and fetch is not None
+            and not fetch.failed
+        ):
+            self._fail(fetch, handoff_id, from_holder=worker == route.holder)
         return True
 
     def handed_over(self, request: Request, report: cluster_pb2.HandoffReport) -> None:
@@ -168,7 +190,7 @@ class Fetches:
     def lost(self, worker: WorkerKey) -> None:
         """Tells the readers not to wait for a worker that is lost or does not respond."""
         for handoff_id, fetch in self._fetches.items():
-            if fetch.choice.holder == worker and not (fetch.is_sent or fetch.failed):
+            if fetch.route.holder == worker and not (fetch.is_sent or fetch.failed):
                 self._fail(fetch, handoff_id, from_holder=True)
 
     def _fail(self, fetch: _Fetch, handoff_id: bytes, *, from_holder: bool) -> None:
@@ -176,8 +198,7 @@ class Fetches:
         fetch.failed = True
         if from_holder:
             fetch.is_sent = True
-            if handoff_id in self._fetches:
-                self._commands.drop_handoff(fetch.reader, fetch.request, handoff_id)
+            self._commands.drop_handoff(fetch.route.reader, fetch.request, handoff_id)
         else:
             self._stop(fetch, handoff_id)
 
@@ -186,15 +207,15 @@ class Fetches:
         if fetch.is_sent:
             return
         fetch.is_sent = True
-        self._commands.cancel_prefix(fetch.choice.holder, handoff_id)
-        router, pair = self._router(fetch), (fetch.choice.holder, fetch.reader)
+        self._commands.cancel_prefix(fetch.route.holder, handoff_id)
+        router, pair = self._router(fetch.route), fetch.route.pair
         if router.now >= fetch.ends_at:
             router.transfers.given_up(
                 pair, fetch.num_bytes, fetch.choice.timeout_s, near=router.near(*pair)
             )
 
-    def _router(self, fetch: _Fetch) -> Router:
-        return self._placers.of(fetch.request.fleet).router
+    def _router(self, route: _Route) -> Router:
+        return self._placers.of(route.fleet).router
 
     def check_integrity(self, requests: Iterator[Request]) -> None:
         """Raises AssertionError when a fetch has no request, or is not that of its request.
@@ -207,5 +228,6 @@ class Fetches:
             assert id(fetch.request) in live
             assert fetch.request.fetch is not None
             assert fetch.request.fetch.handoff_id == handoff_id
-            assert self._by_reader[fetch.reader][handoff_id] is fetch
+            assert fetch.request.fleet is fetch.route.fleet
+            assert self._by_reader[fetch.route.reader][handoff_id] is fetch
         assert sum(map(len, self._by_reader.values())) == len(self._fetches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 
@@ -15,6 +16,7 @@ from baton.coordinator.routing.transfers import Transfers
 from baton.coordinator.routing.worker_load import WorkerTraits
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.pools import Pool
+from baton.coordinator.state.requests import Request
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import StepTargets
@@ -356,6 +358,24 @@ def test_a_holder_that_lacks_blocks_shows_how_fast_the_rest_came(new_world, out)
     assert took_s == pytest.approx(0.001)
     assert world.core.stats.fetches == {"loaded": 1, "failed": 0}
     assert world.core.stats.prompt_tokens["fetched"] == 512
+
+
+def test_a_fetch_that_has_ended_keeps_no_request_and_still_shows_its_speed(new_world, out):
+    """Ended fetches are remembered for late reports; thousands of long prompts would take GBs."""
+    world = cell(new_world)
+    world.submit(num_prompt=900)
+    read = world.commands["r"][0]
+    first_output(world, out, "r", num_fetched_tokens=SIZE)
+    world.step("r", out("r1", [6], offset=1, finish=common_pb2.FINISH_REASON_STOP))
+    gc.collect()
+    fleets = list(world.core.fleets)
+    requests = [one for one in gc.get_objects() if type(one) is Request]
+    assert not [one for one in requests if one.fleet in fleets]
+    report(world, "h", read.fetch, COMMITTED, num_bytes=2**17, exposed_us=1000)
+    took_s = router_of(world).transfers.seconds((("h", 1), ("r", 1)), 2**17, near=True)
+    assert took_s == pytest.approx(0.001)
+    report(world, "r", read.fetch, FAILED)
+    assert world.core.stats.handoffs.total() == 0
 
 
 def test_a_burst_with_one_prefix_fetches_it_once(new_world, out):
