@@ -237,7 +237,7 @@ def test_in_an_elastic_cell_batch_waits_for_a_busy_worker_of_the_other_role(elas
     assert "no prefill and no decode worker is attached: waited 30 s" in error
 
 
-def test_in_an_elastic_cell_parked_requests_wait_for_a_worker_of_the_other_role(elastic):
+def test_in_an_elastic_cell_parked_requests_wait_for_a_worker_of_the_other_role(elastic, out):
     """A full worker of the other role still serves, so a parked request waits without a limit."""
     made = elastic(max_decode_requests=2, lanes=LANES)
     jobs = [made.begin(common_pb2.LANE_BATCH) for _ in range(2)]
@@ -247,6 +247,10 @@ def test_in_an_elastic_cell_parked_requests_wait_for_a_worker_of_the_other_role(
     made.world.wait(100)
     assert parked.state is RequestState.PARKED
     made.finish_others()
+    # A worker computes one batch prompt at a time.
+    (first,) = (job for job in jobs if job.decode is not None)
+    made.world.step("p", out(first.id, [9], 1, attempt=first.attempt_number))
+    assert [job.decode for job in jobs] == [("p", 1)] * 2
     assert [job.decode for job in jobs] == [("p", 1)] * 2
 
 
