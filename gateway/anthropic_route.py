@@ -9,7 +9,8 @@ from typing import Any
 
 from starlette.datastructures import Headers
 
-from baton.gateway.converted_route import Conversion, vllm_module, with_bearer
+from baton.gateway.converted_route import Conversion, vllm_module
+from baton.gateway.coordinator_queries import with_bearer
 from baton.gateway.parsed_request import session_in
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.gateway import body_reader
 from baton.gateway.connections import CHUNK_WRITER, ChunkWriter
+from baton.gateway.coordinator_queries import with_bearer
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
 from baton.gateway.metrics import GatewayStats
 from baton.runtime import logs
@@ -166,15 +167,6 @@ def error_response(dialect: Dialect, problem: HttpError, request_id: str = "") -
     )
     response.raw_headers += problem.headers()
     return response
-
-
-def with_bearer(headers: Headers) -> MutableHeaders:
-    """Returns the headers with the key of `x-api-key` as a bearer token."""
-    found = MutableHeaders(raw=list(headers.raw))
-    key = found.get("x-api-key")
-    if key is not None and "authorization" not in found:
-        found["authorization"] = f"Bearer {key}"
-    return found
 
 
 def _as_chat(scope: Scope, length: int, reply: _Reply) -> Scope:

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, TypeVar
 
+from starlette.datastructures import Headers, MutableHeaders
+
 from baton.gateway import error_responses
 from baton.gateway.error_responses import HttpError
 from baton.runtime.errors import RemoteError
@@ -41,6 +43,15 @@ def request_credential(headers: Mapping[str, str]) -> str:
         message = "authorization is too long or has characters that no credential has"
         raise HttpError(401, message, kind="authentication_error", code="invalid_api_key")
     return shown
+
+
+def with_bearer(headers: Headers) -> MutableHeaders:
+    """Returns the headers with the key of `x-api-key` as a bearer token."""
+    found = MutableHeaders(raw=list(headers.raw))
+    key = found.get("x-api-key")
+    if key is not None and "authorization" not in found:
+        found["authorization"] = f"Bearer {key}"
+    return found
 
 
 def caller_digest(credential: str) -> bytes:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from baton.gateway.converted_route import Conversion
-from baton.gateway.coordinator_queries import request_credential
+from baton.gateway.coordinator_queries import request_credential, with_bearer
 from baton.gateway.error_responses import HttpError
 from baton.gateway.parsed_request import session_in
 from baton.gateway.response_store import ResponseStore, StoredResponse
@@ -32,7 +32,7 @@ class Responses:
         self._store = store
 
     def begin(self, module: ModuleType, body: bytes, headers: Headers) -> Conversion:
-        credential = request_credential(headers)
+        credential = _credential(headers)
 
         def previous(response_id: str) -> StoredResponse:
             found = self._store.find(credential, response_id)
@@ -58,7 +58,7 @@ class Responses:
 
     async def stored(self, request: Request) -> Response:
         """Answers GET and DELETE of a stored response."""
-        credential, name = request_credential(request.headers), request.path_params["id"]
+        credential, name = _credential(request.headers), request.path_params["id"]
         if request.method == "DELETE":
             if not self._store.delete(credential, name):
                 raise self._not_stored(404, name)
@@ -75,3 +75,8 @@ class Responses:
             message = f"response {name[:80]!r} is not stored here, or not any more"
         code = "previous_response_not_found" if param else "not_found"
         return HttpError(status, message, param=param, code=code)
+
+
+def _credential(headers: Headers) -> str:
+    """Returns the credential with which the converted request reaches the coordinator."""
+    return request_credential(with_bearer(headers))

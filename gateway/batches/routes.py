@@ -25,7 +25,7 @@ from baton.gateway.batches.status import Status
 from baton.gateway.batches.upload import MAX_EXPIRES_S, MIN_EXPIRES_S, Upload, read_upload
 from baton.gateway.body_parser import parse_body
 from baton.gateway.cells import Cells
-from baton.gateway.coordinator_queries import caller_digest, request_credential
+from baton.gateway.coordinator_queries import caller_digest, request_credential, with_bearer
 from baton.gateway.error_responses import HttpError, invalid_value
 from baton.gateway.request_bodies import BodyModel
 from baton.runtime.config import HttpConfig
@@ -214,7 +214,7 @@ class BatchRoutes:
         expires = body.output_expires_after
         new = NewBatch(
             owner,
-            request_credential(request.headers),
+            _credential(request),
             request.headers.get("x-baton-tenant", ""),
             body.endpoint,
             file.id,
@@ -238,7 +238,7 @@ class BatchRoutes:
         Raises:
             HttpError: No coordinator admits the caller, or none can be reached.
         """
-        await self._cells.models(request_credential(request.headers))
+        await self._cells.models(_credential(request))
         return _owner(request)
 
     async def _file(self, request: Request, name: str, param: str = "id") -> FileObject:
@@ -317,8 +317,12 @@ class _Query:
         return value
 
 
+def _credential(request: Request) -> str:
+    return request_credential(with_bearer(request.headers))
+
+
 def _owner(request: Request) -> bytes:
-    return caller_digest(request_credential(request.headers))
+    return caller_digest(_credential(request))
 
 
 def _json(found: BaseModel) -> Response:

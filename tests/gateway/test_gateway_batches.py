@@ -464,6 +464,34 @@ async def test_another_caller_sees_nothing(batching):
         assert (await openai.files.retrieve(file.id)).id == file.id
 
 
+async def test_the_key_of_x_api_key_is_the_callers_credential(
+    start_gateway, coordinator, inference, directory
+):
+    mine = {"x-api-key": "mine"}
+    upload_form = {"data": {"purpose": "batch"}, "files": {"file": with_body("a")}}
+    async with (
+        start_gateway(coordinator, batches=directory) as gateway,
+        gateway.openai(api_key="mine") as openai,
+        httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S) as http,
+    ):
+        file = (await http.post("/v1/files", headers=mine, **upload_form)).json()["id"]
+        body = {"input_file_id": file, "endpoint": COMPLETIONS, "completion_window": "24h"}
+        batch = (await http.post("/v1/batches", headers=mine, json=body)).json()["id"]
+        connection = await inference.connection()
+        submitted = await connection.submitted()
+        assert submitted.request.authorization == "Bearer mine"
+        answer(connection, submitted.stream)
+        output = (await ended(openai, await openai.batches.retrieve(batch))).output_file_id
+        paths = (f"/v1/files/{file}", f"/v1/files/{output}/content", f"/v1/batches/{batch}")
+        for stranger in ({"x-api-key": "another"}, {}):
+            for path in paths:
+                assert (await http.get(path, headers=stranger)).status_code == 404
+            assert (await http.delete(paths[0], headers=stranger)).status_code == 404
+            assert not (await http.get("/v1/files", headers=stranger)).json()["data"]
+        for path in paths:
+            assert (await http.get(path, headers=mine)).status_code == 200
+
+
 async def test_lines_are_the_callers_requests_in_the_batch_lane(
     start_gateway, coordinator, inference, directory
 ):

@@ -617,6 +617,26 @@ async def test_a_stored_response_is_continued_read_and_deleted_by_its_caller_onl
             await client.responses.retrieve(gone.id)
 
 
+async def test_callers_with_x_api_key_do_not_see_the_responses_of_others(gateway):
+    body = {"model": "scripted", "input": "a", "reasoning": {"effort": "none"}}
+    mine = {"x-api-key": "mine"}
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S) as http:
+        asked = asyncio.create_task(http.post("/v1/responses", json=body, headers=mine))
+        request = await gateway.answer("It is cold.", STOP)
+        assert request.authorization == "Bearer mine"
+        found = (await asked).json()["id"]
+        for stranger in ({"x-api-key": "another"}, {}):
+            for method in ("GET", "DELETE"):
+                refused = await http.request(method, f"/v1/responses/{found}", headers=stranger)
+                assert refused.status_code == 404
+            continued = body | {"previous_response_id": found}
+            refused = await http.post("/v1/responses", json=continued, headers=stranger)
+            assert refused.status_code == 400
+            assert refused.json()["error"]["code"] == "previous_response_not_found"
+        for own in (mine, {"authorization": "Bearer mine"}):
+            assert (await http.get(f"/v1/responses/{found}", headers=own)).status_code == 200
+
+
 async def test_an_agents_turns_reach_the_coordinator_as_a_chat(gateway):
     """Codex sends instructions, developer texts, text parts, calls and their outputs."""
 
