@@ -10,6 +10,7 @@ from typing import Self, TypeVar
 
 from starlette.types import ASGIApp
 
+from baton.gateway.anthropic_route import MESSAGES, Messages
 from baton.gateway.batches import route_call
 from baton.gateway.batches.batch_store import BatchStore, Line, OpenBatch
 from baton.gateway.batches.database import Database, DatabaseThread
@@ -17,7 +18,9 @@ from baton.gateway.batches.file_store import FileStore
 from baton.gateway.batches.input_file import InputParser, WrongFile
 from baton.gateway.batches.line_queue import LineQueue
 from baton.gateway.batches.pace import FairSlots
+from baton.gateway.batches.route_call import Answer
 from baton.gateway.batches.status import Status
+from baton.gateway.error_responses import HttpError
 from baton.gateway.metrics import BatchStats
 from baton.runtime.closing import AsyncClosing
 from baton.runtime.config import HttpConfig
@@ -196,9 +199,7 @@ class BatchRunner(AsyncClosing):
     async def _run_line(self, batch: OpenBatch, line: Line, queue: LineQueue) -> None:
         self._count()
         try:
-            answer = await route_call.post(
-                self._routes[batch.endpoint], batch.endpoint, line.body, _headers(batch)
-            )
+            answer = await self._answered(batch, line)
         finally:
             self._slots.give_back(batch.owner)
             self._count()
@@ -209,6 +210,18 @@ class BatchRunner(AsyncClosing):
         succeeded = await self.thread.call(self.batches.record, batch.id, line, answer)
         self._stats.lines["completed" if succeeded else "failed"] += 1
         queue.done()
+
+    async def _answered(self, batch: OpenBatch, line: Line) -> Answer:
+        """Sends a line to its route; a route that raises fails this line only."""
+        request_id, path = f"req_{secrets.token_hex(12)}", batch.endpoint
+        try:
+            return await route_call.post(
+                self._routes[path], path, line.body, _headers(batch, request_id)
+            )
+        except Exception:
+            extra = {"request_id": request_id}
+            _log.exception("batch %s: line %d failed", batch.id, line.number, extra=extra)
+            return Answer(500, request_id, _internal_error(path, request_id), None)
 
     async def _retried(self, what: str, step: Callable[[], Awaitable[T]]) -> T:
         """Runs a step until the database lets it succeed: a full disk is no reason to give up."""
@@ -224,15 +237,23 @@ class BatchRunner(AsyncClosing):
         self._stats.num_running = self._slots.num_held
 
 
-def _headers(batch: OpenBatch) -> list[tuple[bytes, bytes]]:
+def _headers(batch: OpenBatch, request_id: str) -> list[tuple[bytes, bytes]]:
     """Returns the headers of a line's request.
 
     Every try has another ID, because the coordinator may still know the last one.
     """
     found = {
-        "x-request-id": f"req_{secrets.token_hex(12)}",
+        "x-request-id": request_id,
         "x-baton-lane": "batch",
         "authorization": batch.authorization,
         "x-baton-tenant": batch.tenant,
     }
     return [(name.encode(), value.encode("latin-1")) for name, value in found.items() if value]
+
+
+def _internal_error(path: str, request_id: str) -> bytes:
+    """Returns the body of an internal error in the form of the route's API."""
+    error = HttpError(500, "internal error", kind="server_error", code="internal")
+    if path == MESSAGES:
+        return Messages().error_body(error.status, error.fields(), request_id)
+    return error.body()
