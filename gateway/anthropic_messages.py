@@ -15,6 +15,7 @@ from itertools import zip_longest
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
+import partial_json_parser
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensRequest,
     AnthropicMessagesRequest,
@@ -67,6 +68,10 @@ class MessageConversion:
     def whole(self, response: bytes) -> bytes:
         """Converts a chat completion to a message."""
         completion = ChatCompletionResponse.model_validate_json(response)
+        choice = completion.choices[0]
+        for call in choice.message.tool_calls:
+            arguments = _as_object(call.function.arguments, choice.finish_reason == "length")
+            call.function.arguments = json.dumps(arguments)
         converted = _CONVERTER.messages_full_converter(completion)
         found: dict[str, Any] = converted.model_dump(exclude_none=True)
         # Clients expect these fields, also if they are null.
@@ -166,6 +171,22 @@ def tokenize_body(body: bytes) -> dict[str, Any]:
     chat = _converted(parse_as(body, AnthropicCountTokensRequest))
     wanted = ("model", "messages", "tools", "chat_template_kwargs")
     return {name: chat[name] for name in wanted if name in chat}
+
+
+def _as_object(arguments: str, is_cut_off: bool) -> dict[str, Any]:
+    """Returns the arguments of a tool call as a JSON object, as the Messages API has them.
+
+    The end of arguments that are cut off is added. Arguments that are no object become an empty
+    one, which lacks what the tool needs: the client refuses the call and tells the model so.
+    """
+    found: Any = None
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        # The library raises IndexError for some texts that are no JSON.
+        with contextlib.suppress(ValueError, IndexError):
+            found = partial_json_parser.loads(arguments) if is_cut_off else None
+    return found if isinstance(found, dict) else {}
 
 
 def _with_only_a_role(chunk: str) -> str:

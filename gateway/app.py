@@ -214,7 +214,7 @@ class Gateway:
                 response = Response(status_code=CLIENT_CLOSED_REQUEST)
             except Exception:
                 _log.exception("%s failed", route)
-                response = as_response(HttpError(500, "internal error", kind="server_error"))
+                response = as_response(error_responses.internal_error())
             self.stats.requests[route, response.status_code] += 1
             return response
 

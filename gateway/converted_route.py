@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from baton.gateway import body_reader
 from baton.gateway.connections import CHUNK_WRITER, ChunkWriter
 from baton.gateway.coordinator_queries import with_bearer
-from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
+from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError, internal_error
 from baton.gateway.metrics import GatewayStats
 from baton.runtime import logs
 from baton.runtime.config import HttpConfig
@@ -143,7 +143,7 @@ class ConvertedRoute:
         except Exception:
             _log.exception("%s failed", path)
             self._stats.requests[path, 500] += 1
-            failure = HttpError(500, "internal error", kind="server_error")
+            failure = internal_error()
             answer = error_response(self._dialect, failure, headers.get("x-request-id", ""))
             await answer(scope, receive, send)
             return
@@ -212,7 +212,7 @@ class _Reply:
                 await self._send(message)
         elif self._is_stream:
             await self._send({**message, "body": self.events(message.get("body", b""))})
-        else:
+        elif not self._has_failed:
             self._body += message.get("body", b"")
             if not message.get("more_body", False):
                 await self._send_whole()
@@ -242,15 +242,26 @@ class _Reply:
         self._is_stream = headers["content-type"].startswith("text/event-stream")
 
     async def _send_whole(self) -> None:
-        assert self._start is not None
-        if self._status == 200:
+        if self._status != 200:
+            await self._send_error(self._status, json.loads(self._body)["error"])
+            return
+        try:
             body = self._conversion.whole(self._body)
-        else:
-            error = json.loads(self._body)["error"]
-            body = self._dialect.error_body(self._status, error, self._request_id)
+        except Exception:
+            self._has_failed = True
+            await self._send_error(500, internal_error().fields())
+            # The chat route logs and counts the failure. This reply drops what that route sends.
+            raise
+        await self._send_body(200, body)
+
+    async def _send_error(self, status: int, error: dict[str, Any]) -> None:
+        await self._send_body(status, self._dialect.error_body(status, error, self._request_id))
+
+    async def _send_body(self, status: int, body: bytes) -> None:
+        assert self._start is not None
         headers = MutableHeaders(raw=self._start["headers"])
         headers["content-length"] = str(len(body))
-        await self._send({**self._start, "headers": headers.raw})
+        await self._send({**self._start, "status": status, "headers": headers.raw})
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
 

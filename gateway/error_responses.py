@@ -130,6 +130,11 @@ def model_not_found(name: str, served: Iterable[str]) -> HttpError:
     return HttpError(404, message, kind=kind, param="model", code="model_not_found")
 
 
+def internal_error() -> HttpError:
+    """The error for a defect of this gateway, which the gateway's log describes."""
+    return HttpError(500, "internal error", kind="server_error", code="internal")
+
+
 def from_remote_error(error: RemoteError, names: Mapping[str, str] | None = None) -> HttpError:
     """Converts an error of the coordinator or of the client library.
 

@@ -129,7 +129,7 @@ class Exchange:
         except Exception:
             status = 500
             _log.exception("HTTP request failed", extra={"request_id": self._id})
-            await self._fail(HttpError(500, "internal error", kind="server_error", code="internal"))
+            await self._fail(error_responses.internal_error())
         finally:
             # The counts come first: the awaits below may be cancelled.
             stats.num_running -= running

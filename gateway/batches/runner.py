@@ -20,7 +20,7 @@ from baton.gateway.batches.line_queue import LineQueue
 from baton.gateway.batches.pace import FairSlots
 from baton.gateway.batches.route_call import Answer
 from baton.gateway.batches.status import Status
-from baton.gateway.error_responses import HttpError
+from baton.gateway.error_responses import internal_error
 from baton.gateway.metrics import BatchStats
 from baton.runtime.closing import AsyncClosing
 from baton.runtime.config import HttpConfig
@@ -253,7 +253,7 @@ def _headers(batch: OpenBatch, request_id: str) -> list[tuple[bytes, bytes]]:
 
 def _internal_error(path: str, request_id: str) -> bytes:
     """Returns the body of an internal error in the form of the route's API."""
-    error = HttpError(500, "internal error", kind="server_error", code="internal")
+    error = internal_error()
     if path == MESSAGES:
         return Messages().error_body(error.status, error.fields(), request_id)
     return error.body()

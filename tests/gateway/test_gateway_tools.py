@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -230,18 +231,32 @@ def thinker(tmp_path_factory):
     return directory
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def gateway(thinker, tmp_path_factory):
+@contextlib.asynccontextmanager
+async def served(thinker, directory, **changes):
     """A `baton gateway` process in front of a coordinator whose events the test sends."""
-    directory = tmp_path_factory.mktemp("gateway")
     config, batches = directory / "baton.yaml", {"dir": str(directory / "batches")}
-    config.write_text(json.dumps({**CONFIG, "http": CONFIG["http"] | {"batches": batches}}))
+    fields = CONFIG | {"http": CONFIG["http"] | {"batches": batches}} | changes
+    config.write_text(json.dumps(fields))
     model = Model(thinker)
     async with (
         serving(model) as (address, _),
         gateway_command(address, config, WAIT_S) as url,
     ):
         yield Gateway(url, model)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway(thinker, tmp_path_factory):
+    async with served(thinker, tmp_path_factory.mktemp("gateway")) as gateway:
+        yield gateway
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def json_gateway(thinker, tmp_path_factory):
+    """A gateway whose tool parser takes the whole output as the arguments of a named tool."""
+    directory = tmp_path_factory.mktemp("json_gateway")
+    async with served(thinker, directory, tool_call_parser="pythonic") as gateway:
+        yield gateway
 
 
 @pytest.mark.parametrize(
@@ -373,6 +388,54 @@ async def test_messages_have_text_thinking_and_tool_use(gateway, stream):
     assert [one["function"]["name"] for one in json.loads(request.chat.tools)] == ["weather"]
     _, found = await gateway.message("It is", reason=LENGTH, **off)
     assert found.stop_reason == "max_tokens"
+
+
+async def named(gateway, text, reason=STOP, **body):
+    """The message of a request that must call the tool."""
+    choice = {"type": "tool", "name": "weather"}
+    off = {"thinking": {"type": "disabled"}}
+    body = {"tools": [WEATHER], "tool_choice": choice, **off, **body}
+    _, found = await gateway.message(text, reason=reason, **body)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "stop_reason", "made"),
+    [
+        (OSLO, STOP, "tool_use", {"city": "Oslo"}),
+        ('{"city": "Os', LENGTH, "max_tokens", {"city": "Os"}),
+        ('{"city', LENGTH, "max_tokens", {}),
+        ("[1, 2", LENGTH, "max_tokens", {}),
+        ('{"city": "Oslo"}}', LENGTH, "max_tokens", {}),
+        ('{"city": "Os', STOP, "tool_use", {}),
+        ("cold", STOP, "tool_use", {}),
+    ],
+)
+async def test_a_call_that_is_cut_off_has_an_object_as_input(
+    json_gateway, text, reason, stop_reason, made
+):
+    found = await named(json_gateway, text, reason)
+    assert found.stop_reason == stop_reason
+    assert blocks(found) == [{"type": "tool_use", "name": "weather", "input": made}]
+
+
+async def test_arguments_that_are_no_object_become_an_empty_input(gateway):
+    for text in ('"cold"', "[1]", "null"):
+        found = await named(gateway, call(text))
+        assert blocks(found) == [{"type": "tool_use", "name": "weather", "input": {}}]
+
+
+async def test_an_answer_that_cannot_be_converted_is_an_error_in_anthropics_form(json_gateway):
+    from anthropic import InternalServerError
+
+    with pytest.raises(InternalServerError) as failed:
+        # Deeper than Python's JSON reads.
+        await named(json_gateway, '{"a":' * 2000 + "1" + "}" * 2000)
+    assert failed.value.body["type"] == "error"
+    assert failed.value.body["error"] == {"type": "api_error", "message": "internal error"}
+    async with httpx.AsyncClient(timeout=WAIT_S) as http:
+        text = (await http.get(f"{json_gateway.url}/metrics")).text
+    assert 'baton_http_requests_total{code="500",route="/v1/messages"} 1.0' in text
 
 
 async def test_the_events_of_a_streamed_message_are_in_anthropics_order(gateway):
