@@ -194,15 +194,13 @@ class BatchRunner(AsyncClosing):
         async with asyncio.TaskGroup() as group:
             while (line := await queue.get()) is not None:
                 await self._slots.take(batch.owner)
-                group.create_task(self._run_line(batch, line, queue))
+                task = group.create_task(self._run_line(batch, line, queue))
+                # A task that is cancelled before its first step runs none of its code.
+                task.add_done_callback(lambda _: self._give_back(batch.owner))
+                self._count()
 
     async def _run_line(self, batch: OpenBatch, line: Line, queue: LineQueue) -> None:
-        self._count()
-        try:
-            answer = await self._answered(batch, line)
-        finally:
-            self._slots.give_back(batch.owner)
-            self._count()
+        answer = await self._answered(batch, line)
         if answer.retry_after_s is not None:
             self._stats.lines["refused"] += 1
             queue.refused(line, answer.retry_after_s)
@@ -231,6 +229,10 @@ class BatchRunner(AsyncClosing):
             except Exception:
                 _log.exception("%s does not go on; trying again in %g s", what, _RETRY_S)
                 await asyncio.sleep(_RETRY_S)
+
+    def _give_back(self, owner: bytes) -> None:
+        self._slots.give_back(owner)
+        self._count()
 
     def _count(self) -> None:
         self._stats.num_open = len(self._tasks.keys() | self._endings.keys())

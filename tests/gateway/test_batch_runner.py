@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import json
+import threading
 import time
+from collections import defaultdict
 
 import pytest
 from openai.types import FileObject
@@ -11,6 +13,7 @@ from openai.types import FileObject
 from baton.gateway.batches.batch_store import NewBatch
 from baton.gateway.batches.database import Database
 from baton.gateway.batches.runner import BatchRunner
+from baton.gateway.batches.status import Status
 from baton.gateway.metrics import BatchStats
 from baton.runtime.config import HttpConfig
 
@@ -19,12 +22,15 @@ OWNER, WAIT_S = b"me", 60.0
 
 
 @contextlib.asynccontextmanager
-async def running(directory, route, **limits):
-    """A runner whose routes are all the ASGI application `route`."""
+async def running(directory, route, stats=None, prepare=None, **limits):
+    """A runner whose routes are all `route`; `prepare` changes the database first."""
     config = HttpConfig(batches={"dir": str(directory), **limits})
     with Database(str(directory)) as database:
+        if prepare is not None:
+            with database.transaction() as db:
+                prepare(db)
         routes = {COMPLETIONS: route, MESSAGES: route}
-        runner = BatchRunner(database, routes, config, BatchStats(), time.time)
+        runner = BatchRunner(database, routes, config, stats or BatchStats(), time.time)
         async with runner:
             yield runner
 
@@ -63,6 +69,12 @@ async def ended(runner, batch_id, owner=OWNER):
             batch = await runner.thread.call(runner.batches.find, owner, batch_id)
             if batch.status in ("failed", "completed", "expired", "cancelled"):
                 return batch
+
+
+async def cancelled(runner, batch_id):
+    await runner.thread.call(runner.batches.begin_cancel, batch_id, runner.now())
+    runner.end(batch_id, Status.CANCELLED)
+    return await ended(runner, batch_id)
 
 
 async def results(runner, file_id):
@@ -105,3 +117,59 @@ async def test_a_line_whose_route_raises_fails_alone(tmp_path, endpoint):
             assert found["request_id"].startswith("req_")
             assert found["body"]["error"]["message"] == "internal error"
             assert found["body"].get("type") == ("error" if endpoint == MESSAGES else None)
+
+
+class Held:
+    """A route that answers a line when the test lets it."""
+
+    def __init__(self):
+        self.begun, self.released = defaultdict(asyncio.Event), defaultdict(asyncio.Event)
+
+    async def __call__(self, scope, receive, send):
+        name = await name_in(receive)
+        self.begun[name].set()
+        await self.released[name].wait()
+        await reply(send)
+
+    async def until_begun(self, name):
+        await asyncio.wait_for(self.begun[name].wait(), WAIT_S)
+
+
+async def test_a_line_cancelled_before_its_first_step_gives_its_slot_back(tmp_path):
+    """The database fails for a line while the next line of its batch gets a slot."""
+    writing, may_fail, has_failed = (threading.Event() for _ in range(3))
+
+    def fail(name):
+        if name == "a-1" and not writing.is_set():
+            writing.set()
+            may_fail.wait(WAIT_S)
+            raise OSError("of this test")
+
+    def prepare(db):
+        db.create_function("fail", 1, fail)
+        db.execute(
+            "CREATE TEMP TRIGGER failing BEFORE UPDATE ON lines "
+            "BEGIN SELECT fail(NEW.custom_id); END"
+        )
+
+    route, stats = Held(), BatchStats()
+    async with running(tmp_path, route, stats, prepare, max_running=3) as runner:
+        other = await submit(runner, "b-1", "b-2")
+        for name in ("b-1", "b-2"):
+            await route.until_begun(name)
+        batch = await submit(runner, "a-1", "a-2", "a-3")
+        await route.until_begun("a-1")
+        route.released["a-1"].set()
+        assert await asyncio.to_thread(writing.wait, WAIT_S)
+        # The thread does this after the failure.
+        after = asyncio.create_task(runner.thread.call(has_failed.set))
+        await asyncio.sleep(0)
+        # The loop learns of the failure and of the end of the other batch's line at once.
+        may_fail.set()
+        assert has_failed.wait(WAIT_S)
+        route.released["b-1"].set()
+        await after
+        route.released["b-2"].set()
+        assert (await ended(runner, other)).status == "completed"
+        assert (await cancelled(runner, batch)).status == "cancelled"
+        assert stats.num_running == 0
