@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from google.rpc import code_pb2
 
-from baton.client import BatonClient
+from baton.client import BatonClient, errors
 from baton.client.watcher import Watcher
 from baton.gateway.coordinator_queries import CachedQuery, PerCallerQuery, QueryLimiter
 from baton.gateway.outage_log import OutageLog
@@ -70,6 +70,9 @@ class Cell:
         except RemoteError as error:
             if error.code in (code_pb2.UNAVAILABLE, code_pb2.DEADLINE_EXCEEDED):
                 self.outage.began(error)
+            if error.code == code_pb2.DEADLINE_EXCEEDED:
+                # The time of this query is over, not that of the request: a retry may succeed.
+                raise errors.make(code_pb2.UNAVAILABLE, str(error)) from None
             raise
 
     async def _fetch_ready(self) -> bool:

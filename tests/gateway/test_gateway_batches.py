@@ -16,8 +16,10 @@ import yaml
 from baton_command import START_S, Process
 from openai import AsyncOpenAI
 from processes import Cluster
-from scripted_inference import accepted, delta, failed, finished
+from scripted_inference import ScriptedInference, accepted, delta, failed, finished, serving
 
+from baton import models
+from baton.gateway import cell
 from baton.gateway.batches import route_call, runner
 from baton.runtime import errors
 from baton.v1 import common_pb2
@@ -550,6 +552,50 @@ async def test_only_refusals_of_now_run_again(
         assert [one["custom_id"] for one in done] == ["d"]
         statuses = [(one["custom_id"], one["response"]["status_code"]) for one in wrong]
         assert statuses == [("a", 429), ("b", 500), ("c", 504)]
+
+
+class Hung(ScriptedInference):
+    """A coordinator that tells its model only while `serves` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.serves = asyncio.Event()
+        self.serves.set()
+
+    async def GetModel(self, request, context):
+        await self.serves.wait()
+        directory = os.path.join(os.path.dirname(models.__file__), "glossary")
+        return common_pb2.ModelDescription(name="scripted", tokenizer=directory)
+
+
+async def test_lines_wait_for_a_coordinator_that_hangs(start_gateway, directory, monkeypatch):
+    monkeypatch.setattr(cell, "_MODEL_TTL_S", 0.0)
+    inference = Hung()
+    async with (
+        serving(inference) as (address, _),
+        start_gateway(address, batches=directory | {"max_running": 1}) as gateway,
+        gateway.openai() as openai,
+    ):
+        # The gateway needs the model's tokenizer for them.
+        body = {"model": "scripted", "prompt": "a", "return_token_ids": True}
+        batch = await submit(openai, *(with_body(name, **body) for name in "ab"))
+        connection = await inference.connection()
+        first = await connection.submitted()
+        inference.serves.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(cell, "_QUERY_TIMEOUT_S", 0.05)
+            answer(connection, first.stream)
+            async with httpx.AsyncClient(timeout=WAIT_S) as http:
+                refused = 'baton_http_batch_lines_total{outcome="refused"} 1.0'
+                while not is_ended(batch):
+                    if refused in (await http.get(f"{gateway.url}/metrics")).text:
+                        break
+                    batch = await openai.batches.retrieve(batch.id)
+        inference.serves.set()
+        if not is_ended(batch):
+            answer(connection, (await connection.submitted()).stream)
+        counts = (await ended(openai, batch)).request_counts
+        assert (counts.completed, counts.failed) == (2, 0)
 
 
 def answer(connection, stream):
