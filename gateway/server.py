@@ -198,7 +198,7 @@ async def serve(
             context,
             security.handshake_timeout_s,
         )
-        ending = asyncio.create_task(_end_in_time(stop, cells, config.drain_timeout_s))
+        ending = asyncio.create_task(_end_in_time(stop, gateway, cells, config.drain_timeout_s))
         try:
             # Shutdown: 1. No new connections; idle connections close. 2. Running requests end, or
             # _end_in_time ends them after the drain timeout. 3. The clients' sessions close.
@@ -263,10 +263,15 @@ async def _open(
     return cell
 
 
-async def _end_in_time(stop: asyncio.Event, cells: Cells, drain_timeout_s: float) -> None:
+async def _end_in_time(
+    stop: asyncio.Event, gateway: Gateway, cells: Cells, drain_timeout_s: float
+) -> None:
     """Ends the requests that still run drain_timeout_s after a stop."""
     await stop.wait()
     await asyncio.sleep(drain_timeout_s)
     _log.warning("drain timeout of %g s is over: ending the running requests", drain_timeout_s)
     why = f"the gateway stopped; its drain timeout of {drain_timeout_s:g} s was over"
+    if gateway.batches is not None:
+        # First, because a closed client would fail the lines.
+        await gateway.batches.stop()
     await asyncio.gather(*(cell.client.aclose(why) for cell in cells))

@@ -71,6 +71,7 @@ class BatchRunner(AsyncClosing):
         # Tasks that end a batch before its lines are done.
         self._endings: dict[str, asyncio.Task[None]] = {}
         self._sweeper: asyncio.Task[None] | None = None
+        self._has_stopped = False
 
     def now(self) -> int:
         """Unix time."""
@@ -85,24 +86,35 @@ class BatchRunner(AsyncClosing):
         self._sweeper = asyncio.create_task(self._sweep_forever(), name="expiry of batches")
         return self
 
-    async def aclose(self) -> None:
-        """Cancels the running lines, which run again when the next process opens the directory."""
+    async def stop(self) -> None:
+        """Cancels the running lines and starts no others; idempotent.
+
+        These lines run when the next process opens the directory. Files and batches can still be
+        read and written.
+        """
+        self._has_stopped = True
         tasks = [*self._tasks.values(), *self._endings.values()]
         tasks += [self._sweeper] if self._sweeper is not None else []
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def aclose(self) -> None:
+        """Stops, and ends the thread."""
+        await self.stop()
         await self.thread.aclose()
 
     def start(self, batch: OpenBatch) -> None:
-        """Runs a batch from the state that it has in the database."""
+        """Runs a batch from the state in the database, unless the runner has stopped."""
+        if self._has_stopped:
+            return
         name = f"batch {batch.id}"
         self._tasks[batch.id] = asyncio.create_task(self._run(batch), name=name)
         self._count()
 
     def end(self, batch_id: str, status: Status) -> None:
         """Cancels the lines that run, and ends the batch as cancelled or expired."""
-        if batch_id not in self._endings:
+        if batch_id not in self._endings and not self._has_stopped:
             ending = asyncio.create_task(self._end(batch_id, status), name=f"end of {batch_id}")
             self._endings[batch_id] = ending
 

@@ -754,6 +754,40 @@ async def test_a_stopped_gateway_goes_on_where_it_was(start_gateway, cluster, di
         right_results(await content(openai, batch.output_file_id), num_lines)
 
 
+async def test_lines_at_the_end_of_the_drain_timeout_run_in_the_next_process(
+    start_gateway, coordinator, inference, directory
+):
+    limits = directory | {"max_running": 1}
+    async with (
+        start_gateway(coordinator, batches=limits, drain_timeout_s=0.05) as gateway,
+        gateway.openai() as openai,
+    ):
+        # The gateway waits for this stream until the timeout is over.
+        asked = openai.completions.create(model="scripted", prompt=[5], stream=True)
+        asking = asyncio.create_task(asked)
+        connection = await inference.connection()
+        number = (await connection.submitted()).stream
+        connection.send(accepted(number), delta(number, 0, [5], "a"))
+        async with await asking as stream:
+            batches = [await submit(openai, with_body(name, model="scripted")) for name in "ab"]
+            await connection.submitted()
+            for batch in batches:
+                await until(openai, batch, lambda one: one.status == "in_progress")
+            gateway.stop.set()
+            await asyncio.wait([gateway.serving], timeout=WAIT_S)
+            with pytest.raises(sdk.APIError, match="drain timeout"):
+                [chunk async for chunk in stream]
+    async with start_gateway(coordinator, batches=limits) as gateway, gateway.openai() as openai:
+        connection = await inference.connection()
+        for batch in batches:
+            found = await openai.batches.retrieve(batch.id)
+            assert found.request_counts.failed == 0
+            answer(connection, (await connection.submitted()).stream)
+        for batch in batches:
+            counts = (await ended(openai, batch)).request_counts
+            assert (counts.completed, counts.failed) == (1, 0)
+
+
 async def test_lines_wait_while_there_is_no_room_for_results(
     start_gateway, cluster, directory, monkeypatch
 ):
