@@ -177,11 +177,13 @@ class BatchStore:
             WrongFile: The file has too many lines, or was deleted.
         """
         with self._database.transaction() as db:
-            data = chunk(db, batch.input_file_id, number)
-            if data is None and not number:
+            # Without the file, the next chunk is missing as after the last one.
+            file = db.execute("SELECT 1 FROM files WHERE id = ?", (batch.input_file_id,))
+            if file.fetchone() is None:
                 raise WrongFile(
-                    "empty_batch", "the input file has no lines, or was deleted meanwhile"
+                    "input_file_deleted", "the input file was deleted before all lines were read"
                 )
+            data = chunk(db, batch.input_file_id, number)
             for line in parser.feed(data or b"", last=data is None):
                 _add_line(db, batch.id, line)
         return data is not None

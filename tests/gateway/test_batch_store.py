@@ -11,7 +11,7 @@ from baton.gateway.batches import file_store
 from baton.gateway.batches.batch_store import BatchStore, NewBatch
 from baton.gateway.batches.database import Database
 from baton.gateway.batches.file_store import FileStore, StoreFull
-from baton.gateway.batches.input_file import InputParser
+from baton.gateway.batches.input_file import InputParser, WrongFile
 from baton.gateway.batches.route_call import Answer
 from baton.gateway.batches.status import TRANSITIONS, Status, advance
 from baton.runtime.config import BatchesConfig
@@ -137,6 +137,24 @@ def test_an_interrupted_validation_begins_again(tmp_path):
         validate(batches, batch)
         found = batches.next_lines(batch.id, 0)
         assert [line.custom_id for line in found] == ["a", "b", "c", "d"]
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 2])
+def test_an_input_file_deleted_during_validation_fails_its_batch(tmp_path, num_read):
+    with opened(tmp_path) as (files, batches):
+        file_id = upload(files, lines("a", "b") + b"\n", lines("c", "d"))
+        batch = new_batch(batches, file_id)
+        batches.begin_validation(batch.id)
+        parser = InputParser(ROUTE, 1000, 100)
+        for number in range(num_read):
+            assert batches.read_input(batch, parser, number)
+        assert files.delete(OWNER, file_id)
+        with pytest.raises(WrongFile, match="was deleted") as problem:
+            batches.read_input(batch, parser, num_read)
+        batches.fail(batch.id, problem.value, NOW_S)
+        found = batches.find(OWNER, batch.id)
+        assert found.status == "failed"
+        assert [one.code for one in found.errors.data] == ["input_file_deleted"]
 
 
 def test_a_batch_cancelled_before_its_lines_are_counted_has_no_results(tmp_path):
