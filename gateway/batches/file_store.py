@@ -16,8 +16,8 @@ from baton.runtime.config import BatchesConfig
 CHUNK_BYTES = 256 * 2**10
 # Free space of the disk that is never used: SQLite needs some even to delete.
 RESERVE_BYTES = 64 * 2**20
-# Result lines that are read at a time.
-_RESULTS_AT_ONCE = 256
+# Result lines that are read at a time, and the bytes after which no further line is read.
+_RESULTS_AT_ONCE, RESULT_BYTES_AT_ONCE = 256, 2**20
 
 
 class StoreFull(Exception):
@@ -155,14 +155,19 @@ class FileStore:
             if row["batch_id"] is None:
                 data = chunk(db, file_id, position)
                 return Part(data or b"", position + 1)
-            lines = db.execute(
+            rows = db.execute(
                 "SELECT number, result FROM lines WHERE batch_id = ? AND number > ? "
                 "AND succeeded = ? ORDER BY number LIMIT ?",
                 (row["batch_id"], position, row["succeeded"], _RESULTS_AT_ONCE),
-            ).fetchall()
-        if not lines:
-            return Part(b"", position)
-        return Part(b"".join(line["result"] for line in lines), lines[-1]["number"])
+            )
+            found = bytearray()
+            for line in rows:
+                found += line["result"]
+                position = line["number"]
+                if len(found) > RESULT_BYTES_AT_ONCE:
+                    break
+            rows.close()
+        return Part(bytes(found), position)
 
     def delete(self, owner: bytes, file_id: str) -> bool:
         """Deletes a file; returns whether there was one."""

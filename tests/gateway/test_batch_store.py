@@ -3,6 +3,7 @@
 import contextlib
 import json
 import sqlite3
+from dataclasses import replace
 
 import pytest
 from openai.types import FileObject
@@ -124,6 +125,34 @@ def test_a_result_is_written_once(tmp_path):
             part = files.read(OWNER, file_id, 0)
             assert json.loads(part.data)["custom_id"] == name
             assert files.read(OWNER, file_id, part.next).data == b""
+
+
+def test_results_are_read_by_parts_of_bounded_size(tmp_path):
+    names = [f"{n}" for n in range(300)]
+    with opened(tmp_path) as (files, batches):
+        batch = new_batch(batches, upload(files, lines(*names)))
+        batches.begin_validation(batch.id)
+        parser, number = InputParser(ROUTE, 1000, 1000), 0
+        while batches.read_input(batch, parser, number):
+            number += 1
+        batches.begin_lines(batch.id, NOW_S)
+        after = 0
+        while part := batches.next_lines(batch.id, after):
+            after = part[-1].number
+            for line in part:
+                large = json.dumps("x" * (200_000 if line.number <= 40 else 1))
+                batches.record(batch.id, line, replace(DONE, body=f'{{"a": {large}}}'.encode()))
+        batches.finish(batch.id, Status.COMPLETED, NOW_S)
+        file_id = batches.find(OWNER, batch.id).output_file_id
+        parts, position = [], 0
+        while data := (part := files.read(OWNER, file_id, position)).data:
+            parts.append(data)
+            position = part.next
+        # A part may exceed the limit by one line.
+        assert max(map(len, parts)) < file_store.RESULT_BYTES_AT_ONCE + 201_000
+        found = b"".join(parts)
+        assert len(found) == files.find(OWNER, file_id).bytes
+        assert [json.loads(one)["custom_id"] for one in found.splitlines()] == names
 
 
 def test_an_interrupted_validation_begins_again(tmp_path):
