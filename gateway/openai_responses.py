@@ -95,15 +95,13 @@ class ResponseConversion:
             history, root = before.messages, before.root_id
         self.root_id = root
         try:
-            messages = construct_input_messages(
-                request_instructions=request.instructions,
-                request_input=request.input,
-                prev_msg=list(history),
-            )
+            # vLLM would drop all system turns of the history. Only instructions do not carry over.
+            added = construct_input_messages(request_input=request.input)
         except VLLMValidationError as error:
             param = error.parameter or "input"
             raise HttpError(400, f"{param}: {error}", param=param, code="invalid_value") from None
-        self._messages = _as_chat_turns(messages)
+        # The conversation without this request's instructions, as it is stored.
+        self._conversation = _as_chat_turns([*history, *added])
         self.chat = self._chat()
         self._processor = SimpleStreamingEventProcessor(tools=request.tools)
         # The first chunk of a stream, and what the chunks so far have said.
@@ -116,7 +114,10 @@ class ResponseConversion:
 
     def _chat(self) -> dict[str, Any]:
         request = self._request
-        found: dict[str, Any] = {"messages": self._messages, "request_id": request.request_id}
+        turns = self._conversation
+        if request.instructions:
+            turns = _as_chat_turns([{"role": "system", "content": request.instructions}, *turns])
+        found: dict[str, Any] = {"messages": turns, "request_id": request.request_id}
         given = request.model_dump(mode="json", exclude_unset=True, exclude_none=True)
         found |= {name: given[name] for name in _SAME if name in given}
         # The responses of a chain share a prefix.
@@ -247,7 +248,7 @@ class ResponseConversion:
         found = self._response(model, created, items, status, usage)
         if self._request.store:
             answered = construct_chat_messages_with_tool_call(items)
-            turns = [*self._messages, *_as_chat_turns(answered)]
+            turns = [*self._conversation, *_as_chat_turns(answered)]
             self._store(StoredResponse(found.id, self.root_id, turns, _as_json(found)))
         return found
 

@@ -21,7 +21,8 @@ class StoredResponse:
     Attributes:
         id: ID of the response.
         root_id: ID of the first response of the conversation.
-        messages: The conversation so far as chat messages, with this response's output.
+        messages: The conversation so far as chat messages, with this response's output and without
+            the `instructions` of its requests.
         body: The response as JSON.
     """
 

@@ -680,6 +680,26 @@ async def test_a_stored_response_is_continued_read_and_deleted_by_its_caller_onl
             await client.responses.retrieve(gone.id)
 
 
+async def test_only_instructions_are_not_carried_over_to_the_next_response(gateway):
+    def said(role, text):
+        return {"role": role, "content": text}
+
+    off = {"reasoning": {"effort": "none"}}
+    turns = [said("developer", "Use the tools."), said("user", "Oslo?")]
+    _, one = await gateway.response("Cold.", instructions="Be brief.", input=turns, **off)
+    turns = [said("system", "It is May."), said("user", "Rome?")]
+    then = {"previous_response_id": one.id, "input": turns, "instructions": "Be polite."}
+    request, two = await gateway.response("Warm.", **then, **off)
+    told = [(turn.role, turn.content) for turn in request.chat.messages]
+    first = [("user", "Oslo?"), ("assistant", "Cold.")]
+    second = [("system", "It is May."), ("user", "Rome?")]
+    assert told == [("system", "Be polite.\nUse the tools."), *first, *second]
+    request, _ = await gateway.response("Bye.", previous_response_id=two.id, input="Thanks.", **off)
+    told = [(turn.role, turn.content) for turn in request.chat.messages]
+    last = [("assistant", "Warm."), ("user", "Thanks.")]
+    assert told == [("system", "Use the tools."), *first, *second, *last]
+
+
 async def test_callers_with_x_api_key_do_not_see_the_responses_of_others(gateway):
     body = {"model": "scripted", "input": "a", "reasoning": {"effort": "none"}}
     mine = {"x-api-key": "mine"}
