@@ -173,6 +173,9 @@ class Exchange:
         if output_parser is not None:
             request = output_parser.adjust_request(request)
         tokenizer = await self._tokenizer(cell, request, output_parser)
+        if self._disconnected:
+            # There was no stream yet that the disconnect could have closed.
+            raise body_reader.ClientDisconnected
         for prompt, options in request.choice_requests():
             self._streams.append(cell.client.generate(prompt, **options))
         self._cell = cell

@@ -2,15 +2,17 @@
 
 import asyncio
 import json
+import os
 import sys
 
 import httpx2 as httpx
 import pytest
 from google.rpc import code_pb2
 from openai import APIError, RateLimitError
-from scripted_inference import accepted, delta, failed, finished
+from scripted_inference import ScriptedInference, accepted, delta, failed, finished, serving
 
 from baton import gateway as gateway_package
+from baton import models
 from baton.client import errors
 from baton.runtime.errors import InvalidArgument, ResourceExhausted, Unavailable
 from baton.v1 import common_pb2
@@ -589,3 +591,45 @@ async def test_headers_of_agents_name_the_session(scripted, inference):
             connection.send(delta(submit.stream, 0, [1], "a"))
             connection.send(finished(submit.stream))
             assert (await asked).status_code == 200
+
+
+class SlowModel(ScriptedInference):
+    """A coordinator that tells its model, with a tokenizer, when the test lets it."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked, self.may_tell = asyncio.Event(), asyncio.Event()
+
+    async def GetModel(self, request, context):
+        self.asked.set()
+        await self.may_tell.wait()
+        return common_pb2.ModelDescription(
+            name="scripted", tokenizer=os.path.join(os.path.dirname(models.__file__), "glossary")
+        )
+
+
+async def test_a_client_that_leaves_before_its_request_is_submitted_costs_nothing(start_gateway):
+    inference = SlowModel()
+    async with serving(inference) as (address, _), start_gateway(address) as gateway:
+        # The gateway needs the model's tokenizer for these responses.
+        body = {"prompt": "left", "return_token_ids": True}
+        sent = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: {len(sent)}\r\n"
+        _, writer = await asyncio.open_connection(*gateway.address)
+        writer.write(head.encode() + b"content-type: application/json\r\n\r\n" + sent)
+        await asyncio.wait_for(inference.asked.wait(), WAIT_S)
+        writer.close()
+        async with asyncio.timeout(WAIT_S):
+            while gateway.accepted[0] in gateway.accepted[0].connections:
+                await asyncio.sleep(0.005)
+        inference.may_tell.set()
+        stays = asyncio.create_task(post(gateway, body | {"prompt": "stays"}))
+        connection = await inference.connection()
+        submit = await connection.submitted()
+        assert submit.request.text == "stays"
+        connection.send(accepted(submit.stream), finished(submit.stream))
+        assert (await stays).status_code == 200
+        async with httpx.AsyncClient(timeout=WAIT_S) as http:
+            text = (await http.get(f"{gateway.url}/metrics")).text
+        assert 'baton_http_requests_total{code="499",route="/v1/completions"} 1.0' in text
+        assert 'baton_http_requests_total{code="200",route="/v1/completions"} 1.0' in text
