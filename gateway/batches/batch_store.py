@@ -415,14 +415,17 @@ def _add_result_file(
 def _usage(body: dict[str, Any]) -> tuple[int, int, int, int]:
     """Returns input, cached, output and reasoning tokens of a response.
 
-    Chats and completions have other names for them than responses and messages.
+    Chats and completions have other names for them than responses and messages. The input tokens
+    of a message are without those that were read from a cache or written to one.
     """
     usage = body.get("usage") or {}
     inputs = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}
     outputs = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+    read = usage.get("cache_read_input_tokens") or 0
+    written = usage.get("cache_creation_input_tokens") or 0
     return (
-        usage.get("prompt_tokens", usage.get("input_tokens", 0)),
-        inputs.get("cached_tokens", 0),
+        usage.get("prompt_tokens", usage.get("input_tokens", 0)) + read + written,
+        inputs.get("cached_tokens", 0) + read,
         usage.get("completion_tokens", usage.get("output_tokens", 0)),
         outputs.get("reasoning_tokens", 0),
     )

@@ -127,6 +127,55 @@ def test_a_result_is_written_once(tmp_path):
             assert files.read(OWNER, file_id, part.next).data == b""
 
 
+@pytest.mark.parametrize(
+    ("usage", "inputs", "cached", "outputs"),
+    [
+        (
+            {
+                "prompt_tokens": 9,
+                "prompt_tokens_details": {"cached_tokens": 4},
+                "completion_tokens": 3,
+            },
+            *(9, 4, 3),
+        ),
+        (
+            {
+                "input_tokens": 9,
+                "input_tokens_details": {"cached_tokens": 4},
+                "output_tokens": 3,
+            },
+            *(9, 4, 3),
+        ),
+        # Anthropic's input tokens are those that no cache has.
+        (
+            {
+                "input_tokens": 2,
+                "cache_read_input_tokens": 4,
+                "cache_creation_input_tokens": 3,
+                "output_tokens": 3,
+            },
+            *(9, 4, 3),
+        ),
+        (
+            {"input_tokens": 9, "cache_creation_input_tokens": None, "output_tokens": 3},
+            *(9, 0, 3),
+        ),
+    ],
+)
+def test_the_usage_of_a_batch_counts_each_api_alike(tmp_path, usage, inputs, cached, outputs):
+    with opened(tmp_path) as (files, batches):
+        batch = new_batch(batches, upload(files, lines("a", "b")))
+        validate(batches, batch)
+        for line in batches.next_lines(batch.id, 0):
+            batches.record(
+                batch.id, line, replace(DONE, body=json.dumps({"usage": usage}).encode())
+            )
+        found = batches.find(OWNER, batch.id).usage
+        told = (found.input_tokens, found.input_tokens_details.cached_tokens, found.output_tokens)
+        assert told == (2 * inputs, 2 * cached, 2 * outputs)
+        assert found.total_tokens == 2 * (inputs + outputs)
+
+
 def test_results_are_read_by_parts_of_bounded_size(tmp_path):
     names = [f"{n}" for n in range(300)]
     with opened(tmp_path) as (files, batches):
