@@ -31,7 +31,26 @@ _MAX_GRAMMAR_BYTES = 64 * 2**10
 _MAX_MESSAGES = 4096
 _MAX_PARTS = 1024
 # Variables of chat templates, and fields of chat messages, that the coordinator sets itself.
-_OWN_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+# Renderers of vLLM and Transformers take the variables as arguments, so those must not name an
+# argument either: `chat_template` would replace the model's template by a program of the client's.
+_OWN_VARIABLES = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
 _OWN_FIELDS = frozenset({"role", "content"})
 # Limit of prompt logprobs, because a Finished event must fit one message.
 _MAX_PROMPT_LOGPROB_ENTRIES = 200_000

@@ -96,6 +96,8 @@ def test_sampling(sampling, field):
         (templated("[" * 5000), "chat.template_kwargs"),
         (templated("[1]"), "chat.template_kwargs"),
         (templated('{"messages": []}'), "chat.template_kwargs"),
+        (templated('{"chat_template": "{{ messages }}"}'), "chat.template_kwargs"),
+        (templated('{"tokenize": false}'), "chat.template_kwargs"),
         (templated(r'{"name": ["\ud800"]}'), "chat.template_kwargs"),
         (with_tools("{"), "chat.tools"),
         (with_tools("{}"), "chat.tools"),
