@@ -148,12 +148,11 @@ class Dispatcher:
         if wanted is None or worker is None or entry is None:
             return False
         parked, num_tokens = list[Request](), 0
-        # The shortest ones are the cheapest to compute again.
-        for batch in sorted(self._yielding(worker), key=lambda one: one.num_tokens):
+        for batch in sorted(self._yielding(worker), key=partial(_parking_cost, worker)):
             if num_tokens >= wanted.num_tokens and len(parked) >= wanted.num_requests:
                 break
             num_yielded = entry.yielding_tokens_of(batch.key)
-            if num_yielded and batch.num_parked < _MAX_PARKED:
+            if num_yielded:
                 parked.append(batch)
                 num_tokens += num_yielded
         if num_tokens < wanted.num_tokens or len(parked) < wanted.num_requests:
@@ -187,7 +186,6 @@ class Dispatcher:
                 batch = self._yielding(worker)
                 if not batch:
                     break
-                # The shortest one is the cheapest to compute again.
                 self._lifecycle.park(min(batch, key=partial(_parking_cost, worker)), now)
                 has_parked = True
         return has_parked
@@ -226,6 +224,9 @@ class Dispatcher:
 
 
 def _parking_cost(worker: Worker, request: Request) -> tuple[int, int]:
-    """Sort key of the batch outputs of a worker; smaller values are parked first."""
+    """Sort key of the batch outputs of a worker; smaller values are parked first.
+
+    The shortest ones are the cheapest to compute again.
+    """
     num_too_often = max(0, request.num_parked + 1 - _MAX_PARKED)
     return num_too_often, worker.ledger.num_tokens_of(request.key)

@@ -159,10 +159,12 @@ class NoPlacement(Enum):
 
     Members:
         FULL: a worker that it needs is full; it keeps its turn.
+        BUSY: all workers have room, and other prompts to compute first; it keeps its turn.
         LATE: no worker can produce its first token within its TTFT target; others go first.
     """
 
     FULL = "full"
+    BUSY = "busy"
     LATE = "late"
 
 

@@ -167,8 +167,8 @@ class ElasticRule:
             self._prompts.was_late(self._router.now)
             return NoPlacement.LATE
         reader = self._reader(found, demand)
-        if reader is None:
-            return NoPlacement.FULL
+        if isinstance(reader, NoPlacement):
+            return reader
         if not demand.num_output_tokens:
             return ElasticPlacement(reader, None)
         decoder = self._decoder(found, demand)
@@ -237,8 +237,8 @@ class ElasticRule:
 
     # ---- Reader.
 
-    def _reader(self, found: list[_Candidate], demand: Demand) -> PrefillChoice | None:
-        """Returns the best reader; None: the request waits for the best one."""
+    def _reader(self, found: list[_Candidate], demand: Demand) -> PrefillChoice | NoPlacement:
+        """Returns the best reader, or why the request waits for it."""
         now = self._router.now
         small = 0.0
         if demand.must_place and found:
@@ -247,11 +247,14 @@ class ElasticRule:
         # Late prompts must not spend the time that streams may owe: prompts in time need it.
         beside_none = demand.is_late and self._targets.may_owe
         best: PrefillChoice | None = None
-        best_cost_s, ahead_s = math.inf, 0.0
+        best_cost_s, ahead_s, all_have_room = math.inf, 0.0, bool(found)
         for one in found:
             load = one.load
-            # A prompt takes a place in the engine's batch too.
-            if not self._router.takes_prompts(load) or not self._router.takes_decodes(load):
+            # A prompt takes KV room and a place in the engine's batch too.
+            if not self._has_room(load, demand.num_tokens):
+                all_have_room = False
+                continue
+            if not self._router.takes_prompts(load):
                 continue
             if demand.waits_for_others and (
                 load.num_prefills
@@ -276,9 +279,15 @@ class ElasticRule:
                     cost_s += _TOO_LATE_S
                 if cost_s < best_cost_s:
                     best, best_cost_s = choice, cost_s
-                    ahead_s = load.ahead_s(choice.num_work_tokens, now)
+                    ahead_s = self._ahead_s(load, choice.num_work_tokens, demand)
         # A slower worker would not be sooner: it was compared with this queue.
-        return best if ahead_s < AHEAD_S or demand.continues else None
+        if best is not None and (ahead_s < AHEAD_S or demand.continues):
+            return best
+        return NoPlacement.BUSY if all_have_room else NoPlacement.FULL
+
+    def _ahead_s(self, load: WorkerLoad, num_tokens: int, demand: Demand) -> float:
+        """Seconds of prompts that a worker computes before this many tokens of the request."""
+        return load.ahead_s(num_tokens, self._router.now, is_batch=demand.is_batch)
 
     def _where_decoded(
         self,
@@ -300,7 +309,7 @@ class ElasticRule:
             slack_s = math.inf
         if (
             not self._router.takes_prompts(one.load)
-            or one.load.ahead_s(read.num_work_tokens, self._router.now) >= AHEAD_S
+            or self._ahead_s(one.load, read.num_work_tokens, demand) >= AHEAD_S
             or read.predicted_s > min(demand.due_in_s, reader.predicted_s + slack_s)
         ):
             return reader
@@ -330,7 +339,7 @@ class ElasticRule:
             longest_s = decoder.predicted_s
         else:
             return decoder
-        if not self._has_room(load, demand):
+        if not self._has_room(load, demand.num_tokens + demand.num_output_tokens):
             return decoder
         here = self._decode(one, demand)
         return here if here.predicted_s <= longest_s else decoder
@@ -341,8 +350,8 @@ class ElasticRule:
         hits = load.traits.hits(held, (demand.num_tokens - 1) // size * size)
         num_new = demand.num_tokens - hits.num_tokens
         work_s = _work_s(load, num_new)
-        now = self._router.now
-        wait_s = load.ahead_s(num_new, now) + load.load_s(hits.num_host, hits.num_disk, now)
+        load_s = load.load_s(hits.num_host, hits.num_disk, self._router.now)
+        wait_s = self._ahead_s(load, num_new, demand) + load_s
         return PrefillChoice(load.key, wait_s + work_s, work_s, num_new, *hits)
 
     def _fetch(
@@ -361,7 +370,7 @@ class ElasticRule:
         num_new = demand.num_tokens - fetch.num_tokens
         choice = self._fetches.choice(read, fetch, _work_s(load, num_new))
         # The prompt is fetched while those ahead of it are computed.
-        wait_s = max(load.ahead_s(num_new, self._router.now), fetch.fetch_s)
+        wait_s = max(self._ahead_s(load, num_new, demand), fetch.fetch_s)
         return choice._replace(predicted_s=wait_s + choice.work_s)
 
     # ---- Decoder.
@@ -398,7 +407,7 @@ class ElasticRule:
             is_needed = left_s > 0
             if load.num_decodes:
                 left_s -= limit_s - load.single_step_s
-            if not self._has_room(load, demand):
+            if not self._has_room(load, demand.num_tokens + demand.num_output_tokens):
                 continue
             if not load.num_decodes:
                 cost = 2.0, load.queued_s(self._router.now)
@@ -441,9 +450,9 @@ class ElasticRule:
             emptiest.num_decodes > 0 or emptiest.speed_with_one(self._targets, num_tokens) >= needed
         )
 
-    def _has_room(self, load: WorkerLoad, demand: Demand) -> bool:
-        """Whether a worker has room for the request's KV cache; an empty worker always has."""
-        needed = load.in_blocks(demand.num_tokens + demand.num_output_tokens)
+    def _has_room(self, load: WorkerLoad, num_tokens: int) -> bool:
+        """Whether a worker has room for this many KV tokens; one without decodes always has."""
+        needed = load.in_blocks(num_tokens)
         return self._router.takes_decodes(load) and (
             needed <= load.free_tokens or not load.num_decodes
         )

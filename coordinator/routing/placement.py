@@ -326,10 +326,13 @@ class Placer:
     def must_yield(self, worker: WorkerKey) -> bool:
         """Whether batch requests on a worker push interactive requests over their ITL target."""
         entry, targets = self.router.load(worker), self.router.step_targets
-        if entry is None or not 0 < entry.num_urgent < entry.num_decodes - 1:
+        if entry is None or not 0 < entry.num_urgent < entry.num_decodes:
             return False
         if targets is None:
-            return entry.itl_with_s(0, 0) > self._itl_target_s
+            return (
+                entry.num_urgent < entry.num_decodes - 1
+                and entry.itl_with_s(0, 0) > self._itl_target_s
+            )
         # As the rule of an elastic cell places requests.
         itl_s = math.inf if targets.itl_s is None else targets.itl_s
         return entry.mean_itl_s() > reachable_itl_s(itl_s, entry.single_step_s)
@@ -380,6 +383,7 @@ class Placer:
             self.prompts.hashes_of(request),
             request.submission.session,
             request.first_token_due_at,
+            is_batch=request.submission.lane == _BATCH,
         )
 
     def _measure_prompt(self, request: Request, reader: PrefillChoice) -> None:

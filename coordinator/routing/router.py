@@ -233,6 +233,8 @@ class Router:
         prompt_hashes: Sequence[int],
         session: SessionKey | None = None,
         due_at: float = math.inf,
+        *,
+        is_batch: bool = False,
     ) -> None:
         """Adds a prompt to the load of its chosen worker.
 
@@ -242,9 +244,17 @@ class Router:
             prompt_hashes: hashes of the prompt's blocks.
             session: the session; None means no session.
             due_at: when the first token is due, by the core's clock; infinite: no target.
+            is_batch: whether it is a batch request.
         """
         entry = self.loads.entries[choice.worker]
-        entry.assign_prefill(request_id, choice.work_s, choice.num_work_tokens, self.now, due_at)
+        entry.assign_prefill(
+            request_id,
+            choice.work_s,
+            choice.num_work_tokens,
+            self.now,
+            due_at,
+            is_batch=is_batch,
+        )
         if choice.fetch is not None:
             fetch = choice.fetch
             near = self.near(fetch.holder, choice.worker)

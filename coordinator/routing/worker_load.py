@@ -127,11 +127,25 @@ class _Prefill(NamedTuple):
         work_s: predicted seconds of its computation on an idle worker.
         num_tokens: tokens to compute.
         due_at: when its first token is due, by the core's clock.
+        is_batch: whether it is the prompt of a batch request.
     """
 
     work_s: float
     num_tokens: int
     due_at: float
+    is_batch: bool
+
+    def goes_before(self, num_tokens: int, now: float, *, is_batch: bool) -> bool:
+        """Whether a worker computes it before a new prompt (runtime/step_budget.py).
+
+        Args:
+            num_tokens: tokens of the new prompt to compute.
+            now: time by the core's clock.
+            is_batch: whether the new prompt is of a batch request.
+        """
+        if self.is_batch != is_batch:
+            return is_batch
+        return self.num_tokens <= num_tokens and self.due_at >= now
 
 
 class Ahead(NamedTuple):
@@ -288,19 +302,18 @@ class WorkerLoad:
         """Predicted seconds of remaining prefill work on a worker without decodes."""
         return self.queued_s(now) * self.prompt_speed
 
-    def ahead_s(self, num_tokens: int, now: float) -> float:
+    def ahead_s(self, num_tokens: int, now: float, *, is_batch: bool = False) -> float:
         """Predicted seconds of prefill work that goes before a prompt of `num_tokens` tokens.
 
-        A worker computes first the prompts that can be in time, the shortest first
-        (runtime/step_budget.py). Others delay such a prompt by the rest of the step that is under
-        way.
+        A worker computes interactive prompts before batch ones, then those that can be in time, the
+        shortest first. Others delay such a prompt by the rest of the step that is under way.
         """
         left_s = self.queued_s(now)
         if not left_s:
             return 0.0
         work_s, has_others = 0.0, False
         for prefill in self._prefills.values():
-            if prefill.num_tokens <= num_tokens and prefill.due_at >= now:
+            if prefill.goes_before(num_tokens, now, is_batch=is_batch):
                 work_s += prefill.work_s / self.prompt_speed
             else:
                 has_others = True
@@ -367,6 +380,8 @@ class WorkerLoad:
         num_tokens: int,
         now: float = 0.0,
         due_at: float = math.inf,
+        *,
+        is_batch: bool = False,
     ) -> None:
         """Adds a prompt that takes `work_s` seconds at the present speed."""
         assert request_id not in self._prefills
@@ -374,7 +389,7 @@ class WorkerLoad:
             self._first_since = now
         self.free_at = max(self.free_at, now) + work_s
         work_s *= self.prompt_speed
-        self._prefills[request_id] = _Prefill(work_s, num_tokens, due_at)
+        self._prefills[request_id] = _Prefill(work_s, num_tokens, due_at, is_batch)
         self._queued_s += work_s
         self.queued_tokens += num_tokens
 

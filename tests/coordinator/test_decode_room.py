@@ -138,27 +138,28 @@ def test_a_target_that_some_worker_keeps_decides_where_an_output_goes():
     assert slow.token_times
 
 
-def elastic(*, num_seqs: int = 256) -> VirtualCell:
-    """Two workers that keep 50 ms per token with at most 15 outputs."""
+SLOW = LatencyModel(0.005, 0.0001, 0.0, 0.020, 0.002, 0.0)
+
+
+def elastic(roles: str = "pd", model: LatencyModel = SLOW, ttft_ms: int = 1000, **shape):
+    """An elastic cell with an ITL target of 50 ms; with SLOW, a worker keeps it with 15 outputs."""
     values = {
         "model": "simulated",
         "elastic": True,
         "lanes": {"batch": {"max_queue_s": 3600}},
-        "scaling": {"targets": {"interactive": {"ttft_ms": 1000, "itl_ms": 50}}},
+        "scaling": {"targets": {"interactive": {"ttft_ms": ttft_ms, "itl_ms": 50}}},
     }
-    model = LatencyModel(0.005, 0.0001, 0.0, 0.020, 0.002, 0.0)
-    config = replace(CoreConfig.of(parse(values, "test")), latency=model)
-    made = VirtualCell(config)
-    shape = WorkerShape(model, kv_tokens=2**20, max_num_seqs=num_seqs)
-    made.add_worker("p", common_pb2.ROLE_PREFILL, shape)
-    made.add_worker("d", common_pb2.ROLE_DECODE, shape)
+    made = VirtualCell(replace(CoreConfig.of(parse(values, "test")), latency=model))
+    for index, role in enumerate(roles):
+        value = common_pb2.ROLE_PREFILL if role == "p" else common_pb2.ROLE_DECODE
+        made.add_worker(f"{role}{index}", value, WorkerShape(model, **shape))
     return made
 
 
 @pytest.mark.parametrize("num_seqs", [256, 20], ids=["ITL", "seats"])
 def test_batch_outputs_make_room_in_an_elastic_cell(num_seqs):
     """Also if the KV cache has room, and only the steps are too long for another output."""
-    made = elastic(num_seqs=num_seqs)
+    made = elastic(kv_tokens=2**20, max_num_seqs=num_seqs)
     batch = [made.submit(64, 1000, lane=BATCH) for _ in range(60)]
     made.run(made.now + 5)
     answered = []
@@ -177,7 +178,7 @@ def test_batch_outputs_make_room_in_an_elastic_cell(num_seqs):
 
 def test_batch_outputs_alone_in_an_elastic_cell_may_exceed_the_itl_target():
     """No interactive output is there whose target they could miss; larger steps compute more."""
-    made = elastic()
+    made = elastic(kv_tokens=2**20, max_num_seqs=256)
     for _ in range(60):
         made.submit(64, 1000, lane=BATCH)
     made.run(made.now + 5)
@@ -201,3 +202,64 @@ def test_no_batch_output_is_parked_much_more_often_than_others():
     often = sorted(one.num_parked for one in made.core.running())
     assert often[0] > 8
     assert often[-1] <= often[0] + 2
+
+
+def test_a_worker_without_kv_room_reads_no_prompts_in_an_elastic_cell():
+    """Batch outputs fill one of three workers; prompts would wait in its engine for their end."""
+    model = LatencyModel(0.005, 5e-5, 0.0, 0.012, 0.0002, 1e-7)
+    shape = {"kv_tokens": 40_000, "max_num_seqs": 256, "max_num_batched_tokens": 4096}
+    made = elastic("ppd", model, **shape)
+    for _ in range(25):
+        made.submit(500, 1500, lane=BATCH)
+    made.run(made.now + 2)
+    answered = []
+    for _ in range(120):
+        answered.append(made.submit(4000, 100))
+        made.run(made.now + 1 / 6)
+    made.run(made.now + 5)
+    assert max(one.ttft_s for one in answered) < 0.6
+
+
+def test_the_last_batch_output_yields_in_an_elastic_cell():
+    """With a long context, it alone makes steps too long for the interactive outputs beside it."""
+    model = LatencyModel(0.005, 0.0001, 0.0, 0.020, 0.001, 2e-6)
+    made = elastic("pd", model, kv_tokens=2**20, max_num_seqs=256, max_model_len=32768)
+    for _ in range(2):
+        made.submit(12_000, 3000, lane=BATCH)
+    made.run(made.now + 5)
+    answered = []
+    for _ in range(40):
+        answered.append(made.submit(64, 200))
+        made.run(made.now + 0.1)
+    made.run(made.now + 30)
+    assert made.core.stats.num_parked > 0
+    gaps = [sum(one.gaps_s) / len(one.gaps_s) for one in answered]
+    assert max(gaps) < 0.055
+
+
+@pytest.mark.parametrize("ttft_ms", [1500, 5000])
+def test_batch_prompts_are_not_ahead_of_interactive_ones_in_an_elastic_cell(ttft_ms):
+    made = elastic("pd", MODEL, ttft_ms, kv_tokens=2**17, max_model_len=32768)
+    for _ in range(2):
+        made.submit(8_000, 10, lane=BATCH)
+    made.run(made.now + 0.1)
+    made.submit(8_500, 10)
+    made.run(made.now + 0.01)
+    (request,) = (one for one in made.core.running() if one.submission.lane == INTERACTIVE)
+    assert not request.is_late
+    assert request.dispatched_at is not None
+
+
+def test_batch_outputs_make_room_as_often_as_interactive_requests_need_it():
+    made = elastic("pd", MODEL, kv_tokens=16_000, max_num_seqs=256)
+    batch = [made.submit(500, 7000, lane=BATCH) for _ in range(24)]
+    answered = []
+    for _ in range(150):
+        answered.append(made.submit(1000, 20))
+        made.run(made.now + 1)
+    made.run(made.now + 1)
+    assert max(one.ttft_s for one in answered) < 1.0
+    often = [one.num_parked for one in made.core.running()]
+    assert max(often) > 8
+    made.run(made.now + 1500)
+    assert all(len(one.token_times) == 7000 for one in batch)

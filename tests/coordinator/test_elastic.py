@@ -28,7 +28,7 @@ BLOCK = 16
 # A prompt token takes 0.1 ms. A decode step takes 30 ms, 1 ms per request and 1 us per KV token.
 MODEL = LatencyModel(0.02, 1e-4, 0.0, 0.030, 0.001, 1e-6)
 ITL_S = 0.05
-FULL = NoPlacement.FULL
+FULL, BUSY = NoPlacement.FULL, NoPlacement.BUSY
 # Most requests of 1,000 tokens that decode on one worker within 92 % of the ITL target.
 MOST = 8
 # The same within 85 %, the limit where workers with decodes compute prompts soon enough.
@@ -55,6 +55,10 @@ def change(world, **changes) -> None:
 
 def key(name: str) -> WorkerKey:
     return name, 1
+
+
+def is_placed(found) -> bool:
+    return not isinstance(found, NoPlacement)
 
 
 class Cell:
@@ -92,7 +96,7 @@ class Cell:
     ):
         """Places a request; its prompt is computed unless `computed` is false."""
         found = self.place(num_tokens, **demand)
-        assert found is not FULL
+        assert is_placed(found)
         name = f"r{self._num_placed}"
         self._num_placed += 1
         self.router.assign_prefill(name, found.reader, [], due_at=due_at)
@@ -216,7 +220,7 @@ def test_a_request_waits_when_one_more_decode_would_break_the_itl_target():
     # 30 ms, and 2 ms per request.
     assert cell.num_decodes() == [10]
     # After a long wait it is placed in any case.
-    assert cell.place(must_place=True) is not FULL
+    assert is_placed(cell.place(must_place=True))
 
 
 def test_an_itl_target_that_no_worker_can_keep_makes_no_request_wait():
@@ -234,8 +238,8 @@ def test_a_prompt_goes_where_it_is_computed_soonest():
     # 150 ms of work lie before it there. Beside a decode it would take three times as long.
     assert cell.start(1600, computed=False).reader.worker == reader.worker
     # Now 300 ms lie before a long prompt, and it waits. A short one overtakes.
-    assert cell.place(1700) is FULL
-    assert cell.place(100) is not FULL
+    assert cell.place(1700) is BUSY
+    assert is_placed(cell.place(100))
 
 
 def test_a_prefix_hit_outweighs_an_idle_worker():
@@ -267,15 +271,15 @@ def test_a_late_request_gets_only_a_fast_worker_without_prompts():
         decoder = cell.start().decoder.worker
     assert cell.place(waits_for_others=True).reader.worker != decoder
     cell.start(500, computed=False)
-    assert cell.place(waits_for_others=True) is FULL
-    assert cell.place(must_place=True) is not FULL
+    assert cell.place(waits_for_others=True) is BUSY
+    assert is_placed(cell.place(must_place=True))
 
 
 def test_overdue_prompts_are_behind_a_prompt_that_can_be_in_time():
     cell = Cell("a")
     for name in "xyz":
         cell.router.assign_prefill(name, PrefillChoice(key("a"), 0.0, 0.15, 1500, 0), [], due_at=1)
-    assert cell.place(1600) is FULL
+    assert cell.place(1600) is BUSY
     for name in "xyz":
         cell.router.release(name, key("a"), None)
         cell.router.assign_prefill(name, PrefillChoice(key("a"), 0.0, 0.15, 1500, 0), [], due_at=-1)
@@ -297,18 +301,18 @@ def test_half_a_step_without_decodes_may_be_left_before_a_shorter_prompt():
 def test_a_worker_gets_one_late_request_at_a_time_even_after_a_long_wait():
     cell = Cell("a")
     cell.start(1500, computed=False, due_at=-1.0)
-    assert cell.place(must_place=True) is FULL
-    assert cell.place(must_place=True, continues=True) is not FULL
-    assert cell.place() is not FULL
+    assert cell.place(must_place=True) is BUSY
+    assert is_placed(cell.place(must_place=True, continues=True))
+    assert is_placed(cell.place())
 
 
 def test_an_output_whose_first_token_was_late_keeps_other_late_requests_away():
     cell = Cell("a")
     cell.start(1500, due_at=-1.0)
-    assert cell.place(must_place=True) is FULL
-    assert cell.place() is not FULL
+    assert cell.place(must_place=True) is BUSY
+    assert is_placed(cell.place())
     cell.router.release("r0", None, key("a"))
-    assert cell.place(must_place=True) is not FULL
+    assert is_placed(cell.place(must_place=True))
 
 
 def test_late_prompts_do_not_spend_the_time_that_streams_may_owe():
@@ -316,8 +320,8 @@ def test_late_prompts_do_not_spend_the_time_that_streams_may_owe():
         cell = Cell("a", longest_gap=longest_gap)
         cell.start(100)
         placed = cell.place(is_late=True, waits_for_others=True)
-        assert (placed is FULL) == is_full
-        assert cell.place(waits_for_others=True) is not FULL
+        assert (placed is BUSY) == is_full
+        assert is_placed(cell.place(waits_for_others=True))
 
 
 def test_a_late_prompt_joins_another_where_only_this_worker_holds_its_prefix():
@@ -329,7 +333,7 @@ def test_a_late_prompt_joins_another_where_only_this_worker_holds_its_prefix():
     for name in "ab":
         late = PrefillChoice(key(name), 0.0, 0.1, 1000, 0)
         cell.router.assign_prefill(f"late-{name}", late, [], due_at=-1.0)
-    assert cell.place(len(prompt), prompt, must_place=True) is FULL
+    assert cell.place(len(prompt), prompt, must_place=True) is BUSY
     cell.router.add_worker(
         key("c"),
         WorkerTraits(FixedLatency(), "h", 65536, BLOCK, host_kv_tokens=4096),
@@ -340,11 +344,11 @@ def test_a_late_prompt_joins_another_where_only_this_worker_holds_its_prefix():
     cell.router.assign_prefill("late-c", late, [], due_at=-1.0)
     assert cell.place(len(prompt), prompt, must_place=True).reader.worker == key("c")
     # It holds less than a quarter of this prompt.
-    assert cell.place(6400, list(range(6400)), must_place=True) is FULL
+    assert cell.place(6400, list(range(6400)), must_place=True) is BUSY
     # A prefix that many workers hold, such as a system prompt, is no reason to go to any of them.
     for name in "ab":
         cell.router.apply_cache(key(name), cluster_pb2.CacheEvents(stored=events.stored))
-    assert cell.place(len(prompt), prompt, must_place=True) is FULL
+    assert cell.place(len(prompt), prompt, must_place=True) is BUSY
 
 
 def test_prompts_take_longer_once_a_worker_decodes():
@@ -428,7 +432,7 @@ def test_a_request_without_room_in_the_kv_caches_waits():
     cell.start(3000)
     assert sorted(cell.num_decodes()) == [1, 1]
     assert cell.place(3000) is FULL
-    assert cell.place(500) is not FULL
+    assert is_placed(cell.place(500))
 
 
 def test_a_request_that_ends_with_its_first_token_needs_no_decoder():
