@@ -64,7 +64,8 @@ def weights_revision(model: Any) -> str:
             return file_digest(
                 one
                 for one in path.iterdir()
-                if one.suffix in _WEIGHTS and one.name not in _NOT_WEIGHTS
+                # A pipe could only be read once, and may never end.
+                if one.suffix in _WEIGHTS and one.name not in _NOT_WEIGHTS and one.is_file()
             )
         for name in _CONFIGS:
             # vLLM has just downloaded one of them.
