@@ -19,7 +19,7 @@ from baton.coordinator.rollouts.traffic import Traffic
 from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.fleets import Fleet
-from baton.coordinator.state.pools import ROLE_OF, Pool
+from baton.coordinator.state.pools import POOL_OF, ROLE_OF, Pool
 from baton.coordinator.state.request_table import RequestTable
 from baton.coordinator.state.revision import Revision
 from baton.coordinator.state.timers import CoreTimer, Timers
@@ -145,8 +145,8 @@ class Rollouts:
         Args:
             revision: Launch configuration of the canary's workers.
             share: Share of new sessions for the canary.
-            sizes: Number of workers by pool. For a pool that is left out, the attached workers are
-                used, or 1 worker is started.
+            sizes: Number of workers by pool. For a pool that is left out, the attached workers that
+                can do its work are used, or 1 worker is started.
         """
         return why.start_error(
             self._workers, self._scaler, self.traffic.canary, tuple(self.retiring), revision, sizes
@@ -174,7 +174,7 @@ class Rollouts:
         canary.revision = event.revision
         sizes = dict.fromkeys(Pool, 0)
         if self._scaler.active:
-            sizes = {pool: why.to_start(canary.workers, pool, event.sizes) for pool in Pool}
+            sizes = why.to_start(self._fleets, canary.workers, event.sizes)
         self.rollout = Rollout(canary, self.traffic.stable, sizes, event.abort_if_worse)
         self.traffic.canary, self.traffic.share = canary, event.share
         self._changed()
@@ -237,7 +237,7 @@ class Rollouts:
                 self._abort(rollout, found, None, now)
             elif (
                 rollout.drains_s is not None
-                and self._has_sizes(rollout)
+                and why.has_promoted_sizes(self._fleets, self._scaler, rollout.canary)
                 and not self._needs_start(rollout.stable)
             ):
                 self._switch(rollout, rollout.drains_s, now)
@@ -310,9 +310,10 @@ class Rollouts:
             return
         canary, launches = rollout.canary, self._scaler.launches
         launches.give_up_stuck(canary, self._scaler.start_timeout_s, now)
+        if rollout.drains_s is not None:
+            for pool, size in why.promoted_sizes(self._fleets, self._scaler).items():
+                rollout.sizes[pool] = max(rollout.sizes[pool], size)
         for pool, role in ROLE_OF.items():
-            if rollout.drains_s is not None:
-                rollout.sizes[pool] = max(rollout.sizes[pool], self._promoted_size(pool))
             there = sum(one.role == role and one.state != _DRAINING for one in canary.workers)
             lacking = rollout.sizes[pool] - there - launches.num_starting(pool, canary)
             launches.start(pool, lacking, now, canary)
@@ -333,19 +334,12 @@ class Rollouts:
         scaler.reserve(held)
 
     def _open(self, rollout: Rollout, now: float) -> None:
-        """Lets the canary get new requests while it serves in both pools."""
-        canary, counts = rollout.canary, why.serving(rollout.canary.workers)
-        self.traffic.open = all(counts[pool] for pool in Pool)
+        """Lets the canary get new requests while it has workers for prompts and for outputs."""
+        canary = rollout.canary
+        self.traffic.open = all(canary.workers.able(role).num_serving for role in POOL_OF)
         if self.traffic.open and not rollout.stats:
             rollout.stats, rollout.since = {rollout.stable: FleetStats(), canary: FleetStats()}, now
             self._stats.compared = rollout.stats
-
-    def _promoted_size(self, pool: Pool) -> int:
-        return why.promoted_size(self.traffic.stable, self._scaler, pool)
-
-    def _has_sizes(self, rollout: Rollout) -> bool:
-        counts = why.serving(rollout.canary.workers)
-        return all(counts[pool] >= self._promoted_size(pool) for pool in Pool)
 
     def _needs_start(self, fleet: Fleet) -> bool:
         """Whether requests of the fleet may need a worker that can decode and still starts.

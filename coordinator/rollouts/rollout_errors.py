@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from baton.coordinator.scaling.scaling import Scaler
-from baton.coordinator.state.fleets import Fleet
+from baton.coordinator.state.fleets import Fleet, Fleets
 from baton.coordinator.state.pools import POOL_OF, Pool
 from baton.coordinator.state.revision import Revision
 from baton.coordinator.state.workers import Worker, WorkerRegistry
@@ -22,22 +22,55 @@ def serving(workers: Iterable[Worker]) -> Counter[Pool]:
     return Counter(POOL_OF[one.role] for one in workers if one.serving and one.role in POOL_OF)
 
 
-def to_start(attached: Iterable[Worker], pool: Pool, sizes: Mapping[Pool, int]) -> int:
-    """Returns how many workers a canary needs in a pool.
+def interchangeable(fleets: Fleets) -> tuple[tuple[Pool, ...], ...]:
+    """Returns the groups of pools whose workers can do each other's work.
+
+    An elastic cell has one group of both pools, any other cell one group per pool. A canary needs a
+    worker of each group, and its size is compared by group.
+    """
+    return (tuple(Pool),) if fleets.elastic else tuple((pool,) for pool in Pool)
+
+
+def to_start(
+    fleets: Fleets, attached: Iterable[Worker], sizes: Mapping[Pool, int]
+) -> dict[Pool, int]:
+    """Returns how many workers a canary needs, by pool.
 
     Args:
+        fleets: All fleets.
         attached: The canary's attached workers.
-        pool: The pool.
-        sizes: Numbers that the operator gave. The default is 1, or 0 if the pool has a worker.
+        sizes: Numbers that the operator gave. The default is 1 per pool, or 0 if a worker is
+            attached that can do the pool's work.
     """
-    has_worker = any(POOL_OF.get(one.role) is pool for one in attached)
-    return sizes.get(pool, 0 if has_worker else 1)
+    pools = {POOL_OF.get(one.role) for one in attached}
+    return {
+        pool: sizes.get(pool, 1 if pools.isdisjoint(group) else 0)
+        for group in interchangeable(fleets)
+        for pool in group
+    }
 
 
-def promoted_size(stable: Fleet, scaler: Scaler, pool: Pool) -> int:
-    """Returns how many workers a canary needs to replace the stable fleet."""
-    there = scaler.desired(pool) if scaler.active else serving(stable.workers)[pool]
-    return max(1, there)
+def promoted_sizes(fleets: Fleets, scaler: Scaler) -> dict[Pool, int]:
+    """Returns how many workers the stable fleet has, by pool.
+
+    A canary that replaces the stable fleet needs as many, and at least one worker of each group of
+    interchangeable pools.
+    """
+    if scaler.active:
+        sizes = {pool: scaler.desired(pool) for pool in Pool}
+    else:
+        counts = serving(fleets.stable.workers)
+        sizes = {pool: counts[pool] for pool in Pool}
+    return sizes if fleets.elastic else {pool: max(1, size) for pool, size in sizes.items()}
+
+
+def has_promoted_sizes(fleets: Fleets, scaler: Scaler, canary: Fleet) -> bool:
+    """Whether a canary has enough serving workers to replace the stable fleet."""
+    counts, wanted = serving(canary.workers), promoted_sizes(fleets, scaler)
+    return all(
+        sum(counts[pool] for pool in group) >= max(1, sum(wanted[pool] for pool in group))
+        for group in interchangeable(fleets)
+    )
 
 
 def canary_gpus(
@@ -94,61 +127,76 @@ def start_error(
             "another name"
         )
     attached = list(fleet.workers) if fleet is not None else []
-    wanted = {pool: to_start(attached, pool, sizes) for pool in Pool}
-    return _workers_error(scaler, attached, revision, sizes) or _gpus_error(
+    wanted = to_start(workers.fleets, attached, sizes)
+    return _workers_error(workers.fleets, scaler, attached, revision, sizes) or _gpus_error(
         workers, scaler, attached, revision, wanted
     )
 
 
 def promote_error(workers: WorkerRegistry, scaler: Scaler, canary: Fleet) -> BatonError | None:
     """Returns why this canary cannot be promoted; None if it can."""
-    name, stable = canary.name, workers.fleets.stable
-    counts = serving(canary.workers)
-    for pool in Pool:
-        if not counts[pool]:
-            launches = scaler.launches
-            problem = launches.problem(pool, canary) or launches.waiting(pool, canary)
-            return FailedPrecondition(
-                f"revision {name!r} has no {pool.value} worker that serves"
-                + (f": {problem}" if problem else "")
+    fleets, launches = workers.fleets, scaler.launches
+    name, stable = canary.name, fleets.stable
+    counts, sizes = serving(canary.workers), promoted_sizes(fleets, scaler)
+    for group in interchangeable(fleets):
+        num_serving, kind = sum(counts[pool] for pool in group), _kind(group)
+        if not num_serving:
+            problems = (
+                launches.problem(pool, canary) or launches.waiting(pool, canary) for pool in group
             )
-        wanted = promoted_size(stable, scaler, pool)
-        if not scaler.active and counts[pool] < wanted:
+            problem = "; ".join(filter(None, problems))
             return FailedPrecondition(
-                f"revision {name!r} has {counts[pool]} serving {pool.value} workers and needs "
+                f"revision {name!r} has no {kind} that serves" + (f": {problem}" if problem else "")
+            )
+        wanted = sum(sizes[pool] for pool in group)
+        if not scaler.active and num_serving < wanted:
+            return FailedPrecondition(
+                f"revision {name!r} has {num_serving} serving {kind}s and needs "
                 f"{wanted}, as many as revision {stable.name!r}; this coordinator starts none: "
-                f"start {wanted - counts[pool]} more with --revision {name}, or drain some of "
+                f"start {wanted - num_serving} more with --revision {name}, or drain some of "
                 f"revision {stable.name!r}"
             )
-    sizes = {pool: promoted_size(stable, scaler, pool) for pool in Pool}
     return _gpus_error(workers, scaler, list(canary.workers), canary.revision, sizes)
 
 
+def _kind(group: Collection[Pool]) -> str:
+    """Returns the singular noun for the workers of interchangeable pools."""
+    return "worker" if len(group) > 1 else " ".join([*(pool.value for pool in group), "worker"])
+
+
 def _workers_error(
-    scaler: Scaler, attached: Iterable[Worker], revision: Revision, sizes: Mapping[Pool, int]
+    fleets: Fleets,
+    scaler: Scaler,
+    attached: Iterable[Worker],
+    revision: Revision,
+    sizes: Mapping[Pool, int],
 ) -> BatonError | None:
     """Returns why these numbers of workers cannot be started; None if they can."""
     name, pools = revision.name, {POOL_OF.get(one.role) for one in attached}
+    lacking = [group for group in interchangeable(fleets) if pools.isdisjoint(group)]
     if scaler.active:
         for pool in Pool:
             most = scaler.limits(pool)[1]
             if sizes.get(pool, 0) > most:
                 allowed = f"at most {most}, which is scaling.{pool.value}.max_workers"
                 return InvalidArgument(pool.value, sizes[pool], allowed)
-            if pool not in pools and not to_start(attached, pool, sizes):
-                allowed = f"at least 1: no {pool.value} worker of revision {name!r} is attached"
-                return InvalidArgument(pool.value, 0, allowed)
+        wanted = to_start(fleets, attached, sizes)
+        for group in lacking:
+            if not any(wanted[pool] for pool in group):
+                field = " + ".join(pool.value for pool in group)
+                allowed = f"at least 1: no {_kind(group)} of revision {name!r} is attached"
+                return InvalidArgument(field, 0, allowed)
         return None
     if revision.model or revision.engine_args or any(sizes.values()):
         return FailedPrecondition(
             "this coordinator starts no workers, so model, engine_args, prefill and decode must be "
             f"left out: start them with `baton worker --revision {name}`"
         )
-    lacking = [pool.value for pool in Pool if pool not in pools]
     if not lacking:
         return None
+    kinds = " and no ".join(pool.value for group in lacking for pool in group if len(group) == 1)
     return FailedPrecondition(
-        f"no {' and no '.join(lacking)} worker of revision {name!r} is attached, and this "
+        f"no {kinds + ' ' if kinds else ''}worker of revision {name!r} is attached, and this "
         f"coordinator starts none: start them with `baton worker --revision {name}`"
     )
 

@@ -24,7 +24,7 @@ class Traffic:
     Attributes:
         canary: The fleet that is tried out; None: no rollout runs.
         share: Share of new sessions that the canary gets while it is `open`, 0 to 1.
-        open: Whether the canary has serving workers in both pools.
+        open: Whether the canary has serving workers for prompts and for outputs.
     """
 
     def __init__(self, fleets: Fleets) -> None:

@@ -174,7 +174,9 @@ class RolloutCalls:
             f"{number} {pool.value}" for pool, number in sizes.items() if number
         )
         being = f"; {starting} workers are being started" if starting else ""
-        return f"{gets} once it serves in both pools{being}"
+        is_elastic = self._shell.core.fleets.elastic
+        when = "a worker of it serves" if is_elastic else "it serves in both pools"
+        return f"{gets} once {when}{being}"
 
     def _lacking(self, rollout: Rollout) -> dict[Pool, int]:
         counts = serving(rollout.canary.workers)

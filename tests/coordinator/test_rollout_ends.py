@@ -227,7 +227,7 @@ def test_in_an_elastic_cell_the_other_role_continues_an_output_of_a_leaving_flee
     others = [one for one in cell.core.fleets.find("r2").workers if one.role != lost_role]
     for worker in others:
         cell.world.handle(ev.WorkerDetached(worker.key))
-    # The canary serves in one pool only, so a new request would go to the stable fleet.
+    # The output begins on a worker of the role that is lost.
     to = cell.world.submit(known_token_ids=[0], revision="r2")
     for worker in others:
         cell.world.attach(worker.id, worker.role, revision="r2")
@@ -308,6 +308,63 @@ def test_a_worse_canary_is_aborted_automatically_if_requested(two_fleets, fails)
         assert "requests failed" in rollouts.outcome
         cell.beat(3)
         assert cell.ids() == {"p", "p2", "d", "d2"}
+
+
+@pytest.fixture
+def attach_decoders(new_world):
+    """Factory of a world with two decode workers of "1" and two of "r2"; takes elastic."""
+
+    def make(*, elastic):
+        world = new_world(elastic=elastic)
+        for name, revision in (("d", ""), ("d2", ""), ("cd", "r2"), ("cd2", "r2")):
+            world.attach(name, DECODE, revision=revision)
+        return world
+
+    return make
+
+
+def test_in_an_elastic_cell_a_canary_of_one_role_is_tried_and_promoted(attach_decoders):
+    world = attach_decoders(elastic=True)
+    rollouts = world.core.rollouts
+    refused = rollouts.start_error(Revision("r9"), 1.0, {})
+    assert "no worker of revision 'r9' is attached" in str(refused)
+    assert rollouts.start_error(Revision("r2"), 1.0, {}) is None
+    world.handle(ev.RolloutRequested(Revision("r2"), 1.0, {}))
+    to = world.submit()
+    assert world.core.request(f"r{to.stream}").fleet.name == "r2"
+    assert rollouts.promote_error() is None
+    world.handle(ev.PromotionRequested())
+    assert world.core.fleets.stable.name == "r2"
+
+
+def test_with_strict_roles_a_canary_of_one_role_is_refused(attach_decoders):
+    rollouts = attach_decoders(elastic=False).core.rollouts
+    refused = rollouts.start_error(Revision("r2"), 1.0, {})
+    assert "no prefill worker of revision 'r2' is attached" in str(refused)
+
+
+@pytest.mark.parametrize("lost", ["cp", "cd"])
+def test_in_an_elastic_cell_a_canary_that_loses_a_pool_serves_and_is_promoted(two_fleets, lost):
+    """Both fleets shrink to two workers; the canary's have one role, the stable fleet's both."""
+    cell = two_fleets(1.0, elastic=True)
+    for name in (lost, f"{lost}2", "p2"):
+        cell.world.handle(ev.WorkerLost(name, "was killed"))
+    rollouts = cell.core.rollouts
+    assert cell.fleet_name(cell.world.submit()) == "r2"
+    refused = rollouts.promote_error()
+    assert "has 2 serving workers and needs 3, as many as revision '1'" in str(refused)
+    cell.world.handle(ev.WorkerLost("d2", "was killed"))
+    assert rollouts.promote_error() is None
+    cell.world.handle(ev.PromotionRequested())
+    assert cell.core.fleets.stable.name == "r2"
+
+
+def test_an_elastic_canary_without_a_serving_worker_cannot_be_promoted(two_fleets):
+    cell = two_fleets(1.0, elastic=True)
+    for name in ("cp", "cp2", "cd", "cd2"):
+        cell.world.handle(ev.WorkerLost(name, "was killed"))
+    assert cell.fleet_name(cell.world.submit()) == "1"
+    assert "revision 'r2' has no worker that serves" in str(cell.core.rollouts.promote_error())
 
 
 def test_wrong_calls_are_refused_with_the_field_name(two_fleets):

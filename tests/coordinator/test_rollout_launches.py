@@ -63,6 +63,24 @@ def test_a_rollout_starts_its_workers_and_a_promotion_starts_the_rest(launched):
     assert made.revision_of(made.started[-1]) == "r2"
 
 
+def test_an_elastic_canary_may_have_one_pool_and_replaces_a_stable_fleet_of_one_pool(launched):
+    made = launched(2, 0, world={"elastic": True})
+    rollouts = made.core.rollouts
+    refused = rollouts.start_error(Revision("r2"), 0.1, {Pool.PREFILL: 0, Pool.DECODE: 0})
+    assert "no worker of revision 'r2' is attached" in str(refused)
+    sizes = {Pool.PREFILL: 1, Pool.DECODE: 0}
+    assert rollouts.start_error(Revision("r2"), 0.1, sizes) is None
+    made.world.handle(ev.RolloutRequested(Revision("r2"), 0.1, sizes))
+    assert made.started[2:] == ["prefill-r2-0"]
+    made.come_up()
+    assert rollouts.traffic.open
+    made.world.handle(ev.PromotionRequested())
+    assert made.started[3:] == ["prefill-r2-1"]
+    assert made.core.fleets.stable.name == "1"
+    made.come_up()
+    assert made.core.fleets.stable.name == "r2"
+
+
 def test_a_coordinator_that_starts_workers_ignores_a_recorded_rollout(new_world, say_hello):
     world = new_world()
     hello = say_hello("p9", PREFILL, revision="r2", generation=77)
