@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from baton.client.doctor.findings import (
     Finding,
     Kind,
     add_worker_advice,
     keep_warm_advice,
+    lacks_workers,
     lane_of,
     ms,
     percent,
+    pool_groups,
 )
 from baton.runtime.enum_names import role_name
 from baton.v1 import admin_pb2, common_pb2
@@ -98,45 +100,12 @@ def _handoff_us(lane: admin_pb2.LaneStatus) -> int:
 
 
 def pool_findings(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
-    """Yields pools without serving workers, full KV caches and full staging memory."""
-    queued = [lane for lane in status.lanes if lane.info.num_queued]
-    for pool in status.pools:
-        name = role_name(pool.role)
-        # A pool that sizes itself may have scaled to zero until a request arrives.
-        rests = pool.sizes_itself and not pool.desired
-        if pool.num_serving == 0 and (queued or not rests):
-            waits = ", ".join(
-                f"{lane.info.num_queued} {lane_of(lane)} requests wait, the longest for "
-                f"{ms(lane.info.oldest_wait.ToNanoseconds() // 1000)}"
-                for lane in queued
-            )
-            starts = pool.num_starting > 0
-            problem = (f"the last start that failed: {pool.problem}",) if pool.problem else ()
-            yield Finding(
-                Kind.COLD_STARTS if starts else Kind.NO_WORKERS,
-                f"no {name} worker serves",
-                "queue",
-                (
-                    waits or "no request waits for a worker yet",
-                    f"{pool.num_starting} are starting, {pool.num_draining} drain",
-                    *problem,
-                ),
-                keep_warm_advice(name) if starts and not problem else _start_advice(pool, name),
-                100.0,
-            )
-        used = pool.kv_tokens_used / (pool.kv_tokens_total or 1)
-        if pool.role == common_pb2.ROLE_DECODE and used >= _FULL:
-            yield Finding(
-                Kind.KV_FULL,
-                "the decode pool's KV cache is nearly full",
-                "queue",
-                (
-                    f"{pool.num_running} requests hold {percent(used)} of {pool.kv_tokens_total} "
-                    f"tokens; {pool.num_waiting} requests wait at the workers",
-                ),
-                f"{add_worker_advice(pool)}, or limit outputs (lanes.*.max_output_tokens)",
-                used / _FULL,
-            )
+    """Yields missing workers, full KV caches and full staging memory."""
+    for group in pool_groups(status):
+        if (missing := _no_workers(status, group)) is not None:
+            yield missing
+        if (full := _kv_full(status, group)) is not None:
+            yield full
     for worker in status.workers:
         used = worker.staging_bytes_used / (worker.staging_bytes_total or 1)
         if used >= _FULL:
@@ -148,6 +117,63 @@ def pool_findings(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
                 "raise kv_transfer.send_bytes and .receive_bytes (they must fit /dev/shm)",
                 used / _FULL,
             )
+
+
+def _no_workers(
+    status: admin_pb2.GetStatusResponse, group: Sequence[admin_pb2.PoolInfo]
+) -> Finding | None:
+    """Returns that no worker of these pools serves; None if one does or none is needed."""
+    queued = [lane for lane in status.lanes if lane.info.num_queued]
+    # A pool that sizes itself may have scaled to zero until a request arrives.
+    active = [pool for pool in group if pool.desired or not pool.sizes_itself]
+    if not group or not lacks_workers(group) or not (queued or active):
+        return None
+    waits = ", ".join(
+        f"{lane.info.num_queued} {lane_of(lane)} requests wait, the longest for "
+        f"{ms(lane.info.oldest_wait.ToNanoseconds() // 1000)}"
+        for lane in queued
+    )
+    num_starting = sum(pool.num_starting for pool in group)
+    problems = [f"the last start that failed: {pool.problem}" for pool in group if pool.problem]
+    # Starting a worker of one pool is enough: preferably of a pool that should have workers.
+    pool = next((one for one in group if one.desired), next(iter(active), group[0]))
+    name = role_name(pool.role)
+    return Finding(
+        Kind.COLD_STARTS if num_starting else Kind.NO_WORKERS,
+        "no worker serves" if status.elastic else f"no {name} worker serves",
+        "queue",
+        (
+            waits or "no request waits for a worker yet",
+            f"{num_starting} are starting, {sum(one.num_draining for one in group)} drain",
+            *problems,
+        ),
+        keep_warm_advice(name) if num_starting and not problems else _start_advice(pool, name),
+        100.0,
+    )
+
+
+def _kv_full(
+    status: admin_pb2.GetStatusResponse, group: Sequence[admin_pb2.PoolInfo]
+) -> Finding | None:
+    """Returns that the KV cache of the workers that decode is nearly full; None if it is not."""
+    decode = next((pool for pool in group if pool.role == common_pb2.ROLE_DECODE), None)
+    total = sum(pool.kv_tokens_total for pool in group)
+    used = sum(pool.kv_tokens_used for pool in group) / (total or 1)
+    if decode is None or used < _FULL:
+        return None
+    return Finding(
+        Kind.KV_FULL,
+        "the KV cache of the workers is nearly full"
+        if status.elastic
+        else "the decode pool's KV cache is nearly full",
+        "queue",
+        (
+            f"{sum(pool.num_running for pool in group)} requests hold {percent(used)} of {total} "
+            f"tokens; {sum(pool.num_waiting for pool in group)} requests wait at the workers",
+        ),
+        f"{add_worker_advice(decode)}, or limit outputs (lanes.*.max_output_tokens)",
+        used / _FULL,
+    )
 
 
 def _start_advice(pool: admin_pb2.PoolInfo, name: str) -> str:

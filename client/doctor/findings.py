@@ -50,6 +50,16 @@ class Finding:
     weight: float
 
 
+def pool_groups(status: admin_pb2.GetStatusResponse) -> list[list[admin_pb2.PoolInfo]]:
+    """Returns the pools whose workers do the same work: all pools of an elastic cell, else each."""
+    return [list(status.pools)] if status.elastic else [[pool] for pool in status.pools]
+
+
+def lacks_workers(group: Iterable[admin_pb2.PoolInfo]) -> bool:
+    """Whether no worker of a group of pools serves."""
+    return all(pool.num_serving == 0 for pool in group)
+
+
 def add_workers_advice(status: admin_pb2.GetStatusResponse) -> str:
     """Advice to add workers to the pool that is overloaded."""
     pools = {pool.role: pool for pool in status.pools}

@@ -9,9 +9,11 @@ from baton.client.doctor.findings import (
     Kind,
     add_workers_advice,
     keep_warm_advice,
+    lacks_workers,
     lane_of,
     ms,
     percent,
+    pool_groups,
     stage_breakdown,
     stage_share,
 )
@@ -49,7 +51,7 @@ def ttft_findings(
         unfair = _unfair(lane)
     if unfair is not None:
         yield unfair
-    if not (is_late or is_stuck) or any(pool.num_serving == 0 for pool in status.pools):
+    if not (is_late or is_stuck) or any(map(lacks_workers, pool_groups(status))):
         return
     late: dict[int, int] = {one.stage: one.sum_us for one in lane.late}
     if not lane.num_late:

@@ -76,6 +76,12 @@ class CoreCollector(Collector):
         yield waits
         yield from self._totals()
         yield self._workers()
+        yield GaugeMetricFamily(
+            "baton_elastic",
+            "Whether any worker computes prompts and decodes: 1 in an elastic cell, 0 with strict "
+            "roles.",
+            value=float(self._core.fleets.elastic),
+        )
         yield self._kv_speeds()
         yield from self._scaling()
         yield from self._targets_and_limits()

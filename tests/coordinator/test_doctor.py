@@ -211,6 +211,48 @@ def test_a_cell_without_workers_is_not_healthy():
     assert "baton why" in findings[0].first
 
 
+def elastic(status):
+    """Returns the status of a cell as an elastic cell with the same workers reports it."""
+    status.elastic = True
+    return status
+
+
+def test_an_elastic_cell_needs_no_worker_of_each_role():
+    cell = LiveCell(elastic=True).workers(num_prefill=0, num_decode=4).load(4, 400, 30).after(20)
+    assert cell.status().elastic
+    assert found(cell) == []
+
+
+def test_an_elastic_cell_with_workers_of_one_role_shows_its_real_problem():
+    status = elastic(more_than_one_worker_computes().status())
+    for pool in status.pools:
+        pool.num_serving = 2 if pool.role == PREFILL else 0
+    assert [one.kind for one in doctor.diagnose(status)] == [Kind.QUEUE]
+
+
+def test_an_elastic_cell_without_workers_gives_one_finding():
+    status = elastic(LiveCell().status())
+    [finding] = doctor.diagnose(status)
+    assert (finding.kind, finding.what) == (Kind.NO_WORKERS, "no worker serves")
+    for pool in status.pools:
+        pool.max_workers, pool.sizes_itself = 16, True
+    assert doctor.diagnose(status) == []
+    # Both pools size themselves, and only one of them should have workers.
+    status.pools[1].desired = 1
+    [finding] = doctor.diagnose(status)
+    assert "baton why decode" in finding.first
+
+
+def test_the_kv_caches_of_an_elastic_cell_are_judged_together():
+    status = elastic(full_caches().status())
+    assert doctor.diagnose(status) == []
+    for pool in status.pools:
+        pool.kv_tokens_used = pool.kv_tokens_total
+    [finding] = doctor.diagnose(status)
+    assert finding.kind is Kind.KV_FULL
+    assert "100.0 % of 10200 tokens" in finding.evidence[0]
+
+
 def test_a_past_problem_gives_no_finding():
     cell = more_than_one_worker_computes()
     assert found(cell)

@@ -360,6 +360,7 @@ async def test_metrics_endpoint(coordinator, channel, say_hello):
         'baton_requests_total{lane="interactive",outcome="length"} 1.0',
         'baton_tokens_total{kind="output"} 4.0',
         'baton_workers{pool="decode",state="serving"} 1.0',
+        "baton_elastic 0.0",
         'baton_queue_depth{lane="batch"} 0.0',
         'baton_wait_ratio{lane="interactive"} 1.0',
     ):

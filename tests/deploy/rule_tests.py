@@ -107,4 +107,9 @@ def filled(text: str, labels: Labels, value: float) -> str:
                 return dict(labels).get(name.removeprefix("$labels."), "")
         raise Unsupported(f"template {found[0]}")
 
+    def with_label(found: re.Match) -> str:
+        value = dict(labels).get(found[1], "")
+        return found[2].replace("{{ . }}", value) if value else ""
+
+    text = re.sub(r"\{\{ with \$labels\.(\w+) \}\}(.*?)\{\{ end \}\}", with_label, text)
     return re.sub(r"\{\{(.*?)\}\}", replaced, text)
