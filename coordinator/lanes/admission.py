@@ -36,6 +36,8 @@ class TtftForecast:
         target_s: Target, from the request's arrival.
         elapsed_s: Time since the request's arrival.
         prediction: Predicted wait and prefill time from now on.
+        alone_s: Predicted time to compute the prompt on an idle worker. If the prefill time of
+            `prediction` is within the target, it is that time, which is faster to predict.
         correction: Factor for the predicted wait, 1 to 4 (WaitCorrection).
         slot_s: Predicted wait for the tenant's concurrency limit, before the other wait; None: the
             tenant may run one more request now.
@@ -44,6 +46,7 @@ class TtftForecast:
     target_s: float
     elapsed_s: float
     prediction: Prediction
+    alone_s: float
     correction: float
     slot_s: float | None
 
@@ -64,15 +67,15 @@ class TtftForecast:
 
     @property
     def is_hopeless(self) -> bool:
-        """Whether the prompt alone takes longer than the target."""
-        return self.prediction.work_s > self.target_s
+        """Whether the prompt alone takes longer than the target, even on an idle worker."""
+        return self.alone_s > self.target_s
 
     def error(self) -> errors.BatonError:
         """The error of a request that would be late, with the time after which to retry."""
         ttft_s = self.target_s + self.late_s
         what = f"predicted time to first token is {ttft_s:.3g} s, the target {self.target_s:.3g} s"
         if self.is_hopeless:
-            what += f", and the prompt alone takes {self.prediction.work_s:.3g} s"
+            what += f", and the prompt alone takes {self.alone_s:.3g} s"
         return errors.ResourceExhausted(
             what, reason="TOO_LATE", retry_after_s=None if self.is_hopeless else self.late_s
         )
@@ -163,15 +166,20 @@ class Admission:
         prediction = predictions.ttft(submission, hashes, in_lane_s)
         if prediction is None:
             return None
+        alone_s = prediction.work_s
+        seems_too_long = alone_s > target_s
+        if seems_too_long:
+            alone_s = min(alone_s, predictions.alone_s(submission, hashes))
         elapsed_s = now - submission.arrived_at
         forecast = TtftForecast(
             target_s,
             elapsed_s,
             prediction,
+            alone_s,
             self.wait_correction(submission.lane),
             self._lanes.slot_wait_s(submission),
         )
-        if forecast.is_hopeless and not prediction.wait_s and forecast.slot_s is None:
+        if seems_too_long and not prediction.wait_s and forecast.slot_s is None:
             # If all such requests were refused, a wrong prediction would never be corrected.
             probed_at = self._probed_at.get(fleet, -math.inf)
             may_be_wrong = prediction.work_s <= _MAX_ERROR * target_s

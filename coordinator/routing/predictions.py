@@ -114,6 +114,33 @@ class Predictions:
         wait_s += min(wait_s, entry.step_s) if entry is not None else 0.0
         return Prediction(wait_s, choice.work_s)
 
+    def alone_s(self, submission: Submission, hashes: array[int]) -> float:
+        """Predicted seconds to compute a prompt on the best worker if all workers were idle.
+
+        Args:
+            submission: the request.
+            hashes: hashes of the prompt's blocks.
+
+        Returns:
+            Seconds without queues, decodes and loads of cached blocks; infinite if no worker
+            computes prompts.
+        """
+        num_tokens, session = len(submission.prompt_token_ids), submission.session
+        match = self._router.match(hashes)
+        if isinstance(self._rule, StrictRule):
+            # Workers that compute prompts have no decodes, so their work is that of idle workers.
+            choice = self._rule.soonest(match, num_tokens, session)
+            return choice.work_s if choice is not None else math.inf
+        # A fetch leaves as much to compute as the worker has that holds the prefix.
+        found = (
+            (entry.traits, entry.traits.hits(held, num_tokens).num_tokens)
+            for entry, held in self._rule.candidates(match, session)
+        )
+        return min(
+            (traits.latency.prefill_s(max(1, num_tokens - num_held)) for traits, num_held in found),
+            default=math.inf,
+        )
+
     def at_a_prefill_worker_s(self, request: Request, match: PrefixMatch) -> float:
         """Predicted seconds until a request's next token if it were queued at a worker now.
 

@@ -197,7 +197,7 @@ class Prediction(NamedTuple):
 
     Attributes:
         wait_s: Seconds until a worker starts with the prompt.
-        work_s: Seconds from the start of the prompt to the first token.
+        work_s: Seconds from the start of the prompt to the first token, beside the present decodes.
     """
 
     wait_s: float

@@ -498,3 +498,32 @@ def test_admission_predicts_a_first_token_at_the_speed_that_decodes_leave():
         made.run(made.now + 0.1)
     busy = made.submit(1000, 2, slo_ttft_s=0.3)
     assert busy.error.reason == "TOO_LATE"
+
+
+def test_a_prompt_that_is_too_late_only_beside_decodes_gets_a_retry_time():
+    values = {
+        "model": "simulated",
+        "elastic": True,
+        "latency": {"prefill_per_token_ms": 0.1, "step_base_ms": 10, "step_per_request_ms": 1},
+        "scaling": {"targets": {"interactive": {"ttft_ms": 60000, "itl_ms": 20}}},
+    }
+    made = VirtualCell(CoreConfig.of(parse(values, "test")))
+    shape = WorkerShape(LatencyModel(0.005, 1e-4, 0.0, 0.010, 0.001, 0.0))
+    made.add_worker("a", common_pb2.ROLE_PREFILL, shape)
+    made.add_worker("b", common_pb2.ROLE_DECODE, shape)
+    made.run(made.now + 1)
+    streams = [made.submit(16, 60) for _ in range(16)]
+    made.run(made.now + 0.3)
+    # The prompt takes 0.105 s on an idle worker.
+    refused = made.submit(1000, 2, slo_ttft_s=0.15)
+    assert refused.error.reason == "TOO_LATE"
+    assert refused.error.retry_after_s > 0
+    assert "the prompt alone" not in str(refused.error)
+    hopeless = made.submit(4000, 2, slo_ttft_s=0.15)
+    assert hopeless.error.retry_after_s is None
+    assert "the prompt alone takes 0.5" in str(hopeless.error)
+    made.run(made.now + 5)
+    assert all(one.ended_at is not None for one in streams)
+    again = made.submit(1000, 2, slo_ttft_s=0.15)
+    made.run(made.now + 1)
+    assert again.ttft_s <= 0.15
