@@ -9,6 +9,7 @@ policy of runtime/step_budget.py; otherwise first come, first served.
 from __future__ import annotations
 
 import heapq
+import math
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -382,13 +383,16 @@ class Scheduler:
     def _prompt(
         request: LiveRequest, now: float, num_left: int, *, running: bool = False
     ) -> Prompt:
+        waited_s = now - request.submitted_at
+        # A stream that was preempted is not late: its first token is out.
+        due_in_s = math.inf if request.num_output_tokens else request.request.due_in_s - waited_s
         return Prompt(
             num_done=request.num_computed_here,
             num_left=num_left,
             priority=request.order[0],
-            waited_s=now - request.submitted_at,
+            waited_s=waited_s,
             running=running,
-            due_in_s=request.request.due_in_s - (now - request.submitted_at),
+            due_in_s=due_in_s,
         )
 
     def _num_expected(self, request: LiveRequest) -> int:

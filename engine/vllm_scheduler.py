@@ -197,6 +197,10 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         running = request.status not in _STARTS
         if not running:
             num_done = self._num_cached(request, now)
+        # A stream that was preempted is not late: its first token is out.
+        due_at = math.inf
+        if not request.num_output_tokens:
+            due_at = (request.kv_transfer_params or {}).get(DUE_AT, math.inf)
         prompt = Prompt(
             # Attention to cached tokens costs like attention to computed ones.
             num_done=num_done,
@@ -204,7 +208,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
             priority=request.priority,
             waited_s=max(0.0, now - request.arrival_time),
             running=running,
-            due_in_s=(request.kv_transfer_params or {}).get(DUE_AT, math.inf) - now,
+            due_in_s=due_at - now,
         )
         return _Candidate(request, prompt, prompt_order(prompt, model))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
@@ -51,10 +52,13 @@ class Bench:
         max_tokens: int = 1,
         lane: int = 0,
         itl_s: float | None = None,
+        due_in_s: float = math.inf,
     ) -> None:
         sampling = common_pb2.SamplingParams(max_tokens=max_tokens)
         self.tokens[name] = []
-        request = EngineRequest(name, prompt, sampling, priority=lane, itl_s=itl_s)
+        request = EngineRequest(
+            name, prompt, sampling, priority=lane, itl_s=itl_s, due_in_s=due_in_s
+        )
         await self.engine.submit(request)
 
     async def step(self) -> None:
@@ -237,6 +241,24 @@ async def test_a_waiting_long_prompt_does_not_starve(new_bench: NewBench) -> Non
         assert bench.now < 30.0
     # Shorter prompts that arrived much later were overtaken by the long one.
     assert len(bench.ended_at) < number
+
+
+async def test_a_preempted_stream_is_not_late(new_bench: NewBench) -> None:
+    """Its first token was in time; prompts that can be in time keep coming."""
+    bench = await new_bench()
+    await bench.submit("stream", prompt(500), max_tokens=2000, due_in_s=0.5)
+    while bench.now < 5.0:
+        await bench.step()
+    assert bench.first_at["stream"] < 0.5
+    # The engine makes steps before their outputs are taken.
+    assert bench.engine.preempt("stream")
+    num_before, number = len(bench.tokens["stream"]), 0
+    for _ in range(20):
+        for _ in range(8):
+            number += 1
+            await bench.submit(f"in time {number}", prompt(1000, number), due_in_s=600.0)
+        await bench.step()
+    assert len(bench.tokens["stream"]) > num_before + 5
 
 
 async def test_cached_prompts_count_only_their_other_tokens(new_bench: NewBench) -> None:

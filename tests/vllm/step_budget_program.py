@@ -198,6 +198,25 @@ def late_beside_in_time() -> dict[str, Any]:
     return {"steps": steps}
 
 
+def preempted_stream() -> dict[str, Any]:
+    """A stream is preempted long after its first token was due; a long prompt can be in time."""
+    engine = Engine(60, asynchronous=False, targets=TARGETS["normal"])
+    now = time.time()
+    engine.add("other", range(5), URGENT, 100)
+    engine.add("stream", range(500, 540), URGENT, 100, {DUE_AT: now - 1})
+    while len(engine.reported["stream"]) < 3:
+        engine.step()
+    scheduler = engine.scheduler
+    stream = scheduler.requests["stream"]
+    scheduler.running.remove(stream)
+    scheduler._preempt_request(stream, time.monotonic())
+    engine.add("long", range(1000, 1240), URGENT, 1, {DUE_AT: now + 600})
+    num_before, steps = len(engine.reported["stream"]), []
+    while len(engine.reported["stream"]) == num_before:
+        steps.append(engine.step())
+    return {"steps": steps}
+
+
 def own_itl_target() -> dict[str, Any]:
     """First step of a long prompt beside a stream, without and with an ITL target of its own."""
     found = {}
@@ -259,6 +278,7 @@ def main(num_seeds: int) -> dict[str, Any]:
         "whole prompts": whole_prompts(),
         "short beside long": short_beside_long(),
         "late beside in time": late_beside_in_time(),
+        "preempted stream": preempted_stream(),
         "own ITL target": own_itl_target(),
         "handoffs at the floor": handoffs_at_the_floor(),
     }

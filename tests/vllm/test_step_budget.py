@@ -52,6 +52,12 @@ def test_a_prompt_that_is_overdue_waits_for_one_that_can_be_in_time(made: dict[s
     assert sum(step.get("long", 0) for step in steps[:first]) > 120
 
 
+def test_a_preempted_stream_is_not_late(made: dict[str, Any]) -> None:
+    """Its first token is out, so it goes before a longer prompt that can be in time."""
+    steps = made["preempted stream"]["steps"]
+    assert sum(step.get("long", 0) for step in steps) < 60
+
+
 def test_a_step_keeps_the_itl_target_that_a_request_named(made: dict[str, Any]) -> None:
     """With a target that cannot be kept, a prompt gets the least number of tokens."""
     assert made["own ITL target"]["tiny"] <= 16 < 2 * 16 < made["own ITL target"]["none"]
