@@ -87,13 +87,13 @@ class BatonScheduler(TableLoadFailures, Scheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.planner.begin(time.monotonic(), self.requests)
+        # The first step with another request has a limit: it is the first one that is measured.
+        self._warms_up = self._warms_up and all(map(is_warm_up, self.requests))
         self.max_num_scheduled_tokens = self._plan()
         try:
             output = super().schedule(*args, **kwargs)
         finally:
             self.max_num_scheduled_tokens = self._most_tokens
-        if self._warms_up:
-            self._warms_up = all(is_warm_up(name) for name in output.num_scheduled_tokens)
         # The time of a warm-up step says nothing: it includes compilation.
         work = None if self._warms_up else self.connector.latest_step_work()
         self.planner.made(output, work)

@@ -198,6 +198,18 @@ def late_beside_in_time() -> dict[str, Any]:
     return {"steps": steps}
 
 
+def after_the_warm_up() -> dict[str, Any]:
+    """A prompt that would fit into one step follows the warm-up."""
+    engine = Engine(
+        60, asynchronous=False, targets=TARGETS["normal"], max_num_batched_tokens=BLOCK * 16
+    )
+    engine.add("warm-up#1", range(100), URGENT, 2)
+    warm_up = engine.step()
+    engine.run()
+    engine.add("first", range(1000, 1240), URGENT, 1)
+    return {"warm_up": warm_up, "first": engine.step()}
+
+
 def preempted_stream() -> dict[str, Any]:
     """A stream is preempted long after its first token was due; a long prompt can be in time."""
     engine = Engine(60, asynchronous=False, targets=TARGETS["normal"])
@@ -278,6 +290,7 @@ def main(num_seeds: int) -> dict[str, Any]:
         "whole prompts": whole_prompts(),
         "short beside long": short_beside_long(),
         "late beside in time": late_beside_in_time(),
+        "after the warm-up": after_the_warm_up(),
         "preempted stream": preempted_stream(),
         "own ITL target": own_itl_target(),
         "handoffs at the floor": handoffs_at_the_floor(),

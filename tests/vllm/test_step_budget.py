@@ -52,6 +52,13 @@ def test_a_prompt_that_is_overdue_waits_for_one_that_can_be_in_time(made: dict[s
     assert sum(step.get("long", 0) for step in steps[:first]) > 120
 
 
+def test_the_first_step_after_the_warm_up_is_short(made: dict[str, Any]) -> None:
+    """Nothing has been measured on the machine yet, and the warm-up itself has no limit."""
+    case = made["after the warm-up"]
+    assert case["warm_up"] == {"warm-up#1": 100}
+    assert 0 < case["first"]["first"] <= 64
+
+
 def test_a_preempted_stream_is_not_late(made: dict[str, Any]) -> None:
     """Its first token is out, so it goes before a longer prompt that can be in time."""
     steps = made["preempted stream"]["steps"]
