@@ -291,8 +291,8 @@ class Scheduler:
         self._end_loads()
         if self.model is not None and self.targets is not None:
             return self._schedule_by_targets(_Policy(self.model, self.targets, now))
-        work, preempted = self._compute(self.running)
-        if preempted:
+        work, may_start = self._compute(self.running)
+        if not may_start:
             return work
         return work + self._admit(self.max_num_batched_tokens - _num_tokens(work))
 
@@ -300,7 +300,8 @@ class Scheduler:
         """Gives running requests their missing tokens; preempts where there are no free blocks.
 
         Returns:
-            The work, and whether a request was preempted.
+            The work, and whether waiting requests may start: not if a request was preempted,
+            unless no other one is left that will free blocks.
         """
         budget, work, preempted = self.max_num_batched_tokens, list[Work](), False
         for request in sorted(requests, key=lambda running: running.order):
@@ -318,14 +319,14 @@ class Scheduler:
             else:
                 budget -= num_tokens
                 work.append(self._work(request, num_tokens))
-        return work, preempted
+        return work, not (preempted and self.running)
 
     def _schedule_by_targets(self, policy: _Policy) -> list[Work]:
         """Decodes first, then prompt tokens as long as the step's predicted time allows."""
-        work, preempted = self._compute(
+        work, may_start = self._compute(
             [request for request in self.running if request.is_decoding]
         )
-        if not preempted:
+        if may_start:
             work += self._start_by_targets(policy, work)
         grants = policy.grants(work, self._running_prompts(policy), self.max_num_batched_tokens)
         # A prompt has held the blocks of all its tokens since its start.
@@ -335,7 +336,8 @@ class Scheduler:
         """Starts the waiting requests that get tokens in this step.
 
         A request that has only one token to compute, for example after its handoff, starts as soon
-        as it has a place, like a stream that decodes.
+        as it has a place, like a stream that decodes. A request that has loaded its blocks also
+        starts without tokens, and gets a place first: a prompt without room may need its blocks.
 
         Returns:
             The work of the started requests that decode.
@@ -350,12 +352,15 @@ class Scheduler:
             if self.is_ready(request)
         )
         # Only requests that can get a place take part in the distribution.
+        waiting.sort(key=lambda one: not one[1].has_blocks)
         waiting = waiting[:num_places]
         prompts = waiting + self._running_prompts(policy)
         started, is_full = list[Work](), False
         num_left = {request.id: prompt.num_left for prompt, request in waiting}
         for request, grant in policy.grants(work, prompts, self.max_num_batched_tokens):
-            if request.id not in num_left or not (grant or num_left[request.id] == 1):
+            if request.id not in num_left:
+                continue
+            if not (grant or request.has_blocks or num_left[request.id] == 1):
                 continue
             if len(started) == budget:
                 break
