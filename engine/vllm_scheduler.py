@@ -4,7 +4,7 @@ vLLM gives each step to its running requests in the order of a list, then to wai
 fixed number of tokens. A long prompt beside a stream stops the stream for a whole step, and a short
 prompt waits until the long one has ended. The classes here decide before each step how many tokens
 each prompt gets (engine/step_planner.py, runtime/step_budget.py). They tell vLLM by the order of
-`running` and of `waiting`, by `max_num_scheduled_tokens`, and by one hook that bounds the tokens of
+`running` and of `waiting`, by `max_num_scheduled_tokens`, and by two hooks that bound the tokens of
 a single prompt. vLLM still makes the step: blocks, preemption, the prefix cache, handoffs and
 speculation. engine/vllm_step_budget.py checks at start that vLLM has the names used here.
 """
@@ -66,6 +66,8 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         planner: The engine's latency model and targets.
     """
 
+    max_num_scheduled_tokens: int
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         extra = self.vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -103,27 +105,39 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         self.planner.ended(scheduler_output, time.monotonic())
         return super().update_from_output(scheduler_output, model_runner_output)
 
+    def _mamba_block_aligned_split(
+        self, request: Request, num_new_tokens: int, *args: Any, **kwargs: Any
+    ) -> int:
+        """Cuts a chunk at a block's end, where vLLM keeps a recurrent state for the prefix cache.
+
+        Called only for models with such states. The cut comes after the bound of the plan: cut the
+        other way round, a chunk could end behind a boundary without its state.
+        """
+        num_new_tokens = self._bounded(request, num_new_tokens)
+        # vLLM computes no part of a block that the largest chunk would hold. Here that number is
+        # the step's plan for all requests, and the share of one of them may be less than a block.
+        # With 0, vLLM always computes parts, and continues up to the next boundary.
+        planned, self.max_num_scheduled_tokens = self.max_num_scheduled_tokens, 0
+        try:
+            found = super()._mamba_block_aligned_split(request, num_new_tokens, *args, **kwargs)
+        finally:
+            self.max_num_scheduled_tokens = planned
+        return int(found)
+
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        most = self._most.get(request.request_id)
-        if most is not None:
-            # vLLM pads the first decode of a request to 1 + drafts, and must get all or nothing.
-            bounded = min(num_new_tokens, most and max(most, 1 + self.num_spec_tokens))
-            if self.need_mamba_block_aligned_split and bounded < num_new_tokens:
-                bounded = self._aligned(num_computed_tokens, bounded)
-            num_new_tokens = bounded
+        num_new_tokens = self._bounded(request, num_new_tokens)
         found = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         return int(found)
 
-    def _aligned(self, num_computed_tokens: int, num_new_tokens: int) -> int:
-        """Cuts a chunk at a block's end, where vLLM keeps a recurrent state for the prefix cache.
-
-        A chunk within one block stays: vLLM carries its state on in the same block.
-        """
-        end, size = num_computed_tokens + num_new_tokens, self.cache_config.block_size
-        aligned = end // size * size - num_computed_tokens
-        return int(aligned if aligned > 0 else num_new_tokens)
+    def _bounded(self, request: Request, num_new_tokens: int) -> int:
+        """Bounds a chunk by the plan."""
+        most = self._most.get(request.request_id)
+        if most is None:
+            return num_new_tokens
+        # vLLM pads the first decode of a request to 1 + drafts, and must get all or nothing.
+        return min(num_new_tokens, most and max(most, 1 + self.num_spec_tokens))
 
     # ---- The plan of a step
 
@@ -167,7 +181,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         # vLLM pads a prompt's last token to 1 + drafts, and starts nothing with less than that.
         num_granted = sum(max(per_request, grant) for grant in granted.values() if grant)
         total: int = streams.num_tokens + num_granted + reserve
-        return max(1, min(total, int(self._most_tokens)))
+        return max(1, min(total, self._most_tokens))
 
     def _streams(self, decodes: Sequence[Request], now: float) -> Streams:
         num_tokens = num_kv_tokens = 0

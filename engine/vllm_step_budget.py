@@ -25,14 +25,28 @@ from baton.runtime.latency import LatencyModel
 _log = logging.getLogger(__name__)
 
 # The names of vLLM that engine/vllm_scheduler.py uses: methods and properties, with the parameters
-# of the private method that it overrides.
+# of the private methods that it overrides.
 _METHODS: dict[type, tuple[str, ...]] = {
-    Scheduler: ("schedule", "update_from_output", "_reserve_prefill_lookahead"),
+    Scheduler: (
+        "schedule",
+        "update_from_output",
+        "_mamba_block_aligned_split",
+        "_reserve_prefill_lookahead",
+    ),
     Request: ("num_tokens", "num_tokens_with_spec", "num_output_tokens"),
     KVCacheManager: ("get_computed_blocks",),
     BlockPool: ("get_num_free_blocks",),
 }
-_HOOK_PARAMETERS = ["self", "request", "num_computed_tokens", "num_new_tokens"]
+_HOOK_PARAMETERS = {
+    "_mamba_block_aligned_split": [
+        "self",
+        "request",
+        "num_new_tokens",
+        "num_new_local_computed_tokens",
+        "num_external_computed_tokens",
+    ],
+    "_reserve_prefill_lookahead": ["self", "request", "num_computed_tokens", "num_new_tokens"],
+}
 # Attributes of instances. The check looks for the assignments in the code, because it runs before
 # there are instances, in the worker's process.
 _ATTRIBUTES: dict[type, tuple[str, ...]] = {
@@ -44,8 +58,6 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "kv_holding_waiting",
         "finished_recving_kv_req_ids",
         "kv_cache_manager",
-        "cache_config",
-        "need_mamba_block_aligned_split",
         "waiting",
         "running",
         "requests",
@@ -111,9 +123,12 @@ def _missing() -> list[str]:
         for name in names
         if not re.search(rf"\bself\.{name}\b[^=\n]*=[^=]", _source(owner))
     ]
-    hook = getattr(Scheduler, "_reserve_prefill_lookahead", None)
-    if hook is not None and list(inspect.signature(hook).parameters) != _HOOK_PARAMETERS:
-        found.append(f"Scheduler._reserve_prefill_lookahead({', '.join(_HOOK_PARAMETERS)})")
+    found += [
+        f"Scheduler.{name}({', '.join(parameters)})"
+        for name, parameters in _HOOK_PARAMETERS.items()
+        if (hook := getattr(Scheduler, name, None)) is not None
+        and list(inspect.signature(hook).parameters) != parameters
+    ]
     return found
 
 

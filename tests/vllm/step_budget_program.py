@@ -15,6 +15,7 @@ from unittest import mock
 
 import vllm
 from scheduling_program import BLOCK, HANDOFF, LATE, PRIOR, URGENT, Engine, Port
+from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -210,6 +211,43 @@ def after_the_warm_up() -> dict[str, Any]:
     return {"warm_up": warm_up, "first": engine.step()}
 
 
+def recurrent_states() -> dict[str, Any]:
+    """Chunks of a long prompt beside streams when vLLM keeps states at the ends of blocks.
+
+    With tiny targets, a step has more tokens than a block, and the prompt gets less than a block.
+    """
+    found = {}
+    for name, targets in TARGETS.items():
+        engine = Engine(100, asynchronous=False, targets=targets, max_num_batched_tokens=BLOCK * 8)
+        scheduler = engine.scheduler
+        scheduler.need_mamba_block_aligned_split = True
+        for number in range(20):
+            engine.add(f"stream{number}", range(number, number + 5), URGENT, 200)
+        while not all(engine.reported.values()):
+            engine.step()
+        engine.add("long", range(1000, 1240), URGENT, 1)
+        ends = [0]
+        for _ in range(60):
+            if ends[-1] < 240:
+                ends.append(ends[-1] + engine.step().get("long", 0))
+        found[name] = ends
+    return found
+
+
+def wide_block() -> dict[str, int]:
+    """Chunks of a prompt of 3,000 tokens, by its computed tokens; a state's block has 544."""
+    scheduler = Engine(60, asynchronous=False, targets=TARGETS["normal"]).scheduler
+    scheduler.cache_config.block_size = 544
+    scheduler.max_num_scheduled_tokens = 600
+    prompt = Request("long", list(range(3000)), SamplingParams(max_tokens=1), None)
+    found = {}
+    for num_computed in (0, 300, 544):
+        prompt.num_computed_tokens = num_computed
+        found[str(num_computed)] = scheduler._mamba_block_aligned_split(prompt, 280)
+    assert scheduler.max_num_scheduled_tokens == 600
+    return found
+
+
 def preempted_stream() -> dict[str, Any]:
     """A stream is preempted long after its first token was due; a long prompt can be in time."""
     engine = Engine(60, asynchronous=False, targets=TARGETS["normal"])
@@ -291,6 +329,8 @@ def main(num_seeds: int) -> dict[str, Any]:
         "short beside long": short_beside_long(),
         "late beside in time": late_beside_in_time(),
         "after the warm-up": after_the_warm_up(),
+        "recurrent states": recurrent_states(),
+        "wide block": wide_block(),
         "preempted stream": preempted_stream(),
         "own ITL target": own_itl_target(),
         "handoffs at the floor": handoffs_at_the_floor(),

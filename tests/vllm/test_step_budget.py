@@ -5,6 +5,7 @@ Schedulers and connector are real, also in the form for GPUs; there is no model.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -57,6 +58,19 @@ def test_the_first_step_after_the_warm_up_is_short(made: dict[str, Any]) -> None
     case = made["after the warm-up"]
     assert case["warm_up"] == {"warm-up#1": 100}
     assert 0 < case["first"]["first"] <= 64
+
+
+def test_prompts_with_recurrent_states_progress_beside_streams(made: dict[str, Any]) -> None:
+    """vLLM gives them no part of a block if the step's plan exceeds a block."""
+    for ends in made["recurrent states"].values():
+        assert ends[-1] == 240
+        for begin, end in itertools.pairwise(ends):
+            assert end > begin
+            # vLLM keeps a state at a block's end if the chunk from within the block ends there.
+            assert end <= (begin // 16 + 1) * 16 if begin % 16 else True
+            assert end % 16 == 0 or end < (begin // 16 + 1) * 16
+    # The blocks of Qwen3-Next's states have 544 tokens.
+    assert made["wide block"] == {"0": 280, "300": 244, "544": 280}
 
 
 def test_a_preempted_stream_is_not_late(made: dict[str, Any]) -> None:
