@@ -109,7 +109,10 @@ class TlsFiles:
     def server_context(
         self, *, client_auth: bool, handshakes: Handshakes | None = None
     ) -> ssl.SSLContext:
-        """SSL context for a listening socket; each handshake uses the current files."""
+        """SSL context for a listening socket; each handshake uses the current files.
+
+        With `client_auth`, clients need TLS 1.3, and no session can be resumed.
+        """
         context = self._server_context(client_auth)
         # Keyed by the version that was read: the files may become invalid before a handshake.
         current = {self._pems.version: context}
@@ -134,6 +137,12 @@ class TlsFiles:
         if client_auth:
             context.load_verify_locations(self._ca_file)
             context.verify_mode = ssl.CERT_REQUIRED
+            # A resumed session verifies no certificate, so a client of a removed CA could come
+            # back with one. TLS 1.3 resumes by tickets only. TLS 1.2 resumes by session IDs also,
+            # which Python cannot switch off.
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.options |= ssl.OP_NO_TICKET
+            context.num_tickets = 0
         return context
 
     def _read(self) -> Pems:

@@ -1,6 +1,8 @@
 """Certificates on real connections: which clients servers accept, and renewal of files."""
 
 import asyncio
+import contextlib
+import dataclasses
 import math
 import socket
 import ssl
@@ -12,7 +14,7 @@ from cryptography import x509
 from baton.client import AdminClient, BatonClient, Tls
 from baton.client.errors import PermissionDeniedError, UnavailableError
 from baton.runtime import rpc
-from baton.runtime.dev_certs import CLUSTER_NAME
+from baton.runtime.dev_certs import CLIENT_NAME, CLUSTER_NAME, Authority
 from baton.runtime.dial import Dial
 from baton.runtime.tls import Handshakes, TlsFiles
 from baton.v1 import cluster_pb2, cluster_pb2_grpc
@@ -39,6 +41,35 @@ def shown_certificate(address: str, pki, stem: str = "client") -> x509.Certifica
         context.wrap_socket(plain, server_hostname=host) as wrapped,
     ):
         return x509.load_der_x509_certificate(wrapped.getpeercert(binary_form=True))
+
+
+def handshake(server: ssl.SSLContext, client: ssl.SSLContext, session=None) -> ssl.SSLObject:
+    """Connects in memory and sends one message to the client; returns the client's side.
+
+    Raises:
+        ssl.SSLError: One side refused the other.
+    """
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    serving = server.wrap_bio(to_server, to_client, server_side=True)
+    calling = client.wrap_bio(to_client, to_server, session=session)
+
+    def both(*steps):
+        left = list(steps)
+        # Each turn delivers one flight of messages, and no handshake has as many.
+        for _ in range(10):
+            for step in tuple(left):
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    step()
+                    left.remove(step)
+        assert not left
+
+    both(calling.do_handshake, serving.do_handshake)
+    # With TLS 1.3, the client gets its session tickets with the first data.
+    serving.write(b"hello")
+    assert calling.read() == b"hello"
+    # OpenSSL forgets a session whose connection is not closed in an orderly way.
+    both(serving.unwrap, calling.unwrap)
+    return calling
 
 
 def attach(channel):
@@ -129,6 +160,38 @@ async def test_renewed_certificates_are_used(start_coordinator, fresh_pki, log):
             assert before.serial_number != after.serial_number
             assert (await client.model()).name == "demo"
         assert any("changed files are now in use" in line for line in log.lines)
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_client_of_a_removed_ca_cannot_resume_its_session(fresh_pki, version):
+    pki = fresh_pki
+    files = TlsFiles(*(pki.file(name) for name in ("ca.pem", "server.pem", "server.key")))
+    server = files.server_context(client_auth=True)
+
+    def client() -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = context.maximum_version = version
+        # The client accepts every server, so that only the server refuses.
+        context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+        context.load_cert_chain(pki.file("client.pem"), pki.file("client.key"))
+        return context
+
+    old, session = client(), None
+    if version is ssl.TLSVersion.TLSv1_3:
+        session = handshake(server, old).session
+        assert not handshake(server, old, session).session_reused
+    else:
+        # Python cannot switch off the session IDs of TLS 1.2.
+        with pytest.raises(ssl.SSLError):
+            session = handshake(server, old).session
+    renewed = dataclasses.replace(pki, authority=Authority.make("another CA"))
+    renewed.authority.write(renewed.directory / "ca.pem", renewed.directory / "ca.key")
+    renewed.issue("server", CLUSTER_NAME, serves=True)
+    renewed.issue("client", CLIENT_NAME)
+    with pytest.raises(ssl.SSLError):
+        handshake(server, old, session)
+    if version is ssl.TLSVersion.TLSv1_3:
+        handshake(server, client())
 
 
 async def test_files_that_do_not_match_change_nothing(start_coordinator, fresh_pki, log):
