@@ -107,7 +107,7 @@ class Gateway:
         self._generations: dict[str, ASGIApp] = {
             route: Generation(route, cells, config, self.stats) for route in (COMPLETIONS, CHAT)
         }
-        responses = Responses(ResponseStore(config.stored_responses_bytes))
+        responses = Responses(ResponseStore(config.stored_responses_bytes), cells)
         dialects: tuple[Dialect, ...] = (Messages(), responses)
         for dialect in dialects:
             chat = Generation(dialect.path, cells, config, self.stats)

@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from baton.gateway.cells import Cells
 from baton.gateway.converted_route import Conversion
 from baton.gateway.coordinator_queries import request_credential, with_bearer
 from baton.gateway.error_responses import HttpError
@@ -24,12 +25,13 @@ class Responses:
 
     Args:
         store: The stored responses.
+        cells: Check the credentials of callers that read or delete stored responses.
     """
 
     path, module = RESPONSES, "openai_responses"
 
-    def __init__(self, store: ResponseStore) -> None:
-        self._store = store
+    def __init__(self, store: ResponseStore, cells: Cells) -> None:
+        self._store, self._cells = store, cells
 
     def begin(self, module: ModuleType, body: bytes, headers: Headers) -> Conversion:
         credential = _credential(headers)
@@ -59,6 +61,8 @@ class Responses:
     async def stored(self, request: Request) -> Response:
         """Answers GET and DELETE of a stored response."""
         credential, name = _credential(request.headers), request.path_params["id"]
+        # Only the coordinators know which credentials are valid.
+        await self._cells.models(credential)
         if request.method == "DELETE":
             if not self._store.delete(credential, name):
                 raise self._not_stored(404, name)

@@ -76,7 +76,7 @@ class BatchRoutes:
 
     Args:
         runner: Runs the batches.
-        cells: Check the credentials of callers that store something.
+        cells: Check the credentials of callers.
         config: Limits.
     """
 
@@ -87,7 +87,7 @@ class BatchRoutes:
     def table(self) -> list[tuple[str, Endpoint, list[str]]]:
         """Returns the path, endpoint and methods of each route."""
         return [
-            (path, _answered(endpoint), methods)
+            (path, _answered(self._admitting(endpoint)), methods)
             for path, endpoint, methods in (
                 (FILES, self.files, ["GET", "POST"]),
                 (f"{FILES}/{{id}}", self.file, ["GET", "DELETE"]),
@@ -164,7 +164,7 @@ class BatchRoutes:
     # ---- Inside
 
     async def _uploaded(self, request: Request) -> FileObject:
-        owner = await self._admitted(request)
+        owner = _owner(request)
         if self._uploads.locked():
             message = f"{_MAX_UPLOADS} uploads are running on this gateway, its limit"
             kind = "rate_limit_error"
@@ -202,7 +202,7 @@ class BatchRoutes:
         return file
 
     async def _created(self, request: Request) -> Batch:
-        owner = await self._admitted(request)
+        owner = _owner(request)
         sent = await body_reader.read_body(request.receive, request.headers, self._config)
         body = parse_body(sent, BatchBody)
         file = await self._file(request, body.input_file_id, "input_file_id")
@@ -230,16 +230,18 @@ class BatchRoutes:
         assert batch is not None
         return batch
 
-    async def _admitted(self, request: Request) -> bytes:
-        """Returns the owner that a new object gets.
+    def _admitting(self, endpoint: Endpoint) -> Endpoint:
+        """Wraps an endpoint: refuses callers that no coordinator admits.
 
-        Only the coordinators know which credentials are valid.
-
-        Raises:
-            HttpError: No coordinator admits the caller, or none can be reached.
+        Only the coordinators know which credentials are valid: a key may be removed while files of
+        its owner are still stored. Without a reachable coordinator, all callers get a 503.
         """
-        await self._cells.models(_credential(request))
-        return _owner(request)
+
+        async def answer(request: Request) -> Response:
+            await self._cells.models(_credential(request))
+            return await endpoint(request)
+
+        return answer
 
     async def _file(self, request: Request, name: str, param: str = "id") -> FileObject:
         files = self._runner.files

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import http.client
+import socket
 import ssl
 import urllib.error
 import urllib.request
@@ -12,6 +13,7 @@ import httpx2 as httpx
 import pytest
 from http_gateway import gateway, metrics
 
+from baton.gateway import cell, coordinator_queries
 from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.transports import links as links_module
 from baton.kvtransfer.transports.links import Links
@@ -111,8 +113,60 @@ async def test_only_admitted_callers_store_files_and_see_their_own(
         assert stored.status_code == 200, stored.text
         path = f"/v1/files/{stored.json()['id']}"
         seen = [(await http.get(path, headers=bearer(key))).status_code for key in (one, other, "")]
-        assert seen == [200, 404, 404]
+        assert seen == [200, 404, 401]
         assert (await http.delete(path, headers=bearer(other))).status_code == 404
+
+
+async def test_a_removed_key_reads_deletes_and_cancels_nothing(
+    start_coordinator, keys, tmp_path, monkeypatch
+):
+    # The gateway asks the coordinator about the credential of each request.
+    monkeypatch.setattr(cell, "_MODEL_TTL_S", 0.0)
+    monkeypatch.setattr(coordinator_queries, "_ERROR_TTL_S", 0.0)
+    key = keys.add("search", tenant="a")
+    known, batches = {"api_keys_file": keys.path}, {"dir": str(tmp_path / "batches")}
+    bearer = {"authorization": f"Bearer {key}"}
+    async with (
+        start_coordinator(known) as running,
+        gateway(running.address, security=known, batches=batches) as address,
+        httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT_S, headers=bearer) as http,
+    ):
+        form = {"data": {"purpose": "batch"}, "files": {"file": ("a", b"{}")}}
+        file = (await http.post("/v1/files", **form)).json()["id"]
+        body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+        batch = (await http.post("/v1/batches", json=body)).json()["id"]
+        requests = [
+            ("GET", "/v1/files"),
+            ("GET", f"/v1/files/{file}"),
+            ("GET", f"/v1/files/{file}/content"),
+            ("GET", "/v1/batches"),
+            ("GET", f"/v1/batches/{batch}"),
+        ]
+        for method, path in requests:
+            assert (await http.request(method, path)).status_code == 200
+        requests += [
+            ("POST", f"/v1/batches/{batch}/cancel"),
+            ("DELETE", f"/v1/files/{file}"),
+            ("GET", "/v1/responses/resp_1"),
+            ("DELETE", "/v1/responses/resp_1"),
+        ]
+        keys.remove("search")
+        answers = {one: (await http.request(*one)).status_code for one in requests}
+        assert answers == dict.fromkeys(requests, 401)
+
+
+async def test_stored_objects_are_not_shown_while_no_coordinator_checks_credentials(tmp_path):
+    batches = {"dir": str(tmp_path / "batches")}
+    # A bound socket that does not listen refuses connections.
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        host, port = bound.getsockname()
+        async with (
+            gateway(f"{host}:{port}", batches=batches) as address,
+            httpx.AsyncClient(base_url=f"http://{address}", timeout=WAIT_S) as http,
+        ):
+            for path in ("/v1/files", "/v1/batches", "/v1/responses/resp_1"):
+                assert (await http.get(path)).status_code == 503
 
 
 async def test_a_credential_that_cannot_be_sent_is_refused(start_coordinator, keys, log):
