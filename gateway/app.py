@@ -25,6 +25,7 @@ from baton.gateway.batches import BATCHES, FILES
 from baton.gateway.batches.database import Database
 from baton.gateway.cell import Cell
 from baton.gateway.cells import Cells
+from baton.gateway.client_disconnect import until_disconnect
 from baton.gateway.converted_route import ConvertedRoute, Dialect, error_response
 from baton.gateway.coordinator_queries import PerCallerQuery, QueryLimiter, request_credential
 from baton.gateway.dashboard.data import overview
@@ -268,11 +269,12 @@ class Gateway:
     def _with_body(
         self, answer: Callable[[bytes, Mapping[str, str]], Awaitable[dict[str, object]]]
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Wraps an endpoint that reads a JSON body."""
+        """Wraps an endpoint that reads a JSON body; it ends when the client leaves."""
 
         async def endpoint(request: Request) -> Response:
             body = await body_reader.read_body(request.receive, request.headers, self._config)
-            return JSONResponse(await answer(body, request.headers))
+            answering = answer(body, request.headers)
+            return JSONResponse(await until_disconnect(answering, request.receive))
 
         return endpoint
 

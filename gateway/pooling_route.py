@@ -10,14 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Receive, Scope, Send
 
 from baton.gateway import body_parser, body_reader, error_responses, parsed_request
 from baton.gateway.cells import Cells
+from baton.gateway.client_disconnect import until_disconnect
 from baton.gateway.coordinator_queries import request_credential
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError, invalid_value
 from baton.gateway.metrics import GatewayStats
@@ -88,7 +88,7 @@ class PoolingRoute:
         try:
             async with asyncio.timeout(timeout_s):
                 forwarding = self._servers.forward(server, self._path, body, headers, reply.send)
-                await _until_disconnect(forwarding, receive)
+                await until_disconnect(forwarding, receive)
         except TimeoutError:
             message = f"the server of {server.model!r} did not answer within {timeout_s:g} s"
             raise HttpError(504, message, kind="timeout_error", code="timeout") from None
@@ -128,30 +128,6 @@ class _Reply:
         if unread:
             await body_reader.discard_body(receive)
             await self.send({"type": "http.response.body", "body": b""})
-
-
-async def _until_disconnect(work: Coroutine[Any, Any, None], receive: Receive) -> None:
-    """Runs `work`; ends it when the client leaves.
-
-    Raises:
-        ClientDisconnected: The client left.
-    """
-    working = asyncio.ensure_future(work)
-    watching = asyncio.create_task(_disconnected(receive), name="watch for a client disconnect")
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise body_reader.ClientDisconnected
-        working.result()
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _model(body: bytes, default: str) -> str:

@@ -77,7 +77,8 @@ class TokenizerResource(Generic[T]):
                 CachedQuery(lambda: self._make_in_thread(path), math.inf),
             )
         try:
-            return await self._cached.get()
+            # The object is kept although the caller that began to load it may leave.
+            return await asyncio.shield(self._cached.get())
         except HttpError as problem:
             if field is None or problem.status != _NO_TOKENIZER_STATUS:
                 raise

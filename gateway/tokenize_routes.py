@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import Field, model_validator
 
 from baton.client.request import build
 from baton.gateway import body_parser, error_responses, request_bodies
+from baton.gateway.caller_slots import CallerSlots
 from baton.gateway.cells import Cells
 from baton.gateway.coordinator_queries import request_credential
 from baton.gateway.error_responses import HttpError, invalid_value, model_not_found
@@ -21,8 +23,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A text may be megabytes long. Further requests wait.
+# Texts that are tokenized at the same time; each may be megabytes long.
 _MAX_CONCURRENT = 2
+# Requests that are tokenized or wait. Each keeps its body, of at most http.max_body_bytes.
+_MAX_REQUESTS = 64
 
 
 class TokenizeBody(request_bodies.BodyModel):
@@ -61,6 +65,7 @@ class TokenizeRoutes:
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
         self._free = asyncio.Semaphore(_MAX_CONCURRENT)
+        self._slots = CallerSlots(_MAX_REQUESTS, "tokenizations", "gateway_full")
 
     async def tokenize(self, body: bytes, headers: Mapping[str, str]) -> dict[str, object]:
         """Converts text or a chat to token IDs. Raises HttpError."""
@@ -74,7 +79,7 @@ class TokenizeRoutes:
                 raise invalid_value(f"messages[{index}].content", message.content, allowed)
         model, tokenizer = await self._served(body_fields.model, headers)
         try:
-            found = await self._in_thread(lambda: _tokens(tokenizer, body_fields))
+            found = await self._in_thread(lambda: _tokens(tokenizer, body_fields), headers)
         except InvalidArgument as error:
             raise HttpError(400, str(error), param="messages", code="invalid_value") from None
         except RemoteError as error:
@@ -91,9 +96,8 @@ class TokenizeRoutes:
             index, bad = next((i, one) for i, one in enumerate(body_fields.tokens) if one >= size)
             allowed = f"must be below the vocabulary size of {size}"
             raise invalid_value(f"tokens[{index}]", bad, allowed)
-        return {
-            "prompt": await self._in_thread(lambda: tokenizer.decode(body_fields.tokens, False))
-        }
+        work = partial(tokenizer.decode, body_fields.tokens, False)
+        return {"prompt": await self._in_thread(work, headers)}
 
     async def info(self, headers: Mapping[str, str]) -> dict[str, object]:
         """Returns the settings of the first model's tokenizer. Raises HttpError."""
@@ -109,9 +113,18 @@ class TokenizeRoutes:
         check_served(name, model)
         return model, await cell.tokenizer.get(shown)
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        async with self._free:
-            return await asyncio.to_thread(work)
+    async def _in_thread(self, work: Callable[[], T], headers: Mapping[str, str]) -> T:
+        """Runs `work` in a thread, after the requests that came before.
+
+        Raises:
+            HttpError: Too many requests, of all callers or of this one, run and wait (429).
+        """
+        with self._slots.hold(request_credential(headers)):
+            await self._free.acquire()
+            working = asyncio.get_running_loop().run_in_executor(None, work)
+            # A thread cannot be stopped: it counts until it ends, also if the client leaves.
+            working.add_done_callback(lambda _: self._free.release())
+            return await asyncio.shield(working)
 
 
 def check_served(name: str | None, model: common_pb2.ModelDescription) -> None:

@@ -1,7 +1,13 @@
 """/tokenize and /detokenize, with the tokenizer files of the served model."""
 
+import asyncio
+import threading
+
 import httpx2 as httpx
 import pytest
+
+from baton.gateway import tokenize_routes
+from baton.runtime.tokenization import Tokenizer
 
 TURNS = [{"role": "user", "content": "What is a baton?"}]
 WAIT_S = 300.0
@@ -86,3 +92,86 @@ async def test_the_tokenizers_settings_are_told(gateway):
     assert answer.status_code == 200
     assert {"tokenizer_class", "chat_template", "eos_token"} <= told.keys()
     assert isinstance(told["eos_token"], str)
+
+
+@pytest.fixture
+def tokenizing(monkeypatch):
+    """An event for which every tokenizer waits before it works."""
+    may_work = threading.Event()
+
+    def waiting(work):
+        def wait(*arguments, **options):
+            assert may_work.wait(WAIT_S)
+            return work(*arguments, **options)
+
+        return wait
+
+    for name in ("encode_text", "decode"):
+        monkeypatch.setattr(Tokenizer, name, waiting(getattr(Tokenizer, name)))
+    monkeypatch.setattr(tokenize_routes, "_MAX_REQUESTS", 4)
+    yield may_work
+    may_work.set()
+
+
+@pytest.mark.parametrize(
+    ("route", "body"), [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]})]
+)
+async def test_too_many_waiting_requests_are_refused_and_those_of_clients_that_left_go(
+    start_gateway, cluster, tokenizing, route, body
+):
+    async with (
+        start_gateway(cluster.address) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S) as http,
+    ):
+
+        async def one_is_refused():
+            """Sends one request more than there is room for; returns the others."""
+            sent = {asyncio.create_task(http.post(route, json=body)) for _ in range(5)}
+            done, waiting = await asyncio.wait(
+                sent, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            assert [one.result().status_code for one in done] == [429]
+            (refused,) = (one.result() for one in done)
+            assert refused.headers["retry-after"] == "1"
+            error = refused.json()["error"]
+            assert error["type"] == "rate_limit_error"
+            assert "4 tokenizations are running on this gateway" in error["message"]
+            return waiting
+
+        left = await one_is_refused()
+        for one in left:
+            one.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        gone = f'baton_http_requests_total{{code="499",route="{route}"}} 4.0'
+        async with asyncio.timeout(WAIT_S):
+            while gone not in (await http.get("/metrics")).text:
+                await asyncio.sleep(0.01)
+        waiting = await one_is_refused()
+        tokenizing.set()
+        answers = await asyncio.gather(*waiting)
+        assert [one.status_code for one in answers] == [200] * 4
+
+
+async def test_a_caller_with_a_credential_leaves_room_for_others(
+    start_gateway, cluster, tokenizing
+):
+    async with (
+        start_gateway(cluster.address) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S) as http,
+    ):
+
+        def send(caller):
+            headers = {"authorization": f"Bearer {caller}"}
+            return asyncio.create_task(
+                http.post("/tokenize", json={"prompt": "a"}, headers=headers)
+            )
+
+        many = [send("one"), send("one")]
+        done, waiting = await asyncio.wait(
+            many, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        assert [one.result().status_code for one in done] == [429]
+        assert "1 tokenizations of this caller" in done.pop().result().json()["error"]["message"]
+        other = send("other")
+        tokenizing.set()
+        assert [(await one).status_code for one in (*waiting, other)] == [200, 200]
