@@ -6,7 +6,6 @@ those of the `openai` package. A caller sees the files and batches of its own cr
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated, Literal, TypeAlias, TypeVar
@@ -24,6 +23,7 @@ from baton.gateway.batches.runner import BatchRunner
 from baton.gateway.batches.status import Status
 from baton.gateway.batches.upload import MAX_EXPIRES_S, MIN_EXPIRES_S, Upload, read_upload
 from baton.gateway.body_parser import parse_body
+from baton.gateway.caller_slots import CallerSlots
 from baton.gateway.cells import Cells
 from baton.gateway.coordinator_queries import caller_digest, request_credential, with_bearer
 from baton.gateway.error_responses import HttpError, invalid_value
@@ -82,7 +82,7 @@ class BatchRoutes:
 
     def __init__(self, runner: BatchRunner, cells: Cells, config: HttpConfig) -> None:
         self._runner, self._cells, self._config = runner, cells, config
-        self._uploads = asyncio.Semaphore(_MAX_UPLOADS)
+        self._uploads = CallerSlots(_MAX_UPLOADS, "uploads", "too_many_uploads")
 
     def table(self) -> list[tuple[str, Endpoint, list[str]]]:
         """Returns the path, endpoint and methods of each route."""
@@ -165,11 +165,7 @@ class BatchRoutes:
 
     async def _uploaded(self, request: Request) -> FileObject:
         owner = _owner(request)
-        if self._uploads.locked():
-            message = f"{_MAX_UPLOADS} uploads are running on this gateway, its limit"
-            kind = "rate_limit_error"
-            raise HttpError(429, message, kind=kind, code="too_many_uploads", retry_after_s=1.0)
-        async with self._uploads:
+        with self._uploads.hold(_credential(request)):
             upload = await read_upload(request, self._config)
             try:
                 return await self._stored(owner, upload)

@@ -117,6 +117,44 @@ async def test_only_admitted_callers_store_files_and_see_their_own(
         assert (await http.delete(path, headers=bearer(other))).status_code == 404
 
 
+async def test_slow_uploads_of_one_caller_leave_room_for_others(start_coordinator, keys, tmp_path):
+    slow, other = keys.add("slow", tenant="a"), keys.add("other", tenant="b")
+    known, batches = {"api_keys_file": keys.path}, {"dir": str(tmp_path / "batches")}
+    field = b"--b\r\ncontent-disposition: form-data; name="
+    begin = field + b'"purpose"\r\n\r\nbatch\r\n'
+    end = field + b'"file"; filename="f"\r\n\r\n{}\r\n--b--\r\n'
+    async with contextlib.AsyncExitStack() as stack:
+        running = await stack.enter_async_context(start_coordinator(known))
+        address = await stack.enter_async_context(
+            gateway(running.address, security=known, batches=batches)
+        )
+        host, port = address.rsplit(":", 1)
+
+        async def begin_upload(key):
+            """Sends half an upload; returns its writer, and a task that waits for the status."""
+            reader, writer = await asyncio.open_connection(host, int(port))
+            stack.callback(writer.close)
+            head = (
+                f"POST /v1/files HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {key}\r\n"
+                "content-type: multipart/form-data; boundary=b\r\n"
+                f"content-length: {len(begin + end)}\r\n\r\n"
+            )
+            writer.write(head.encode() + begin)
+            return writer, asyncio.create_task(reader.readline())
+
+        writers = dict([(await begin_upload(slow))[::-1] for _ in range(3)])
+        (refused,), waiting = await asyncio.wait(
+            writers, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        assert refused.result().split()[1] == b"429"
+        writer, status = await begin_upload(other)
+        writer.write(end)
+        assert (await asyncio.wait_for(status, WAIT_S)).split()[1] == b"200"
+        for status in waiting:
+            writers[status].write(end)
+            assert (await asyncio.wait_for(status, WAIT_S)).split()[1] == b"200"
+
+
 async def test_a_removed_key_reads_deletes_and_cancels_nothing(
     start_coordinator, keys, tmp_path, monkeypatch
 ):
