@@ -90,14 +90,20 @@ class DecodeRole:
         """Releases the handoff once the engine has run the request or ended it."""
         begun = output.timings is not None or output.finish is not None
         if begun and attempt.handoff is not None and attempt.handoff.handoff_id in self._attempts:
-            self.release(attempt)
+            self.release(attempt, is_loaded=output.num_handoff_tokens > 0)
 
-    def release(self, attempt: Attempt) -> None:
-        """Drops the handoff, even if it arrives later."""
+    def release(self, attempt: Attempt, *, is_loaded: bool = False) -> None:
+        """Drops the handoff, even if it arrives later.
+
+        Args:
+            attempt: The attempt.
+            is_loaded: Whether the engine has loaded the handoff. Its end is reported then, even if
+                the engine was faster than the first message about the handoff to this process.
+        """
         if attempt.handoff is None:
             return
         self._transfer.drop(attempt.handoff.handoff_id)
-        if attempt.handoff.handoff_id not in self._receives:
+        if not is_loaded and attempt.handoff.handoff_id not in self._receives:
             self._attempts.pop(attempt.handoff.handoff_id, None)
 
     def expect_fetch(self, attempt: Attempt) -> None:
@@ -105,12 +111,15 @@ class DecodeRole:
         if attempt.fetch is not None and attempt.fetch.num_tokens:
             self._attempts[attempt.fetch.handoff_id] = attempt
 
-    def release_fetch(self, attempt: Attempt) -> None:
-        """Drops the prefix that an attempt fetches, even if it arrives later. Idempotent."""
+    def release_fetch(self, attempt: Attempt, *, is_loaded: bool = False) -> None:
+        """Drops the prefix that an attempt fetches, even if it arrives later. Idempotent.
+
+        Arguments as of `release`.
+        """
         if attempt.fetch is None or self._attempts.get(attempt.fetch.handoff_id) is not attempt:
             return
         self._transfer.drop(attempt.fetch.handoff_id)
-        if attempt.fetch.handoff_id not in self._receives:
+        if not is_loaded and attempt.fetch.handoff_id not in self._receives:
             del self._attempts[attempt.fetch.handoff_id]
 
     def drop(self, handoff_id: bytes) -> None:

@@ -398,7 +398,8 @@ class Runner:
         message = held.attempt.report(output)
         held.policy.on_output(held.attempt, output)
         if output.timings is not None or output.finish is not None:
-            self.decode.release_fetch(held.attempt)
+            is_loaded = output.num_handoff_tokens > 0
+            self.decode.release_fetch(held.attempt, is_loaded=is_loaded)
         step.outputs.append(message)
         if end := message.WhichOneof("end"):
             if end == "finished" and held.attempt.role == common_pb2.ROLE_DECODE:
