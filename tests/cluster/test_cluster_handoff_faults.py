@@ -135,6 +135,8 @@ def direct_pair(tmp_path_factory, model):
         tmp_path_factory.mktemp("direct"),
         model,
         elastic=False,
+        # Every request uses a handoff, however fast steps on a busy machine seem.
+        decode={"local_prefill": False},
         coordinator={"worker_timeout_s": 10},
         simulated=SLOW,
         kv_transfer={**KV_TRANSFER, "idle_timeout_s": LEASE_S},
@@ -158,6 +160,8 @@ def relayed_pair(tmp_path_factory, model):
         tmp_path_factory.mktemp("relayed"),
         model,
         elastic=False,
+        # Every request uses a handoff, however fast steps on a busy machine seem.
+        decode={"local_prefill": False},
         coordinator={"handoff_timeout_s": HANDOFF_TIMEOUT_S, "max_recovery_s": RECOVERY_S},
         simulated=SLOW,
         kv_transfer={
