@@ -51,11 +51,6 @@ class Placers:
     def __len__(self) -> int:
         return len(self._placers)
 
-    @property
-    def is_elastic(self) -> bool:
-        """Whether workers of both pools compute prompts and decode."""
-        return self._config.elastic
-
     def at(self, now: float) -> None:
         """Sets the time of the next event, by the core's clock."""
         self._now = now

@@ -477,7 +477,8 @@ def test_only_requests_of_the_interactive_lane_go_behind_the_others(new_world):
     assert {one.submission.lane for one in waiting} > late
 
 
-def test_admission_predicts_a_first_token_at_the_speed_that_decodes_leave():
+def two_workers() -> VirtualCell:
+    """An elastic cell whose workers keep the ITL target with ten outputs."""
     values = {
         "model": "simulated",
         "elastic": True,
@@ -489,6 +490,11 @@ def test_admission_predicts_a_first_token_at_the_speed_that_decodes_leave():
     made.add_worker("a", common_pb2.ROLE_PREFILL, shape)
     made.add_worker("b", common_pb2.ROLE_DECODE, shape)
     made.run(made.now + 1)
+    return made
+
+
+def test_admission_predicts_a_first_token_at_the_speed_that_decodes_leave():
+    made = two_workers()
     idle = made.submit(1000, 2, slo_ttft_s=0.3)
     made.run(made.now + 1)
     assert idle.ttft_s <= 0.3
@@ -501,17 +507,7 @@ def test_admission_predicts_a_first_token_at_the_speed_that_decodes_leave():
 
 
 def test_a_prompt_that_is_too_late_only_beside_decodes_gets_a_retry_time():
-    values = {
-        "model": "simulated",
-        "elastic": True,
-        "latency": {"prefill_per_token_ms": 0.1, "step_base_ms": 10, "step_per_request_ms": 1},
-        "scaling": {"targets": {"interactive": {"ttft_ms": 60000, "itl_ms": 20}}},
-    }
-    made = VirtualCell(CoreConfig.of(parse(values, "test")))
-    shape = WorkerShape(LatencyModel(0.005, 1e-4, 0.0, 0.010, 0.001, 0.0))
-    made.add_worker("a", common_pb2.ROLE_PREFILL, shape)
-    made.add_worker("b", common_pb2.ROLE_DECODE, shape)
-    made.run(made.now + 1)
+    made = two_workers()
     streams = [made.submit(16, 60) for _ in range(16)]
     made.run(made.now + 0.3)
     # The prompt takes 0.105 s on an idle worker.

@@ -74,9 +74,8 @@ class Observer:
             and one.state == cluster_pb2.WORKER_STATE_DRAINING
         ]
         # In an elastic cell, all workers decode.
-        decoders = [
-            one for one in workers if self._placers.is_elastic or one.role == common_pb2.ROLE_DECODE
-        ]
+        roles = stable.workers.roles_doing(common_pb2.ROLE_DECODE)
+        decoders = [one for one in workers if one.role in roles]
         loads = self._loads(decoders)
         decode = self._decode(loads, decoders, config)
         full = _full(loads, decode)
@@ -165,9 +164,10 @@ class Observer:
         num_decodes = sum(entry.num_decodes for entry in loads)
         router = self._placers.of(self._workers.fleets.stable).router
         steps = [
-            (self._model(worker), step)
+            (model, step)
             for worker in workers
             if worker.load is not None
+            for model in [self._model(worker)]
             for step in worker.load.steps
             if step.num_decodes
         ]
