@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from baton.runtime.step_budget import Prompt, StepTargets, Streams, prompt_order, prompt_tokens
@@ -52,7 +53,8 @@ def within_targets(
             priority=one.priority,
             waited_s=now - one.arrived_at,
             running=one.num_computed > one.num_held,
-            due_in_s=one.due_at - now,
+            # A stream that was preempted is not late: its first token is out.
+            due_in_s=one.due_at - now if math.isnan(one.last_at) else math.inf,
         )
         for one in requests
     ]

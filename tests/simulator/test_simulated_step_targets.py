@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -9,10 +10,11 @@ import pytest
 from baton.load.traces import Arrival
 from baton.runtime.config import parse
 from baton.runtime.latency import LatencyModel
-from baton.runtime.step_budget import StepTargets
+from baton.runtime.step_budget import StepTargets, Streams
 from baton.runtime.step_messages import to_message
 from baton.simulator.colocated import ColocatedCell
-from baton.simulator.parts import Shape
+from baton.simulator.parts import Shape, SimulatedRequest
+from baton.simulator.prompt_turns import within_targets
 from baton.simulator.run import shape_of
 
 MODEL = LatencyModel(0.005, 1e-4, 0.0, 0.010, 1e-4, 0.0)
@@ -57,6 +59,32 @@ def test_without_an_itl_target_only_the_length_of_prompt_steps_is_limited():
     arrivals = Arrival(0.0, 10, 200), Arrival(1.0, 2000, 1)
     gaps, _, _ = served(BY_TARGETS, *arrivals, targets=StepTargets(prompt_step_s=0.1))
     assert gaps.percentile(100) == pytest.approx(TARGETS.prompt_step_s, rel=0.05)
+
+
+def test_a_preempted_stream_does_not_wait_behind_prompts_that_are_in_time():
+    def request(name, num_uncomputed, due_at, last_at):
+        return SimulatedRequest(
+            request_id=name,
+            attempt=1,
+            priority=0,
+            order=0,
+            max_tokens=10,
+            num_uncomputed=num_uncomputed,
+            num_computed=0,
+            num_tokens=num_uncomputed,
+            num_outputs_left=10,
+            offset=0,
+            num_prompt_tokens=num_uncomputed,
+            hashes=(),
+            due_at=due_at,
+            last_at=last_at,
+        )
+
+    now = 5.0
+    prompt = request("prompt", 4000, due_at=6.0, last_at=math.nan)
+    preempted = request("preempted", 500, due_at=1.0, last_at=4.9)
+    turns = within_targets([prompt, preempted], IN_TURN, TARGETS, Streams(), now)
+    assert turns[0] == (preempted, 500)
 
 
 def test_simulated_workers_follow_step_targets_unless_vllm_schedules():
