@@ -13,7 +13,7 @@ from dataclasses import replace
 from baton.coordinator.scaling.autoscale.numbers import numbers
 from baton.coordinator.scaling.autoscale.observer import Observer
 from baton.coordinator.scaling.autoscale.policy import Autoscaler, Policy
-from baton.coordinator.scaling.autoscale.sizing import POOLS
+from baton.coordinator.scaling.autoscale.sizing import POOLS, shared
 from baton.coordinator.scaling.autoscale.types import Observation, Phase
 from baton.coordinator.scaling.decision_log import DecisionLog
 from baton.coordinator.scaling.launches import Launches
@@ -76,7 +76,8 @@ class Scaler:
         # Observation of the last decision.
         self._seen: Observation | None = None
         self._decided_at = self._due = float("-inf")
-        # Whether the last decision left a pool empty; the next request then requests a decision.
+        # Whether the last decision left no worker for some work; the next request then requests a
+        # decision.
         self._asleep = False
 
     # ---- Queries.
@@ -305,7 +306,9 @@ class Scaler:
             self.decisions.add(one, seen, now)
             self._sizes.decided(one.pool, max(0, one.target - num_guests[one.pool]))
         self._seen = observation
-        self._asleep = any(one.target == 0 for one in (decision.prefill, decision.decode))
+        empty = [one.target == 0 for one in (decision.prefill, decision.decode)]
+        # A worker of either pool serves requests where the pools share their work.
+        self._asleep = all(empty) if shared(observation, self._policy.config) else any(empty)
         self._emit(ev.Decided(decision))
         return of_attached
 

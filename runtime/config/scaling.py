@@ -113,7 +113,9 @@ class ScalingSection(Section):
         "request.",
     )
     flip: bool = Field(
-        True, description="Whether workers may change their role between prefill and decode."
+        True,
+        description="Whether workers may change their role between prefill and decode. With "
+        "workers of one kind, an elastic cell does so only for sizes set by hand.",
     )
     flip_quiet_s: float = Field(
         120.0, ge=0, description="Shortest time between a role change and the change back."

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from virtual_cell import VirtualCell, WorkerShape
+from virtual_cell import VirtualCell, WorkerShape, hello
 
+from baton.coordinator.scaling.autoscale.numbers import numbers
 from baton.coordinator.scaling.autoscale.types import Phase, WorkerView
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
@@ -189,9 +190,26 @@ def test_an_elastic_cell_counts_outputs_on_all_workers():
     loads = [made.core.placers.load(one) for one in made.core.workers]
     assert sum(one.num_decodes for one in loads) == 6
     assert made.core.placers.load(made.core.workers.by_id("p")).num_decodes
-    seen = observer.observe(ScalingConfig(), made.now).decode
-    assert seen.num_decodes == 6
-    assert seen.itl_s is not None
+    seen = observer.observe(ScalingConfig(), made.now)
+    assert seen.decode.num_decodes == 6
+    assert seen.decode.itl_s is not None
+    # Their KV cache is a share of that of both workers.
+    seen_share = numbers(seen, None, 0.0, Pool.DECODE, ScalingConfig())["kv_reserved_share"]
+    assert seen_share == pytest.approx(seen.decode.reserved_tokens / 2 / SHAPE.kv_tokens)
+
+
+def test_the_pools_share_their_work_in_an_elastic_cell_of_workers_of_one_kind():
+    def shared(made):
+        made.run(made.now + 0.1)
+        return made.core.observer().observe(ScalingConfig(), made.now).shared
+
+    assert not shared(cell(elastic=False))
+    made = cell(elastic=True)
+    assert shared(made)
+    other = hello(("other", 1), DECODE, SHAPE, SHAPE.kv_tokens)
+    other.device = "another device"
+    made.post(ev.WorkerAttached(other))
+    assert not shared(made)
 
 
 @given(

@@ -38,8 +38,10 @@ def workers(num_prefill, num_decode, phase=Phase.SERVING, since=0.0):
 class Days:
     """A continuing load and the decisions about it; wanted workers serve at once."""
 
-    def __init__(self, config=CONFIG, num_prefill=1, num_decode=1, obeyed=True, model=MODEL):
-        self.model = model
+    def __init__(
+        self, config=CONFIG, num_prefill=1, num_decode=1, obeyed=True, model=MODEL, shared=False
+    ):
+        self.model, self.shared = model, shared
         self.config, self.state, self.now, self.obeyed = config, State(), 1000.0, obeyed
         self.members = workers(num_prefill, num_decode)
         self.lane, self.decode = LaneLoad(), DecodeLoad(kv_tokens=200_000)
@@ -67,6 +69,7 @@ class Days:
                 self.model,
                 (("interactive", self.lane),),
                 self.decode,
+                self.shared,
             )
             decision, self.state = decide(observation, self.config, self.state, self.now)
             self.decisions.append(decision)
@@ -242,6 +245,52 @@ def test_a_flip_comes_before_a_cold_start_and_does_not_come_back():
     days.passes(60, rate=60, work_s=0.1, output=1.0)
     later = [one for each in days.decisions[-12:] for one in each.actions if isinstance(one, Flip)]
     assert not any(one.to is Pool.PREFILL for one in later)
+
+
+def test_pools_that_share_their_work_are_sized_together_and_swap_no_workers():
+    days = Days(
+        num_prefill=8, num_decode=1, config=replace(CONFIG, down_window_s=1000.0), shared=True
+    )
+    days.passes(510, rate=1, work_s=0.01, output=100.0)
+    days.decisions.clear()
+    # The decode pool alone is too small for the load; both pools together are large enough.
+    decision = days.passes(60, rate=5, work_s=0.01, output=1000.0)
+    assert decision.decode.needed > days.size(Pool.DECODE)
+    assert not any(one.actions for one in days.decisions)
+    assert "in both pools, which share their work" in decision.decode.reason
+    # The pool that lacks most grows.
+    decision = days.passes(300, rate=20, work_s=0.01, output=1000.0)
+    needed = decision.prefill.needed + decision.decode.needed
+    assert days.size(Pool.PREFILL) == 8
+    assert days.size(Pool.PREFILL) + days.size(Pool.DECODE) >= needed > 9
+    assert not any(isinstance(one, Flip) for each in days.decisions for one in each.actions)
+
+
+def test_pools_that_share_their_work_shrink_after_the_window_to_the_need_of_both():
+    days = Days(num_prefill=6, num_decode=6, shared=True)
+    decision = days.passes(600, rate=10, work_s=0.1, output=200.0)
+    assert (days.size(Pool.PREFILL), days.size(Pool.DECODE)) == (
+        decision.prefill.needed,
+        decision.decode.needed,
+    )
+
+
+def test_sizes_set_by_hand_swap_workers_of_pools_that_share_their_work():
+    days = Days(num_prefill=4, num_decode=2, shared=True)
+    days.passes(30, rate=1, work_s=0.01)
+    assert not any(one.actions for one in days.decisions)
+    days.config = replace(CONFIG, prefill=PoolLimits(2, 2), decode=PoolLimits(4, 4))
+    decision = days.passes(10, rate=1, work_s=0.01)
+    assert (days.size(Pool.PREFILL), days.size(Pool.DECODE)) == (2, 4)
+    assert {type(one) for each in days.decisions for one in each.actions} == {Flip}
+    assert decision.actions == ()
+
+
+def test_pools_of_different_gpus_are_sized_on_their_own():
+    config = replace(CONFIG, prefill=PoolLimits(1, 16, gpus=2))
+    days = Days(config=config, num_prefill=1, num_decode=8, shared=True)
+    days.passes(60, rate=50)
+    assert days.size(Pool.PREFILL) >= 6
 
 
 def test_a_worker_that_becomes_free_takes_the_place_of_one_that_still_starts():

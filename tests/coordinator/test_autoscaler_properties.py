@@ -84,15 +84,18 @@ def serving(observation: Observation, pool: Pool) -> set[str]:
 @settings(max_examples=300, deadline=None)
 @given(
     configs,
-    st.lists(st.tuples(clocks, numbers, views, lane_loads, decode_loads), min_size=1, max_size=8),
+    st.lists(
+        st.tuples(clocks, numbers, views, lane_loads, decode_loads, st.booleans()),
+        min_size=1,
+        max_size=8,
+    ),
 )
 def test_never_outside_its_bounds_whatever_it_is_told(config, moments):
     state, now = State(), 1000.0
-    for passed, age, workers, lane, decode in moments:
+    for passed, age, workers, lane, decode, shared in moments:
         now = max(0.0, now + passed)
-        observation = Observation(
-            now - age, workers, MODEL, (("interactive", lane), ("batch", LaneLoad())), decode
-        )
+        lanes = ("interactive", lane), ("batch", LaneLoad())
+        observation = Observation(now - age, workers, MODEL, lanes, decode, shared)
         decision, state = decide(observation, config, state, now)
         gpus = len(workers)
         for pool, one in zip(POOLS, (decision.prefill, decision.decode), strict=True):
@@ -147,8 +150,9 @@ def test_never_outside_its_bounds_whatever_it_is_told(config, moments):
 class Closed:
     """A constant load on pools that get the wanted size after a cold start."""
 
-    def __init__(self, config, rate, work_s, output, num_prefill, num_decode):
+    def __init__(self, config, rate, work_s, output, num_prefill, num_decode, *, shared=False):
         self.config, self.rate, self.work_s, self.output = config, rate, work_s, output
+        self.shared = shared
         self.now, self.state, self.names = 1000.0, State(), itertools.count()
         self.arrived = 0.0
         self.members = [self._new(Pool.PREFILL, Phase.SERVING) for _ in range(num_prefill)]
@@ -183,7 +187,8 @@ class Closed:
             works=(Work(self.work_s),) * 8,
         )
         decoders = sum(
-            one.pool is Pool.DECODE and one.phase is Phase.SERVING for one in self.members
+            (self.shared or one.pool is Pool.DECODE) and one.phase is Phase.SERVING
+            for one in self.members
         )
         # Fluid model: number of requests at which workers generate tokens at the arrival rate.
         slope = MODEL.step_per_request_s + MODEL.step_per_kv_token_s * 1000
@@ -191,7 +196,8 @@ class Closed:
         batch = each * MODEL.step_base_s / (1 - each * slope) if each * slope < 0.95 else 256.0
         number = round(batch * decoders)
         decode = DecodeLoad(number, 0, number * 1100, 400_000)
-        return Observation(self.now, tuple(self.members), MODEL, (("interactive", lane),), decode)
+        lanes = (("interactive", lane),)
+        return Observation(self.now, tuple(self.members), MODEL, lanes, decode, self.shared)
 
     def _obey(self, decision):
         leave = {one.worker_id for one in decision.actions if isinstance(one, Drain)}
@@ -216,12 +222,15 @@ class Closed:
     st.integers(1, 12),
     st.integers(1, 12),
     st.booleans(),
+    st.booleans(),
 )
-def test_never_oscillates_on_constant_load(rate, work_s, output, num_prefill, num_decode, flip):
+def test_never_oscillates_on_constant_load(
+    rate, work_s, output, num_prefill, num_decode, flip, shared
+):
     config = ScalingConfig(
         prefill=PoolLimits(1, 24), decode=PoolLimits(1, 24), flip=flip, cold_start_s=30.0
     )
-    days = Closed(config, rate, work_s, output, num_prefill, num_decode)
+    days = Closed(config, rate, work_s, output, num_prefill, num_decode, shared=shared)
     days.run(1500)
     for pool in POOLS:
         sizes = days.sizes[pool]

@@ -3,7 +3,8 @@
 The prefill pool follows the predicted tail of TTFT, the decode pool follows ITL and KV cache use.
 Both pools look ahead by one cold start and grow at once. They shrink to the largest size that was
 needed within a time window. If one pool is short and the other has spare workers, workers change
-roles before new workers are started.
+roles before new workers are started. Where the workers of both pools do the same work (an elastic
+cell with workers of one kind), the sum of both needs sizes both pools together.
 """
 
 from __future__ import annotations
@@ -105,10 +106,18 @@ def decide(
         known_s,
         now,
     )
-    decision, flipped_into = _decision(members, needs, states, wanted, config, known_s, now)
+    shared = sizing.shared(observation, config)
+    decision, flipped_into = _decision(
+        members, needs, states, wanted, config, known_s, now, shared=shared
+    )
     if flipped_into is not None:
         states[flipped_into] = replace(states[flipped_into], flipped_in_at=now)
-    states = _measured(observation, config, states, serving, now - (state.now or now), now)
+    short = states[Pool.PREFILL].wanted[-1][1] > serving[Pool.PREFILL]
+    if shared:
+        short = wanted[-1][1] > sum(serving.values())
+    states = _measured(
+        observation, config, states, now - (state.now or now), now, prefill_short=short
+    )
     return decision, replace(
         after, prefill=states[Pool.PREFILL], decode=states[Pool.DECODE], wanted=wanted
     )
@@ -211,9 +220,10 @@ def _measured(
     observation: Observation,
     config: ScalingConfig,
     states: dict[Pool, PoolState],
-    serving: dict[Pool, int],
     span_s: float,
     now: float,
+    *,
+    prefill_short: bool,
 ) -> dict[Pool, PoolState]:
     """Updates the pool states with measured TTFT and ITL.
 
@@ -221,7 +231,7 @@ def _measured(
     """
     lanes, found = dict(observation.lanes), dict(states)
     one = found[Pool.PREFILL]
-    if one.wanted[-1][1] > serving[Pool.PREFILL]:
+    if prefill_short:
         found[Pool.PREFILL] = replace(one, misses=Misses(), small_at=now)
     elif now - one.small_at < _SETTLES_S:
         found[Pool.PREFILL] = replace(one, misses=Misses())
@@ -242,22 +252,31 @@ def _decision(
     config: ScalingConfig,
     known_s: float,
     now: float,
+    *,
+    shared: bool,
 ) -> tuple[Decision, Pool | None]:
     needed = {pool: needs[pool].workers for pool in POOLS}
-    recent = sizing.lately(states, config, known_s, now)
-    most = sizing.kept(members, needed, states, wanted, recent, config, known_s)
-    sizes, why = {}, {}
-    for pool in POOLS:
-        sizes[pool], why[pool] = sizing.bounded(
-            members[pool].current,
-            needed[pool],
-            most[pool],
-            sizing.last_needed_s(states[pool].wanted, most[pool], now),
-            config,
-            pool,
-        )
+    sizes: dict[Pool, int] = {}
+    why: dict[Pool, str] = {}
+    if shared:
+        sizes, limit = sizing.together(members, needed, wanted, config, known_s, now)
+        note = f"{sum(needed.values())} in both pools, which share their work"
+        why = dict.fromkeys(POOLS, f"{note}; {limit}" if limit else note)
+        most, flip = sizes, sizing.exchanged(sizes, members, config)
+    else:
+        recent = sizing.lately(states, config, known_s, now)
+        most = sizing.kept(members, needed, states, wanted, recent, config, known_s)
+        for pool in POOLS:
+            sizes[pool], why[pool] = sizing.bounded(
+                members[pool].current,
+                needed[pool],
+                most[pool],
+                sizing.last_needed_s(states[pool].wanted, most[pool], now),
+                config,
+                config.limits(pool),
+            )
+        flip = sizing.flips(sizes, members, needed, states, recent, config, now)
     actions: list[Action] = []
-    flip = sizing.flips(sizes, members, needed, states, recent, config, now)
     moved = dict.fromkeys(POOLS, 0)
     gone: set[str] = set()
     if flip is not None:

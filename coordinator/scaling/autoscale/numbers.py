@@ -37,9 +37,11 @@ def numbers(
         load = observation.decode
         found["requests"] = float(load.num_decodes)
         found["requests_in_prefill"] = float(load.num_in_prefill)
-        if load.kv_tokens and members.serving:
-            room = load.kv_tokens * len(members.serving)
-            found["kv_reserved_share"] = load.reserved_tokens / room
+        num_decoding = len(members.serving)
+        if observation.shared:
+            num_decoding += len(observation.of(Pool.PREFILL, Phase.SERVING))
+        if load.kv_tokens and num_decoding:
+            found["kv_reserved_share"] = load.reserved_tokens / (load.kv_tokens * num_decoding)
         if load.itl_s is not None:
             found["itl_ms"] = load.itl_s * 1e3
         if load.itl_predicted_s is not None:

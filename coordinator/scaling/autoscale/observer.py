@@ -96,6 +96,10 @@ class Observer:
                 for lane in LANES
             ),
             decode=decode,
+            shared=(
+                common_pb2.ROLE_PREFILL in roles
+                and len({WorkerKind.of(one.hello) for one in workers}) <= 1
+            ),
         )
 
     def _loads(self, workers: Iterable[Worker]) -> list[WorkerLoad]:

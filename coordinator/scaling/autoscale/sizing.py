@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from baton.coordinator.scaling.autoscale.types import Observation, Phase, PoolState, WorkerView
 from baton.coordinator.state.pools import Pool
-from baton.coordinator.state.scaling_config import ScalingConfig
+from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig
 
 POOLS = (Pool.PREFILL, Pool.DECODE)
 
@@ -81,6 +81,11 @@ def remembered(
     return (*(one for one in found if one[1] > needed), (now, needed))
 
 
+def shared(observation: Observation, config: ScalingConfig) -> bool:
+    """Whether any worker can do the work of both pools, so that only their sum matters."""
+    return observation.shared and config.prefill.gpus == config.decode.gpus
+
+
 def interchangeable(config: ScalingConfig) -> bool:
     """Whether workers can change pools: flips are enabled and the pools use equal GPU counts."""
     return config.flip and config.prefill.gpus == config.decode.gpus
@@ -93,12 +98,32 @@ def lately(
     now: float,
 ) -> dict[Pool, int]:
     """Maximum need of each pool in the last _LATELY_S seconds; for a young load, of all time."""
+    return {pool: _recently(states[pool].wanted, config, known_s, now) for pool in POOLS}
+
+
+def _recently(
+    wanted: Sequence[tuple[float, int]], config: ScalingConfig, known_s: float, now: float
+) -> int:
+    """Maximum need in the last _LATELY_S seconds; for a young load, of all time."""
     young = known_s < config.young_s
     since = now - (config.young_s if young else min(_LATELY_S, config.window_s / 2))
-    return {
-        pool: max((number for at, number in states[pool].wanted if at >= since), default=0)
-        for pool in POOLS
-    }
+    return max((number for at, number in wanted if at >= since), default=0)
+
+
+def _lowest(wanted: Sequence[tuple[float, int]], there: int, recent: int, *, young: bool) -> int:
+    """Lower limit for shrinking: the maximum need within the window.
+
+    Cold-starting workers are kept only while `recent` needs them, since most of their cost is not
+    spent yet. For a young load all serving workers are kept.
+
+    Args:
+        wanted: needs within the window.
+        there: number of workers without those that start cold.
+        recent: maximum need of late, from `_recently`.
+        young: whether the load has been known for a short time only.
+    """
+    most = min(max(number for _, number in wanted), max(recent, there))
+    return max(most, there) if young else most
 
 
 def kept(
@@ -113,18 +138,13 @@ def kept(
     """Lower limits for shrinking: the maximum need of each pool within the window.
 
     If workers can change pools, it is enough to keep the maximum of the sum of both needs, because
-    the pools seldom peak together. Cold-starting workers are kept only while `recent` needs them,
-    since most of their cost is not spent yet. For a young load all serving workers are kept.
+    the pools seldom peak together.
     """
-    most, young = {}, known_s < config.young_s
-    for pool, one in members.items():
-        window, there = (
-            max(number for _, number in states[pool].wanted),
-            one.current - len(one.cold),
-        )
-        most[pool] = min(window, max(recent[pool], there))
-        if young:
-            most[pool] = max(most[pool], there)
+    young = known_s < config.young_s
+    most = {
+        pool: _lowest(states[pool].wanted, one.current - len(one.cold), recent[pool], young=young)
+        for pool, one in members.items()
+    }
     if young or not interchangeable(config):
         return most
     found = {pool: min(most[pool], members[pool].current) for pool in POOLS}
@@ -145,7 +165,7 @@ def bounded(
     most: int,
     needed_ago_s: float | None,
     config: ScalingConfig,
-    pool: Pool,
+    limits: PoolLimits,
 ) -> tuple[int, str]:
     """Next size of a pool without regard to the GPU budget, and the limit that applied, if any.
 
@@ -154,10 +174,9 @@ def bounded(
         needed: number of workers that the present load needs.
         most: lower limit for shrinking, from `kept`.
         needed_ago_s: how long ago that many were needed; None: unknown.
-        config: limits and step sizes.
-        pool: the pool.
+        config: window and step sizes.
+        limits: limits of the pool.
     """
-    limits = config.limits(pool)
     within = min(limits.ceiling, max(limits.floor, needed))
     if within > current:
         step = max(current + 1, math.floor(current * config.max_up))
@@ -184,6 +203,62 @@ def bounded(
             f"{most} were needed {needed_ago_s:.0f} s ago (kept for {config.window_s:g} s)",
         )
     return current, ""
+
+
+def together(
+    members: dict[Pool, Members],
+    needed: dict[Pool, int],
+    wanted: Sequence[tuple[float, int]],
+    config: ScalingConfig,
+    known_s: float,
+    now: float,
+) -> tuple[dict[Pool, int], str]:
+    """Next sizes of pools that share their work: only the sum of the sizes matters.
+
+    Args:
+        members: the workers.
+        needed: number of workers that the load of each pool needs.
+        wanted: sums of both needs within the window.
+        config: limits, window and step sizes.
+        known_s: how long the load has been known.
+        now: time by the core's clock.
+
+    Returns:
+        The sizes, without regard to the GPU budget, and the limit that applied, if any.
+    """
+    limits = [config.limits(pool) for pool in POOLS]
+    current = sum(one.current for one in members.values())
+    most = _lowest(
+        wanted,
+        current - sum(len(one.cold) for one in members.values()),
+        _recently(wanted, config, known_s, now),
+        young=known_s < config.young_s,
+    )
+    size, why = bounded(
+        current,
+        sum(needed.values()),
+        most,
+        last_needed_s(wanted, most, now),
+        config,
+        PoolLimits(sum(one.floor for one in limits), sum(one.ceiling for one in limits)),
+    )
+    sizes = {
+        pool: min(
+            max(members[pool].current, config.limits(pool).floor), config.limits(pool).ceiling
+        )
+        for pool in POOLS
+    }
+    while sum(sizes.values()) != size:
+        step = 1 if sum(sizes.values()) < size else -1
+        able = [
+            pool
+            for pool in POOLS
+            if config.limits(pool).floor <= sizes[pool] + step <= config.limits(pool).ceiling
+        ]
+        if not able:
+            break
+        sizes[max(able, key=lambda pool: step * (needed[pool] - sizes[pool]))] += step
+    return sizes, why
 
 
 def flips(
@@ -221,6 +296,29 @@ def flips(
             len(members[giver].serving) - keep,
             sum(one.responds for one in members[giver].serving) - 1,
             len(able(members[giver]).serving),
+        )
+        if number > 0:
+            return number, pool
+    return None
+
+
+def exchanged(
+    sizes: dict[Pool, int], members: dict[Pool, Members], config: ScalingConfig
+) -> tuple[int, Pool] | None:
+    """Like `flips`, for pools that share their work.
+
+    There a worker flips only where limits or sizes set by hand make one pool grow and the other
+    shrink: a flip moves the worker's requests and lets it do nothing that it did not do before.
+    """
+    if not interchangeable(config):
+        return None
+    for pool in POOLS:
+        giver = members[other(pool)]
+        number = min(
+            sizes[pool] - members[pool].current,
+            giver.current - sizes[other(pool)],
+            sum(one.responds for one in giver.serving) - 1,
+            len(able(giver).serving),
         )
         if number > 0:
             return number, pool

@@ -132,6 +132,9 @@ class Observation:
         workers: all workers, including starting workers.
         latency: latency model of the decode workers.
         lanes: pairs (lane name, load).
+        decode: load of the workers that decode.
+        shared: whether the pools share their work: all workers are of one kind, and each computes
+            prompts and decodes.
     """
 
     observed_at: float
@@ -139,6 +142,7 @@ class Observation:
     latency: LatencyModel
     lanes: tuple[tuple[str, LaneLoad], ...] = ()
     decode: DecodeLoad = field(default_factory=DecodeLoad)
+    shared: bool = False
 
     @property
     def required(self) -> tuple[float, ...]:
