@@ -1,4 +1,4 @@
-"""Whether a submission is admitted, and which fleet computes it."""
+"""Decides whether a submission is admitted, and which fleet computes it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class AdmissionCheck:
         self._admission, self._stats = admission, stats
 
     def check(
-        self, submission: Submission, older: Request | None, now: float, *, goes_on: bool
+        self, submission: Submission, older: Request | None, now: float, *, may_still_run: bool
     ) -> AdmissionResult:
         """Checks a submission, chooses its fleet, and counts it as arrived or shed.
 
@@ -60,14 +60,14 @@ class AdmissionCheck:
             submission: A new or resumed submission.
             older: The running request of the same key, or None.
             now: Time by the core's clock.
-            goes_on: Whether a worker may still run the request for an earlier coordinator.
+            may_still_run: Whether a worker may still run the request for an earlier coordinator.
 
         Raises:
             BatonError: The submission is refused.
         """
         num_tokens = len(submission.prompt_token_ids)
         num_tokens += max_output_tokens(submission, self._workers.max_model_len)
-        refused = self._limit_error(submission, older, num_tokens, now, goes_on=goes_on)
+        refused = self._limit_error(submission, older, num_tokens, now, may_still_run=may_still_run)
         fleet = self._traffic.fleet_of(submission)
         hashes = self._placers.of(fleet).prompts.hashes(submission)
         forecast, growth_s = None, self._stats.ttft_growth_s(submission)
@@ -75,11 +75,11 @@ class AdmissionCheck:
             forecast = self._admission.forecast(submission, hashes, fleet, growth_s, now)
             if _is_late(forecast) and fleet is not self._traffic.stable:
                 # A canary must not cause requests to be refused.
-                tried, fleet = fleet, self._traffic.stable
+                canary, fleet = fleet, self._traffic.stable
                 hashes = self._placers.of(fleet).prompts.hashes(submission)
                 forecast = self._admission.forecast(submission, hashes, fleet, growth_s, now)
                 if not _is_late(forecast):
-                    self._stats.moved_to_stable(tried)
+                    self._stats.moved_to_stable(canary)
             if forecast is not None and _is_late(forecast):
                 refused = forecast.error()
         shed = refused if isinstance(refused, errors.ResourceExhausted) else None
@@ -99,28 +99,28 @@ class AdmissionCheck:
         num_tokens: int,
         now: float,
         *,
-        goes_on: bool,
+        may_still_run: bool,
     ) -> errors.BatonError | None:
-        """Returns why a submission is refused whatever its predicted TTFT, or None."""
+        """Returns why a limit other than the predicted TTFT refuses a submission, or None."""
         if older is not None:
-            # The running request is either resumed or a duplicate.
+            # The submission either resumes the running request or repeats its id by mistake.
             if self._admission.closing is not None:
                 return self._admission.closing
             if not older.is_resumed_by(submission):
                 return errors.AlreadyExists(f"request {submission.request_id} is running")
             if older.submission.digest == submission.digest:
                 return None
-        # A different request under the id of a running one takes its place, and is limited as a new
-        # one: a tenant could otherwise get around its rate limit.
+        # A different request under the id of a running request replaces that request. It is limited
+        # like a new request: a tenant could otherwise get around its rate limit.
         num_others = len(self._requests) - (older is not None)
         refused = self._admission.error(submission.lane, num_others)
         if refused is not None:
             return refused
-        if older is None and self._resumes(submission, goes_on=goes_on):
+        if older is None and self._resumes(submission, may_still_run=may_still_run):
             return None
         return self._lanes.rate_error(submission.tenant, num_tokens, now)
 
-    def _resumes(self, submission: Submission, *, goes_on: bool) -> bool:
+    def _resumes(self, submission: Submission, *, may_still_run: bool) -> bool:
         """Returns whether a submission resumes a request whose session or coordinator was lost.
 
         A request that its client cancelled does not count, and neither does a submission with
@@ -128,7 +128,7 @@ class AdmissionCheck:
         """
         num_known = len(submission.known_token_ids)
         if (before := self._requests.ended.get(submission.key)) is None:
-            return goes_on
+            return may_still_run
         return (
             before.lost_digest is not None
             and 0 < num_known <= before.num_output_tokens

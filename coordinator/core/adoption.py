@@ -36,25 +36,26 @@ from baton.v1 import cluster_pb2, common_pb2
 # How long resumed requests wait for their worker after the first worker has come back, in seconds.
 # Workers try to connect at least three times a second, so nearly all have come back by then.
 _RETURN_S = 0.25
-# How long after the first worker requests wait for a worker of an empty fleet, in seconds.
+# How long resumed requests wait for their worker, after the first worker has come back, if their
+# fleet has no worker that could continue them, in seconds.
 _LATE_S = 2.0
 # How long a worker continues an output whose client has not come back, in seconds.
 _UNCLAIMED_S = 10.0
 # Number of requests whose cancelled attempt is remembered.
-_MAX_OVER = 4096
+_MAX_CANCELLED = 4096
 
 
 class _Phase(Enum):
     """How far the return of an earlier coordinator's workers has come.
 
     Attributes:
-        ALONE: No worker has attached yet.
+        NO_WORKER: No worker has attached yet.
         RETURNING: Resumed requests wait for the worker that runs them.
         LATE: Resumed requests wait only if no other worker can continue them.
         SETTLED: No request waits for a worker of an earlier coordinator.
     """
 
-    ALONE = auto()
+    NO_WORKER = auto()
     RETURNING = auto()
     LATE = auto()
     SETTLED = auto()
@@ -151,9 +152,10 @@ class _Orphan:
 class Adoption:
     """Owns the orphans and connects them with the requests of clients that come back.
 
-    An attempt is adopted if it decodes and the client's tokens are its first tokens. If two workers
-    report the same request, the newer attempt counts. A worker ends all attempts that its welcome
-    does not list, so that no two workers feed one stream.
+    An orphan is an attempt that a worker runs for an earlier coordinator and that no client has
+    resumed yet. An attempt is adopted if it decodes and the client's tokens are its first tokens.
+    If two workers report the same request, the newer attempt counts. A worker ends all attempts
+    that its welcome does not list, so that no two workers feed one stream.
     """
 
     def __init__(
@@ -172,15 +174,15 @@ class Adoption:
         self._orphans: dict[RequestKey, _Orphan] = {}
         # Latest cancelled attempt by request. A worker that lost its stream before the welcome
         # reports the attempt again in its next Hello, and reads the cancel after that welcome.
-        self._over: OrderedDict[RequestKey, int] = OrderedDict()
-        self._phase, self._has_returned = _Phase.ALONE, False
+        self._cancelled: OrderedDict[RequestKey, int] = OrderedDict()
+        self._phase, self._has_returned = _Phase.NO_WORKER, False
 
     @property
     def num_timers(self) -> int:
         """How many timers are set: one per orphan, and CoreTimer.ADOPTION."""
         return len(self._orphans) + (self._phase in (_Phase.RETURNING, _Phase.LATE))
 
-    # ---- Workers.
+    # ---- Workers
 
     def attached(
         self,
@@ -201,7 +203,7 @@ class Adoption:
         Returns:
             The attempts that the worker continues.
         """
-        if self._phase is _Phase.ALONE or (returns and not self._has_returned):
+        if self._phase is _Phase.NO_WORKER or (returns and not self._has_returned):
             # A new worker may attach before the first worker of the earlier coordinator.
             self._phase = _Phase.RETURNING if returns else _Phase.LATE
             self._timers.set(CoreTimer.ADOPTION, now + (_RETURN_S if returns else _LATE_S))
@@ -230,17 +232,17 @@ class Adoption:
                 continue
             orphan.take(output)
             if orphan.finished is not None:
-                self._placers.let_go(key, orphan.fleet, orphan.worker)
+                self._placers.release_held(key, orphan.fleet, orphan.worker)
                 self._lifecycle.room_freed()
             else:
-                self._placers.held_grows(key, orphan.fleet, orphan.worker, orphan.num_kv_tokens)
+                self._placers.grow_held(key, orphan.fleet, orphan.worker, orphan.num_kv_tokens)
 
     def lost(self, worker: WorkerKey) -> None:
         """Drops the orphans of a worker that is removed."""
         for key in [one for one, orphan in self._orphans.items() if orphan.worker == worker]:
             self._forget(key)
 
-    # ---- Clients.
+    # ---- Clients
 
     def may_find(self, key: RequestKey) -> bool:
         """Returns whether a worker runs a request of this key, or may still come back with it."""
@@ -249,8 +251,8 @@ class Adoption:
     def admitted(self, request: Request, now: float) -> None:
         """Gives a newly queued request to the worker that already runs it, if there is one."""
         # Workers may still report earlier attempts.
-        over = self._over.get(request.key, 0)
-        request.attempts_before = max(request.attempts_before, over)
+        cancelled = self._cancelled.get(request.key, 0)
+        request.attempts_before = max(request.attempts_before, cancelled)
         orphan = self._pop(request.key)
         if orphan is not None and not self._join(request, orphan, now):
             self._cancel(request.key, orphan)
@@ -275,7 +277,7 @@ class Adoption:
         assert orphan is not None
         self._cancel(key, orphan)
 
-    # ---- Inside.
+    # ---- Private methods
 
     def _keep(self, key: RequestKey, orphan: _Orphan, now: float) -> bool:
         """Decides whether a worker continues an attempt; if so, keeps it as orphan or adopts it."""
@@ -288,11 +290,11 @@ class Adoption:
             return served and self._deliver(request, orphan, now)
         other = self._orphans.get(key)
         newer = other is not None and other.attempt > orphan.attempt
-        is_over = orphan.attempt <= self._over.get(key, 0)
+        is_cancelled = orphan.attempt <= self._cancelled.get(key, 0)
         if other is not None and (other.worker, other.attempt) == (orphan.worker, orphan.attempt):
             # The cancelled attempt of this number belongs to another worker.
-            is_over = False
-        if newer or is_over or key in self._lifecycle.requests.ended:
+            is_cancelled = False
+        if newer or is_cancelled or key in self._lifecycle.requests.ended:
             return False
         if other is not None and other.worker != orphan.worker:
             self._cancel(key, other)
@@ -350,7 +352,7 @@ class Adoption:
         """Removes an orphan and releases its KV room; returns it, or None."""
         orphan = self._orphans.pop(key, None)
         if orphan is not None:
-            self._placers.let_go(key, orphan.fleet, orphan.worker)
+            self._placers.release_held(key, orphan.fleet, orphan.worker)
             self._lifecycle.room_freed()
         return orphan
 
@@ -359,8 +361,8 @@ class Adoption:
         self._timers.cancel(key)
 
     def _cancel(self, key: RequestKey, orphan: _Orphan) -> None:
-        self._over[key] = max(orphan.attempt, self._over.pop(key, 0))
-        if len(self._over) > _MAX_OVER:
-            self._over.popitem(last=False)
+        self._cancelled[key] = max(orphan.attempt, self._cancelled.pop(key, 0))
+        if len(self._cancelled) > _MAX_CANCELLED:
+            self._cancelled.popitem(last=False)
         command = cluster_pb2.CancelCommand(request_id=key, attempt=orphan.attempt)
         self._lifecycle.effects.add(ev.SendCommand(orphan.worker, command))

@@ -1,4 +1,4 @@
-"""Assignments: the parts of attempts that workers have, in the ledgers and in the load."""
+"""Assigns attempts to workers: counts them in the workers' ledgers and in the predicted load."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Assignments:
         worker.ledger.assign(request.key, request.num_tokens)
 
     def sent(self, request: Request, worker: Worker) -> None:
-        """Notes that a worker was told to begin its part of a request."""
+        """Records that a worker was told to begin its part of a request."""
         worker.ledger.begin(
             request.key, computes_prompt=request.prefill is None, exclusive=request.suspect
         )
@@ -51,7 +51,7 @@ class Assignments:
             self._placers.refresh(worker)
 
     def answered(self, request: Request, key: WorkerKey) -> bool:
-        """Notes a worker's report of an attempt; returns whether it takes requests again."""
+        """Records a worker's report of an attempt; returns whether it takes requests again."""
         worker = self._workers.get(key)
         if worker is None:
             return False
@@ -62,21 +62,21 @@ class Assignments:
         return was_exclusive
 
     def begin_handoff(self, request: Request, worker: Worker) -> None:
-        """Notes that the prefill worker of an attempt sends its KV cache."""
+        """Records that the prefill worker of an attempt sends its KV cache."""
         worker.ledger.begin_handoff(request.key)
 
-    def prefill_over(self, request: Request) -> bool:
-        """Notes that the prompt is computed; returns whether the prefill worker has room now."""
+    def prefill_done(self, request: Request) -> bool:
+        """Records that the prompt is computed; returns whether the prefill worker has room now."""
         self._placers.of(request.fleet).computed(request)
         return self._release(request.prefill, request)
 
     def handed_over(self, request: Request) -> None:
-        """Notes that the prefill worker's side of the handoff is over, or no longer matters."""
+        """Records that the prefill worker need not send the handoff any longer."""
         worker = self._workers.get(request.prefill)
         if worker is not None:
             worker.ledger.end_handoff(request.key)
 
-    def let_go(self, request: Request) -> bool:
+    def release(self, request: Request) -> bool:
         """Releases a request from all its workers; returns whether a worker has room now."""
         self.handed_over(request)
         self._placers.of(request.fleet).released(request)
@@ -109,6 +109,6 @@ class Assignments:
         was_exclusive = worker.ledger.exclusive is not None
         is_released = worker.ledger.release(request.key)
         if was_exclusive:
-            # The suspect request may have left: the worker then takes others again.
+            # A worker runs a suspect request alone. Without that request it takes others again.
             self._placers.refresh(worker)
         return is_released

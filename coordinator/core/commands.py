@@ -1,4 +1,4 @@
-"""Commands for the workers of a request."""
+"""Builds the commands of a request for its workers, and sends them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from baton.coordinator.state.workers import WorkerRegistry
 from baton.runtime.durations import duration
 from baton.v1 import cluster_pb2, common_pb2
 
-# Fetches have one attempt.
+# Attempt number of a fetch's command: a fetch is never attempted again.
 _FETCH_ATTEMPT = 1
 
 
@@ -49,7 +49,7 @@ def _only_prompt(wanted: common_pb2.SamplingParams) -> common_pb2.SamplingParams
 
 
 def _fetch_name(handoff_id: bytes) -> str:
-    """Returns the name under which a holder knows a fetch; no client's request has it."""
+    """Returns the request ID of a fetch at its holder, which differs from all clients' IDs."""
     return f"fetch-{handoff_id.hex()}"
 
 
@@ -89,7 +89,7 @@ class Commands:
         if request.handoff_id:
             command.handoff.CopyFrom(self._handoff_plan(request))
         if not request.handoff_id or request.hands_over_all:
-            # After a handoff that did not bring the images, this one may not either.
+            # A handoff of this request has lacked the images before, so this one may lack them too.
             _add_chat(command.spec, request)
         if request.fetch is not None and request.prefill is None:
             command.fetch.CopyFrom(request.fetch)
@@ -101,17 +101,17 @@ class Commands:
         """Tells a worker to send the cached beginning of a prompt to the reader of a request.
 
         Args:
-            request: the request, with its fetch.
-            holder: the worker that sends.
-            reader: the worker that computes the prompt.
-            least_tokens: the least number of tokens, from the first, that is worth sending.
+            request: The request, with its fetch.
+            holder: The worker that sends.
+            reader: The worker that computes the prompt.
+            least_tokens: Smallest number of leading prompt tokens that is worth sending.
         """
         fetch, worker = request.fetch, self._workers.get(reader)
         assert fetch is not None
         assert worker is not None
         spec = _spec(request)
         spec.request_id, spec.attempt = _fetch_name(fetch.handoff_id), _FETCH_ATTEMPT
-        # The holder computes one token behind the handoff, whichever.
+        # The holder must compute one token after the sent ones; its value does not matter.
         prompt = request.submission.prompt_token_ids
         spec.prompt_token_ids.extend([*prompt[: fetch.num_tokens], prompt[0]])
         spec.sampling.CopyFrom(common_pb2.SamplingParams(max_tokens=2, ignore_eos=True))
@@ -128,7 +128,7 @@ class Commands:
         self._send(holder, cluster_pb2.PrefillCommand(spec=spec, handoff=handoff, only_cached=True))
 
     def cancel_prefix(self, holder: WorkerKey, handoff_id: bytes) -> None:
-        """Tells a worker that its cached blocks are not needed (any more)."""
+        """Tells the holder of a fetch that its blocks are not needed."""
         if self._workers.get(holder) is not None:
             command = cluster_pb2.CancelCommand(
                 request_id=_fetch_name(handoff_id), attempt=_FETCH_ATTEMPT, handoff_id=handoff_id
@@ -159,7 +159,7 @@ class Commands:
             command = cluster_pb2.CancelCommand(request_id=request.key, handoff_id=handoff_id)
             self._send(receiver, command)
 
-    # ---- Inside
+    # ---- Private methods
 
     def _send(self, worker: WorkerKey, command: ev.Command) -> None:
         self._emit(ev.SendCommand(worker, command))

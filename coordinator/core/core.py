@@ -1,7 +1,8 @@
 """The coordinator's synchronous core: it takes events and returns effects.
 
-It does no I/O, awaits nothing and holds no clock: time is a parameter, timers are data. The asyncio
-server is one shell around it; a simulator can be another.
+It does no I/O, awaits nothing and reads no clock: each event comes with its time, and the core
+tells its shell when it must be called next. `coordinator/server/shell.py` runs the core on asyncio;
+`simulator/` runs it under a virtual clock.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from baton.v1 import cluster_pb2, common_pb2
 class Core:
     """Hands each event to the part that owns it, and returns the effects of all parts.
 
-    The shell reads attributes, and changes nothing but through `handle`.
+    The shell reads the attributes. It changes the core's state only through `handle`.
 
     Args:
         config: Limits and times.
@@ -153,7 +154,7 @@ class Core:
             ev.FlipRequested: self._flip_requested,
             ev.LauncherReady: self._launcher_ready,
             ev.WorkerExited: members.exited,
-            ev.WorkerWaits: lambda event, now: self.scaler.waits(event, now),
+            ev.WorkerWaits: self.scaler.waits,
             ev.ScaleRequested: lambda event, now: self.scaler.scale(
                 event.pool, event.num_workers, now
             ),
@@ -167,7 +168,7 @@ class Core:
             ev.ShutdownNow: self._shut_down_now,
             ev.Tick: self._tick,
         }
-        # Called with the time when the timer is due. Requests and workers have timers of their own.
+        # Handlers of the core's own timers. Each request and each worker has a timer besides.
         self._timed: dict[CoreTimer, Callable[[float], None]] = {
             CoreTimer.ADOPTION: self._adoption.advance,
             CoreTimer.SCALING: members.scale,
@@ -187,7 +188,7 @@ class Core:
         """
         self.placers.at(now)
         self._lifecycle.lanes.now = now
-        self._members.excuse(now)
+        self._members.after_pause(now)
         self._handlers[type(event)](event, now)
         self._rollout_control.after_event(now)
         self._steps.after_event(now)
@@ -222,7 +223,7 @@ class Core:
         return self._lifecycle.stats
 
     def take_session(self, session_id: str, tenant: str) -> TakenSession:
-        """Forgets a session's workers, and its KV blocks; see SessionBlocks.take."""
+        """Forgets the workers and the KV blocks of a session; see SessionBlocks.take."""
         taken = self._lifecycle.session_blocks.take(session_id, tenant)
         self.placers.forget_session(taken.key)
         return taken
@@ -311,7 +312,7 @@ class Core:
 
     @property
     def gap_reason(self) -> str:
-        """Why the longest gap of the step targets is as it is, for people."""
+        """Explains to people how the longest gap of the step targets was chosen."""
         return self._steps.gap_reason
 
     def observer(self) -> Observer:
@@ -343,13 +344,13 @@ class Core:
     def _submitted(self, event: ev.Submitted, now: float) -> None:
         submission = event.submission
         resumes = len(submission.known_token_ids) > 0
-        goes_on = resumes and self._adoption.may_find(submission.key)
-        if resumes and submission.revision and not goes_on:
+        may_still_run = resumes and self._adoption.may_find(submission.key)
+        if resumes and submission.revision and not may_still_run:
             fleet = self.fleets.named(submission.revision)
             if self.rollouts.is_gone(fleet):
                 self._effects.failed(submission, gone_error(fleet))
                 return
-        request = self._lifecycle.admit(submission, now, goes_on=goes_on)
+        request = self._lifecycle.admit(submission, now, may_still_run=may_still_run)
         if request is not None:
             self._adoption.admitted(request, now)
             self.scaler.arrived(now)
@@ -433,7 +434,7 @@ class Core:
             elif isinstance(key, CoreTimer):
                 self._timed[key](now)
             else:
-                self._members.look_at(key, now)
+                self._members.check_silence(key, now)
 
     def _request_is_due(self, key: RequestKey, now: float) -> None:
         request = self._lifecycle.requests.get(key)

@@ -21,8 +21,8 @@ from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.runtime import errors
 from baton.v1 import common_pb2
 
-# A batch request that was parked this often is not parked more often than others: its prefix may
-# have been evicted.
+# Number of times that a batch request is parked while others can be parked instead. Each time its
+# prefix may be evicted, so that its prompt is computed again.
 _MAX_PARKED = 8
 # Shortest delay of the ROOM timer in seconds, against rounding errors.
 _LEAST_WAIT_S = 0.001
@@ -77,7 +77,8 @@ class Dispatcher:
                 room_at = min(room_at, placer.room_at(request))
                 if self._never_fits_beside(placer, request):
                     self._lifecycle.lanes.skip(request.fleet)
-                continue  # The lanes skip its queue.
+                # The request keeps its turn: `candidates` now skips the rest of its queue.
+                continue
             problem = self._resume_error(request, placement)
             if problem is not None:
                 self._lifecycle.fail(request, problem, now)
@@ -115,15 +116,16 @@ class Dispatcher:
             f"every worker is busy: {waited}", reason="QUEUE_TIMEOUT", retry_after_s=1.0
         )
 
-    # ---- Inside
+    # ---- Private methods
 
     def _never_fits_beside(self, placer: Placer, request: Request) -> bool:
         """Returns whether the request would never find room while other requests take it."""
         workers = request.fleet.workers
         if request.suspect and any(one.serving and one.ledger.unanswered for one in workers):
-            # A suspect needs a worker without unanswered requests. While others join, none has.
+            # A suspect needs a worker without unanswered requests. If new requests went to all
+            # workers meanwhile, there would never be one.
             return True
-        # Interactive prompts would take the room again and again.
+        # Each time room becomes free, an interactive prompt would take it.
         return self._lifecycle.lanes.is_due(request) and placer.is_crowded_out(request)
 
     def _made_room(
@@ -226,7 +228,8 @@ class Dispatcher:
 def _parking_cost(worker: Worker, request: Request) -> tuple[int, int]:
     """Sort key of the batch outputs of a worker; smaller values are parked first.
 
-    The shortest ones are the cheapest to compute again.
+    Requests that were parked too often come last. The shortest of the others come first, because
+    they are the cheapest to compute again.
     """
     num_too_often = max(0, request.num_parked + 1 - _MAX_PARKED)
     return num_too_often, worker.ledger.num_tokens_of(request.key)

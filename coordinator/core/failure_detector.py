@@ -1,4 +1,4 @@
-"""The failure detector: how long a worker may be silent before its requests move."""
+"""Decides how long a worker may be silent before other workers take over its requests."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from baton.coordinator.state.workers import Worker
 
 # Longest silence of a worker whose stream has ended, in seconds. A living worker reconnects within
 # a tenth of this time.
-_GONE_S = 0.5
+_MAX_DISCONNECTED_S = 0.5
 # A silence of this many times the longest recent silence counts as a failure.
-_UNUSUAL = 2.0
-# Every worker may be silent for this share of the configured time.
+_FAILURE_FACTOR = 2.0
+# Share of the configured silence that every worker may be silent for, however punctual it was.
 _LEAST_SHARE = 2 / 3
 # Decay per load report of the longest silence; it halves every 14 reports.
-_FORGETTING = 0.95
-# In heartbeat intervals: if no worker was heard for _DEAF, this process stood still; it then needs
-# _CATCH_UP to read the waiting messages.
-_DEAF, _CATCH_UP = 1.2, 0.25
+_DECAY = 0.95
+# If no worker was heard for this many heartbeat intervals, this process itself was paused.
+_PAUSE_INTERVALS = 1.2
+# After a pause, this process needs this many heartbeat intervals to read the waiting messages.
+_CATCH_UP_INTERVALS = 0.25
 
 
 class FailureDetector:
@@ -29,8 +30,8 @@ class FailureDetector:
         config: Bounds of the silence.
 
     Attributes:
-        least_silent_s: Silence that is always allowed: one heartbeat is missing and the next one is
-            late.
+        least_silent_s: Silence that is always allowed, in seconds: one heartbeat may be missing and
+            the next one late.
         catch_up_s: Time that this process needs to read waiting messages after a pause.
     """
 
@@ -38,37 +39,37 @@ class FailureDetector:
         self._most_silent_s = most_s = config.worker_silent_s
         self._lost_after_s = config.worker_timeout_s
         self.least_silent_s = min(most_s, max(_LEAST_SHARE * most_s, 2 * config.heartbeat_s))
-        self.catch_up_s = _CATCH_UP * config.heartbeat_s
-        self._deaf_s = _DEAF * config.heartbeat_s
-        # When any worker was heard last, and when that happened last after a long silence of all.
-        self._heard_at = self._deaf_until = float("-inf")
+        self.catch_up_s = _CATCH_UP_INTERVALS * config.heartbeat_s
+        self._pause_s = _PAUSE_INTERVALS * config.heartbeat_s
+        # When any worker was heard last, and when a worker was first heard after the latest pause.
+        self._heard_at = self._resumed_at = float("-inf")
 
     def expect(self, worker: Worker) -> None:
         """Sets the initial silence limit of a new worker."""
-        worker.longest_silence_s = self._most_silent_s / _UNUSUAL
+        worker.longest_silence_s = self._most_silent_s / _FAILURE_FACTOR
 
     def heard(self, worker: Worker, now: float) -> None:
-        """Notes a message of a worker."""
+        """Records a message of a worker."""
         silence_s = now - worker.heard_at
         if silence_s > worker.longest_silence_s:
             worker.longest_silence_s = min(silence_s, self._most_silent_s)
         worker.heard_at = now
-        if now - self._heard_at > self._deaf_s:
-            self._deaf_until = now
+        if now - self._heard_at > self._pause_s:
+            self._resumed_at = now
         self._heard_at = now
 
     def reported(self, worker: Worker) -> None:
-        """Notes a load report, which decays the worker's longest silence."""
-        worker.longest_silence_s *= _FORGETTING
+        """Records a load report, which decays the worker's longest silence."""
+        worker.longest_silence_s *= _DECAY
 
     def may_be_silent_s(self, worker: Worker) -> float:
         """Returns how long a worker may be silent, in seconds: less, the more punctual it was."""
         if not worker.connected:
-            return min(self._most_silent_s, _GONE_S)
-        usual_s = max(self.least_silent_s, _UNUSUAL * worker.longest_silence_s)
+            return min(self._most_silent_s, _MAX_DISCONNECTED_S)
+        usual_s = max(self.least_silent_s, _FAILURE_FACTOR * worker.longest_silence_s)
         return min(self._most_silent_s, usual_s)
 
-    def next_look(self, worker: Worker, now: float) -> float:
+    def next_check(self, worker: Worker, now: float) -> float:
         """Returns when the worker's silence must be checked next, by the core's clock."""
         silent_s = self.may_be_silent_s(worker)
         due = worker.heard_at + silent_s
@@ -77,10 +78,10 @@ class FailureDetector:
             due = now + silent_s
         return min(due, worker.heard_at + self._lost_after_s, worker.leaves_by)
 
-    def is_deaf(self, now: float) -> bool:
-        """Returns whether no worker is heard, or waiting messages are still being read.
+    def was_paused(self, now: float) -> bool:
+        """Returns whether this process was paused, or still reads the messages from that time.
 
-        Then this process stood still, rather than all workers at once. If all workers had failed,
-        no other worker could take their requests anyway.
+        It was paused if no worker was heard: that is more likely than a failure of all workers at
+        once. If all workers had failed, no other worker could take their requests anyway.
         """
-        return now - self._heard_at > self._deaf_s or now - self._deaf_until < self.catch_up_s
+        return now - self._heard_at > self._pause_s or now - self._resumed_at < self.catch_up_s

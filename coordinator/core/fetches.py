@@ -1,4 +1,7 @@
-"""Fetches: prefixes of prompts that workers send to the readers of requests."""
+"""Owns the fetches: a worker (the holder) sends the cached beginning of a prompt to another worker.
+
+The other worker (the reader) computes the rest of the prompt.
+"""
 
 from __future__ import annotations
 
@@ -37,15 +40,15 @@ class _Fetch:
     """A fetch of one request, until its end.
 
     Attributes:
-        request: the request that loads the fetched blocks.
-        route: the worker that holds the blocks, and the worker that computes the request's prompt.
-        choice: what is fetched, and from where.
-        hashes: hashes of the prompt's blocks.
-        blocks: indices of the blocks that are fetched.
-        num_bytes: size of the fetched blocks.
-        ends_at: when the reader gives it up, by the core's clock.
-        is_sent: whether the holder has nothing to do for it any more.
-        failed: whether it will never be loaded.
+        request: The request that loads the fetched blocks.
+        route: The worker that holds the blocks, and the worker that computes the request's prompt.
+        choice: The fetch as routing has chosen it.
+        hashes: Hashes of the prompt's blocks.
+        blocks: Indices of the blocks that are fetched.
+        num_bytes: Size of the fetched blocks.
+        ends_at: Time by the core's clock when the reader stops waiting for the fetch.
+        is_sent: Whether the holder has sent the blocks, or need not send them any more.
+        failed: Whether the blocks will not be loaded.
     """
 
     request: Request
@@ -69,8 +72,8 @@ class Fetches:
     """Owns each fetch from the request's dispatch until its prompt is computed.
 
     A fetch is an ordinary handoff of blocks that its sender has cached. The reader waits for it
-    without KV blocks, for a limited time, and computes whatever does not come. Other requests of
-    the reader with the same prefix wait for the same fetch.
+    without KV blocks, for a limited time, and computes the blocks that do not arrive. Other
+    requests of the reader with the same prefix wait for the same fetch.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class Fetches:
         self._ended: OrderedDict[bytes, _Route] = OrderedDict()
 
     def begin(self, request: Request, placement: Placement, now: float) -> None:
-        """Begins the fetch of a request that is being dispatched, or lets it wait for another's."""
+        """Begins the fetch of a request that is being dispatched, or shares a fetch under way."""
         request.fetch = None
         if (reader := placement.reader) is None:
             return
@@ -130,7 +133,7 @@ class Fetches:
         self._by_reader.setdefault(reader, {})[handoff_id] = fetch
         self._commands.send_prefix(request, choice.holder, reader, choice.least_tokens)
 
-    def over(self, request: Request) -> bool:
+    def end(self, request: Request) -> bool:
         """Ends the fetch of a request whose prompt is computed or that leaves its workers.
 
         Idempotent.
@@ -165,11 +168,11 @@ class Fetches:
         if report.state == kv_transfer_pb2.HANDOFF_STATE_COMMITTED:
             if fetch is not None:
                 fetch.is_sent = True
-            # Bytes leave when the receiver has opened the handoff and the holder's step has filled
-            # its staging.
+            # The first bytes leave when the receiver has opened the handoff and the holder's step
+            # has filled staging; the time before that is not the network's.
             seconds = (report.exposed_us - max(0, report.open_us - report.fill_us)) / 1e6
             router, pair = self._router(route), route.pair
-            # Fewer than planned if the holder lacked blocks.
+            # The report has fewer bytes than planned if the holder lacked blocks.
             router.transfers.took(pair, report.num_bytes, seconds, near=router.near(*pair))
         elif (
             report.state == kv_transfer_pb2.HANDOFF_STATE_FAILED
@@ -180,7 +183,11 @@ class Fetches:
         return True
 
     def handed_over(self, request: Request, report: cluster_pb2.HandoffReport) -> None:
-        """Measures the network by a handoff, whose bytes also waited for their computation."""
+        """Updates the measured network speed with a handoff.
+
+        The time of a handoff is only an upper limit of the network's time, because its bytes also
+        waited for their computation.
+        """
         if request.prefill is None or request.decode is None:
             return
         router, pair = self._placers.of(request.fleet).router, (request.prefill, request.decode)
@@ -194,7 +201,7 @@ class Fetches:
                 self._fail(fetch, handoff_id, from_holder=True)
 
     def _fail(self, fetch: _Fetch, handoff_id: bytes, *, from_holder: bool) -> None:
-        """Notes that a fetch will not be loaded, and tells the worker that does not know it."""
+        """Records that a fetch will not be loaded, and tells the worker that does not know it."""
         fetch.failed = True
         if from_holder:
             fetch.is_sent = True

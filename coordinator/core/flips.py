@@ -23,12 +23,12 @@ from baton.v1 import cluster_pb2, common_pb2
 class Flips:
     """Owns the workers that change to the other pool.
 
-    A flipping worker finishes its prompts. Each of its outputs moves to another worker, or ends on
-    this worker, whichever the latency model predicts to be sooner. To move an output, the worker
-    itself hands over the KV cache after computing the last block again, or a prefill worker
-    computes the prompt again. Outputs that have not ended in time are recovered by other workers of
-    the pool. If no other worker is left in its pool, the worker keeps its role, or takes it back,
-    because requests wait for the role.
+    A flipping worker finishes its prompts. Each of its outputs ends on this worker or moves to
+    another one, depending on where the latency model predicts the earlier end. To move an output,
+    the worker itself hands over the KV cache after computing the last block again, or a prefill
+    worker computes the prompt again. When the time limit of the flip has passed, all remaining
+    outputs move. If no other worker is left in its pool, the worker keeps its role, or takes it
+    back, because requests wait for the role.
 
     Args:
         lifecycle: The requests.
@@ -87,12 +87,12 @@ class Flips:
             self._scaler.flipped(worker.id, POOL_OF[worker.role], POOL_OF[role])
         self._flipping[worker.key] = None
         self._placers.refresh(worker)
-        self.look(worker, now)
+        self.move_outputs(worker, now)
 
-    def look(self, worker: Worker, now: float) -> None:
-        """Moves outputs that would end sooner on another worker; after `until` moves all of them.
+    def move_outputs(self, worker: Worker, now: float) -> None:
+        """Moves outputs that would end sooner on another worker; after the time limit, all outputs.
 
-        Called with each load report of a flipping worker.
+        Membership calls it for each load report of a flipping worker.
         """
         flip = worker.flip
         if flip is None or flip.told:
@@ -144,7 +144,7 @@ class Flips:
         if worker.flip is not None:
             self._end(worker)
 
-    # ---- Inside.
+    # ---- Private methods
 
     def _tell(self, worker: Worker, role: common_pb2.Role.ValueType) -> None:
         self._emit(ev.SendCommand(worker.key, cluster_pb2.SetRoleCommand(role=role)))
@@ -153,9 +153,9 @@ class Flips:
         """Moves an output to another worker if it would end sooner there."""
         placer = self._placers.of(request.fleet)
         predictions = placer.predictions
-        here_s = predictions.here_s(request)
+        here_s = predictions.remaining_output_s(request)
         waiting_s = sum(self._lifecycle.lanes.waiting_s(lane, request.fleet) for lane in LANES)
-        anew_s = predictions.elsewhere_s(request, waiting_s)
+        anew_s = predictions.move_s(request, waiting_s)
         placement = placer.by_handoff(request, worker, within_s=min(here_s, anew_s))
         if placement is not None:
             self._lifecycle.move(request, now, placement)

@@ -1,10 +1,15 @@
-"""Chooses the longest gap of an elastic cell whose operator has set none.
+"""Chooses the longest gap between tokens in an elastic cell whose operator has not set it.
 
-With long gaps, streams may owe time (runtime/step_budget.py). This lets prompts be in time where
-decode steps leave them little time, and where hardly a worker is without streams. But a stream
-must live long enough to catch up, and prompts must be short, so that it does not owe more again and
-again. In simulations, a choice by the momentary load was worse than either gap, because each change
-leaves streams behind. The conditions here change slowly, and the choice waits.
+The longest gap is a multiple of the ITL target: 1.2 by default, and 3 with long gaps
+(runtime/step_budget.py). With long gaps, a step may compute more prompt tokens than the streams
+have saved time for; the streams borrow that time, and later steps are shorter to make up for it.
+More prompts are then in time on workers whose decode steps take most of the ITL target, and in
+cells where nearly every worker has streams.
+
+A stream must live long enough to make up for the borrowed time, and prompts must be short, so that
+it does not have to borrow again too soon. In simulations, a choice by the momentary load was worse
+than either gap, because each change leaves streams that have borrowed time. The conditions below
+therefore use values that change slowly, and must hold for some time.
 """
 
 from __future__ import annotations
@@ -13,37 +18,58 @@ from typing import NamedTuple
 
 from baton.runtime.step_budget import FAST_SHARE
 
-# Most workers with long gaps. In simulations with the Azure conversation trace, 4 to 6 workers gain
-# little and 8 lose.
-_MOST_WORKERS = 3
-# For each of the others, the limit from which gaps become long, and the limit to which they stay
-# long: the means of recent requests vary. Mean output in tokens; with 60 and 90, streams ended
-# before they had caught up.
-_LEAST_OUTPUT = {False: 150.0, True: 130.0}
-# Time of a prompt in ITL targets, weighted as in `Workload`. With 13, streams did not catch up.
-_MOST_PROMPT = {False: 5.0, True: 5.5}
-# Decode step of one stream in ITL targets. Beside shorter steps, prompts are fast enough as it is.
-_LEAST_STEP = {False: 0.4, True: 0.37}
-# Outputs from which the means count. The first outputs that end are the shortest.
+# Largest cell that gets long gaps, in workers. In simulations with the Azure conversation trace,
+# cells of 4 to 6 workers gained little and cells of 8 workers lost.
+_MAX_WORKERS = 3
+
+
+class _Limit(NamedTuple):
+    """A limit with hysteresis, because the means of recent requests vary.
+
+    Attributes:
+        enter: The limit while gaps have the default length.
+        stay: The limit while gaps are long.
+    """
+
+    enter: float
+    stay: float
+
+    def of(self, *, is_long: bool) -> float:
+        """The limit that applies now."""
+        return self.stay if is_long else self.enter
+
+
+# Smallest mean output in tokens. With 60 and 90, streams ended before they had made up for the
+# borrowed time.
+_MIN_OUTPUT = _Limit(enter=150.0, stay=130.0)
+# Longest prompt computation in ITL targets (`Workload.prompt_itls`). With 13, streams did not make
+# up for the borrowed time.
+_MAX_PROMPT = _Limit(enter=5.0, stay=5.5)
+# Shortest decode step of one stream in ITL targets. With shorter steps, prompts are fast enough
+# without long gaps.
+_MIN_STEP = _Limit(enter=0.4, stay=0.37)
+# Number of ended outputs from which their mean length is used. The outputs that end first are the
+# shortest.
 LEAST_OUTPUTS = 32
-# How long all conditions must hold before gaps become long, in seconds. The end of a condition
-# counts at once, because long gaps cost more where they do not belong than the default does. So a
-# worker that restarts changes nothing, and gaps change at most twice in this time. If a step with
-# one stream takes most of the ITL target, short gaps leave prompts next to no time, and each second
-# builds a queue: gaps become long at once then, and before any output has ended.
+# How long all conditions must hold before gaps become long, in seconds. Because of this wait, a
+# worker that restarts in a larger cell changes nothing. Gaps become short as soon as a condition no
+# longer holds, because unsuitable long gaps cost more than unsuitable short ones. If a step with
+# one stream takes most of the ITL target, short gaps leave nearly no time for prompts, and each
+# second adds to the queue: gaps then become long at once, and before any output has ended.
 _HOLD_S = 60.0
 
 
 class Workload(NamedTuple):
-    """The load that the choice depends on, beside the number of workers.
+    """The load that the choice depends on, in addition to the number of workers.
 
     Attributes:
         output_tokens: Mean length of recent interactive outputs; None: fewer than LEAST_OUTPUTS
             have ended.
         prompt_itls: Time to compute a recent interactive prompt without other work, as a multiple
-            of the ITL target. It is the mean over the time that prompts take: a stream that waits
-            for a prompt waits for one of this length on average.
-        step_itls: Time of the fastest worker's decode step with one stream, likewise.
+            of the ITL target. The mean is weighted by that time, because a stream is more likely to
+            wait for a long prompt than for a short one.
+        step_itls: Time of the fastest worker's decode step with one stream, as a multiple of the
+            ITL target.
     """
 
     output_tokens: float | None
@@ -57,28 +83,29 @@ class Workload(NamedTuple):
 
 
 class GapChoice:
-    """The choice between the default and long gaps, in the course of time.
+    """Chooses between gaps of the default length and long gaps, and remembers the choice.
 
     Attributes:
         is_long: Whether gaps are long now.
-        reason: Why, for people.
+        reason: Reason of the choice, for people.
     """
 
     def __init__(self) -> None:
         self.is_long, self.reason = False, "no worker has attached yet"
-        # Since when all conditions for long gaps hold; None: they do not.
+        # Time since which all conditions for long gaps hold; None: one does not hold.
         self._since: float | None = None
 
-    def look(self, num_workers: int, workload: Workload | None, now: float) -> None:
+    def update(self, num_workers: int, workload: Workload | None, now: float) -> None:
         """Chooses again.
 
         Args:
             num_workers: Number of attached workers.
-            workload: None: no interactive prompt has been placed yet, or there is no ITL target.
+            workload: The present load; None: no interactive prompt has been placed yet, or there
+                is no ITL target.
             now: Time by the core's clock.
         """
-        if against := self._against(num_workers, workload):
-            self.is_long, self.reason, self._since = False, against, None
+        if objection := self._objection(num_workers, workload):
+            self.is_long, self.reason, self._since = False, objection, None
             return
         assert workload is not None
         self._since = now if self._since is None else self._since
@@ -87,21 +114,21 @@ class GapChoice:
         if not self.is_long:
             self.reason += f", but not yet for {_HOLD_S:.0f} s"
 
-    def _against(self, num_workers: int, workload: Workload | None) -> str:
-        """Returns what speaks against long gaps; empty: nothing."""
-        if num_workers > _MOST_WORKERS:
-            return f"{num_workers} workers; long gaps are for at most {_MOST_WORKERS}"
+    def _objection(self, num_workers: int, workload: Workload | None) -> str:
+        """Returns the condition for long gaps that does not hold, in words; empty: all hold."""
+        if num_workers > _MAX_WORKERS:
+            return f"{num_workers} workers; long gaps are for at most {_MAX_WORKERS}"
         if workload is None:
             return "no interactive prompt yet, or no ITL target"
         if workload.output_tokens is None:
             if not workload.is_tight:
                 return f"fewer than {LEAST_OUTPUTS} outputs have ended"
-        elif workload.output_tokens < (least := _LEAST_OUTPUT[self.is_long]):
+        elif workload.output_tokens < (least := _MIN_OUTPUT.of(is_long=self.is_long)):
             return f"outputs of {workload.output_tokens:.0f} tokens; long gaps need {least:g}"
-        if workload.prompt_itls > (most := _MOST_PROMPT[self.is_long]):
+        if workload.prompt_itls > (most := _MAX_PROMPT.of(is_long=self.is_long)):
             took = f"prompts take {workload.prompt_itls:.1f} ITL targets"
             return f"{took}; long gaps are for at most {most:g}"
-        if workload.step_itls < (least := _LEAST_STEP[self.is_long]):
+        if workload.step_itls < (least := _MIN_STEP.of(is_long=self.is_long)):
             took = f"decode steps take {workload.step_itls:.2f} ITL targets"
             return f"{took}; long gaps need {least:g}"
         return ""

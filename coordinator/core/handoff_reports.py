@@ -1,4 +1,4 @@
-"""Reports of the two workers of a handoff on its end."""
+"""Applies the reports in which the two workers of a handoff tell how it ended."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from baton.coordinator.core.request_lifecycle import RequestLifecycle
 from baton.coordinator.state.requests import RequestKey, WorkerKey
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 
+# Number of ended handoffs that are remembered, to recognize the second report.
 _MAX_REMEMBERED = 4096
 
 

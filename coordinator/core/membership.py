@@ -119,7 +119,7 @@ class Membership:
             worker.state = worker.state if drains else hello.state
             worker.hello, worker.role = hello, hello.role
         if hello.state == cluster_pb2.WORKER_STATE_DRAINING:
-            self._drains.said(worker)
+            self._drains.confirmed(worker)
         worker.connected, worker.heard_at, worker.progressed_at = True, now, now
         worker.unresponsive, worker.stuck = "", False
         self._flips.heard(worker)
@@ -136,11 +136,11 @@ class Membership:
         return worker
 
     def hear(self, key: WorkerKey, now: float) -> Worker | None:
-        """Notes a message of a worker; returns the worker, or None if it is not attached."""
+        """Records a message of a worker; returns the worker, or None if it is not attached."""
         worker = self._workers.get(key)
         if worker is not None:
             self._detector.heard(worker, now)
-            if worker.unresponsive and now - worker.progressed_at < self._may_stand_s(worker):
+            if worker.unresponsive and now - worker.progressed_at < self._max_step_s(worker):
                 self._removal.responds(worker)
         return worker
 
@@ -156,7 +156,7 @@ class Membership:
         load, worker.load = event.load, event.load
         self._detector.reported(worker)
         if worker.flip is not None:
-            self._flips.look(worker, now)
+            self._flips.move_outputs(worker, now)
         self._latency.observe(worker, load.steps)
         # vLLM's one-token prompt chunks look like decodes, so steps of other workers are left out.
         if load.steps and worker.role in worker.fleet.workers.roles_doing(common_pb2.ROLE_DECODE):
@@ -171,7 +171,7 @@ class Membership:
             if worker.unresponsive:
                 self._removal.responds(worker)
             return
-        stuck_s, limit_s = now - worker.progressed_at, self._may_stand_s(worker)
+        stuck_s, limit_s = now - worker.progressed_at, self._max_step_s(worker)
         if stuck_s >= _STUCK_FOR_GOOD * limit_s:
             self._removal.lose(worker, f"has made no step for {stuck_s:.1f} s", now)
         elif stuck_s >= limit_s:
@@ -191,7 +191,7 @@ class Membership:
             return
         if change.state == cluster_pb2.WORKER_STATE_DRAINING:
             self._flips.stop(worker)
-            self._drains.said(worker)
+            self._drains.confirmed(worker)
             if worker.state != cluster_pb2.WORKER_STATE_DRAINING:
                 # The worker drains by itself; the scaler may have to replace it.
                 self._scaler.soon(now)
@@ -211,7 +211,7 @@ class Membership:
         worker = self._workers.get(event.worker)
         if worker is not None:
             worker.connected = False
-            # Its time to come back begins now. For a silent worker it began with the silence.
+            # The time in which it must come back begins now; for a silent worker, it began before.
             if not worker.unresponsive:
                 worker.heard_at = now
             self._placers.refresh(worker)
@@ -273,11 +273,11 @@ class Membership:
 
     # ---- Time
 
-    def excuse(self, now: float) -> None:
-        """Restarts the workers' silence timers after the coordinator itself stood still.
+    def after_pause(self, now: float) -> None:
+        """Restarts the workers' silence timers if this process was paused before this event.
 
-        After a pause of the process (stopped, starved, suspended machine) timers are long overdue
-        and messages of the workers are unread.
+        After a pause (a stopped process, a starved CPU, a suspended machine) timers are long
+        overdue, and messages of the workers are unread.
         """
         due = self._timers.next()
         if due is None or now - due < self._detector.least_silent_s / 2:
@@ -287,7 +287,7 @@ class Membership:
             worker.progressed_at = min(now, worker.progressed_at + now - due)
             self._watch(worker, now)
 
-    def look_at(self, key: WorkerKey, now: float) -> None:
+    def check_silence(self, key: WorkerKey, now: float) -> None:
         """Handles a worker's timer: removes or suspects a worker that was silent for too long."""
         worker = self._workers.get(key)
         assert worker is not None
@@ -299,7 +299,7 @@ class Membership:
             self._removal.lose(worker, f"{silent} for {self._config.worker_timeout_s:g} s", now)
             return
         if worker.heard_at + self._detector.may_be_silent_s(worker) <= now:
-            if worker.connected and self._detector.is_deaf(now):
+            if worker.connected and self._detector.was_paused(now):
                 lost_at = worker.heard_at + self._config.worker_timeout_s
                 caught_up_at = now + self._detector.catch_up_s
                 self._timers.set(key, min(caught_up_at, lost_at, worker.leaves_by))
@@ -307,10 +307,10 @@ class Membership:
             self._removal.suspect(worker, f"{silent} for {now - worker.heard_at:.1f} s", now)
         self._watch(worker, now)
 
-    # ---- Inside
+    # ---- Private methods
 
-    def _may_stand_s(self, worker: Worker) -> float:
-        """Returns how long its engine may make no step: several of its longest predicted steps."""
+    def _max_step_s(self, worker: Worker) -> float:
+        """Returns after how many seconds without a step a worker's engine counts as stuck."""
         entry = self._placers.load(worker)
         step_s = entry.step_s if entry is not None else 0.0
         return max(self._config.worker_stuck_s, _STUCK_STEPS * step_s)
@@ -330,4 +330,4 @@ class Membership:
 
     def _watch(self, worker: Worker, now: float) -> None:
         """Sets the timer that checks for a worker's silence."""
-        self._timers.set(worker.key, self._detector.next_look(worker, now))
+        self._timers.set(worker.key, self._detector.next_check(worker, now))

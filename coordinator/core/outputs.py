@@ -11,20 +11,21 @@ from baton.coordinator.telemetry.budget import ttft_stages
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 
-_THE_REQUESTS_OWN = (
+# Codes of errors that the request itself causes: another worker would fail it too.
+_REQUEST_ERRORS = (
     code_pb2.INVALID_ARGUMENT,
     code_pb2.FAILED_PRECONDITION,
     code_pb2.OUT_OF_RANGE,
     code_pb2.UNIMPLEMENTED,
     code_pb2.DEADLINE_EXCEEDED,
 )
-# Largest gap in an array of 4-byte numbers: more than an hour.
+# Largest gap that a request's array of 4-byte numbers holds: more than an hour.
 _MAX_GAP_US = 2**32 - 1
 _NATURAL_ENDS = (common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH)
 
 
 class _Step:
-    """One engine step of a worker; values that its outputs share are counted once."""
+    """One engine step of a worker. It counts outputs with equal gaps together, to save time."""
 
     __slots__ = (
         "_gaps",
@@ -43,8 +44,8 @@ class _Step:
         # By lane and time of the last token: the gap in microseconds, and the number of such gaps.
         self._gaps: dict[tuple[common_pb2.Lane.ValueType, float], list[int]] = {}
 
-    def take(self, tokens: cluster_pb2.StepTokens) -> None:
-        """Passes on outputs of one token each. This is the core's whole cost per token."""
+    def take_tokens(self, tokens: cluster_pb2.StepTokens) -> None:
+        """Passes on outputs of one token each. Nearly all tokens go through this loop."""
         find, worker, now = self.lifecycle.requests.by_handle.get, self.worker, self.now
         # Most requests of a worker share the gap, so the last gap is kept in local variables.
         last_at, lane, gap, num_counted = -1.0, common_pb2.LANE_UNSPECIFIED, [0, 0], 0
@@ -73,7 +74,7 @@ class _Step:
             if not deltas:
                 deltas = self.lifecycle.effects.deltas()
             deltas.append((submission.to, encoded))
-            # The same as `_served`, inlined to avoid a call.
+            # This repeats `_count_tokens`, because a call per token would be slow.
             if request.last_token_at != last_at or submission.lane != lane:
                 gap[1] += num_tokens - num_counted
                 assert request.last_token_at is not None
@@ -120,7 +121,7 @@ class _Step:
         if request.recent_deltas is not None:
             request.recent_deltas.add(encoded)
         if num_tokens:
-            self._served(request, num_tokens)
+            self._count_tokens(request, num_tokens)
             if request.interruptions:
                 request.losses, request.suspect = [], False
                 if request.interruptions[-1].ended_at is None:
@@ -129,8 +130,8 @@ class _Step:
                 request.flows_from = self.worker
         return True
 
-    def _served(self, request: Request, num_tokens: int) -> None:
-        """Adds new tokens to a request."""
+    def _count_tokens(self, request: Request, num_tokens: int) -> None:
+        """Updates the latencies and the tenant's charge for a request's new tokens."""
         lane, last_at = request.submission.lane, request.last_token_at
         request.last_token_at = self.now
         if last_at is None:
@@ -212,14 +213,14 @@ class _Step:
 def apply_step(
     lifecycle: RequestLifecycle, worker: WorkerKey, outputs: cluster_pb2.StepOutputs, now: float
 ) -> None:
-    """Applies the outputs of one engine step. Its cost per token is the coordinator's.
+    """Applies the outputs of one engine step.
 
     Outputs of requests that have ended, of older attempts, and of workers that do not run the
     attempt are dropped.
     """
     step = _Step(lifecycle, worker, now)
     if outputs.HasField("tokens"):
-        step.take(outputs.tokens)
+        step.take_tokens(outputs.tokens)
     for output in outputs.outputs:
         request = lifecycle.requests.get(RequestKey(output.request_id))
         if request is not None and output.attempt == request.attempt_number:
@@ -255,7 +256,7 @@ def _prefill_output(step: _Step, request: Request, output: cluster_pb2.RequestOu
     if not step.deliver(request, output.delta):
         return
     if output.HasField("finished") and output.finished.reason in _NATURAL_ENDS:
-        lifecycle.prefill_over(request)
+        lifecycle.prefill_done(request)
         lifecycle.cancel_decode(request)
         lifecycle.finish(request, output.finished.reason, output.finished.stop, now)
     elif request.first_token_at is not None and request.decode is not None:
@@ -317,7 +318,7 @@ def _failed(
 ) -> None:
     """Fails a request with an error of its own; recovers a request that its worker failed."""
     error = _worker_error(failed, worker[0])
-    if error.code in _THE_REQUESTS_OWN:
+    if error.code in _REQUEST_ERRORS:
         lifecycle.fail(request, error, now)
     else:
         lifecycle.recover(request, worker, error, now)

@@ -1,4 +1,4 @@
-"""The lifecycle of requests from admission to end: attempts, recoveries and every way to end."""
+"""Moves requests through their states, from admission through attempts to the end."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ CHARGE_TOKENS = 16
 def _lost_too_often(losses: Sequence[errors.BatonError]) -> errors.BatonError:
     """Returns one error for all lost attempts: the code of the last one, and each cause once."""
     last = common_pb2.RequestError(code=losses[-1].code, details=losses[-1].details())
-    told = "; ".join(dict.fromkeys(map(str, losses)))
-    last.message = f"{len(losses)} attempts in a row were lost without a new token: {told}"
+    causes = "; ".join(dict.fromkeys(map(str, losses)))
+    last.message = f"{len(losses)} attempts in a row were lost without a new token: {causes}"
     return errors.from_message(last)
 
 
@@ -62,7 +62,7 @@ class RequestLifecycle:
         placers: Choose workers for requests and count the load on them.
         traffic: Chooses the fleet of a new request.
         timers: The core's timers; each request has one.
-        effects: Takes what clients and workers are told.
+        effects: Collects the messages for clients and workers.
         random_bytes: Makes handoff ids; injected so that a simulation is reproducible.
         room_freed: See the attribute.
 
@@ -117,9 +117,11 @@ class RequestLifecycle:
         """Returns the attached worker of a key, or None."""
         return self._workers.get(key)
 
-    # ---- In
+    # ---- Admission and attempts
 
-    def admit(self, submission: Submission, now: float, *, goes_on: bool = False) -> Request | None:
+    def admit(
+        self, submission: Submission, now: float, *, may_still_run: bool = False
+    ) -> Request | None:
         """Checks a submission and queues it, or refuses it with the reason.
 
         A request that was accepted before is not refused for its cost when its client resumes it.
@@ -127,7 +129,7 @@ class RequestLifecycle:
         Args:
             submission: A new or resumed submission.
             now: Time by the core's clock.
-            goes_on: Whether a worker may still run the request for an earlier coordinator.
+            may_still_run: Whether a worker may still run the request for an earlier coordinator.
 
         Returns:
             The queued request; None if it was refused or has taken over a running output.
@@ -136,7 +138,9 @@ class RequestLifecycle:
         if older is not None and self._takes_over(older, submission):
             return None
         try:
-            result = self._admission_check.check(submission, older, now, goes_on=goes_on)
+            result = self._admission_check.check(
+                submission, older, now, may_still_run=may_still_run
+            )
         except errors.BatonError as error:
             self.effects.failed(submission, error)
             return None
@@ -180,10 +184,10 @@ class RequestLifecycle:
         self._assignments.adopt(request, worker)
 
     def prompt_computed(self, request: Request, now: float) -> None:
-        """Records where the KV cache of a prompt came from, which its worker has just reported."""
+        """Records from which sources the KV cache of a prompt came, as its worker has reported."""
         sources = request.prompt_sources
         assert sources is not None
-        if self.fetches.over(request):
+        if self.fetches.end(request):
             self.stats.fetch_ended(loaded=sources.fetched > 0)
         self.lanes.cached(request, sources.num_cached)
         self.stats.prompt_computed(sources, now)
@@ -211,7 +215,7 @@ class RequestLifecycle:
         # The tenant is charged only for the first attempt.
         is_owed = self.lanes.dispatched(request, num_tokens if request.attempt == 1 else 0)
         self._assignments.assign(request, placement, num_tokens, yields=not is_owed)
-        self._note_blocks(request)
+        self._add_session_blocks(request)
         self._keep_deltas(request, decoder)
         self.fetches.begin(request, placement, now)
         if prefiller is None:
@@ -224,24 +228,24 @@ class RequestLifecycle:
 
     def begin_decode(self, request: Request, now: float) -> None:
         """Tells the decode worker to continue after the first token, which is known now."""
-        self.prefill_over(request)
+        self.prefill_done(request)
         self._advance(request, RequestState.HANDING_OFF, now)
         self._send_decode(request, now)
 
-    def prefill_over(self, request: Request) -> None:
-        """Notes that the prompt is computed: the prefill worker only has to finish the handoff."""
+    def prefill_done(self, request: Request) -> None:
+        """Records that the prompt is computed. The prefill worker may still send the handoff."""
         request.prefill_done = True
-        if self._assignments.prefill_over(request):
+        if self._assignments.prefill_done(request):
             self.room_freed()
 
     def decoding(self, request: Request, now: float) -> None:
-        """Notes the first output of the decode worker."""
+        """Records the first output of the decode worker."""
         self._advance(request, RequestState.DECODING, now)
         if request.decoding_at is None:
             request.decoding_at = now
         if request.prefill is None:
             # The decode worker has computed the prompt, so it has room for the next one.
-            self._assignments.prefill_over(request)
+            self._assignments.prefill_done(request)
             self.room_freed()
         self.handed_over(request)
 
@@ -253,16 +257,16 @@ class RequestLifecycle:
 
     def charge(self, request: Request) -> None:
         """Charges the tenant for the tokens since the last charge and reserves KV room for more."""
-        self._pay(request)
+        self._charge_tokens(request)
         self._placers.of(request.fleet).grows(request, CHARGE_TOKENS)
 
     def answered(self, request: Request, worker: WorkerKey) -> None:
-        """Notes that a worker has reported something of the request's attempt."""
+        """Records that a worker has answered the request's command with its first report."""
         if self._assignments.answered(request, worker):
             self.room_freed()
 
     def handed_over(self, request: Request) -> None:
-        """Notes that the prefill worker's side of the handoff is over, or no longer matters."""
+        """Records that the prefill worker need not send the handoff any longer."""
         self._assignments.handed_over(request)
 
     def recover(
@@ -307,8 +311,8 @@ class RequestLifecycle:
         self._begin_again(request, RequestState.PARKED, common_pb2.STAGE_PARKED, now)
         self.stats.parked(now)
 
-    def strand(self, request: Request, now: float) -> None:
-        """Lets a parked request without any worker for it wait like one that lost its worker."""
+    def recover_parked(self, request: Request, now: float) -> None:
+        """Moves a parked request to RECOVERING, because no worker is left that could take it."""
         self._advance(request, RequestState.RECOVERING, now)
 
     def move(self, request: Request, now: float, placement: Placement | None = None) -> None:
@@ -335,7 +339,7 @@ class RequestLifecycle:
         self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
         self.stats.num_prefixes_gone += 1
 
-    # ---- Out
+    # ---- Ends
 
     def finish(
         self, request: Request, reason: common_pb2.FinishReason.ValueType, stop: str, now: float
@@ -423,7 +427,7 @@ class RequestLifecycle:
         self._assignments.check_integrity(requests)
         self.fetches.check_integrity(iter(requests.values()))
 
-    # ---- Inside
+    # ---- Private methods
 
     def _new_request(self, submission: Submission, result: AdmissionResult, now: float) -> Request:
         forecast, before = result.forecast, self.requests.ended.get(submission.key)
@@ -459,19 +463,20 @@ class RequestLifecycle:
 
     @staticmethod
     def _keep_deltas(request: Request, decoder: Worker | None) -> None:
-        """Keeps an output's deltas from now on if no other worker could continue the output."""
+        """Starts to keep an output's deltas if no worker but `decoder` can continue the output."""
         if decoder is None or decoder.can_replay(request.submission.sampling):
             return
         if request.recent_deltas is None:
             request.recent_deltas = RecentDeltas()
 
-    def _pay(self, request: Request) -> None:
+    def _charge_tokens(self, request: Request) -> None:
+        """Charges the tenant for the output tokens since the last charge."""
         num_tokens = len(request.token_ids)
         self.lanes.served(request, num_tokens - request.num_charged)
         request.num_charged = num_tokens
 
-    def _note_blocks(self, request: Request) -> None:
-        """Notes the KV blocks of a request with a session, when it begins and when it ends."""
+    def _add_session_blocks(self, request: Request) -> None:
+        """Adds a request's KV blocks to those of its session, when it begins and when it ends."""
         submission = request.submission
         if (session := submission.session) is not None:
             hashes = self._placers.of(request.fleet).prompts.hashes_with_output(request)
@@ -512,15 +517,15 @@ class RequestLifecycle:
         session_lost: bool = False,
     ) -> common_pb2.LatencyBudget:
         """Releases everything that an ended request holds, and remembers its record."""
-        self._pay(request)
+        self._charge_tokens(request)
         self.lanes.ended(request, now)
         if error is None and finish_reason != common_pb2.FINISH_REASON_CANCELLED:
             self._placers.of(request.fleet).ended(request)
         self.admission.ended(request, now)
         if request.attempt:
-            self._note_blocks(request)
+            self._add_session_blocks(request)
         self._timers.cancel(request.key)
-        self._let_go(request)
+        self._release_attempt(request)
         self.requests.remove(request)
         self.room_freed()
         stalls = self.stalls(request)
@@ -563,8 +568,8 @@ class RequestLifecycle:
 
     def _tell_resumed(self, older: Request) -> None:
         """Fails the older stream of a resumed request, so that its reader learns the reason."""
-        what = f"request {older.id} was resumed over another connection and continues there"
-        self.effects.failed(older.submission, errors.Aborted(what))
+        reason = f"request {older.id} was resumed over another connection and continues there"
+        self.effects.failed(older.submission, errors.Aborted(reason))
 
     def _queue(self, request: Request, now: float, num_tokens: int = 0) -> None:
         work_s = self._placers.of(request.fleet).predictions.prefill_s(request)
@@ -581,16 +586,16 @@ class RequestLifecycle:
         if not request.interruptions or request.interruptions[-1].ended_at is not None:
             request.interruptions.append(Interruption(stage, now, request.prefill, request.decode))
         self._commands.cancel(request)
-        self._let_go(request)
+        self._release_attempt(request)
         request.prefill = request.decode = request.flows_from = None
         request.prefill_done, request.handoff_id = False, b""
         self._advance(request, state, now)
         self._queue(request, now)
         self.room_freed()
 
-    def _let_go(self, request: Request) -> None:
+    def _release_attempt(self, request: Request) -> None:
         """Releases the workers, the fetch and the handle of a request's attempt."""
-        self.fetches.over(request)
+        self.fetches.end(request)
         self.requests.end_attempt(request)
-        if self._assignments.let_go(request):
+        if self._assignments.release(request):
             self.room_freed()

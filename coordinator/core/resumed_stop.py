@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from baton.v1 import common_pb2
 
-# Number of last tokens that are searched for a stop string; few tokens have no text.
+# Number of last tokens that are searched for a stop string: per character of the longest one, and
+# in addition, because a token may be a part of a character or have no text.
 _TOKENS_PER_CHAR, _MORE_TOKENS = 2, 16
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 

@@ -1,4 +1,4 @@
-"""Applies events to the rollouts, and carries out for requests what a rollout has decided."""
+"""Passes events to the rollouts, and ends or moves requests as a rollout has decided."""
 
 from __future__ import annotations
 
@@ -46,12 +46,18 @@ class RolloutControl:
         self.advance(now)
 
     def attached(self, worker: Worker, now: float, *, returns: bool) -> None:
-        """A worker has attached; `returns` if it served another coordinator before."""
+        """Handles an attached worker.
+
+        Args:
+            worker: The worker.
+            now: Time by the core's clock.
+            returns: Whether it served another coordinator before.
+        """
         if self._rollouts.attached(worker, now, returns=returns):
             self._move_waiting()
 
     def starts_workers(self, now: float) -> None:
-        """A launcher is ready to start workers."""
+        """Handles a launcher that is ready to start workers."""
         self._rollouts.starts_workers(now)
         self._move_waiting()
 

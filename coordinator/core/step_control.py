@@ -1,4 +1,4 @@
-"""The targets of the workers' steps: one owner for placement and for what workers are told."""
+"""Owns the targets of the workers' steps, and tells them to the placers and to the workers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from baton.runtime.step_budget import StepTargets
 from baton.runtime.step_messages import to_message
 from baton.v1 import common_pb2
 
-# Time between two looks at the mean output, in seconds. Changes of workers count at once.
-_LOOK_EVERY_S = 1.0
+# Time between two updates of the choice, in seconds. A change of workers updates it at once.
+_UPDATE_INTERVAL_S = 1.0
 
 
 class StepControl:
@@ -41,7 +41,7 @@ class StepControl:
         self._config, self._workers, self._placers = config, workers, placers
         self._emit = emit
         self._gaps = GapChoice() if _may_choose(config) else None
-        self._look_at, self._num_workers = 0.0, 0
+        self._next_update_at, self._num_workers = 0.0, 0
 
     @property
     def longest_gap_s(self) -> float | None:
@@ -52,7 +52,7 @@ class StepControl:
 
     @property
     def gap_reason(self) -> str:
-        """Why the longest gap is as it is, for people."""
+        """Explains to people how the longest gap was chosen."""
         if self._config.steps.longest_gap_ms is not None:
             return "set as steps.longest_gap_ms"
         if self._gaps is None:
@@ -67,11 +67,11 @@ class StepControl:
         """Chooses the longest gap again, if the operator leaves it to the coordinator."""
         if self._gaps is None:
             return
-        if now < self._look_at and len(self._workers) == self._num_workers:
+        if now < self._next_update_at and len(self._workers) == self._num_workers:
             return
-        self._look_at, self._num_workers = now + _LOOK_EVERY_S, len(self._workers)
+        self._next_update_at, self._num_workers = now + _UPDATE_INTERVAL_S, len(self._workers)
         itl_s = self._placers.step_targets.itl_s
-        self._gaps.look(self._num_workers, self._workload(itl_s), now)
+        self._gaps.update(self._num_workers, self._workload(itl_s), now)
         self._apply(itl_s)
 
     def _workload(self, itl_s: float | None) -> Workload | None:

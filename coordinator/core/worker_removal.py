@@ -1,4 +1,4 @@
-"""The part of membership that removes workers: they are lost, or they do not respond."""
+"""Removes workers that are lost, and takes the requests from workers that do not respond."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class WorkerRemoval:
             worker: An attached worker.
             reason: Reason in words that continue "worker w1 ...".
             now: Time by the core's clock.
-            fenced: False if the worker leaves by itself.
-            blame: Whether a request that it computed may have caused its end.
-            ended: False if another process continues under its id, in the same pool or another
-                (`left_pool`).
+            fenced: Whether the worker is told to end; False if it has ended by itself.
+            blame: Whether one of the requests that it computed may have crashed it.
+            ended: False if another process has taken over its id; the caller then calls
+                `left_pool` if that process is in another pool.
         """
         self._workers.remove(worker, reason)
         self._adoption.lost(worker.key)
@@ -112,7 +112,7 @@ class WorkerRemoval:
             return
         for request in self._lifecycle.requests.all():
             if request.state is RequestState.PARKED and request.fleet is fleet:
-                self._lifecycle.strand(request, now)
+                self._lifecycle.recover_parked(request, now)
 
     # ---- Inside
 

@@ -553,7 +553,7 @@ class Placer:
         if worker is None or entry is None or worker.ledger.local_prompt is not None:
             return None
         if prefill is None:
-            there_s = self.predictions.at_a_prefill_worker_s(request, match)
+            there_s = self.predictions.next_token_s(request, match)
         pays = self._local_prompts.pays(choice, entry, there_s, self._lane_of(request))
         return choice if pays else None
 

@@ -135,16 +135,16 @@ class Placers:
     # ---- Requests from before a restart that workers still decode and no client has resumed yet.
 
     def hold(self, key: RequestKey, worker: Worker, num_tokens: int) -> None:
-        """Reserves this many KV tokens on a worker until `let_go`."""
+        """Reserves this many KV tokens on a worker until `release_held`."""
         self._router(worker).hold(key, worker.key, num_tokens)
 
-    def held_grows(self, key: RequestKey, fleet: Fleet, worker: WorkerKey, num_tokens: int) -> None:
+    def grow_held(self, key: RequestKey, fleet: Fleet, worker: WorkerKey, num_tokens: int) -> None:
         """Raises a reservation made with `hold` to this many tokens."""
         router = self.of(fleet).router
         if router.outgrows(key, worker, num_tokens):
             router.grow(key, worker, num_tokens)
 
-    def let_go(self, key: RequestKey, fleet: Fleet, worker: WorkerKey) -> None:
+    def release_held(self, key: RequestKey, fleet: Fleet, worker: WorkerKey) -> None:
         """Frees a reservation made with `hold`; idempotent."""
         self.of(fleet).router.release(key, None, worker)
 

@@ -141,7 +141,7 @@ class Predictions:
             default=math.inf,
         )
 
-    def at_a_prefill_worker_s(self, request: Request, match: PrefixMatch) -> float:
+    def next_token_s(self, request: Request, match: PrefixMatch) -> float:
         """Predicted seconds until a request's next token if it were queued at a worker now.
 
         Args:
@@ -154,7 +154,7 @@ class Predictions:
         choice = self._rule.soonest(match, request.num_prefill_tokens, request.submission.session)
         return choice.predicted_s if choice is not None else math.inf
 
-    def here_s(self, request: Request) -> float:
+    def remaining_output_s(self, request: Request) -> float:
         """Predicted seconds that a request needs for the rest of its output on its present worker.
 
         Returns:
@@ -168,7 +168,7 @@ class Predictions:
         num_more = self._outputs.expected(request.submission.lane, most, num_known)
         return num_more * entry.itl_with_s(0, 0)
 
-    def elsewhere_s(self, request: Request, waiting_s: float) -> float:
+    def move_s(self, request: Request, waiting_s: float) -> float:
         """Predicted seconds until a decoding request continues if it left its worker now.
 
         A prefill worker then recomputes the prompt and the output generated so far.
@@ -182,7 +182,7 @@ class Predictions:
         """
         speed = self._router.prompt_speed
         queued_s = waiting_s / speed if speed else 0.0
-        return self.at_a_prefill_worker_s(request, self._prompts.match(request)) + queued_s
+        return self.next_token_s(request, self._prompts.match(request)) + queued_s
 
     def _unmeasured_prefill_s(self, num_tokens: int) -> float:
         """Prefill seconds by the configured latency model, without any cached prefix."""

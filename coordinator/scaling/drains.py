@@ -44,7 +44,7 @@ class Drains:
         command.timeout.FromMicroseconds(round(timeout_s * 1e6))
         self._emit(ev.SendCommand(worker.key, command))
 
-    def said(self, worker: Worker) -> None:
+    def confirmed(self, worker: Worker) -> None:
         """Records that a worker has confirmed that it drains."""
         if not worker.released:
             self._draining[worker.key] = None
