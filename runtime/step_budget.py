@@ -1,29 +1,30 @@
-"""Which prompt tokens a worker computes in its next step, and how many.
+"""Decides how many prompt tokens a worker computes in its next step, and of which prompts.
 
-vLLM's scheduler and the simulated engine's scheduler use this one policy. A step computes one token
-of every decoding stream first. The policy then fills the step with prompt tokens as long as its
-predicted time stays within a limit:
+vLLM's scheduler and the simulated engine's scheduler use this one policy. A step first computes one
+token of every stream, that is, of every output that is being decoded. The policy then adds prompt
+tokens as long as the predicted time of the step stays within a limit:
 
-- With interactive streams, the limit follows from their ITL targets: the worker's, or the target
-  that a request named. A stream whose tokens came faster than its target has saved time; a later
-  step may spend it. A stream whose tokens came more slowly gets shorter steps until it has caught
-  up. The stream with the tightest limit decides.
-- With a `StepTargets.longest_gap_s` of more than 1.2 times the ITL target, steps may take up to
-  that long for interactive prompts that can be in time. They then spend what the streams would save
-  in their next `_AHEAD_TOKENS` tokens, so that prompts are in time where no worker is without
-  streams. Where
-  steps with one stream already take most of the ITL target, streams may owe any time: they catch up
-  slowly, and prompts that wait for them would be late.
+- Beside interactive streams, the limit follows from their ITL targets: the worker's target, or the
+  target that a request named. A stream whose tokens came faster than its target has saved time, and
+  a later step may spend it. A stream whose tokens came more slowly gets shorter steps until it has
+  caught up. The stream with the tightest limit decides.
+- If `StepTargets.longest_gap_s` is more than 1.2 times the ITL target (long gaps), a step with
+  interactive prompts that can be in time may take up to that long. It borrows the time that the
+  streams would save in their next `_BORROWED_TOKENS` tokens. Prompts are then in time in cells
+  where every worker has streams. If a step with one stream already takes most of the ITL target,
+  the borrowed time has no limit: streams then catch up so slowly that prompts waiting for them
+  would be late.
 - Without interactive streams, the limit is `StepTargets.prompt_step_s`, so that a short prompt that
-  arrives never waits behind a whole long one. If nothing decodes, interactive prompts that can be
-  in time may make the step up to `_PROMPT_STEPS` times as long: if its fixed part is long, or if
-  there is only one prompt and most of its TTFT target goes to its computation.
+  arrives never waits for the whole computation of a long one. If nothing decodes, a step with
+  interactive prompts that can be in time may take up to `_PROMPT_STEPS` times as long, in two
+  cases: the fixed part of a step takes long, or there is only one prompt and its computation takes
+  most of its TTFT target.
 
-Prompts get tokens in the order of `prompt_order`: lane, then prompts that can still meet their TTFT
-target before those that cannot, then the shortest remaining computation, less a share of the time
-that the prompt has waited. No prompt starves: after `_LANE_WAIT_S` a prompt is ordered like an
-interactive one that can be in time. Among those, only prompts that arrived within (remaining
-seconds / _AGING) after a prompt overtake it.
+Prompts get tokens in the order of `prompt_order`: first by lane; then prompts that can still meet
+their TTFT target before those that cannot; then by the remaining computation, the shortest first,
+less a share of the time that the prompt has waited. No prompt starves: after `_LANE_WAIT_S` a
+prompt is ordered like an interactive one that can be in time, and such a prompt is overtaken only
+by prompts that arrive within (its remaining seconds / _AGING) after it.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ from baton.runtime.latency import LatencyModel
 
 # Share of the longest gap that the predicted time of one step may take, because predictions err.
 _GAP_MARGIN = 0.9
-# The same for a stream's mean, in which the errors of single predictions cancel. With 0.99, streams
-# with few tokens missed the target more often.
+# Share of the ITL target that a stream's mean gap may take. It is larger than _GAP_MARGIN, because
+# the errors of single predictions cancel in a mean. With 0.99, streams with few tokens missed the
+# target more often.
 _MEAN_MARGIN = 0.97
-# A stream catches up on at most this many gaps. Otherwise one very late stream, for example after a
-# preemption, would stop all prompts for seconds.
+# A stream counts as late by at most this many ITL targets. Otherwise one very late stream, for
+# example after a preemption, would stop all prompts for seconds.
 _MOST_GAPS_BEHIND = 10
 # Seconds of remaining computation that one second of waiting is worth.
 _AGING = 0.05
@@ -51,27 +53,29 @@ _LANE_WAIT_S = 30.0
 # Share of a step's prompt tokens that goes to the oldest running prompt.
 _OLDEST_SHARE = 0.1
 # Least time for prompt tokens, as a share of the step's other time: with interactive streams, and
-# without. If a step takes longer than its limit without any prompt token, a few tokens per step
-# would make prompts many times slower and streams hardly faster. It is a time and not a number of
-# tokens: on a slow worker, the time of 16 tokens is half of an ITL target.
+# without. It applies even if the step takes longer than its limit without any prompt token: fewer
+# prompt tokens would make prompts many times slower and streams hardly faster. It is a time and not
+# a number of tokens, because on a slow worker 16 tokens take half of an ITL target.
 _LEAST_SHARE, _LEAST_SHARE_ALONE = 0.1, 1.0
+# Least time of a prompt token in seconds, against division by zero.
 _LEAST_S = 1e-9
-# While nothing decodes, interactive prompts that can be in time may make a step longer than
-# `prompt_step_s`: as many times as long as its fixed part, so that 5 % of the time goes to fixed
-# parts, and at most as many times as long as `prompt_step_s`. The first limit does not hold for a
-# single prompt whose first token is due within `_HURRY` times its computation: in simulations with
-# two workers, 1 to 2 % of all requests were late only because of their fixed parts. Late and batch
-# prompts get no longer steps, so that the next prompt can still be in time beside them. In
-# simulations with two workers near capacity, longer steps for all prompts cost 3 to 11 points.
-_FIXED_PARTS, _PROMPT_STEPS, _HURRY = 20.0, 3.0, 2.0
-# Default of `longest_gap_s`, and a long gap, as multiples of the ITL target. Streams may owe time
-# for gaps longer than the default.
+# While nothing decodes, a step with interactive prompts that can be in time may be longer than
+# `prompt_step_s`: at most _FIXED_PARTS times as long as its fixed part, so that 5 % of the time
+# goes to fixed parts, and at most _PROMPT_STEPS times as long as `prompt_step_s`. The first of
+# these limits does not apply to a single prompt whose first token is due within _URGENT times its
+# computation: in simulations with two workers, 1 to 2 % of all requests were late only because of
+# fixed parts. Late and batch prompts get no longer steps, so that the next prompt can still be in
+# time beside them. In simulations with two workers near capacity, longer steps for all prompts made
+# 3 to 11 percentage points more of the requests late.
+_FIXED_PARTS, _PROMPT_STEPS, _URGENT = 20.0, 3.0, 2.0
+# Default of `longest_gap_s`, and its value with long gaps, as multiples of the ITL target. Steps
+# borrow time only if `longest_gap_s` is longer than the default.
 _LONGEST_GAP, _LONG_GAP = 1.2, 3.0
-# Streams may owe what they would save in this many tokens. In simulations with 2 workers near
-# capacity, 60 attained more than 20, and past capacity more than 1,000.
-_AHEAD_TOKENS = 60
-# Decode steps of at most this share of the ITL target save enough for most prompts to be computed
-# in the longest steps.
+# A step may borrow the time that streams would save in this many tokens. In simulations with two
+# workers, 60 served more requests in time than 20 near capacity, and than 1,000 beyond capacity.
+_BORROWED_TOKENS = 60
+# Streams whose decode steps take at most this share of the ITL target save enough time for most
+# prompts to be computed in steps of the longest length.
 FAST_SHARE = 0.75
 
 
@@ -83,7 +87,7 @@ class StepTargets:
         itl_s: Target of a stream's mean gap between tokens, unless its request named one; None: no
             target, so such streams do not limit steps.
         longest_gap_s: Longest step beside interactive streams; at least `itl_s`. Not used without
-            `itl_s`. With more than 1.2 times `itl_s`, streams may owe time.
+            `itl_s`. If it is more than 1.2 times `itl_s`, steps may borrow time (`may_borrow`).
         prompt_step_s: Longest step without interactive streams; interactive prompts that can be in
             time may get a longer one.
     """
@@ -96,12 +100,13 @@ class StepTargets:
     def of(
         cls, config: StepsConfig, itl_s: float | None, *, long_gaps: bool = False
     ) -> StepTargets:
-        """Targets of a configuration.
+        """Returns the targets of a configuration.
 
         Args:
             config: The configuration.
             itl_s: ITL target of the interactive lane; None: it has none.
-            long_gaps: Whether gaps are long if the configuration does not say how long.
+            long_gaps: Whether gaps are long; used only if the configuration does not set
+                `longest_gap_ms`.
         """
         prompt_step_s = config.prompt_step_ms / 1e3
         if itl_s is None:
@@ -112,13 +117,13 @@ class StepTargets:
         return cls(itl_s, max(itl_s, longest_s), prompt_step_s)
 
     @property
-    def may_owe(self) -> bool:
+    def may_borrow(self) -> bool:
         """Whether steps may spend time that streams have not saved yet."""
         # Rounding errors must not turn the default into a longer gap.
         return self.itl_s is not None and self.longest_gap_s > 1.001 * _LONGEST_GAP * self.itl_s
 
     def of_stream(self, itl_s: float | None) -> StepTargets:
-        """Returns the targets beside a stream.
+        """Returns the targets of a step that contains this stream.
 
         Args:
             itl_s: ITL target that the stream's request named; None: it named none. The longest gap
@@ -130,7 +135,7 @@ class StepTargets:
         return StepTargets(itl_s, itl_s * longest, self.prompt_step_s)
 
     def stream_limit_s(self, saved_s: float = 0.0) -> float:
-        """Longest predicted time of a step beside a stream; infinite without an ITL target.
+        """Longest predicted time of a step with a stream; infinite without an ITL target.
 
         Args:
             saved_s: Seconds by which the stream is ahead of its ITL target. The result may be
@@ -142,21 +147,23 @@ class StepTargets:
         return min(self.itl_s * _MEAN_MARGIN + saved_s, longest_s * _GAP_MARGIN)
 
     def shares_workers(self, single_step_s: float) -> bool:
-        """Whether every worker is to serve prompts and streams alike.
+        """Whether every worker should serve prompts and streams alike.
 
         Args:
             single_step_s: Time of the fastest worker's decode step with one stream.
         """
-        return self.itl_s is not None and self.may_owe and single_step_s > FAST_SHARE * self.itl_s
+        return (
+            self.itl_s is not None and self.may_borrow and single_step_s > FAST_SHARE * self.itl_s
+        )
 
     def expected_limit_s(self, step_s: float, single_step_s: float) -> float:
-        """Longest time of steps with prompts on a worker, as placement expects it.
+        """Longest time that placement expects for a worker's steps with prompts.
 
         Args:
             step_s: Time of the worker's decode steps without prompts.
             single_step_s: The same with one stream.
         """
-        if self.itl_s is None or not self.may_owe:
+        if self.itl_s is None or not self.may_borrow:
             return self.stream_limit_s()
         if step_s <= FAST_SHARE * self.itl_s or self.shares_workers(single_step_s):
             return self.longest_gap_s * _GAP_MARGIN
@@ -196,9 +203,10 @@ class Streams(NamedTuple):
         num_kv_tokens: KV tokens that they attend to, in total.
         limit_s: Longest time of the step that all interactive streams allow: the smallest
             `StreamPace.limit_s`. Infinite without interactive streams, and without an ITL target.
-        num_drafts: Drafts of speculation that the step verifies, beside one token per stream.
-        itl_s: Smallest ITL target of the interactive streams; None: they have none, and owe no
-            time.
+        num_drafts: Draft tokens (speculative decoding) that the step verifies, in addition to one
+            token per stream.
+        itl_s: Smallest ITL target of the interactive streams; None: they have none, and the step
+            borrows no time from them.
     """
 
     num_streams: int = 0
@@ -239,8 +247,8 @@ class StreamPace:
     """Compares the tokens of one stream with its ITL target.
 
     Attributes:
-        at: When `num_tokens` was counted, in seconds. A new stream begins at its latest token, even
-            if another worker has made it.
+        at: When `num_tokens` was counted, in seconds. A new stream begins at the time of its latest
+            token, even if another worker has made that token.
         num_tokens: Output tokens of the stream so far.
         itl_s: ITL target that its request named; None: the worker's target applies.
         saved_s: Seconds by which the stream is ahead of its ITL target; negative when it is late.
@@ -278,7 +286,7 @@ def prompt_order(prompt: Prompt, model: LatencyModel) -> tuple[int, bool, float,
 
 
 def _left_s(prompt: Prompt, model: LatencyModel) -> float:
-    """Time of the tokens still to compute, without the context's part."""
+    """Seconds to compute the rest of a prompt, without the term that grows with its square."""
     return prompt.num_left * max(model.prefill_per_token_s, _LEAST_S)
 
 
@@ -299,21 +307,22 @@ def step_limit_s(
     Args:
         targets: The step's targets.
         streams: The streams that decode in it.
-        fixed_s: Predicted time of the step without prompts. With the default, streams owe no time.
-        single_s: The same with one stream.
+        fixed_s: Predicted time of the step without prompts. With the default, the step borrows no
+            time.
+        single_s: Predicted time of a step with one stream and no prompts.
     """
     if math.isinf(streams.limit_s):
         return targets.prompt_step_s
     if streams.itl_s is None:
         return streams.limit_s
     tightest = targets.of_stream(streams.itl_s)
-    if not tightest.may_owe:
+    if not tightest.may_borrow:
         return streams.limit_s
     longest_s = tightest.longest_gap_s * _GAP_MARGIN
     saved_s = max(0.0, streams.itl_s * _MEAN_MARGIN - fixed_s)
     if saved_s and tightest.shares_workers(single_s):
         return longest_s
-    return max(streams.limit_s, min(streams.limit_s + _AHEAD_TOKENS * saved_s, longest_s))
+    return max(streams.limit_s, min(streams.limit_s + _BORROWED_TOKENS * saved_s, longest_s))
 
 
 def prompt_tokens(
@@ -343,15 +352,17 @@ def prompt_tokens(
     if room <= 0 or not prompts:
         return grants
     if not _can_be_in_time(prompts[0], model):
-        # Streams owe no time for batch prompts, nor for late ones: prompts in time need it.
+        # No time is borrowed for batch and late prompts, because prompts in time need it.
         streams = streams._replace(itl_s=None)
     fixed_s = _streams_s(model, streams)
     prompts_s, spent_s = _prompts_s(model, targets, streams, fixed_s), 0.0
     in_time_s = prompts_s
     if not streams.num_streams:
         longest_s = _PROMPT_STEPS * targets.prompt_step_s
-        hurries = len(prompts) == 1 and prompts[0].due_in_s <= _HURRY * _left_s(prompts[0], model)
-        if not hurries:
+        is_urgent = len(prompts) == 1 and prompts[0].due_in_s <= _URGENT * _left_s(
+            prompts[0], model
+        )
+        if not is_urgent:
             longest_s = min(longest_s, _FIXED_PARTS * fixed_s)
         in_time_s = max(prompts_s, longest_s - fixed_s)
 
@@ -418,7 +429,7 @@ def _fits(model: LatencyModel, num_done: int, seconds: float) -> int:
         return 0
     square_s = model.prefill_per_token_squared_s
     linear_s = max(model.prefill_per_token_s, _LEAST_S) + 2 * square_s * num_done
-    # Written so that a tiny square term does not cancel.
+    # This form of the solution stays exact for a tiny square term.
     root = math.sqrt(linear_s * linear_s + 4 * square_s * seconds)
     return int(2 * seconds / (linear_s + root) + 1e-9)
 

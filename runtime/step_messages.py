@@ -1,4 +1,4 @@
-"""Step targets as the coordinator tells them to workers."""
+"""Converts step targets to the message for workers, and back."""
 
 from __future__ import annotations
 

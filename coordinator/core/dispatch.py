@@ -135,7 +135,7 @@ class Dispatcher:
         long_prompt_tokens = self._config.lanes.long_prompt_tokens
         if request.submission.ordered_in(long_prompt_tokens) == common_pb2.LANE_BATCH:
             return False
-        found = placer.batch_prompts.that_yields(placement)
+        found = placer.batch_prompts.to_park(placement)
         batch = self._lifecycle.requests.get(found) if found is not None else None
         if batch is None or batch.num_parked >= _MAX_PARKED:
             return False

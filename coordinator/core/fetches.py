@@ -173,7 +173,7 @@ class Fetches:
             seconds = (report.exposed_us - max(0, report.open_us - report.fill_us)) / 1e6
             router, pair = self._router(route), route.pair
             # The report has fewer bytes than planned if the holder lacked blocks.
-            router.transfers.took(pair, report.num_bytes, seconds, near=router.near(*pair))
+            router.transfers.observe(pair, report.num_bytes, seconds, near=router.near(*pair))
         elif (
             report.state == kv_transfer_pb2.HANDOFF_STATE_FAILED
             and fetch is not None
@@ -192,7 +192,7 @@ class Fetches:
             return
         router, pair = self._placers.of(request.fleet).router, (request.prefill, request.decode)
         seconds = (report.fill_us + report.exposed_us) / 1e6
-        router.transfers.took_at_most(pair, report.num_bytes, seconds, near=router.near(*pair))
+        router.transfers.observe_at_most(pair, report.num_bytes, seconds, near=router.near(*pair))
 
     def lost(self, worker: WorkerKey) -> None:
         """Tells the readers not to wait for a worker that is lost or does not respond."""
@@ -217,7 +217,7 @@ class Fetches:
         self._commands.cancel_prefix(fetch.route.holder, handoff_id)
         router, pair = self._router(fetch.route), fetch.route.pair
         if router.now >= fetch.ends_at:
-            router.transfers.given_up(
+            router.transfers.observe_timeout(
                 pair, fetch.num_bytes, fetch.choice.timeout_s, near=router.near(*pair)
             )
 

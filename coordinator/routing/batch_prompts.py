@@ -1,4 +1,4 @@
-"""Tracks batch prompts during their prefill and picks which to preempt for interactive work."""
+"""Tracks batch prompts during their prefill, and picks those to park for interactive prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from baton.coordinator.state.workers import AttachedWorkers, Worker
 
 
 class BatchPrompts:
-    """The batch prompts that may be preempted, each with the prefill worker that computes it.
+    """The batch prompts that may be parked, each with the prefill worker that computes it.
 
     Args:
         router: Router of the same workers; this class only reads it.
@@ -30,8 +30,8 @@ class BatchPrompts:
         self._worker_of[batch] = worker
         self._num_at[worker] += 1
 
-    def over(self, request: RequestKey) -> None:
-        """Records that the prefill of a prompt is over.
+    def prefill_done(self, request: RequestKey) -> None:
+        """Records that a prompt is computed, or that its request has left the worker.
 
         Idempotent; ignores interactive prompts.
         """
@@ -41,10 +41,10 @@ class BatchPrompts:
             if not self._num_at[worker]:
                 del self._num_at[worker]
 
-    def that_yields(self, placement: Placement | NoPlacement) -> RequestKey | None:
-        """The batch prompt to preempt for an interactive prompt; None if preemption does not help.
+    def to_park(self, placement: Placement | NoPlacement) -> RequestKey | None:
+        """The batch prompt to park for an interactive prompt; None if parking does not help.
 
-        Preemption helps only if the interactive prompt would wait for longer than one step, because
+        Parking helps only if the interactive prompt would wait for longer than one step, because
         an engine can drop a prompt only between two steps. The worker must also have a prefix
         cache that keeps the blocks computed so far: recomputing them would delay the queue by
         more than the interactive prompt gains.
@@ -65,15 +65,15 @@ class BatchPrompts:
         most, found = 0.0, None
         for batch, key in self._worker_of.items():
             entry, worker = self._router.load(key), self._workers.get(key)
-            if entry is None or not self.give_way(entry, worker):
+            if entry is None or not self.may_be_parked(entry, worker):
                 continue
             left_s = entry.queued_s(self._router.now)
             if left_s > max(most, entry.step_s) and wait_s > entry.step_s:
                 most, found = left_s, batch
         return found
 
-    def give_way(self, entry: WorkerLoad, worker: Worker | None) -> bool:
-        """Whether the only prompt on a prefill worker is a batch prompt that can be preempted.
+    def may_be_parked(self, entry: WorkerLoad, worker: Worker | None) -> bool:
+        """Whether the only prompt on a prefill worker is a batch prompt that may be parked.
 
         If other prompts were queued behind the batch prompt, they would use the freed time.
         """

@@ -12,15 +12,17 @@ class Fetch(NamedTuple):
     """The beginning of a prompt that a worker gets from another worker.
 
     Attributes:
-        holder: the worker that holds it, on its device or in host memory.
-        num_tokens: prompt tokens, from the first, that the reader has afterwards; whole blocks.
-        skip_tokens: the first of them, which the reader has on its device or in host memory; whole
+        holder: the worker that sends it, from its device, host memory or disk.
+        num_tokens: number of leading prompt tokens that the reader has after the fetch; whole
             blocks.
-        fetch_s: predicted seconds until the reader has them.
+        skip_tokens: number of leading tokens that the fetch leaves out, because the reader has them
+            on its device or in host memory; whole blocks.
+        fetch_s: predicted seconds until the reader has all `num_tokens` tokens.
         sending_s: the part of `fetch_s` in which the holder sends.
         timeout_s: seconds after which the reader computes the prompt instead.
-        host_tokens: the last of `skip_tokens`, which the reader loads from its host memory.
-        least_tokens: the least `num_tokens` that is worth its time if the holder lacks blocks.
+        least_tokens: smallest `num_tokens` for which the fetch pays if the holder lacks blocks.
+        host_tokens: number of tokens at the end of `skip_tokens` that the reader loads from its
+            host memory.
     """
 
     holder: WorkerKey
@@ -50,7 +52,7 @@ class PrefillChoice(NamedTuple):
         num_cached_tokens: tokens of the prompt that the worker's prefix cache should hold.
         num_host_tokens: tokens that the worker should load from its host memory.
         num_disk_tokens: tokens that the worker should load from its disk.
-        fetch: what the worker gets from another worker; None: nothing.
+        fetch: the beginning of the prompt that another worker sends; None: no fetch.
     """
 
     worker: WorkerKey
@@ -73,9 +75,9 @@ class DecodeChoice(NamedTuple):
         num_cached_tokens: tokens of the prompt in the worker's prefix cache; the handoff can skip
             them.
         num_tokens: tokens of the prompt and of the output generated so far.
-        num_host_tokens: tokens behind the cached ones in the worker's host memory. A handoff cannot
+        num_host_tokens: tokens after the cached ones in the worker's host memory. A handoff cannot
             skip them, because they may be evicted before it arrives.
-        num_disk_tokens: tokens among those behind the cached ones that only the disk has.
+        num_disk_tokens: tokens after the cached ones that only the disk has.
     """
 
     worker: WorkerKey
@@ -127,7 +129,7 @@ class Placement(NamedTuple):
         decode_worker, step_s = (decode.worker[0], decode.predicted_s) if decode else ("", 0.0)
         if reader is None:
             assert decode is not None
-            # The choice compared seconds per worker, but kept only those of the steps.
+            # The choice of a decode worker keeps only the predicted seconds per step.
             return Predicted(
                 decode_worker,
                 None,
@@ -159,7 +161,7 @@ class NoPlacement(Enum):
 
     Members:
         FULL: a worker that it needs is full; it keeps its turn.
-        BUSY: all workers have room, and other prompts to compute first; it keeps its turn.
+        BUSY: all workers have room, but must compute other prompts first; it keeps its turn.
         LATE: no worker can produce its first token within its TTFT target; others go first.
     """
 
@@ -169,7 +171,7 @@ class NoPlacement(Enum):
 
 
 class RoomWanted(NamedTuple):
-    """The room that preempted batch requests must free on a decode worker.
+    """The room that parked batch requests must free on a decode worker.
 
     Attributes:
         worker: the decode worker.

@@ -1,22 +1,26 @@
 """The placement rule of an elastic cell: any worker may compute a prompt and decode its output.
 
 All costs are predicted seconds. The rule compares all workers of a small cell. A large cell is
-divided into groups, and the rule compares the workers of the least loaded group, those that hold
-the prompt's prefix, and the session's last workers.
+divided into groups; the rule then compares the workers of the least loaded group, the workers that
+hold the prompt's prefix, and the session's last workers.
 
-1. The reader computes the prompt: the worker where the first token comes soonest, behind the
-   prompts that its engine computes first and at the speed that its decodes leave. Prefix hits
-   save work; a prefix that another worker holds may be fetched while the prompt waits.
-2. The decoder: every worker that decodes pays the base of a decode step, and computes prompts at a
-   fraction of its speed. The decodes are therefore spread evenly over the fewest workers that hold
-   them within the ITL target. The others finish their decodes, and compute prompts at full speed.
-   Where prompts are few and short, workers with decodes compute them soon enough: then decodes go
-   to more workers before steps come close to the target, and to the emptiest one beyond that.
-   Where a step with one stream takes most of the ITL target, a worker without decodes would leave
-   the others no time for prompts. If steps may be long, all workers then serve prompts and
-   decodes alike: the decodes are spread over all. Where steps may be long, a prompt is read where
-   it is decoded if that delays its first token little. An output of few tokens stays where its
-   prompt alone is read, and any output where a step takes most of the ITL target and workers idle.
+1. The reader is the worker that computes the prompt. The rule chooses the worker where the first
+   token comes soonest. The prediction includes the prompts that the worker computes first, the
+   speed that its decodes leave for prompts, prefix hits, and the fetch of a prefix from another
+   worker, which happens while the prompt waits.
+2. The decoder is the worker that decodes the output. Each worker that decodes pays the base time of
+   a decode step, and computes prompts at a fraction of its speed. The rule therefore spreads the
+   decodes evenly over the smallest number of workers that keep the ITL target. The other workers
+   finish their decodes, and then compute prompts at full speed. There are two exceptions:
+   - If prompts are few and short, workers with decodes compute them soon enough. The decodes are
+     then spread over more workers, before steps come close to the target.
+   - If gaps may be long (core/gap_choice.py) and a step with one stream takes most of the ITL
+     target, workers without decodes would leave the other workers no time for prompts. The decodes
+     are then spread over all workers.
+3. If gaps may be long, the decoder also computes the prompt, unless that delays the first token
+   much. An output of few tokens is decoded by its reader if the reader computes no other prompt.
+   Any output is decoded by its reader if a step takes most of the ITL target, the reader has no
+   decodes, and other workers are idle.
 4. A request waits while its reader or its decoder has no room. An interactive request that no
    worker can serve within its TTFT target is late. Late and batch requests are placed only where
    they delay no request that can be in time, until they have waited for long.
@@ -42,13 +46,16 @@ from baton.runtime.step_budget import StepTargets
 # workers, and when they do not. Below capacity, a margin keeps streams fast; at capacity, it would
 # cost prompts more time than it saves streams.
 _JOIN_SHARE, _JOIN_SHARE_UNDER_PRESSURE = 0.92, 1.0
-# The same while workers with decodes compute prompts soon enough: outputs grow, so that a step that
-# is just within the target becomes too long. In simulations with long outputs, 0.75 to 0.85
-# attained the same; smaller shares leave prompts fewer fast workers.
+# Share of the ITL target that a decode step may take while workers with decodes compute prompts
+# soon enough. It is smaller, because outputs grow, so that a step just within the target becomes
+# too long. In simulations with long outputs, shares of 0.75 to 0.85 served equally many requests in
+# time; smaller shares leave fewer fast workers for prompts.
 _SPREAD_SHARE = 0.85
-# The pressure is a running mean of "every fast worker computes a prompt", with this weight for the
-# latest placement. The join share reaches its end at a pressure of 1 / _PRESSURE_GAIN.
+# The pressure is the share of recent placements at which every fast worker computed a prompt: a
+# running mean with this weight for the latest placement. The join share grows with the pressure,
+# and reaches _JOIN_SHARE_UNDER_PRESSURE at a pressure of 1 / _PRESSURE_GAIN.
 _PRESSURE_WEIGHT, _PRESSURE_GAIN = 0.03, 6.0
+# A worker is fast if it computes prompts at more than this share of its full speed.
 _FAST_SPEED = 1 / 3
 # A worker takes another prompt while less than this much prefill work would go before it.
 AHEAD_S = 0.2
@@ -59,21 +66,22 @@ _WORK_WEIGHT = 1.0
 # If no worker keeps the ITL target even with one decode, the target is this many times the fastest
 # worker's step with one decode.
 _UNREACHABLE = 2.0
-# A handoff makes an output's first gap about one step longer, and outputs of few tokens miss the
-# ITL target for that reason. Where a step takes more than this share of the target, any output
-# stays where its prompt is read while this many other workers are idle. In simulations, smaller
-# shares and fewer idle workers cost prompts more than outputs gained.
+# A handoff makes an output's first gap about one step longer, so that outputs of few tokens miss
+# the ITL target. If a step takes more than this share of the target, the reader decodes any output
+# while this many other workers are idle. In simulations, smaller shares and fewer idle workers
+# delayed prompts by more than outputs gained.
 _TIGHT_SHARE, _NUM_IDLE = 0.8, 2
-# Outputs of at most this many tokens stay where their prompt is read, unless the worker computes
-# other prompts, which they would slow down: with usual steps, and with those that take more than
-# _TIGHT_SHARE. More tokens cost prompts more than outputs gained.
+# The reader decodes outputs of at most this many tokens, unless it computes other prompts, which
+# the decode would slow down. The second number applies if steps take more than _TIGHT_SHARE. Larger
+# numbers delayed prompts by more than outputs gained.
 _FEW_TOKENS, _FEW_TOKENS_TIGHT = 4, 8
 # Number of candidates that may fetch the prompt's beginning from another worker.
 _NUM_FETCHING = 4
-# Added to the cost of a reader that would miss the TTFT target, in seconds: any other is better.
+# Added to the cost of a reader that would miss the TTFT target, in seconds, so that any reader that
+# meets the target is preferred.
 _TOO_LATE_S = 1000.0
-# A late request joins another late one on a worker that computes at most this share of what the
-# median candidate would compute.
+# A late request may join another late request on a worker only if that worker must compute at most
+# this share of the tokens that the median candidate must compute.
 _SMALL_SHARE = 0.75
 
 
@@ -82,18 +90,20 @@ class Demand(NamedTuple):
 
     Attributes:
         num_tokens: Tokens to compute without any cache: the prompt, and the output known so far.
-        num_output_tokens: Output tokens that are reserved for it; 0: it ends with its first token.
-        num_mean_tokens: KV tokens that requests like it have on average while they decode.
+        num_output_tokens: Output tokens for which KV room is reserved; 0: the request ends with its
+            first token.
+        num_mean_tokens: KV tokens that similar requests have on average while they decode.
         due_in_s: Seconds until the first token is due; infinite if it has no target.
         itl_s: ITL target of interactive requests, in seconds.
-        others_go_first_if_late: Whether it is not placed if its first token would be late.
+        others_go_first_if_late: Whether the request is not placed if its first token would be late.
         is_late: Whether its first token will be late on any worker.
         waits_for_others: Whether it is placed only where it delays no request that can be in time.
-        must_place: Whether it may break the ITL target of others.
-        continues: Whether it is a stream that goes on elsewhere: it waits for no prompts.
+        must_place: Whether it is placed even if other requests then miss their ITL target.
+        continues: Whether it is a stream that lost its worker; it does not wait until the worker's
+            other prompts are computed.
         session: The session; None means no session.
         may_fetch: Whether its reader may fetch the prompt's beginning from another worker.
-        is_batch: Whether it is a batch request. Batch outputs leave a worker for any other one.
+        is_batch: Whether it is a batch request, which may be parked for interactive requests.
     """
 
     num_tokens: int
@@ -129,8 +139,9 @@ class _Candidate(NamedTuple):
     Attributes:
         load: the worker's load.
         held: the prefix of the prompt that the worker holds.
-        read: the worker as the prompt's reader.
-        fetch: the same, with a fetch from another worker; None: no worker holds more.
+        read: the worker as the prompt's reader, without a fetch.
+        fetch: the worker as the reader, with a fetch from another worker; None: no other worker
+            holds more of the prompt.
     """
 
     load: WorkerLoad
@@ -174,16 +185,16 @@ class ElasticRule:
         decoder = self._decoder(found, demand)
         if decoder is None:
             return NoPlacement.FULL
-        if self._targets.may_owe:
-            reader = self._where_decoded(found, reader, decoder, demand)
-        return ElasticPlacement(reader, self._where_read(found, reader, decoder, demand))
+        if self._targets.may_borrow:
+            reader = self._reader_at_decoder(found, reader, decoder, demand)
+        return ElasticPlacement(reader, self._decoder_at_reader(found, reader, decoder, demand))
 
     def soonest(
         self, match: PrefixMatch, num_tokens: int, session: SessionKey | None
     ) -> PrefillChoice | None:
         """Returns where the first token of a prompt would come soonest; None: there is no worker.
 
-        Unlike `place`, it counts the prompts ahead, however many.
+        Unlike `place`, this method has no limit of the prompts that are queued on the worker.
         """
         found = self._candidates(
             match, Demand(num_tokens, 0, 0, math.inf, math.inf, session=session)
@@ -219,7 +230,8 @@ class ElasticRule:
         sources = self._fetches.sources(match) if demand.may_fetch else {}
         if not sources:
             return candidates
-        # The workers that would compute the whole prompt soonest would compute its rest soonest.
+        # Only the soonest readers of the whole prompt are compared as readers with a fetch, because
+        # they are likely to be the soonest readers of the rest.
         soonest = nsmallest(
             _NUM_FETCHING, range(len(found)), key=lambda at: candidates[at].read.predicted_s
         )
@@ -235,7 +247,7 @@ class ElasticRule:
         assert targets is not None
         return targets
 
-    # ---- Reader.
+    # ---- Reader
 
     def _reader(self, found: list[_Candidate], demand: Demand) -> PrefillChoice | NoPlacement:
         """Returns the best reader, or why the request waits for it."""
@@ -244,8 +256,8 @@ class ElasticRule:
         if demand.must_place and found:
             works = sorted(one.read.num_work_tokens for one in found)
             small = _SMALL_SHARE * works[len(works) // 2]
-        # Late prompts must not spend the time that streams may owe: prompts in time need it.
-        beside_none = demand.is_late and self._targets.may_owe
+        # A late prompt must not borrow time from streams, because prompts in time need that time.
+        needs_no_decodes = demand.is_late and self._targets.may_borrow
         best: PrefillChoice | None = None
         best_cost_s, ahead_s, all_have_room = math.inf, 0.0, bool(found)
         for one in found:
@@ -259,7 +271,7 @@ class ElasticRule:
             if demand.waits_for_others and (
                 load.num_prefills
                 or load.prompt_speed < _LATE_SPEED
-                or (beside_none and load.num_decodes)
+                or (needs_no_decodes and load.num_decodes)
             ):
                 continue
             for choice in (one.read, one.fetch) if one.fetch is not None else (one.read,):
@@ -269,10 +281,11 @@ class ElasticRule:
                     and load.has_late_request(now)
                     and choice.num_work_tokens > small
                 ):
-                    # While the cell is beyond its capacity, late requests take the place of those
-                    # that can be in time, and late prompts hold room for their outputs while the
-                    # engine computes others first. A prompt whose prefix only this worker holds
-                    # goes there anyway: computing it elsewhere would make other prompts later.
+                    # A worker gets no second late request. Otherwise, in a cell beyond its
+                    # capacity, late requests would take the places of requests that can be in time,
+                    # and would hold KV room while the engine computes other prompts first. A prompt
+                    # whose prefix only this worker holds is an exception, because computing the
+                    # whole prompt elsewhere would delay more prompts.
                     continue
                 cost_s = choice.predicted_s + _WORK_WEIGHT * choice.work_s * load.prompt_speed
                 if choice.predicted_s > demand.due_in_s:
@@ -280,7 +293,8 @@ class ElasticRule:
                 if cost_s < best_cost_s:
                     best, best_cost_s = choice, cost_s
                     ahead_s = self._ahead_s(load, choice.num_work_tokens, demand)
-        # A slower worker would not be sooner: it was compared with this queue.
+        # If the best worker's queue is too long, no other worker is taken instead: the comparison
+        # included this queue, and the other workers would still be later.
         if best is not None and (ahead_s < AHEAD_S or demand.continues):
             return best
         return NoPlacement.BUSY if all_have_room else NoPlacement.FULL
@@ -289,17 +303,18 @@ class ElasticRule:
         """Seconds of prompts that a worker computes before this many tokens of the request."""
         return load.ahead_s(num_tokens, self._router.now, is_batch=demand.is_batch)
 
-    def _where_decoded(
+    def _reader_at_decoder(
         self,
         found: list[_Candidate],
         reader: PrefillChoice,
         decoder: DecodeChoice,
         demand: Demand,
     ) -> PrefillChoice:
-        """Returns the decoder as the reader, if the first token is in time there.
+        """Returns the decoder as the reader if that delays the first token little; else `reader`.
 
-        A handoff makes the first gap about one step longer. So the first token may come one step
-        later, and if all workers serve prompts and decodes alike, at any time before it is due.
+        Without a handoff, the first gap is about one step shorter. The first token may therefore
+        come one step later. If all workers serve prompts and decodes alike, it may come at any time
+        before it is due.
         """
         if reader.worker == decoder.worker or demand.waits_for_others:
             return reader
@@ -315,14 +330,17 @@ class ElasticRule:
             return reader
         return read
 
-    def _where_read(
+    def _decoder_at_reader(
         self,
         found: list[_Candidate],
         reader: PrefillChoice,
         decoder: DecodeChoice,
         demand: Demand,
     ) -> DecodeChoice:
-        """Returns the reader as the decoder if a handoff might cost the output its ITL target."""
+        """Returns the reader as the decoder if the output might miss its ITL target by a handoff.
+
+        Otherwise returns `decoder`.
+        """
         if reader.worker == decoder.worker:
             return decoder
         one = _of(found, reader.worker)
@@ -369,11 +387,11 @@ class ElasticRule:
             return None
         num_new = demand.num_tokens - fetch.num_tokens
         choice = self._fetches.choice(read, fetch, _work_s(load, num_new))
-        # The prompt is fetched while those ahead of it are computed.
+        # The prompt is fetched while the worker computes the prompts ahead of it.
         wait_s = max(self._ahead_s(load, num_new, demand), fetch.fetch_s)
         return choice._replace(predicted_s=wait_s + choice.work_s)
 
-    # ---- Decoder.
+    # ---- Decoder
 
     def _decoder(self, found: list[_Candidate], demand: Demand) -> DecodeChoice | None:
         """Returns the best decoder; None: no worker has room within the ITL target."""
@@ -382,10 +400,10 @@ class ElasticRule:
         itl_s = reachable_itl_s(demand.itl_s, fastest_s)
         longest_s = itl_s
         if demand.is_batch:
-            # Batch outputs leave a margin beside interactive ones: otherwise they would leave and
-            # come back all the time.
+            # Beside interactive outputs, batch outputs join only with a margin. Otherwise they
+            # would be parked and placed again all the time.
             longest_s = itl_s * _JOIN_SHARE if self._router.num_urgent else math.inf
-        # With a limit of 0, every worker is needed.
+        # With a limit of 0, every worker counts as needed, so the decodes are spread over all.
         shares = self._targets.shares_workers(fastest_s)
         limit_s = 0.0 if shares else itl_s * self._join_share(found, added)
         hosts = sorted(
@@ -397,9 +415,12 @@ class ElasticRule:
             fullest = hosts[0].load
             left_s += fullest.mean_itl_s(1, added) - fullest.mean_itl_s()
         best: _Candidate | None = None
-        # Kinds of choices, the best first: 0: of the workers that are needed, the emptiest; 1: of
-        # the others with decodes, the fullest; 2: one without decodes; 3: one beyond the limit;
-        # 4: one whose batch outputs must leave (core/dispatch.py then lets them).
+        # The kind of choice comes first in the cost. Kinds, the best first:
+        # 0: a worker that is needed for the present decodes; the one with the shortest steps;
+        # 1: another worker with decodes; the one with the longest steps;
+        # 2: a worker without decodes; the one with the shortest prefill queue;
+        # 3: a worker whose steps become longer than limit_s; the one with the shortest steps;
+        # 4: a worker whose batch outputs must be parked; core/dispatch.py then parks them.
         best_cost = math.inf, math.inf
         for one in [*hosts, *(one for one in found if not one.load.num_decodes)]:
             load = one.load
@@ -445,7 +466,7 @@ class ElasticRule:
         emptiest = min((one.load for one in found), key=lambda load: load.mean_itl_s())
         if emptiest.prompt_speed < needed:
             return False
-        # One more decode among others hardly changes the speed; the first one does.
+        # The first decode of a worker lowers its speed of prompts; further decodes hardly do.
         return (
             emptiest.num_decodes > 0 or emptiest.speed_with_one(self._targets, num_tokens) >= needed
         )
@@ -496,7 +517,7 @@ def _fastest_step_s(found: list[_Candidate]) -> float:
 def _work_s(load: WorkerLoad, num_tokens: int) -> float:
     """Seconds in which a worker computes prompt tokens beside its decodes."""
     latency = load.traits.latency
-    # A step with decodes pays its base for them, and `prompt_speed` counts it.
+    # The base of a step with decodes is not part of the prompt's work: `prompt_speed` includes it.
     alone = not load.num_decodes
     work_s = latency.prefill_s(num_tokens) if alone else latency.model.chunk_s(0, num_tokens)
     return work_s / load.prompt_speed

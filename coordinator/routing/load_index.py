@@ -1,4 +1,4 @@
-"""Index of all workers' loads that finds the least loaded workers of a pool without a scan."""
+"""Indexes the loads of all workers, to find the least loaded workers of a pool without a scan."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import WorkerKey
 from baton.runtime.step_budget import StepTargets
 
-# Most workers that a placement in an elastic cell compares, beside those that hold the prefix.
-_GROUP = 32
+# Largest group of workers that a placement in an elastic cell compares. It also compares the
+# workers that hold the prompt's prefix.
+_MAX_GROUP_WORKERS = 32
 
 
 class LoadIndex:
-    """Load entries by worker. After changing an entry, the caller must pass it to `file`.
+    """Load entries by worker. After changing an entry, the caller must pass it to `update`.
 
-    After a change of its prompts alone, `file_prompts` does the same at a fraction of the cost.
+    After a change of its prompts alone, `update_prompts` does the same at a fraction of the cost.
 
     Args:
         max_prefill_requests: Limit of prompts assigned to one worker.
@@ -35,8 +36,8 @@ class LoadIndex:
         by_itl: decode workers ordered by seconds per step.
         by_room: decode workers ordered by free KV tokens, most first (stored negated).
         by_itl_apart: like by_itl, but only workers without urgent decodes.
-        by_yielding: decode workers (including full workers) with decodes that can be preempted,
-            ordered by the KV tokens free after preempting all of these, most first.
+        by_yielding: decode workers (including full workers) with decodes that may be parked,
+            ordered by the KV tokens free after parking all of these, most first.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class LoadIndex:
         """Changes the step targets of an elastic cell, and the predictions that follow."""
         self.step_targets = targets
         for entry in self.entries.values():
-            self.file(entry)
+            self.update(entry)
 
     @property
     def prompt_speed(self) -> float:
@@ -102,7 +103,7 @@ class LoadIndex:
     def _regroup(self) -> None:
         """Divides the workers into groups of about the same size, after a change of members."""
         entries = list(self.entries.values())
-        number = -(-len(entries) // _GROUP)
+        number = -(-len(entries) // _MAX_GROUP_WORKERS)
         self._groups = [entries[index::number] for index in range(number)]
 
     def get(self, worker: WorkerKey | None) -> WorkerLoad | None:
@@ -120,7 +121,7 @@ class LoadIndex:
         if pool is not None:
             self._pools[worker] = pool
             self.num_prefill_workers += self.computes_prompts(pool)
-        self.file(self.entries[worker])
+        self.update(self.entries[worker])
 
     def computes_prompts(self, pool: Pool | None) -> bool:
         """Whether the workers of a pool compute prompts; in an elastic cell, those of any pool."""
@@ -148,7 +149,7 @@ class LoadIndex:
         """Maximum number of requests on a decode worker, regardless of its KV room."""
         return min(self._max_decodes, entry.traits.max_seqs)
 
-    def file_prompts(self, entry: WorkerLoad) -> None:
+    def update_prompts(self, entry: WorkerLoad) -> None:
         """Updates the indexes after a change of the prompts that are assigned to a worker."""
         worker = entry.key
         takes_prompts = self.computes_prompts(self._pools.get(worker))
@@ -159,12 +160,12 @@ class LoadIndex:
             self.open_prefill ^= entry.bit
             self.by_queue.remove(worker)
 
-    def file(self, entry: WorkerLoad) -> None:
+    def update(self, entry: WorkerLoad) -> None:
         """Updates all indexes after a change of a worker's load or pool."""
         worker, pool = entry.key, self._pools.get(entry.key)
         if self.step_targets is not None:
             entry.predict_prompt_speed(self.step_targets, self.now)
-        self.file_prompts(entry)
+        self.update_prompts(entry)
         if self.decodes(pool) and entry.yielding_tokens:
             self.by_yielding.set(worker, -entry.free_tokens - entry.yielding_tokens)
         else:

@@ -9,8 +9,9 @@ from baton.coordinator.routing.prefix_index import Tier
 class LoadSpeeds:
     """Speeds of one worker's loads from host memory and from disk.
 
-    An assumed speed applies until a load shows how fast it is, and again some time after the last
-    load: a worker whose loads were slow gets few prompts that need one.
+    The assumed speed applies until a load was measured. It also applies again some time after the
+    last load: a worker whose loads were slow gets few prompts that need a load, so that its speed
+    would never be measured again.
 
     Args:
         host_bytes_per_s: assumed bandwidth between host memory and the engine's cache, all ranks
@@ -46,7 +47,7 @@ class LoadSpeeds:
         """Returns the mean speed of the latest loads, in bytes per second, by tier."""
         return {tier: 1 / found.s_per_byte for tier, found in tuple(self._measured.items())}
 
-    def took(self, tier: Tier, num_bytes: int, seconds: float, now: float) -> None:
+    def observe(self, tier: Tier, num_bytes: int, seconds: float, now: float) -> None:
         """Records loads; arguments as in `seconds`, with their duration."""
         if num_bytes >= LEAST_BYTES:
             self._measured[tier] = with_latest(self._measured.get(tier), num_bytes, seconds, now)

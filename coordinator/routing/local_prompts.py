@@ -79,25 +79,25 @@ class LocalPrompts:
         now = self._router.now
         load_s = entry.load_s(choice.num_host_tokens, choice.num_disk_tokens, now)
         here_s = _outputs_step_s(entry) + load_s + work_s
-        return here_s <= there_s * _LOCAL_SHARE and self._bear(
+        return here_s <= there_s * _LOCAL_SHARE and self._tolerates(
             entry, _longest_step_s(entry, choice), lane
         )
 
     def begins(self, choice: DecodeChoice) -> None:
         """Counts the long gaps that a decode worker's requests get from the prompt it starts."""
         entry = self._router.load(choice.worker)
-        if entry is not None and self._is_felt(entry, _longest_step_s(entry, choice)):
-            self._router.hold_up(choice, _LONG_GAPS_SHARE)
+        if entry is not None and self._exceeds_target(entry, _longest_step_s(entry, choice)):
+            self._router.record_long_gaps(choice, _LONG_GAPS_SHARE)
 
-    def _bear(self, entry: WorkerLoad, step_s: float, lane: Lane) -> bool:
+    def _tolerates(self, entry: WorkerLoad, step_s: float, lane: Lane) -> bool:
         """Whether a worker's urgent requests tolerate a step of this length for this lane."""
-        return not self._is_felt(entry, step_s) or (
+        return not self._exceeds_target(entry, step_s) or (
             lane != common_pb2.LANE_BATCH
             and step_s <= self._itl_target_s * _LONGEST_GAP
-            and entry.held_up_until <= self._router.now
+            and entry.next_long_gap_at <= self._router.now
         )
 
-    def _is_felt(self, entry: WorkerLoad, step_s: float) -> bool:
+    def _exceeds_target(self, entry: WorkerLoad, step_s: float) -> bool:
         """Whether a step of this length exceeds the ITL target of an urgent request there."""
         return entry.num_urgent > 0 and step_s > self._itl_target_s
 

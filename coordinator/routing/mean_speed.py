@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 # Copies of fewer bytes say more about delays than about speed.
 LEAST_BYTES = 2**17
-# A measurement counts half after this many seconds: what was slow is tried again some time.
+# Time after which a measurement counts half, in seconds, so that slow copies are tried again.
 _HALF_LIFE_S = 600.0
 # Weight of the latest copy in the mean seconds per byte.
 _WEIGHT = 0.3

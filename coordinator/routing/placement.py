@@ -31,7 +31,7 @@ from baton.coordinator.routing.prompt_blocks import PromptBlocks
 from baton.coordinator.routing.prompt_demand import PromptDemand
 from baton.coordinator.routing.router import Router
 from baton.coordinator.routing.strict import StrictRule
-from baton.coordinator.routing.worker_load import Ahead
+from baton.coordinator.routing.worker_load import QueueLimit
 from baton.coordinator.routing.worker_traits import block_size_of, handoff_bytes, traits_of
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.lanes import lane_config
@@ -48,16 +48,18 @@ _BATCH = common_pb2.LANE_BATCH
 # Limit of prefill work queued on one worker, by lane, in steps. With two steps the engine stays
 # busy while its answer to the first step is on its way. The batch limit is one step, so that an
 # interactive prompt waits for at most one batch step.
-_AHEAD = {
-    common_pb2.LANE_INTERACTIVE: Ahead(2.0, foresees=True),
-    _BATCH: Ahead(1.0, foresees=False),
+_QUEUE_LIMITS = {
+    common_pb2.LANE_INTERACTIVE: QueueLimit(2.0, predicts_progress=True),
+    _BATCH: QueueLimit(1.0, predicts_progress=False),
 }
 # Batch requests join interactive requests while steps take at most this share of the ITL target.
-# They are parked when steps exceed the whole target; the gap between the two avoids flapping.
+# They are parked when steps exceed the whole target. The two limits differ, so that a batch request
+# is not placed and parked again and again.
 _JOIN_SHARE = 0.9
 # In an elastic cell, a request that has waited for this share of its lane's max_queue_s is placed
-# even where it delays others. Late interactive requests make others late when they are placed while
-# the cell is still beyond its capacity, so their share leaves only enough time to be placed.
+# even where it delays others. If the cell is beyond its capacity, placing a late interactive
+# request makes other requests late. The share of the interactive lane is therefore large, and
+# leaves only enough time for the placement.
 _MUST_PLACE_SHARE = {common_pb2.LANE_INTERACTIVE: 0.8, _BATCH: 1 / 6}
 
 _Found = TypeVar("_Found")
@@ -130,7 +132,7 @@ class Placer:
         if self._config.elastic:
             self.router.set_step_targets(targets)
 
-    # ---- Members.
+    # ---- Workers
 
     def attach(self, worker: Worker) -> None:
         """Adds a worker that has attached or reattached, and gives it work if it takes any."""
@@ -159,7 +161,7 @@ class Placer:
         for worker in self._workers:
             assert self.router.pool(worker.key) is _open_to(worker)
 
-    # ---- Requests.
+    # ---- Requests
 
     def place(self, request: Request) -> Placement | NoPlacement:
         """Picks workers for the request whose turn it is, or says why it waits.
@@ -169,7 +171,7 @@ class Placer:
         worker is available. A suspect (a request that may have crashed workers) gets only workers
         without unanswered requests, so that a crash loses no other request.
         """
-        return self._among_wanted(request, self._place)
+        return self._without_avoided(request, self._place)
 
     def by_handoff(self, request: Request, source: Worker, within_s: float) -> Placement | None:
         """Plans a handoff of a running request from its decode worker to another decode worker.
@@ -197,14 +199,14 @@ class Placer:
         return self._decode_anew(request, None) is not None
 
     def room_wanted(self, request: Request) -> RoomWanted | None:
-        """The decode worker on which batch requests should be preempted for a waiting request.
+        """The decode worker on which batch requests should be parked for a waiting request.
 
         Returns:
             None if the request waits for something else, or is a batch request itself.
         """
         if self.router.most_yielding() is None or self._lane_of(request) == _BATCH:
             return None
-        return self._among_wanted(request, self._room_wanted)
+        return self._without_avoided(request, self._room_wanted)
 
     def room_at(self, request: Request) -> float:
         """Predicts when a prefill worker will have room for a prompt that cannot be placed now.
@@ -220,13 +222,13 @@ class Placer:
             found = self._rule.candidates(self.prompts.match(request), None)
             times = [entry.free_at - AHEAD_S for entry, _ in found]
             return min((at for at in times if at > self.router.now), default=math.inf)
-        return idlest.room_at(_AHEAD[self._lane_of(request)], self.router.now)
+        return idlest.room_at(_QUEUE_LIMITS[self._lane_of(request)], self.router.now)
 
     def is_crowded_out(self, request: Request) -> bool:
         """Whether no prefill worker takes a batch prompt, but one would take an interactive one."""
         match, now = self.prompts.match(request), self.router.now
         entries = self._strict.prefill_candidates(match, request.submission.session)
-        batch, interactive = _AHEAD[_BATCH], _AHEAD[common_pb2.LANE_INTERACTIVE]
+        batch, interactive = _QUEUE_LIMITS[_BATCH], _QUEUE_LIMITS[common_pb2.LANE_INTERACTIVE]
         return all(one.is_full(batch, now) for one in entries) and not all(
             one.is_full(interactive, now) for one in entries
         )
@@ -237,7 +239,7 @@ class Placer:
         Args:
             request: the request.
             placement: placement that `place` returned for the request.
-            yields: whether the request may be preempted if it is a batch request.
+            yields: whether the request may be parked if it is a batch request.
         """
         urgent = request.submission.lane != _BATCH
         if urgent and self._rule is not None and (reader := placement.reader) is not None:
@@ -288,7 +290,7 @@ class Placer:
 
     def computed(self, request: Request) -> None:
         """Records that a request's prompt has been computed."""
-        self.batch_prompts.over(request.key)
+        self.batch_prompts.prefill_done(request.key)
         self.router.first_token(request.key, request.prefill, request.decode)
 
     def grows(self, request: Request, num_ahead: int) -> None:
@@ -308,7 +310,7 @@ class Placer:
 
     def released(self, request: Request) -> None:
         """Removes a request from the load of its workers."""
-        self.batch_prompts.over(request.key)
+        self.batch_prompts.prefill_done(request.key)
         self.router.release(request.key, request.prefill, request.decode)
 
     def ended(self, request: Request) -> None:
@@ -321,7 +323,7 @@ class Placer:
         most = max_output_tokens(submission, self._workers.max_model_len)
         return request.num_tokens + round(self._outputs.mean_of_running(submission.lane, most) / 2)
 
-    # ---- Yielding.
+    # ---- Parking of batch requests
 
     def must_yield(self, worker: WorkerKey) -> bool:
         """Whether batch requests on a worker push interactive requests over their ITL target."""
@@ -333,34 +335,34 @@ class Placer:
                 entry.num_urgent < entry.num_decodes - 1
                 and entry.itl_with_s(0, 0) > self._itl_target_s
             )
-        # As the rule of an elastic cell places requests.
+        # The same limit by which the rule of an elastic cell places requests.
         itl_s = math.inf if targets.itl_s is None else targets.itl_s
         return entry.mean_itl_s() > reachable_itl_s(itl_s, entry.single_step_s)
 
-    # ---- Inside.
+    # ---- Private methods
 
     def _lane_of(self, request: Request) -> common_pb2.Lane.ValueType:
         """The lane that the request's prompt is computed in."""
         return request.submission.ordered_in(self._config.lanes.long_prompt_tokens)
 
-    def _among_wanted(self, request: Request, look: Callable[[Request], _Found]) -> _Found:
-        """Calls `look` while the workers that the request must avoid take no work.
+    def _without_avoided(self, request: Request, find: Callable[[Request], _Found]) -> _Found:
+        """Calls `find` while the workers that the request must avoid get no work.
 
-        If it finds nothing, those that have lost the request may take it.
+        If it finds nothing, it is called again with the workers that have lost the request.
         """
         if not request.avoid and not request.suspect:
-            return look(request)
+            return find(request)
         # Lists instead of sets: their order decides between equally good workers, and must be the
         # same in each run of a simulation.
-        shunned = [key for key in request.avoid if self.router.load(key) is not None]
+        avoided = [key for key in request.avoid if self.router.load(key) is not None]
         closed = (
             [one.key for one in self._workers if one.ledger.unanswered] if request.suspect else []
         )
-        with self._closed([*closed, *shunned]):
-            found = look(request)
-        if shunned and (found is None or isinstance(found, NoPlacement)):
+        with self._closed([*closed, *avoided]):
+            found = find(request)
+        if avoided and (found is None or isinstance(found, NoPlacement)):
             with self._closed(closed):
-                found = look(request)
+                found = find(request)
         return found
 
     @contextlib.contextmanager
@@ -402,8 +404,8 @@ class Placer:
         longest_s = lane_config(self._config.lanes, submission.lane).max_queue_s
         share = _MUST_PLACE_SHARE[self._lane_of(request)]
         is_batch = submission.lane == _BATCH
-        # A stream that lost its worker goes on at once: its client sees the pause. A batch output
-        # may have been parked, for requests that are still there.
+        # A stream that lost its worker continues at once, because its client sees the pause. A
+        # batch output may have been parked for requests that still run, so it waits.
         continues = num_known > 0 and not is_batch
         must_place = continues or waited_s > share * longest_s
         return Demand(
@@ -426,9 +428,10 @@ class Placer:
 
     @staticmethod
     def _may_fetch(request: Request) -> bool:
-        """Whether the reader may fetch: engines compute whole prompts for prompt logprobs.
+        """Whether the reader may fetch the prompt's beginning from another worker.
 
-        The holder of a prefix has no images to compute what it lacks.
+        It may not for prompt logprobs, for which engines compute whole prompts, and not for images,
+        because the holder has no images from which it could compute blocks that it lacks.
         """
         computes_all = request.submission.sampling.HasField("prompt_logprobs")
         has_images = bool(request.submission.images)
@@ -459,7 +462,7 @@ class Placer:
             match,
             request.num_prefill_tokens,
             submission.session,
-            _AHEAD[self._lane_of(request)],
+            _QUEUE_LIMITS[self._lane_of(request)],
             may_fetch=self._may_fetch(request),
         )
         if prefill is not None and most == 1:
@@ -485,7 +488,10 @@ class Placer:
             return None
         if self._rule is None and (self.router.num_prefill_workers or not num_known):
             prefill = self._strict.choose_prefill(
-                match, request.num_prefill_tokens, submission.session, _AHEAD[submission.lane]
+                match,
+                request.num_prefill_tokens,
+                submission.session,
+                _QUEUE_LIMITS[submission.lane],
             )
             if prefill is None:
                 return None

@@ -30,7 +30,7 @@ class Predictions:
         rule: Placement rule of the cell.
         workers: Workers of one fleet.
         prompts: Cuts prompts into blocks of these workers' block size.
-        batch_prompts: Batch prompts that may be preempted for interactive prompts.
+        batch_prompts: Batch prompts that may be parked for interactive prompts.
         outputs: Prediction of output lengths.
         config: Source of the latency model for unmeasured workers and of the long-prompt limit.
     """
@@ -105,7 +105,7 @@ class Predictions:
         if (
             submission.ordered_in(self._long_prompt_tokens) != common_pb2.LANE_BATCH
             and entry is not None
-            and self._batch_prompts.give_way(entry, worker)
+            and self._batch_prompts.may_be_parked(entry, worker)
         ):
             wait_s = min(wait_s, entry.step_s)
         wait_s += in_lane_s(choice.work_s, num_workers)

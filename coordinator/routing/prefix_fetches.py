@@ -1,7 +1,7 @@
-"""Chooses what a reader fetches of a prompt's beginning from another worker.
+"""Chooses which part of a prompt's beginning a reader fetches, and from which worker.
 
 A fetch costs the wait for its holder, the bytes by measured speed, and the holder's load from host
-memory or disk. It pays where the computation that it saves takes longer.
+memory or disk. It pays if the computation that it saves takes longer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PrefixFetches:
         if not self._enabled:
             return {}
         loads = self._router.loads
-        return match.storers(_NUM_SOURCES, loads.open_prefill | loads.open_decode)
+        return match.reported_holders(_NUM_SOURCES, loads.open_prefill | loads.open_decode)
 
     def best(
         self,
@@ -49,7 +49,7 @@ class PrefixFetches:
         num_tokens: int,
         hits: PromptHits,
     ) -> Fetch | None:
-        """The fetch that leaves a reader the least to do; None: no worker holds more than it.
+        """The fetch after which a reader has the prompt soonest; None: no worker holds more blocks.
 
         Args:
             match: prefix match of the prompt.
@@ -108,10 +108,10 @@ class PrefixFetches:
         """
         if not (hits.num_cached or hits.num_host):
             return [(0, 0)]
-        own, size = match.stored_by(reader.key), reader.traits.block_size_tokens
+        own, size = match.reported_by(reader.key), reader.traits.block_size_tokens
         on_device = min(own.num_device * size, usable)
         with_host = min(own.num_total * size, usable)
-        # A load from disk takes too long to hold the blocks behind it in staging.
+        # A load from disk takes too long to hold the blocks after it in staging meanwhile.
         if with_host == on_device or own.num_disk:
             return [(on_device, 0)]
         return [(on_device, 0), (with_host, with_host - on_device)]

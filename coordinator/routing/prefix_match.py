@@ -124,7 +124,7 @@ class PrefixMatch:
         """The prompt's first blocks that a worker holds, or is expected to hold soon."""
         return self._with_host(worker, self.blocks_of(worker))
 
-    def stored_by(self, worker: WorkerKey) -> HeldPrefix:
+    def reported_by(self, worker: WorkerKey) -> HeldPrefix:
         """The prompt's first blocks that a worker holds now, by its reports."""
         slot = self._slots.get(worker)
         if self._is_new or slot is None:
@@ -188,7 +188,7 @@ class PrefixMatch:
             found |= self._ranked(self._total_mask, len(masks), limit, among)
         return {worker: self.held_by(worker) for worker in found}
 
-    def storers(self, limit: int, among: int = -1) -> dict[WorkerKey, HeldPrefix]:
+    def reported_holders(self, limit: int, among: int = -1) -> dict[WorkerKey, HeldPrefix]:
         """Up to `limit` workers that hold the longest prefixes now, by their reports.
 
         Args:
@@ -201,7 +201,7 @@ class PrefixMatch:
             found = self._ranked(self._total_mask, len(self._masks_of_total()), limit, among)
         else:
             found = self._ranked(self._device_mask, len(self._hashes), limit, among)
-        return {worker: self.stored_by(worker) for worker in found}
+        return {worker: self.reported_by(worker) for worker in found}
 
     def _ranked(
         self, mask_at: Callable[[int], int], most: int, limit: int, among: int

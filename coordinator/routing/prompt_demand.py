@@ -1,4 +1,4 @@
-"""Recent prompts of an elastic cell: how fast workers must compute them."""
+"""Estimates from recent prompts of an elastic cell how fast workers must compute prompts."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import math
 
 from baton.coordinator.telemetry.recent_values import RecentValues
 
-# Number of latest prompts that are kept, and the least number that says something.
+# Number of latest prompts that are kept, and the smallest number that gives an estimate.
 _WINDOW, _LEAST = 256, 32
 # Mean age of the work that counts for the rate, in seconds.
 _RATE_S = 30.0
-# Nearly all prompts, by this quantile, must be computed within this share of their TTFT target.
-# The rest of the target is for the queue. A share of 0.5 cost two simulated workers near capacity
-# one point.
+# This quantile of the prompts must be computed within this share of their TTFT target. The rest of
+# the target is for the queue. With a share of 0.5, two simulated workers near capacity served one
+# percentage point fewer requests in time.
 _QUANTILE, _TARGET_SHARE = 0.95, 0.3
-# Prompts may keep the workers busy for this share of the time; they would queue for too long above.
+# Share of the time for which prompts may keep the workers busy; above it, queues are too long.
 _BUSY_SHARE = 1 / 3
 
 

@@ -1,6 +1,6 @@
-"""Knows what the workers of a fleet hold and do: their loads, cached prefixes and sessions.
+"""Keeps the coordinator's view of a fleet's workers: their loads, cached prefixes and sessions.
 
-The placement rules look at it: strict.py for workers with fixed roles, elastic.py for the others.
+The placement rules read it: strict.py for workers with fixed roles, elastic.py for elastic cells.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Router:
         """Changes the targets of the workers' steps; only in an elastic cell."""
         self.loads.set_step_targets(targets)
 
-    # ---- Members.
+    # ---- Workers
 
     def add_worker(self, worker: WorkerKey, traits: WorkerTraits, pool: Pool | None) -> None:
         """Adds a worker whose cache is empty or not known yet; `pool` as in `set_pool`."""
@@ -143,9 +143,9 @@ class Router:
         return self.loads.get(self.loads.by_queue.least())
 
     def most_yielding(self) -> WorkerLoad | None:
-        """The decode worker that would have most KV room after preempting its batch decodes.
+        """The decode worker that would have most KV room after parking its batch decodes.
 
-        None if no worker has a decode that can be preempted.
+        None if no worker has a decode that may be parked.
         """
         return self.loads.get(self.loads.by_yielding.least())
 
@@ -175,17 +175,17 @@ class Router:
         """Updates a worker's load from the number of KV tokens that it reports as used."""
         if (entry := self.loads.get(worker)) is not None:
             entry.report(kv_tokens_used)
-            self.loads.file(entry)
+            self.loads.update(entry)
 
     def report_loads(
         self, worker: WorkerKey, host: cluster_pb2.TierLoads, disk: cluster_pb2.TierLoads
     ) -> None:
-        """Measures a worker's speed by its loads since its last report."""
+        """Updates the measured speeds of a worker's loads since its last report."""
         if (entry := self.loads.get(worker)) is None:
             return
         for tier, loads in ((Tier.HOST, host), (Tier.DISK, disk)):
             seconds = loads.duration_us / 1e6
-            entry.load_speeds.took(tier, loads.num_bytes, seconds, self.now)
+            entry.load_speeds.observe(tier, loads.num_bytes, seconds, self.now)
 
     def predicted_speeds(self, placement: Placement) -> PredictedSpeeds:
         """The speeds by which the loads and the fetch of a placement were predicted."""
@@ -220,7 +220,7 @@ class Router:
         self.index.removed(worker, changes.removed, tier)
         self.index.stored(worker, changes.stored, tier)
 
-    # ---- Requests.
+    # ---- Requests
 
     def match(self, prompt_hashes: Sequence[int]) -> PrefixMatch:
         """The prefix of a prompt that each worker holds; valid until the next change."""
@@ -260,7 +260,7 @@ class Router:
             near = self.near(fetch.holder, choice.worker)
             self.transfers.begins(fetch.holder, fetch.sending_s, near=near)
         self.index.expect(request_id, choice.worker, prompt_hashes)
-        self.loads.file_prompts(entry)
+        self.loads.update_prompts(entry)
         if session is not None:
             self._session(session).prefill = choice.worker
 
@@ -281,7 +281,7 @@ class Router:
             choice: choice that `choose_decode` returned for the request.
             session: the session; None means no session.
             urgent: whether batch requests yield to this request.
-            yields: whether this request can be preempted for an urgent request.
+            yields: whether this request may be parked for an urgent request.
             num_mean_tokens: KV tokens that the request has on average while it decodes; None: as
                 many as are reserved.
         """
@@ -297,20 +297,26 @@ class Router:
             self._num_urgent += 1
         else:
             self._packed = choice.worker
-        self.loads.file(entry)
+        self.loads.update(entry)
         if session is not None:
             self._session(session).decode = choice.worker
 
     def hold(self, request_id: str, worker: WorkerKey, num_tokens: int) -> None:
-        """Adds a decode that a worker continues and of which only the size is known."""
+        """Adds a decode that a worker continues for an earlier coordinator.
+
+        Args:
+            request_id: ID of the request.
+            worker: the worker.
+            num_tokens: KV tokens of the request so far.
+        """
         entry = self.loads.entries[worker]
         entry.assign_decode(request_id, num_tokens)
         entry.arrive(request_id)
-        self.loads.file(entry)
+        self.loads.update(entry)
 
-    def hold_up(self, choice: DecodeChoice, share: float) -> None:
-        """Records a prompt that delays a decode worker's requests; see WorkerLoad.hold_up."""
-        self.loads.entries[choice.worker].hold_up(choice.num_new_tokens, share, self.now)
+    def record_long_gaps(self, choice: DecodeChoice, share: float) -> None:
+        """Records long gaps of a decode worker's requests; see WorkerLoad.record_long_gaps."""
+        self.loads.entries[choice.worker].record_long_gaps(choice.num_new_tokens, share, self.now)
 
     def first_token(
         self, request_id: str, prefill: WorkerKey | None, decode: WorkerKey | None
@@ -337,20 +343,20 @@ class Router:
         """Reserves KV room for at least this many tokens of a request, in whole blocks."""
         if (entry := self.loads.get(decode)) is not None:
             entry.grow(request_id, entry.in_blocks(num_tokens))
-            self.loads.file(entry)
+            self.loads.update(entry)
 
     def release(self, request_id: str, prefill: WorkerKey | None, decode: WorkerKey | None) -> None:
         """Removes a request from its workers' loads; idempotent. Arguments as in `first_token`."""
         self._end_prefill(request_id, prefill if prefill is not None else decode)
         if (entry := self.loads.get(decode)) is not None:
             self._num_urgent -= entry.end_decode(request_id)
-            self.loads.file(entry)
+            self.loads.update(entry)
 
     def _end_prefill(self, request_id: str, prefill: WorkerKey | None) -> None:
         self.index.settle(request_id)
         if (entry := self.loads.get(prefill)) is not None:
             entry.end_prefill(request_id, self.now)
-            self.loads.file_prompts(entry)
+            self.loads.update_prompts(entry)
 
     def forget_session(self, session: SessionKey) -> None:
         """Forgets which workers a session had; idempotent."""
@@ -368,7 +374,7 @@ class Router:
             self._sessions.popitem(last=False)
         return found
 
-    # ---- What the rules look at.
+    # ---- Queries of the placement rules
 
     def takes_prompts(self, entry: WorkerLoad) -> bool:
         """Whether a worker is below its limit of prompts."""

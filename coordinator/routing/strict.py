@@ -1,4 +1,4 @@
-"""The placement rule of workers with fixed roles: a prefill worker and a decode worker.
+"""The placement rule of workers with fixed roles: it chooses a prefill and a decode worker.
 
 Every cost is in seconds: cached prefixes are weighed against queued work. Every choice compares
 only a few candidates: the workers with the longest cached prefixes, the session's last worker and
@@ -14,7 +14,7 @@ from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
 from baton.coordinator.routing.prefix_fetches import PrefixFetches
 from baton.coordinator.routing.prefix_match import NUM_HOLDERS, HeldPrefix, PrefixMatch
 from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import ANYTHING_AHEAD, Ahead, PromptHits, WorkerLoad
+from baton.coordinator.routing.worker_load import NO_QUEUE_LIMIT, PromptHits, QueueLimit, WorkerLoad
 from baton.coordinator.state.requests import SessionKey, WorkerKey
 
 # Extra weight of a second of prefill work compared with a second of waiting. Waiting delays only
@@ -64,7 +64,7 @@ class StrictRule:
         match: PrefixMatch,
         num_tokens: int,
         session: SessionKey | None = None,
-        ahead: Ahead = ANYTHING_AHEAD,
+        limit: QueueLimit = NO_QUEUE_LIMIT,
         *,
         may_fetch: bool = True,
     ) -> PrefillChoice | None:
@@ -77,7 +77,7 @@ class StrictRule:
             match: prefix match of the prompt.
             num_tokens: tokens of the prompt.
             session: the session; None means no session.
-            ahead: limit of the work queued on the worker. Requests beyond it wait in the
+            limit: limit of the work queued on the worker. Requests beyond it wait in the
                 coordinator, where they can still be reordered.
             may_fetch: whether the worker may fetch the prompt's beginning from another worker.
 
@@ -91,7 +91,7 @@ class StrictRule:
         for worker, held in self._prefill_candidates(match, session).items():
             entry = loads.entries[worker]
             traits = entry.traits
-            if entry.is_full(ahead, self._router.now):
+            if entry.is_full(limit, self._router.now):
                 continue
             size = traits.block_size_tokens
             # The worker always computes the last token, because it yields the first output token.
@@ -109,7 +109,7 @@ class StrictRule:
                 continue
             if (fetch := self._fetches.best(match, sources, entry, num_tokens, hits)) is not None:
                 work_s = traits.latency.prefill_s(num_tokens - fetch.num_tokens)
-                # The prompt is fetched while those ahead of it are computed.
+                # The prompt is fetched while the worker computes the prompts ahead of it.
                 wait_s = max(queued_s, fetch.fetch_s)
                 if wait_s + work_s * factor < least:
                     least = wait_s + work_s * factor

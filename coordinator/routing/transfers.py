@@ -1,4 +1,4 @@
-"""Predicts how long KV blocks take from one worker to another, from the transfers so far."""
+"""Predicts how long workers take to send KV blocks to each other, from the transfers so far."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from baton.coordinator.state.requests import WorkerKey
 
 Pair: TypeAlias = tuple[WorkerKey, WorkerKey]
 
-# Seconds per byte before the first transfer: 10 GB/s. The guess is low, so that a fetch is tried;
-# if the guess was wrong, the fetch is given up when its time is over.
+# Assumed seconds per byte of fetches before the first transfer: 10 GB/s. The assumption is
+# optimistic, so that a fetch is tried; if it is wrong, the fetch ends at its timeout.
 _GUESS = 1e-10
-# Assumed speed of handoffs between hosts and within a host before the first transfer. These guesses
-# are not tried out, so they are closer to what networks can do.
+# Assumed speed of handoffs between hosts and within a host before the first transfer. A handoff is
+# sent however slow it is, so these guesses are closer to the speed of real networks.
 _FAR_BYTES_PER_S, _NEAR_BYTES_PER_S = 1e9, 5e9
 # A fetch that was given up has taken at least this many times as long as it was waited for.
 _GIVEN_UP_FACTOR = 2.0
-# Seconds for which the outcome of the first fetch is waited for before the next one.
+# Before the first transfer of a kind is measured, one fetch is tried in this many seconds.
 _TRIAL_S = 10.0
 # Number of pairs that are remembered; the least recently measured is forgotten.
 _MAX_PAIRS = 65536
@@ -53,7 +53,7 @@ class Transfers:
             near: whether both are on one host.
 
         Returns:
-            Infinite while the first transfer of a kind shows how fast it is.
+            Infinite while the first transfer of a kind is under way, because no speed is known.
         """
         found = self._measured(pair, near=near)
         if found is None:
@@ -90,7 +90,7 @@ class Transfers:
         return {pair: 1 / found.s_per_byte for pair, found in latest}
 
     def wait_s(self, holder: WorkerKey) -> float:
-        """Predicted seconds until a worker has sent what it was told to send."""
+        """Predicted seconds until a worker has sent all blocks that it was told to send."""
         return max(0.0, self._free_at.get(holder, self.now) - self.now)
 
     def begins(self, holder: WorkerKey, sending_s: float, *, near: bool) -> None:
@@ -98,7 +98,7 @@ class Transfers:
         self._free_at[holder] = self.now + self.wait_s(holder) + sending_s
         self._tried_at[near] = self.now
 
-    def took(self, pair: Pair, num_bytes: int, seconds: float, *, near: bool) -> None:
+    def observe(self, pair: Pair, num_bytes: int, seconds: float, *, near: bool) -> None:
         """Records a transfer's size and duration."""
         if num_bytes < LEAST_BYTES:
             self._tried_at.pop(near, None)
@@ -108,16 +108,16 @@ class Transfers:
         if len(self._pairs) > _MAX_PAIRS:
             self._pairs.popitem(last=False)
 
-    def took_at_most(self, pair: Pair, num_bytes: int, seconds: float, *, near: bool) -> None:
-        """Records a transfer that also waited for something else."""
+    def observe_at_most(self, pair: Pair, num_bytes: int, seconds: float, *, near: bool) -> None:
+        """Records a transfer whose duration also includes waits; only a shorter time counts."""
         if seconds < self.seconds(pair, num_bytes, near=near) < math.inf:
-            self.took(pair, num_bytes, seconds, near=near)
+            self.observe(pair, num_bytes, seconds, near=near)
 
-    def given_up(self, pair: Pair, num_bytes: int, seconds: float, *, near: bool) -> None:
+    def observe_timeout(self, pair: Pair, num_bytes: int, seconds: float, *, near: bool) -> None:
         """Records a transfer that was given up after this many seconds.
 
-        It tells about the other pairs of its kind only if none of them has been measured: the
-        sender may have been stopped.
+        The time counts for other pairs of the same kind only if none of them has a recent
+        measurement, because the sender may have been stopped.
         """
         if num_bytes < LEAST_BYTES:
             self._tried_at.pop(near, None)

@@ -1,4 +1,4 @@
-"""Load of one worker as counted by the coordinator, which is ahead of the worker's reports."""
+"""Load of one worker as the coordinator counts it, which is newer than the worker's reports."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class PromptHits(NamedTuple):
 
     Attributes:
         num_cached: tokens in the engine's prefix cache.
-        num_host: tokens behind them that it loads from its KV store in host memory.
-        num_disk: tokens behind the cached ones that it loads from its disk, through host memory.
+        num_host: tokens after the cached ones that it loads from its KV store in host memory.
+        num_disk: tokens after the cached ones that it loads from its disk, through host memory.
     """
 
     num_cached: int
@@ -63,8 +63,8 @@ class WorkerTraits:
         disk_kv_tokens: size of the KV store on disk in tokens; 0: none.
         block_size_tokens: tokens per KV block.
         kv_bytes_per_token: bytes of KV cache per token, over all layers and ranks; 0: not known.
-        sends_prefixes: whether the cached beginning of a prompt can be handed over: windows and
-            recurrent states are there only for a prompt's last tokens.
+        sends_prefixes: whether the cached beginning of a prompt can be handed over. It cannot for
+            sliding windows and recurrent states, which are kept only for a prompt's last tokens.
         max_send_bytes, max_receive_bytes: size of the largest handoff.
         chunk_tokens: maximum number of prompt tokens computed in one step.
         max_seqs: maximum number of requests in one engine step; further requests wait in the
@@ -106,8 +106,9 @@ class _Decode:
 
     Attributes:
         num_kv_tokens: KV tokens reserved for the request.
-        urgent: whether batch requests yield to the request.
-        yields: whether the request can be preempted for an urgent request.
+        urgent: whether batch requests may be parked for this request.
+        yields: whether this request may be parked for an urgent request.
+        num_mean_tokens: KV tokens that the request has on average while it decodes.
         arrived: whether the request's prompt is computed.
         late: whether this worker computed the prompt after its first token was due.
     """
@@ -148,20 +149,20 @@ class _Prefill(NamedTuple):
         return self.num_tokens <= num_tokens and self.due_at >= now
 
 
-class Ahead(NamedTuple):
+class QueueLimit(NamedTuple):
     """Limit of prefill work queued on a worker.
 
     Attributes:
-        num_chunks: a worker with this many chunks (steps) of work or more is full.
-        foresees: whether the predicted progress of the worker's first prompt is subtracted from
-            its work, so that the next prompt arrives before the worker is idle.
+        num_chunks: number of chunks (steps) of work from which the worker counts as full.
+        predicts_progress: whether the predicted progress of the worker's first prompt is subtracted
+            from its work, so that the next prompt arrives before the worker is idle.
     """
 
     num_chunks: float
-    foresees: bool
+    predicts_progress: bool
 
 
-ANYTHING_AHEAD = Ahead(math.inf, foresees=False)
+NO_QUEUE_LIMIT = QueueLimit(math.inf, predicts_progress=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -172,15 +173,15 @@ class WorkerLoad:
         bit: the worker's bit in masks of workers.
         free_at: predicted time when the assigned prefill work is done.
         queued_tokens: tokens of assigned prompts that have no first token yet.
-        num_urgent: number of decodes that batch requests yield to.
-        held_up_until: time before which the worker must not compute another prompt that delays its
-            decodes: the allowed share of long gaps is used up until then.
+        num_urgent: number of urgent decodes, for which batch requests may be parked.
+        next_long_gap_at: earliest time at which the worker may compute another prompt that makes
+            the gaps of its decodes too long; until then their share of long gaps is used up.
         reserved_tokens: KV tokens of all assigned decodes including their expected output; decodes
             count even while another worker still computes their prompts.
-        yielding_tokens: part of reserved_tokens that belongs to decodes that can be preempted.
+        yielding_tokens: part of reserved_tokens that belongs to decodes that may be parked.
         free_tokens: KV tokens that no assigned request is expected to need.
-        mean_tokens: KV tokens that all assigned decodes have on average: what a step attends to.
-            `reserved_tokens` is what it attends to at most.
+        mean_tokens: KV tokens that all assigned decodes have on average, and that a step attends
+            to on average; `reserved_tokens` is the maximum.
         load_speeds: measured speeds of its loads from host memory and from disk.
         prompt_speed: speed of prompts beside the assigned decodes, as a share of the speed of an
             idle worker, (0, 1]. Only kept in elastic cells; elsewhere 1.
@@ -192,15 +193,15 @@ class WorkerLoad:
     free_at: float = -math.inf
     queued_tokens: int = 0
     num_urgent: int = 0
-    held_up_until: float = -math.inf
+    next_long_gap_at: float = -math.inf
     reserved_tokens: int = 0
     yielding_tokens: int = 0
     free_tokens: int = field(init=False)
     load_speeds: LoadSpeeds = field(init=False)
     mean_tokens: int = 0
     prompt_speed: float = 1.0
-    # In order of arrival. OrderedDict, because finding the first key of a dict takes O(n) after
-    # its first keys were deleted.
+    # In order of arrival. This is an OrderedDict, because finding the first key of a dict takes
+    # O(n) after its first keys were deleted.
     _prefills: OrderedDict[str, _Prefill] = field(default_factory=OrderedDict)
     _decodes: dict[str, _Decode] = field(default_factory=dict)
     # Sum of `work_s` in _prefills, and the time when the present first prompt became the first.
@@ -241,7 +242,10 @@ class WorkerLoad:
 
     @property
     def may_yield(self) -> bool:
-        """Whether a batch decode may join regardless of the step time: none or all are urgent."""
+        """Whether a batch decode may join regardless of the step time.
+
+        It may if no decode is urgent, and also if all are: the worker then has no batch decode yet.
+        """
         return not self.num_urgent or self.num_urgent == len(self._decodes)
 
     def itl_with_s(self, num_requests: int, num_tokens: int) -> float:
@@ -257,7 +261,7 @@ class WorkerLoad:
         )
 
     def mean_itl_after_yielding_s(self, num_requests: int, num_tokens: int) -> float:
-        """The same as `mean_itl_s` once all decodes that can be preempted have left."""
+        """The same as `mean_itl_s` after all decodes that may be parked have left."""
         staying = [one for one in self._decodes.values() if not one.yields]
         held = sum(one.num_mean_tokens for one in staying)
         return self.traits.latency.decode_step_s(len(staying) + num_requests, held + num_tokens)
@@ -343,20 +347,20 @@ class WorkerLoad:
     def _speed_beside(self, targets: StepTargets, streams: Streams) -> float:
         return prompt_speed(self.traits.latency.model, targets, streams)
 
-    def is_full(self, ahead: Ahead, now: float) -> bool:
+    def is_full(self, limit: QueueLimit, now: float) -> bool:
         """Whether the worker's queue is at the limit, so that it takes no further prompt."""
-        most = ahead.num_chunks * self.traits.chunk_tokens
+        most = limit.num_chunks * self.traits.chunk_tokens
         return self.queued_tokens >= most and not (
-            ahead.foresees and self._has_room_at(most) <= now
+            limit.predicts_progress and self._has_room_at(most) <= now
         )
 
-    def room_at(self, ahead: Ahead, now: float) -> float:
+    def room_at(self, limit: QueueLimit, now: float) -> float:
         """Predicted time, by the core's clock, when a full worker has room.
 
         Infinite if the worker has no room before it reports a first token.
         """
-        most = ahead.num_chunks * self.traits.chunk_tokens
-        if not ahead.foresees or self.queued_tokens < most:
+        most = limit.num_chunks * self.traits.chunk_tokens
+        if not limit.predicts_progress or self.queued_tokens < most:
             return math.inf
         at = self._has_room_at(most)
         return at if at > now else math.inf
@@ -368,7 +372,7 @@ class WorkerLoad:
             return -math.inf
         num_more = num_tokens - (self.queued_tokens - first.num_tokens)
         if num_more <= 0:
-            # The prompts behind the first one reach the limit alone, even if the first is late.
+            # The prompts after the first one reach the limit even without it.
             return math.inf
         share = max(0.0, 1 - num_more / first.num_tokens)
         return self._first_since + first.work_s * share
@@ -410,8 +414,8 @@ class WorkerLoad:
             # Restarting at `now` drops the prediction error of the prompt that ended.
             self.free_at = now + self._queued_s / self.prompt_speed
 
-    def hold_up(self, num_tokens: int, share: float, now: float) -> None:
-        """Records a prompt computed here that makes steps of the running decodes too long.
+    def record_long_gaps(self, num_tokens: int, share: float, now: float) -> None:
+        """Records a prompt whose computation here makes gaps of the running decodes too long.
 
         Args:
             num_tokens: tokens of the prompt that are computed.
@@ -420,7 +424,7 @@ class WorkerLoad:
         """
         num_steps = -(-num_tokens // self.traits.chunk_tokens)
         until = now + num_steps * self.itl_with_s(0, 0) / share
-        self.held_up_until = max(self.held_up_until, until)
+        self.next_long_gap_at = max(self.next_long_gap_at, until)
 
     def assign_decode(
         self,
@@ -457,7 +461,7 @@ class WorkerLoad:
         return -(-num_tokens // block_size) * block_size
 
     def yielding_tokens_of(self, request_id: str) -> int:
-        """KV tokens that preempting a decode frees; 0 if the decode cannot be preempted."""
+        """KV tokens that parking a decode frees; 0 if the decode may not be parked."""
         decode = self._decodes.get(request_id)
         return decode.num_kv_tokens if decode is not None and decode.yields else 0
 

@@ -315,7 +315,7 @@ def test_an_output_whose_first_token_was_late_keeps_other_late_requests_away():
     assert is_placed(cell.place(must_place=True))
 
 
-def test_late_prompts_do_not_spend_the_time_that_streams_may_owe():
+def test_late_prompts_borrow_no_time_from_streams():
     for longest_gap, is_full in ((1.2, False), (3.0, True)):
         cell = Cell("a", longest_gap=longest_gap)
         cell.start(100)

@@ -159,8 +159,8 @@ def test_one_stopped_holder_does_not_make_the_network_slow(world, out):
     """A fetch whose time is over measures its own pair, if others have been measured."""
     router = router_of(world)
     pair, others = ((HOLDER, 1), (READER, 1)), ((OTHER, 1), (READER, 1))
-    router.transfers.took(others, 10**9, 0.1, near=True)
-    router.transfers.given_up(pair, 10**9, 5.0, near=True)
+    router.transfers.observe(others, 10**9, 0.1, near=True)
+    router.transfers.observe_timeout(pair, 10**9, 5.0, near=True)
     assert router.transfers.seconds(pair, 10**9, near=True) == pytest.approx(10.0)
     unmeasured = ((OTHER, 1), (HOLDER, 1))
     assert router.transfers.seconds(unmeasured, 10**9, near=True) == pytest.approx(0.1)

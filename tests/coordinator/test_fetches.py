@@ -161,7 +161,7 @@ def test_nothing_is_fetched_that_takes_longer_than_computing_it():
     found = router("a", "b")
     holds(found, "b", 150)
     queue(found, "b", 5.0, 4)
-    found.transfers.took((B, A), 10**9, 100.0, near=False)
+    found.transfers.observe((B, A), 10**9, 100.0, near=False)
     for choice in both(found):
         assert (choice.worker, choice.fetch) == (A, None)
 
@@ -201,7 +201,7 @@ def test_a_holder_that_gets_no_work_sends_nothing():
 def test_a_holder_sends_one_prefix_after_the_other():
     found = router("a", "b", "c")
     holds(found, "b", 150)
-    found.transfers.took((B, A), 10**9, 0.1, near=False)
+    found.transfers.observe((B, A), 10**9, 0.1, near=False)
     queue(found, "b", 5.0, 4)
     first = both(found)[1]
     for number in range(20):
@@ -221,17 +221,17 @@ def test_speeds_are_measured_by_pair():
         return found.seconds(pair, 10**9, near=near)
 
     assert seconds((A, B)) == pytest.approx(0.1)
-    found.took((A, B), 10**9, 1.0, near=False)
+    found.observe((A, B), 10**9, 1.0, near=False)
     assert seconds((A, B)) == pytest.approx(1.0)
     # Other pairs of different hosts are assumed to be as fast, those of one host are not.
     assert seconds((B, A)) == pytest.approx(1.0)
     assert seconds((B, A), near=True) == pytest.approx(0.1)
-    found.took((A, B), 10**9, 2.0, near=False)
+    found.observe((A, B), 10**9, 2.0, near=False)
     assert seconds((A, B)) == pytest.approx(1.3)
     # Small transfers say more about delays.
-    found.took((A, B), 1000, 2.0, near=False)
+    found.observe((A, B), 1000, 2.0, near=False)
     assert seconds((A, B)) == pytest.approx(1.3)
-    found.took((B, C), 10**9, 0.3, near=False)
+    found.observe((B, C), 10**9, 0.3, near=False)
     assert seconds((B, C)) == pytest.approx(0.3)
     assert seconds((C, A)) == pytest.approx(1.0)
     found.forget(B)
@@ -243,16 +243,16 @@ def test_handoffs_have_assumed_speeds_until_their_kind_is_measured():
     found.begins(A, 0.1, near=False)
     assert found.handoff_s((A, B), 10**9, near=False) == pytest.approx(1.0)
     assert found.handoff_s((A, B), 10**9, near=True) == pytest.approx(0.2)
-    found.took((B, C), 10**9, 0.5, near=False)
+    found.observe((B, C), 10**9, 0.5, near=False)
     assert found.handoff_s((A, B), 10**9, near=False) == pytest.approx(0.5)
     assert found.handoff_s((A, B), 10**9, near=True) == pytest.approx(0.2)
-    found.took((A, B), 10**9, 0.1, near=False)
+    found.observe((A, B), 10**9, 0.1, near=False)
     assert found.handoff_s((A, B), 10**9, near=False) == pytest.approx(0.1)
 
 
 def test_what_was_slow_is_tried_again_some_time():
     found = Transfers()
-    found.given_up((A, B), 10**9, 1.0, near=False)
+    found.observe_timeout((A, B), 10**9, 1.0, near=False)
     # It would have taken longer than it was waited for.
     assert found.seconds((A, B), 10**9, near=False) == pytest.approx(2.0)
     found.now += 600
@@ -263,10 +263,10 @@ def test_what_was_slow_is_tried_again_some_time():
 
 def test_a_handoff_shows_that_the_network_is_not_slower():
     found = Transfers()
-    found.given_up((A, B), 10**9, 1.0, near=False)
-    found.took_at_most((A, B), 10**9, 4.0, near=False)
+    found.observe_timeout((A, B), 10**9, 1.0, near=False)
+    found.observe_at_most((A, B), 10**9, 4.0, near=False)
     assert found.seconds((A, B), 10**9, near=False) == pytest.approx(2.0)
-    found.took_at_most((A, B), 10**9, 1.0, near=False)
+    found.observe_at_most((A, B), 10**9, 1.0, near=False)
     assert found.seconds((A, B), 10**9, near=False) == pytest.approx(1.7)
 
 
@@ -276,11 +276,11 @@ def test_the_first_fetch_is_tried_alone():
     assert found.seconds((C, B), 10**9, near=False) == math.inf
     assert found.seconds((C, B), 10**9, near=True) == pytest.approx(0.1)
     # A small one shows nothing, and the next one may be tried.
-    found.took((A, B), 1000, 0.1, near=False)
+    found.observe((A, B), 1000, 0.1, near=False)
     assert found.seconds((C, B), 10**9, near=False) == pytest.approx(0.1)
     found.begins(A, 0.1, near=False)
     assert found.seconds((C, B), 10**9, near=False) == math.inf
-    found.took((A, B), 10**9, 0.1, near=False)
+    found.observe((A, B), 10**9, 0.1, near=False)
     assert found.seconds((C, B), 10**9, near=False) == pytest.approx(0.1)
 
 

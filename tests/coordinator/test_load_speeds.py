@@ -15,28 +15,28 @@ MB = 10**6
 def test_an_assumed_speed_applies_until_a_load_shows_the_true_one():
     speeds = LoadSpeeds(1e9, 1e8)
     assert speeds.seconds(Tier.HOST, MB, 0.0) == pytest.approx(1e-3)
-    speeds.took(Tier.HOST, MB, 0.1, 0.0)
+    speeds.observe(Tier.HOST, MB, 0.1, 0.0)
     assert speeds.seconds(Tier.HOST, MB, 0.0) == pytest.approx(0.1)
     # The other tier is measured by its own loads.
     assert speeds.seconds(Tier.DISK, MB, 0.0) == pytest.approx(1e-2)
     # One load counts little among others; small ones and none do not count.
-    speeds.took(Tier.HOST, MB, 0.2, 1.0)
+    speeds.observe(Tier.HOST, MB, 0.2, 1.0)
     latest = speeds.seconds(Tier.HOST, MB, 1.0)
     assert 0.1 < latest < 0.15
-    speeds.took(Tier.HOST, 1000, 1.0, 1.0)
-    speeds.took(Tier.HOST, 0, 0.0, 1.0)
+    speeds.observe(Tier.HOST, 1000, 1.0, 1.0)
+    speeds.observe(Tier.HOST, 0, 0.0, 1.0)
     assert speeds.seconds(Tier.HOST, MB, 1.0) == latest
 
 
 def test_what_was_slow_is_tried_again_some_time():
     speeds = LoadSpeeds(1e9, 1e8)
-    speeds.took(Tier.HOST, MB, 1.0, 0.0)
+    speeds.observe(Tier.HOST, MB, 1.0, 0.0)
     waits = [speeds.seconds(Tier.HOST, MB, now) for now in (0.0, 600.0, 6000.0)]
     assert waits == sorted(waits, reverse=True)
     assert waits[1] == pytest.approx(0.5, rel=0.01)
     assert waits[2] == pytest.approx(1e-3, rel=1.0)
     # A measurement after a long time does not mix with what was measured before.
-    speeds.took(Tier.HOST, MB, 0.01, 6000.0)
+    speeds.observe(Tier.HOST, MB, 0.01, 6000.0)
     assert speeds.seconds(Tier.HOST, MB, 6000.0) == pytest.approx(0.01)
 
 

@@ -13,7 +13,7 @@ from placement_rules import strict_rule
 
 from baton.coordinator.routing.choices import DecodeChoice, PrefillChoice
 from baton.coordinator.routing.router import Router
-from baton.coordinator.routing.worker_load import ANYTHING_AHEAD, Ahead, WorkerTraits
+from baton.coordinator.routing.worker_load import NO_QUEUE_LIMIT, QueueLimit, WorkerTraits
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.requests import SessionKey, WorkerKey
 from baton.runtime.block_hashes import block_hashes
@@ -313,7 +313,7 @@ def test_a_worker_to_which_handoffs_are_slow_is_avoided(slow: str) -> None:
     router.add_worker(key("p"), traits("p", kv_bytes_per_token=10**6), Pool.PREFILL)
     for name in ("d1", "d2"):
         seconds = 60.0 if name == slow else 0.1
-        router.transfers.took((key("p"), key(name)), 10**9, seconds, near=False)
+        router.transfers.observe((key("p"), key(name)), 10**9, seconds, near=False)
     choice = strict_rule(router).choose_decode(router.match([]), 320, 100, prefill=key("p"))
     assert choice is not None
     assert choice.worker != key(slow)
@@ -329,9 +329,9 @@ def test_a_move_counts_the_measured_speed_to_its_new_worker() -> None:
 
     # Before the first transfer between hosts, 1 GB/s are assumed.
     assert sent_s("d2") == pytest.approx(0.321)
-    router.transfers.took((key("d1"), key("d2")), 10**9, 10.0, near=False)
+    router.transfers.observe((key("d1"), key("d2")), 10**9, 10.0, near=False)
     assert sent_s("d2") == pytest.approx(3.21)
-    router.transfers.took((key("d1"), key("d3")), 10**9, 0.1, near=False)
+    router.transfers.observe((key("d1"), key("d3")), 10**9, 0.1, near=False)
     assert sent_s("d3") == pytest.approx(0.0321)
 
 
@@ -448,7 +448,11 @@ def test_what_is_assigned_is_released_and_never_more_than_there_is_room(steps) -
             assert entry is None or entry.free_tokens >= 0 or grown
         match = router.match(block_hashes(prompt(number, 64), BLOCK))
         candidates = rule.prefill_candidates(match, "s0")
-        for ahead in (Ahead(0.01, foresees=False), Ahead(0.04, foresees=True), ANYTHING_AHEAD):
+        for ahead in (
+            QueueLimit(0.01, predicts_progress=False),
+            QueueLimit(0.04, predicts_progress=True),
+            NO_QUEUE_LIMIT,
+        ):
             takes_more = rule.choose_prefill(match, 64, "s0", ahead) is not None
             assert takes_more != all(one.is_full(ahead, router.now) for one in candidates)
     for request in requests:

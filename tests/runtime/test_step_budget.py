@@ -22,14 +22,14 @@ from baton.runtime.step_budget import (
 
 MODEL = LatencyModel(5e-3, 1e-4, 2e-9, 8e-3, 5e-5, 2e-7)
 TARGETS = StepTargets(0.05, 0.06, 0.2)
-# Streams may owe time.
+# Steps may borrow time from streams.
 LONG_GAPS = StepTargets(0.05, 0.15, 0.2)
 # Shares of the ITL target and of the longest gap that the policy aims at.
 MEAN_MARGIN, GAP_MARGIN = 0.97, 0.9
 # Longest step of prompts in time without streams, as a multiple of the step's fixed part and of
-# `prompt_step_s`. The first does not hold for a prompt alone that is due within HURRY times its
+# `prompt_step_s`. The first does not hold for a prompt alone that is due within URGENT times its
 # computation.
-FIXED_PARTS, PROMPT_STEPS, HURRY = 20.0, 3.0, 2.0
+FIXED_PARTS, PROMPT_STEPS, URGENT = 20.0, 3.0, 2.0
 
 prompts = st.lists(
     st.builds(
@@ -89,8 +89,8 @@ def test_a_step_takes_as_long_as_its_limit_or_has_the_least_tokens(
     limit_s = max(step_limit_s(targets, decoding, alone_s, single_s), share * fixed_s)
     if not num_streams and any(not one.lane for one in found):
         left_s = found[0].num_left * MODEL.prefill_per_token_s
-        hurries = len(found) == 1 and found[0].due_in_s <= HURRY * left_s
-        parts = math.inf if hurries else FIXED_PARTS
+        is_urgent = len(found) == 1 and found[0].due_in_s <= URGENT * left_s
+        parts = math.inf if is_urgent else FIXED_PARTS
         limit_s = max(limit_s, min(parts * fixed_s, PROMPT_STEPS * targets.prompt_step_s))
     assert predicted_s <= limit_s + least_s
 
@@ -304,12 +304,12 @@ def test_streams_owe_what_they_would_save_in_their_next_tokens() -> None:
         pace = StreamPace(0.0, 0, saved_s=saved_s)
         streams = Streams.of(1, 100, [pace], LONG_GAPS)
         assert step_limit_s(LONG_GAPS, streams, fixed_s) == pytest.approx(expected_s)
-        # The default gap is as long as what streams may spend of their savings: they owe nothing.
+        # With the default gap, steps spend only saved time and borrow none.
         streams = Streams.of(1, 100, [pace], TARGETS)
         assert step_limit_s(TARGETS, streams, fixed_s) == pace.limit_s(TARGETS)
 
 
-def test_streams_owe_no_time_for_batch_prompts_and_late_ones() -> None:
+def test_no_time_is_borrowed_for_batch_prompts_and_late_ones() -> None:
     streams = Streams.of(1, 100, [StreamPace(0.0, 0)], LONG_GAPS)
     in_time, batch = (Prompt(0, 5000, priority, 0.0, running=True) for priority in (0, 1))
     late = in_time._replace(due_in_s=0.01)
@@ -334,7 +334,7 @@ def test_placement_expects_long_gaps_only_beside_fast_streams() -> None:
     assert math.isinf(StepTargets().expected_limit_s(0.03, 0.02))
 
 
-def test_streams_whose_steps_take_most_of_the_target_may_owe_any_time() -> None:
+def test_borrowed_time_has_no_limit_if_steps_take_most_of_the_target() -> None:
     late = Streams(5, 500, limit_s=-0.4, itl_s=0.05)
     longest_s = 0.15 * GAP_MARGIN
     assert step_limit_s(LONG_GAPS, late, 0.046, 0.042) == pytest.approx(longest_s)
