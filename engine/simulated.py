@@ -3,9 +3,9 @@
 Steps take the time that the latency model predicts. Tokens are a hash chain over all tokens before
 them (`expected_tokens`), and KV bytes carry the prompt's digest, so lost, repeated or foreign data
 is detected. An answer ends at a length that follows from its prompt (`mean_output_tokens`), or is
-written in the configuration (`answers`). The
-engine reads only the sampling parameters that end an output: max_tokens, min_tokens, ignore_eos,
-stop, stop_token_ids. It needs neither torch nor a model's weights, only the model's tokenizer.json.
+written in the configuration (`answers`). The engine reads only the sampling parameters that end an
+output: max_tokens, min_tokens, ignore_eos, stop, stop_token_ids. It needs neither torch nor a
+model's weights, only the model's tokenizer.json.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class WorkerRemoval:
             if request.state is RequestState.PARKED and request.fleet is fleet:
                 self._lifecycle.recover_parked(request, now)
 
-    # ---- Inside
+    # ---- Private methods
 
     def _recover_all(
         self,

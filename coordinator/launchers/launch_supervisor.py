@@ -74,7 +74,7 @@ class LaunchSupervisor:
         await launcher.stop()
         await asyncio.gather(*self._steps.values(), return_exceptions=True)
 
-    # ---- Private methods.
+    # ---- Private methods
 
     def _then(self, worker_id: str, kind: str, step: _Step) -> None:
         assert self._launcher is not None

@@ -148,7 +148,7 @@ class Placers:
         """Frees a reservation made with `hold`; idempotent."""
         self.of(fleet).router.release(key, None, worker)
 
-    # ---- Inside.
+    # ---- Private methods
 
     def _router(self, worker: Worker) -> Router:
         return self.of(worker.fleet).router

@@ -15,7 +15,7 @@ _MAX_REMEMBERED = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class LoggedDecision:
     """A decision on a pool, possibly repeated several times with the same sizes.
 
     Attributes:
@@ -35,11 +35,11 @@ class DecisionLog:
     """The latest decisions on each pool; consecutive decisions with equal sizes share an entry."""
 
     def __init__(self) -> None:
-        self._entries: dict[Pool, deque[Remembered]] = {
+        self._entries: dict[Pool, deque[LoggedDecision]] = {
             pool: deque(maxlen=_MAX_REMEMBERED) for pool in POOLS
         }
 
-    def __getitem__(self, pool: Pool) -> Sequence[Remembered]:
+    def __getitem__(self, pool: Pool) -> Sequence[LoggedDecision]:
         """The decisions on a pool, oldest first."""
         return self._entries[pool]
 
@@ -47,7 +47,7 @@ class DecisionLog:
         entries, since = self._entries[decision.pool], now
         if entries and _sizes(entries[-1].decision) == _sizes(decision):
             since = entries.pop().since
-        entries.append(Remembered(since, now, decision, numbers))
+        entries.append(LoggedDecision(since, now, decision, numbers))
 
 
 def _sizes(decision: PoolDecision) -> tuple[int, int, int]:

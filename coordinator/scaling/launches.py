@@ -304,7 +304,7 @@ class Launches:
         starting = (one for one in self._all.values() if one.starting)
         assert +self._num_starting == Counter((one.pool, one.revision.name) for one in starting)
 
-    # ---- Private methods.
+    # ---- Private methods
 
     def _key(self, pool: Pool, fleet: Fleet | None = None) -> tuple[Pool, str]:
         return pool, (fleet or self._workers.fleets.stable).name

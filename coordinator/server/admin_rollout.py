@@ -162,7 +162,7 @@ class RolloutCalls:
         found.others.extend(self._status_of(fleet, None) for fleet in others)
         return found
 
-    # ---- Private methods.
+    # ---- Private methods
 
     def _started(self, name: str, share: float) -> str:
         rollout, traffic = self._rollouts.rollout, self._rollouts.traffic

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from baton.coordinator.scaling.decision_log import Remembered
+from baton.coordinator.scaling.decision_log import LoggedDecision
 from baton.coordinator.scaling.scaling import Scaler
 from baton.coordinator.server.shell import Shell
 from baton.coordinator.server.stall import StallGuard
@@ -216,7 +216,7 @@ class ScalingCalls:
             raise NotFound(f"no worker {shown(worker_id)}; attached: {attached}")
         return worker
 
-    # ---- Private methods.
+    # ---- Private methods
 
     def _worker(self, worker_id: str) -> Worker:
         worker = self.worker(worker_id)
@@ -229,7 +229,7 @@ class ScalingCalls:
         self._seen, self._seen_at = self._snapshot(), self._shell.now()
         self._matters = _what_matters(self._seen)
 
-    def _decided(self, after: float | None) -> list[Remembered]:
+    def _decided(self, after: float | None) -> list[LoggedDecision]:
         """Decisions after a time, oldest first; None: the newest decision of each pool."""
         past = [list(self._scaler.decisions[pool]) for pool in Pool]
         if after is None:
@@ -243,7 +243,7 @@ class ScalingCalls:
         return [_described(one, now) for one in found[: limit or None]]
 
 
-def _described(one: Remembered, now: float) -> admin_pb2.ScalingDecision:
+def _described(one: LoggedDecision, now: float) -> admin_pb2.ScalingDecision:
     # Unix time at which the core's clock is 0.
     epoch = time.time() - now
     return admin_pb2.ScalingDecision(

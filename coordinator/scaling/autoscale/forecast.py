@@ -1,4 +1,4 @@
-"""Load history by interval, and a forecast of the load at the end of a cold start."""
+"""Keeps the load history by interval, and forecasts the load at the end of a cold start."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _SHORT_S, _TREND_S = 30.0, 120.0
 # Age limit of samples.
 _KEPT_S = 900.0
 # Upper limit of the forecast growth factor.
-_MOST_GROWTH = 2.0
+_MAX_GROWTH = 2.0
 # Significance limit in standard errors: a smaller slope is considered random variation.
-_SURE = 2.0
+_SIGNIFICANCE = 2.0
 # Minimum number of intervals for estimating burstiness, and upper limit of the estimate.
-_TELLING, _MOST_BURSTS = 12, 4.0
+_MIN_INTERVALS, _MAX_BURSTINESS = 12, 4.0
 _FIELDS = ("num_arrived", "work_s", "num_output_tokens", "num_kv_tokens")
 
 
@@ -88,11 +88,11 @@ def growth(samples: Sequence[Sample], now: float, lead_s: float) -> float:
     # Standard error of the slope: for Poisson arrivals of rate `level`, the variance of the rate
     # measured in an interval is level / span.
     error = math.sqrt(level * burstiness(samples) / spread)
-    if slope < _SURE * error:
+    if slope < _SIGNIFICANCE * error:
         return 1.0
     damped_s = span_s / 2 * -math.expm1(-2 * lead_s / span_s)
     ahead = level + (slope - error) * (now + damped_s - centre)
-    return min(_MOST_GROWTH, max(1.0, ahead / load(samples, now, lambda one: one.rate)))
+    return min(_MAX_GROWTH, max(1.0, ahead / load(samples, now, lambda one: one.rate)))
 
 
 def load(samples: Sequence[Sample], now: float, value: Callable[[Sample], float]) -> float:
@@ -109,7 +109,7 @@ def load(samples: Sequence[Sample], now: float, value: Callable[[Sample], float]
     if not count > 0:
         return lasting
     chance = lasting * math.sqrt((1 + burstiness(samples)) / count)
-    return min(max(lasting, lately - chance), lately + _SURE * chance)
+    return min(max(lasting, lately - chance), lately + _SIGNIFICANCE * chance)
 
 
 def burstiness(samples: Sequence[Sample]) -> float:
@@ -119,7 +119,7 @@ def burstiness(samples: Sequence[Sample]) -> float:
     that slow changes do not count. Each difference is scaled by the durations of its two samples,
     which differ when an event caused an early decision. With too few samples the result is 1.
     """
-    if len(samples) < _TELLING or not (level := mean(samples, lambda one: one.rate)) > 0:
+    if len(samples) < _MIN_INTERVALS or not (level := mean(samples, lambda one: one.rate)) > 0:
         return 1.0
     # For Poisson arrivals the variance of the difference of two rates is
     # level * (1 / span + 1 / span).
@@ -127,4 +127,4 @@ def burstiness(samples: Sequence[Sample]) -> float:
         (after.rate - before.rate) ** 2 / (1 / after.span_s + 1 / before.span_s)
         for before, after in itertools.pairwise(samples)
     )
-    return min(_MOST_BURSTS, max(1.0, found / (len(samples) - 1) / level))
+    return min(_MAX_BURSTINESS, max(1.0, found / (len(samples) - 1) / level))

@@ -28,21 +28,22 @@ _DRAIN_BACKLOG_S = 20.0
 # Share of a decode worker's KV cache that may be filled.
 _KV_SHARE = 0.9
 # Burstiness above this value is mentioned in a decision's reason.
-_NOTED = 1.3
+_REPORTED_BURSTINESS = 1.3
 # Corrections above this value are mentioned in a decision's reason.
-_TOLD = 1.02
+_REPORTED_CORRECTION = 1.02
 # Corrections from measurements stay between 1 and this.
-_MOST_CORRECTION = 2.0
+_MAX_CORRECTION = 2.0
 # Upper limit of the squared coefficient of variation of prompt sizes; estimates from few prompts
 # are unreliable.
-_MOST_UNEVEN = 4.0
-# Factors that raise and lower the prefill correction, and the smoothing factor (exponential moving
-# average) of the decode correction.
-_UP, _DOWN, _FOLLOWS = 1.15, 0.99, 0.1
+_MAX_UNEVENNESS = 4.0
+# Factors that raise and lower the prefill correction.
+_RAISE, _LOWER = 1.15, 0.99
+# Weight of the latest measurement in the decode correction (exponential moving average).
+_SMOOTHING = 0.1
 # Significance limit in standard errors; smaller differences are considered random variation.
-_SURE = 2.0
+_SIGNIFICANCE = 2.0
 # Time constant with which missed targets are forgotten.
-_REMEMBERED_S = 60.0
+_MISS_DECAY_S = 60.0
 
 
 class Need(NamedTuple):
@@ -69,7 +70,7 @@ def prefill_feedback(
     once. Otherwise it decays to 1. The factor covers effects that the model does not contain.
     Prompts whose own work exceeds the target are allowed to miss: more workers would not help.
     """
-    fades = math.exp(-max(0.0, span_s) / _REMEMBERED_S)
+    fades = math.exp(-max(0.0, span_s) / _MISS_DECAY_S)
     allowed, seen = state.misses.allowed * fades, state.misses.seen * fades
     for lane, target in lanes:
         ttft = target.ttft
@@ -79,10 +80,10 @@ def prefill_feedback(
         hopeless_share = hopeless / max(1, len(lane.works))
         allowed += lane.num_first * min(1.0, target.may_miss + hopeless_share)
         seen += lane.num_late
-    if seen > allowed + _SURE * math.sqrt(max(1.0, allowed)):
-        factor = min(_MOST_CORRECTION, state.correction * _UP)
+    if seen > allowed + _SIGNIFICANCE * math.sqrt(max(1.0, allowed)):
+        factor = min(_MAX_CORRECTION, state.correction * _RAISE)
         return replace(state, correction=factor, misses=Misses())
-    factor = max(1.0, state.correction * _DOWN) if seen <= allowed else state.correction
+    factor = max(1.0, state.correction * _LOWER) if seen <= allowed else state.correction
     return replace(state, correction=factor, misses=Misses(allowed, seen))
 
 
@@ -93,8 +94,8 @@ def decode_correction(correction: float, load: DecodeLoad) -> float:
         return correction
     if not (math.isfinite(measured_s) and math.isfinite(predicted_s) and predicted_s > 0):
         return correction
-    ratio = min(_MOST_CORRECTION, measured_s / predicted_s)
-    return max(1.0, correction + (ratio - correction) * _FOLLOWS)
+    ratio = min(_MAX_CORRECTION, measured_s / predicted_s)
+    return max(1.0, correction + (ratio - correction) * _SMOOTHING)
 
 
 def prefill_need(
@@ -135,9 +136,9 @@ def prefill_need(
                     f"{ahead_s:.1f} s of {name} prompts have piled up beside {offered:.2f} s per "
                     f"second: {most} clear them in {_DRAIN_BACKLOG_S:g} s"
                 )
-            if bursts > _NOTED:
+            if bursts > _REPORTED_BURSTINESS:
                 reason += f", in bursts ({bursts:.1f} x the variance)"
-            if correction > _TOLD:
+            if correction > _REPORTED_CORRECTION:
                 reason += f" (counted {correction:.2f} x, since TTFT was missed)"
     return Need(most, reason)
 
@@ -202,7 +203,7 @@ def decode_need(
     )
     most = _percentile(max(expected, lasting), bursts + uneven * share * share, percentile)
     # Present requests minus random variation, whose requests end before a worker could start.
-    surely = present - _SURE * math.sqrt(present * bursts)
+    surely = present - _SIGNIFICANCE * math.sqrt(present * bursts)
     number, at_once = _workers(most, each), _workers(surely, each)
     if not number and not at_once:
         return Need(0, "no request is expected")
@@ -225,20 +226,20 @@ def decode_need(
         reason += " within its KV cache"
     else:
         reason += " at a time"
-    if correction > _TOLD:
+    if correction > _REPORTED_CORRECTION:
         reason += f" (ITL is {correction:.2f} x what is predicted)"
     return Need(max(number, at_once), reason)
 
 
 def _unevenness(observation: Observation, config: ScalingConfig) -> float:
-    """Squared coefficient of variation of the prompts' work; at most _MOST_UNEVEN."""
+    """Squared coefficient of variation of the prompts' work; at most _MAX_UNEVENNESS."""
     lanes = dict(observation.lanes)
     works = [one.work_s for name in _lanes(config) if name in lanes for one in lanes[name].works]
     mean_s = math.fsum(works) / len(works) if works else 0.0
     if not mean_s > 0:
         return 0.0
     ratios = [work / mean_s for work in works]
-    return min(_MOST_UNEVEN, max(0.0, math.fsum(one * one for one in ratios) / len(works) - 1))
+    return min(_MAX_UNEVENNESS, max(0.0, math.fsum(one * one for one in ratios) / len(works) - 1))
 
 
 def _lanes(config: ScalingConfig) -> list[str]:

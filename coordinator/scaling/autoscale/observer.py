@@ -37,7 +37,7 @@ _INTERACTIVE = common_pb2.LANE_INTERACTIVE
 
 
 class Observer:
-    """Reads the core's parts; forgets the measurements that an observation has reported."""
+    """Reads the load from the core's parts. Each TTFT is in one observation only."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Observer:
     ) -> None:
         self._workers, self._placers, self._lanes = workers, placers, lanes
         self._stats, self._latency, self._seed = stats, latency, seed
-        # The kind of most decode workers when there was one last.
+        # The most frequent kind of decode worker, when there was a decode worker last.
         self._decode_kind: WorkerKind | None = None
 
     def observe(
@@ -107,7 +107,7 @@ class Observer:
         return [load for load in found if load is not None]
 
     def _decode_model(self, workers: Sequence[Worker]) -> LatencyModel:
-        """The model of most decode workers; while there is none, of those before them."""
+        """The model of the most frequent kind of decode worker, or of the last such kind."""
         kinds = Counter(
             WorkerKind.of(worker.hello)
             for worker in workers
@@ -141,7 +141,7 @@ class Observer:
                     [(one.ttft_s, 1) for one in demand.first_tokens], target.percentile
                 )
             else:
-                firsts = [_Met.of(one, target.ttft) for one in demand.first_tokens]
+                firsts = [_TtftRatio.of(one, target.ttft) for one in demand.first_tokens]
                 _, ttft_s, ttft_target_s = _percentile(
                     [(one, 1) for one in firsts], target.percentile
                 )
@@ -237,20 +237,20 @@ def _view(worker: Worker) -> WorkerView:
     )
 
 
-class _Met(NamedTuple):
-    """How far a first token met its own target; ordered by the share of the target that it took."""
+class _TtftRatio(NamedTuple):
+    """TTFT of a request and its own target, in seconds; ordered by their ratio."""
 
     ratio: float
     ttft_s: float
     target_s: float
 
     @classmethod
-    def of(cls, one: FirstToken, target: TtftTarget) -> _Met:
+    def of(cls, one: FirstToken, target: TtftTarget) -> _TtftRatio:
         target_s = target.of(one.num_prompt_tokens)
         return cls(one.ttft_s / target_s, one.ttft_s, target_s)
 
 
-_Ordered = TypeVar("_Ordered", float, _Met)
+_Ordered = TypeVar("_Ordered", float, _TtftRatio)
 
 
 def _percentile(weighted: Sequence[tuple[_Ordered, int]], percent: float) -> _Ordered:

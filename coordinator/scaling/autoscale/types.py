@@ -30,10 +30,10 @@ class WorkerView:
         since: time when the worker entered its phase, by the core's clock.
         num_tokens: tokens assigned to the worker; the worker with the fewest is drained first.
         gpus: GPUs of the worker; None: as many as its pool's limits say.
-        stays: whether the worker was started by another process, so that it is neither drained nor
-            moved to the other pool.
-        responds: whether the worker takes new work; a worker that does not can be drained but not
-            moved.
+        stays: whether the worker was started by another process; the autoscaler then neither drains
+            it nor moves it to the other pool.
+        responds: whether the worker takes new work. Otherwise it may be drained, but not moved to
+            the other pool.
         flips: whether a starting worker comes from the other pool, without a cold start.
     """
 
