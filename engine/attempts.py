@@ -1,4 +1,4 @@
-"""One attempt of a request on one worker: the part that prefill and decode have in common."""
+"""Keeps the state of one attempt of a request on one worker, in either role."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Attempt:
         decoding: True once this worker has produced output.
         num_own_host_tokens: Prompt tokens that were loaded from host memory before the attempt was
             submitted, because its fetch leaves them out.
-        own_load_s: Seconds that this took; the attempt waits for its fetch for so much less.
+        own_load_s: Seconds that this load took; they shorten the attempt's wait for its fetch.
     """
 
     spec: cluster_pb2.RequestSpec
@@ -78,10 +78,10 @@ class Attempt:
     def shorten(self, num_tokens: int) -> None:
         """Makes an attempt that serves a fetch send only this many tokens, from the first.
 
-        It is not shortened again: with another block gone, it sends nothing.
+        An attempt is shortened once. If the cache loses another block, it sends nothing.
         """
         assert self.handoff is not None
-        # The token behind them is computed, whichever it is.
+        # The engine must compute one token after the sent ones; its value does not matter.
         del self.spec.prompt_token_ids[num_tokens:-1]
         self.handoff.num_tokens = self.handoff.least_tokens = num_tokens
 
@@ -170,7 +170,7 @@ class Attempt:
         if output.finish is Finish.PREFIX_GONE:
             message.prefix_gone.SetInParent()
             return message
-        # The engine may return them before the end; the contract sends them with the end.
+        # The engine may return prompt logprobs before the end; the message of the end has them.
         self._prompt_logprobs = self._prompt_logprobs or output.prompt_logprobs
         if output.finish is not None:
             message.finished.reason = _REASONS[output.finish]
@@ -234,7 +234,7 @@ class Attempt:
         """Completes the engine's timings; the time before the submission counts as queueing."""
         if self.submitted_at is not None:
             timings.queue_us += round((self.submitted_at - self.arrived_at) * 1e6)
-        # The prefix cache has got them from host memory for this attempt.
+        # OwnBlocks has loaded these tokens from host memory into the prefix cache.
         num_own = min(self.num_own_host_tokens, output.num_cached_tokens)
         timings.num_cached_tokens = output.num_cached_tokens - num_own
         timings.num_host_tokens = output.num_host_tokens + num_own

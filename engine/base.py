@@ -40,9 +40,9 @@ class Finish(Enum):
     CUT = "cut"
     ABORTED = "aborted"
     ERROR = "error"
-    # The prefix cache no longer holds the tokens that the handoff leaves out, or the prompt of a
-    # request that must compute only its last token; or the engine lacks the KV cache of images, and
-    # the images. The engine has computed nothing.
+    # The engine has computed nothing, because KV blocks are missing: the blocks that the handoff
+    # leaves out, the prompt of a request with `only_cached`, or the blocks of images whose files
+    # the engine does not have.
     PREFIX_GONE = "prefix gone"
 
 
@@ -257,7 +257,8 @@ class EngineStep:
         host_cache: Change of the blocks that host memory holds; None for no change. A prompt finds
             them behind the blocks that it finds in the prefix cache. A block may be in both. A
             block in host memory may lack the block before it.
-        disk_cache: Change of the blocks on disk, which are as those in host memory.
+        disk_cache: Change of the blocks on disk; None for no change. They are found like blocks in
+            host memory.
         num_wrong_files: Files of the disk tier that were wrong, so that their blocks were not used.
         disk_failed: True once, when the disk tier has failed and is not used any more.
     """

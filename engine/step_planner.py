@@ -1,8 +1,8 @@
-"""Plans the steps of a scheduler: measures them, and asks the policy for the next one's tokens.
+"""Plans the steps of a scheduler: measures each step, and asks the policy for the next one.
 
-The policy is runtime/step_budget.py. This module keeps what the policy needs to know between steps:
-the latency model of this process, when each stream began, and how large a step has been measured.
-It knows nothing of vLLM.
+The policy is runtime/step_budget.py. This module keeps the policy's state between steps: the fitted
+latency model of this engine, the pace of each stream, and the size of the largest measured step. It
+does not depend on vLLM.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from baton.v1 import cluster_pb2
 _FIRST_TOKENS = 64
 # A step has at most this many times the prompt tokens of the largest measured step.
 _GROWTH = 4
-# Only every fourth step this short is measured: the fit takes some 60 us.
+# Of steps shorter than _SHORT_S seconds, one in _SHORT_INTERVAL is measured, because the fit takes
+# some 60 us per step.
 _SHORT_S, _SHORT_INTERVAL = 4e-3, 4
 # Longest step of a warm-up.
 _UNLIMITED_S = 3600.0
@@ -74,13 +75,13 @@ class StepPlanner:
     def pace(
         self, name: str, num_tokens: int, waited_s: float = 0.0, itl_s: float | None = None
     ) -> StreamPace:
-        """How a stream compares with its ITL target when the step begins.
+        """Returns how a stream compares with its ITL target when the step begins.
 
         Args:
             name: The stream's request.
             num_tokens: Its output tokens, including those of the steps under way.
-            waited_s: Seconds from its latest token until now, if that token was made elsewhere;
-                counts when the stream is new.
+            waited_s: Seconds from its latest token until now, if another worker has made that
+                token; used only when the stream is new.
             itl_s: ITL target that the request named, in seconds; None: the worker's applies.
         """
         pace = self._paces.get(name)
@@ -99,7 +100,8 @@ class StepPlanner:
             streams: The streams that decode in it.
             prompts: In the order of `prompt_order`.
             max_tokens: Most tokens of a step, those of the streams included.
-            limit: False for steps that are not measured either, such as those of the warm-up.
+            limit: Whether the step is limited; False for steps of the warm-up, which are not
+                measured.
         """
         if limit:
             most = max(_FIRST_TOKENS, _GROWTH * self._most_measured)
@@ -111,7 +113,7 @@ class StepPlanner:
         return prompt_tokens(self.model, targets, streams, prompts, max_tokens)
 
     def made(self, step: object, work: Work | None) -> None:
-        """Takes the step that was planned.
+        """Records that the planned step was scheduled.
 
         Args:
             step: Identifies the step for `ended`.
@@ -124,9 +126,9 @@ class StepPlanner:
         self._under_way.append((step, work, step_s))
 
     def ended(self, step: object, now: float) -> None:
-        """Takes the end of a step; `now` is by time.monotonic.
+        """Records the end of a step; `now` is by time.monotonic.
 
-        Steps end in their order. Earlier steps that have not ended were dropped.
+        Steps end in their order. Earlier steps that have not ended never will.
         """
         began_at, self._ended_at = self._ended_at, now
         work = None

@@ -110,7 +110,7 @@ def checked_args(
             raise EngineDead(f"engine_args.{name}: is no vLLM engine argument{hint}")
     refuse_settings(engine_args)
     own_offloading(engine_args)
-    # Its settings go to Baton's connector (VllmSetup.make).
+    # The settings of the user's connector go to Baton's connector (VllmSetup.make).
     passed = {name: one for name, one in engine_args.items() if name not in OWN_ARGUMENTS}
     args: dict[str, Any] = {
         "model": model,
@@ -120,7 +120,7 @@ def checked_args(
             "kv_connector": "BatonConnector",
             "kv_connector_module_path": "baton.kvtransfer.connector.vllm_connector",
             "kv_role": "kv_both",
-            # After a failed load vLLM ends the request, and `_retry` runs it again without the
+            # After a failed load vLLM ends the request, and VllmEngine runs it again without the
             # handoff. vLLM's own recompute would leave a seeded generator one draw ahead.
             "kv_load_failure_policy": "fail",
         },
@@ -128,7 +128,8 @@ def checked_args(
         "enable_log_requests": False,
         **lora_args(adapters, engine_args),
         "worker_extension_cls": RECORDING,
-        # With it, a request without pixels would need an engine core that knows the image.
+        # With such a cache, a request without pixels would fail in an engine core that has not seen
+        # the image before.
         "mm_processor_cache_gb": 0,
         # Blocks that leave a window stay in the prefix cache until they are used again, so that a
         # prefix is found at every block, as the coordinator's index expects. By default vLLM finds
@@ -272,7 +273,7 @@ def layout_of(
     tp_size = parallel.tensor_parallel_size
     return KvLayout(
         model=served_name,
-        revision=model_revision(model) + _of_adapters(adapters),
+        revision=model_revision(model) + _adapters_suffix(adapters),
         dtype=_cache_dtype(cache, model),
         num_layers=model.get_num_layers(all_stages(parallel)),
         num_kv_heads=heads,
@@ -409,7 +410,8 @@ def content_of(backends: Sequence[str]) -> str:
     return "+".join(backends)
 
 
-def _of_adapters(adapters: Sequence[common_pb2.LoraAdapter]) -> str:
+def _adapters_suffix(adapters: Sequence[common_pb2.LoraAdapter]) -> str:
+    """Returns the end of the layout's revision, with a digest of the adapters; empty without."""
     if not adapters:
         return ""
     named = json.dumps([[one.name, one.revision] for one in adapters]).encode()

@@ -1,4 +1,4 @@
-"""vLLM as an Engine.
+"""Runs vLLM behind the interface of all engines (engine/base.py).
 
 This module uses EngineCoreClient and OutputProcessor instead of AsyncLLM, which cannot return one
 engine step as one list. vLLM's engine core and its ranks are separate processes; the KV connector
@@ -86,7 +86,7 @@ class VllmEngine:
         engine_args: vLLM's engine arguments, by vLLM's names (AsyncEngineArgs).
         transfer_socket: Control socket of this worker's transfer service.
         adapters: Directory or hub ID of each LoRA adapter, by name.
-        scheduler: What fills a step with prompt tokens (steps.scheduler).
+        scheduler: Which scheduler chooses the prompt tokens of a step (steps.scheduler).
         prior: Latency model of Baton's scheduler until it has measured steps.
         host_bytes: Host memory for KV blocks that the cache evicts; 0: none.
         disk_dir: Directory for KV blocks that the workers of this host share; empty: none.
@@ -126,8 +126,8 @@ class VllmEngine:
         self._num_steps = 0
         self._samples: deque[StepSample] = deque(maxlen=_MAX_SAMPLES)
         self._last_step_at = 0.0
-        # Orders to delete KV blocks, by their IDs.
         self._tier_loads = dict.fromkeys(_TIERS, NO_LOADS)
+        # Orders to delete KV blocks, by their IDs.
         self._drops: dict[int, asyncio.Future[DroppedBlocks]] = {}
         self._core: Any = None
         self._profiler: VllmProfiler | None = None
@@ -185,7 +185,7 @@ class VllmEngine:
     async def submit(self, request: EngineRequest) -> None:
         if request.request_id in self._live:
             raise RequestRejected(f"request {request.request_id} is already running here")
-        live = self._new_live(request)
+        live = LiveRequest(request, self._new_internal_id(request), submitted_at=time.monotonic())
         if request.chat is not None:
             live.features = await asyncio.to_thread(self._images.processed, request, request.chat)
         else:
@@ -195,16 +195,16 @@ class VllmEngine:
     async def render(self, chat: inference_pb2.ChatPrompt, max_pixels: int) -> RenderedPrompt:
         return await asyncio.to_thread(self._images.render, chat, max_pixels)
 
-    def _new_live(self, request: EngineRequest) -> LiveRequest:
-        return LiveRequest(request, self._new_internal_id(request), submitted_at=time.monotonic())
-
     def _new_internal_id(self, request: EngineRequest) -> str:
         return f"{request.request_id}#{next(self._counter)}"
 
     async def _submit(self, live: LiveRequest) -> None:
         request = live.request
         try:
-            shown, run = self._core_requests(live)
+            lora = self._lora_request(request.adapter)
+            shown, run = engine_core_requests(
+                self._input, request, live.internal_id, lora, live.features
+            )
         except _WRONG_REQUEST as error:
             raise RequestRejected(" ".join(str(error).split())) from error
         self._output.add_request(shown, prompt=None)
@@ -218,15 +218,8 @@ class VllmEngine:
         except EngineDeadError as error:
             raise EngineDead(str(error)) from error
 
-    def _core_requests(self, live: LiveRequest) -> tuple[EngineCoreRequest, EngineCoreRequest]:
-        """See engine_core_requests."""
-        lora = self._lora_request(live.request.adapter)
-        return engine_core_requests(
-            self._input, live.request, live.internal_id, lora, live.features
-        )
-
     def _lora_request(self, adapter: str) -> LoRARequest | None:
-        """Raises ValueError if no adapter has this name."""
+        """Returns vLLM's request of an adapter; None: no adapter. Raises ValueError if unknown."""
         if not adapter:
             return None
         found = self._lora_requests.get(adapter)
@@ -240,14 +233,14 @@ class VllmEngine:
         request = live.request
         if not request.known_token_ids or request.prefill_only:
             return
-        live.num_swallowed = request.known_text_chars
+        live.num_known_chars = request.known_text_chars
         if run.sampling_params.extra_args.get(EXTRA_ARG):
-            live.num_dropped = len(request.known_token_ids)
+            live.num_known_tokens = len(request.known_token_ids)
             return
         detokenizer = self._output.request_states[live.internal_id].detokenizer
         detokenizer.update(list(request.known_token_ids), False)
         text = detokenizer.get_next_output_text(finished=False, delta=True)
-        live.pending_text = live.swallow(text)
+        live.pending_text = live.without_known(text)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         found = [live for name in request_ids if (live := self._live.pop(name, None))]
@@ -289,7 +282,7 @@ class VllmEngine:
         if not outputs.outputs:
             return step
         for output in outputs.outputs:
-            self._before_processing(output)
+            self._prepare_output(output)
         await self._retry_failed_loads(outputs.outputs, step)
         processed = self._output.process_outputs(outputs.outputs, outputs.timestamp)
         for made in processed.request_outputs:
@@ -344,7 +337,7 @@ class VllmEngine:
     async def _retry_failed_loads(self, outputs: list[EngineCoreOutput], step: EngineStep) -> None:
         """Runs requests with failed handoff loads again, and removes their outputs.
 
-        A request that lacks its images ends instead.
+        A request that lacks its images ends with Finish.PREFIX_GONE instead.
         """
         for output in [each for each in outputs if self._failed_to_load(each)]:
             outputs.remove(output)
@@ -394,7 +387,8 @@ class VllmEngine:
         again.features = live.features
         await self._submit(again)
 
-    def _before_processing(self, output: EngineCoreOutput) -> None:
+    def _prepare_output(self, output: EngineCoreOutput) -> None:
+        """Takes what the output processor drops, and undoes the end of a prefill-only request."""
         live = self._by_internal_id.get(output.request_id)
         if live is None:
             return

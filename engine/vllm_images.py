@@ -1,4 +1,4 @@
-"""Images in chats for vLLM: renders chats as vLLM does, and makes the features of requests.
+"""Renders chats with images as vLLM does, and makes the image features of vLLM's requests.
 
 A worker that computes a prompt gets the image files and processes them. A worker that gets the
 prompt's KV cache needs only where the images stand: its requests have the same placeholders and
@@ -250,7 +250,7 @@ def _described(feature: MultiModalFeatureSpec) -> common_pb2.PromptImage:
 
 
 def without_pixels(image: common_pb2.PromptImage) -> MultiModalFeatureSpec:
-    """Returns an image for vLLM as a request has it that gets the KV cache of the image."""
+    """Returns an image for vLLM without its pixels, for a request that gets its KV cache."""
     mask = torch.tensor(list(image.mask), dtype=torch.bool) if image.mask else None
     return MultiModalFeatureSpec(
         data=None,

@@ -1,4 +1,4 @@
-"""State of a request inside vLLM: which output its reader has, and what a step adds."""
+"""State of a request inside vLLM, and the output that each step adds for its reader."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class LiveRequest:
         request: The request as submitted.
         internal_id: vLLM's ID of the request; never reused, unlike the request's own ID.
         submitted_at: Submission, by time.monotonic.
-        num_dropped: Forced tokens that vLLM will still report and the reader already has.
-        num_swallowed: Characters of text that vLLM will still report and the reader already has.
+        num_known_tokens: Replayed tokens that vLLM has yet to report and the reader already has.
+        num_known_chars: Characters of text that vLLM has yet to report and the reader already has.
         pending_text: Text that became final with the known tokens but was not sent with them.
         scheduled_at: When vLLM first ran the request, by vLLM's clock.
         prefill_stats: vLLM's statistics of the prompt.
@@ -40,8 +40,8 @@ class LiveRequest:
     request: EngineRequest
     internal_id: str
     submitted_at: float
-    num_dropped: int = 0
-    num_swallowed: int = 0
+    num_known_tokens: int = 0
+    num_known_chars: int = 0
     pending_text: str = ""
     scheduled_at: float | None = None
     prefill_stats: PrefillStats | None = None
@@ -52,11 +52,11 @@ class LiveRequest:
     retried: bool = False
     features: Sequence[MultiModalFeatureSpec] = ()
 
-    def swallow(self, text: str) -> str:
-        """Returns the part of a text that the reader does not have."""
-        swallowed = min(self.num_swallowed, len(text))
-        self.num_swallowed -= swallowed
-        return text[swallowed:]
+    def without_known(self, text: str) -> str:
+        """Returns the part of vLLM's next text that the reader does not have."""
+        num_known = min(self.num_known_chars, len(text))
+        self.num_known_chars -= num_known
+        return text[num_known:]
 
     def gone(self, num_held_tokens: int) -> EngineOutput:
         """Returns the output that ends a request which cannot get the KV cache that it needs.
@@ -81,15 +81,15 @@ class LiveRequest:
         """
         completion = made.outputs[0]
         token_ids = list(completion.token_ids)
-        dropped = min(self.num_dropped, len(token_ids))
-        self.num_dropped -= dropped
-        text = self.pending_text + self.swallow(completion.text)
+        num_known = min(self.num_known_tokens, len(token_ids))
+        self.num_known_tokens -= num_known
+        text = self.pending_text + self.without_known(completion.text)
         self.pending_text = ""
         output = EngineOutput(
             self.request.request_id,
-            token_ids[dropped:],
+            token_ids[num_known:],
             text,
-            logprobs=logprobs((completion.logprobs or [])[dropped:]),
+            logprobs=logprobs((completion.logprobs or [])[num_known:]),
         )
         if completion.finish_reason is not None:
             self.cut = False

@@ -1,7 +1,7 @@
-"""vLLM's schedulers, with failed loads for caches of several block tables.
+"""Extends vLLM's schedulers to failed loads of caches with several block tables.
 
-vLLM itself ends a request whose load has failed only if the model has one block table. Everything
-else that follows from a failed load is the connector's (kvtransfer/connector/scheduler_half.py).
+vLLM itself ends a request whose load has failed only if the model has one block table. The
+connector handles the other consequences of a failed load (connector/scheduler_half.py).
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class TableLoadFailures:
 
 
 class PlainScheduler(TableLoadFailures, Scheduler):  # type: ignore[misc]
-    """vLLM's scheduler."""
+    """vLLM's scheduler, with the mixin."""
 
 
 class PlainAsyncScheduler(TableLoadFailures, AsyncScheduler):  # type: ignore[misc]
-    """vLLM's scheduler for steps that overlap."""
+    """vLLM's scheduler for steps that overlap, with the mixin."""
 
 
 def use_load_failures(config: Any) -> None:

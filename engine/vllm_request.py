@@ -1,4 +1,4 @@
-"""Converts one request to vLLM's terms, and vLLM's log probabilities to Baton's."""
+"""Converts a request to vLLM's request and parameters, and log probabilities back."""
 
 from __future__ import annotations
 

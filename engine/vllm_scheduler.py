@@ -1,12 +1,13 @@
-"""vLLM's schedulers, with steps that are bounded by the ITL target and begin with short prompts.
+"""Extends vLLM's schedulers: the ITL target bounds each step, and short prompts come first.
 
-vLLM gives each step to its running requests in the order of a list, then to waiting ones, up to a
-fixed number of tokens. A long prompt beside a stream stops the stream for a whole step, and a short
-prompt waits until the long one has ended. The classes here decide before each step how many tokens
-each prompt gets (engine/step_planner.py, runtime/step_budget.py). They tell vLLM by the order of
-`running` and of `waiting`, by `max_num_scheduled_tokens`, and by two hooks that bound the tokens of
-a single prompt. vLLM still makes the step: blocks, preemption, the prefix cache, handoffs and
-speculation. engine/vllm_step_budget.py checks at start that vLLM has the names used here.
+vLLM's own scheduler gives the tokens of a step to its running requests in the order of a list, then
+to waiting requests, up to a fixed number. A long prompt then delays all streams by a whole step,
+and a short prompt waits until the long one is computed. The classes here decide before each step
+how many tokens each prompt gets (engine/step_planner.py, runtime/step_budget.py). They impose this
+on vLLM by the order of `running` and of `waiting`, by `max_num_scheduled_tokens`, and by two hooks
+that bound the tokens of a single prompt. vLLM still does everything else in the step: blocks,
+preemption, the prefix cache, handoffs and speculation. At start, engine/vllm_step_budget.py checks
+that vLLM has the names used here.
 """
 
 from __future__ import annotations
@@ -32,16 +33,18 @@ from baton.runtime.step_budget import Prompt, StreamPace, Streams, prompt_order
 # Key in kv_connector_extra_config; the value has the keys "socket" (the transfer service's control
 # socket) and "prior" (LatencyModel's fields).
 STEPS = "steps"
-# Key in a request's kv_transfer_params: when its first token is due, by time.time.
+# Keys in a request's kv_transfer_params: when its first token is due, by time.time, and the ITL
+# target that it has named, in seconds.
 DUE_AT = "baton_due_at"
 ITL = "baton_itl_s"
 
-# Seconds after which the cached part of a waiting prompt is looked up again, and most look-ups of
-# one step: one takes some 50 us for a prompt of 1,500 tokens.
+# Seconds after which the cached part of a waiting prompt is looked up again, and largest number of
+# look-ups in one step: a look-up takes some 50 us for a prompt of 1,500 tokens.
 _LOOKUP_AGAIN_S, _MAX_LOOKUPS = 1.0, 8
 # More blocks than any cache has.
-_ALL = 2**62
-_STARTS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+_NO_LIMIT = 2**62
+# Statuses of waiting requests that compute their prompt next.
+_COMPUTES_PROMPT = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +53,7 @@ class _Candidate:
 
     Attributes:
         request: vLLM's request.
-        prompt: What the policy knows of it.
+        prompt: The request's prompt as the policy sees it.
         rank: Sort key; smaller values go first.
     """
 
@@ -75,17 +78,18 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         prior = LatencyModel(**steps["prior"])
         self.planner = StepPlanner(prior, TargetsReader(steps["socket"]).read)
         self._most_tokens = self.max_num_scheduled_tokens
-        # vLLM's queue for policy "priority" has an order of its own. Preemption does not use it.
+        # This replaces vLLM's queue for the policy "priority", which sorts requests itself.
+        # Preemption does not use the queue.
         self.waiting = FCFSRequestQueue()
-        # Most tokens of a prompt in the step that is made next; others have no limit.
+        # Largest number of tokens of each prompt in the next step; prompts not in it have no limit.
         self._most: dict[str, int] = {}
-        # Tokens of waiting prompts in the prefix cache and behind them in host memory, and when
-        # they were looked up.
+        # Number of tokens of each waiting prompt in the prefix cache and, after those, in host
+        # memory, and when they were looked up.
         self._cached: dict[str, tuple[int, float]] = {}
         self._num_lookups = 0
         self._warms_up = True
 
-    # ---- vLLM's methods
+    # ---- Methods of vLLM's scheduler
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self.planner.begin(time.monotonic(), self.requests)
@@ -110,10 +114,10 @@ class BatonScheduler(TableLoadFailures, Scheduler):
     ) -> int:
         """Cuts a chunk at a block's end, where vLLM keeps a recurrent state for the prefix cache.
 
-        Called only for models with such states. The cut comes after the bound of the plan: cut the
-        other way round, a chunk could end behind a boundary without its state.
+        vLLM calls it only for models with such states. The chunk is bounded by the plan before it
+        is cut: in the other order, a chunk could end after a boundary without the boundary's state.
         """
-        num_new_tokens = self._bounded(request, num_new_tokens)
+        num_new_tokens = self._bound_chunk(request, num_new_tokens)
         # vLLM computes no part of a block that the largest chunk would hold. Here that number is
         # the step's plan for all requests, and the share of one of them may be less than a block.
         # With 0, vLLM always computes parts, and continues up to the next boundary.
@@ -127,12 +131,12 @@ class BatonScheduler(TableLoadFailures, Scheduler):
     def _reserve_prefill_lookahead(
         self, request: Request, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
-        num_new_tokens = self._bounded(request, num_new_tokens)
+        num_new_tokens = self._bound_chunk(request, num_new_tokens)
         found = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
         return int(found)
 
-    def _bounded(self, request: Request, num_new_tokens: int) -> int:
-        """Bounds a chunk by the plan."""
+    def _bound_chunk(self, request: Request, num_new_tokens: int) -> int:
+        """Returns the number of tokens of a prompt's chunk, bounded by the plan of the step."""
         most = self._most.get(request.request_id)
         if most is None:
             return num_new_tokens
@@ -153,13 +157,13 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         ]
         begun = [*(one for one in self.running if _is_prompt(one)), *loaded]
         chunks = [self._candidate(one, now, model) for one in begun]
-        arrivals, coming, blocked = self._divided(now, model)
+        arrivals, awaiting, blocked = self._divide_waiting(now, model)
         prompts = sorted([*chunks, *arrivals], key=_rank)
         streams = self._streams(decodes, now)
         # vLLM asks requests for their handoff only while tokens are left in the step.
         per_request = 1 + self.num_spec_tokens
         room = max(0, self._most_tokens - streams.num_tokens)
-        reserve = min(room // 2 if prompts else room, per_request * len(coming))
+        reserve = min(room // 2 if prompts else room, per_request * len(awaiting))
         grants = self.planner.tokens(
             streams,
             [one.prompt for one in prompts],
@@ -175,8 +179,8 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         is_loaded = set(loaded)
         ordered = [one.request for one in sorted(chunks, key=_rank)]
         self.running[:] = [*decodes, *(one for one in ordered if one not in is_loaded)]
-        self._order_waiting(arrivals, coming, blocked, granted)
-        self._most = granted | {one.request_id: per_request for one in coming}
+        self._order_waiting(arrivals, awaiting, blocked, granted)
+        self._most = granted | {one.request_id: per_request for one in awaiting}
         self._most |= {one.request_id: 0 for one in blocked}
         # vLLM pads a prompt's last token to 1 + drafts, and starts nothing with less than that.
         num_granted = sum(max(per_request, grant) for grant in granted.values() if grant)
@@ -208,7 +212,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
     def _candidate(self, request: Request, now: float, model: LatencyModel) -> _Candidate:
         num_done = request.num_computed_tokens
         # A prompt that was loaded waits, and holds its blocks.
-        running = request.status not in _STARTS
+        running = request.status not in _COMPUTES_PROMPT
         if not running:
             num_done = self._num_cached(request, now)
         # A stream that was preempted is not late: its first token is out.
@@ -240,39 +244,39 @@ class BatonScheduler(TableLoadFailures, Scheduler):
             self._cached[request.request_id] = (num_cached, now)
         return int(num_cached)
 
-    def _divided(
+    def _divide_waiting(
         self, now: float, model: LatencyModel
     ) -> tuple[list[_Candidate], list[Request], list[Request]]:
         """Divides the waiting requests.
 
         Returns:
-            Prompts that may start; requests that wait for a handoff or for something else, and
-            then compute one token in their first step; prompts for which there is no place or no
-            room.
+            Prompts that may start; requests that wait for a handoff or for another event, and
+            then compute one token in their first step; prompts that must wait, because the step
+            has no place for another request or the cache has no room.
         """
         num_places = max(0, self.max_num_active_reqs - len(self.running))
         arrivals: list[_Candidate] = []
-        coming: list[Request] = []
+        awaiting: list[Request] = []
         for request in self.waiting:
             waits = (
                 request in self.deferred_waiting
                 or _is_handed_over(request)
                 or self.connector.awaits_handoff(request.request_id)
             )
-            if waits or request.status not in _STARTS:
-                coming.append(request)
+            if waits or request.status not in _COMPUTES_PROMPT:
+                awaiting.append(request)
             else:
                 arrivals.append(self._candidate(request, now, model))
-        coming.sort(key=_age)
+        awaiting.sort(key=_age)
         arrivals.sort(key=_rank)
         count = self._num_fitting(arrivals[:num_places])
-        return arrivals[:count], coming, [one.request for one in arrivals[count:]]
+        return arrivals[:count], awaiting, [one.request for one in arrivals[count:]]
 
     def _num_fitting(self, arrivals: Sequence[_Candidate]) -> int:
         """Number of prompts, from the first one on, that may start now.
 
-        A prompt waits if an older running prompt needs its blocks: vLLM would take them back, and
-        the prompt would be computed again. Those behind it wait too, or it might never get room.
+        A prompt waits if an older running prompt needs its blocks: vLLM would preempt the prompt,
+        and compute it again. All later prompts wait too, because it might otherwise never get room.
         """
         older = [one for one in self.running if _is_prompt(one)]
         if not older:
@@ -292,22 +296,25 @@ class BatonScheduler(TableLoadFailures, Scheduler):
     def _num_blocks(self, num_tokens: int) -> int:
         """Most blocks, of all block tables, that a request holds for this many more tokens."""
         return sum(
-            min(-(-num_tokens // table.block_size), table.max_admission_blocks_per_request or _ALL)
+            min(
+                -(-num_tokens // table.block_size),
+                table.max_admission_blocks_per_request or _NO_LIMIT,
+            )
             for table in self.kv_cache_manager.coordinator.single_type_managers
         )
 
     def _order_waiting(
         self,
         arrivals: list[_Candidate],
-        coming: list[Request],
+        awaiting: list[Request],
         blocked: list[Request],
         granted: dict[str, int],
     ) -> None:
-        """Sets the order in which vLLM starts requests; it stops at the first that gets nothing."""
+        """Orders the waiting requests; vLLM starts none after the first that gets no token."""
         starts = [one.request for one in arrivals if granted[one.request.request_id]]
         rest = [one.request for one in arrivals if not granted[one.request.request_id]]
-        # A request with a handoff computes one token: it goes before the prompts of its lane.
-        ordered = sorted([*coming, *starts], key=lambda one: one.priority)
+        # An awaiting request computes one token, so it goes before the prompts of its lane.
+        ordered = sorted([*awaiting, *starts], key=lambda one: one.priority)
         self.waiting.clear()
         self.waiting.extend([*ordered, *rest, *blocked])
 

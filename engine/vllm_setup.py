@@ -104,7 +104,7 @@ class CheckedModel:
 def _offloading(
     config: VllmConfig, engine_args: Mapping[str, Any], host_bytes: int
 ) -> Offloading | None:
-    """Returns what blocks in host memory are kept by; None: none are kept.
+    """Returns the settings by which vLLM keeps blocks in host memory; None: it keeps none.
 
     Args:
         config: vLLM's configuration.
@@ -112,8 +112,8 @@ def _offloading(
         host_bytes: See VllmSetup.make.
 
     Raises:
-        EngineDead: The user has asked vLLM to keep blocks in host memory, which does not work with
-            another argument.
+        EngineDead: The user's arguments ask vLLM to keep blocks in host memory, and another
+            argument prevents that.
     """
     stages = config.parallel_config.pipeline_parallel_size
     if not config.cache_config.enable_prefix_caching:
@@ -136,7 +136,7 @@ def _offloading(
 
 
 def _hash_seed(algorithm: str) -> str | None:
-    """Returns what vLLM's keys of KV blocks begin with; None if each process has its own.
+    """Returns the seed of vLLM's hashes of KV blocks; None if each process draws its own seed.
 
     Args:
         algorithm: vLLM's `prefix_caching_hash_algo`.
