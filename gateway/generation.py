@@ -179,7 +179,7 @@ class Exchange:
         for prompt, options in request.choice_requests():
             self._streams.append(cell.client.generate(prompt, **options))
         self._cell = cell
-        await (self._stream if request.stream else self._complete)(
+        await (self._respond_stream if request.stream else self._respond_whole)(
             request, tokenizer, output_parser
         )
 
@@ -244,13 +244,13 @@ class Exchange:
         for stream in self._streams:
             await stream.aclose()
 
-    async def _complete(
+    async def _respond_whole(
         self,
         request: ParsedRequest,
         tokenizer: Tokenizer | None,
         output_parser: ChatOutputParser | None,
     ) -> None:
-        readings = [self._whole(request, stream) for stream in self._streams]
+        readings = [self._read_choice(request, stream) for stream in self._streams]
         completions = await _gather(readings)
         head = response_rendering.ResponseHead(request, completions[0].model, int(time.time()))
         prompts = await render_prompts(request, tokenizer)
@@ -265,7 +265,7 @@ class Exchange:
         long = "prompt_logprobs" in request.options or request.return_token_ids
         await self._send_response(200, [_JSON], await asyncio.to_thread(body) if long else body())
 
-    async def _whole(self, request: ParsedRequest, stream: TokenStream) -> Completion:
+    async def _read_choice(self, request: ParsedRequest, stream: TokenStream) -> Completion:
         """Reads the whole output of one choice and records its latencies."""
         parts: list[Tokens] = []
         latency = _LatencyRecorder(self._latencies(request), self._started_at)
@@ -281,7 +281,7 @@ class Exchange:
                 return Completion.of(accepted.request_id, accepted.model, parts, event)
         raise _incomplete_stream()
 
-    async def _stream(
+    async def _respond_stream(
         self,
         request: ParsedRequest,
         tokenizer: Tokenizer | None,
@@ -310,7 +310,7 @@ class Exchange:
         # One task per choice: a token then wakes up its choice only.
         finished = await _gather(
             [
-                asyncio.create_task(self._choice(stream, chunks[index]))
+                asyncio.create_task(self._stream_choice(stream, chunks[index]))
                 for index, stream in enumerate(self._streams)
             ]
         )
@@ -321,13 +321,13 @@ class Exchange:
             )
         await self._write(self._last_chunk + end, more=False)
 
-    async def _choice(
+    async def _stream_choice(
         self, stream: TokenStream, chunks: response_rendering.ChunkRenderer
     ) -> Finished:
         """Sends one chunk per delta of a choice; the last chunk has the finish reason.
 
-        The last chunk of the choice that ends last is left for `_stream` to send with the end of
-        the response: each write costs a system call.
+        `_respond_stream` sends the last chunk of the choice that ends last, together with the end
+        of the response, because each write costs a system call.
         """
         latency = _LatencyRecorder(self._latencies(chunks.request), self._started_at)
         writer = self._writer if chunks.has_constant_end else None
