@@ -35,7 +35,7 @@ _BACKOFF_S, _BACKOFF_GROWTH = (0.05, 0.3), 1.5
 # A connection that is accepted but stays silent for this long counts as failed.
 _WELCOME_TIMEOUT_S = 10.0
 _LEAVE_TIMEOUT_S = 5.0
-# Commands without a reply are acknowledged at least this often, beside every heartbeat.
+# Every heartbeat acknowledges commands. In between, so many commands are acknowledged at once.
 _ACK_EVERY = 64
 
 _ENDS_A_STREAM = (grpc.RpcError, asyncio.InvalidStateError, TimeoutError, EOFError)

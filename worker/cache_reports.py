@@ -9,7 +9,8 @@ from baton.v1 import cluster_pb2
 from baton.worker.outbox import Outbox
 
 MAX_HASHES_PER_MESSAGE = 16384
-# A decode step fills a block only now and then, which is not worth a message of its own.
+# Number of pending changes at which a message is posted. A decode step changes few blocks, which
+# are not worth a message of their own.
 _MANY = 256
 
 

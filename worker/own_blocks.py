@@ -1,4 +1,4 @@
-"""Loads a worker's own KV blocks from host memory before a request fetches those behind them."""
+"""Loads a worker's own KV blocks from host memory before a fetch of the blocks after them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from baton.v1 import common_pb2
 class OwnBlocks:
     """Owns the engine requests that load blocks of other requests into the prefix cache.
 
-    Such a request computes one token behind the blocks, whichever, as the holder of a fetch does.
-    The request that waits for the fetch holds the blocks from its submission on
-    (kvtransfer/connector/kept_prefixes.py). If they were evicted before, the prompt is computed.
+    Such a request must compute one token after the blocks, like the request of a fetch at its
+    holder; the token's value does not matter. The request that waits for the fetch holds the blocks
+    from its submission on (kvtransfer/connector/kept_prefixes.py). If the blocks are evicted before
+    that, the engine computes the prompt.
 
     Args:
         engine: Started engine.

@@ -22,7 +22,7 @@ class Renders:
 
     def __init__(self, engine: Engine, outbox: Outbox) -> None:
         self._engine, self._outbox = engine, outbox
-        # Decoded images are large.
+        # One command runs at a time, because decoded images take much memory.
         self._turn = asyncio.Lock()
         self._tasks = CommandTasks("render")
 

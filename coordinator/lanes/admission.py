@@ -1,4 +1,4 @@
-"""Whether a request is admitted: queue limits, and its predicted time to first token."""
+"""Decides whether a request is admitted, by queue limits and its predicted time to first token."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ class Admission:
     def __init__(self, config: CoreConfig, lanes: Lanes, placers: Placers) -> None:
         self._config, self._lanes, self._placers = config, lanes, placers
         self._corrections = {lane: WaitCorrection(_WINDOW) for lane in LANES}
-        # When a fleet had its latest first token, or let in a request to measure what prompts take.
+        # When a fleet had its latest first token, or last admitted a request to measure prompt
+        # times.
         self._probed_at: dict[Fleet, float] = {}
         self.closing: errors.Unavailable | None = None
 

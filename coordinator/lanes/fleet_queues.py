@@ -48,15 +48,15 @@ class LaneQueue:
     def ahead_s(self, tenant: Tenant | None, weight: float, work_s: float, turn_at: float) -> float:
         """Returns how much prefill work of this queue goes before a request that arrives now.
 
-        Another tenant goes first only up to its fair share: its weight's worth of the work that the
-        request's own tenant gets until the request has run.
+        Another tenant's work goes first only up to its fair share. While the request's own tenant
+        gets the work up to the end of the request, another tenant gets that work times the ratio of
+        their weights.
 
         Args:
             tenant: The request's tenant; None: the tenant is not remembered.
             weight: The weight of that tenant.
             work_s: Prefill work of the request itself, in seconds.
-            turn_at: When it would have arrived by its place in its tenant's queue; see
-                TenantQueue.
+            turn_at: Sort key of the request in its tenant's queue; see TenantQueue.work_before_us.
 
         Returns:
             Seconds of prefill work on one worker.

@@ -1,4 +1,4 @@
-"""Which request is next: two lanes, and in each lane the tenants ordered by fairness.
+"""Decides which request is next: two lanes, and in each lane the tenants ordered by fairness.
 
 A tenant's requests go in the order in which their first tokens are due (see TenantQueue).
 
@@ -188,7 +188,8 @@ class Lanes:
             assert not entry.is_queued
             self._stopped(entry)
             if request.is_late:
-                # It has had a place; now it waits in its lane again, and may be deferred again.
+                # It was dispatched in spite of being late. It now waits in its lane like any other
+                # request, and may be deferred again.
                 request.is_late = False
                 queues = entry.queue.lane_queue.fleet_queues
                 entry.queue = entry.queue.tenant.queue(queues.interactive)
@@ -229,16 +230,19 @@ class Lanes:
             self._skipped.clear()
 
     def defer(self, request: Request) -> None:
-        """Moves a waiting interactive request behind all others: it cannot be in time any more.
+        """Moves a waiting interactive request after all others: it cannot be in time any more.
 
-        Late requests are in the order of their arrival. The requests behind it take its turn.
+        Late requests are in the order of their arrival. The next request of its queue gets its
+        turn.
         """
         entry = self._entries[request.key]
         request.is_late = True
         self._move(entry, entry.queue.lane_queue.fleet_queues.late)
 
     def is_due(self, request: Request) -> bool:
-        """Whether a candidate is a batch request that its lane is owed before interactive ones.
+        """Whether a candidate is a batch request that goes before waiting interactive requests.
+
+        It goes first if the batch lane has got less than its share of the tokens.
 
         Args:
             request: The request that `candidates` has yielded.
@@ -259,7 +263,8 @@ class Lanes:
             num_prompt_tokens: Tokens to be computed: the prompt and known output.
 
         Returns:
-            Whether it is a batch request that went before an interactive one because it was owed.
+            Whether it is a batch request that went before a waiting interactive one, because the
+            batch lane had got less than its share of the tokens.
         """
         entry = self._entries[request.key]
         queue, lane_queue = entry.queue, entry.queue.lane_queue

@@ -1,4 +1,4 @@
-"""How much longer waits take than they were predicted."""
+"""Corrects predicted waits by how much longer recent waits were than predicted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The disk tier below host memory (kvtransfer/disk): what the connector makes of it.
+"""Connects the host memory of vLLM's offloading to the disk tier below it (kvtransfer/disk).
 
 A block goes to disk when host memory has it, and comes back to host memory when a waiting prompt
 needs it. vLLM's own tier of files verifies nothing that it loads, so it is not used.

@@ -1,4 +1,4 @@
-"""Keeps cached blocks on the device for a request that waits for the blocks behind them."""
+"""Keeps cached blocks on the device for a request that waits for the blocks after them."""
 
 from __future__ import annotations
 

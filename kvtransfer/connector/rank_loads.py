@@ -62,7 +62,7 @@ class _PendingShard:
 class _Waited:
     """A load that a request waits for.
 
-    It is claimed, then copied and verified, and has ended.
+    It is first claimed, then copied and verified; then it has ended.
 
     Attributes:
         load: The load.

@@ -38,9 +38,9 @@ _CANCELLED = kv_transfer_pb2.REFUSAL_REASON_CANCELLED
 # Key in SchedulerStats.kv_connector_stats: this engine has lost its transfer service, which does
 # not come back.
 CUT_OFF = "baton_cut_off"
-# Key in SchedulerStats.kv_connector_stats: requests whose handoff leaves out blocks that the prefix
-# cache no longer holds, with 0, and requests for cached blocks that are not there, with the number
-# of prompt tokens, from the first, that are there.
+# Key in SchedulerStats.kv_connector_stats: requests that lack blocks that they cannot compute. The
+# value of a request that serves a fetch and has pushed nothing is the number of leading prompt
+# tokens that this engine holds; the value of any other request is 0.
 PREFIX_GONE = "baton_gone"
 
 
@@ -117,7 +117,7 @@ class SchedulerHalf:
         self._released: OrderedDict[bytes, None] = OrderedDict()
         # Loads of the oldest unfinished step that failed in a rank, with the reason.
         self._failed_loads: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType] = {}
-        # Requests that must find their whole prompt in the cache, but for its last token.
+        # Requests that must find their whole prompt in the cache, except the last token.
         self._only_cached: set[str] = set()
         # Requests without the pixels of their images: number of prompt tokens, from the first, that
         # they cannot compute.

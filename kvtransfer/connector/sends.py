@@ -91,10 +91,10 @@ class Sends:
             self._give_up(send)
 
     def leave(self, request_id: str) -> bool:
-        """Leaves the handoff of a request that has pushed nothing to Baton's engine.
+        """Forgets the send of a request that ends before it runs; Baton's engine keeps the handoff.
 
         Returns:
-            False if the request has pushed blocks: its handoff cannot begin again.
+            Whether the request has pushed nothing, so that another request can use the handoff.
         """
         send = self._sends.get(request_id)
         if send is not None and send.has_pushed:

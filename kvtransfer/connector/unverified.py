@@ -23,7 +23,7 @@ class _Filling(NamedTuple):
 
 
 class UnverifiedBlocks:
-    """Tracks what loads fill, and what is computed from it, until the loads' steps have ended.
+    """Tracks blocks that loads fill, and blocks computed from them, until the loads' steps end.
 
     vLLM may make a step while another one runs, and ends steps in order. The scheduler's half owns
     this object.

@@ -79,7 +79,7 @@ class TransferCore:
         return self._layout.fingerprint() if self._layout is not None else None
 
     def describe_as(self, address: str, shm_name: str, send_bytes: int, receive_bytes: int) -> None:
-        """Sets what local clients are told; to be called before anything else."""
+        """Sets the address and the sizes that local clients get; call it before anything else."""
         self._configured = pb.LocalConfigured(
             address=address, shm_name=shm_name, send_bytes=send_bytes, receive_bytes=receive_bytes
         )

@@ -88,12 +88,12 @@ class Receiver:
         """Applies the end of a pull: nothing can write to its target any more.
 
         Args:
-            serial: Number of the pull. An end that was told before is ignored.
+            serial: Number of the pull. Only the first report of its end counts.
             digest: XXH3-64 of the bytes that landed; None when the read failed.
             now: Current time.monotonic(), in seconds.
         """
         ended = self._table.end_pull(serial, now)
-        # The pulls of an interrupted epoch bring nothing any more.
+        # The bytes of an interrupted epoch are not used.
         if ended is not None and ended[0].state is _S.RECEIVING:
             self._pulled(*ended, digest, now)
         return self._table.take_effects()
