@@ -154,7 +154,7 @@ class Run:
         freed_cpu_s: CPU time of the coordinator in that time; it serves the other streams too.
         num_complete: Streams that have their last event.
         num_wrong: Streams with a wrong text, or with another end than they should have.
-        problems: What was wrong, in words.
+        problems: Problems in words.
     """
 
     num_open: int = 0

@@ -255,7 +255,7 @@ class EngineStep:
         outputs: Outputs of the step's requests; may be empty.
         cache: Change of the prefix cache since the last step; None for no change.
         host_cache: Change of the blocks that host memory holds; None for no change. A prompt finds
-            them behind the blocks that it finds in the prefix cache. A block may be in both. A
+            them after the blocks that it finds in the prefix cache. A block may be in both. A
             block in host memory may lack the block before it.
         disk_cache: Change of the blocks on disk; None for no change. They are found like blocks in
             host memory.

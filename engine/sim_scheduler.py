@@ -1,4 +1,4 @@
-"""The simulated engine's scheduler: which requests the next step computes, and how many tokens.
+"""Chooses which requests the simulated engine's next step computes, and how many tokens.
 
 It does continuous batching with chunked prefill, like vLLM: a step computes the missing tokens of
 its requests, limited in tokens and in requests. Without free blocks the request with the lowest
@@ -197,10 +197,10 @@ class Scheduler:
     Attributes:
         caching_block_tokens: Block size of the prefix cache in tokens; 0 without prefix caching.
         is_ready: Returns whether a waiting request may start. A request that waits for its handoff
-            may not, and does not delay the requests behind it.
+            may not, and does not delay later requests.
         on_start: Called when a request has got its blocks, before its missing tokens are counted.
         model: Predicts the time of a step; None: steps have no limit.
-        targets: Targets of a step's time; None: likewise.
+        targets: Targets of a step's time; None: steps have no limit.
         host: KV store in host memory; None: there is none.
         load_block_s: Seconds to load one block from host memory.
     """
@@ -245,7 +245,7 @@ class Scheduler:
         heapq.heappush(self._waiting, (request.order, request))
 
     def keep_prefix(self, request: LiveRequest, num_tokens: int) -> None:
-        """Holds the first blocks of a request that waits for a fetch of the blocks behind them.
+        """Holds the first blocks of a request that waits for a fetch of the blocks after them.
 
         As in kvtransfer/connector/kept_prefixes.py: only if the prefix cache has all of them, and
         not more than a part of the cache.
@@ -257,7 +257,7 @@ class Scheduler:
         if self.blocks.keep(_kept_name(request), hashes):
             self._kept[request.id] = len(hashes)
 
-    def let_prefix_go(self, request: LiveRequest) -> None:
+    def release_prefix(self, request: LiveRequest) -> None:
         """Frees the blocks that are held for a request; idempotent."""
         if self._kept.pop(request.id, None) is not None:
             self.blocks.free(_kept_name(request))

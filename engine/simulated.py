@@ -531,7 +531,7 @@ class SimulatedEngine:
         """Loads nothing of a handoff."""
         assert self._port is not None
         live.receive_deadline = None
-        self._scheduler.let_prefix_go(live)
+        self._scheduler.release_prefix(live)
         if receive.num_tokens:
             self._port.release(receive.handoff_id)
 
@@ -561,7 +561,7 @@ class SimulatedEngine:
                 self._give_up(live, EngineOutput(live.id, finish=Finish.PREFIX_GONE))
             return
         live.receive_deadline = None
-        self._scheduler.let_prefix_go(live)
+        self._scheduler.release_prefix(live)
         try:
             keyed = keyed_tokens(live.tokens, live.request.images)
             loaded = self._port.load(receive, keyed, live.request.adapter)

@@ -86,7 +86,8 @@ class SimulatedRequest:
         num_cached: Prompt tokens that came from the prefix cache.
         num_host: Prompt tokens that were loaded from host memory.
         num_fetched: Prompt tokens that were fetched from another worker.
-        fetches: What it fetches; None: nothing, or it waits for the fetch of another request.
+        fetches: Prefix that it fetches; None: it fetches none, or waits for the fetch of another
+            request.
         sends: Where it sends its prompt, of which it computes only the last token; None: it is a
             client's request.
         is_handoff: Whether the KV cache comes from a prefill worker.

@@ -42,7 +42,7 @@ def within_targets(
         requests: Requests with a prompt to compute.
         shape: The worker.
         targets: Targets of its steps.
-        streams: What its decoding requests allow.
+        streams: Its decoding requests, which limit the step.
         now: Time of the simulation, in seconds.
     """
     model = shape.model

@@ -17,7 +17,7 @@ class Effects:
         self._deltas: list[tuple[StreamKey, bytes]] = []
 
     def add(self, effect: ev.Effect) -> None:
-        """Adds an effect behind the others."""
+        """Adds an effect after the others."""
         self._effects.append(effect)
 
     def take(self) -> list[ev.Effect]:

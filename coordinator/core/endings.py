@@ -56,7 +56,7 @@ def ended_request(
         ttft_target_s=stats.ttft_target_s(request.submission),
         itl_target_s=stats.itl_target_s(request.submission),
         stalls=stalls,
-        predicted=request.predicted,
+        placement_prediction=request.placement_prediction,
         prompt_sources=request.prompt_sources,
         route=request.submission.route,
     )

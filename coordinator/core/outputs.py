@@ -64,7 +64,7 @@ class _Step:
             if request is None:
                 continue
             known = request.token_ids
-            if request.flows_from is not worker or offset != len(known):
+            if request.pass_through_from is not worker or offset != len(known):
                 delta = common_pb2.TokenDelta.FromString(encoded)
                 _apply_output(self, request, cluster_pb2.RequestOutput(delta=delta))
                 continue
@@ -127,7 +127,7 @@ class _Step:
                 if request.interruptions[-1].ended_at is None:
                     request.interruptions[-1].ended_at = self.now
             if request.state is RequestState.DECODING and request.recent_deltas is None:
-                request.flows_from = self.worker
+                request.pass_through_from = self.worker
         return True
 
     def _count_tokens(self, request: Request, num_tokens: int) -> None:

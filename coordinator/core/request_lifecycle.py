@@ -210,7 +210,9 @@ class RequestLifecycle:
         request.handoff_id = self._random_bytes(16) if placement.handoff else b""
         request.skip_tokens = placement.skip_tokens
         router = self._placers.of(request.fleet).router
-        request.predicted = placement.predicted._replace(speeds=router.predicted_speeds(placement))
+        request.placement_prediction = placement.prediction._replace(
+            speeds=router.predicted_speeds(placement)
+        )
         num_tokens = request.num_tokens
         # The tenant is charged only for the first attempt.
         is_owed = self.lanes.dispatched(request, num_tokens if request.attempt == 1 else 0)
@@ -419,9 +421,9 @@ class RequestLifecycle:
         assert not any(request.ended for request in requests.values())
         assert self.requests.by_handle == {request.handle: request for request in attempts}
         assert len(self.lanes) == len(requests) - len(attempts)
-        flowing = [request for request in attempts if request.flows_from is not None]
-        assert all(request.state is RequestState.DECODING for request in flowing)
-        assert all(request.flows_from == request.decode for request in flowing)
+        passed_through = [request for request in attempts if request.pass_through_from is not None]
+        assert all(request.state is RequestState.DECODING for request in passed_through)
+        assert all(request.pass_through_from == request.decode for request in passed_through)
         self.lanes.check_integrity()
         self.session_blocks.check_integrity()
         self._assignments.check_integrity(requests)
@@ -587,7 +589,7 @@ class RequestLifecycle:
             request.interruptions.append(Interruption(stage, now, request.prefill, request.decode))
         self._commands.cancel(request)
         self._release_attempt(request)
-        request.prefill = request.decode = request.flows_from = None
+        request.prefill = request.decode = request.pass_through_from = None
         request.prefill_done, request.handoff_id = False, b""
         self._advance(request, state, now)
         self._queue(request, now)

@@ -75,7 +75,7 @@ class BatchPrompts:
     def may_be_parked(self, entry: WorkerLoad, worker: Worker | None) -> bool:
         """Whether the only prompt on a prefill worker is a batch prompt that may be parked.
 
-        If other prompts were queued behind the batch prompt, they would use the freed time.
+        If other prompts were queued after the batch prompt, they would use the freed time.
         """
         return (
             worker is not None

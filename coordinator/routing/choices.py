@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from baton.coordinator.state.requests import Predicted, WorkerKey
+from baton.coordinator.state.requests import PlacementPrediction, WorkerKey
 
 
 class Fetch(NamedTuple):
@@ -123,14 +123,14 @@ class Placement(NamedTuple):
         return self.prefill or self.local
 
     @property
-    def predicted(self) -> Predicted:
+    def prediction(self) -> PlacementPrediction:
         """The predictions that the workers were chosen by."""
         reader, decode = self.reader, self.decode
         decode_worker, step_s = (decode.worker[0], decode.predicted_s) if decode else ("", 0.0)
         if reader is None:
             assert decode is not None
             # The choice of a decode worker keeps only the predicted seconds per step.
-            return Predicted(
+            return PlacementPrediction(
                 decode_worker,
                 None,
                 None,
@@ -142,7 +142,7 @@ class Placement(NamedTuple):
             )
         queue_s = max(0.0, reader.predicted_s - reader.work_s)
         fetch = reader.fetch
-        return Predicted(
+        return PlacementPrediction(
             reader.worker[0],
             queue_s,
             reader.work_s,

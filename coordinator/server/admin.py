@@ -21,7 +21,7 @@ from baton.coordinator.server.status import MAX_SAMPLES, sample, status
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.lanes import LANES, lane_config
 from baton.coordinator.state.pools import POOL_OF
-from baton.coordinator.state.requests import EndedRequest, Predicted, Request
+from baton.coordinator.state.requests import EndedRequest, PlacementPrediction, Request
 from baton.coordinator.state.workers import Worker
 from baton.coordinator.telemetry.budget import latency_budget
 from baton.coordinator.telemetry.times import timestamp
@@ -153,8 +153,8 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         for target, seconds in zip((info.ttft_target, info.itl_target), targets_s, strict=True):
             if seconds is not None:
                 target.FromMicroseconds(round(seconds * 1e6))
-        if request.predicted is not None:
-            info.placement.CopyFrom(_placement_info(request.predicted))
+        if request.placement_prediction is not None:
+            info.placement.CopyFrom(_placement_info(request.placement_prediction))
         if request.prompt_sources is not None:
             info.prompt_sources.CopyFrom(admin_pb2.PromptTokens(**request.prompt_sources._asdict()))
         slow = self._shell.client_stalls(session, arrived_at, ended_at)
@@ -439,7 +439,7 @@ def _step_errors(errors: StepErrors | None) -> admin_pb2.StepErrors | None:
     return admin_pb2.StepErrors(p50=errors.p50, p90=errors.p90) if errors else None
 
 
-def _placement_info(predicted: Predicted) -> admin_pb2.PlacementInfo:
+def _placement_info(predicted: PlacementPrediction) -> admin_pb2.PlacementInfo:
     info = admin_pb2.PlacementInfo(
         prompt_worker_id=predicted.prompt_worker,
         cached_tokens=predicted.num_cached,

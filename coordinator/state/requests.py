@@ -1,4 +1,4 @@
-"""One request in the coordinator: its submission, its states and its record after the end."""
+"""Data of one request in the coordinator: its submission, its state, and its record at the end."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ class Submission:
 
     @property
     def digest(self) -> int:
-        """Tells the request from others that a client may submit under the same id."""
+        """Hash that differs for other requests that a client may submit under the same id."""
         return request_digest(
             self.prompt_token_ids, self.sampling, self.adapter, images=self.images
         )
@@ -209,7 +209,7 @@ class PredictedSpeeds(NamedTuple):
 
     Attributes:
         host, disk: loads from the host memory and the disk of the worker that computes the prompt.
-        fetch: what it gets from another worker.
+        fetch: fetch of a prefix by the worker that computes the prompt.
     """
 
     host: float = 0.0
@@ -217,7 +217,7 @@ class PredictedSpeeds(NamedTuple):
     fetch: float = 0.0
 
 
-class Predicted(NamedTuple):
+class PlacementPrediction(NamedTuple):
     """Predictions of the coordinator when it chose the workers of an attempt.
 
     Attributes:
@@ -307,13 +307,14 @@ class Request:
         num_known: Output tokens that were known when this attempt was dispatched.
         prefill: Prefill worker of this attempt; None: the decode worker computes the prompt.
         decode: Decode worker of this attempt; None: the request ends with its first token.
-        flows_from: Decode worker of this attempt, once its tokens are only passed on. This is the
-            worker's own key object, compared by identity.
-        prefill_done: Whether the prefill worker has finished its part of this attempt.
-        spec: Part that all commands of the request share, so that its prompt is encoded once.
+        pass_through_from: Decode worker of this attempt, once the core passes its tokens on without
+            further checks (core/outputs.py). It is the registry's own key object, which is
+            compared by identity.
+        prefill_done: Whether the prompt of this attempt is computed.
+        spec: Part that all commands of the request share; kept, so that it is made only once.
         handoff_id: Id of this attempt's handoff; empty: this attempt has no handoff.
         skip_tokens: Number of tokens that the handoff leaves out.
-        fetch: What this attempt fetches from another worker; None: nothing.
+        fetch: Prefix that this attempt fetches from another worker; None: it fetches nothing.
         hands_over_all: Whether handoffs must leave out nothing, and decode workers get the images:
             an earlier decode worker lacked blocks that it could not compute.
         exposed_us: Exposed time of the handoff in microseconds; None until it is reported.
@@ -327,15 +328,16 @@ class Request:
             without a target.
         growth_s: Part of its TTFT target that grows with its prompt, in seconds. It lets requests
             that arrive this much later go first (lanes/tenants.py).
-        is_late: Whether its first token cannot be in time, so that it goes behind all others
+        is_late: Whether its first token cannot be in time, so that it goes after all others
             (lanes/lanes.py); only in elastic cells.
         waits_until: Until when the request waits for a starting worker, by the core's clock
             (core/recovery_timeout.py).
         num_charged: Number of output tokens that the tenant was charged for.
         gaps_us: Microseconds between the tokens.
-        prediction: Predicted time to first token, if it shows how good predictions are; else None.
-        predicted: Predictions that the workers of the latest attempt were chosen by; None: there
-            was no choice.
+        prediction: Predicted time to first token, which the actual time corrects; None: there is
+            none, or it says nothing about predictions (TtftForecast.is_informative).
+        placement_prediction: Predictions by which the workers of the latest attempt were chosen;
+            None: no attempt was placed.
         recent_deltas: Deltas that the client was sent, if only this worker can continue the
             output; None: other workers can continue it.
     """
@@ -357,7 +359,7 @@ class Request:
     num_known: int = 0
     prefill: WorkerKey | None = None
     decode: WorkerKey | None = None
-    flows_from: WorkerKey | None = None
+    pass_through_from: WorkerKey | None = None
     prefill_done: bool = False
     spec: cluster_pb2.RequestSpec | None = None
     handoff_id: bytes = b""
@@ -383,7 +385,7 @@ class Request:
     last_token_at: float | None = None
     num_charged: int = field(init=False)
     gaps_us: array[int] = field(default_factory=lambda: array("I"))
-    predicted: Predicted | None = None
+    placement_prediction: PlacementPrediction | None = None
     prediction: Prediction | None = None
     recent_deltas: RecentDeltas | None = None
 
@@ -522,7 +524,7 @@ class EndedRequest:
             resume it; None if the request ended in another way.
         ttft_target_s, itl_target_s: Targets of the request; None: no target.
         stalls: Longest gaps between tokens that exceeded the target.
-        predicted, prompt_sources: As in Request.
+        placement_prediction, prompt_sources: As in Request.
         route: As in Submission.
     """
 
@@ -547,6 +549,6 @@ class EndedRequest:
     ttft_target_s: float | None = None
     itl_target_s: float | None = None
     stalls: tuple[Stall, ...] = ()
-    predicted: Predicted | None = None
+    placement_prediction: PlacementPrediction | None = None
     prompt_sources: PromptSources | None = None
     route: str = ""

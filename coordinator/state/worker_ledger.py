@@ -1,4 +1,4 @@
-"""The requests that the coordinator has sent to one worker, and what the worker still owes."""
+"""Records the requests that the coordinator has sent to one worker, and the unanswered ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from baton.coordinator.state.requests import RequestKey
 
 
 class WorkerLedger:
-    """The coordinator's own record of one worker's requests. It is ahead of the worker's reports.
+    """The coordinator's own record of one worker's requests, which is newer than its reports.
 
     A request is on a worker from `assign` to `release`. The handoff of a prefill worker may last
     longer: from `begin_handoff` to `end_handoff`. Only core/assignments.py changes a ledger.

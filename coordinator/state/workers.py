@@ -27,8 +27,7 @@ from baton.v1 import cluster_pb2, common_pb2
 if TYPE_CHECKING:
     from baton.coordinator.state.fleets import Fleet, Fleets
 
-# Number of fenced incarnations that are remembered; far more than workers die in a coordinator's
-# life.
+# Number of fenced incarnations that are remembered. A coordinator loses far fewer workers.
 _MAX_FENCED = 4096
 # Fields of ModelDescription that must be equal in a fleet. The tokenizer's path may differ between
 # hosts.
@@ -232,17 +231,14 @@ class AttachedWorkers:
 
     @property
     def first(self) -> Worker | None:
-        """Any worker; None without workers."""
-        for worker in self._attached.values():
-            return worker
-        return None
+        """The worker that was added first; None without workers."""
+        return next(iter(self._attached.values()), None)
 
     @property
     def model(self) -> common_pb2.ModelDescription | None:
         """The model that the workers serve; None without workers."""
-        for worker in self._attached.values():
-            return worker.hello.model
-        return None
+        worker = self.first
+        return worker.hello.model if worker is not None else None
 
     @property
     def max_model_len(self) -> int:
@@ -292,7 +288,7 @@ class WorkerRegistry(AttachedWorkers):
         self._fenced: dict[WorkerKey, str] = {}
 
     def by_id(self, worker_id: str) -> Worker | None:
-        """Returns the attached worker of an id, whatever its incarnation, or None."""
+        """Returns the attached worker of an id, of any incarnation, or None."""
         return self._workers.get(worker_id)
 
     def fleet_of(self, hello: cluster_pb2.Hello) -> Fleet:

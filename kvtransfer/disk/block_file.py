@@ -68,7 +68,7 @@ def write(path: Path, temporary: Path, identity: Identity, pages: Sequence[memor
     Args:
         path: Name of the file; its directory is made if only that is missing.
         temporary: Name on the same file system that only this thread uses.
-        identity: What the header says.
+        identity: Identity in the header.
         pages: The block's bytes, one buffer per layer.
 
     Raises:
@@ -96,7 +96,7 @@ def read(path: Path, identity: Identity, pages: Sequence[memoryview]) -> None:
 
     Args:
         path: Name of the file.
-        identity: What the header must say.
+        identity: Identity that the header must have.
         pages: Where the block's bytes go, one buffer per layer.
 
     Raises:

@@ -77,7 +77,7 @@ def missing(part: RankPart, rank: int, expected: int) -> str | None:
     """Returns how a rank's commit differs from what arrived of that rank; None when it does not.
 
     Args:
-        part: What arrived; its commit has come and none of its pulls is outstanding.
+        part: The part that arrived; its commit has come and none of its pulls is outstanding.
         rank: Index of the part.
         expected: Number of blocks of one shard of the handoff.
     """

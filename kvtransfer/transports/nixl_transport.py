@@ -81,7 +81,7 @@ class NixlPuller(Puller[NixlSource]):
         memory: This service's segment.
 
     Attributes:
-        metadata: What other services need to read from this agent; empty before `open`.
+        metadata: Data that other services need to read from this agent; empty before `open`.
         address: Address of the segment.
     """
 

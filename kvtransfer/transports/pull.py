@@ -77,7 +77,7 @@ class PullThread(Generic[SourceT]):
 
     Args:
         name: Name of the thread.
-        puller: What the thread runs.
+        puller: Object whose work the thread runs.
         on_ended: Called on the event loop with reads that have ended.
     """
 

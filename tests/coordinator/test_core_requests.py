@@ -204,14 +204,14 @@ def test_tokens_in_the_column_format_are_forwarded_unchanged(world, out):
 
 
 def test_flows_from_is_the_key_object_of_the_worker_table(world, out):
-    """`flows_from` is the table's own key object, not an equal key from an event.
+    """`pass_through_from` is the table's own key object, not an equal key from an event.
 
     The core compares keys by identity for each token; an equal copy would take the slow path.
     """
     to, request_id = begin(world, out)
     (command,) = world.commands["d"]
     world.step_columns("d", (command.spec.handle, 1, 8))
-    assert world.core.request(request_id).flows_from is world.core.workers.by_id("d").key
+    assert world.core.request(request_id).pass_through_from is world.core.workers.by_id("d").key
     world.step_columns("d", (command.spec.handle, 2, 9))
     assert world.tokens(to) == [7, 8, 9]
 

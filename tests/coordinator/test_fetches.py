@@ -340,8 +340,11 @@ def test_the_holder_and_the_reader_are_told(new_world, out):
     assert world.last(to).usage.cached_prompt_tokens == SIZE
     (record,) = world.core.recently_ended()
     assert record.prompt_sources == (0, 0, 100, 0, 0, SIZE)
-    assert (record.predicted.num_fetched, record.predicted.fetched_from) == (SIZE, "h")
-    assert record.predicted.speeds == pytest.approx((0.0, 0.0, 1e10))
+    assert (record.placement_prediction.num_fetched, record.placement_prediction.fetched_from) == (
+        SIZE,
+        "h",
+    )
+    assert record.placement_prediction.speeds == pytest.approx((0.0, 0.0, 1e10))
     assert world.core.stats.prompt_tokens["fetched"] == SIZE
     assert world.core.stats.fetches == {"loaded": 1, "failed": 0}
     assert world.core.stats.handoffs.total() == 0

@@ -212,7 +212,7 @@ def test_the_next_turn_of_a_conversation_goes_to_the_worker_that_kept_it(new_wor
     keeps(world, holder, 50, tier)
     world.submit(num_prompt=900)
     (request,) = world.core.running()
-    predicted = request.predicted
+    predicted = request.placement_prediction
     assert predicted.prompt_worker == holder
     found = (predicted.num_cached, predicted.num_host, predicted.num_disk)
     assert found == tuple(800 if one == tier else 0 for one in _TIERS)

@@ -41,7 +41,7 @@ class Store:
     Args:
         disk_dir: Directory that workers share.
         max_blocks: Number of blocks that the disk may hold.
-        found: What the directory must say about its files.
+        found: Namespace of files that are there already; empty: a new namespace.
     """
 
     def __init__(self, disk_dir: Path, max_blocks: int = 10**6, found: bytes = b"") -> None:

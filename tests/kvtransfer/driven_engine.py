@@ -190,7 +190,7 @@ class DrivenEngine:
             num_following: Number of other requests that wait for the fetch.
             lacking: Number of the last blocks that the holder lacks, if it has some of those that
                 it should send.
-            fault: What happens to the first epoch.
+            fault: Fault of the first epoch.
         """
         while len(self.coming) >= 5:
             self.abort(self.coming[0])
