@@ -11,7 +11,6 @@ BatonError
 ├── Unavailable          no worker or coordinator can serve the request now
 ├── DeadlineExceeded
 ├── Aborted              fenced or superseded
-├── Cancelled
 └── Internal             a defect in Baton
 """
 
@@ -145,10 +144,6 @@ class DeadlineExceeded(BatonError):
 
 class Aborted(BatonError):
     code = code_pb2.ABORTED
-
-
-class Cancelled(BatonError):
-    code = code_pb2.CANCELLED
 
 
 class Internal(BatonError):

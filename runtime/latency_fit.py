@@ -6,7 +6,7 @@ sound on real data:
 
 - Steps are grouped by shape class (prefill, decode or both; size by powers of two). Each class has
   its own memory, which fades only with newer steps of the class. A flood of small decode steps
-  therefore does not displace what is known about long prompts, and the fit follows a worker that
+  therefore does not displace the measurements of long prompts, and the fit follows a worker that
   becomes slower class by class. Classes that no longer occur lose weight slowly.
 - Huber's weights (Huber, Robust Estimation of a Location Parameter, 1964) bound the influence of a
   slow step by the class's running median error; far outliers are left out. After a lasting change
@@ -45,8 +45,8 @@ _OUTLIER_FACTOR = 2.0
 # Bound on |log(measured / predicted)| above which the model counts as far off.
 _FAR_OFF = math.log(4)
 _LEAST_SPREAD, _MOST_SPREAD = 0.01, 10.0
-# Share of a typical step's time that a coefficient may explain before the ridge holds it, whatever
-# the prior says: a prior of 0 does not mean certainty.
+# Share of a typical step's time that a coefficient may explain before the ridge holds it, even if
+# the prior of the coefficient is 0, because a prior of 0 does not mean certainty.
 _FREE_SHARE = 0.3
 # Share by which the mixed base may differ from the larger of the other bases before the tie between
 # them holds it.
@@ -64,8 +64,10 @@ _KEPT_SHARE = 0.05
 _LEAST_CHANGE = 0.02
 # Number of latest errors per kind that measure the change.
 _NUM_RECENT = 9
-# Kinds of steps: decodes only, prompt chunks only, both. A shape class is 64 * kind + size.
+# Kinds of steps: decodes only, prompt chunks only, both.
 _DECODE, _PREFILL, _MIXED = range(3)
+# A shape class is _NUM_SIZES * kind + size.
+_NUM_SIZES = 64
 # The coefficients that each kind of step has, as positions in LatencyModel.
 _NUM_TERMS = 7
 _TERMS_OF = {_DECODE: (3, 4, 5), _PREFILL: (0, 1, 2), _MIXED: (6, 1, 2, 4, 5)}
@@ -119,13 +121,13 @@ class FitQuality:
 def shape_class(step: cluster_pb2.StepSample) -> int:
     """Class number, equal for steps of the same kind and the same size by powers of two."""
     if not step.num_prefill_tokens:
-        return 64 * _DECODE + step.num_decodes.bit_length()
+        return _NUM_SIZES * _DECODE + step.num_decodes.bit_length()
     kind = _MIXED if step.num_decodes else _PREFILL
-    return 64 * kind + step.num_prefill_tokens.bit_length()
+    return _NUM_SIZES * kind + step.num_prefill_tokens.bit_length()
 
 
 @dataclass(slots=True)
-class _Class:
+class _ClassMemory:
     """Memory of one shape class.
 
     Attributes:
@@ -142,16 +144,16 @@ class _Class:
     num_seen: int = 0
     seen_at: int = 0
 
-    def discount(self, num_terms: int, slower: float) -> None:
+    def discount(self, num_terms: int, slowdown: float) -> None:
         """Keeps a small share of the weight, as if these steps had run at the new speed.
 
         Args:
             num_terms: Number of terms in `moments`.
-            slower: Measured divided by predicted time after the change.
+            slowdown: Measured divided by predicted time after the change.
         """
-        # Terms and time are relative to the predicted time, which is `slower` times as long now.
+        # Terms and time are relative to the predicted time, which is `slowdown` times as long now.
         self.moments = [
-            moment * _KEPT_SHARE / (slower if column == num_terms else slower * slower)
+            moment * _KEPT_SHARE / (slowdown if column == num_terms else slowdown * slowdown)
             for moment, column in zip(
                 self.moments,
                 (column for row in range(num_terms) for column in range(row, num_terms + 1)),
@@ -173,7 +175,7 @@ class LatencyFit:
         self._prior: tuple[float, ...] = astuple(prior)
         self._model = prior
         self._coefficients = list(self._prior)
-        self._classes: dict[int, _Class] = {}
+        self._classes: dict[int, _ClassMemory] = {}
         # Number of steps with prompt chunks, and of steps with decodes.
         self._num_prefills = self._num_decodes = 0
         self._num_samples = self._num_rejected = 0
@@ -214,37 +216,41 @@ class LatencyFit:
         terms = [1.0, num_prefill, squares] if num_prefill else [1.0]
         if num_decodes:
             terms += (num_decodes, step.num_kv_tokens)
-        name = shape_class(step)
-        coefficients = [self._coefficients[index] for index in _TERMS_OF[name // 64]]
+        shape = shape_class(step)
+        kind = shape // _NUM_SIZES
+        coefficients = [self._coefficients[index] for index in _TERMS_OF[kind]]
         predicted_s = max(_LEAST_S, sum(map(float.__mul__, coefficients, map(float, terms))))
-        known = self._classes.get(name)
-        if known is None:
+        memory = self._classes.get(shape)
+        if memory is None:
             size = len(terms)
-            known = self._classes[name] = _Class([0.0] * (size * (size + 3) // 2))
+            memory = self._classes[shape] = _ClassMemory([0.0] * (size * (size + 3) // 2))
         relative_error = abs(predicted_s - measured_s) / measured_s
         self._errors.append(relative_error)
-        self._errors_of[name // 64].append(relative_error)
+        self._errors_of[kind].append(relative_error)
         log_ratio = math.log(measured_s / predicted_s)
-        self._notice_change(name // 64, log_ratio)
+        self._notice_change(kind, log_ratio)
         error = abs(log_ratio)
-        weight = _huber_weight(known, error)
+        weight = _huber_weight(memory, error)
         if not weight:
             self._num_rejected += 1
             return
         self._num_samples += 1
         self._num_prefills += num_prefill > 0
         self._num_decodes += num_decodes > 0
-        known.seen_at = self._age(name)
-        # Dividing by the measured time would favour fast steps. The maximum prevents that a far too
-        # small prediction gives its step hundreds of times the weight.
+        memory.seen_at = self._age(shape)
+        # Errors are relative to the predicted time, because dividing by the measured time would
+        # favour fast steps. If the prediction is far too small, the measured time replaces it, so
+        # that the step does not get hundreds of times the weight.
         relative_to_s = max(predicted_s, measured_s) if error > _FAR_OFF else predicted_s
         scale = math.sqrt(weight) / relative_to_s
         row = [term * scale for term in terms]
         row.append(measured_s * scale)
         fade = 1 - 1 / _WINDOW
         products = [one * other for index, one in enumerate(row[:-1]) for other in row[index:]]
-        known.moments = [old * fade + new for old, new in zip(known.moments, products, strict=True)]
-        known.weight = known.weight * fade + weight
+        memory.moments = [
+            old * fade + new for old, new in zip(memory.moments, products, strict=True)
+        ]
+        memory.weight = memory.weight * fade + weight
         if self._num_samples >= self._next_fit:
             self._next_fit = self._num_samples + min(
                 _MAX_FIT_INTERVAL, max(1, (self._num_samples - self._changed_at) // 4)
@@ -268,22 +274,24 @@ class LatencyFit:
             for other, errors in enumerate(self._recent)
             if len(errors) == _NUM_RECENT and all(error * mean_sign > 0 for error in errors)
         }
-        slower = [
+        # By kind of step; 1 if too few errors are known.
+        slowdowns = [
             math.exp(_percentile(errors, 50)) if len(errors) == _NUM_RECENT else 1.0
             for errors in self._recent
         ]
-        for name, known in self._classes.items():
-            if name // 64 in changed:
-                known.discount(len(_TERMS_OF[name // 64]), slower[name // 64])
+        for shape, memory in self._classes.items():
+            of_class = shape // _NUM_SIZES
+            if of_class in changed:
+                memory.discount(len(_TERMS_OF[of_class]), slowdowns[of_class])
         for other in changed:
             self._mean_signs[other] = 0.0
             self._recent[other].clear()
         self._changed_at = self._num_samples
         self._next_fit = min(self._next_fit, self._num_samples + 1)
 
-    def _age(self, name: int) -> int:
+    def _age(self, shape: int) -> int:
         """Number of steps so far that contain the kinds of work in this class."""
-        kind = name // 64
+        kind = shape // _NUM_SIZES
         return self._num_prefills * (kind != _DECODE) + self._num_decodes * (kind != _PREFILL)
 
     def _fit(self) -> None:
@@ -291,18 +299,18 @@ class LatencyFit:
         vector = [0.0] * _NUM_TERMS
         # Weight of the steps with each coefficient's kind of work.
         weights = [0.0] * _NUM_TERMS
-        for name, known in self._classes.items():
-            unseen = self._age(name) - known.seen_at
+        for shape, memory in self._classes.items():
+            unseen = self._age(shape) - memory.seen_at
             freshness = max(_LEAST_FRESHNESS, 0.5 ** (unseen / _HALF_LIFE))
-            moments = iter(known.moments)
-            terms = _TERMS_OF[name // 64]
+            moments = iter(memory.moments)
+            terms = _TERMS_OF[shape // _NUM_SIZES]
             for position, row in enumerate(terms):
                 for column in terms[position:]:
                     matrix[min(row, column)][max(row, column)] += freshness * next(moments)
                 vector[row] += freshness * next(moments)
             for index, bases in enumerate(_BASES_OF):
                 if terms[0] in bases:
-                    weights[index] += freshness * known.weight
+                    weights[index] += freshness * memory.weight
         for row in range(_NUM_TERMS):
             for column in range(row):
                 matrix[row][column] = matrix[column][row]
@@ -344,13 +352,13 @@ class LatencyFit:
         A forward pass pays its fixed costs once, so a mixed step's base is near the larger of the
         two other bases, times the factor between these bases in the prior.
         """
-        known = [index for index in (_PREFILL_BASE, _STEP_BASE) if index in seen]
-        if not known:
+        measured = [index for index in (_PREFILL_BASE, _STEP_BASE) if index in seen]
+        if not measured:
             return None
-        largest = max(self._prior[index] for index in known)
+        largest = max(self._prior[index] for index in measured)
         if not largest > 0:
             return None
-        source = max(known, key=coefficients.__getitem__)
+        source = max(measured, key=coefficients.__getitem__)
         return source, self._prior[_MIXED_BASE] / largest
 
     def _tie_mixed_base(
@@ -429,14 +437,14 @@ class LatencyFit:
         ]
 
 
-def _huber_weight(known: _Class, error: float) -> float:
+def _huber_weight(memory: _ClassMemory, error: float) -> float:
     """Weight of a step whose time is off by a factor of exp(error); 0 for an outlier."""
-    spread = known.spread
-    known.num_seen += 1
+    spread = memory.spread
+    memory.num_seen += 1
     # Equal numbers of steps up and down keep `spread` at the median; early steps move it fast.
-    factor = 1 + max(0.05, 1 / known.num_seen)
+    factor = 1 + max(0.05, 1 / memory.num_seen)
     moved = spread * factor if error > spread else spread / factor
-    known.spread = min(_MOST_SPREAD, max(_LEAST_SPREAD, moved))
+    memory.spread = min(_MOST_SPREAD, max(_LEAST_SPREAD, moved))
     if error > max(math.log(_OUTLIER_FACTOR), _OUTLIER * spread):
         return 0.0
     return min(1.0, _HUBER * spread / error) if error else 1.0

@@ -1,4 +1,4 @@
-"""Fitted step latency of each kind of worker, learned from the steps that workers report."""
+"""Fits the step latency of each kind of worker to the steps that workers report."""
 
 from __future__ import annotations
 
@@ -124,10 +124,10 @@ class LatencyRegistry:
         first = reporter.num_reports % stride
         reporter.num_reports += 1
         for step in steps[first::stride]:
-            name = shape_class(step)
-            num_steps = reporter.num_steps.get(name, 0)
+            shape = shape_class(step)
+            num_steps = reporter.num_steps.get(shape, 0)
             if num_steps < _COLD_STEPS:
-                reporter.num_steps[name] = num_steps + 1
+                reporter.num_steps[shape] = num_steps + 1
                 measured.num_cold += 1
             else:
                 measured.fit.observe(step)

@@ -54,6 +54,14 @@ class PoolDecision:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
+    """A decision of the scaling policy on both pools.
+
+    Attributes:
+        actions: Changes to carry out, in order.
+        frozen: Why the policy could not use the load, so that the pools keep their sizes; empty: it
+            could.
+    """
+
     prefill: PoolDecision
     decode: PoolDecision
     actions: tuple[Action, ...] = ()

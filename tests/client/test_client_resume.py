@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 import scripted_inference
+from google.rpc import code_pb2
 from scripted_inference import (
     TIMEOUT_S,
     ScriptedInference,
@@ -43,7 +44,8 @@ async def two_coordinators(inference):
         yield client, other, (of_first, of_second)
 
 
-ENDS = [None, errors.Unavailable("restarting"), errors.Internal("bug"), errors.Cancelled("gone")]
+CANCELLED = errors.RemoteError(code_pb2.CANCELLED, "gone", [])
+ENDS = [None, errors.Unavailable("restarting"), errors.Internal("bug"), CANCELLED]
 
 
 @pytest.mark.parametrize("how", ENDS, ids=["ended", "unavailable", "internal", "cancelled"])
