@@ -150,8 +150,13 @@ class _Candidate(NamedTuple):
     fetch: PrefillChoice | None
 
     @property
+    def choices(self) -> tuple[PrefillChoice, ...]:
+        """The worker as the prompt's reader, without and with the fetch."""
+        return (self.read,) if self.fetch is None else (self.read, self.fetch)
+
+    @property
     def soonest(self) -> PrefillChoice:
-        """The way to the first token that takes less time."""
+        """The choice with which the first token comes sooner."""
         if self.fetch is None or self.read.predicted_s <= self.fetch.predicted_s:
             return self.read
         return self.fetch
@@ -172,22 +177,24 @@ class ElasticRule:
 
     def place(self, match: PrefixMatch, demand: Demand) -> ElasticPlacement | NoPlacement:
         """Returns the workers for a request, or why it waits."""
-        found = self._candidates(match, demand)
-        soonest_s = min((one.soonest.predicted_s for one in found), default=0.0)
+        candidates = self._candidates(match, demand)
+        soonest_s = min((candidate.soonest.predicted_s for candidate in candidates), default=0.0)
         if demand.others_go_first_if_late and demand.due_in_s < soonest_s:
             self._prompts.was_late(self._router.now)
             return NoPlacement.LATE
-        reader = self._reader(found, demand)
+        reader = self._reader(candidates, demand)
         if isinstance(reader, NoPlacement):
             return reader
         if not demand.num_output_tokens:
             return ElasticPlacement(reader, None)
-        decoder = self._decoder(found, demand)
+        decoder = self._decoder(candidates, demand)
         if decoder is None:
             return NoPlacement.FULL
         if self._targets.may_borrow:
-            reader = self._reader_at_decoder(found, reader, decoder, demand)
-        return ElasticPlacement(reader, self._decoder_at_reader(found, reader, decoder, demand))
+            reader = self._reader_at_decoder(candidates, reader, decoder, demand)
+        return ElasticPlacement(
+            reader, self._decoder_at_reader(candidates, reader, decoder, demand)
+        )
 
     def soonest(
         self, match: PrefixMatch, num_tokens: int, session: SessionKey | None
@@ -196,10 +203,14 @@ class ElasticRule:
 
         Unlike `place`, this method has no limit of the prompts that are queued on the worker.
         """
-        found = self._candidates(
+        candidates = self._candidates(
             match, Demand(num_tokens, 0, 0, math.inf, math.inf, session=session)
         )
-        return min((one.soonest for one in found), key=lambda one: one.predicted_s, default=None)
+        return min(
+            (candidate.soonest for candidate in candidates),
+            key=lambda choice: choice.predicted_s,
+            default=None,
+        )
 
     def candidates(
         self, match: PrefixMatch, session: SessionKey | None
@@ -236,9 +247,9 @@ class ElasticRule:
             _NUM_FETCHING, range(len(found)), key=lambda at: candidates[at].read.predicted_s
         )
         for at in soonest:
-            one = candidates[at]
-            fetch = self._fetch(match, sources, one.load, one.read, demand)
-            candidates[at] = one._replace(fetch=fetch)
+            candidate = candidates[at]
+            fetch = self._fetch(match, sources, candidate.load, candidate.read, demand)
+            candidates[at] = candidate._replace(fetch=fetch)
         return candidates
 
     @property
@@ -249,19 +260,19 @@ class ElasticRule:
 
     # ---- Reader
 
-    def _reader(self, found: list[_Candidate], demand: Demand) -> PrefillChoice | NoPlacement:
+    def _reader(self, candidates: list[_Candidate], demand: Demand) -> PrefillChoice | NoPlacement:
         """Returns the best reader, or why the request waits for it."""
         now = self._router.now
         small = 0.0
-        if demand.must_place and found:
-            works = sorted(one.read.num_work_tokens for one in found)
+        if demand.must_place and candidates:
+            works = sorted(candidate.read.num_work_tokens for candidate in candidates)
             small = _SMALL_SHARE * works[len(works) // 2]
         # A late prompt must not borrow time from streams, because prompts in time need that time.
         needs_no_decodes = demand.is_late and self._targets.may_borrow
         best: PrefillChoice | None = None
-        best_cost_s, ahead_s, all_have_room = math.inf, 0.0, bool(found)
-        for one in found:
-            load = one.load
+        best_cost_s, ahead_s, all_have_room = math.inf, 0.0, bool(candidates)
+        for candidate in candidates:
+            load = candidate.load
             # A prompt takes KV room and a place in the engine's batch too.
             if not self._has_room(load, demand.num_tokens):
                 all_have_room = False
@@ -274,7 +285,7 @@ class ElasticRule:
                 or (needs_no_decodes and load.num_decodes)
             ):
                 continue
-            for choice in (one.read, one.fetch) if one.fetch is not None else (one.read,):
+            for choice in candidate.choices:
                 if (
                     demand.must_place
                     and not demand.continues
@@ -305,7 +316,7 @@ class ElasticRule:
 
     def _reader_at_decoder(
         self,
-        found: list[_Candidate],
+        candidates: list[_Candidate],
         reader: PrefillChoice,
         decoder: DecodeChoice,
         demand: Demand,
@@ -318,13 +329,13 @@ class ElasticRule:
         """
         if reader.worker == decoder.worker or demand.waits_for_others:
             return reader
-        one = _of(found, decoder.worker)
-        read, slack_s = one.soonest, decoder.predicted_s
-        if self._targets.shares_workers(_fastest_step_s(found)):
+        candidate = _of(candidates, decoder.worker)
+        read, slack_s = candidate.soonest, decoder.predicted_s
+        if self._targets.shares_workers(_fastest_step_s(candidates)):
             slack_s = math.inf
         if (
-            not self._router.takes_prompts(one.load)
-            or self._ahead_s(one.load, read.num_work_tokens, demand) >= AHEAD_S
+            not self._router.takes_prompts(candidate.load)
+            or self._ahead_s(candidate.load, read.num_work_tokens, demand) >= AHEAD_S
             or read.predicted_s > min(demand.due_in_s, reader.predicted_s + slack_s)
         ):
             return reader
@@ -332,7 +343,7 @@ class ElasticRule:
 
     def _decoder_at_reader(
         self,
-        found: list[_Candidate],
+        candidates: list[_Candidate],
         reader: PrefillChoice,
         decoder: DecodeChoice,
         demand: Demand,
@@ -343,14 +354,14 @@ class ElasticRule:
         """
         if reader.worker == decoder.worker:
             return decoder
-        one = _of(found, reader.worker)
-        load = one.load
+        candidate = _of(candidates, reader.worker)
+        load = candidate.load
         is_tight = load.single_step_s > _TIGHT_SHARE * demand.itl_s
         has_few = demand.num_output_tokens <= (_FEW_TOKENS_TIGHT if is_tight else _FEW_TOKENS)
         if has_few and not load.num_prefills:
             longest_s = demand.itl_s
         elif is_tight and not load.num_decodes and not demand.waits_for_others:
-            others = (other.load for other in found if other is not one)
+            others = (other.load for other in candidates if other is not candidate)
             if sum(not (other.num_decodes or other.num_prefills) for other in others) < _NUM_IDLE:
                 return decoder
             # Workers with other hardware may decode more slowly.
@@ -359,7 +370,7 @@ class ElasticRule:
             return decoder
         if not self._has_room(load, demand.num_tokens + demand.num_output_tokens):
             return decoder
-        here = self._decode(one, demand)
+        here = self._decode(candidate, demand)
         return here if here.predicted_s <= longest_s else decoder
 
     def _read(self, load: WorkerLoad, held: HeldPrefix, demand: Demand) -> PrefillChoice:
@@ -393,10 +404,10 @@ class ElasticRule:
 
     # ---- Decoder
 
-    def _decoder(self, found: list[_Candidate], demand: Demand) -> DecodeChoice | None:
+    def _decoder(self, candidates: list[_Candidate], demand: Demand) -> DecodeChoice | None:
         """Returns the best decoder; None: no worker has room within the ITL target."""
         added = demand.num_mean_tokens
-        fastest_s = _fastest_step_s(found)
+        fastest_s = _fastest_step_s(candidates)
         itl_s = reachable_itl_s(demand.itl_s, fastest_s)
         longest_s = itl_s
         if demand.is_batch:
@@ -405,12 +416,14 @@ class ElasticRule:
             longest_s = itl_s * _JOIN_SHARE if self._router.num_urgent else math.inf
         # With a limit of 0, every worker counts as needed, so the decodes are spread over all.
         shares = self._targets.shares_workers(fastest_s)
-        limit_s = 0.0 if shares else itl_s * self._join_share(found, added)
+        limit_s = 0.0 if shares else itl_s * self._join_share(candidates, added)
         hosts = sorted(
-            (one for one in found if one.load.num_decodes), key=lambda one: -one.load.mean_itl_s()
+            (candidate for candidate in candidates if candidate.load.num_decodes),
+            key=lambda host: -host.load.mean_itl_s(),
         )
+        others = [candidate for candidate in candidates if not candidate.load.num_decodes]
         # Seconds of a step that the decodes need beyond the base of each worker that holds some.
-        left_s = sum(one.load.mean_itl_s() - one.load.single_step_s for one in hosts)
+        left_s = sum(host.load.mean_itl_s() - host.load.single_step_s for host in hosts)
         if hosts:
             fullest = hosts[0].load
             left_s += fullest.mean_itl_s(1, added) - fullest.mean_itl_s()
@@ -422,8 +435,8 @@ class ElasticRule:
         # 3: a worker whose steps become longer than limit_s; the one with the shortest steps;
         # 4: a worker whose batch outputs must be parked; core/dispatch.py then parks them.
         best_cost = math.inf, math.inf
-        for one in [*hosts, *(one for one in found if not one.load.num_decodes)]:
-            load = one.load
+        for candidate in (*hosts, *others):
+            load = candidate.load
             step_s = load.mean_itl_s(1, added)
             is_needed = left_s > 0
             if load.num_decodes:
@@ -441,29 +454,30 @@ class ElasticRule:
             else:
                 continue
             if cost < best_cost:
-                best, best_cost = one, cost
+                best, best_cost = candidate, cost
         return self._decode(best, demand) if best is not None else None
 
-    def _join_share(self, found: list[_Candidate], num_tokens: int) -> float:
+    def _join_share(self, candidates: list[_Candidate], num_tokens: int) -> float:
         """Share of the ITL target that a step may take after a decode of `num_tokens` joins."""
-        busy = all(one.load.num_prefills for one in found if one.load.prompt_speed > _FAST_SPEED)
+        loads = (candidate.load for candidate in candidates)
+        busy = all(load.num_prefills for load in loads if load.prompt_speed > _FAST_SPEED)
         self._pressure += (busy - self._pressure) * _PRESSURE_WEIGHT
-        if self._prompts_can_wait(found, num_tokens):
+        if self._prompts_can_wait(candidates, num_tokens):
             return _SPREAD_SHARE
         tight = min(1.0, self._pressure * _PRESSURE_GAIN)
         return _JOIN_SHARE + tight * (_JOIN_SHARE_UNDER_PRESSURE - _JOIN_SHARE)
 
-    def _prompts_can_wait(self, found: list[_Candidate], num_tokens: int) -> bool:
+    def _prompts_can_wait(self, candidates: list[_Candidate], num_tokens: int) -> bool:
         """Whether the worker with the shortest steps computes prompts soon enough beside decodes.
 
         Args:
-            found: The candidates.
+            candidates: The workers to compare.
             num_tokens: KV tokens of the decode that joins.
         """
         loads = self._router.loads
         num_workers = (loads.open_prefill | loads.open_decode).bit_count()
         needed = self._prompts.needed_speed(num_workers, self._router.now)
-        emptiest = min((one.load for one in found), key=lambda load: load.mean_itl_s())
+        emptiest = min((candidate.load for candidate in candidates), key=WorkerLoad.mean_itl_s)
         if emptiest.prompt_speed < needed:
             return False
         # The first decode of a worker lowers its speed of prompts; further decodes hardly do.
@@ -479,9 +493,9 @@ class ElasticRule:
         )
 
     @staticmethod
-    def _decode(one: _Candidate, demand: Demand) -> DecodeChoice:
-        load = one.load
-        hits = load.traits.hits(one.held, demand.num_tokens)
+    def _decode(candidate: _Candidate, demand: Demand) -> DecodeChoice:
+        load = candidate.load
+        hits = load.traits.hits(candidate.held, demand.num_tokens)
         return DecodeChoice(
             load.key,
             predicted_s=load.mean_itl_s(1, demand.num_mean_tokens),
@@ -504,14 +518,14 @@ def reachable_itl_s(itl_s: float, fastest_s: float) -> float:
     return itl_s if fastest_s <= itl_s else _UNREACHABLE * fastest_s
 
 
-def _of(found: list[_Candidate], worker: WorkerKey) -> _Candidate:
+def _of(candidates: list[_Candidate], worker: WorkerKey) -> _Candidate:
     """Returns the candidate that is this worker."""
-    return next(one for one in found if one.load.key == worker)
+    return next(candidate for candidate in candidates if candidate.load.key == worker)
 
 
-def _fastest_step_s(found: list[_Candidate]) -> float:
+def _fastest_step_s(candidates: list[_Candidate]) -> float:
     """Seconds of a decode step with one stream on the fastest candidate."""
-    return min(one.load.single_step_s for one in found)
+    return min(candidate.load.single_step_s for candidate in candidates)
 
 
 def _work_s(load: WorkerLoad, num_tokens: int) -> float:

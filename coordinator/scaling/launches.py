@@ -114,8 +114,8 @@ class Launches:
 
         None: it was not started here.
         """
-        one = self._all.get(worker_id)
-        return (one.revision, one.first_pool) if one is not None else None
+        launch = self._all.get(worker_id)
+        return (launch.revision, launch.first_pool) if launch is not None else None
 
     def num_starting(self, pool: Pool, fleet: Fleet | None = None) -> int:
         """Returns how many processes start and have not attached; default: stable fleet."""
@@ -123,17 +123,17 @@ class Launches:
 
     def starting(self, fleet: Fleet) -> list[tuple[str, Pool]]:
         """Returns id and pool of the processes that start for a fleet and have not attached."""
-        return [(one.worker_id, one.pool) for one in self._starting(fleet)]
+        return [(launch.worker_id, launch.pool) for launch in self._starting(fleet)]
 
     def is_starting(self, worker_id: str) -> bool:
         """Whether a process was started here and has neither attached nor been told to end."""
-        one = self._all.get(worker_id)
-        return one is not None and one.starting
+        launch = self._all.get(worker_id)
+        return launch is not None and launch.starting
 
     def is_ending(self, worker_id: str) -> bool:
         """Whether a process was started here and was told to end, or its worker has left."""
-        one = self._all.get(worker_id)
-        return one is not None and one.ends
+        launch = self._all.get(worker_id)
+        return launch is not None and launch.ends
 
     def views(self) -> Iterator[WorkerView]:
         """Processes that are not attached as workers but count: they start or still hold GPUs.
@@ -141,13 +141,13 @@ class Launches:
         Processes that start for a fleet other than the stable one are counted by the rollout.
         """
         stable = self._workers.fleets.stable.name
-        for one in self._all.values():
-            if one.starting and one.revision.name != stable:
+        for launch in self._all.values():
+            if launch.starting and launch.revision.name != stable:
                 continue
-            if one.starting:
-                yield WorkerView(one.worker_id, one.pool, Phase.STARTING, one.since)
-            elif one.ends and self._workers.by_id(one.worker_id) is None:
-                yield WorkerView(one.worker_id, one.pool, Phase.DRAINING, one.since)
+            if launch.starting:
+                yield WorkerView(launch.worker_id, launch.pool, Phase.STARTING, launch.since)
+            elif launch.ends and self._workers.by_id(launch.worker_id) is None:
+                yield WorkerView(launch.worker_id, launch.pool, Phase.DRAINING, launch.since)
 
     def problem(self, pool: Pool, fleet: Fleet | None = None) -> str:
         """Why the last start in this pool failed; empty if there was no recent failure."""
@@ -158,9 +158,9 @@ class Launches:
         """Which workers of this pool cannot be started yet, and why; empty if no worker waits."""
         key = self._key(pool, fleet)
         waiting = [
-            one
-            for one in self._all.values()
-            if (one.pool, one.revision.name) == key and one.starting and one.waits
+            launch
+            for launch in self._all.values()
+            if (launch.pool, launch.revision.name) == key and launch.starting and launch.waits
         ]
         if not waiting:
             return ""
@@ -202,44 +202,44 @@ class Launches:
 
     def give_up_stuck(self, fleet: Fleet, timeout_s: float, now: float) -> None:
         """Ends processes of a fleet that take longer than `timeout_s` to start, as failures."""
-        for one in self._starting(fleet):
-            if now - one.since > timeout_s:
-                self._end(one)
-                self._lost(one, f"did not come up within {timeout_s:g} s", now)
+        for launch in self._starting(fleet):
+            if now - launch.since > timeout_s:
+                self._end(launch)
+                self._lost(launch, f"did not come up within {timeout_s:g} s", now)
 
     def give_up_all(self, fleet: Fleet) -> None:
         """Ends processes of a fleet that have not attached yet."""
-        for one in self._starting(fleet):
-            self._end(one)
+        for launch in self._starting(fleet):
+            self._end(launch)
 
     def give_up(self, worker_id: str) -> None:
         """Ends a process that has not attached yet; ignores other processes."""
-        one = self._all.get(worker_id)
-        if one is not None and one.starting:
-            self._end(one)
+        launch = self._all.get(worker_id)
+        if launch is not None and launch.starting:
+            self._end(launch)
 
     # ---- Events.
 
     def attached(self, worker_id: str, now: float) -> None:
         """Records the first attach of a worker that has served no other coordinator."""
-        one = self._all.get(worker_id)
-        if one is not None and one.attached_at is None:
-            self._num_starting[one.pool, one.revision.name] -= one.starting
-            one.attached_at = now
-            self._stats.cold_started(now - one.since)
+        launch = self._all.get(worker_id)
+        if launch is not None and launch.attached_at is None:
+            self._num_starting[launch.pool, launch.revision.name] -= launch.starting
+            launch.attached_at = now
+            self._stats.cold_started(now - launch.since)
 
     def waits(self, worker_id: str, reason: str) -> None:
         """Records why a process cannot be started yet; an empty reason ends the wait."""
-        if (one := self._all.get(worker_id)) is not None:
-            one.waits = reason
+        if (launch := self._all.get(worker_id)) is not None:
+            launch.waits = reason
 
     def moved(self, worker_id: str, pool: Pool) -> None:
         """Records that a worker has moved to this pool."""
-        one = self._all.get(worker_id)
+        launch = self._all.get(worker_id)
         # While the process still starts, the event is about another worker of the same ID; see
         # `left`.
-        if one is not None and not one.starting:
-            one.pool = pool
+        if launch is not None and not launch.starting:
+            launch.pool = pool
 
     def left(self, worker_id: str, reason: str, now: float, *, wanted: bool) -> bool:
         """Ends the process of a worker that has left the cluster.
@@ -247,14 +247,14 @@ class Launches:
         Returns:
             Whether the worker was started here and left without being told to.
         """
-        one = self._all.get(worker_id)
+        launch = self._all.get(worker_id)
         # While the process still starts, the worker that left was started by an earlier coordinator
         # and has the same ID.
-        if one is None or one.ends or one.starting:
+        if launch is None or launch.ends or launch.starting:
             return False
-        self._end(one)
+        self._end(launch)
         if not wanted:
-            self._lost(one, reason, now)
+            self._lost(launch, reason, now)
         return not wanted
 
     def exited(self, event: ev.WorkerExited, now: float) -> bool:
@@ -266,17 +266,17 @@ class Launches:
         Returns:
             Whether the process was started here and ended without being told to.
         """
-        one = self._all.get(event.worker_id)
-        if one is None:
+        launch = self._all.get(event.worker_id)
+        if launch is None:
             return False
-        if one.ends:
+        if launch.ends:
             if event.gone:
-                del self._all[one.worker_id]
+                del self._all[launch.worker_id]
             return False
         # The launcher must also end child processes, which hold the GPUs until then.
-        self._end(one)
-        loading = event.loading_failure if one.attached_at is None else ""
-        self._lost(one, loading or event.reason, now)
+        self._end(launch)
+        loading = event.loading_failure if launch.attached_at is None else ""
+        self._lost(launch, loading or event.reason, now)
         return True
 
     def settle(self, pool: Pool, now: float, fleet: Fleet | None = None) -> None:
@@ -286,14 +286,15 @@ class Launches:
         if not starts.num_failed:
             return
         later = [
-            one
-            for one in self._all.values()
-            if (one.pool, one.revision.name) == key
-            and one.since >= starts.failed_at
-            and not one.ends
+            launch
+            for launch in self._all.values()
+            if (launch.pool, launch.revision.name) == key
+            and launch.since >= starts.failed_at
+            and not launch.ends
         ]
         stable = any(
-            one.attached_at is not None and now - one.attached_at >= _STABLE_S for one in later
+            launch.attached_at is not None and now - launch.attached_at >= _STABLE_S
+            for launch in later
         )
         unwanted = not later and now >= starts.not_before + _LONGEST_BACKOFF_S
         if stable or unwanted:
@@ -301,8 +302,10 @@ class Launches:
 
     def check_integrity(self) -> None:
         """Raises AssertionError if the counts of starting processes are wrong."""
-        starting = (one for one in self._all.values() if one.starting)
-        assert +self._num_starting == Counter((one.pool, one.revision.name) for one in starting)
+        starting = (launch for launch in self._all.values() if launch.starting)
+        assert +self._num_starting == Counter(
+            (launch.pool, launch.revision.name) for launch in starting
+        )
 
     # ---- Private methods
 
@@ -311,19 +314,23 @@ class Launches:
 
     def _starting(self, fleet: Fleet) -> list[_Launch]:
         name = fleet.name
-        return [one for one in self._all.values() if one.starting and one.revision.name == name]
+        return [
+            launch
+            for launch in self._all.values()
+            if launch.starting and launch.revision.name == name
+        ]
 
-    def _end(self, one: _Launch) -> None:
-        self._num_starting[one.pool, one.revision.name] -= one.starting
-        one.ends = True
-        self._emit(ev.EndWorker(one.worker_id))
+    def _end(self, launch: _Launch) -> None:
+        self._num_starting[launch.pool, launch.revision.name] -= launch.starting
+        launch.ends = True
+        self._emit(ev.EndWorker(launch.worker_id))
 
-    def _lost(self, one: _Launch, reason: str, now: float) -> None:
-        if one.attached_at is not None and now - one.attached_at >= _STABLE_S:
+    def _lost(self, launch: _Launch, reason: str, now: float) -> None:
+        if launch.attached_at is not None and now - launch.attached_at >= _STABLE_S:
             return
-        starts = self._starts[one.pool, one.revision.name]
+        starts = self._starts[launch.pool, launch.revision.name]
         starts.num_failed += 1
         wait_s = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2 ** (starts.num_failed - 1))
         starts.failed_at, starts.not_before = now, now + wait_s
-        starts.problem = f"worker {one.worker_id} {reason}"
+        starts.problem = f"worker {launch.worker_id} {reason}"
         self._stats.num_failed_starts += 1
