@@ -362,7 +362,7 @@ class Intake:
         return await self._renders.render(request.chat, fleet.workers, pixels)
 
     def _cache_salt(self, tenant: str) -> str:
-        """Returns what keeps the KV blocks of a tenant from other tenants' requests."""
+        """Returns the salt that hides a tenant's KV blocks from other tenants; empty: none does."""
         return "" if self._config.kv_store.share == "all" else cache_salt_of(tenant)
 
     def _running(self, request: inference_pb2.GenerateRequest, caller: Caller) -> Request | None:

@@ -1,4 +1,4 @@
-"""The asyncio shell around the core: provides clock and timer, and carries out effects."""
+"""Runs the core on asyncio: feeds it events with their time, and carries out its effects."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ _TIMER_SLACK_S = 0.001
 _MAX_SLOW_WRITES = 256
 # Requests of a lost session that are cancelled without a pause.
 _MAX_LOST_AT_ONCE = 128
-_DEAF = "acknowledges nothing it is sent"
+# Why a worker is removed whose link has too many commands without an acknowledgement; continues
+# "worker w1 ...".
+_ACKNOWLEDGES_NOTHING = "acknowledges nothing it is sent"
 
 
 class ClientSession:
@@ -62,7 +64,7 @@ class ClientSession:
         self.holders = CallTenants()
 
     def take_place(self, stream: int, give_back: Callable[[], None]) -> None:
-        """Notes another function to call when a stream ends."""
+        """Adds another function to call when a stream ends."""
         before = self.places.get(stream)
         if before is None:
             self.places[stream] = give_back
@@ -116,7 +118,7 @@ class Shell:
         self.core = core
         self._held_image_bytes = held_image_bytes
         self.tracing: Tracing | None = None
-        # Slow writes: session number, start and end.
+        # The latest slow writes: session number, start and end.
         self._slow_writes: deque[tuple[int, float, float]] = deque(maxlen=_MAX_SLOW_WRITES)
         self.generation = secrets.randbits(64) or 1
         self.started_at = self.now()
@@ -144,7 +146,7 @@ class Shell:
             ev.WelcomeWorker: self._welcome_worker,
             ev.RefuseWorker: self._refuse_worker,
             ev.FenceWorker: self._fence_worker,
-            ev.ExportTrace: self._tell_trace,
+            ev.ExportTrace: self._export_trace,
             ev.StartWorker: self._start_worker,
             ev.EndWorker: self._end_worker,
             ev.Decided: self._decided,
@@ -216,7 +218,7 @@ class Shell:
 
     def close_session(self, session: ClientSession) -> None:
         """Closes a session; cancels its running requests."""
-        if self._let_go(session):
+        if self._drop_session(session):
             self._lose(session.number)
 
     def _lose(self, session: int) -> None:
@@ -294,7 +296,7 @@ class Shell:
         link = self._links.get(worker)
         if link is not None and not link.send(command):
             worker_id, incarnation = worker
-            self.post(ev.WorkerLost(worker_id, _DEAF, incarnation))
+            self.post(ev.WorkerLost(worker_id, _ACKNOWLEDGES_NOTHING, incarnation))
 
     # ---- Effects
 
@@ -320,11 +322,11 @@ class Shell:
 
     def _bound(self, session: ClientSession) -> None:
         """Closes a session whose waiting events exceed the limit."""
-        if session.outbox.overfull and self._let_go(session):
+        if session.outbox.overfull and self._drop_session(session):
             session.slow = True
             self._follow_ups.append(ev.SessionLost(session.number))
 
-    def _let_go(self, session: ClientSession) -> bool:
+    def _drop_session(self, session: ClientSession) -> bool:
         """Drops a session and its events; returns False if it was dropped before."""
         if self._sessions.pop(session.number, None) is None:
             return False
@@ -356,7 +358,7 @@ class Shell:
         link = self._links.get(effect.worker)
         if link is not None and not link.send(effect.command):
             worker_id, incarnation = effect.worker
-            self._follow_ups.append(ev.WorkerLost(worker_id, _DEAF, incarnation))
+            self._follow_ups.append(ev.WorkerLost(worker_id, _ACKNOWLEDGES_NOTHING, incarnation))
 
     def _welcome_worker(self, effect: ev.WelcomeWorker) -> None:
         if effect.worker not in self._links:
@@ -391,7 +393,7 @@ class Shell:
         if effect.error is not None:
             _log.warning("%s", effect.error, extra={"worker": effect.worker[0]})
 
-    def _tell_trace(self, effect: ev.ExportTrace) -> None:
+    def _export_trace(self, effect: ev.ExportTrace) -> None:
         if self.tracing is None:
             return
         wanted = self.tracing.is_sampled(effect.traceparent)

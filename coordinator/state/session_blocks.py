@@ -52,7 +52,7 @@ class SessionBlocks:
     """Remembers the blocks of the sessions used most recently; memory is bounded.
 
     Hashes are chained (runtime/block_hashes.py): two chains have the blocks up to some index in
-    common, and none behind it.
+    common, and none after it.
 
     Args:
         max_blocks: Most hashes that are remembered.
@@ -81,7 +81,7 @@ class SessionBlocks:
         session = self._sessions.setdefault(key, _Session())
         self._sessions.move_to_end(key)
         chains = session.chains
-        # The latest chain is nearly always the one that goes on.
+        # A request nearly always continues the latest chain.
         for index in range(len(chains) - 1, -1, -1):
             chain = chains[index]
             if _begins_with(chain, hashes):

@@ -124,7 +124,7 @@ class CoreStats:
         rejections: invalid submissions, by the error code's name; counted by the gRPC server.
         handoffs: committed handoffs, by transport.
         handoff_bytes: bytes of committed handoffs, by transport.
-        num_handoff_fallbacks: handoff epochs in which a transport failed, whatever the outcome.
+        num_handoff_fallbacks: handoff epochs in which a transport failed, of all handoffs.
         handoff_failures: failed handoffs, by refusal reason.
         num_workers_unresponsive: times that an unresponsive worker's requests were moved away
             before the worker was lost.
