@@ -30,6 +30,7 @@ class _Step:
     __slots__ = (
         "_gaps",
         "_joined",
+        "_num_requests",
         "_num_tokens",
         "lifecycle",
         "now",
@@ -38,7 +39,9 @@ class _Step:
 
     def __init__(self, lifecycle: RequestLifecycle, worker: WorkerKey, now: float) -> None:
         self.lifecycle, self.worker, self.now = lifecycle, worker, now
-        self._num_tokens = 0
+        # Requests that got tokens in this step, and their tokens. With speculative decoding, a
+        # request may get several.
+        self._num_requests = self._num_tokens = 0
         # Requests whose first output from this worker is in this step.
         self._joined: list[Request] = []
         # By lane and time of the last token: the gap in microseconds, and the number of such gaps.
@@ -86,6 +89,7 @@ class _Step:
             if not offset % CHARGE_TOKENS:
                 self.lifecycle.charge(request)
         gap[1] += num_tokens - num_counted
+        self._num_requests += num_tokens
         self._num_tokens += num_tokens
 
     def deliver(self, request: Request, delta: common_pb2.TokenDelta) -> bool:
@@ -143,6 +147,7 @@ class _Step:
             gap = self._gap_since(lane, last_at)
             gap[1] += 1
             request.gaps_us.append(gap[0])
+        self._num_requests += 1
         self._num_tokens += num_tokens
         if len(request.token_ids) - request.num_charged >= CHARGE_TOKENS:
             self.lifecycle.charge(request)
@@ -198,7 +203,7 @@ class _Step:
                 cause,
                 by.key if by is not None else None,
                 by.num_prompt_tokens if by is not None else 0,
-                self._num_tokens,
+                self._num_requests,
             )
         )
 

@@ -203,7 +203,18 @@ def test_tokens_in_the_column_format_are_forwarded_unchanged(world, out):
         assert world.last(to).usage.completion_tokens == 4
 
 
-def test_flows_from_is_the_key_object_of_the_worker_table(world, out):
+def test_a_slow_step_counts_requests_and_not_their_tokens(world, out):
+    """With speculative decoding, an output of one step may have several tokens."""
+    begin(world, out)
+    begin(world, out)
+    world.step("d", out("r1", [8], offset=1), out("r2", [8], offset=1))
+    world.after(5)
+    world.step("d", out("r1", [9, 10, 11], offset=2), out("r2", [9], offset=2))
+    slow = world.core.workers.by_id("d").slow_steps[-1]
+    assert slow.num_requests == 2
+
+
+def test_pass_through_from_is_the_key_object_of_the_worker_table(world, out):
     """`pass_through_from` is the table's own key object, not an equal key from an event.
 
     The core compares keys by identity for each token; an equal copy would take the slow path.
