@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from baton.coordinator.scaling.autoscale import queueing
-from baton.coordinator.scaling.autoscale.sizing import POOLS, Members, leaving
+from baton.coordinator.scaling.autoscale.sizing import POOLS, Members, to_remove
 from baton.coordinator.scaling.autoscale.types import LaneLoad, Observation
 from baton.coordinator.state.demand import Work
 from baton.coordinator.state.pools import Pool
@@ -38,7 +38,7 @@ def _apply(
     for pool in POOLS:
         if target[pool] > current[pool]:
             actions.append(Want(pool, target[pool]))
-        for one in leaving(members[pool], current[pool] - target[pool]):
+        for one in to_remove(members[pool], current[pool] - target[pool]):
             actions.append(Drain(one.worker_id, reason))
     return decision(current, target, reason, tuple(actions))
 

@@ -247,7 +247,7 @@ class Core:
         stable = self.fleets.stable.workers
         return self._lifecycle.admission.closing is None and all(
             stable.able(role).num_serving
-            or any(self.scaler.wakes(POOL_OF[one]) for one in stable.roles_doing(role))
+            or any(self.scaler.starts_on_request(POOL_OF[one]) for one in stable.roles_doing(role))
             for role in POOL_OF
         )
 

@@ -1,4 +1,4 @@
-"""Fixed pool sizes, which do not depend on the load."""
+"""Decides which pools have a fixed size, which does not depend on the load."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from baton.coordinator.state.pools import Pool
 
 
 class PoolSizes:
-    """Decides which pools have a fixed size, and which size.
+    """Knows the fixed sizes of the pools.
 
     A size set by an operator is fixed until autoscaling is switched on (again). While autoscaling
     is off, other pools keep the size they had when it was switched off.
@@ -37,7 +37,7 @@ class PoolSizes:
         """Desired number of workers in the pool that this coordinator starts."""
         return self._started[pool]
 
-    def held(self, pool: Pool) -> int | None:
+    def fixed(self, pool: Pool) -> int | None:
         """The fixed size of a pool; None: the load sizes the pool."""
         size = self._by_hand.get(pool)
         return size if size is not None or self.autoscale else self._started[pool]

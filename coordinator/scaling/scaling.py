@@ -13,7 +13,7 @@ from dataclasses import replace
 from baton.coordinator.scaling.autoscale.numbers import numbers
 from baton.coordinator.scaling.autoscale.observer import Observer
 from baton.coordinator.scaling.autoscale.policy import Autoscaler, Policy
-from baton.coordinator.scaling.autoscale.sizing import POOLS, shared
+from baton.coordinator.scaling.autoscale.sizing import POOLS, share_work
 from baton.coordinator.scaling.autoscale.types import Observation, Phase
 from baton.coordinator.scaling.decision_log import DecisionLog
 from baton.coordinator.scaling.launches import Launches
@@ -78,7 +78,7 @@ class Scaler:
         self._decided_at = self._due = float("-inf")
         # Whether the last decision left no worker for some work; the next request then requests a
         # decision.
-        self._asleep = False
+        self._lacks_workers = False
 
     # ---- Queries.
 
@@ -108,18 +108,18 @@ class Scaler:
 
     def desired(self, pool: Pool) -> int:
         """Desired number of workers in the pool; 0 if the scaler is not active."""
-        held = self._sizes.held(pool)
-        if not self.active or held is not None:
-            return held or 0
+        fixed = self._sizes.fixed(pool)
+        if not self.active or fixed is not None:
+            return fixed or 0
         past = self.decisions[pool]
         return past[-1].decision.target if past else self._sizes.started(pool)
 
-    def wakes(self, pool: Pool) -> bool:
+    def starts_on_request(self, pool: Pool) -> bool:
         """Whether a request that finds the pool empty makes it start a worker."""
         limits = self._config.limits(pool)
         return (
             self.active
-            and self._sizes.held(pool) is None
+            and self._sizes.fixed(pool) is None
             # A pool with a minimum size is empty only after it lost its workers to a failure.
             and limits.floor == 0
             and limits.ceiling > 0
@@ -265,7 +265,7 @@ class Scaler:
 
     def arrived(self, now: float) -> None:
         """Requests a decision for a new request if a pool is empty."""
-        if self._asleep:
+        if self._lacks_workers:
             self.soon(now)
 
     def soon(self, now: float) -> None:
@@ -308,11 +308,13 @@ class Scaler:
         self._seen = observation
         empty = [one.target == 0 for one in (decision.prefill, decision.decode)]
         # A worker of either pool serves requests where the pools share their work.
-        self._asleep = all(empty) if shared(observation, self._policy.config) else any(empty)
+        self._lacks_workers = (
+            all(empty) if share_work(observation, self._policy.config) else any(empty)
+        )
         self._emit(ev.Decided(decision))
         return of_attached
 
-    # ---- Private methods.
+    # ---- Private methods
 
     def _apply(
         self, actions: Iterable[Action], observation: Observation, now: float
@@ -345,9 +347,9 @@ class Scaler:
         config, limits = self._config, {}
         stable = self._workers.fleets.stable.revision
         for pool in POOLS:
-            held, one = self._sizes.held(pool), config.limits(pool)
+            fixed, one = self._sizes.fixed(pool), config.limits(pool)
             one = replace(one, gpus=self._num_gpus(stable, pool))
-            limits[pool] = one if held is None else replace(one, floor=held, ceiling=held)
+            limits[pool] = one if fixed is None else replace(one, floor=fixed, ceiling=fixed)
         max_gpus = config.max_gpus
         if max_gpus is not None:
             max_gpus = max(0, max_gpus - self._reserved_gpus)
@@ -414,11 +416,11 @@ class Scaler:
     def _explained(self, decision: PoolDecision, now: float) -> PoolDecision:
         """Adds the fixed size and the problems of starting workers to a decision's reason."""
         pool, reason = decision.pool, decision.reason
-        held = self._sizes.held(pool)
-        if held is not None and self.autoscale:
-            reason = f"held at {held}, set by hand, until `baton autoscale on`; {reason}"
-        elif held is not None:
-            reason = f"autoscaling is off: {held} wanted; {reason}"
+        fixed = self._sizes.fixed(pool)
+        if fixed is not None and self.autoscale:
+            reason = f"held at {fixed}, set by hand, until `baton autoscale on`; {reason}"
+        elif fixed is not None:
+            reason = f"autoscaling is off: {fixed} wanted; {reason}"
         self.launches.settle(pool, now)
         if problem := self.launches.problem(pool):
             wait_s = max(0.0, self.launches.not_before(pool) - now)

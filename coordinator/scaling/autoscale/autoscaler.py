@@ -1,10 +1,11 @@
 """Decides the sizes of the prefill and decode pools; `decide` is a pure function.
 
 The prefill pool follows the predicted tail of TTFT, the decode pool follows ITL and KV cache use.
-Both pools look ahead by one cold start and grow at once. They shrink to the largest size that was
-needed within a time window. If one pool is short and the other has spare workers, workers change
-roles before new workers are started. Where the workers of both pools do the same work (an elastic
-cell with workers of one kind), the sum of both needs sizes both pools together.
+Both pools are sized for the load expected after one cold start, and grow at once. They shrink to
+the largest size that was needed within a time window. If one pool is short and the other has spare
+workers, workers change roles before new workers are started. If the workers of both pools do the
+same work (an elastic cell with workers of one kind), the sum of both needs sizes both pools
+together.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from baton.coordinator.state.scaling_decision import (
 _LONGEST_PAUSE = 12
 # An observation older than this freezes the pools.
 _STALE_S = 20.0
-# For this long after a pool was too small, missed targets are ignored: they are the result of the
-# earlier shortage.
+# Seconds after a pool was too small during which missed targets are ignored, because the earlier
+# shortage caused them.
 _SETTLES_S = 30.0
 
 
@@ -82,12 +83,12 @@ def decide(
         Pool.DECODE: decode_need(observation, config, samples, state.decode.correction, now),
     }
     idle = after.busy_at is not None and now - after.busy_at >= config.idle_s
-    needs = {pool: _awake(need, config.idle_s, idle=idle) for pool, need in needs.items()}
+    needs = {pool: _keep_one(need, config.idle_s, idle=idle) for pool, need in needs.items()}
     known_s = now - samples[0].at + samples[0].span_s
     states = {
         pool: replace(
             states[pool],
-            wanted=sizing.remembered(
+            wanted=sizing.add_need(
                 states[pool].wanted,
                 members[pool].current,
                 needs[pool].workers,
@@ -98,7 +99,7 @@ def decide(
         )
         for pool in POOLS
     }
-    wanted = sizing.remembered(
+    wanted = sizing.add_need(
         state.wanted,
         sum(one.current for one in members.values()),
         sum(need.workers for need in needs.values()),
@@ -106,7 +107,7 @@ def decide(
         known_s,
         now,
     )
-    shared = sizing.shared(observation, config)
+    shared = sizing.share_work(observation, config)
     decision, flipped_into = _decision(
         members, needs, states, wanted, config, known_s, now, shared=shared
     )
@@ -115,7 +116,7 @@ def decide(
     short = states[Pool.PREFILL].wanted[-1][1] > serving[Pool.PREFILL]
     if shared:
         short = wanted[-1][1] > sum(serving.values())
-    states = _measured(
+    states = _with_feedback(
         observation, config, states, now - (state.now or now), now, prefill_short=short
     )
     return decision, replace(
@@ -124,7 +125,7 @@ def decide(
 
 
 def _unusable(observation: Observation, now: float) -> str:
-    """Why the observation cannot be used; empty if it can."""
+    """Returns why the observation cannot be used; empty if it can."""
     age_s = now - observation.observed_at
     if not math.isfinite(age_s) or age_s > _STALE_S:
         return f"the workers were last heard of {age_s:.0f} s ago"
@@ -145,12 +146,12 @@ def _frozen(
         if current < floor:
             reason = f"{problem}: at least {floor} all the same"
         decided[pool] = PoolDecision(pool, current, current, max(current, floor), reason)
-    sizes, _ = sizing.within_budget(
+    sizes, _ = sizing.within_gpu_budget(
         {pool: one.target for pool, one in decided.items()}, members, config
     )
     actions: list[Action] = []
     for pool in POOLS:
-        actions += _ended(members[pool], now)
+        actions += _drains_of_stuck(members[pool], now)
         if sizes[pool] > members[pool].current:
             actions.append(Want(pool, sizes[pool]))
     return Decision(
@@ -161,8 +162,8 @@ def _frozen(
     )
 
 
-def _ended(members: Members, now: float) -> list[Drain]:
-    """Ends stuck starts; their age is known without any measurement."""
+def _drains_of_stuck(members: Members, now: float) -> list[Drain]:
+    """Drains of the workers whose start is stuck; their age is known without any measurement."""
     return [
         Drain(one.worker_id, f"it has been starting for {now - one.since:.0f} s")
         for one in members.stuck
@@ -209,14 +210,14 @@ def _busy(observation: Observation, state: State) -> bool:
     )
 
 
-def _awake(need: Need, idle_s: float, *, idle: bool) -> Need:
-    """Keeps one worker until there was no request for `idle_s` seconds."""
+def _keep_one(need: Need, idle_s: float, *, idle: bool) -> Need:
+    """Needs at least one worker until no request has come for `idle_s` seconds."""
     if need.workers or idle:
         return need
     return Need(1, f"{need.reason}, and one worker stays until none has come for {idle_s:g} s")
 
 
-def _measured(
+def _with_feedback(
     observation: Observation,
     config: ScalingConfig,
     states: dict[Pool, PoolState],
@@ -259,15 +260,15 @@ def _decision(
     sizes: dict[Pool, int] = {}
     why: dict[Pool, str] = {}
     if shared:
-        sizes, limit = sizing.together(members, needed, wanted, config, known_s, now)
+        sizes, limit = sizing.joint_sizes(members, needed, wanted, config, known_s, now)
         note = f"{sum(needed.values())} in both pools, which share their work"
         why = dict.fromkeys(POOLS, f"{note}; {limit}" if limit else note)
-        most, flip = sizes, sizing.exchanged(sizes, members, config)
+        most, flip = sizes, sizing.plan_exchange(sizes, members, config)
     else:
-        recent = sizing.lately(states, config, known_s, now)
-        most = sizing.kept(members, needed, states, wanted, recent, config, known_s)
+        recent = sizing.recent_needs(states, config, known_s, now)
+        most = sizing.shrink_limits(members, needed, states, wanted, recent, config, known_s)
         for pool in POOLS:
-            sizes[pool], why[pool] = sizing.bounded(
+            sizes[pool], why[pool] = sizing.next_size(
                 members[pool].current,
                 needed[pool],
                 most[pool],
@@ -275,17 +276,17 @@ def _decision(
                 config,
                 config.limits(pool),
             )
-        flip = sizing.flips(sizes, members, needed, states, recent, config, now)
+        flip = sizing.plan_flip(sizes, members, needed, states, recent, config, now)
     actions: list[Action] = []
     moved = dict.fromkeys(POOLS, 0)
     gone: set[str] = set()
     if flip is not None:
         number, into = flip
-        giver = sizing.other(into)
+        giver = sizing.other_pool(into)
         moved[into], moved[giver] = number, -number
         why[into] = f"{number} from {giver.value}, which needs {needed[giver]}"
         why[giver] = f"{number} to {into.value}, which is short"
-        for worker in sizing.leaving(sizing.able(members[giver]), number):
+        for worker in sizing.to_remove(sizing.movable(members[giver]), number):
             actions.append(Flip(worker.worker_id, into))
             gone.add(worker.worker_id)
     after = {pool: members[pool].current + moved[pool] for pool in POOLS}
@@ -294,10 +295,10 @@ def _decision(
     if flip is not None:
         # Starts that a flipped worker replaces are ended, unless `most` keeps them for both pools
         # together.
-        into, giver = flip[1], sizing.other(flip[1])
+        into, giver = flip[1], sizing.other_pool(flip[1])
         spared = min(after[into], sum(most.values()) - sizes[giver], config.limits(into).ceiling)
         sizes[into] = max(sizes[into], spared)
-    allowed, poor = sizing.within_budget(sizes, _moved(members, moved), config)
+    allowed, poor = sizing.within_gpu_budget(sizes, _moved(members, moved), config)
     decided = {}
     for pool in POOLS:
         need = needs[pool]
@@ -306,7 +307,7 @@ def _decision(
         decided[pool] = PoolDecision(
             pool, members[pool].current, need.workers, allowed[pool], reason
         )
-        actions += _ended(members[pool], now)
+        actions += _drains_of_stuck(members[pool], now)
         if allowed[pool] != after[pool]:
             actions.append(Want(pool, allowed[pool]))
         staying = replace(
@@ -315,7 +316,7 @@ def _decision(
         )
         actions += [
             Drain(one.worker_id, reason)
-            for one in sizing.leaving(staying, after[pool] - allowed[pool])
+            for one in sizing.to_remove(staying, after[pool] - allowed[pool])
         ]
     into_pool = flip[1] if flip is not None else None
     return Decision(decided[Pool.PREFILL], decided[Pool.DECODE], tuple(actions)), into_pool
@@ -329,6 +330,6 @@ def _moved(members: dict[Pool, Members], moved: dict[Pool, int]) -> dict[Pool, M
         if moved[pool] < 0:
             found[pool] = replace(one, serving=one.serving[: len(one.serving) + moved[pool]])
         elif moved[pool]:
-            giver = members[sizing.other(pool)]
+            giver = members[sizing.other_pool(pool)]
             found[pool] = replace(one, serving=(*one.serving, *giver.serving[: moved[pool]]))
     return found

@@ -1,4 +1,8 @@
-"""Turns needed sizes into target sizes: limits, shrink window, step size, GPU budget and flips."""
+"""Computes the target sizes of the pools from the needed sizes.
+
+The functions apply the limits, the window in which a pool does not shrink, the step size, the GPU
+budget and flips.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +17,10 @@ from baton.coordinator.state.scaling_config import PoolLimits, ScalingConfig
 POOLS = (Pool.PREFILL, Pool.DECODE)
 
 # A worker that was not needed for this long may change pools.
-_LATELY_S = 30.0
+_RECENT_S = 30.0
 
 
-def other(pool: Pool) -> Pool:
+def other_pool(pool: Pool) -> Pool:
     return Pool.DECODE if pool is Pool.PREFILL else Pool.PREFILL
 
 
@@ -60,7 +64,7 @@ class Members:
         )
 
 
-def remembered(
+def add_need(
     wanted: Sequence[tuple[float, int]],
     current: int,
     needed: int,
@@ -68,10 +72,18 @@ def remembered(
     known_s: float,
     now: float,
 ) -> tuple[tuple[float, int], ...]:
-    """Adds the present need to the needs within the window (a monotonic queue for the maximum).
+    """Adds the present need to the needs within the window; a monotonic queue for their maximum.
 
     Without earlier entries the present size counts as needed. Entries that are not larger than the
     new need are dropped, because they can no longer be the maximum.
+
+    Args:
+        wanted: pairs (time, needed workers) within the window, oldest first.
+        current: present number of workers.
+        needed: number of workers that the present load needs.
+        config: lengths of the windows.
+        known_s: how long the load has been known.
+        now: time by the core's clock.
     """
     young = known_s < config.young_s
     since = now - (max(config.window_s, config.young_s) if young else config.window_s)
@@ -81,36 +93,41 @@ def remembered(
     return (*(one for one in found if one[1] > needed), (now, needed))
 
 
-def shared(observation: Observation, config: ScalingConfig) -> bool:
+def share_work(observation: Observation, config: ScalingConfig) -> bool:
     """Whether any worker can do the work of both pools, so that only their sum matters."""
     return observation.shared and config.prefill.gpus == config.decode.gpus
 
 
-def interchangeable(config: ScalingConfig) -> bool:
+def can_flip(config: ScalingConfig) -> bool:
     """Whether workers can change pools: flips are enabled and the pools use equal GPU counts."""
     return config.flip and config.prefill.gpus == config.decode.gpus
 
 
-def lately(
+def recent_needs(
     states: dict[Pool, PoolState],
     config: ScalingConfig,
     known_s: float,
     now: float,
 ) -> dict[Pool, int]:
-    """Maximum need of each pool in the last _LATELY_S seconds; for a young load, of all time."""
-    return {pool: _recently(states[pool].wanted, config, known_s, now) for pool in POOLS}
+    """Maximum need of each pool in the last _RECENT_S seconds; see `_recent_need`."""
+    return {pool: _recent_need(states[pool].wanted, config, known_s, now) for pool in POOLS}
 
 
-def _recently(
+def _recent_need(
     wanted: Sequence[tuple[float, int]], config: ScalingConfig, known_s: float, now: float
 ) -> int:
-    """Maximum need in the last _LATELY_S seconds; for a young load, of all time."""
+    """Maximum need in the last _RECENT_S seconds.
+
+    While the load has been known for less than `config.young_s`, all earlier needs count.
+    """
     young = known_s < config.young_s
-    since = now - (config.young_s if young else min(_LATELY_S, config.window_s / 2))
+    since = now - (config.young_s if young else min(_RECENT_S, config.window_s / 2))
     return max((number for at, number in wanted if at >= since), default=0)
 
 
-def _lowest(wanted: Sequence[tuple[float, int]], there: int, recent: int, *, young: bool) -> int:
+def _shrink_limit(
+    wanted: Sequence[tuple[float, int]], there: int, recent: int, *, young: bool
+) -> int:
     """Lower limit for shrinking: the maximum need within the window.
 
     Cold-starting workers are kept only while `recent` needs them, since most of their cost is not
@@ -119,14 +136,14 @@ def _lowest(wanted: Sequence[tuple[float, int]], there: int, recent: int, *, you
     Args:
         wanted: needs within the window.
         there: number of workers without those that start cold.
-        recent: maximum need of late, from `_recently`.
+        recent: maximum of the recent needs, from `_recent_need`.
         young: whether the load has been known for a short time only.
     """
     most = min(max(number for _, number in wanted), max(recent, there))
     return max(most, there) if young else most
 
 
-def kept(
+def shrink_limits(
     members: dict[Pool, Members],
     needed: dict[Pool, int],
     states: dict[Pool, PoolState],
@@ -142,10 +159,12 @@ def kept(
     """
     young = known_s < config.young_s
     most = {
-        pool: _lowest(states[pool].wanted, one.current - len(one.cold), recent[pool], young=young)
+        pool: _shrink_limit(
+            states[pool].wanted, one.current - len(one.cold), recent[pool], young=young
+        )
         for pool, one in members.items()
     }
-    if young or not interchangeable(config):
+    if young or not can_flip(config):
         return most
     found = {pool: min(most[pool], members[pool].current) for pool in POOLS}
     for _ in range(sum(found.values()) - max(number for _, number in wanted)):
@@ -159,7 +178,7 @@ def last_needed_s(wanted: Sequence[tuple[float, int]], number: int, now: float) 
     return min((now - at for at, needed in wanted if needed >= number), default=None)
 
 
-def bounded(
+def next_size(
     current: int,
     needed: int,
     most: int,
@@ -172,7 +191,7 @@ def bounded(
     Args:
         current: present number of workers.
         needed: number of workers that the present load needs.
-        most: lower limit for shrinking, from `kept`.
+        most: lower limit for shrinking, from `shrink_limits`.
         needed_ago_s: how long ago that many were needed; None: unknown.
         config: window and step sizes.
         limits: limits of the pool.
@@ -205,7 +224,7 @@ def bounded(
     return current, ""
 
 
-def together(
+def joint_sizes(
     members: dict[Pool, Members],
     needed: dict[Pool, int],
     wanted: Sequence[tuple[float, int]],
@@ -228,13 +247,13 @@ def together(
     """
     limits = [config.limits(pool) for pool in POOLS]
     current = sum(one.current for one in members.values())
-    most = _lowest(
+    most = _shrink_limit(
         wanted,
         current - sum(len(one.cold) for one in members.values()),
-        _recently(wanted, config, known_s, now),
+        _recent_need(wanted, config, known_s, now),
         young=known_s < config.young_s,
     )
-    size, why = bounded(
+    size, why = next_size(
         current,
         sum(needed.values()),
         most,
@@ -250,18 +269,18 @@ def together(
     }
     while sum(sizes.values()) != size:
         step = 1 if sum(sizes.values()) < size else -1
-        able = [
+        possible = [
             pool
             for pool in POOLS
             if config.limits(pool).floor <= sizes[pool] + step <= config.limits(pool).ceiling
         ]
-        if not able:
+        if not possible:
             break
-        sizes[max(able, key=lambda pool: step * (needed[pool] - sizes[pool]))] += step
+        sizes[max(possible, key=lambda pool: step * (needed[pool] - sizes[pool]))] += step
     return sizes, why
 
 
-def flips(
+def plan_flip(
     sizes: dict[Pool, int],
     members: dict[Pool, Members],
     needed: dict[Pool, int],
@@ -270,16 +289,17 @@ def flips(
     config: ScalingConfig,
     now: float,
 ) -> tuple[int, Pool] | None:
-    """Number of workers that change pools, and the pool they join; None for no flip.
+    """Plans a flip: the number of workers that change pools, and the pool they join; None: no flip.
 
-    The short pool gets only workers that it lacks and that the other pool has not needed recently.
-    Cold-starting workers count as lacking, because a flip is faster. A pool that has just received
-    a worker by a flip gives no worker back within `flip_quiet_s`, except one it would drain.
+    The pool that is short gets only workers that it lacks and that the other pool has not needed
+    recently. Cold-starting workers count as lacking, because a flip is faster. A pool that has just
+    received a worker by a flip gives no worker back within `flip_quiet_s`, except one that it would
+    drain.
     """
-    if not interchangeable(config):
+    if not can_flip(config):
         return None
     for pool in POOLS:
-        giver = other(pool)
+        giver = other_pool(pool)
         there = members[pool].current - len(members[pool].cold)
         limits = config.limits(pool)
         short = min(sizes[pool], limits.ceiling, max(limits.floor, needed[pool])) - there
@@ -295,43 +315,43 @@ def flips(
             short,
             len(members[giver].serving) - keep,
             sum(one.responds for one in members[giver].serving) - 1,
-            len(able(members[giver]).serving),
+            len(movable(members[giver]).serving),
         )
         if number > 0:
             return number, pool
     return None
 
 
-def exchanged(
+def plan_exchange(
     sizes: dict[Pool, int], members: dict[Pool, Members], config: ScalingConfig
 ) -> tuple[int, Pool] | None:
-    """Like `flips`, for pools that share their work.
+    """Plans a flip like `plan_flip`, for pools that share their work.
 
-    There a worker flips only where limits or sizes set by hand make one pool grow and the other
-    shrink: a flip moves the worker's requests and lets it do nothing that it did not do before.
+    A worker of such pools can do the work of both, so a flip would only move its requests. A worker
+    therefore flips only if limits or sizes set by hand make one pool grow and the other shrink.
     """
-    if not interchangeable(config):
+    if not can_flip(config):
         return None
     for pool in POOLS:
-        giver = members[other(pool)]
+        giver = members[other_pool(pool)]
         number = min(
             sizes[pool] - members[pool].current,
-            giver.current - sizes[other(pool)],
+            giver.current - sizes[other_pool(pool)],
             sum(one.responds for one in giver.serving) - 1,
-            len(able(giver).serving),
+            len(movable(giver).serving),
         )
         if number > 0:
             return number, pool
     return None
 
 
-def able(members: Members) -> Members:
-    """The members that can change their role now."""
+def movable(members: Members) -> Members:
+    """Members that may be moved to the other pool now."""
     serving = tuple(one for one in members.serving if one.responds and not one.stays)
     return replace(members, serving=serving, starting=())
 
 
-def within_budget(
+def within_gpu_budget(
     sizes: dict[Pool, int], members: dict[Pool, Members], config: ScalingConfig
 ) -> tuple[dict[Pool, int], dict[Pool, str]]:
     """Limits growth to the free GPUs; GPUs of draining workers are in use until these have left.
@@ -359,7 +379,7 @@ def within_budget(
     return found, why
 
 
-def leaving(members: Members, number: int) -> list[WorkerView]:
+def to_remove(members: Members, number: int) -> list[WorkerView]:
     """Workers to remove: first starting workers, then the serving workers with the least load.
 
     Among starting workers, cold starts come before flips, and the youngest comes first.
