@@ -6,9 +6,9 @@ CONFIG is JSON: {"socket_path": "/run/baton/kv.sock", "kv_transfer": {...}}.
 
 The service owns one shared-memory segment with two arenas: send [0, send_bytes) and receive
 [send_bytes, send_bytes + receive_bytes). The engine's processes copy into and out of the segment;
-this process moves the bytes between workers. It prints one line of JSON when it serves. It ends
-when the worker's main process disconnects, when its parent ends, or on SIGTERM, and then removes
-socket and segment.
+this process moves the bytes between workers. It prints one line of JSON when it serves, the only
+line on its standard output. It ends when the worker's main process disconnects, when its parent
+ends, or on SIGTERM, and then removes socket and segment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, TextIO
 
 import grpc
 from grpc_health.v1 import health_pb2
@@ -99,8 +99,23 @@ def _run_on(cpus: list[int]) -> None:
         ) from None
 
 
-async def serve(arguments: ServiceArguments) -> int:
+def _own_stdout() -> TextIO:
+    """Returns this process's standard output; everything else that is printed goes to stderr.
+
+    UCX prints its warnings to file descriptor 1, and NCCL its log. The parent takes the first line
+    there for this service's, and reads no further ones: a full pipe would stop the printing thread.
+    """
+    own = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return own
+
+
+async def serve(arguments: ServiceArguments, stdout: TextIO) -> int:
     """Runs the service until it is told to end; returns the process's exit code.
+
+    Args:
+        arguments: The JSON argument.
+        stdout: Where the service prints its line; closed then.
 
     Raises:
         ConfigError, TransferError: The service cannot start.
@@ -149,7 +164,7 @@ async def serve(arguments: ServiceArguments) -> int:
                 await negotiator.started()
         health = rpc.add_health_and_reflection(server, [SERVICE])
         with _watched_parent(stop, arguments.parent_pid):
-            await _run(core, server, health, listener, stop, arguments.socket_path)
+            await _run(core, server, health, listener, stop, arguments.socket_path, stdout)
     finally:
         listener.close()
         local_server.remove(arguments.socket_path)
@@ -165,6 +180,7 @@ async def _run(
     listener: socket.socket,
     stop: asyncio.Event,
     socket_path: str,
+    stdout: TextIO,
 ) -> None:
     loop = asyncio.get_running_loop()
     not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -174,7 +190,8 @@ async def _run(
     local = await loop.create_unix_server(
         lambda: LocalConnection(core.handle_request, core.connection_lost), sock=listener
     )
-    print(json.dumps({"socket_path": socket_path, **core.ready_fields()}), flush=True)
+    with stdout:
+        print(json.dumps({"socket_path": socket_path, **core.ready_fields()}), file=stdout)
     configured = loop.create_task(core.configured.wait())
     stopping = loop.create_task(stop.wait())
     await asyncio.wait([configured, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -227,7 +244,7 @@ def main() -> int:
             raise ConfigError("takes one argument: a JSON object with socket_path and kv_transfer")
         arguments = ServiceArguments.model_validate_json(sys.argv[1])
         logs.setup(arguments.log_level, "kv-transfer")
-        return lifecycle.run(serve(arguments))
+        return lifecycle.run(serve(arguments, _own_stdout()))
     except ValidationError as error:
         problems = [
             f"{'.'.join(map(str, each['loc']))}: {each['msg'].lower()}" for each in error.errors()

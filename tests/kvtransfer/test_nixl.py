@@ -71,6 +71,12 @@ async def test_nixl_carries_handoffs_of_every_size(wire, start, handoff):
     assert moved.name == "nixl"
 
 
+async def test_what_ucx_prints_keeps_no_service_from_starting(start, handoff, monkeypatch):
+    monkeypatch.setenv("UCX_NOT_A_SETTING", "UCX warns of this variable")
+    sender, receiver = await asyncio.gather(*(start(transports=["nixl"]) for _ in range(2)))
+    assert (await hand_over(sender, receiver, handoff(2))).transport == "nixl"
+
+
 async def test_agents_start_when_shared_memory_could_not_be_used(start, handoff):
     sender, receiver = await asyncio.gather(
         start(transports=["shm", "nixl", "grpc"]), start(transports=["nixl", "grpc"])

@@ -384,7 +384,7 @@ SILENT_SERVICE = """#!{python}
 import sys
 from baton.kvtransfer.service import service
 
-async def silent(core, server, health, listener, stop, socket_path):
+async def silent(core, server, health, listener, stop, *_):
     await stop.wait()
 
 service._run, sys.argv[1:] = silent, sys.argv[3:]
