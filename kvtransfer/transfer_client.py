@@ -26,6 +26,8 @@ STOP_TIMEOUT_S = 5.0
 MAX_UNREAD_EVENTS = 65_536
 _READ_BYTES = 2**18
 _MAX_LINE_BYTES = 2**16
+# Most lines of a service that has not started yet; when there are more, the oldest is dropped.
+_MAX_HELD_LINES = 1000
 # Settings for glibc's allocator and memcpy, for a process that moves megabytes at a time. Other C
 # libraries ignore them.
 _GLIBC_TUNABLES = {
@@ -55,6 +57,7 @@ class TransferClient:
         self,
         process: asyncio.subprocess.Process,
         ready: dict[str, str],
+        stderr: _Stderr,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
@@ -71,12 +74,11 @@ class TransferClient:
         self._calls: dict[int, asyncio.Future[pb.LocalReply]] = {}
         self._events: OrderedDict[tuple[str, bytes], HandoffEvent] = OrderedDict()
         self._has_events = asyncio.Event()
-        # Last line of the service's stderr, for gone_reason.
-        self._stderr: deque[str] = deque(maxlen=1)
-        self._closing = False
+        self._stderr, self._closing = stderr, False
+        stderr.forward()
         self._tasks = [
             asyncio.create_task(self._read()),
-            asyncio.create_task(self._forward_stderr()),
+            stderr.task,
             asyncio.create_task(self._watch()),
         ]
 
@@ -111,15 +113,17 @@ class TransferClient:
             "security": (security or SecurityConfig()).model_dump(mode="json"),
         }
         process = await _spawn(arguments)
+        assert process.stderr is not None
+        stderr = _Stderr(process.stderr)
         try:
             async with asyncio.timeout(timeout_s):
                 assert process.stdout is not None
                 line = await process.stdout.readline()
                 if not line:
-                    raise ServiceGone(await _failure_detail(process))
+                    raise ServiceGone(await _failure_detail(process, stderr))
                 ready = json.loads(line)
                 reader, writer = await asyncio.open_unix_connection(socket_path)
-            client = cls(process, ready, reader, writer)
+            client = cls(process, ready, stderr, reader, writer)
         except BaseException as error:
             # The process may have a socket and shared memory already, which it removes itself.
             with contextlib.suppress(ProcessLookupError):
@@ -127,6 +131,7 @@ class TransferClient:
             try:
                 await _wait_for_end(process)
             finally:
+                stderr.task.cancel()
                 # For a process that was killed before it could remove its segment.
                 remove_leftovers()
             if isinstance(error, TimeoutError):
@@ -322,17 +327,9 @@ class TransferClient:
             self._events.popitem(last=False)
         self._has_events.set()
 
-    async def _forward_stderr(self) -> None:
-        assert self._process.stderr is not None
-        with contextlib.suppress(ValueError):
-            while line := await self._process.stderr.readline():
-                text = line.decode(errors="replace").rstrip("\n")
-                self._stderr.append(text)
-                print(text, file=sys.stderr, flush=True)
-
     async def _watch(self) -> None:
         code = await self._process.wait()
-        said = f": {self._stderr[-1]}" if self._stderr and code > 0 else ""
+        said = f": {self._stderr.last_line}" if self._stderr.last_line and code > 0 else ""
         self._lost(
             "transfer service: closed"
             if self._closing
@@ -353,6 +350,46 @@ class TransferClient:
         for answer in self._calls.values():
             if not answer.done():
                 answer.set_exception(ServiceGone(reason))
+
+
+class _Stderr:
+    """Reads a service's stderr until its end: a full pipe would stop the service.
+
+    Args:
+        stream: The service's stderr.
+
+    Attributes:
+        last_line: The last line that is not empty; "" before there is one.
+        task: Ends with the stream.
+    """
+
+    def __init__(self, stream: asyncio.StreamReader) -> None:
+        self._stream, self.last_line = stream, ""
+        # The lines before `forward`; None after it.
+        self._held: deque[str] | None = deque(maxlen=_MAX_HELD_LINES)
+        self.task = asyncio.create_task(self._read())
+
+    def forward(self) -> None:
+        """Prints the lines so far, and all further ones, to this process's stderr."""
+        held, self._held = self._held, None
+        for line in held or ():
+            print(line, file=sys.stderr, flush=True)
+
+    async def _read(self) -> None:
+        while True:
+            try:
+                line = await self._stream.readline()
+            except ValueError:
+                # The stream drops the beginning of a line of more than _MAX_LINE_BYTES.
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace").rstrip("\n")
+            self.last_line = text.strip() or self.last_line
+            if self._held is None:
+                print(text, file=sys.stderr, flush=True)
+            else:
+                self._held.append(text)
 
 
 async def _spawn(arguments: dict[str, object]) -> asyncio.subprocess.Process:
@@ -383,12 +420,11 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "GLIBC_TUNABLES": ":".join(tunables)}
 
 
-async def _failure_detail(process: asyncio.subprocess.Process) -> str:
+async def _failure_detail(process: asyncio.subprocess.Process, stderr: _Stderr) -> str:
     """Returns why a service did not start: the last line of its stderr, or its exit code."""
-    assert process.stderr is not None
-    lines = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
+    await asyncio.wait([stderr.task])
     code = await process.wait()
-    return lines[-1] if lines else f"ended with exit code {code}"
+    return stderr.last_line or f"ended with exit code {code}"
 
 
 async def _wait_for_end(process: asyncio.subprocess.Process) -> None:

@@ -414,6 +414,42 @@ async def test_a_service_that_is_cancelled_while_it_starts_cleans_up(short_path,
     assert segment not in os.listdir(SEGMENT_DIRECTORY)
 
 
+# A service that prints more to stderr than a pipe holds, before it serves and at each statistics:
+# many lines, and a line longer than the limit of the parent's reader.
+NOISY_SERVICE = """#!{python}
+import sys
+from baton.kvtransfer.service import service
+
+def noisy(function):
+    def made(*arguments):
+        sys.stderr.write("line\\n" * 2**17 + "long" * 2**18 + "\\n")
+        return function(*arguments)
+    return made
+
+service.limits = noisy(service.limits)
+service.TransferCore.statistics = noisy(service.TransferCore.statistics)
+sys.argv[1:] = sys.argv[3:]
+sys.exit(service.main())
+"""
+
+
+async def test_a_service_that_prints_much_goes_on(short_path, monkeypatch, capsys):
+    program, directory = short_path / "python", short_path / "sockets"
+    program.write_text(NOISY_SERVICE.format(python=sys.executable))
+    program.chmod(0o755)
+    directory.mkdir()
+    monkeypatch.setattr(sys, "executable", str(program))
+    staging = KvTransferConfig(send_bytes=2**20, receive_bytes=2**20)
+    client = await TransferClient.start(staging, str(directory / "kv.sock"), timeout_s=WAIT_S)
+    try:
+        for _ in range(3):
+            assert (await client.stats()).num_sends == 0
+    finally:
+        await client.close()
+    # Not all lines of the start are kept, and all further ones are printed.
+    assert capsys.readouterr().err.splitlines().count("line") > 3 * 2**17
+
+
 def segment_of(directory):
     """Returns the segment of the service whose socket is there, once the service has both."""
     for child in psutil.Process().children() if os.listdir(directory) else []:
