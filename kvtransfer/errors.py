@@ -12,6 +12,15 @@ from __future__ import annotations
 
 from baton.v1 import kv_transfer_pb2
 
+# Longest explanation that holds text of another worker. Explanations are logged, kept with ended
+# handoffs, and sent to local clients, whose messages have a limit.
+MAX_TEXT_CHARS = 4096
+
+
+def shortened(text: str) -> str:
+    """Returns a text with text of another worker in it, cut to MAX_TEXT_CHARS."""
+    return text if len(text) <= MAX_TEXT_CHARS else f"{text[: MAX_TEXT_CHARS - 3]}..."
+
 
 class TransferError(Exception):
     """Base class of the errors that the handoff raises."""
@@ -35,6 +44,8 @@ class MalformedFrame(TransferError):
     Attributes:
         reason: Why the sender is refused: usually REFUSAL_REASON_MALFORMED, or
             REFUSAL_REASON_CHECKSUM when the bytes were altered.
+
+    The message may hold text of the sender; it is shortened.
     """
 
     def __init__(
@@ -42,5 +53,5 @@ class MalformedFrame(TransferError):
         message: str,
         reason: kv_transfer_pb2.RefusalReason.ValueType = kv_transfer_pb2.REFUSAL_REASON_MALFORMED,
     ) -> None:
-        super().__init__(message)
+        super().__init__(shortened(message))
         self.reason = reason

@@ -30,6 +30,9 @@ MAGIC = b"BTKV"
 # Target size of one frame's payload in bytes: large enough to cost little per byte, small enough to
 # be sent while the next frame is filled.
 FRAME_TARGET_BYTES = 2 * 2**20
+# Largest payload of an open in bytes. The longest part of a correct open is the metadata of a NIXL
+# agent, some hundred bytes for each network device.
+MAX_OPEN_BYTES = 2**18
 # Largest payload of one frame in bytes.
 MAX_PAYLOAD_BYTES = MAX_FRAME_BYTES - 2**20
 

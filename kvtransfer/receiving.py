@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError
 
 from baton.kvtransfer.arena import Extent
 from baton.kvtransfer.errors import MalformedFrame
-from baton.kvtransfer.frames import Frame, Totals, verify
+from baton.kvtransfer.frames import MAX_OPEN_BYTES, Frame, Totals, verify
 from baton.kvtransfer.layout import KvLayout
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -42,6 +42,8 @@ TRANSITIONS: dict[ReceiveState, frozenset[ReceiveState]] = {
     _S.FAILED: frozenset(),
 }
 _NO_TOTALS = Totals()
+# Most transports that an open may offer; more than there are.
+MAX_OFFERS = 16
 SENDER_AT_WORK = frozenset({_S.QUEUED, _S.RECEIVING, _S.INTERRUPTED})
 
 
@@ -255,6 +257,8 @@ def changed(
 
 def parse_open(frame: Frame) -> pb.PushOpen:
     """Returns the message of an open frame. Raises MalformedFrame."""
+    if len(frame.payload) > MAX_OPEN_BYTES:
+        raise MalformedFrame(f"open of {len(frame.payload)} bytes; at most {MAX_OPEN_BYTES}")
     if not verify(frame):
         raise MalformedFrame("the open was altered", pb.REFUSAL_REASON_CHECKSUM)
     try:
@@ -265,4 +269,6 @@ def parse_open(frame: Frame) -> pb.PushOpen:
         raise MalformedFrame("the open's payload names another handoff than its header")
     if opened.num_blocks < 1:
         raise MalformedFrame("num_blocks is 0; must be at least 1")
+    if len(opened.offers) > MAX_OFFERS:
+        raise MalformedFrame(f"{len(opened.offers)} offers; at most {MAX_OFFERS}")
     return opened

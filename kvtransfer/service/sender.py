@@ -15,7 +15,7 @@ from itertools import product
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Arena, ArenaStatistics, Extent
-from baton.kvtransfer.errors import TransferRefused
+from baton.kvtransfer.errors import TransferRefused, shortened
 from baton.kvtransfer.frames import Totals
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.sending import (
@@ -216,11 +216,12 @@ class Sender:
         if send is None or send.state in OVER:
             return self._table.take_effects()
         if reply.kind == pb.PushReply.KIND_REFUSED and reply.epoch in (0, send.epoch):
-            self._table.statistics.refusals[reply.reason] += 1
-            if send.transport and reply.reason in _WORTH_ANOTHER:
-                self._table.fall_back(send, reply.reason, reply.detail, now)
+            reason, detail = reply.reason, shortened(reply.detail)
+            self._table.statistics.refusals[reason] += 1
+            if send.transport and reason in _WORTH_ANOTHER:
+                self._table.fall_back(send, reason, detail, now)
             else:
-                self._table.fail(send, reply.reason, reply.detail, now)
+                self._table.fail(send, reason, detail, now)
         elif reply.kind == pb.PushReply.KIND_COMMITTED:
             if reply.epoch == send.epoch and send.state is _S.COMMITTING:
                 self._table.end(send, _S.COMMITTED, now, "")
@@ -323,7 +324,7 @@ class Sender:
         offered = {offer.name for offer in send.offers}
         transport = transport or UNNAMED_TRANSPORT
         if transport not in offered:
-            detail = f"the receiver chose {transport!r}, which was not offered"
+            detail = f"the receiver chose {shortened(transport)!r}, which was not offered"
             self._table.fail(send, pb.REFUSAL_REASON_MALFORMED, detail, now, farewell=True)
             return
         send.transport = transport

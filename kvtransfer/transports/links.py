@@ -19,7 +19,7 @@ from typing import Any
 
 import grpc
 
-from baton.kvtransfer.errors import TransferError
+from baton.kvtransfer.errors import TransferError, shortened
 from baton.kvtransfer.push import SERVICE
 from baton.kvtransfer.transports.collective import ReceivingLink, SendingLink
 from baton.kvtransfer.transports.process_group import Backend, LinkOptions
@@ -205,7 +205,7 @@ class Links:
             if answer is grpc.aio.EOF or not answer.HasField("hello"):
                 raise TransferError("the receiver has not said hello")
             if answer.hello.refusal:
-                raise TransferError(answer.hello.refusal)
+                raise TransferError(shortened(answer.hello.refusal))
             await self._join_group(local, call, outgoing)
         finally:
             await channel.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Sequence
 
-from baton.kvtransfer.errors import MalformedFrame, TransferError
+from baton.kvtransfer.errors import MalformedFrame, TransferError, shortened
 from baton.kvtransfer.receiving import Choice, Pull
 from baton.kvtransfer.sending import Outgoing, OutgoingBlocks
 from baton.kvtransfer.transports.transport import Transport
@@ -85,7 +85,7 @@ class Negotiator:
         for name in better:
             self._transports[name].passed_over()
         if reply.transport_reason:
-            reasons.append(reply.transport_reason)
+            reasons.append(shortened(reply.transport_reason))
         self._peers.pop(target, None)
         self._peers[target] = pb.PeerTransport(
             target=target, transport=reply.transport, reason="; ".join(reasons)
@@ -125,7 +125,7 @@ class Negotiator:
             except TransferError as error:
                 problems.append(f"{offer.name}: {error}")
             else:
-                return Choice(offer.name, "; ".join(problems), source_bytes)
+                return Choice(offer.name, shortened("; ".join(problems)), source_bytes)
         raise MalformedFrame(
             f"none of the offered transports can be used: {'; '.join(problems)}",
             pb.REFUSAL_REASON_TRANSPORT,

@@ -8,6 +8,7 @@ import pytest
 from raw_sender import dialled
 
 from baton.kvtransfer import frames
+from baton.kvtransfer.errors import MAX_TEXT_CHARS
 from baton.kvtransfer.frames import FrameKind
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -176,3 +177,27 @@ async def test_opens_with_wrong_fields_are_refused(dial, receiver):
             assert refusal.kind == REFUSED, words
             assert raw.handoff.load(receiver) is None
     await receiver.empty()
+
+
+LONG = {
+    "model": {"fingerprint": pb.KvFingerprint(model="m" * 20 * 2**20)},
+    "offer": {"offers": [pb.TransportOffer(name="t" * 20 * 2**20)]},
+    "many offers": {"offers": [pb.TransportOffer(name="shm")] * 100_000},
+    "nearly too long": {"fingerprint": pb.KvFingerprint(model="\0" * 200_000)},
+}
+
+
+@pytest.mark.parametrize("change", LONG.values(), ids=LONG)
+async def test_long_texts_in_an_open_reach_neither_logs_nor_local_clients(change, dial, receiver):
+    """A message on the control socket has a limit, beyond which the clients give the service up."""
+    receiver.port.subscribe()
+    async with dial() as raw:
+        await raw.send(raw.open(**change))
+        reply = await raw.reply()
+        assert reply.kind == REFUSED
+        assert len(reply.detail) <= MAX_TEXT_CHARS
+        ended = await receiver.received(raw.handoff.handoff_id, pb.HANDOFF_STATE_FAILED)
+        assert len(ended.detail) <= MAX_TEXT_CHARS
+    await receiver.empty()
+    receiver.port.poll()
+    assert receiver.port.alive

@@ -9,7 +9,7 @@ from simulated_transports import named
 
 from baton.kvtransfer import frames
 from baton.kvtransfer.arena import Arena
-from baton.kvtransfer.errors import TransferRefused
+from baton.kvtransfer.errors import MAX_TEXT_CHARS, TransferRefused
 from baton.kvtransfer.frames import FrameKind
 from baton.kvtransfer.layout import KvLayout
 from baton.kvtransfer.sending import NotReserved, Reserved, SenderLimits, StopPush
@@ -45,9 +45,9 @@ class Harness:
             self.now,
         )  # fmt: skip
 
-    def reply(self, kind, *, epoch=1, handoff_id=A, reason=0, transport=""):
+    def reply(self, kind, *, epoch=1, handoff_id=A, reason=0, transport="", detail="as told"):
         reply = pb.PushReply(
-            kind=kind, epoch=epoch, reason=reason, detail="as told", transport=transport
+            kind=kind, epoch=epoch, reason=reason, detail=detail, transport=transport
         )
         return self.sender.handle_reply(reply, handoff_id, self.now)
 
@@ -279,6 +279,19 @@ def test_a_refusal_and_a_lost_push_end_a_send_with_the_reason(harness):
     assert (ended.reason, ended.detail) == (pb.REFUSAL_REASON_FINGERPRINT, "as told")
     _, ended = harness.sender.handle_push_lost(B, "host:1: UNAVAILABLE", harness.now)
     assert (ended.committed, ended.detail) == (False, "host:1: UNAVAILABLE")
+
+
+def test_texts_of_a_receiver_are_shortened(harness):
+    """A message on the control socket has a limit, beyond which the worker gives the service up."""
+    harness.open(A, 2)
+    harness.open(B, 2)
+    long = "x" * 2**20
+    kind, reason = pb.PushReply.KIND_REFUSED, pb.REFUSAL_REASON_FINGERPRINT
+    _, ended = harness.reply(kind, reason=reason, detail=long)
+    assert len(ended.detail) <= MAX_TEXT_CHARS
+    harness.sent(handoff_id=B)
+    _, ended = harness.reply(pb.PushReply.KIND_OPENED, handoff_id=B, transport=long)
+    assert len(ended.detail) <= 2 * MAX_TEXT_CHARS
 
 
 def everything(harness, *, last=True):
