@@ -216,7 +216,9 @@ class Sender:
         if send is None or send.state in OVER:
             return self._table.take_effects()
         if reply.kind == pb.PushReply.KIND_REFUSED and reply.epoch in (0, send.epoch):
-            reason, detail = reply.reason, shortened(reply.detail)
+            # A reason of a later version is a number that this one has no name for.
+            reason = reply.reason if reply.reason > 0 else pb.REFUSAL_REASON_UNSPECIFIED
+            detail = shortened(reply.detail)
             self._table.statistics.refusals[reason] += 1
             if send.transport and reason in _WORTH_ANOTHER:
                 self._table.fall_back(send, reason, detail, now)

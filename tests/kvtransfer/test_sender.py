@@ -294,6 +294,14 @@ def test_texts_of_a_receiver_are_shortened(harness):
     assert len(ended.detail) <= 2 * MAX_TEXT_CHARS
 
 
+def test_a_reason_that_is_no_reason_is_counted_without_one(harness):
+    """Statistics count refusals by numbers that are not negative."""
+    harness.open()
+    _, ended = harness.reply(pb.PushReply.KIND_REFUSED, reason=-1)
+    assert ended.reason == pb.REFUSAL_REASON_UNSPECIFIED
+    assert harness.sender.statistics.refusals == {pb.REFUSAL_REASON_UNSPECIFIED: 1}
+
+
 def everything(harness, *, last=True):
     for rank in range(2):
         for layer in range(3):
