@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # Number of channels kept to peers that receive no push at the moment.
 MAX_IDLE_CHANNELS = 64
+# Most replies that a push keeps for a sender that does not read them; a correct sender gets a few.
+MAX_UNREAD_REPLIES = 256
 # Time in which a client must read the last reply of a push and end its side.
 END_GRACE_S = 2.0
 # Time in which the pushes of a replaced connection must end.
@@ -143,6 +145,11 @@ class GrpcIncomingPush:
         self._changed = asyncio.Event()
         self.ending = False
 
+    @property
+    def is_full(self) -> bool:
+        """Whether so many replies wait that the sender must not cause another one."""
+        return len(self._replies) >= MAX_UNREAD_REPLIES
+
     def reply(self, reply: kv_transfer_pb2.PushReply) -> None:
         self._replies.append(reply)
         self._changed.set()
@@ -228,6 +235,9 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
                 try:
                     for frame in frames.decode(message):
                         self._handler.push_frame(stream, frame)
+                        if push.is_full:
+                            push.end()
+                            break
                 except MalformedFrame as error:
                     self._handler.push_malformed(stream, error)
         except Exception:

@@ -10,6 +10,7 @@ from raw_sender import dialled
 from baton.kvtransfer import frames
 from baton.kvtransfer.errors import MAX_TEXT_CHARS
 from baton.kvtransfer.frames import FrameKind
+from baton.kvtransfer.service.push_stream import MAX_UNREAD_REPLIES
 from baton.v1 import kv_transfer_pb2 as pb
 
 OPENED, DONE, REFUSED = (
@@ -201,3 +202,20 @@ async def test_long_texts_in_an_open_reach_neither_logs_nor_local_clients(change
     await receiver.empty()
     receiver.port.poll()
     assert receiver.port.alive
+
+
+async def test_a_sender_of_many_wrong_frames_is_cut_off(dial, receiver):
+    strange = frames.encode(FrameKind.ABORT, b"another handoff.", 1)
+    async with dial() as raw:
+        await raw.send(raw.open())
+        assert (await raw.reply()).kind == OPENED
+        await raw.send(strange * 20_000)
+        num_replies = 0
+        while (reply := await raw.reply()) is not grpc.aio.EOF:
+            assert reply.reason == pb.REFUSAL_REASON_UNKNOWN_HANDOFF
+            num_replies += 1
+        assert num_replies == MAX_UNREAD_REPLIES
+        failed = await receiver.received(raw.handoff.handoff_id, pb.HANDOFF_STATE_FAILED)
+        assert "stream ended before the commit" in failed.detail
+    stats = await receiver.empty()
+    assert sum(stats.refusals.values()) == MAX_UNREAD_REPLIES
