@@ -266,7 +266,7 @@ class EnginePort:
             remaining = deadline - time.monotonic()
             if not self._alive or remaining <= 0:
                 return None
-            select.select([self._socket], [], [], remaining)
+            self._wait(select.POLLIN, remaining)
             self._receive()
         return reply
 
@@ -290,11 +290,20 @@ class EnginePort:
                         self._alive = False
                         self._socket.close()
                         return False
-                    select.select([], [self._socket], [], remaining)
+                    self._wait(select.POLLOUT, remaining)
         except OSError:
             # Its last messages can still be read, but the handoffs it held are lost.
             self._alive = False
         return self._alive
+
+    def _wait(self, event: int, timeout_s: float) -> None:
+        """Waits until the socket can be read (POLLIN) or written (POLLOUT), or has failed.
+
+        select.select would raise an error for a descriptor above 1023.
+        """
+        poll = select.poll()
+        poll.register(self._socket, event)
+        poll.poll(timeout_s * 1000)
 
     def _receive(self) -> None:
         while self._alive:

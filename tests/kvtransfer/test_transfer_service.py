@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import resource
 import signal
 import stat
 import sys
@@ -485,6 +486,28 @@ async def test_a_service_ignores_a_closed_terminal_and_cleans_up(start):
         os.kill(worker.client.pid, number)
     await asyncio.wait_for(worker.client.gone.wait(), WAIT_S)
     assert "exit code 0" in worker.client.gone_reason
+
+
+async def test_a_port_works_in_an_engine_with_many_open_files(pair, handoff):
+    sender, receiver = pair
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    with contextlib.ExitStack() as files:
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        while (number := os.open(os.devnull, os.O_RDONLY)) < 1024:
+            files.callback(os.close, number)
+        files.callback(os.close, number)
+        port = EnginePort(receiver.client.socket_path, timeout_s=WAIT_S)
+        files.callback(port.close)
+        one = handoff(2)
+        await one.open(sender, receiver.client.address)
+        one.fill(sender)
+        await receiver.received(one.handoff_id, pb.HANDOFF_STATE_COMMITTED)
+        claim = port.claim(one.handoff_id, 0, timeout_s=WAIT_S)
+        assert claim is not None
+        assert claim.num_blocks == 2
+        receiver.port.release(one.handoff_id, all_ranks=True)
+        await receiver.empty()
 
 
 def test_block_runs_are_split_into_frames_of_bounded_size():
