@@ -92,7 +92,7 @@ def advertised(bound: str, advertise_host: str) -> str:
     """
     host, port = split_address(bound, "kv_transfer.listen")
     if advertise_host:
-        return f"{advertise_host}:{port}"
+        return joined(advertise_host.strip("[]"), port)
     if not is_wildcard(host):
         return f"{host}:{port}"
     found = outward_address(socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -47,6 +47,8 @@ async def test_ports_come_from_the_range_and_only_from_there():
 
 def test_the_advertised_address_is_never_a_wildcard():
     assert advertised("0.0.0.0:5", "worker.test") == "worker.test:5"
+    for host in ("2001:db8::1", "[2001:db8::1]"):
+        assert advertised("[::]:5", host) == "[2001:db8::1]:5"
     outward = outward_address(socket.AF_INET)
     if outward is not None:
         assert advertised("0.0.0.0:5", "") == f"{outward}:5"
