@@ -31,6 +31,9 @@ from baton.v1 import kv_transfer_pb2 as pb
 
 # Most links from this service, and most to it; further pairs use another transport.
 MAX_LINKS = 64
+# Longest time to join a link's group, in seconds. A group has its own timeouts, but NCCL waits for
+# its peer without one.
+JOIN_TIMEOUT_S = 60.0
 # Seconds after a failed attempt to make a link before the next attempt.
 RETRY_S = 30.0
 
@@ -232,10 +235,17 @@ class Links:
             await link.close()
 
     async def _opened(self, link: SendingLink, outgoing: _Outgoing) -> None:
-        with contextlib.suppress(TransferError):
-            await link.opened()
-            outgoing.link, outgoing.problem = link, ""
-            outgoing.decided.set()
+        try:
+            async with asyncio.timeout(JOIN_TIMEOUT_S):
+                await link.opened()
+        except TransferError:
+            # The link has ended, and has told why.
+            return
+        except TimeoutError:
+            link.fail(f"the group was not joined within {JOIN_TIMEOUT_S:g} s")
+            return
+        outgoing.link, outgoing.problem = link, ""
+        outgoing.decided.set()
 
     def _options(self, host: str) -> LinkOptions:
         return LinkOptions(self._backend, host, self._open_timeout_s, self._frame_timeout_s)

@@ -1,11 +1,14 @@
-"""Concurrent streams that open links: one link per ID, and at most MAX_LINKS."""
+"""Streams that open links: one link per ID, at most MAX_LINKS, and each joined in time."""
 
 import asyncio
 import contextlib
+import threading
 
 import grpc
 import pytest
 
+from baton.kvtransfer.errors import TransferError
+from baton.kvtransfer.transports import collective
 from baton.kvtransfer.transports import links as links_module
 from baton.kvtransfer.transports.links import Links, link_method
 from baton.runtime import rpc
@@ -25,7 +28,8 @@ class Handler:
 
 
 @contextlib.asynccontextmanager
-async def serving(open_timeout_s=WAIT_S):
+async def served(open_timeout_s=WAIT_S):
+    """Yields the links of a server and the server's address."""
     memory = memoryview(bytearray(1))
     links = Links("gloo", Handler(), memory, open_timeout_s=open_timeout_s, frame_timeout_s=1.0)
     server = rpc.server(max_message_bytes=rpc.MAX_FRAME_BYTES)
@@ -33,11 +37,17 @@ async def serving(open_timeout_s=WAIT_S):
     links.add_to(server)
     await server.start()
     try:
-        async with rpc.channel(f"127.0.0.1:{port}") as channel:
-            yield links, channel
+        yield links, f"127.0.0.1:{port}"
     finally:
         await links.close()
         await server.stop(0)
+
+
+@contextlib.asynccontextmanager
+async def serving(open_timeout_s=WAIT_S):
+    """Yields the links of a server and a channel to the server."""
+    async with served(open_timeout_s) as (links, address), rpc.channel(address) as channel:
+        yield links, channel
 
 
 async def refusals(channel, link_ids):
@@ -126,3 +136,27 @@ async def test_a_stream_without_a_hello_is_ended():
             answer = await call.read()
             assert answer.hello.refusal
             assert await call.read() is grpc.aio.EOF
+
+
+async def test_a_link_whose_group_is_never_joined_is_given_up(monkeypatch):
+    """NCCL, which needs two GPUs, waits for its peer without a deadline."""
+    never = threading.Event()
+
+    def join(*_):
+        never.wait(WAIT_S)
+        raise TransferError("the test has ended")
+
+    monkeypatch.setattr(collective, "join", join)
+    monkeypatch.setattr(collective, "_CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(links_module, "JOIN_TIMEOUT_S", 0.05)
+    async with served() as (links, address):
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await links.wait_decided(address)
+                with pytest.raises(TransferError, match="was not joined within"):
+                    links.link_id(address)
+                # The receiver has room for the next attempt.
+                while links._incoming:
+                    await asyncio.sleep(0.01)
+        finally:
+            never.set()
