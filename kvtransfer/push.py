@@ -60,7 +60,13 @@ class PushDialer(Protocol):
 
 
 class IncomingPush(Protocol):
-    """The receiving end of one push."""
+    """The receiving end of one push.
+
+    Attributes:
+        sender: Address of the sender's connection, as gRPC names it.
+    """
+
+    sender: str
 
     def reply(self, reply: kv_transfer_pb2.PushReply) -> None:
         """Queues a reply; replies are written in this order."""

@@ -124,7 +124,11 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Effect: tell subscribers a handoff's new state."""
+    """Effect: tell subscribers a handoff's new state.
+
+    Attributes:
+        stream: Number of the push that carried the latest open; None before the first open.
+    """
 
     handoff_id: bytes
     epoch: int
@@ -137,6 +141,7 @@ class Changed:
     transport: str = ""
     num_shards: int = 0
     has_draft: bool = False
+    stream: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +219,7 @@ class Handoff:
 
     Attributes:
         stream: Number of the push that carries it; None once that has ended.
+        last_stream: The same, also after the push has ended.
         ranks: The parts of the sender's shards.
         layout: Layout of the handoff: of this cache, with the sender's draft and number of shards.
         problem: Why the epoch was interrupted.
@@ -232,6 +238,7 @@ class Handoff:
     layout: KvLayout
     extent: Extent | None = None
     problem: tuple[pb.RefusalReason.ValueType, str] | None = None
+    last_stream: int | None = None
 
 
 def changed(
@@ -252,6 +259,7 @@ def changed(
         handoff.choice.transport,
         handoff.layout.num_shards,
         bool(handoff.layout.draft_groups),
+        handoff.last_stream,
     )
 
 

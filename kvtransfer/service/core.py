@@ -248,9 +248,9 @@ class TransferCore:
         self._arm()
 
     def push_ended(self, stream: int) -> None:
-        self._incoming.pop(stream, None)
         self._negotiator.end(stream)
         self._carry_out(self._receiver.handle_stream_lost(stream, time.monotonic()))
+        del self._incoming[stream]
         self._arm()
 
     def _end_unless_served(self, stream: int) -> None:
@@ -345,10 +345,15 @@ class TransferCore:
 
     def _notify_changed(self, changed: receiving.Changed) -> None:
         if changed.state is receiving.ReceiveState.FAILED:
+            push = self._incoming.get(changed.stream or 0)
             logger.info(
                 "handoff failed: %s",
                 changed.detail,
-                extra={"handoff": changed.handoff_id.hex(), "epoch": changed.epoch},
+                extra={
+                    "handoff": changed.handoff_id.hex(),
+                    "epoch": changed.epoch,
+                    "sender": "not connected" if push is None else push.sender,
+                },
             )
         for connection in self._connections:
             if connection.subscribed:

@@ -33,9 +33,8 @@ RENEW_GRACE_S = 120.0
 class GrpcPush:
     """The sending end of a push. It holds the call: gRPC cancels an unreferenced call silently."""
 
-    def __init__(self, target: str, call: Any, on_end: Callable[[], None]) -> None:
-        self._target, self._call = target, call
-        self._cancelled = False
+    def __init__(self, call: Any, on_end: Callable[[], None]) -> None:
+        self._call, self._cancelled = call, False
         call.add_done_callback(lambda _: on_end())
 
     async def send(self, batch: Sequence[Outgoing]) -> None:
@@ -60,15 +59,15 @@ class GrpcPush:
             return await operation
         except grpc.aio.AioRpcError as error:
             code, details = error.code().name, error.details()
-            raise PushLost(f"{self._target}: {code}: {details}") from None
+            raise PushLost(f"{code}: {details}") from None
         except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
-            raise PushLost(f"{self._target}: the call has ended") from None
+            raise PushLost("the call has ended") from None
         except asyncio.CancelledError:
             # gRPC raises this for a cancelled call too; only a cancelled task must re-raise it.
             task = asyncio.current_task()
             if not self._cancelled or (task is not None and task.cancelling()):
                 raise
-            raise PushLost(f"{self._target}: the call was cancelled") from None
+            raise PushLost("the call was cancelled") from None
 
 
 class GrpcPushDialer:
@@ -100,7 +99,7 @@ class GrpcPushDialer:
             request_serializer=None,
             response_deserializer=kv_transfer_pb2.PushReply.FromString,
         )(metadata=self._dial.metadata())
-        return GrpcPush(target, call, lambda: self._ended(key))
+        return GrpcPush(call, lambda: self._ended(key))
 
     async def close(self) -> None:
         channels = list(self._channels.values())
@@ -137,10 +136,12 @@ class GrpcIncomingPush:
     """The receiving end of one push; the stream's own task writes the replies.
 
     Attributes:
+        sender: Address of the sender's connection, as gRPC names it.
         ending: Whether frames that still arrive are ignored.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sender: str) -> None:
+        self.sender = sender
         self._replies: deque[kv_transfer_pb2.PushReply] = deque()
         self._changed = asyncio.Event()
         self.ending = False
@@ -209,7 +210,7 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
     async def _push(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[Any, Any]
     ) -> None:
-        push = GrpcIncomingPush()
+        push = GrpcIncomingPush(context.peer())
         stream = self._handler.push_started(push)
         reader = asyncio.create_task(self._read(stream, messages, push))
         try:

@@ -171,7 +171,8 @@ class ReceiveTable:
         """Assigns a stream to a handoff; frames of it on another stream are refused from now on."""
         if handoff.stream is not None:
             del self.streams[handoff.stream]
-        handoff.stream, self.streams[stream] = stream, handoff.handoff_id
+        handoff.stream = handoff.last_stream = stream
+        self.streams[stream] = handoff.handoff_id
 
     def remove_stream(self, stream: int) -> Handoff | None:
         """Removes a stream that has ended; returns the live handoff that it carried."""
@@ -320,7 +321,14 @@ class ReceiveTable:
         else:
             self.statistics.num_failed += 1
             self.remember_ended(
-                Changed(frame.handoff_id, frame.epoch, _S.FAILED, reason=reason, detail=detail)
+                Changed(
+                    frame.handoff_id,
+                    frame.epoch,
+                    _S.FAILED,
+                    reason=reason,
+                    detail=detail,
+                    stream=stream,
+                )
             )
 
     def remember_ended(self, ended: Changed) -> None:

@@ -71,7 +71,7 @@ class SendTable:
                 self.fail(send, pb.REFUSAL_REASON_NO_ROOM, "no room in the sender's staging", now)
             else:
                 self.statistics.num_expired += 1
-                detail = f"{send.state.value} for too long"
+                detail = f"{send.target}: {send.state.value} for too long"
                 self.fail(send, pb.REFUSAL_REASON_EXPIRED, detail, now, farewell=True)
 
     def next_deadline(self) -> float | None:

@@ -218,7 +218,7 @@ class Sender:
         if reply.kind == pb.PushReply.KIND_REFUSED and reply.epoch in (0, send.epoch):
             # A reason of a later version is a number that this one has no name for.
             reason = reply.reason if reply.reason > 0 else pb.REFUSAL_REASON_UNSPECIFIED
-            detail = shortened(reply.detail)
+            detail = shortened(f"{send.target}: {reply.detail}")
             self._table.statistics.refusals[reason] += 1
             if send.transport and reason in _WORTH_ANOTHER:
                 self._table.fall_back(send, reason, detail, now)
@@ -238,7 +238,8 @@ class Sender:
         """Fails a send whose push has ended before the commit."""
         send = self._table.sends.get(handoff_id)
         if send is not None and send.state not in OVER:
-            self._table.fail(send, pb.REFUSAL_REASON_UNSPECIFIED, detail, now)
+            reason, detail = pb.REFUSAL_REASON_UNSPECIFIED, f"{send.target}: {detail}"
+            self._table.fail(send, reason, detail, now)
         return self._table.take_effects()
 
     def next_batch(
@@ -258,7 +259,7 @@ class Sender:
             send.open_due = False
             send.offers = self._transports.offers(send.target, send.tried)
             if not send.offers:
-                raise TransferRefused(f"no transport to {send.target}")
+                raise TransferRefused("no transport can be used")
             frame = send_frames.open_frame(send, self._known_layout(), now)
             return [frame]
         batch, room = list[Outgoing](), max_bytes
@@ -326,7 +327,7 @@ class Sender:
         offered = {offer.name for offer in send.offers}
         transport = transport or UNNAMED_TRANSPORT
         if transport not in offered:
-            detail = f"the receiver chose {shortened(transport)!r}, which was not offered"
+            detail = f"{send.target} chose {shortened(transport)!r}, which was not offered"
             self._table.fail(send, pb.REFUSAL_REASON_MALFORMED, detail, now, farewell=True)
             return
         send.transport = transport

@@ -4,6 +4,7 @@ A real peer hits these moments too rarely, so the tests do what gRPC does at eac
 """
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,7 +40,8 @@ async def stream_of(end):
 async def test_a_call_cancelled_as_its_stream_ends_is_forgotten(moment):
     streams, end = Streams(), asyncio.Event()
     servicer = KvTransferServicer(streams, lambda: None)
-    call = asyncio.create_task(servicer._push(stream_of(end), None))
+    context = SimpleNamespace(peer=lambda: "ipv4:127.0.0.1:1")
+    call = asyncio.create_task(servicer._push(stream_of(end), context))
     await asyncio.sleep(0)
     assert streams.open
     end.set()

@@ -1,6 +1,7 @@
 """A receiver: loads, refusals with their messages, timeouts, drops."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from receiver_harness import (
@@ -232,6 +233,18 @@ def test_a_lost_stream_ends_its_handoff_before_the_commit_only(harness):
         harness.seen(harness.receiver.handle_stream_lost(stream, harness.now))
     assert harness.states[IDS[0]] is ReceiveState.FAILED
     assert harness.states[IDS[1]] is ReceiveState.COMMITTED
+
+
+def test_the_end_of_a_handoff_names_the_stream_of_its_latest_open(harness):
+    """The service finds the sender by that stream, to log it."""
+    harness.deliver(1, open_message(IDS[0], 1, 1))
+    harness.deliver(2, open_message(IDS[0], 2, 1))
+    *_, failed = harness.receiver.handle_stream_lost(2, harness.now)
+    assert (failed.state, failed.stream) == (ReceiveState.FAILED, 2)
+    other = replace(LAYOUT, dtype="float16")
+    (frame,) = frames.decode(open_message(IDS[1], 1, 1, layout=other))
+    *_, failed = harness.receiver.handle_frame(3, frame, harness.now)
+    assert (failed.state, failed.stream) == (ReceiveState.FAILED, 3)
 
 
 def test_tombstones_are_bounded(harness):

@@ -112,7 +112,8 @@ async def test_no_handoff_is_taken_before_the_fingerprint_is_known(start, handof
     one = handoff(1)
     await one.open(sender, receiver.client.address)
     sent = await sender.sent(one.handoff_id)
-    assert (sent.state, sent.detail) == (FAILED, "the engine is not ready yet")
+    assert sent.state == FAILED
+    assert sent.detail == f"{receiver.client.address}: the engine is not ready yet"
     with pytest.raises(TransferRefused, match="not configured yet"):
         await one.open(receiver, sender.client.address)
 
@@ -253,6 +254,7 @@ async def test_a_stopped_receiver_fails_a_send_after_its_timeout(start, handoff)
         await one.open(sender, receiver.client.address)
         sent = await sender.sent(one.handoff_id)
         assert sent.state == FAILED
+        assert receiver.client.address in sent.detail
         # A claim without a reply has a timeout as well.
         assert receiver.port.claim(one.handoff_id, 0, timeout_s=0.1) is None
     finally:
