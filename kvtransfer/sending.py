@@ -51,7 +51,11 @@ class SenderLimits:
         idle_timeout_s: Longest SENDING without a fill or a send, and COMMITTING without a reply.
         reply_grace_s: Time for the network, added to the wait of OPENING.
         linger_s: Time for which the extent of an aborted send stays reserved: the engine may still
-            be writing to it.
+            be writing to it. A rank writes in the order of its steps, so a write that comes even
+            later is over before the rank writes the next handoff there.
+        stages_linger_s: The same of an engine with several pipeline stages: a later stage writes
+            for steps that the first stage has left behind, beside its writes for the next handoff.
+            Longer than these steps take.
         writer_timeout_s: Longest time for which the extent of a failed send stays reserved. The
             engine is not told of the failure, so the extent is freed by an abort or by the last
             frame of every rank. Longer than any request.
@@ -62,6 +66,7 @@ class SenderLimits:
     idle_timeout_s: float
     reply_grace_s: float = 5.0
     linger_s: float = 0.5
+    stages_linger_s: float = 10.0
     writer_timeout_s: float = 3600.0
     max_sends: int = 1024
 

@@ -231,7 +231,8 @@ class TransferClient:
         """Ends a send: cancelled, failed, or finished with its first token. Idempotent.
 
         Abort the request in the engine first. The staging is freed half a second later, because
-        the engine may still be writing to it. The engine is not told when a send fails, so a
+        the engine may still be writing to it; with pipeline stages ten seconds later, or when all
+        of them have told that they write no more. The engine is not told when a send fails, so a
         failed send keeps its staging until this call or until every rank has filled its part.
         """
         self._write(pb.LocalRequest(abort_send=pb.LocalAbortSend(handoff_id=handoff_id)))

@@ -162,9 +162,14 @@ class SendTable:
         self.advance(send, state)
         send.filled.clear()
         is_told = state is _S.ABORTED
-        send.deadline = now + (self._limits.linger_s if is_told else self._limits.writer_timeout_s)
+        send.deadline = now + (self.linger_s(send) if is_told else self._limits.writer_timeout_s)
         if send.extent is None or not send.writers:
             self.forget(send, now)
+
+    def linger_s(self, send: Send) -> float:
+        """Returns how long the extent of an aborted send stays reserved for its writers."""
+        has_stages = any(stage for _, stage in send.writers)
+        return self._limits.stages_linger_s if has_stages else self._limits.linger_s
 
     def forget(self, send: Send, now: float) -> None:
         """Frees the extent of a send that is over, and admits the next."""

@@ -204,7 +204,7 @@ class Sender:
         elif send.state not in OVER:
             reason, detail = pb.REFUSAL_REASON_CANCELLED, "the engine gave it up"
             self._table.fail(send, reason, detail, now, farewell=True)
-        send.deadline = min(send.deadline, now + self._limits.linger_s)
+        send.deadline = min(send.deadline, now + self._table.linger_s(send))
         return self._table.take_effects()
 
     def handle_reply(self, reply: pb.PushReply, handoff_id: bytes, now: float) -> list[Effect]:

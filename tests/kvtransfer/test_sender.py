@@ -221,6 +221,31 @@ def test_every_state_has_a_timeout(harness, stage):
     harness.assert_empty()
 
 
+def test_an_aborted_send_keeps_its_extent_until_all_stages_have_stopped(two_stages):
+    """A later stage may write for a step that the first stage has left behind."""
+    two_stages.open()
+    two_stages.fill(0, 0)
+    two_stages.sender.abort(A, two_stages.now)
+    assert two_stages.open(B) == []
+    two_stages.now = 3 * LIMITS.linger_s
+    assert two_stages.sender.expire(two_stages.now) == []
+    writers = [(rank, stage) for rank in range(2) for stage in range(2)]
+    *others, latest = [
+        pb.LocalFrame(handoff_id=A, rank=rank, stage=stage, last=True) for rank, stage in writers
+    ]
+    for frame in others:
+        assert two_stages.sender.fill(frame, two_stages.now) == []
+    assert two_stages.sender.fill(latest, two_stages.now)[0] == Reserved(B, 0)
+
+
+def test_an_aborted_send_of_stages_that_tell_nothing_frees_its_extent(two_stages):
+    two_stages.open()
+    two_stages.sender.abort(A, two_stages.now)
+    two_stages.now = LIMITS.stages_linger_s
+    two_stages.sender.expire(two_stages.now)
+    two_stages.assert_empty()
+
+
 @pytest.mark.parametrize("end", ["abort", "last frames", "timeout"])
 def test_a_failed_send_keeps_its_extent_until_its_writer_has_stopped(harness, end):
     """The engine is not told of the failure, so it writes until the prompt is computed."""
