@@ -14,8 +14,10 @@ from pathlib import Path
 
 from baton.kvtransfer.errors import TransferError
 
-# Most keys that a peer may set; a group of two needs a few keys of some hundred bytes.
+# Most keys that a peer may set, and their longest names; a group of two needs a few keys with names
+# of some ten characters and values of some hundred bytes.
 MAX_KEYS = 64
+MAX_KEY_CHARS = 1024
 MAX_VALUE_BYTES = 2**16
 # Device files of NVIDIA's driver, on Linux and under WSL.
 _GPU_DEVICES = (Path("/dev/nvidia0"), Path("/dev/dxg"))
@@ -51,8 +53,10 @@ class LinkStore:
             TransferError: The key is larger, or the keys are more, than joining a group needs.
         """
         with self._changed:
+            if len(key) > MAX_KEY_CHARS:
+                raise TransferError(f"key of {len(key)} characters set; at most {MAX_KEY_CHARS}")
             if len(value) > MAX_VALUE_BYTES:
-                raise TransferError(f"key of {len(value)} bytes set; at most {MAX_VALUE_BYTES}")
+                raise TransferError(f"value of {len(value)} bytes set; at most {MAX_VALUE_BYTES}")
             if key not in self._values and len(self._values) >= MAX_KEYS:
                 raise TransferError(f"more than {MAX_KEYS} keys set")
             self._values[key] = value

@@ -31,6 +31,8 @@ from baton.v1 import kv_transfer_pb2 as pb
 
 # Most links from this service, and most to it; further pairs use another transport.
 MAX_LINKS = 64
+# Longest ID of a link.
+MAX_ID_CHARS = 64
 # Longest time to join a link's group, in seconds. A group has its own timeouts, but NCCL waits for
 # its peer without one.
 JOIN_TIMEOUT_S = 60.0
@@ -305,7 +307,9 @@ class Links:
             return "the engine is not ready yet"
         if differing := kv_fingerprint.differences(ours, hello.fingerprint):
             return f"KV caches differ: {'; '.join(differing)}"
-        if not hello.link_id or hello.link_id in self._incoming:
+        if not 0 < len(hello.link_id) <= MAX_ID_CHARS:
+            return f"link_id has {len(hello.link_id)} characters; must have 1 to {MAX_ID_CHARS}"
+        if hello.link_id in self._incoming:
             return f"link_id is {hello.link_id!r}; must be new"
         if len(self._incoming) >= MAX_LINKS:
             return f"{MAX_LINKS} links are in use at the receiver"

@@ -258,7 +258,8 @@ async def test_a_link_that_is_closed_fails_its_reads_and_lets_go_of_the_memory()
         pytest.param([asked(MEMORY_BYTES - 1, 2)], id="behind the end"),
         pytest.param([asked(2**63, 1)], id="far behind the end"),
         pytest.param([asked(0, 1)] * 66, id="too many"),
-        pytest.param([pb.LinkMessage(key="x", value=bytes(2**20))], id="large key"),
+        pytest.param([pb.LinkMessage(key="x", value=bytes(2**20))], id="large value"),
+        pytest.param([pb.LinkMessage(key="x" * 2**20)], id="large key"),
     ],
 )
 async def test_wrong_messages_end_the_sending_end(messages):
@@ -396,6 +397,8 @@ def test_a_store_takes_no_more_than_a_rendezvous_needs():
         store.get("other", 0.01)
     with pytest.raises(TransferError, match="bytes"):
         store.received("large", bytes(2**20))
+    with pytest.raises(TransferError, match="characters"):
+        store.received("k" * 2**20, b"")
     for number in range(MAX_KEYS - 1):
         store.received(str(number), b"")
     store.received("0", b"again")

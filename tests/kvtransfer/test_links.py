@@ -138,6 +138,12 @@ async def test_a_stream_without_a_hello_is_ended():
             assert await call.read() is grpc.aio.EOF
 
 
+async def test_a_link_with_a_long_id_is_refused():
+    async with serving() as (_, channel):
+        told = await refusals(channel, ["x" * 2**20, ""])
+    assert told == [f"link_id has {length} characters; must have 1 to 64" for length in (2**20, 0)]
+
+
 async def test_a_link_whose_group_is_never_joined_is_given_up(monkeypatch):
     """NCCL, which needs two GPUs, waits for its peer without a deadline."""
     never = threading.Event()
