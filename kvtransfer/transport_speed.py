@@ -78,10 +78,13 @@ async def measure(
     )
     async with loopback.pair(config, config, directory, layout) as (sender, receiver):
         frames = _fill(sender, layout, num_blocks)
-        await _hand_over(sender, receiver, layout, num_blocks, frames)
-        times, started = list[float](), time.monotonic()
-        while not times or time.monotonic() - started < seconds:
-            times.append(await _hand_over(sender, receiver, layout, num_blocks, frames))
+        try:
+            await _hand_over(sender, receiver, layout, num_blocks, frames)
+            times, started = list[float](), time.monotonic()
+            while not times or time.monotonic() - started < seconds:
+                times.append(await _hand_over(sender, receiver, layout, num_blocks, frames))
+        except TimeoutError:
+            raise TransferError(f"a handoff took more than {_HANDOFF_TIMEOUT_S:g} s") from None
     return Speed(size, statistics.median(times), len(times))
 
 

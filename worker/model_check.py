@@ -269,9 +269,8 @@ async def _transport(
     measured = transport_speed.measured_blocks(layout, num_blocks)
     try:
         speed = await transport_speed.measure(name, layout, measured, directory)
-    except (TransferError, TimeoutError) as error:
-        note = f"not usable here: {error or 'a handoff took too long'}"
-        return TransportCheck(name, configured, None, None, note)
+    except TransferError as error:
+        return TransportCheck(name, configured, None, None, f"not usable here: {error}")
     return TransportCheck(
         name, configured, speed.bytes_per_s, speed.handoff_s * num_blocks / measured, note
     )

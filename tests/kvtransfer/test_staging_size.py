@@ -3,7 +3,7 @@
 import pytest
 
 from baton.kvtransfer import staging_size, transport_speed
-from baton.kvtransfer.control import TransferRefused
+from baton.kvtransfer.control import TransferError, TransferRefused
 from baton.kvtransfer.layout import KvLayout
 
 MIB = 2**20
@@ -49,6 +49,12 @@ async def test_a_measurement_moves_whole_handoffs(transport, layout, tmp_path):
     assert speed.num_bytes == layout.handoff_bytes(7)
     assert speed.num_handoffs >= 1
     assert speed.bytes_per_s > 0
+
+
+async def test_a_measurement_whose_handoffs_take_too_long_says_so(layout, tmp_path, monkeypatch):
+    monkeypatch.setattr(transport_speed, "_HANDOFF_TIMEOUT_S", 1e-6)
+    with pytest.raises(TransferError, match=r"more than 1e-06 s"):
+        await transport_speed.measure("grpc", layout, 7, tmp_path)
 
 
 def test_a_measurement_takes_no_more_memory_than_there_is(layout, monkeypatch):
