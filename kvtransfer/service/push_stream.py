@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 MAX_IDLE_CHANNELS = 64
 # Most replies that a push keeps for a sender that does not read them; a correct sender gets a few.
 MAX_UNREAD_REPLIES = 256
+# Longest wait until gRPC takes a reply, which it does at once for a sender that reads.
+WRITE_TIMEOUT_S = 30.0
 # Time in which a client must read the last reply of a push and end its side.
 END_GRACE_S = 2.0
 # Time in which the pushes of a replaced connection must end.
@@ -215,10 +217,13 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServicer):
         reader = asyncio.create_task(self._read(stream, messages, push))
         try:
             async for reply in push.replies():
-                await context.write(reply)
+                async with asyncio.timeout(WRITE_TIMEOUT_S):
+                    await context.write(reply)
             # If the server ended the call while the client writes, the client would see an internal
             # error and lose the last reply. So the client reads the reply and ends its side first.
             await asyncio.wait([reader], timeout=END_GRACE_S)
+        except TimeoutError:
+            logger.info("a push is ended: %s does not read its replies", push.sender)
         finally:
             # Nothing here may wait: when a peer dies, gRPC ends the stream and cancels the call, so
             # it may cancel this task a second time.

@@ -8,10 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from baton.kvtransfer.service import push_stream
 from baton.kvtransfer.service.push_stream import KvTransferServicer
+from baton.v1 import kv_transfer_pb2 as pb
 
 # Steps of the event loop: more than the end of a stream takes.
 NUM_MOMENTS = 12
+# Longest wait for something that must happen.
+WAIT_S = 120.0
 
 
 class Streams:
@@ -49,5 +53,25 @@ async def test_a_call_cancelled_as_its_stream_ends_is_forgotten(moment):
         await asyncio.sleep(0)
     call.cancel()
     await asyncio.wait([call])
+    assert streams.num_started == 1
+    assert not streams.open
+
+
+class Replies(Streams):
+    """A handler that replies to each push at once."""
+
+    def push_started(self, push):
+        push.reply(pb.PushReply())
+        return super().push_started(push)
+
+
+async def test_a_push_whose_sender_reads_no_reply_is_ended(monkeypatch):
+    """gRPC takes no more replies when the sender's window is full."""
+    monkeypatch.setattr(push_stream, "WRITE_TIMEOUT_S", 0.01)
+    streams, never = Replies(), asyncio.Event()
+    context = SimpleNamespace(peer=lambda: "ipv4:127.0.0.1:1", write=lambda reply: never.wait())
+    servicer = KvTransferServicer(streams, lambda: None)
+    async with asyncio.timeout(WAIT_S):
+        await servicer._push(stream_of(never), context)
     assert streams.num_started == 1
     assert not streams.open
