@@ -127,7 +127,7 @@ class AdmissionCheck:
         another prompt or other parameters: both would get around the rate limit.
         """
         num_known = len(submission.known_token_ids)
-        if (before := self._requests.ended.get(submission.key)) is None:
+        if (before := self._requests.ended(submission.key)) is None:
             return may_still_run
         return (
             before.lost_digest is not None

@@ -294,7 +294,7 @@ class Adoption:
         if other is not None and (other.worker, other.attempt) == (orphan.worker, orphan.attempt):
             # The cancelled attempt of this number belongs to another worker.
             is_cancelled = False
-        if newer or is_cancelled or key in self._lifecycle.requests.ended:
+        if newer or is_cancelled or self._lifecycle.requests.ended(key) is not None:
             return False
         if other is not None and other.worker != orphan.worker:
             self._cancel(key, other)

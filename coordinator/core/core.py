@@ -291,7 +291,7 @@ class Core:
 
     def recently_ended(self) -> list[EndedRequest]:
         """Returns the requests that ended last, newest first."""
-        return list(self._lifecycle.requests.ended.values())[::-1]
+        return self._lifecycle.requests.recently_ended()
 
     def num_queued(self, lane: common_pb2.Lane.ValueType) -> int:
         """Returns the number of requests that wait in a lane."""

@@ -99,7 +99,7 @@ class RequestLifecycle:
             )
             for lane in LANES
         }
-        self.requests = RequestTable(config.max_ended_requests)
+        self.requests = RequestTable(config.max_ended_requests, config.max_running_requests)
         self.lanes = Lanes(config.lanes, config.tenant_defaults, config.tenants)
         self.stats = CoreStats(config.targets)
         self._tail = TailSampler(config.tail_share, self.stats.recent)
@@ -432,7 +432,7 @@ class RequestLifecycle:
     # ---- Private methods
 
     def _new_request(self, submission: Submission, result: AdmissionResult, now: float) -> Request:
-        forecast, before = result.forecast, self.requests.ended.get(submission.key)
+        forecast, before = result.forecast, self.requests.ended(submission.key)
         prediction = None
         if forecast is not None and forecast.is_informative:
             prediction = forecast.prediction

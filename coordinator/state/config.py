@@ -26,7 +26,8 @@ class CoreConfig:
         heartbeat_s: Interval of the heartbeats on the workers' streams.
         local_prefill: Whether a decode worker may compute a prompt itself when that is sooner.
         latency: Latency model of workers that have not been measured yet.
-        max_ended_requests: Number of ended requests that are remembered.
+        max_ended_requests: Number of ended requests that are remembered, beside those whose client
+            may resume them.
         targets: Latency targets of requests that name none.
         revision: Revision of the stable fleet, whose workers run the configured model.
         tail_share: Share of unremarkable requests that are traced; None: tracing is off.

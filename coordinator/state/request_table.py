@@ -19,18 +19,24 @@ Found = TypeVar("Found", Request, Request | EndedRequest)
 class RequestTable:
     """Finds requests by key, by client id, by stream, by session and by worker handle.
 
+    Ended requests whose clients may resume them are remembered apart from the others: a connection
+    that breaks may end thousands at once, and no other request that ends may displace them.
+
     Args:
-        max_ended: Number of ended requests that are remembered.
+        max_ended: Number of ended requests that are remembered and cannot be resumed.
+        max_lost: Number of ended requests that are remembered because their session was lost.
     """
 
-    def __init__(self, max_ended: int) -> None:
-        self._max_ended = max_ended
+    def __init__(self, max_ended: int, max_lost: int) -> None:
+        self._max_ended, self._max_lost = max_ended, max_lost
         self._requests: dict[RequestKey, Request] = {}
         # Dispatched requests by handle; a handle is never used again.
         self._by_handle: dict[int, Request] = {}
         self._num_handles = 0
         self._by_session: dict[int, dict[int, Request]] = {}
+        # Oldest first; a key is in one of them at most.
         self._ended: OrderedDict[RequestKey, EndedRequest] = OrderedDict()
+        self._lost: OrderedDict[RequestKey, EndedRequest] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -50,9 +56,9 @@ class RequestTable:
         """
         if tenant:
             key = RequestKey(request_name(tenant, request_id))
-            return self._requests.get(key) or self._ended.get(key)
+            return self._requests.get(key) or self.ended(key)
         found = dict[str, Request | EndedRequest]()
-        for ended in self._ended.values():
+        for ended in (*self._ended.values(), *self._lost.values()):
             if ended.request_id == request_id:
                 found[ended.tenant] = ended
         for request in self._requests.values():
@@ -86,10 +92,14 @@ class RequestTable:
         """Requests with a running attempt, by the handle that workers use."""
         return self._by_handle
 
-    @property
-    def ended(self) -> Mapping[RequestKey, EndedRequest]:
-        """The remembered ended requests, oldest first."""
-        return self._ended
+    def ended(self, key: RequestKey) -> EndedRequest | None:
+        """Returns the record of a request that has ended, if it is remembered."""
+        return self._lost.get(key) or self._ended.get(key)
+
+    def recently_ended(self) -> list[EndedRequest]:
+        """Returns the records of ended requests, newest first."""
+        newest = (*reversed(self._lost.values()), *reversed(self._ended.values()))
+        return sorted(newest, key=lambda one: -one.ended_at)
 
     def add(self, request: Request) -> None:
         to = request.submission.to
@@ -122,9 +132,15 @@ class RequestTable:
     def remember(self, request: Request, record: EndedRequest) -> None:
         """Keeps the record of a removed request, and drops the oldest record beyond the limit."""
         self._ended.pop(request.key, None)
-        self._ended[request.key] = record
+        self._lost.pop(request.key, None)
+        if record.lost_digest is not None:
+            self._lost[request.key] = record
+        else:
+            self._ended[request.key] = record
         while len(self._ended) > self._max_ended:
             self._ended.popitem(last=False)
+        while len(self._lost) > self._max_lost:
+            self._lost.popitem(last=False)
 
     def begin_attempt(self, request: Request) -> None:
         """Gives the request's new attempt a handle."""

@@ -462,6 +462,49 @@ def test_a_request_whose_session_was_lost_may_be_resumed_over_the_rate_limit(lim
     assert limited.last(resume(limited, request_id="r9")).error.reason == "TENANT_RATE"
 
 
+@pytest.fixture
+def lost(new_world, out):
+    """Factory of a core whose client lost the connection of requests r1 to r3, with a token each.
+
+    Their tenant has no tokens left for a new request. The core remembers one request that ended in
+    another way.
+    """
+
+    def make(**changes):
+        rate = TenantConfig(tokens_per_s=0.001, burst_tokens=3 * 60)
+        silent = dict.fromkeys(("worker_timeout_s", "worker_silent_s", "worker_stuck_s"), 1e6)
+        world = new_world(tenant_defaults=rate, max_ended_requests=1, **silent, **changes).pair()
+        # Requests of an earlier coordinator are no longer expected.
+        world.after(10.0)
+        streams = [world.submit(num_prompt=20, sampling={"max_tokens": 40}) for _ in range(3)]
+        for to in streams:
+            request = world.core.request(f"r{to.stream}")
+            for worker in {*filter(None, (request.prefill, request.decode))}:
+                world.step(worker[0], out(request.id, [7]))
+        world.handle(ev.SessionLost(1))
+        # Other requests that end must not displace them.
+        for _ in range(3):
+            world.handle(ev.StreamCancelled(world.submit(3, num_prompt=1, tenant="u")))
+        return world
+
+    return make
+
+
+def test_all_requests_of_a_lost_session_may_be_resumed_over_the_rate_limit(lost):
+    world = lost()
+    streams = [resume(world, known=(7,), request_id=f"r{number}") for number in (3, 2, 1)]
+    assert [world.kinds(to) for to in streams] == [["Accepted"]] * 3
+    assert world.last(world.submit(num_prompt=20)).error.reason == "TENANT_RATE"
+
+
+def test_late_tokens_from_before_a_lost_session_are_not_sent_to_the_resumed_request(lost, out):
+    """The worker sent them before it read that the attempt is cancelled."""
+    world = lost(elastic=True)
+    to = resume(world, known=(7,), request_id="r1")
+    world.step(world.core.request("r1").decode[0], out("r1", [99], 1, attempt=1))
+    assert world.tokens(to) == []
+
+
 OTHER_REQUESTS = [{"num_prompt": 21}, {"sampling": {"max_tokens": 39}}, {"adapter": "other"}]
 
 
