@@ -112,8 +112,7 @@ class AdmissionCheck:
                 return None
         # A different request under the id of a running request replaces that request. It is limited
         # like a new request: a tenant could otherwise get around its rate limit.
-        num_others = len(self._requests) - (older is not None)
-        refused = self._admission.error(submission.lane, num_others)
+        refused = self._admission.error(submission.lane, older)
         if refused is not None:
             return refused
         if older is None and self._resumes(submission, may_still_run=may_still_run):

@@ -259,7 +259,7 @@ class Core:
 
     def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
         """Returns why no request of this lane would be admitted now, or None."""
-        return self._lifecycle.admission.error(lane, len(self._lifecycle.requests))
+        return self._lifecycle.admission.error(lane)
 
     def wait_correction(self, lane: common_pb2.Lane.ValueType) -> float:
         """Returns the correction factor for predicted waits in a lane, 1 to 4."""

@@ -18,6 +18,7 @@ from baton.runtime import errors
 from baton.runtime.enum_names import lane_name
 from baton.v1 import common_pb2
 
+_BATCH = common_pb2.LANE_BATCH
 # Shortest delay before a refused request should be tried again.
 _RETRY_AFTER_S = 1.0
 # Number of a lane's recent waits that correct predictions.
@@ -107,23 +108,33 @@ class Admission:
         # When a fleet had its latest first token, or last admitted a request to measure prompt
         # times.
         self._probed_at: dict[Fleet, float] = {}
+        # Most batch requests that have not ended. They leave places for as many interactive ones as
+        # may wait, but never more than half: a coordinator full of batch requests would refuse
+        # interactive ones.
+        most = config.max_running_requests
+        self._max_batch = most - min(config.lanes.interactive.max_queued, most // 2)
         self.closing: errors.Unavailable | None = None
 
-    def error(self, lane: common_pb2.Lane.ValueType, num_requests: int) -> errors.BatonError | None:
+    def error(
+        self, lane: common_pb2.Lane.ValueType, replaced: Request | None = None
+    ) -> errors.BatonError | None:
         """Returns why no request of a lane is admitted now; None if requests are admitted.
 
         Args:
             lane: The lane.
-            num_requests: Number of requests that have not ended.
+            replaced: A request that has not ended, and ends when this one is admitted.
         """
         if self.closing is not None:
             return self.closing
-        if num_requests >= self._config.max_running_requests:
-            return errors.ResourceExhausted(
-                f"{num_requests} requests are running; at most {self._config.max_running_requests}",
-                reason="TOO_MANY_REQUESTS",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+        num_open = {one: self._lanes.num_open(one) for one in LANES}
+        if replaced is not None:
+            num_open[replaced.submission.lane] -= 1
+        most = self._config.max_running_requests
+        if (num := sum(num_open.values())) >= most:
+            return _too_many(f"{num} requests are running; at most {most}")
+        num, max_batch = num_open[lane], self._max_batch
+        if lane == _BATCH and num >= max_batch:
+            return _too_many(f"{num} batch requests are running; at most {max_batch} of {most}")
         max_queued = lane_config(self._config.lanes, lane).max_queued
         if self._lanes.num_queued(lane) >= max_queued:
             return errors.ResourceExhausted(
@@ -225,3 +236,7 @@ class Admission:
         # If the lane was full all the time, as many requests left during its wait as wait now.
         waited_s = self._lanes.now - oldest.submitted_at
         return max(_RETRY_AFTER_S, waited_s / self._lanes.num_queued(lane))
+
+
+def _too_many(what: str) -> errors.ResourceExhausted:
+    return errors.ResourceExhausted(what, reason="TOO_MANY_REQUESTS", retry_after_s=_RETRY_AFTER_S)

@@ -68,6 +68,8 @@ class Lanes:
         self._waiting: dict[Lane, OrderedDict[RequestKey, Request]] = {
             lane: OrderedDict() for lane in LANES
         }
+        # Requests that have not ended, by the lane that they were submitted to.
+        self._num_open = dict.fromkeys(LANES, 0)
         # By the lane that they are ordered in.
         self._num_running = dict.fromkeys(LANES, 0)
         self._num_pushed = 0
@@ -82,6 +84,10 @@ class Lanes:
     def num_queued(self, lane: Lane) -> int:
         """Returns how many requests wait that were submitted to a lane."""
         return len(self._waiting[lane])
+
+    def num_open(self, lane: Lane) -> int:
+        """Returns how many requests have not ended that were submitted to a lane."""
+        return self._num_open[lane]
 
     def oldest(self, lane: Lane) -> Request | None:
         """Returns the request that has waited longest of those submitted to a lane."""
@@ -317,6 +323,7 @@ class Lanes:
         if entry is None:
             return
         tenant = entry.queue.tenant
+        self._num_open[request.submission.lane] -= 1
         if entry.is_queued:
             self._stop_waiting(entry)
             if tenant.slots is not None:
@@ -407,6 +414,7 @@ class Lanes:
         queue = tenant.queue(self._queues_of(request.fleet).of(lane))
         entry = QueueEntry(request, queue, self._num_pushed, num_tokens)
         self._entries[request.key] = entry
+        self._num_open[submission.lane] += 1
         return entry
 
     def _queues_of(self, fleet: Fleet) -> FleetQueues:
@@ -483,6 +491,9 @@ class Lanes:
             entry.queue.tenant.name for entry in self._entries.values() if not entry.is_queued
         )
         assert all(tenant.num_running == running[tenant.name] for tenant in self._tenants)
+        for lane in LANES:
+            mine = (one for one in self._entries.values() if one.request.submission.lane == lane)
+            assert self._num_open[lane] == sum(1 for _ in mine)
         self._check_fleets()
         self._check_work(queued)
         self._tenants.check_integrity()

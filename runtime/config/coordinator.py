@@ -17,7 +17,9 @@ class CoordinatorConfig(Section):
         "127.0.0.1:0", description="host:port of the Prometheus endpoint; port 0 picks a free one."
     )
     max_running_requests: PositiveInt = Field(
-        4096, description="Requests that are admitted and not finished; further ones are refused."
+        4096,
+        description="Requests that are admitted and not finished; further ones are refused. Batch "
+        "requests leave lanes.interactive.max_queued of these places free, at most half of them.",
     )
     max_requests_per_session: PositiveInt = Field(
         4096, description="Requests of one session that are admitted and not finished."

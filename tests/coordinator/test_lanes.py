@@ -381,6 +381,29 @@ def test_a_tenant_over_its_rate_is_told_when_to_retry(new_world, out):
     assert world.kinds(again) == ["Accepted"]
 
 
+def test_batch_requests_leave_places_for_interactive_ones(new_world):
+    """All requests that have not ended share one limit."""
+    batch = BatchLaneConfig(max_queued=100, max_running=1)
+    interactive = InteractiveLaneConfig(max_queued=4)
+    lanes = LanesConfig(interactive=interactive, batch=batch)
+    world = new_world(lanes=lanes, max_running_requests=10).pair()
+    jobs = [world.submit(lane=BATCH) for _ in range(6)]
+    assert all(world.kinds(to) == ["Accepted"] for to in jobs)
+    error = world.last(world.submit(lane=BATCH)).error
+    assert error.reason == "TOO_MANY_REQUESTS"
+    assert "6 batch requests are running; at most 6 of 10" in str(error)
+    people = [world.submit() for _ in range(4)]
+    assert all(world.kinds(to) == ["Accepted"] for to in people)
+    assert world.last(world.submit()).error.reason == "TOO_MANY_REQUESTS"
+    # A batch request that another one replaces leaves its place to it.
+    world.handle(ev.StreamCancelled(people[0]))
+    again = world.submit(2, lane=BATCH, request_id="r1", num_prompt=9, known_token_ids=(7,))
+    assert world.kinds(again) == ["Accepted"]
+    # Interactive requests may take all places.
+    world = new_world(max_running_requests=4).pair()
+    assert all(world.kinds(world.submit()) == ["Accepted"] for _ in range(4))
+
+
 def test_unused_tokens_return_to_the_rate_limit(new_world, out):
     world = new_world(tenant_defaults=TenantConfig(tokens_per_s=0.001, burst_tokens=100)).pair()
     world.submit(num_prompt=20, sampling={"max_tokens": 80})
