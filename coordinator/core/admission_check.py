@@ -112,7 +112,7 @@ class AdmissionCheck:
                 return None
         # A different request under the id of a running request replaces that request. It is limited
         # like a new request: a tenant could otherwise get around its rate limit.
-        refused = self._admission.error(submission.lane, older)
+        refused = self._admission.error(submission.lane, submission.tenant, older)
         if refused is not None:
             return refused
         if older is None and self._resumes(submission, may_still_run=may_still_run):

@@ -257,9 +257,11 @@ class Core:
         """Returns why an operator may not change a worker to this role now, or None."""
         return self._members.flip_error(worker, role) or self.rollouts.flip_error(worker)
 
-    def admission_error(self, lane: common_pb2.Lane.ValueType) -> errors.BatonError | None:
-        """Returns why no request of this lane would be admitted now, or None."""
-        return self._lifecycle.admission.error(lane)
+    def admission_error(
+        self, lane: common_pb2.Lane.ValueType, tenant: str
+    ) -> errors.BatonError | None:
+        """Returns why no request of this tenant would be admitted to this lane now, or None."""
+        return self._lifecycle.admission.error(lane, tenant)
 
     def wait_correction(self, lane: common_pb2.Lane.ValueType) -> float:
         """Returns the correction factor for predicted waits in a lane, 1 to 4."""

@@ -116,12 +116,13 @@ class Admission:
         self.closing: errors.Unavailable | None = None
 
     def error(
-        self, lane: common_pb2.Lane.ValueType, replaced: Request | None = None
+        self, lane: common_pb2.Lane.ValueType, tenant: str, replaced: Request | None = None
     ) -> errors.BatonError | None:
-        """Returns why no request of a lane is admitted now; None if requests are admitted.
+        """Returns why no request of a tenant is admitted to a lane now; None if one is.
 
         Args:
             lane: The lane.
+            tenant: The tenant.
             replaced: A request that has not ended, and ends when this one is admitted.
         """
         if self.closing is not None:
@@ -135,11 +136,12 @@ class Admission:
         num, max_batch = num_open[lane], self._max_batch
         if lane == _BATCH and num >= max_batch:
             return _too_many(f"{num} batch requests are running; at most {max_batch} of {most}")
-        max_queued = lane_config(self._config.lanes, lane).max_queued
-        if self._lanes.num_queued(lane) >= max_queued:
+        if not self._lanes.has_room(lane, tenant):
+            num, of_tenant = self._lanes.num_queued(lane), self._lanes.num_queued_of(lane, tenant)
+            shared = "" if of_tenant == num else f", {of_tenant} of them of tenant {tenant!r}"
+            max_queued = lane_config(self._config.lanes, lane).max_queued
             return errors.ResourceExhausted(
-                f"{self._lanes.num_queued(lane)} requests wait in the {lane_name(lane)} lane; "
-                f"at most {max_queued}",
+                f"{num} requests wait in the {lane_name(lane)} lane{shared}; at most {max_queued}",
                 reason="QUEUE_FULL",
                 retry_after_s=self._retry_after_s(lane),
             )

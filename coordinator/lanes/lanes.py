@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 
 from baton.coordinator.lanes.fleet_queues import FleetQueues, LaneQueue
+from baton.coordinator.lanes.queue_places import QueuePlaces
 from baton.coordinator.lanes.tenants import QueueEntry, Tenant, TenantQueue, Tenants
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import LANES, Lane, lane_config
@@ -68,6 +69,11 @@ class Lanes:
         self._waiting: dict[Lane, OrderedDict[RequestKey, Request]] = {
             lane: OrderedDict() for lane in LANES
         }
+        # The places of those requests.
+        self._places = {
+            lane: QueuePlaces(lane_config(config, lane).max_queued, self._weight_of)
+            for lane in LANES
+        }
         # Requests that have not ended, by the lane that they were submitted to.
         self._num_open = dict.fromkeys(LANES, 0)
         # By the lane that they are ordered in.
@@ -85,9 +91,17 @@ class Lanes:
         """Returns how many requests wait that were submitted to a lane."""
         return len(self._waiting[lane])
 
+    def num_queued_of(self, lane: Lane, tenant: str) -> int:
+        """Returns how many requests of a tenant wait that were submitted to a lane."""
+        return self._places[lane].num_of(tenant)
+
     def num_open(self, lane: Lane) -> int:
         """Returns how many requests have not ended that were submitted to a lane."""
         return self._num_open[lane]
+
+    def has_room(self, lane: Lane, tenant: str) -> bool:
+        """Whether a new request of a tenant may wait in a lane."""
+        return self._places[lane].has_room(tenant)
 
     def oldest(self, lane: Lane) -> Request | None:
         """Returns the request that has waited longest of those submitted to a lane."""
@@ -131,7 +145,7 @@ class Lanes:
         if queue is queues.batch:
             first_s = queues.interactive.work.work_s / most_per_s
             most_per_s = num_workers
-        weight = self._tenants.config(submission.tenant).weight
+        weight = self._weight_of(submission.tenant)
         tenant = self._tenants.find(submission.tenant)
         ahead_s = queue.ahead_s(tenant, weight, work_s, self.now + growth_s)
         wait_s = first_s + ahead_s / most_per_s
@@ -203,6 +217,7 @@ class Lanes:
         entry.has_returned = request.attempt > 0 or len(request.token_ids) > 0
         entry.work_us, entry.queued_at = round(work_s * 1e6), now
         self._put_in(entry, now)
+        self._places[request.submission.lane].take(entry.queue.tenant.name)
         waiting = self._waiting[request.submission.lane]
         waiting[request.key] = request
         if request.attempt:
@@ -447,12 +462,17 @@ class Lanes:
     def _stop_waiting(self, entry: QueueEntry) -> None:
         entry.is_queued = False
         self._take_out(entry)
-        del self._waiting[entry.request.submission.lane][entry.request.key]
+        lane = entry.request.submission.lane
+        del self._waiting[lane][entry.request.key]
+        self._places[lane].give_back(entry.queue.tenant.name)
 
     def _stopped(self, entry: QueueEntry) -> None:
         """A dispatched request no longer runs."""
         entry.queue.tenant.stopped(self.now)
         self._num_running[entry.queue.lane_queue.lane] -= 1
+
+    def _weight_of(self, tenant: str) -> float:
+        return self._tenants.config(tenant).weight
 
     # ---- Charges
 
@@ -491,7 +511,9 @@ class Lanes:
             entry.queue.tenant.name for entry in self._entries.values() if not entry.is_queued
         )
         assert all(tenant.num_running == running[tenant.name] for tenant in self._tenants)
-        for lane in LANES:
+        for lane, places in self._places.items():
+            waiting = Counter(one.submission.tenant for one in self._waiting[lane].values())
+            places.check_integrity(waiting)
             mine = (one for one in self._entries.values() if one.request.submission.lane == lane)
             assert self._num_open[lane] == sum(1 for _ in mine)
         self._check_fleets()

@@ -262,7 +262,7 @@ class Intake:
         # keeps its place in the lane.
         refused = None
         if not request.resume.token_ids or self._running(request, caller) is None:
-            refused = self._core.admission_error(lane)
+            refused = self._core.admission_error(lane, _tenant(request, caller))
         if refused is None and self._num_pending[lane] >= max_queued:
             refused = ResourceExhausted(
                 f"{self._num_pending[lane]} prompts of the {lane_name(lane)} lane wait to be "

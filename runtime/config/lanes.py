@@ -11,7 +11,11 @@ from baton.runtime.ttft_target import TtftTarget, check_slope
 class LaneConfig(Section):
     """Admission limits of one lane; null means no limit."""
 
-    max_queued: Count = Field(1024, description="Requests that wait in this lane's queue.")
+    max_queued: Count = Field(
+        1024,
+        description="Requests that wait in this lane's queue. Tenants that have less than their "
+        "share of a full queue may add some, up to twice as many of all tenants.",
+    )
     max_queue_s: PositiveSeconds = Field(60.0, description="Longest wait in the queue.")
     max_prompt_tokens: PositiveInt | None = Field(None, description="Prompt tokens of one request.")
     max_output_tokens: PositiveInt | None = Field(

@@ -404,6 +404,29 @@ def test_batch_requests_leave_places_for_interactive_ones(new_world):
     assert all(world.kinds(world.submit()) == ["Accepted"] for _ in range(4))
 
 
+def test_a_tenant_that_fills_a_lane_does_not_keep_others_out(new_world):
+    world = new_world(tenants={"narrow": TenantConfig(max_concurrent=1)}).pair()
+    streams = [world.submit(tenant="narrow") for _ in range(9)]
+    assert all(world.kinds(to) == ["Accepted"] for to in streams)
+    error = world.last(world.submit(tenant="narrow")).error
+    assert (error.reason, str(error)) == (
+        "QUEUE_FULL",
+        "8 requests wait in the interactive lane; at most 8",
+    )
+    other = world.submit(tenant="other")
+    assert world.kinds(other) == ["Accepted"]
+    assert world.core.request(f"r{other.stream}").prefill == ("p", 1)
+    # Others that wait, too, get no more than their share.
+    for worker in ("p", "d"):
+        world.handle(ev.WorkerDetached((worker, 1)))
+    waiting = [world.submit(tenant="other") for _ in range(5)]
+    assert [world.kinds(to) for to in waiting] == [["Accepted"]] * 4 + [["Failed"]]
+    assert (
+        "12 requests wait in the interactive lane, 4 of them of tenant 'other'; at most 8"
+        in str(world.last(waiting[-1]).error)
+    )
+
+
 def test_unused_tokens_return_to_the_rate_limit(new_world, out):
     world = new_world(tenant_defaults=TenantConfig(tokens_per_s=0.001, burst_tokens=100)).pair()
     world.submit(num_prompt=20, sampling={"max_tokens": 80})
