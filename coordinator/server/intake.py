@@ -7,13 +7,13 @@ import math
 import os
 import re
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 from google.rpc import code_pb2
 
 from baton.coordinator.core.core import Core
 from baton.coordinator.core.resumed_stop import known_stop
+from baton.coordinator.lanes.queue_places import QueuePlaces
 from baton.coordinator.server.image_checks import HeldImages, check_images
 from baton.coordinator.server.renders import RenderedChat, Renders
 from baton.coordinator.server.validation import (
@@ -23,7 +23,7 @@ from baton.coordinator.server.validation import (
     check_request,
     check_token_ids,
 )
-from baton.coordinator.state.lanes import lane_config
+from baton.coordinator.state.lanes import LANES, lane_config
 from baton.coordinator.state.requests import Request, StreamKey, Submission
 from baton.runtime.access import ANYONE, Access, Caller
 from baton.runtime.config import BatonConfig
@@ -74,7 +74,11 @@ class Intake:
         self._known_limits: tuple[common_pb2.ModelDescription, ModelLimits] | None = None
         # Valid sampling parameters by encoded form and vocabulary size.
         self._samplings: dict[tuple[bytes, int | None], common_pb2.SamplingParams] = {}
-        self._num_pending: Counter[common_pb2.Lane.ValueType] = Counter()
+        # Requests whose prompts are tokenized or rendered, or wait for that.
+        self._pending = {
+            lane: QueuePlaces(lane_config(config.lanes, lane).max_queued, self._weight_of)
+            for lane in LANES
+        }
 
     def model(self) -> common_pb2.ModelDescription:
         """Description of the served model, as far as known."""
@@ -174,7 +178,8 @@ class Intake:
             chat: RenderedChat | None = None
             is_rendered = has_images(request)
             if is_rendered or not prompt:
-                self._num_pending[lane] += 1
+                pending, tenant = self._pending[lane], _tenant(request, caller)
+                pending.take(tenant)
                 try:
                     if is_rendered:
                         chat = await self._rendered(request)
@@ -182,7 +187,7 @@ class Intake:
                     else:
                         prompt = await self._tokenizer.prompt_token_ids(request)
                 finally:
-                    self._num_pending[lane] -= 1
+                    pending.give_back(tenant)
             return self._submission(
                 request, sampling, prompt, to, arrived_at, deadline_s, caller, chat
             )
@@ -256,17 +261,18 @@ class Intake:
             check_images(request.chat, self._config.images, taken=limits.takes_images)
         if sampling is None:
             sampling = self._remembered(encoded, limits)
-        lane = request.lane or common_pb2.LANE_INTERACTIVE
-        max_queued = lane_config(self._config.lanes, lane).max_queued
+        lane, tenant = request.lane or common_pb2.LANE_INTERACTIVE, _tenant(request, caller)
+        pending = self._pending[lane]
         # The core checks admission again after the tokenization. A resumed request that still runs
         # keeps its place in the lane.
         refused = None
         if not request.resume.token_ids or self._running(request, caller) is None:
-            refused = self._core.admission_error(lane, _tenant(request, caller))
-        if refused is None and self._num_pending[lane] >= max_queued:
+            refused = self._core.admission_error(lane, tenant)
+        if refused is None and not pending.has_room(tenant):
+            max_queued = lane_config(self._config.lanes, lane).max_queued
             refused = ResourceExhausted(
-                f"{self._num_pending[lane]} prompts of the {lane_name(lane)} lane wait to be "
-                f"tokenized; at most {max_queued}",
+                f"{len(pending)} prompts of the {lane_name(lane)} lane wait to be tokenized; at "
+                f"most {max_queued}",
                 reason="QUEUE_FULL",
                 retry_after_s=1.0,
             )
@@ -360,6 +366,9 @@ class Intake:
             fleet = self._core.fleets.find(request.resume.revision) or fleet
         pixels = self._config.images.max_pixels
         return await self._renders.render(request.chat, fleet.workers, pixels)
+
+    def _weight_of(self, tenant: str) -> float:
+        return self._config.tenants.get(tenant, self._config.tenant_defaults).weight
 
     def _cache_salt(self, tenant: str) -> str:
         """Returns the salt that hides a tenant's KV blocks from other tenants; empty: none does."""

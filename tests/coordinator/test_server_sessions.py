@@ -185,6 +185,26 @@ async def test_cancel_while_a_long_prompt_is_tokenized(pair, coordinator, infere
         client.call.cancel()
 
 
+async def test_long_prompts_of_one_tenant_do_not_keep_others_out(coordinator_config):
+    """Prompts that wait to be tokenized are bounded like those that wait for workers."""
+    release, long = threading.Event(), "the fox " * 600
+    config = coordinator_config(lanes={"interactive": {"max_queued": 1}})
+    async with Coordinator(config) as coordinator, rpc.channel(coordinator.address) as channel:
+        client = Client(inference_pb2_grpc.InferenceStub(channel))
+        threads = coordinator._tokenizer._threads
+        for _ in range(threads._max_workers):
+            threads.submit(release.wait, WAIT_S)
+        for stream, tenant in enumerate(("a", "a", "b")):
+            await client.submit(stream, generate(long, tenant=tenant))
+        failed = (await client.until(1, "failed"))[-1].failed
+        assert "1 prompts of the interactive lane wait to be tokenized; at most 1" in failed.message
+        # The tokenization finds that the other tenant's prompt is longer than the context.
+        release.set()
+        failed = (await client.until(2, "failed"))[-1].failed
+        assert "at most 1023: the context is 1024 tokens" in failed.message
+        client.call.cancel()
+
+
 async def test_a_stream_that_is_resumed_takes_its_own_place_of_a_full_coordinator(
     coordinator_config,
 ):
