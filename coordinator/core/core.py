@@ -300,7 +300,7 @@ class Core:
         return self._lifecycle.lanes.num_queued(lane)
 
     def oldest_queued(self, lane: common_pb2.Lane.ValueType) -> Request | None:
-        """Returns the request that has waited longest in a lane, or None."""
+        """Returns the request that has waited longest in a lane since it ran last, or None."""
         return self._lifecycle.lanes.oldest(lane)
 
     def step_targets(self) -> cluster_pb2.StepTargets:

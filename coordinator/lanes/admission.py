@@ -236,7 +236,7 @@ class Admission:
         if oldest is None:
             return _RETRY_AFTER_S
         # If the lane was full all the time, as many requests left during its wait as wait now.
-        waited_s = self._lanes.now - oldest.submitted_at
+        waited_s = self._lanes.now - oldest.state_since
         return max(_RETRY_AFTER_S, waited_s / self._lanes.num_queued(lane))
 
 

@@ -12,7 +12,7 @@ lanes and tenants count the requests of all fleets.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from baton.coordinator.lanes.fleet_queues import FleetQueues, LaneQueue
@@ -65,10 +65,9 @@ class Lanes:
         self._tenants = Tenants(defaults or TenantConfig(), tenants or {}, self._must_remember)
         self._fleets: dict[Fleet, FleetQueues] = {}
         self._entries: dict[RequestKey, QueueEntry] = {}
-        # By the lane that they were submitted to, longest wait first.
-        self._waiting: dict[Lane, OrderedDict[RequestKey, Request]] = {
-            lane: OrderedDict() for lane in LANES
-        }
+        # By the lane that they were submitted to, longest wait first. A request that ran meanwhile
+        # waits anew.
+        self._waiting: dict[Lane, dict[RequestKey, Request]] = {lane: {} for lane in LANES}
         # The places of those requests.
         self._places = {
             lane: QueuePlaces(lane_config(config, lane).max_queued, self._weight_of)
@@ -104,7 +103,10 @@ class Lanes:
         return self._places[lane].has_room(tenant)
 
     def oldest(self, lane: Lane) -> Request | None:
-        """Returns the request that has waited longest of those submitted to a lane."""
+        """Returns the request that has waited longest, since it ran last if it has run.
+
+        Only requests that were submitted to the lane count.
+        """
         return next(iter(self._waiting[lane].values()), None)
 
     @property
@@ -218,10 +220,7 @@ class Lanes:
         entry.work_us, entry.queued_at = round(work_s * 1e6), now
         self._put_in(entry, now)
         self._places[request.submission.lane].take(entry.queue.tenant.name)
-        waiting = self._waiting[request.submission.lane]
-        waiting[request.key] = request
-        if request.attempt:
-            waiting.move_to_end(request.key, last=False)
+        self._waiting[request.submission.lane][request.key] = request
         self._reorder(entry.queue.tenant)
 
     def changed_fleet(self, request: Request) -> None:

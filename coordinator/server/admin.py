@@ -347,7 +347,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
 
     def _lane(self, lane: common_pb2.Lane.ValueType) -> admin_pb2.LaneInfo:
         oldest = self._core.oldest_queued(lane)
-        waited_s = self._shell.now() - oldest.submitted_at if oldest is not None else 0.0
+        waited_s = self._shell.now() - oldest.state_since if oldest is not None else 0.0
         return admin_pb2.LaneInfo(
             lane=lane,
             num_queued=self._core.num_queued(lane),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from virtual_cell import VirtualCell, WorkerShape
 
+from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.runtime.config import BatchLaneConfig, LanesConfig, parse
 from baton.runtime.latency import LatencyModel
@@ -93,3 +94,19 @@ def test_a_full_lane_says_when_to_retry(new_world):
     world.after(60.0)
     error = world.last(world.submit(lane=BATCH)).error
     assert (error.reason, error.retry_after_s) == ("QUEUE_FULL", pytest.approx(30.0))
+
+
+def test_the_time_that_a_request_ran_is_no_wait(new_world, out):
+    """Its worker was lost after an hour; the requests behind it did not wait for that long."""
+    lanes = LanesConfig(batch=BatchLaneConfig(max_queued=2))
+    world = new_world(lanes=lanes, max_request_s=1e5).pair()
+    long = world.submit(lane=BATCH)
+    world.step("p", out("r1", [7], finish=0))
+    world.step("d", out("r1", [8], 1))
+    world.now += 3600
+    world.handle(ev.WorkerLost("d", "was killed"))
+    world.submit(lane=BATCH)
+    world.now += 4
+    oldest = world.core.oldest_queued(BATCH)
+    assert (oldest.submission.to, world.now - oldest.state_since) == (long, pytest.approx(4.0))
+    assert world.last(world.submit(lane=BATCH)).error.retry_after_s == pytest.approx(2.0)
