@@ -282,7 +282,7 @@ class Rollouts:
         self.retiring.replace(map(named, record.retiring), self._max_request_s, now)
         self._stats.compared = {}
         self._fleets.stable = stable = named(record.stable)
-        self.traffic.canary, self.traffic.open = None, False
+        self.traffic.canary, self.traffic.open, self.traffic.share = None, False, 0.0
         if record.canary:
             canary, sizes = named(record.canary), dict.fromkeys(Pool, 0)
             self.rollout = Rollout(canary, stable, sizes, record.abort_if_worse)

@@ -109,6 +109,21 @@ def test_a_request_before_the_first_worker_after_a_promotion_is_served(new_world
     assert (request.fleet.name, request.prefill[0]) == ("r2", "cp")
 
 
+def test_a_rollout_that_ended_before_a_restart_leaves_no_share(new_world, say_hello):
+    """The worker that returns first has missed the end, and its record is restored first."""
+    world = new_world()
+    running = cluster_pb2.RolloutRecord(
+        version=2, configured="1", stable="1", canary="r2", share=0.5
+    )
+    ended = cluster_pb2.RolloutRecord(version=3, configured="1", stable="1", retiring=["r2"])
+    for name, role, record, share in (("p", PREFILL, running, 0.5), ("d", DECODE, ended, 0.0)):
+        hello = say_hello(name, role, generation=77)
+        hello.rollout.CopyFrom(record)
+        world.handle(ev.WorkerAttached(hello, returns=True))
+        assert world.core.rollouts.traffic.share == share
+        assert latest_record(world, name).share == share
+
+
 def latest_record(world, worker):
     records = (one for one in world.commands[worker] if isinstance(one, cluster_pb2.RolloutRecord))
     return list(records)[-1]
