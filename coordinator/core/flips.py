@@ -62,8 +62,8 @@ class Flips:
         return bool(self._flipping)
 
     def error(self, worker: Worker, role: common_pb2.Role.ValueType) -> BatonError | None:
-        """Returns why a worker cannot change to this role now; None if it can, or has the role."""
-        if worker.role == role or (worker.flip is not None and worker.flip.into == role):
+        """Returns why a worker cannot change to this role now; None if it can, or will have it."""
+        if worker.next_role == role:
             return None
         name, serves = f"worker {worker.id}", POOL_OF[worker.role].value
         if worker.flip is not None:

@@ -75,7 +75,7 @@ class Membership:
         self, worker: Worker, role: common_pb2.Role.ValueType
     ) -> errors.BatonError | None:
         """Returns why an operator may not change a worker to this role now, or None."""
-        if worker.role == role:
+        if worker.next_role == role:
             return None
         limits = self._scaler.flip_error(worker.id, POOL_OF[worker.role], POOL_OF[role])
         return self._flips.error(worker, role) or limits

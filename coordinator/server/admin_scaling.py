@@ -147,7 +147,7 @@ class ScalingCalls:
     def flip(self, request: admin_pb2.FlipWorkerRequest) -> admin_pb2.FlipWorkerResponse:
         into = _pool_of(request.role)
         worker = self._worker(request.worker_id)
-        if worker.role == request.role:
+        if worker.role == worker.next_role == request.role:
             return admin_pb2.FlipWorkerResponse(message=f"{worker.id} serves {into.value} already")
         refused = self._shell.core.flip_error(worker, request.role)
         if refused is not None:

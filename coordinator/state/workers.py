@@ -114,6 +114,11 @@ class Worker:
             and self.flip is None
         )
 
+    @property
+    def next_role(self) -> common_pb2.Role.ValueType:
+        """The role that it changes to, or else has."""
+        return self.flip.into if self.flip is not None else self.role
+
     def trouble(self, now: float, silent_s: float) -> str:
         """Returns why the worker makes no progress now, for operators; empty if it does.
 

@@ -286,6 +286,17 @@ def test_a_flip_that_cannot_be_is_refused(launched):
         assert made.core.workers.by_id(worker_id).flip is None
 
 
+def test_a_flip_under_way_cannot_be_taken_back(launched):
+    """An operator who asks for it learns so; asking for the same flip again is no error."""
+    made = launched()
+    made.world.submit()
+    worker_id = made.core.request("r1").prefill[0]
+    flip(made, worker_id, DECODE)
+    worker = made.core.workers.by_id(worker_id)
+    assert "is changing its role" in str(made.core.flip_error(worker, PREFILL))
+    assert made.core.flip_error(worker, DECODE) is None
+
+
 def test_a_worker_that_has_flipped_when_it_hears_that_it_drains_gets_nothing_new(launched):
     made = launched()
     flip(made, "prefill-0", DECODE)
