@@ -112,8 +112,9 @@ class Dispatcher:
             return errors.Unavailable(f"no {' and no '.join(empty)} worker is attached: {waited}")
         if idle := [name for name, one in there.items() if not one.num_serving]:
             return errors.Unavailable(f"no {' and no '.join(idle)} worker is serving: {waited}")
+        cause = self._lifecycle.lanes.reached_limit(request) or "every worker is busy"
         return errors.ResourceExhausted(
-            f"every worker is busy: {waited}", reason="QUEUE_TIMEOUT", retry_after_s=1.0
+            f"{cause}: {waited}", reason="QUEUE_TIMEOUT", retry_after_s=1.0
         )
 
     # ---- Private methods

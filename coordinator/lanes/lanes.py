@@ -22,6 +22,7 @@ from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import LANES, Lane, lane_config
 from baton.coordinator.state.requests import Request, RequestKey, Submission
 from baton.runtime.config import LanesConfig, TenantConfig
+from baton.runtime.enum_names import lane_name
 from baton.runtime.errors import ResourceExhausted
 from baton.v1 import common_pb2
 
@@ -175,6 +176,23 @@ class Lanes:
             len(one) for one in tenant.queues.values() if one.lane_queue.lane in before
         )
         return tenant.slots.wait_s(num_waiting, self.now)
+
+    def reached_limit(self, request: Request) -> str:
+        """Returns which limit keeps a waiting request from running, in words; empty: none does."""
+        queue = self._entries[request.key].queue
+        tenant, lane = queue.tenant, queue.lane_queue.lane
+        if not tenant.can_run:
+            return (
+                f"tenant {tenant.name!r} runs {tenant.num_running} requests, at most "
+                f"{tenant.config.max_concurrent} (max_concurrent)"
+            )
+        limit, num_running = self._max_running[lane], self._num_running[lane]
+        if limit is not None and num_running >= limit:
+            return (
+                f"the {lane_name(lane)} lane runs {num_running} requests, at most {limit} "
+                f"(lanes.{lane_name(lane)}.max_running)"
+            )
+        return ""
 
     # ---- Queueing
 

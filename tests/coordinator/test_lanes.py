@@ -404,6 +404,27 @@ def test_batch_requests_leave_places_for_interactive_ones(new_world):
     assert all(world.kinds(world.submit()) == ["Accepted"] for _ in range(4))
 
 
+def test_a_request_that_waits_too_long_is_told_which_limit_was_reached(new_world):
+    lanes = LanesConfig(
+        interactive=InteractiveLaneConfig(max_queue_s=5.0),
+        batch=BatchLaneConfig(max_queue_s=5.0, max_running=1),
+    )
+    narrow = {"narrow": TenantConfig(max_concurrent=1)}
+    world = new_world(lanes=lanes, tenants=narrow, max_prefill_requests=3).pair()
+    of_tenant = [world.submit(tenant="narrow") for _ in range(2)][-1]
+    of_lane = [world.submit(lane=BATCH) for _ in range(2)][-1]
+    world.wait(6)
+    for to, told in (
+        (of_tenant, "tenant 'narrow' runs 1 requests, at most 1 (max_concurrent): waited 5 s"),
+        (of_lane, "the batch lane runs 1 requests, at most 1 (lanes.batch.max_running): "),
+    ):
+        error = world.last(to).error
+        assert (error.reason, str(error)[: len(told)]) == ("QUEUE_TIMEOUT", told)
+    busy = [world.submit() for _ in range(4)][-1]
+    world.wait(6)
+    assert "every worker is busy: waited 5 s" in str(world.last(busy).error)
+
+
 def test_a_tenant_that_fills_a_lane_does_not_keep_others_out(new_world):
     world = new_world(tenants={"narrow": TenantConfig(max_concurrent=1)}).pair()
     streams = [world.submit(tenant="narrow") for _ in range(9)]
