@@ -305,7 +305,10 @@ class Rollouts:
     # ---- Steps of a rollout
 
     def _start_workers(self, rollout: Rollout, now: float) -> None:
-        """Starts the workers that the canary lacks; gives up starts that take too long."""
+        """Starts the workers that the canary lacks; gives up starts that take too long.
+
+        A worker that drains or has ended is replaced once its GPUs are free.
+        """
         if not self._scaler.active:
             return
         canary, launches = rollout.canary, self._scaler.launches
@@ -316,7 +319,8 @@ class Rollouts:
         for pool, role in ROLE_OF.items():
             there = sum(one.role == role and one.state != _DRAINING for one in canary.workers)
             lacking = rollout.sizes[pool] - there - launches.num_starting(pool, canary)
-            launches.start(pool, lacking, now, canary)
+            number = min(lacking, self._scaler.num_startable(pool, canary.revision))
+            launches.start(pool, int(number), now, canary)
             launches.settle(pool, now, canary)
 
     def _reserve(self) -> None:

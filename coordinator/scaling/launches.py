@@ -117,6 +117,11 @@ class Launches:
         launch = self._all.get(worker_id)
         return (launch.revision, launch.first_pool) if launch is not None else None
 
+    def revisions(self) -> Iterator[tuple[Revision, Pool]]:
+        """As `started_as`, of all processes that are not known to be gone."""
+        for one in self._all.values():
+            yield one.revision, one.first_pool
+
     def num_starting(self, pool: Pool, fleet: Fleet | None = None) -> int:
         """Returns how many processes start and have not attached; default: stable fleet."""
         return self._num_starting[self._key(pool, fleet)]

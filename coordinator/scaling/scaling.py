@@ -6,6 +6,7 @@ itself; it returns the drains and flips of attached workers to the core, which c
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -154,6 +155,16 @@ class Scaler:
         return sum(
             self._gpus_of(one.id, POOL_OF[one.role]) for one in workers if one.role in POOL_OF
         )
+
+    def num_startable(self, pool: Pool, revision: Revision) -> float:
+        """Number of workers that the GPUs of max_gpus suffice for now; infinite without a limit.
+
+        A process that was started here holds its GPUs until it is gone, also while it drains.
+        """
+        if self.max_gpus is None:
+            return math.inf
+        held = sum(self._num_gpus(*one) for one in self.launches.revisions())
+        return max(0, self.max_gpus - held) // self._num_gpus(revision, pool)
 
     def gpus_starting(self, fleet: Fleet) -> int:
         """Number of GPUs that a fleet's starting processes will use."""

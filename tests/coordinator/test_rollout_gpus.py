@@ -96,6 +96,22 @@ def test_the_pools_do_not_use_the_canarys_gpus(launched):
     assert "decode-1" in made.started
 
 
+@pytest.mark.parametrize("how", ["drains", "dies"])
+def test_a_canarys_worker_is_replaced_when_its_gpus_are_free(launched, how):
+    made = launched(max_gpus=6)
+    made.world.handle(ev.RolloutRequested(DOUBLE, 0.1, {}))
+    made.come_up()
+    if how == "drains":
+        made.world.handle(ev.DrainRequested("decode-r2-0", 60.0, "test"))
+    else:
+        made.world.handle(ev.WorkerExited("decode-r2-0", "crashed"))
+    # Its process has not ended yet.
+    made.world.after(3.0)
+    assert "decode-r2-1" not in made.started
+    made.wait(10)
+    assert "decode-r2-1" in made.started
+
+
 def elsewhere(made):
     """Attaches two workers of another fleet, with two GPUs each, that an operator has started."""
     for worker_id, role in (("guest-p", ROLES[Pool.PREFILL]), ("guest-d", ROLES[Pool.DECODE])):
