@@ -119,6 +119,10 @@ class FleetQueues:
         """Returns a lane's queue."""
         return self.batch if lane == common_pb2.LANE_BATCH else self.interactive
 
+    def ordered_in(self, lane: Lane) -> tuple[LaneQueue, ...]:
+        """Returns all queues of a lane."""
+        return (self.batch,) if lane == common_pb2.LANE_BATCH else (self.interactive, self.late)
+
     def beside(self, queue: LaneQueue) -> tuple[LaneQueue, ...]:
         """Returns the other lane's queues."""
         return (self.interactive, self.late) if queue is self.batch else (self.batch,)

@@ -117,10 +117,41 @@ class Lanes:
 
     # ---- How long requests wait
 
+    def num_runnable(self, lane: Lane) -> int:
+        """Returns how many of the requests that wait in a lane more workers would run at once.
+
+        Others wait for the limit of their tenant (max_concurrent) or of the lane (max_running).
+        """
+        places = self._places[lane]
+        num = len(places) - sum(
+            max(0, places.num_of(tenant.name) - tenant.slots.num_free)
+            for tenant in self._tenants
+            if tenant.slots is not None
+        )
+        limit = self._max_running[lane]
+        return num if limit is None else min(num, max(0, limit - self._num_running[lane]))
+
     def waiting_s(self, lane: Lane, fleet: Fleet) -> float:
-        """Returns the seconds of prefill work that wait for a fleet, by the lane of submission."""
-        queues = self._fleets.get(fleet)
-        return queues.submitted_work_us[lane] / 1e6 if queues is not None else 0.0
+        """Returns the seconds of prefill work that wait for a fleet's workers.
+
+        Work of requests that wait for a limit is left out, as in `num_runnable`.
+
+        Args:
+            lane: The lane that the requests were submitted to.
+            fleet: The fleet.
+        """
+        queues, limit = self._fleets.get(fleet), self._max_running[lane]
+        if queues is None or (limit is not None and self._num_running[lane] >= limit):
+            return 0.0
+        held_us = 0.0
+        for tenant in self._tenants:
+            if tenant.slots is not None:
+                for lane_queue in queues.ordered_in(lane):
+                    queue = tenant.queues.get(lane_queue)
+                    if queue is not None and (num := len(queue)):
+                        held_us += queue.work_us * max(0.0, 1 - tenant.slots.num_free / num)
+        # A long prompt may be ordered in another lane than it was submitted to.
+        return max(0.0, queues.submitted_work_us[lane] - held_us) / 1e6
 
     def wait_s(
         self,
@@ -239,6 +270,7 @@ class Lanes:
         self._put_in(entry, now)
         self._places[request.submission.lane].take(entry.queue.tenant.name)
         self._waiting[request.submission.lane][request.key] = request
+        request.was_held |= self._is_held(entry)
         self._reorder(entry.queue.tenant)
 
     def changed_fleet(self, request: Request) -> None:
@@ -423,6 +455,14 @@ class Lanes:
                     lane_queue.join(queue, self.now)
             elif queue.item is not None:
                 lane_queue.leave(queue, self.now)
+
+    def _is_held(self, entry: QueueEntry) -> bool:
+        """Whether a waiting request must wait for a limit, however many workers there are."""
+        tenant, lane = entry.queue.tenant, entry.queue.lane_queue.lane
+        limit, slots = self._max_running[lane], tenant.slots
+        if limit is not None and self._num_running[lane] >= limit:
+            return True
+        return slots is not None and sum(map(len, tenant.queues.values())) > slots.num_free
 
     # ---- Entries
 

@@ -330,6 +330,8 @@ class Request:
             that arrive this much later go first (lanes/tenants.py).
         is_late: Whether its first token cannot be in time, so that it goes after all others
             (lanes/lanes.py); only in elastic cells.
+        was_held: Whether it has waited for the max_concurrent of its tenant or the max_running of
+            its lane, so that its time to first token says little about the workers.
         waits_until: Until when the request waits for a starting worker, by the core's clock
             (core/recovery_timeout.py).
         num_charged: Number of output tokens that the tenant was charged for.
@@ -369,6 +371,7 @@ class Request:
     due_at: float = math.inf
     growth_s: float = 0.0
     is_late: bool = False
+    was_held: bool = False
     exposed_us: int | None = None
     prefill_timings: cluster_pb2.StageTimings | None = None
     decode_timings: cluster_pb2.StageTimings | None = None

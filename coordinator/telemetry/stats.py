@@ -81,7 +81,8 @@ class LaneDemand:
         num_output_tokens: expected number of output tokens.
         num_kv_tokens: sum over requests of the KV tokens held on average during decoding.
         works: prefill work of the latest requests.
-        first_tokens: first tokens since the last autoscaling decision, which clears the list.
+        first_tokens: first tokens since the last autoscaling decision, which clears the list, of
+            requests that waited for no limit.
     """
 
     __slots__ = (
@@ -225,9 +226,11 @@ class CoreStats:
         target_s = self.ttft_target_s(submission)
         if target_s is not None:
             self.lanes[submission.lane].ttft_ratio.observe(ttft_s / target_s)
-        self.demand[submission.lane].first_tokens.append(
-            FirstToken(ttft_s, request.num_prompt_tokens)
-        )
+        if not request.was_held:
+            # More workers would not have made the others sooner.
+            self.demand[submission.lane].first_tokens.append(
+                FirstToken(ttft_s, request.num_prompt_tokens)
+            )
         if (fleet := self.compared.get(request.fleet)) is not None:
             fleet.lanes[submission.lane].ttft.observe(ttft_s)
         self.recent.at(now).lanes[submission.lane].first_token(

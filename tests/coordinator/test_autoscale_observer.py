@@ -76,6 +76,35 @@ def test_demand_is_counted_at_arrival():
     assert seen.decode.num_decodes == seen.decode.num_in_prefill > 0
 
 
+@pytest.mark.parametrize(
+    "limits", [{"tenants": {"narrow": {"max_concurrent": 2}}}, {"max_running": 2}]
+)
+def test_requests_that_wait_for_a_limit_need_no_workers(limits):
+    made = cell(**limits)
+    observer = made.core.observer()
+    for _ in range(30):
+        made.submit(1000, 50, tenant="narrow")
+    assert made.core.num_queued(common_pb2.LANE_INTERACTIVE) == 28
+    load = lane(observer.observe(ScalingConfig(), made.now))
+    assert load.num_waiting == 0
+    assert load.queued_s == pytest.approx(2 * 0.11)
+    made.run(made.now + 60)
+    assert all(one.error is None for one in made.outcomes)
+    load = lane(observer.observe(ScalingConfig(), made.now))
+    assert (load.num_first, load.num_late) == (2, 0)
+
+
+def test_a_tenant_with_free_places_needs_workers_for_as_many_requests():
+    made = cell({"narrow": {"max_concurrent": 4}})
+    for worker in ("p", "d"):
+        made.kill(worker)
+    for _ in range(10):
+        made.submit(1000, 50, tenant="narrow")
+    load = lane(made.core.observer().observe(ScalingConfig(), made.now))
+    assert load.num_waiting == 4
+    assert load.queued_s == pytest.approx(4 * 0.105)
+
+
 def test_cached_prefixes_are_no_demand():
     made = cell()
     prompt = list(range(1, 1001))

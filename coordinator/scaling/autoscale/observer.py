@@ -154,7 +154,7 @@ class Observer:
             num_kv_tokens=demand.num_kv_tokens,
             works=tuple(demand.works),
             queued_s=at_workers_s + waiting_s,
-            num_waiting=self._lanes.num_queued(lane),
+            num_waiting=self._lanes.num_runnable(lane),
             ttft_s=ttft_s,
             ttft_target_s=ttft_target_s,
             num_first=num_first,

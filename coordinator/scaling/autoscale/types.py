@@ -60,13 +60,14 @@ class LaneLoad:
         works: prefill work of the latest requests, in any order.
         queued_s: seconds of queued prefill work at workers and in the lane. Work in the lane does
             not count while it waits for room on decode workers.
-        num_waiting: requests that wait in the lane.
+        num_waiting: requests that wait in the lane and that more workers would run: not those that
+            wait for a limit of their tenant or of the lane. `queued_s` leaves those out too.
         ttft_s: TTFT of one request since the last observation; None: no first token. It is the
             request at the target's percentile when requests are ordered by TTFT divided by their
             own target; with one target for all prompts, this is the percentile of TTFT.
         ttft_target_s: target of that request; None: no first token, or no target.
-        num_first: first tokens since the last observation.
-        num_late: first tokens since the last observation that missed the target.
+        num_first: first tokens since the last observation, of requests that waited for no limit.
+        num_late: those of `num_first` that missed the target.
     """
 
     num_arrived: int = 0
