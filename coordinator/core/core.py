@@ -299,6 +299,11 @@ class Core:
         """Returns the number of requests that wait in a lane."""
         return self._lifecycle.lanes.num_queued(lane)
 
+    def num_running(self, lane: common_pb2.Lane.ValueType) -> int:
+        """Returns the number of requests of a lane that workers have."""
+        lanes = self._lifecycle.lanes
+        return lanes.num_open(lane) - lanes.num_queued(lane)
+
     def oldest_queued(self, lane: common_pb2.Lane.ValueType) -> Request | None:
         """Returns the request that has waited longest in a lane since it ran last, or None."""
         return self._lifecycle.lanes.oldest(lane)

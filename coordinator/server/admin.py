@@ -351,7 +351,7 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         return admin_pb2.LaneInfo(
             lane=lane,
             num_queued=self._core.num_queued(lane),
-            num_running=self._core.stats.lanes[lane].num_running,
+            num_running=self._core.num_running(lane),
             max_queued=lane_config(self._config.lanes, lane).max_queued,
             oldest_wait=duration(waited_s),
         )

@@ -67,9 +67,9 @@ class CoreCollector(Collector):
             "Correction factor on predicted waits, from the actual waits of earlier requests.",
             labels=["lane"],
         )
-        for lane, lane_stats in stats.lanes.items():
+        for lane in stats.lanes:
             queued.add_metric([lane_name(lane)], self._core.num_queued(lane))
-            running.add_metric([lane_name(lane)], lane_stats.num_running)
+            running.add_metric([lane_name(lane)], self._core.num_running(lane))
             waits.add_metric([lane_name(lane)], self._core.wait_correction(lane))
         yield queued
         yield running

@@ -34,19 +34,18 @@ _RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
 
 
 class LaneStats:
-    """Latencies of one lane in seconds, and the number of its running requests.
+    """Latencies of one lane in seconds.
 
     Attributes:
         ttft_ratio: times to first token divided by the request's own target.
     """
 
-    __slots__ = ("e2e", "itl", "num_running", "queue", "tpot", "ttft", "ttft_ratio")
+    __slots__ = ("e2e", "itl", "queue", "tpot", "ttft", "ttft_ratio")
 
     def __init__(self) -> None:
         self.ttft, self.queue = Histogram(_TTFT_S), Histogram(_TTFT_S)
         self.ttft_ratio = Histogram(_RATIOS)
         self.itl, self.tpot, self.e2e = Histogram(_FAST_S), Histogram(_FAST_S), Histogram(_SLOW_S)
-        self.num_running = 0
 
 
 _NUM_COLD_STARTS = 32
@@ -209,7 +208,6 @@ class CoreStats:
             after_start: whether one of the workers attached after the request had arrived.
         """
         lane, waited_s = self.lanes[request.submission.lane], now - request.submitted_at
-        lane.num_running += 1
         lane.queue.observe(waited_s)
         recent = self.recent.at(now).lanes[request.submission.lane]
         recent.tenant(request.submission.tenant).wait.observe(waited_s)
@@ -269,8 +267,6 @@ class CoreStats:
 
     def ended(self, request: Request, record: EndedRequest, outcome: str) -> None:
         lane = self.lanes[record.lane]
-        if request.dispatched_at is not None:
-            lane.num_running -= 1
         self.requests[record.lane, outcome] += 1
         self.num_prompt_tokens += record.num_prompt_tokens
         lane.e2e.observe(record.ended_at - record.arrived_at)

@@ -337,8 +337,8 @@ class RandomCell:
         core.check_integrity()
         assert not [each for each in self.clients.everyone if not each.outcome]
         assert core.num_requests == 0, core.running()
-        for lane, stats in core.stats.lanes.items():
-            assert stats.num_running == 0
+        for lane in core.stats.lanes:
+            assert core.num_running(lane) == 0
             assert core.num_queued(lane) == 0
             for fleet in core.fleets:
                 assert core._lifecycle.lanes.waiting_s(lane, fleet) == 0

@@ -301,7 +301,7 @@ def test_a_late_worker_continues_if_no_other_worker_decodes_yet(restarted, out, 
     assert restarted.received_text() == TEXT[3:]
     budget = world.last(to).budget
     assert sum(one.duration_us for one in budget.stages) == budget.total_us
-    assert world.core.stats.lanes[common_pb2.LANE_INTERACTIVE].num_running == 0
+    assert world.core.num_running(common_pb2.LANE_INTERACTIVE) == 0
 
 
 def test_a_late_worker_is_not_adopted_once_another_worker_decodes(restarted, out):

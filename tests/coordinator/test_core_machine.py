@@ -166,7 +166,7 @@ def machine(World, output) -> type[RuleBasedStateMachine]:
             assert world.core.num_requests == 0
             assert world.core.next_deadline() is None
             assert all(not len(worker.ledger) for worker in world.core.workers)
-            assert all(stats.num_running == 0 for stats in world.core.stats.lanes.values())
+            assert all(world.core.num_running(lane) == 0 for lane in world.core.stats.lanes)
             for to, request_id in self.request_ids.items():
                 kinds = world.kinds(to)
                 ends = kinds.count("Finished") + kinds.count("Failed")

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from two_pairs import crash, decodes, hear_all_but, latest, prefills
 
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.requests import RequestState
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -54,6 +55,16 @@ def test_a_lost_worker_is_replaced(two_pairs, out, stage, leg):
     stages = [one.stage for one in finished.budget.stages]
     assert sum(one.duration_us for one in finished.budget.stages) == finished.budget.total_us
     assert stages == sorted(set(stages), key=stages.index)
+
+
+def test_a_request_that_waits_again_does_not_count_as_running(world):
+    world.submit()
+    world.handle(ev.WorkerLost("d", "was killed"))
+    core, lane = world.core, common_pb2.LANE_INTERACTIVE
+    assert core.request("r1").state is RequestState.RECOVERING
+    assert (core.num_running(lane), core.num_queued(lane)) == (0, 1)
+    world.attach("d2", DECODE)
+    assert (core.num_running(lane), core.num_queued(lane)) == (1, 0)
 
 
 def test_time_without_a_worker_counts_as_the_recovery_stage(world, out):
