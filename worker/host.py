@@ -6,6 +6,8 @@ import asyncio
 import logging
 import os
 from collections.abc import Mapping
+from time import monotonic
+from typing import NamedTuple
 
 import psutil
 
@@ -26,6 +28,18 @@ from baton.worker.runner import Runner
 _log = logging.getLogger(__name__)
 
 
+class DrainOrder(NamedTuple):
+    """A drain command of the coordinator.
+
+    Attributes:
+        deadline: Time by time.monotonic until which requests may run.
+        reason: Reason for people.
+    """
+
+    deadline: float
+    reason: str
+
+
 class WorkerHost:
     """Represents the worker on the attach stream (the `Host` of worker/attach.py).
 
@@ -42,7 +56,8 @@ class WorkerHost:
 
     Attributes:
         attached: Event that is set when a coordinator has welcomed this worker.
-        drain_s: Resolves to (time limit, reason) when the coordinator tells the worker to drain.
+        drain: The coordinator's latest order to drain; None before the first.
+        drain_came: Event that each order to drain sets.
         released: Event that is set when this draining worker will get no more work.
     """
 
@@ -82,7 +97,8 @@ class WorkerHost:
         self._role, self._state = role, cluster_pb2.WORKER_STATE_SERVING
         self._process = psutil.Process()
         self.attached, self.released = asyncio.Event(), asyncio.Event()
-        self.drain_s: asyncio.Future[tuple[float, str]] = asyncio.get_running_loop().create_future()
+        self.drain: DrainOrder | None = None
+        self.drain_came = asyncio.Event()
 
     def change_state(
         self, state: cluster_pb2.WorkerState.ValueType, reason: str, *, failed: bool = False
@@ -199,8 +215,8 @@ class WorkerHost:
                 self._report_state("the coordinator set the role")
             case "drain":
                 timeout_s = message.drain.timeout.ToNanoseconds() / 1e9
-                if not self.drain_s.done():
-                    self.drain_s.set_result((timeout_s, message.drain.reason))
+                self.drain = DrainOrder(monotonic() + timeout_s, message.drain.reason)
+                self.drain_came.set()
             case "release":
                 self.released.set()
             case "profile":

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import os
 import secrets
 import socket
@@ -277,10 +278,11 @@ class Worker:
         attached = asyncio.create_task(self._report_ready(host, ready), name="ready")
         attaching = asyncio.create_task(attachment.run(), name="attach")
         running = asyncio.create_task(runner.run(), name="run")
-        tasks: list[asyncio.Future[Any]] = [attached, attaching, running]
+        told = asyncio.create_task(host.drain_came.wait(), name="told to drain")
+        tasks: list[asyncio.Future[Any]] = [attached, attaching, running, told]
         try:
             ends: list[asyncio.Future[Any]] = [attaching, running, runner.died]
-            await asyncio.wait([*ends, stopping, host.drain_s], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*ends, stopping, told], return_when=asyncio.FIRST_COMPLETED)
             if not any(end.done() for end in ends):
                 await self._drain(host, runner, attachment, stopping, ends)
             await self._leave(host, runner, attachment, attaching, running)
@@ -299,24 +301,33 @@ class Worker:
     ) -> None:
         """Takes no new work and waits for running requests.
 
-        After a stop signal it waits at most `worker.drain_timeout_s`, because the process manager
-        kills the process some time after the signal.
+        The latest drain command decides how long. After a stop signal it is at most
+        `worker.drain_timeout_s`, because the process manager kills the process some time after
+        the signal.
         """
-        own_s = self._config.worker.drain_timeout_s
-        timeout_s, reason = own_s, "the process was told to stop"
-        if host.drain_s.done():
-            timeout_s, reason = host.drain_s.result()
+        reason = host.drain.reason if host.drain is not None else "the process was told to stop"
         _log.info("draining: %s", reason)
         host.change_state(cluster_pb2.WORKER_STATE_DRAINING, reason)
         idle = asyncio.create_task(_drained(host, runner, attachment), name="drain")
-        over, deadline = [idle, *ends], monotonic() + timeout_s
+        over, stop_by = [idle, *ends], math.inf
         try:
-            await asyncio.wait(
-                [*over, stopping], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if stopping.done():
-                left_s = min(own_s, max(0.0, deadline - monotonic()))
-                await asyncio.wait(over, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+            while not any(one.done() for one in over):
+                if stopping.done():
+                    own_s = self._config.worker.drain_timeout_s
+                    stop_by = min(stop_by, monotonic() + own_s)
+                drain_by = host.drain.deadline if host.drain is not None else math.inf
+                left_s = min(stop_by, drain_by) - monotonic()
+                if left_s <= 0:
+                    return
+                host.drain_came.clear()
+                again = asyncio.create_task(host.drain_came.wait(), name="told to drain again")
+                changes = [again] if stopping.done() else [again, stopping]
+                try:
+                    await asyncio.wait(
+                        [*over, *changes], timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+                    )
+                finally:
+                    again.cancel()
         finally:
             idle.cancel()
 

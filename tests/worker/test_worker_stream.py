@@ -338,6 +338,25 @@ async def test_a_stop_signal_shortens_a_long_drain(coordinator, start_worker):
     assert await worker.exit_code() == 0
 
 
+async def test_a_later_drain_command_shortens_a_long_drain(coordinator, start_worker):
+    """The coordinator removes the worker soon after the time limit of its latest command."""
+    worker = start_worker(simulated=SLOW)
+    stream = await coordinator.stream()
+    await coordinator.command(stream, decode=decode("r", [5, 6], max_tokens=900))
+    await some_outputs(stream, 1)
+    drain = cluster_pb2.DrainCommand(reason="scale down")
+    drain.timeout.FromSeconds(3600)
+    await coordinator.command(stream, drain=drain)
+    draining = (await stream.next_of("state_changed")).state_changed
+    assert draining.state == cluster_pb2.WORKER_STATE_DRAINING
+    drain = cluster_pb2.DrainCommand(reason="drained by hand")
+    drain.timeout.FromMilliseconds(200)
+    await coordinator.command(stream, drain=drain)
+    stopped = (await stream.next_of("state_changed")).state_changed
+    assert (stopped.state, stopped.failed) == (cluster_pb2.WORKER_STATE_STOPPED, False)
+    assert await worker.exit_code() == 0
+
+
 async def test_a_worker_ends_with_its_transfer_service(coordinator, start_worker, capsys):
     worker = start_worker(simulated=SLOW)
     stream = await coordinator.stream()
