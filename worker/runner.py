@@ -300,6 +300,9 @@ class Runner:
         self._fail(held, DeadlineExceeded("the request's deadline passed on the worker"))
 
     def _fail(self, held: _Held, error: BatonError) -> None:
+        if self._by_engine_id.get(held.attempt.engine_id) is not held:
+            # It was dropped, and its begin failed before it was cancelled.
+            return
         self._post_failed(held.attempt, error)
         self._drop(held, "failed")
 

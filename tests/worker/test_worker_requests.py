@@ -118,6 +118,21 @@ async def test_a_step_is_one_message_for_all_its_requests(coordinator, start_wor
     assert largest == 3
 
 
+async def test_a_superseded_attempt_that_the_engine_rejects_leaves_the_newer_one_alone(
+    coordinator, start_worker, vocabulary
+):
+    start_worker()
+    stream = await coordinator.stream()
+    too_long = spec("r", [5] * 2000, attempt=1, max_tokens=4)
+    fits = spec("r", [5, 6, 7], attempt=2, max_tokens=4)
+    commands = [cluster_pb2.DecodeCommand(spec=one) for one in (too_long, fits)]
+    await coordinator.command_batch(stream, *({"decode": command} for command in commands))
+    outputs = await stream.outputs("r")
+    assert {output.attempt for output in outputs} == {2}
+    assert tokens_of(outputs) == expected_tokens(vocabulary, [5, 6, 7], 4)
+    await stream.idle()
+
+
 async def test_a_handoff_between_two_workers(coordinator, start_worker, vocabulary):
     start_worker(PREFILL, "p")
     prefill = await coordinator.stream()
