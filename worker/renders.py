@@ -13,7 +13,9 @@ from baton.worker.outbox import Outbox
 class Renders:
     """Carries out commands one after the other; all methods are called from one event loop.
 
-    The coordinator bounds the number of commands that wait.
+    The coordinator bounds the number of commands that it waits for. A command that waits here for
+    longer than half of its timeout is dropped: without this, a worker that falls behind would
+    render only chats that the coordinator has already sent to other workers.
 
     Args:
         engine: Started engine.
@@ -37,10 +39,25 @@ class Renders:
     async def _run(self, command: cluster_pb2.RenderCommand) -> None:
         rendered = cluster_pb2.Rendered(render_id=command.render_id)
         try:
-            async with self._turn:
+            async with asyncio.timeout(_start_within_s(command)):
+                await self._turn.acquire()
+        except TimeoutError:
+            return
+        try:
+            try:
                 prompt = await self._engine.render(command.chat, command.max_pixels)
+            finally:
+                self._turn.release()
             rendered.prompt_token_ids.extend(prompt.token_ids)
             rendered.images.extend(prompt.images)
         except Exception as error:
             rendered.failed.CopyFrom(self._tasks.failed(error))
         self._outbox.post(cluster_pb2.WorkerMessage(rendered=rendered))
+
+
+def _start_within_s(command: cluster_pb2.RenderCommand) -> float | None:
+    """Longest time that a command may wait for its turn; None: no limit."""
+    if not command.HasField("timeout"):
+        return None
+    # The other half is left for the rendering.
+    return command.timeout.ToNanoseconds() / 2e9

@@ -91,6 +91,7 @@ class Renders:
         self._waiting[worker, render_id] = answered
         try:
             command = cluster_pb2.RenderCommand(render_id=render_id, max_pixels=max_pixels)
+            command.timeout.FromMicroseconds(round(_ATTEMPT_S * 1e6))
             command.chat.CopyFrom(chat)
             self._send(worker, command)
             rendered: cluster_pb2.Rendered = await answered

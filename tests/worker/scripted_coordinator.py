@@ -231,6 +231,12 @@ class RunningWorker:
         engine.next_step, engine.set_step_targets = held_step, recorded_targets
         return engine
 
+    @property
+    def engine(self) -> Engine:
+        """Engine of this worker, once it is attached."""
+        assert self._engine is not None
+        return self._engine
+
     async def step_targets_are(self, expected: StepTargets) -> None:
         """Waits until the engine gets other targets, which must be these."""
         async with asyncio.timeout(WAIT_S):

@@ -881,22 +881,30 @@ class RenderCommand(_message.Message):
     RENDER_ID_FIELD_NUMBER: _builtins.int
     CHAT_FIELD_NUMBER: _builtins.int
     MAX_PIXELS_FIELD_NUMBER: _builtins.int
+    TIMEOUT_FIELD_NUMBER: _builtins.int
     render_id: _builtins.int
     """Random, not 0."""
     max_pixels: _builtins.int
     """Limit of the images' decoded pixels, together."""
     @_builtins.property
     def chat(self) -> _inference_pb2.ChatPrompt: ...
+    @_builtins.property
+    def timeout(self) -> _duration_pb2.Duration:
+        """How long the coordinator waits for the answer before it asks another worker. A worker that has
+        not begun within half of it does not render the chat and does not answer. Not set: no limit.
+        """
+
     def __init__(
         self,
         *,
         render_id: _builtins.int = ...,
         chat: _inference_pb2.ChatPrompt | None = ...,
         max_pixels: _builtins.int = ...,
+        timeout: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "max_pixels", b"max_pixels", "render_id", b"render_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "max_pixels", b"max_pixels", "render_id", b"render_id", "timeout", b"timeout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,47 @@
+"""Render commands of a worker that falls behind."""
+
+import asyncio
+
+import pytest
+from scripted_coordinator import WAIT_S
+
+from baton.client.request import build
+from baton.v1 import cluster_pb2
+
+pytestmark = pytest.mark.usefixtures("forked_services")
+
+# The simulated engine reads no pixels.
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def render(render_id: int, timeout_us: int) -> cluster_pb2.RenderCommand:
+    content = [{"type": "image", "image": PNG}, {"type": "text", "text": f"{render_id}?"}]
+    chat = build([{"role": "user", "content": content}], {}).chat
+    command = cluster_pb2.RenderCommand(render_id=render_id, chat=chat, max_pixels=10**9)
+    command.timeout.FromMicroseconds(timeout_us)
+    return command
+
+
+async def test_a_chat_that_waited_too_long_is_not_rendered(coordinator, start_worker):
+    """The coordinator asks another worker for it soon, and its answer would come too late."""
+    worker = start_worker(simulated={"image_tokens": 40})
+    stream = await coordinator.stream()
+    engine = worker.engine
+    asked, may_render, renders = [], asyncio.Event(), engine.render
+
+    async def held_render(chat, max_pixels):
+        asked.append(chat.messages[0].parts[1].text)
+        await may_render.wait()
+        return await renders(chat, max_pixels)
+
+    engine.render = held_render
+    long_us = round(2 * WAIT_S * 1e6)
+    for command in (render(1, long_us), render(2, 2), render(3, long_us)):
+        await coordinator.command(stream, render=command)
+    # The second one is dropped while the first one still renders.
+    await stream.load_after()
+    may_render.set()
+    answers = [(await stream.next_of("rendered")).rendered for _ in range(2)]
+    assert [answer.render_id for answer in answers] == [1, 3]
+    assert not any(answer.HasField("failed") for answer in answers)
+    assert asked == ["1?", "3?"]
