@@ -26,6 +26,7 @@ OPENING = wire.Open(
     coordinator="127.0.0.1:9",
     command=[],
     stop_timeout_s=1.0,
+    connect_timeout_s=1.0,
     placement_timeout_s=1.0,
 )
 

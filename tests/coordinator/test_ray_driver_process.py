@@ -24,6 +24,7 @@ def opening(tmp_path):
         coordinator="127.0.0.1:9",
         command=[],
         stop_timeout_s=1.0,
+        connect_timeout_s=1.0,
         placement_timeout_s=1.0,
     )
 
@@ -88,5 +89,5 @@ async def test_a_driver_that_cannot_be_started_leaves_no_directory(opening, tmp_
 
     monkeypatch.setattr(asyncio, "create_subprocess_exec", fail)
     with pytest.raises(OSError, match="no more processes"):
-        await DriverProcess.open(opening, lambda worker_exit: None, lambda *_: None, 1.0)
+        await DriverProcess.open(opening, lambda worker_exit: None, lambda *_: None)
     assert os.listdir(tmp_path) == []

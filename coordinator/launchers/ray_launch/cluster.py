@@ -23,9 +23,10 @@ NAME_PREFIX = "baton."
 # Object store size of a local Ray: the minimum that Ray accepts, because Baton does not use it.
 _OBJECT_STORE_BYTES = 80_000_000
 _DIAL_TIMEOUT_S = 5.0
-# How long an actor of the namespace may take to name its coordinator. One that does not answer is
-# killed, so the limit is far above what a live actor needs on a busy host.
-_ACTOR_TIMEOUT_S = 60.0
+# Share of the time to connect that the actors of the namespace may take to name their coordinator.
+# An actor that does not answer is killed, so this is far longer than a live actor needs on a busy
+# host. An actor without a place never answers, and the rest of the time must be enough for Ray.
+_ACTORS_SHARE = 0.5
 
 
 class Refused(Exception):
@@ -86,19 +87,22 @@ def _reap(opening: wire.Open) -> None:
     answers = {name: actor.coordinator.remote() for name, actor in actors.items()}
     if answers:
         # All actors answer within one timeout, however many they are.
-        ray.wait(list(answers.values()), num_returns=len(answers), timeout=_ACTOR_TIMEOUT_S)
-    for name, answer in answers.items():
-        try:
-            other = ray.get(answer, timeout=0)
-        except Exception:
-            other = ""
-        if other not in ("", opening.coordinator) and _answers(other):
+        timeout_s = _ACTORS_SHARE * opening.connect_timeout_s
+        ray.wait(list(answers.values()), num_returns=len(answers), timeout=timeout_s)
+    coordinators = set()
+    for answer in answers.values():
+        with contextlib.suppress(Exception):
+            coordinators.add(ray.get(answer, timeout=0))
+    # Before any actor is killed: those that do not answer may wait for a place.
+    for other in sorted(coordinators - {opening.coordinator}):
+        if _answers(other):
             raise Refused(
                 f"ray.namespace: is {opening.namespace!r}, which the coordinator at {other} uses; "
                 "give each coordinator its own"
             )
+    for name, actor in actors.items():
         print(f"baton: ended {name}, left by an earlier coordinator", file=sys.stderr, flush=True)
-        ray.kill(actors[name], no_restart=True)
+        ray.kill(actor, no_restart=True)
 
 
 def _answers(address: str) -> bool:

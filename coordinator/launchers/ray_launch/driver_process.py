@@ -61,13 +61,13 @@ class DriverProcess:
         opening: wire.Open,
         on_exit: Callable[[WorkerExit], None],
         on_waits: OnWaits,
-        timeout_s: float,
     ) -> DriverProcess:
         """Starts the driver; returns when it has connected to Ray.
 
         Raises:
-            LaunchError: The driver cannot connect within timeout_s (ray.connect_timeout_s).
+            LaunchError: The driver cannot connect within ray.connect_timeout_s.
         """
+        timeout_s = opening.connect_timeout_s
         try:
             process = await asyncio.create_subprocess_exec(
                 *bound_to_parent(

@@ -108,7 +108,6 @@ class RayLauncher:
                         self._opening(),
                         self._on_exit,
                         self._on_waits,
-                        self._config.ray.connect_timeout_s,
                     )
                 except Exception as error:
                     self._failure = error
@@ -125,6 +124,7 @@ class RayLauncher:
             coordinator=self._coordinator,
             command=self._command,
             stop_timeout_s=self._config.worker.drain_timeout_s + STOP_MARGIN_S,
+            connect_timeout_s=ray.connect_timeout_s,
             placement_timeout_s=ray.placement_timeout_s,
         )
 

@@ -17,7 +17,8 @@ class Open:
     """The first line to the driver.
 
     Attributes:
-        address, namespace, runtime_env, placement_timeout_s: settings from RayConfig.
+        address, namespace, runtime_env, connect_timeout_s, placement_timeout_s: settings from
+            RayConfig.
         directory: directory for sockets and logs of a local Ray; empty for a cluster.
         coordinator: host:port that the workers attach to.
         command: command that runs a worker; empty: `baton` of the node's environment.
@@ -31,6 +32,7 @@ class Open:
     coordinator: str
     command: list[str]
     stop_timeout_s: float
+    connect_timeout_s: float
     placement_timeout_s: float
 
 
