@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from baton.coordinator.launchers.ray_launch import wire
+from baton.coordinator.launchers.worker_process import WorkerExit
 
 pytest.importorskip("ray")
 actors = pytest.importorskip("baton.coordinator.launchers.ray_launch.actor")
@@ -130,6 +131,35 @@ class LocalCalls:
         return call
 
 
+def run_locally(monkeypatch, process, has_node, commands, said):
+    """Runs a driver's workers as local actors, which call `process` for WorkerProcess."""
+
+    class Workers(workers.RayWorkers):
+        def _make_actor(self, start, gpus, node):
+            actor = actors.WorkerActor("d1", "decode", "127.0.0.1:9", "worker: {}", [], {})
+            return LocalHandle(actor, has_node)
+
+        async def _probe(self):
+            await asyncio.Event().wait()
+
+    async def in_thread(function, timeout_s=0.0):
+        return function()
+
+    def kill(handle, no_restart):
+        for call in handle.calls:
+            call.cancel()
+
+    monkeypatch.setattr(actors, "WorkerProcess", process)
+    monkeypatch.setattr(workers, "result", awaited)
+    monkeypatch.setattr(workers, "in_thread", in_thread)
+    context = SimpleNamespace(get_node_id=lambda: "n")
+    monkeypatch.setattr(workers, "live_nodes", list)
+    monkeypatch.setattr(workers.ray, "kill", kill)
+    monkeypatch.setattr(workers.ray, "get_runtime_context", lambda: context)
+    opening = replace(OPENING, placement_timeout_s=2 * WAIT_S)
+    return asyncio.create_task(Workers(opening, said.put_nowait).run(commands))
+
+
 @pytest.mark.parametrize("when", ["before it has a node", "while it starts", "when it runs"])
 async def test_a_worker_that_has_ended_is_gone(monkeypatch, when):
     """After the exit report, a worker with the same ID may be started at once."""
@@ -150,31 +180,8 @@ async def test_a_worker_that_has_ended_is_gone(monkeypatch, when):
             await asyncio.sleep(0)
             alive.clear()
 
-    class Workers(workers.RayWorkers):
-        def _make_actor(self, start, gpus, node):
-            actor = actors.WorkerActor("d1", "decode", "127.0.0.1:9", "worker: {}", [], {})
-            return LocalHandle(actor, has_node)
-
-        async def _probe(self):
-            await asyncio.Event().wait()
-
-    async def in_thread(function, timeout_s=0.0):
-        return function()
-
-    def kill(handle, no_restart):
-        for call in handle.calls:
-            call.cancel()
-
-    monkeypatch.setattr(actors, "WorkerProcess", Process)
-    monkeypatch.setattr(workers, "result", awaited)
-    monkeypatch.setattr(workers, "in_thread", in_thread)
-    context = SimpleNamespace(get_node_id=lambda: "n")
-    monkeypatch.setattr(workers, "live_nodes", list)
-    monkeypatch.setattr(workers.ray, "kill", kill)
-    monkeypatch.setattr(workers.ray, "get_runtime_context", lambda: context)
     commands = asyncio.StreamReader()
-    opening = replace(OPENING, placement_timeout_s=2 * WAIT_S)
-    running = asyncio.create_task(Workers(opening, said.put_nowait).run(commands))
+    running = run_locally(monkeypatch, Process, has_node, commands, said)
     # A worker that needs no resources, in a Ray without nodes.
     commands.feed_data(wire.encode(replace(start(), cpus=0.0)))
     async with asyncio.timeout(WAIT_S):
@@ -195,3 +202,34 @@ async def test_a_worker_that_has_ended_is_gone(monkeypatch, when):
         commands.feed_eof()
         await running
     assert not alive
+
+
+async def test_a_killed_worker_is_gone_when_its_child_processes_are(monkeypatch):
+    """They may hold GPUs for a while after its exit was reported."""
+    said, alive = asyncio.Queue(), {"d1", "child of d1"}
+
+    class Process:
+        """A worker process that is killed; its actor ends the remaining processes."""
+
+        @classmethod
+        async def start(cls, worker_id, role, coordinator, config, on_exit, **options):
+            alive.remove("d1")
+            on_exit(WorkerExit("d1", -9))
+            return cls()
+
+        async def stop(self, stop_timeout_s):
+            await asyncio.sleep(0)
+            alive.clear()
+
+    has_node, commands = asyncio.Event(), asyncio.StreamReader()
+    has_node.set()
+    running = run_locally(monkeypatch, Process, has_node, commands, said)
+    commands.feed_data(wire.encode(replace(start(), cpus=0.0)))
+    async with asyncio.timeout(WAIT_S):
+        while not isinstance(await said.get(), wire.Exited):
+            pass
+        commands.feed_data(wire.encode(wire.End("d1")))
+        assert await said.get() == wire.Ended("d1")
+        assert not alive
+        commands.feed_eof()
+        await running

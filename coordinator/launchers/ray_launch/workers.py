@@ -53,7 +53,8 @@ class _Worker:
         needs: resources that the worker needs, by Ray's names.
         made_at: time.monotonic() when the actor was created.
         hoped: ID of the preferred node; empty for any node.
-        node: ID of the node that runs the worker's process; empty before the placement.
+        node: ID of the node that runs the worker's processes; empty before the placement, and after
+            the actor was lost.
         settled: set when the worker is placed or has failed to be placed.
         ending: whether the worker was told to stop, or has ended and was reported.
     """
@@ -205,8 +206,13 @@ class RayWorkers:
         worker.settled.set()
         if worker.ending:
             return
-        worker.ending, worker.node = True, ""
-        self._say(wire.Exited(worker.worker_id, None, lost=lost) if lost else ended)
+        worker.ending = True
+        if not lost:
+            # The actor still ends the worker's child processes, which may hold GPUs; see `_end`.
+            self._say(ended)
+            return
+        worker.node = ""
+        self._say(wire.Exited(worker.worker_id, None, lost=lost))
         # Ending the actor frees its resources on the node.
         with contextlib.suppress(Exception):
             await in_thread(lambda: ray.kill(worker.actor, no_restart=True))
