@@ -46,10 +46,11 @@ _FINAL = frozenset(
         grpc.StatusCode.ALREADY_EXISTS,
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.UNIMPLEMENTED,
-        grpc.StatusCode.UNAUTHENTICATED,
-        grpc.StatusCode.PERMISSION_DENIED,
     }
 )
+# Status codes of a wrong credential. They are final for a worker that was never attached. Later,
+# the files of tokens and certificates may have been replaced on the coordinator's host first.
+_WRONG_CREDENTIAL = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
 
 
 class AttachError(Exception):
@@ -321,7 +322,7 @@ class Attachment:
             raise Fenced(f"fenced by the coordinator: {details}")
         if self._leaving:
             return
-        if code in _FINAL:
+        if code in _FINAL or (code in _WRONG_CREDENTIAL and not self._generation):
             raise Refused(f"coordinator at {self._address} refuses this worker: {details}")
         raise _StreamLost(connection_failure(details) or f"{code.name}: {details}")
 

@@ -144,6 +144,8 @@ class ScriptedCoordinator(cluster_pb2_grpc.ClusterServicer):
         # Number of messages in each batch of more than one.
         self.batches: list[int] = []
         self.refusal: tuple[grpc.StatusCode, str] | None = None
+        # Set when a worker was refused.
+        self.refused = asyncio.Event()
         self.address = ""
         self.step_targets: cluster_pb2.StepTargets | None = None
         self._streams: asyncio.Queue[Stream] = asyncio.Queue()
@@ -164,6 +166,7 @@ class ScriptedCoordinator(cluster_pb2_grpc.ClusterServicer):
         del request_iterator
         hello = (await context.read()).hello
         if self.refusal is not None:
+            self.refused.set()
             await context.abort(*self.refusal)
         welcome = cluster_pb2.Welcome(
             generation=self.generation,

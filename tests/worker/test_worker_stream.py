@@ -170,6 +170,32 @@ async def test_a_refused_worker_reports_the_reason(coordinator, start_worker, ca
     assert "model is 'a'; here 'b'" in capsys.readouterr().err.splitlines()[-1]
 
 
+async def test_a_worker_waits_for_a_credential_that_is_being_replaced(coordinator, start_worker):
+    """The coordinator has got the new token and was restarted; the worker gets the token later."""
+    worker = start_worker(simulated=SLOW)
+    stream = await coordinator.stream()
+    await coordinator.command(stream, decode=decode("r", [5, 6], max_tokens=30))
+    await some_outputs(stream, 1)
+    coordinator.refusal = (grpc.StatusCode.UNAUTHENTICATED, "the credential is not valid here")
+    stream.end()
+    async with asyncio.timeout(WAIT_S):
+        await coordinator.refused.wait()
+    coordinator.refused.clear()
+    attached = asyncio.create_task(coordinator.stream())
+    refused_again = asyncio.create_task(coordinator.refused.wait())
+    await asyncio.wait([worker.task, refused_again], return_when=asyncio.FIRST_COMPLETED)
+    assert not worker.task.done()
+    coordinator.refusal = None
+    again = await attached
+    assert [one.request_id for one in again.hello.running] == ["r"]
+
+
+async def test_a_wrong_credential_ends_a_worker_at_its_start(coordinator, start_worker, capsys):
+    coordinator.refusal = (grpc.StatusCode.UNAUTHENTICATED, "workers need the cluster token")
+    assert await start_worker().exit_code() == 1
+    assert "workers need the cluster token" in capsys.readouterr().err.splitlines()[-1]
+
+
 async def test_no_coordinator_is_a_clear_error(coordinator, start_worker, capsys):
     worker = start_worker(worker={"attach_timeout_s": 0.3}, address="127.0.0.1:9")
     assert await worker.exit_code() == 3
