@@ -32,6 +32,8 @@ _EVERYDAY = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+ (?:debug|info) ")
 # Time for a dead worker's engine and transfer service to free their resources and end.
 _GROUP_GRACE_S = 15.0
 _GROUP_POLL_S = 0.02
+# Time to read the rest of a worker's output after its last process has ended.
+_OUTPUT_TIMEOUT_S = 5.0
 # Maximum time for the kernel to end a process after SIGKILL.
 KILL_TIMEOUT_S = 10.0
 
@@ -220,9 +222,11 @@ class WorkerProcess:
         """Runs until the process has ended and its output is read."""
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._feed(config))
-                group.create_task(self._relay(self._output.reader, remember=False))
-                group.create_task(self._relay(self._errors.reader, remember=True))
+                pipes = [
+                    group.create_task(self._feed(config)),
+                    group.create_task(self._relay(self._output.reader, remember=False)),
+                    group.create_task(self._relay(self._errors.reader, remember=True)),
+                ]
                 exit_code = await self._process.wait()
                 if exit_code < 0:
                     # Reported at once: a killed worker prints no reason, and its child processes
@@ -230,6 +234,10 @@ class WorkerProcess:
                     self._report(exit_code)
                 # The child processes hold the output pipes open until they end.
                 await self._end_group()
+                # A process that has left the group may hold them open for ever.
+                await asyncio.wait(pipes, timeout=_OUTPUT_TIMEOUT_S)
+                for pipe in pipes:
+                    pipe.cancel()
         finally:
             self._output.close()
             self._errors.close()
@@ -257,14 +265,16 @@ class WorkerProcess:
     async def _relay(self, pipe: asyncio.StreamReader, *, remember: bool) -> None:
         """Passes the worker's output on, and keeps lines that may explain its exit."""
         tail: deque[bytes] = deque([b""], maxlen=2)
-        while chunk := await pipe.read(_READ_BYTES):
-            _pass_on(chunk.decode(errors="replace"))
-            for number, part in enumerate(chunk.split(b"\n")):
-                if number:
-                    self._remember(tail[-1], remember)
-                    tail.append(b"")
-                tail[-1] = (tail[-1] + part)[:_MAX_LINE_BYTES]
-        self._remember(tail[-1], remember)
+        try:
+            while chunk := await pipe.read(_READ_BYTES):
+                _pass_on(chunk.decode(errors="replace"))
+                for number, part in enumerate(chunk.split(b"\n")):
+                    if number:
+                        self._remember(tail[-1], remember)
+                        tail.append(b"")
+                    tail[-1] = (tail[-1] + part)[:_MAX_LINE_BYTES]
+        finally:
+            self._remember(tail[-1], remember)
 
     def _remember(self, line: bytes, remember: bool) -> None:
         text = line.decode(errors="replace").strip()

@@ -11,7 +11,7 @@ import tempfile
 import pytest
 
 from baton.coordinator.launchers import worker_process
-from baton.coordinator.launchers.worker_process import WorkerProcess
+from baton.coordinator.launchers.worker_process import WorkerExit, WorkerProcess
 
 
 def open_pipes() -> set[str]:
@@ -80,3 +80,25 @@ async def test_a_worker_is_killed_if_its_stop_is_cancelled(monkeypatch, tmp_path
     assert stopping.cancelled()
     assert worker._process.returncode == -signal.SIGKILL
     assert os.listdir(tmp_path) == ["ready"]
+
+
+async def test_an_exit_is_reported_though_a_process_outside_the_group_holds_the_output(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(worker_process, "_OUTPUT_TIMEOUT_S", 0.1)
+    pid = tmp_path / "pid"
+    leaves = f"setsid sleep 600 & echo $! > {pid}; echo no such weights >&2; exit 1"
+    exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
+    worker = await WorkerProcess.start(
+        *("w1", "prefill", "127.0.0.1:9", "", exits.put_nowait),
+        command=["/bin/sh", "-c", leaves],
+        environment={},
+    )
+    try:
+        async with asyncio.timeout(60.0):
+            assert str(await exits.get()) == "worker w1 exited with code 1: no such weights"
+    finally:
+        await worker.stop(60.0)
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+    assert os.listdir(tmp_path) == ["pid"]
