@@ -298,6 +298,14 @@ class Connector:
         if self._detach_draining_session():
             self._place(state)
             return
+        if (
+            state.resuming
+            and state.may_retry
+            and error.retry_after_s is not None
+            and state.remaining_retry_s > state.remaining_resume_s
+        ):
+            # No coordinator has the request, and this one is there and says when to retry.
+            state.start_over()
         if state.resuming:
             delay_s = resume_retry_delay_s(error, state.num_refusals, random.random())
             remaining_s = state.remaining_resume_s

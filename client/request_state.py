@@ -126,6 +126,11 @@ class RequestState:
         deadline = self._deadline.when() if self._deadline is not None else self._retry_by
         return min(self._retry_by, deadline) - self._loop.time()
 
+    def start_over(self) -> None:
+        """Makes a request that lost its session before it was accepted a new one again."""
+        self.resuming, self.num_refusals = False, 0
+        self._stop_resume_timer()
+
     def retry(self) -> None:
         """Marks the request for a resubmission with its remaining timeout."""
         self._retried = True

@@ -170,6 +170,29 @@ async def test_a_session_lost_while_it_waits(server, inference):
     assert stream.token_ids == (7,)
 
 
+async def test_a_request_that_lost_its_session_unaccepted_has_its_whole_retry_timeout(
+    server, inference
+):
+    client = BatonClient(server[0], resume_timeout_s=TIMEOUT_S, retry_timeout_s=1000.0)
+    async with client:
+        stream = client.generate("hello")
+        reading = asyncio.create_task(rest(stream))
+        connection = await inference.connection()
+        await connection.submitted()
+        connection.end()
+        connection = await inference.connection()
+        await refuse(connection, busy(2 * TIMEOUT_S))
+        # Behind the refusal, so that the client has got that.
+        other = client.generate("other")
+        await answer(connection)
+        await rest(other)
+        assert not reading.done()
+        advance_clock(2.5 * TIMEOUT_S)
+        await answer(connection)
+        await reading
+    assert stream.token_ids == (7,)
+
+
 async def test_blocking_clients_too(server, inference):
     def complete():
         with BlockingClient(server[0], retry_timeout_s=2 * TIMEOUT_S) as client:
