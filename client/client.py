@@ -179,7 +179,7 @@ class BatonClient(AsyncClosing):
     async def model(
         self, timeout_s: float = 10.0, *, authorization: str = ""
     ) -> common_pb2.ModelDescription:
-        """Returns the model of the first coordinator that can be reached.
+        """Returns the model of the first coordinator that answers.
 
         Args:
             timeout_s: Timeout of the call to each coordinator, in seconds.
@@ -201,9 +201,10 @@ class BatonClient(AsyncClosing):
                     return await stub.GetModel(request, timeout=timeout_s, metadata=metadata)
                 except grpc.RpcError as error:
                     failures.append(errors.from_call(error, address, channel, timeout_s))
-                if failures[-1].code != code_pb2.UNAVAILABLE:
+                if failures[-1].code == code_pb2.UNAVAILABLE:
+                    await self._channels.discard(address, channel)
+                elif failures[-1].code != code_pb2.DEADLINE_EXCEEDED:
                     break
-                await self._channels.discard(address, channel)
         raise errors.combine(failures)
 
     def _other_connector(self, state: RequestState) -> Connector | None:

@@ -107,6 +107,10 @@ class Watcher(AsyncClosing):
                     failures.append(error)
                     await self._channels.discard(address, channel)
                     continue
+                except errors.DeadlineExceededError as error:
+                    # A coordinator that hangs; its connection may still be good.
+                    failures.append(error)
+                    continue
             self._addresses.remove(address)
             self._addresses.insert(0, address)
             return response

@@ -218,6 +218,16 @@ async def test_the_model_is_fetched_from_the_next_address(server, inference):
                         break
 
 
+async def test_the_model_is_fetched_from_the_next_address_if_a_coordinator_hangs(server):
+    class Hangs(ScriptedInference):
+        async def GetModel(self, request, context):
+            await asyncio.Event().wait()
+
+    async with serving(Hangs()) as (other, _), BatonClient([other, server[0]]) as client:
+        async with asyncio.timeout(TIMEOUT_S):
+            assert (await client.model(timeout_s=3.0)).name == "scripted"
+
+
 async def test_a_coordinator_that_refuses_the_session_is_passed_over(server, inference):
     strict = ScriptedInference()
     async with (

@@ -8,11 +8,12 @@ import socket
 import pytest
 
 from baton.client import AdminClient
-from baton.client.errors import NotFoundError, UnavailableError
+from baton.client.errors import DeadlineExceededError, NotFoundError, UnavailableError
 from baton.client.watcher import Watcher
 from baton.coordinator.server.admin import AdminService
 from baton.coordinator.server.server import Coordinator
-from baton.v1 import admin_pb2, common_pb2
+from baton.runtime import rpc
+from baton.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 
 WAIT_S = 120.0
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -49,6 +50,25 @@ async def test_the_watcher_moves_to_another_coordinator(coordinator, coordinator
     await watcher.aclose()
     assert (await watcher.look()).address == coordinator.address
     await watcher.aclose()
+
+
+async def test_the_watcher_moves_on_from_a_coordinator_that_hangs(coordinator):
+    class Hangs(admin_pb2_grpc.AdminServicer):
+        async def GetStatus(self, request, context):
+            await asyncio.Event().wait()
+
+    server = rpc.server()
+    admin_pb2_grpc.add_AdminServicer_to_server(Hangs(), server)
+    address = rpc.bind(server, "127.0.0.1:0", "listen")
+    await server.start()
+    try:
+        async with Watcher([address]) as watcher:
+            with pytest.raises(DeadlineExceededError, match=f"{address} has not answered"):
+                await watcher.look()
+        async with Watcher([address, coordinator.address]) as watcher:
+            assert (await watcher.look()).address == coordinator.address
+    finally:
+        await server.stop(0)
 
 
 async def test_only_decisions_that_change_a_size_are_shown(coordinator, monkeypatch):
