@@ -7,6 +7,7 @@ import contextlib
 import gc
 import os
 import sys
+from typing import TextIO
 
 
 def skip_final_gc() -> None:
@@ -29,8 +30,11 @@ def skip_cleanup(exit_code: int) -> None:
 
 
 def _exit(code: int) -> None:
-    for stream in (sys.stdout, sys.stderr):
+    # Contrary to their declared types, they are None if they were closed before the start.
+    streams: tuple[TextIO | None, ...] = (sys.stdout, sys.stderr)
+    for stream in streams:
         # The stream may be closed, or its reader may have ended.
         with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+            if stream is not None:
+                stream.flush()
     os._exit(code)

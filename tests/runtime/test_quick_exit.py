@@ -24,3 +24,11 @@ def test_skip_cleanup_keeps_the_exit_code_and_all_output():
     )
     assert run.returncode == 7, run.stderr
     assert run.stdout.splitlines() == ["said", "registered after"]
+
+
+def test_skip_cleanup_works_in_a_process_without_standard_output():
+    program = PROGRAM.replace('sys.stdout.write("said\\n")', "sys.stdout = None")
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (run.returncode, run.stderr) == (7, "")
