@@ -1230,7 +1230,9 @@ Global___RolloutRecord: _TypeAlias = RolloutRecord  # noqa: Y015
 
 @_typing.final
 class DrainCommand(_message.Message):
-    """Tells a worker to drain: to finish its requests within `timeout`, then leave."""
+    """Tells a worker to drain: to finish its requests within `timeout`, then leave. The timeout of a
+    later command replaces that of an earlier one.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
