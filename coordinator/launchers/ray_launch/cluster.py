@@ -23,10 +23,10 @@ NAME_PREFIX = "baton."
 # Object store size of a local Ray: the minimum that Ray accepts, because Baton does not use it.
 _OBJECT_STORE_BYTES = 80_000_000
 _DIAL_TIMEOUT_S = 5.0
-# Share of the time to connect that the actors of the namespace may take to name their coordinator.
-# An actor that does not answer is killed, so this is far longer than a live actor needs on a busy
-# host. An actor without a place never answers, and the rest of the time must be enough for Ray.
-_ACTORS_SHARE = 0.5
+# Share of ray.connect_timeout_s in which the actors of the namespace must name their coordinator,
+# and the least time in seconds. An actor that does not answer is killed, so a live one must have
+# time to answer on a busy host. An actor without a place never answers; Ray needs the rest.
+_ACTORS_SHARE, _LEAST_ACTORS_S = 0.5, 10.0
 
 
 class Refused(Exception):
@@ -87,7 +87,7 @@ def _reap(opening: wire.Open) -> None:
     answers = {name: actor.coordinator.remote() for name, actor in actors.items()}
     if answers:
         # All actors answer within one timeout, however many they are.
-        timeout_s = _ACTORS_SHARE * opening.connect_timeout_s
+        timeout_s = max(_LEAST_ACTORS_S, _ACTORS_SHARE * opening.connect_timeout_s)
         ray.wait(list(answers.values()), num_returns=len(answers), timeout=timeout_s)
     coordinators = set()
     for answer in answers.values():
