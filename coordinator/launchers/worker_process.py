@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import logging
 import os
@@ -265,9 +266,11 @@ class WorkerProcess:
     async def _relay(self, pipe: asyncio.StreamReader, *, remember: bool) -> None:
         """Passes the worker's output on, and keeps lines that may explain its exit."""
         tail: deque[bytes] = deque([b""], maxlen=2)
+        # Two reads may have the two parts of one character.
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         try:
             while chunk := await pipe.read(_READ_BYTES):
-                _pass_on(chunk.decode(errors="replace"))
+                _pass_on(decoder.decode(chunk))
                 for number, part in enumerate(chunk.split(b"\n")):
                     if number:
                         self._remember(tail[-1], remember)

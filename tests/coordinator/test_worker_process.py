@@ -102,3 +102,18 @@ async def test_an_exit_is_reported_though_a_process_outside_the_group_holds_the_
         await worker.stop(60.0)
         os.kill(int(pid.read_text()), signal.SIGKILL)
     assert os.listdir(tmp_path) == ["pid"]
+
+
+async def test_characters_that_arrive_in_parts_are_passed_on_whole(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(worker_process, "_READ_BYTES", 1)
+    exits: asyncio.Queue[WorkerExit] = asyncio.Queue()
+    worker = await WorkerProcess.start(
+        *("w1", "prefill", "127.0.0.1:9", "", exits.put_nowait),
+        command=["/bin/sh", "-c", "echo 'Loading: 50 % █████' >&2"],
+        environment={},
+    )
+    async with asyncio.timeout(60.0):
+        assert (await exits.get()).last_line == "Loading: 50 % █████"
+    assert capsys.readouterr().err == "Loading: 50 % █████\n"
+    await worker.stop(60.0)
