@@ -374,7 +374,7 @@ class _Stderr:
         """Prints the lines so far, and all further ones, to this process's stderr."""
         held, self._held = self._held, None
         for line in held or ():
-            print(line, file=sys.stderr, flush=True)
+            _print(line)
 
     async def _read(self) -> None:
         while True:
@@ -388,9 +388,15 @@ class _Stderr:
             text = line.decode(errors="replace").rstrip("\n")
             self.last_line = text.strip() or self.last_line
             if self._held is None:
-                print(text, file=sys.stderr, flush=True)
+                _print(text)
             else:
                 self._held.append(text)
+
+
+def _print(line: str) -> None:
+    """Prints a line to this process's stderr, unless that is closed or its reader has ended."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
 
 
 async def _spawn(arguments: dict[str, object]) -> asyncio.subprocess.Process:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import io
 import os
 import resource
 import signal
@@ -436,7 +437,11 @@ sys.exit(service.main())
 """
 
 
-async def test_a_service_that_prints_much_goes_on(short_path, monkeypatch, capsys):
+@pytest.mark.parametrize("is_closed", [False, True])
+async def test_a_service_that_prints_much_goes_on(is_closed, short_path, monkeypatch):
+    """Also where the worker's own stderr is closed, so that nothing can be passed on."""
+    stderr = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stderr)
     program, directory = short_path / "python", short_path / "sockets"
     program.write_text(NOISY_SERVICE.format(python=sys.executable))
     program.chmod(0o755)
@@ -444,13 +449,15 @@ async def test_a_service_that_prints_much_goes_on(short_path, monkeypatch, capsy
     monkeypatch.setattr(sys, "executable", str(program))
     staging = KvTransferConfig(send_bytes=2**20, receive_bytes=2**20)
     client = await TransferClient.start(staging, str(directory / "kv.sock"), timeout_s=WAIT_S)
+    if is_closed:
+        stderr.close()
     try:
         for _ in range(3):
             assert (await client.stats()).num_sends == 0
     finally:
         await client.close()
     # Not all lines of the start are kept, and all further ones are printed.
-    assert capsys.readouterr().err.splitlines().count("line") > 3 * 2**17
+    assert is_closed or stderr.getvalue().splitlines().count("line") > 3 * 2**17
 
 
 def segment_of(directory):
