@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from google.rpc import code_pb2
 
 from baton.client.errors import InvalidArgumentError, ResourceExhaustedError
-from baton.runtime.errors import RemoteError, shown
+from baton.runtime.errors import CONTEXT_LENGTH_EXCEEDED, RemoteError, shown
 
 INVALID_REQUEST = "invalid_request_error"
 # nginx's status for a request whose client disconnected. It is never sent, only counted in metrics.
@@ -158,6 +158,9 @@ def from_remote_error(error: RemoteError, names: Mapping[str, str] | None = None
         # quotes the client's value and must not be changed.
         told, semicolon, allowed = message.rpartition("; ")
         message = told + semicolon + allowed.replace("sampling.", "")
+        if error.reason == CONTEXT_LENGTH_EXCEEDED:
+            # OpenAI's code, by which clients know that a shorter conversation would fit.
+            code = CONTEXT_LENGTH_EXCEEDED.lower()
     elif isinstance(error, ResourceExhaustedError):
         code = (error.reason or "resource_exhausted").lower()
         if code == "client_requests":

@@ -2,6 +2,7 @@
 
 BatonError
 ├── InvalidArgument      a field of the request is wrong: names field, value and what is allowed
+│   └── ContextLengthExceeded   the prompt does not fit the model's context
 ├── NotFound             unknown model, request or worker
 ├── AlreadyExists        the ID is in use
 ├── FailedPrecondition   the request is valid, but not for this cluster or in this state
@@ -27,6 +28,9 @@ from baton.v1 import common_pb2
 
 RESTARTING = "RESTARTING"
 """Reason of Unavailable: another coordinator takes over; resume with the received tokens."""
+
+CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
+"""Reason of ContextLengthExceeded."""
 
 # Longest quoted value in an error: the message must fit into the call's trailing metadata.
 _MAX_SHOWN_CHARS = 80
@@ -72,6 +76,35 @@ class InvalidArgument(BatonError):
             field=self.field, description=str(self)
         )
         return [_packed(error_details_pb2.BadRequest(field_violations=[violation]))]
+
+
+class ContextLengthExceeded(InvalidArgument):
+    """A prompt does not fit the model's context, which must also hold one token of output.
+
+    Clients that can shorten a conversation recognize this error by words of its message. Claude
+    Code, opencode and LiteLLM look for "prompt is too long" or "maximum context length".
+
+    Args:
+        field: Path of the prompt's field as in the proto.
+        num_tokens: The prompt's tokens, or a lower bound of them.
+        context: The model's context length in tokens.
+        is_lower_bound: Whether the prompt may have more tokens than `num_tokens`.
+    """
+
+    def __init__(
+        self, field: str, num_tokens: int, context: int, *, is_lower_bound: bool = False
+    ) -> None:
+        told = f"at least {num_tokens} tokens" if is_lower_bound else f"{num_tokens} tokens"
+        super().__init__(
+            field,
+            told,
+            f"prompt is too long: {told} > {context - 1} maximum, because this model's maximum "
+            f"context length is {context} tokens and must leave room for one",
+        )
+
+    def details(self) -> list[any_pb2.Any]:
+        info = error_details_pb2.ErrorInfo(reason=CONTEXT_LENGTH_EXCEEDED, domain="baton")
+        return [*super().details(), _packed(info)]
 
 
 class NotFound(BatonError):

@@ -28,7 +28,7 @@ from baton.coordinator.state.requests import Request, StreamKey, Submission
 from baton.runtime.access import ANYONE, Access, Caller
 from baton.runtime.config import BatonConfig
 from baton.runtime.enum_names import lane_name
-from baton.runtime.errors import BatonError, InvalidArgument, ResourceExhausted
+from baton.runtime.errors import BatonError, ContextLengthExceeded, ResourceExhausted
 from baton.runtime.names import DEFAULT_TENANT, cache_salt_of
 from baton.runtime.tokenization import Tokenizer
 from baton.runtime.ttft_target import TtftTarget
@@ -282,11 +282,11 @@ class Intake:
             return lane, sampling
         num_least = self._tokenizer.min_tokens(request)
         if limits.max_model_len is not None and num_least >= limits.max_model_len:
-            raise InvalidArgument(
+            raise ContextLengthExceeded(
                 request.WhichOneof("prompt") or "prompt",
-                f"at least {num_least} tokens",
-                f"at most {limits.max_model_len - 1}: the context is {limits.max_model_len} "
-                "tokens and must leave room for one",
+                num_least,
+                limits.max_model_len,
+                is_lower_bound=True,
             )
         return lane, sampling
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.runtime.config import CoordinatorConfig, LaneConfig
-from baton.runtime.errors import InvalidArgument, NotFound, shown
+from baton.runtime.errors import ContextLengthExceeded, InvalidArgument, NotFound, shown
 from baton.runtime.names import REVISION_NAMES, TENANT_NAMES, is_revision, is_tenant
 from baton.runtime.sampling import OPTIONAL_FIELDS, Range, given
 from baton.v1 import common_pb2, inference_pb2
@@ -144,11 +144,7 @@ def check_lengths(
     if context is None:
         return
     if num_prompt_tokens >= context:
-        raise InvalidArgument(
-            field,
-            f"{num_prompt_tokens} tokens",
-            f"at most {context - 1}: the context is {context} tokens and must leave room for one",
-        )
+        raise ContextLengthExceeded(field, num_prompt_tokens, context)
     room = context - num_prompt_tokens
     most = context if request.cut_max_tokens else room
     if sampling.HasField("max_tokens") and sampling.max_tokens > most:

@@ -230,6 +230,23 @@ async def test_the_default_of_16_tokens_is_cut_to_the_context(openai):
         assert answer.choices[0].finish_reason == "length"
 
 
+async def test_clients_recognize_the_error_of_a_prompt_beyond_the_context(openai):
+    """LangChain reads the code; LiteLLM and Claude Code read the message."""
+    context = (await openai.models.list()).data[0].max_model_len
+    tokens = [7] * context
+    # So long that it is refused before it is tokenized.
+    turns = [{"role": "user", "content": "word " * 100 * context}]
+    with pytest.raises(BadRequestError) as of_tokens:
+        await openai.completions.create(model="demo", prompt=tokens)
+    with pytest.raises(BadRequestError) as of_chat:
+        await openai.chat.completions.create(model="demo", messages=turns)
+    for refused, param in ((of_tokens, "prompt"), (of_chat, "messages")):
+        assert (refused.value.code, refused.value.param) == ("context_length_exceeded", param)
+        assert "prompt is too long: " in refused.value.message
+        assert f"this model's maximum context length is {context} tokens" in refused.value.message
+    assert f"prompt is too long: {context} tokens > {context - 1} max" in of_tokens.value.message
+
+
 async def test_max_tokens_is_cut_to_the_context(openai):
     """Many clients always set max_tokens to the model's maximum length."""
     context = (await openai.models.list()).data[0].max_model_len
