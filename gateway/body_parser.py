@@ -38,6 +38,7 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "kv_transfer_params": ({},),
     "length_penalty": (1.0,),
     "modalities": (["text"],),
+    "moderation": (),
     "prediction": (),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),

@@ -24,6 +24,21 @@ _MAX_FIELDS = 64
 # The coordinator's limits.
 _MAX_MESSAGES, _MAX_LOGIT_BIASES = 4096, 1024
 _MAX_TOOLS = 1024
+# Fields that clients send with earlier turns and their tool calls, because the answer of another
+# server had them or to mark a part of the prompt for a cache. No chat template reads these fields.
+# The text of `reasoning_details` and `thinking_blocks` is also in the turn's reasoning.
+_UNREAD_TURN_FIELDS = frozenset(
+    {
+        "annotations",
+        "cache_control",
+        "extra_content",
+        "parsed",
+        "parsed_arguments",
+        "provider_specific_fields",
+        "reasoning_details",
+        "thinking_blocks",
+    }
+)
 
 
 class BodyModel(BaseModel):
@@ -126,6 +141,7 @@ class GenerationBody(BodyModel):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_retention: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
 
     @field_validator("logit_bias", mode="before")
     @classmethod
@@ -202,13 +218,29 @@ class NamedTool(BodyModel):
     function: NamedFunction
 
 
-class CalledFunction(BodyModel):
+class TurnModel(BodyModel):
+    """Base class of an earlier turn and of the JSON objects in it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unread_fields(cls, value: Any) -> Any:
+        """Drops empty and unread fields, which clients send when they return an earlier answer."""
+        if not isinstance(value, Mapping):
+            return value
+        return {
+            key: one
+            for key, one in value.items()
+            if one not in (None, []) and key not in _UNREAD_TURN_FIELDS
+        }
+
+
+class CalledFunction(TurnModel):
     name: str
     # As the model wrote them; normally a JSON object.
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(BodyModel):
+class ToolCall(TurnModel):
     """A tool call in an earlier assistant turn."""
 
     id: str | None = None
@@ -218,12 +250,12 @@ class ToolCall(BodyModel):
     function: CalledFunction
 
 
-class Message(BodyModel):
+class Message(TurnModel):
     """One turn of a chat."""
 
     role: str
     # Parts only if some are images.
-    content: str | list[dict[str, Any]]
+    content: str | list[dict[str, Any]] = ""
     name: str | None = None
     tool_calls: _FailsFast[ToolCall] | None = None
     # ID of the tool call whose result this turn (role "tool") contains.
@@ -242,12 +274,12 @@ class Message(BodyModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_empty_fields(cls, value: Any) -> Any:
-        """Drops empty fields, which clients send when they return an earlier response as a turn."""
-        if not isinstance(value, Mapping):
+    def _with_refusal_as_content(cls, value: Any) -> Any:
+        """Makes the text of an assistant turn that refused, which has no content, its content."""
+        if not isinstance(value, Mapping) or not isinstance(value.get("refusal"), str):
             return value
-        kept = {key: one for key, one in value.items() if one not in (None, [])}
-        return {"content": "", **kept}
+        kept = {key: one for key, one in value.items() if key != "refusal"}
+        return {**kept, "content": value.get("content") or value["refusal"]}
 
     @field_validator("content", mode="before")
     @classmethod
@@ -324,7 +356,7 @@ def _content_part(index: int, part: Any) -> dict[str, Any]:
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise ValueError(f"part {index} is {shown(part)}; must be an object with a type")
     match part:
-        case {"type": "text", "text": str(text)}:
+        case {"type": "text", "text": str(text)} | {"type": "refusal", "refusal": str(text)}:
             return {"type": "text", "text": text}
         case {"type": "image_url", "image_url": {"url": str(url)} | str(url)}:
             return {"type": "image_url", "image_url": {"url": url}}

@@ -181,6 +181,9 @@ class OutputParsers:
         """Returns vLLM's form of a request, as adjusted by the parsers. Raises HttpError."""
         fields = body.model_dump(include=_READ_BY_PARSERS, exclude_none=True, by_alias=True)
         kwargs = body.template_kwargs
+        if not body.tools:
+            # vLLM refuses an empty list, which clients send when a chat has no tools.
+            fields = {name: fields[name] for name in fields.keys() - {"tools", "tool_choice"}}
         if "json_schema" in fields.get("response_format", {}):
             # Without parsers, a schema needs no name either.
             fields["response_format"]["json_schema"].setdefault("name", "response")

@@ -364,6 +364,7 @@ async def test_fields_without_effect_are_accepted(openai):
         tool_choice="auto",
         parallel_tool_calls=True,
         safety_identifier="s",
+        prompt_cache_options={"mode": "implicit"},
         prompt_cache_key="conversation",
         modalities=["text"],
         extra_body={

@@ -125,3 +125,53 @@ def test_an_unsupported_field_is_named_unless_it_has_no_effect(name, value):
     with pytest.raises(HttpError) as caught:
         body_parser.parse_body(body, request_bodies.ChatBody)
     assert (caught.value.param, caught.value.code) == (name, "unsupported_parameter")
+
+
+def turns_of(*turns):
+    """The turns of a chat for the chat template."""
+    body = json.dumps({"messages": turns}).encode()
+    chat = body_parser.parse_body(body, request_bodies.ChatBody)
+    return [one.turn() for one in chat.messages]
+
+
+def test_answers_of_other_servers_can_be_sent_back_as_turns():
+    """LiteLLM, OpenRouter, Gemini and OpenAI's own helpers have fields that Baton does not have."""
+    function = {"name": "f", "arguments": "{}"}
+    call = {"id": "c", "type": "function", "function": function}
+    unread = {"provider_specific_fields": {"refusal": None}}
+    told_call = {
+        **call,
+        **unread,
+        "type": None,
+        "index": 0,
+        "extra_content": {"google": {}},
+        "function": {**function, **unread, "parsed_arguments": {}},
+    }
+    told = {
+        **unread,
+        "role": "assistant",
+        "content": None,
+        "reasoning_content": "Hm.",
+        "tool_calls": [told_call],
+        "annotations": [{"type": "url_citation"}],
+        "audio": None,
+        "cache_control": {"type": "ephemeral"},
+        "function_call": None,
+        "parsed": {"a": 1},
+        "reasoning_details": [{"text": "Hm."}],
+        "thinking_blocks": [{"thinking": "Hm."}],
+    }
+    read = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert turns_of(told) == [read | {"reasoning": "Hm.", "reasoning_content": "Hm."}]
+
+
+def test_a_refusal_is_the_text_of_its_turn():
+    text = {"role": "assistant", "content": "No."}
+    part = {"type": "refusal", "refusal": "No."}
+    refused = {"role": "assistant", "content": None, "refusal": "No."}
+    assert turns_of(refused, {"role": "assistant", "content": [part]}) == [text, text]
+
+
+def test_unknown_fields_of_turns_are_refused():
+    with pytest.raises(HttpError, match=r"^messages\[0\].prefix is True"):
+        turns_of({"role": "assistant", "content": "a", "prefix": True})

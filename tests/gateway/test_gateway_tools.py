@@ -336,6 +336,12 @@ async def test_tools_reach_the_coordinator_and_constrain_required_calls(gateway)
     assert answer.json()["choices"][0]["finish_reason"] == "stop"
 
 
+async def test_an_empty_list_of_tools_is_no_tools(gateway):
+    request, answer = await gateway.ask("It is cold.", tools=[], tool_choice="none")
+    assert answer.json()["choices"][0]["message"]["content"] == "It is cold."
+    assert not request.chat.tools
+
+
 async def test_structured_outputs_are_passed_on_unchanged(gateway):
     schema = {"type": "object"}
     wanted = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
