@@ -303,12 +303,13 @@ def _as_chat_turns(messages: Sequence[Any]) -> list[dict[str, Any]]:
     """Returns the turns in the form of the chat route.
 
     The parts of a message have other names in the Responses API. Instructions of developers are
-    system texts, and most chat templates take one system turn, at the beginning.
+    system texts, and most chat templates take one system turn, at the beginning. Later instructions
+    keep their role: the coordinator knows which roles the chat template takes.
     """
     turns: list[dict[str, Any]] = []
     for message in messages:
         turn = {name: one for name, one in _without_none(dict(message)).items() if name in _TURN}
-        if turn["role"] == "developer":
+        if turn["role"] == "developer" and all(one["role"] == "system" for one in turns):
             turn["role"] = "system"
         if isinstance(turn.get("content"), list):
             turn["content"] = [_as_chat_part(part) for part in turn["content"]]

@@ -76,6 +76,10 @@ class Tokenizer:
         self._tokenizer.no_padding()
         source = _template_source(directory, settings)
         self._template = _template(directory, source) if source is not None else None
+        # As in vLLM: a template that knows the role has its name as a string.
+        self._knows_developers = any(
+            f"{quote}developer{quote}" in (source or "") for quote in "'\""
+        )
         self._settings = {**settings, **self._special_tokens, "chat_template": source}
         config = _read_json(directory / "config.json")
         config = config.get("text_config", config)
@@ -171,6 +175,8 @@ class Tokenizer:
             )
         kwargs = json.loads(chat.template_kwargs) if chat.template_kwargs else {}
         messages = [_as_template_reads(one) for one in chat.messages]
+        if not self._knows_developers and any(one["role"] == "developer" for one in messages):
+            messages = _with_developers_as_system(messages)
         add = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
         try:
             return self._template.render(
@@ -220,6 +226,26 @@ def _as_template_reads(message: inference_pb2.ChatMessage) -> dict[str, Any]:
         if isinstance(function, dict):
             function["arguments"] = _as_object(function.get("arguments"))
     return found
+
+
+def _with_developers_as_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Makes one system message of all developer and system messages, and puts it first.
+
+    OpenAI's clients send developer messages, also within a conversation. Most templates do not know
+    the role, and refuse a system message after the first message.
+
+    Source: vllm/renderers/hf.py, _convert_developer_to_system and _consolidate_system_messages.
+    """
+    instructions = [one for one in messages if one["role"] in ("developer", "system")]
+    texts = [text for one in instructions if (text := _text(one["content"]))]
+    others = [one for one in messages if one["role"] not in ("developer", "system")]
+    return [{"role": "system", "content": "\n\n".join(texts)}, *others]
+
+
+def _text(content: str | list[dict[str, Any]]) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content if "text" in part)
 
 
 def _content(parts: Sequence[inference_pb2.ContentPart]) -> str | list[dict[str, Any]]:

@@ -79,6 +79,31 @@ def test_template_refusal_is_the_callers_fault(tokenizer):
         tokenizer.render(chat(("robot", "hi")))
 
 
+ROLES = "{% for message in messages %}{{ message.role }}:{{ message.content }}|{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("known", "rendered"),
+    [
+        ("", "system:Be brief.\n\nIt is May.\n\nUse tools.|user:hi|user:and?|"),
+        (
+            "{# 'developer' #}",
+            "developer:Be brief.|user:hi|system:It is May.|user:and?|developer:Use tools.|",
+        ),
+    ],
+)
+def test_developer_messages_are_system_messages_where_a_template_does_not_know_them(
+    fresh_model_dir, known, rendered
+):
+    set_settings(fresh_model_dir, chat_template=known + ROLES)
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    turns = [("developer", "Be brief."), ("user", "hi"), ("system", "It is May."), ("user", "and?")]
+    assert tokenizer.render(chat(*turns, ("developer", "Use tools."))) == rendered
+    plain = chat(("system", "a"), ("user", "b"), ("system", "c"))
+    assert tokenizer.render(plain) == "system:a|user:b|system:c|"
+    tokenizer.close()
+
+
 def test_template_file_wins_and_its_extensions_work(fresh_model_dir):
     (fresh_model_dir / "chat_template.jinja").write_text(
         "{% for message in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"

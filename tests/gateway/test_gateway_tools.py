@@ -755,6 +755,16 @@ async def test_an_agents_turns_reach_the_coordinator_as_a_chat(gateway):
     assert request.session_id == "s"
 
 
+async def test_developer_texts_within_a_conversation_keep_their_role(gateway):
+    """The coordinator knows whether the chat template takes them."""
+    later = {"role": "developer", "content": "Ask first."}
+    turns = [{"role": "developer", "content": "Use the tools."}, *TURNS, later, *TURNS]
+    request, _ = await gateway.response("Bye.", input=turns, instructions="Be brief.")
+    told = [(turn.role, turn.content) for turn in request.chat.messages]
+    assert [role for role, _ in told] == ["system", "user", "developer", "user"]
+    assert (told[0][1], told[2][1]) == ("Be brief.\nUse the tools.", "Ask first.")
+
+
 async def test_errors_of_responses_have_openais_form(gateway):
     async with gateway.openai() as client:
         with pytest.raises(BadRequestError, match="background is True; must be false") as refused:
