@@ -96,7 +96,7 @@ class ResponseConversion:
         self.root_id = root
         try:
             # vLLM would drop all system turns of the history. Only instructions do not carry over.
-            added = construct_input_messages(request_input=request.input)
+            added = construct_input_messages(request_input=_with_whole_texts(request.input))
         except VLLMValidationError as error:
             param = error.parameter or "input"
             raise HttpError(400, f"{param}: {error}", param=param, code="invalid_value") from None
@@ -318,6 +318,25 @@ def _as_chat_turns(messages: Sequence[Any]) -> list[dict[str, Any]]:
         else:
             turns.append(turn)
     return turns
+
+
+def _with_whole_texts(items: str | list[Any]) -> str | list[Any]:
+    """Makes one text of the parts of each assistant's message.
+
+    vLLM's converter reads only the first part, and fails where this part is a refusal.
+    """
+    if isinstance(items, str):
+        return items
+    found = []
+    for item in items:
+        one = item if isinstance(item, dict) else item.model_dump()
+        content = one.get("content")
+        if one.get("role") == "assistant" and isinstance(content, list):
+            texts = [part.get("text") or part.get("refusal") or "" for part in content]
+            found.append({"role": "assistant", "content": "".join(texts)})
+        else:
+            found.append(item)
+    return found
 
 
 def _as_chat_part(part: Any) -> Any:

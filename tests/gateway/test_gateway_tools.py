@@ -755,6 +755,17 @@ async def test_an_agents_turns_reach_the_coordinator_as_a_chat(gateway):
     assert request.session_id == "s"
 
 
+async def test_all_parts_of_earlier_answers_reach_the_coordinator(gateway):
+    def answered(*parts):
+        return {"type": "message", "role": "assistant", "content": list(parts)}
+
+    text, refusal = {"type": "output_text", "text": "Cold."}, {"type": "refusal", "refusal": "No."}
+    turns = [*TURNS, answered(text, {**text, "text": " -3 C."}), *TURNS, answered(refusal)]
+    request, _ = await gateway.response("Bye.", input=[*turns, *TURNS])
+    told = [turn.content for turn in request.chat.messages if turn.role == "assistant"]
+    assert told == ["Cold. -3 C.", "No."]
+
+
 async def test_developer_texts_within_a_conversation_keep_their_role(gateway):
     """The coordinator knows whether the chat template takes them."""
     later = {"role": "developer", "content": "Ask first."}
