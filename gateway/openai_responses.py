@@ -55,7 +55,29 @@ _SAME = (
     "chat_template_kwargs",
     "prompt_cache_key",
     "priority",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+    "include_reasoning",
 )
+# Fields that this gateway cannot honour, with their values that have no effect.
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "background": (False,),
+    "cache_salt": (),
+    "context_management": ([],),
+    "conversation": (),
+    "ec_transfer_params": ({},),
+    "enable_response_messages": (False,),
+    "kv_transfer_params": ({},),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
+    "moderation": (),
+    "previous_input_messages": ([],),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+}
+_LOGPROBS = "message.output_text.logprobs"
 # Fields of a chat's turn.
 _TURN = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning"}
 _DONE = "data: [DONE]"
@@ -96,7 +118,7 @@ class ResponseConversion:
         self.root_id = root
         try:
             # vLLM would drop all system turns of the history. Only instructions do not carry over.
-            added = construct_input_messages(request_input=_with_whole_texts(request.input))
+            added = construct_input_messages(request_input=_readable(request.input))
         except VLLMValidationError as error:
             param = error.parameter or "input"
             raise HttpError(400, f"{param}: {error}", param=param, code="invalid_value") from None
@@ -121,7 +143,7 @@ class ResponseConversion:
         given = request.model_dump(mode="json", exclude_unset=True, exclude_none=True)
         found |= {name: given[name] for name in _SAME if name in given}
         # The responses of a chain share a prefix.
-        found.setdefault("prompt_cache_key", self.root_id)
+        found.setdefault("prompt_cache_key", request.session_id or self.root_id)
         if request.max_output_tokens is not None:
             found["max_completion_tokens"] = request.max_output_tokens
         if request.stream:
@@ -132,6 +154,9 @@ class ResponseConversion:
             found["tool_choice"] = _tool_choice(given.get("tool_choice", "auto"))
             if request.parallel_tool_calls is not None:
                 found["parallel_tool_calls"] = request.parallel_tool_calls
+        elif given.get("tool_choice", "auto") not in ("auto", "none"):
+            allowed = "must be auto or none, because none of the tools is a function"
+            raise invalid_value("tool_choice", given["tool_choice"], allowed)
         if request.reasoning is not None and request.reasoning.effort is not None:
             found["reasoning_effort"] = request.reasoning.effort
         wanted = given.get("text", {}).get("format", {"type": "text"})
@@ -141,6 +166,10 @@ class ResponseConversion:
             found["response_format"] = {"type": "json_schema", "json_schema": named}
         elif wanted["type"] == "json_object":
             found["response_format"] = wanted
+        if "structured_outputs" in given:
+            constraints = given["structured_outputs"].items()
+            # The defaults of all fields are among them.
+            found["structured_outputs"] = {name: one for name, one in constraints if one}
         return found
 
     def whole(self, response: bytes) -> bytes:
@@ -320,14 +349,15 @@ def _as_chat_turns(messages: Sequence[Any]) -> list[dict[str, Any]]:
     return turns
 
 
-def _with_whole_texts(items: str | list[Any]) -> str | list[Any]:
-    """Makes one text of the parts of each assistant's message.
+def _readable(items: str | list[Any]) -> str | list[Any]:
+    """Returns the input as vLLM's converter reads it.
 
-    vLLM's converter reads only the first part, and fails where this part is a refusal.
+    The converter reads only the first part of an assistant's message, and fails where this part is
+    a refusal.
     """
     if isinstance(items, str):
         return items
-    found = []
+    found = list[Any]()
     for item in items:
         one = item if isinstance(item, dict) else item.model_dump()
         content = one.get("content")
@@ -355,9 +385,12 @@ def _parts(turn: dict[str, Any]) -> list[Any]:
 
 
 def _tool_choice(choice: Any) -> Any:
-    if isinstance(choice, dict):
-        return {"type": "function", "function": {"name": choice.get("name", "")}}
-    return choice
+    """Returns the tool choice of a chat. Raises HttpError if chats have none like it."""
+    if not isinstance(choice, dict):
+        return choice
+    if choice["type"] not in ("function", "custom"):
+        raise invalid_value("tool_choice.type", choice["type"], "must be function or custom")
+    return {"type": "function", "function": {"name": choice["name"]}}
 
 
 def _without_none(value: Any) -> Any:
@@ -374,8 +407,11 @@ def _parsed(body: bytes) -> ResponsesRequest:
         request = parse_as(body, ResponsesRequest)
     except VLLMValidationError as error:
         raise HttpError(400, str(error), code="invalid_value") from None
-    for name, allowed in (("background", False), ("top_logprobs", 0), ("truncation", "disabled")):
-        value = getattr(request, name)
-        if value and value != allowed:
-            raise invalid_value(name, value, f"must be {json.dumps(allowed)} or left out")
+    for name, harmless in _UNSUPPORTED.items():
+        value = getattr(request, name, None)
+        if value is not None and value not in harmless:
+            allowed = " or ".join([*map(json.dumps, harmless), "left out"])
+            raise invalid_value(name, value, f"must be {allowed}")
+    if _LOGPROBS in (request.include or ()):
+        raise invalid_value("include", request.include, f"{_LOGPROBS} must be left out")
     return request

@@ -776,6 +776,36 @@ async def test_developer_texts_within_a_conversation_keep_their_role(gateway):
     assert (told[0][1], told[2][1]) == ("Be brief.\nUse the tools.", "Ask first.")
 
 
+async def test_a_tool_choice_that_chats_do_not_have_is_refused(gateway):
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function"}]}
+    async with gateway.openai() as client:
+        for tool, choice, param in (
+            (RESPONSES_TOOL, allowed, "tool_choice.type"),
+            ({"type": "web_search"}, "required", "tool_choice"),
+        ):
+            with pytest.raises(BadRequestError) as refused:
+                await client.responses.create(
+                    model="scripted", input="a", tools=[tool], tool_choice=choice
+                )
+            assert refused.value.param == param
+
+
+async def test_vllms_fields_of_responses_reach_the_coordinator(gateway):
+    extra = {
+        "structured_outputs": {"choice": ["yes", "no"]},
+        "session_id": "s",
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+        "include_reasoning": False,
+    }
+    request, found = await gateway.response(f"{THINK}Hm.{ANSWER}yes", extra_body=extra)
+    assert items(found) == [("message", "yes")]
+    assert request.session_id == "s"
+    sampling = request.sampling
+    assert list(sampling.structured_output.choice.values) == ["yes", "no"]
+    assert (sampling.skip_special_tokens, sampling.include_stop_str_in_output) == (False, True)
+
+
 async def test_errors_of_responses_have_openais_form(gateway):
     async with gateway.openai() as client:
         with pytest.raises(BadRequestError, match="background is True; must be false") as refused:
@@ -802,6 +832,14 @@ async def test_errors_of_responses_have_openais_form(gateway):
         ("tools", [{"type": "function"}], "tools[0].name"),
         ("text", {"format": {"type": "x"}}, "text.format.type"),
         ("reasoning", {"effort": 5}, "reasoning.effort"),
+        ("background", True, "background"),
+        ("cache_salt", "salt", "cache_salt"),
+        ("context_management", [{"type": "compaction"}], "context_management"),
+        ("conversation", "conv_1", "conversation"),
+        ("include", ["message.output_text.logprobs"], "include"),
+        ("top_logprobs", 2, "top_logprobs"),
+        ("truncation", "auto", "truncation"),
+        ("tool_choice", {"type": "web_search_preview"}, "tool_choice"),
     ],
 )
 async def test_an_error_of_responses_names_the_path_of_the_field(gateway, field, value, param):
