@@ -16,6 +16,7 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRespo
 from vllm.entrypoints.openai.responses.protocol import (
     InputTokensDetails,
     OutputTokensDetails,
+    ResponseReasoningItem,
     ResponsesRequest,
     ResponsesResponse,
     ResponseUsage,
@@ -353,7 +354,8 @@ def _readable(items: str | list[Any]) -> str | list[Any]:
     """Returns the input as vLLM's converter reads it.
 
     The converter reads only the first part of an assistant's message, and fails where this part is
-    a refusal.
+    a refusal. It refuses encrypted reasoning, which clients send when a conversation goes on with
+    another model than OpenAI's.
     """
     if isinstance(items, str):
         return items
@@ -364,6 +366,9 @@ def _readable(items: str | list[Any]) -> str | list[Any]:
         if one.get("role") == "assistant" and isinstance(content, list):
             texts = [part.get("text") or part.get("refusal") or "" for part in content]
             found.append({"role": "assistant", "content": "".join(texts)})
+        elif one.get("encrypted_content") and isinstance(item, ResponseReasoningItem):
+            if item.content or item.summary:
+                found.append(item.model_copy(update={"encrypted_content": None}))
         else:
             found.append(item)
     return found

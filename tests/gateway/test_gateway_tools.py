@@ -766,6 +766,18 @@ async def test_all_parts_of_earlier_answers_reach_the_coordinator(gateway):
     assert told == ["Cold. -3 C.", "No."]
 
 
+async def test_reasoning_that_only_openai_can_read_is_left_out(gateway):
+    """Codex sends it when a conversation goes on with another model."""
+    sealed = {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "gAAA"}
+    summary = [{"type": "summary_text", "text": "Look north."}]
+    call_item = {"type": "function_call", "call_id": "c", "name": "weather", "arguments": OSLO}
+    result = {"type": "function_call_output", "call_id": "c", "output": "-3 C"}
+    turns = [*TURNS, sealed, call_item, result, {**sealed, "summary": summary}, call_item, result]
+    request, _ = await gateway.response("Bye.", input=turns)
+    told = [turn for turn in request.chat.messages if turn.role == "assistant"]
+    assert [json.loads(turn.fields).get("reasoning") for turn in told] == [None, "Look north."]
+
+
 async def test_developer_texts_within_a_conversation_keep_their_role(gateway):
     """The coordinator knows whether the chat template takes them."""
     later = {"role": "developer", "content": "Ask first."}
