@@ -10,7 +10,7 @@ import contextlib
 import json
 import types
 from collections import deque
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
 from itertools import zip_longest
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
@@ -18,13 +18,14 @@ from typing import Any
 import partial_json_parser
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicCountTokensRequest,
+    AnthropicMessage,
     AnthropicMessagesRequest,
 )
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
 from baton.gateway.body_parser import parse_as
-from baton.gateway.error_responses import HttpError
+from baton.gateway.error_responses import HttpError, invalid_value
 from baton.gateway.plain_chunks import TEXT, PlainChunks, split_at_text
 
 # The conversions use no attribute of the instance, whose constructor needs an engine.
@@ -32,6 +33,17 @@ _CONVERTER: Any = object.__new__(AnthropicServingMessages)
 # Fields of the converted request that the chat route does not have. A thinking budget is a hint:
 # models end their reasoning themselves.
 _LEFT_OUT = ("thinking_token_budget", "max_completion_tokens")
+# Fields that this gateway cannot honour, with their values that have no effect.
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "compaction": (),
+    "container": (),
+    "mcp_servers": ([],),
+    # The former name of output_config.format.
+    "output_format": (),
+    "thread": (),
+}
+# Content of a tool's result that the converter reads; it drops the rest without an error.
+_RESULT_PARTS = ("text", "image", "tool_reference")
 # How an event with a part of a content block begins, and the fields of its delta with a text.
 _BLOCK_DELTA = "event: content_block_delta\ndata: "
 _TEXT_FIELDS = {"text_delta": "text", "thinking_delta": "thinking"}
@@ -51,7 +63,11 @@ class MessageConversion:
     """
 
     def __init__(self, body: bytes) -> None:
-        request = parse_as(body, AnthropicMessagesRequest)
+        request = parse_as(body, AnthropicMessagesRequest, _UNSUPPORTED)
+        if request.messages and request.messages[-1].role == "assistant":
+            # The chat route would begin a new answer instead.
+            allowed = "must be user, because this server does not continue a given answer"
+            raise invalid_value(f"messages[{len(request.messages) - 1}].role", "assistant", allowed)
         self.chat = _converted(request)
         if request.stream:
             # The chat route puts the prompt's tokens into the first chunk of a message.
@@ -168,7 +184,7 @@ def tokenize_body(body: bytes) -> dict[str, Any]:
     Raises:
         HttpError: The body is not a request of the Messages API.
     """
-    chat = _converted(parse_as(body, AnthropicCountTokensRequest))
+    chat = _converted(parse_as(body, AnthropicCountTokensRequest, _UNSUPPORTED))
     wanted = ("model", "messages", "tools", "chat_template_kwargs")
     return {name: chat[name] for name in wanted if name in chat}
 
@@ -198,6 +214,7 @@ def _with_only_a_role(chunk: str) -> str:
 
 
 def _converted(request: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> dict[str, Any]:
+    _check_results(request.messages)
     try:
         # Most chat templates refuse a system turn after the first one.
         chat = AnthropicServingMessages.to_chat_completion_request(
@@ -210,6 +227,20 @@ def _converted(request: AnthropicMessagesRequest | AnthropicCountTokensRequest) 
     )
     found["messages"] = list(_with_references_as_text(found["messages"]))
     return {name: value for name, value in found.items() if name not in _LEFT_OUT}
+
+
+def _check_results(messages: Sequence[AnthropicMessage]) -> None:
+    """Raises HttpError if a tool's result has a part that the converter would drop."""
+    for number, message in enumerate(messages):
+        blocks = message.content if isinstance(message.content, list) else []
+        for index, block in enumerate(blocks):
+            parts = block.content if isinstance(block.content, list) else []
+            for place, part in enumerate(parts):
+                if part.get("type") not in _RESULT_PARTS:
+                    path = f"messages[{number}].content[{index}].content[{place}].type"
+                    raise invalid_value(
+                        path, part.get("type"), f"must be {' or '.join(_RESULT_PARTS)}"
+                    )
 
 
 def _with_references_as_text(turns: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -5,7 +5,8 @@ Unsupported and unknown fields are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import pydantic_core
@@ -82,13 +83,23 @@ def json_object(body: bytes) -> dict[str, Any]:
     return values
 
 
-def parse_as(body: bytes, kind: type[M]) -> M:
+def parse_as(body: bytes, kind: type[M], unsupported: Mapping[str, tuple[object, ...]]) -> M:
     """Parses a body with a class of another library, which decides about unknown fields.
 
+    Args:
+        body: JSON in UTF-8.
+        kind: Class that declares the body's fields.
+        unsupported: Fields that are refused, with their values that have no effect.
+
     Raises:
-        HttpError: The body is not JSON, or a field is wrong.
+        HttpError: The body is not JSON, or a field is wrong or not supported.
     """
     values = json_object(body)
+    for name, harmless in unsupported.items():
+        value = values.get(name)
+        if value is not None and value not in harmless:
+            allowed = " or ".join([*map(json.dumps, harmless), "left out"])
+            raise invalid_value(name, value, f"must be {allowed}")
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:

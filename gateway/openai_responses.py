@@ -409,14 +409,9 @@ def _without_none(value: Any) -> Any:
 
 def _parsed(body: bytes) -> ResponsesRequest:
     try:
-        request = parse_as(body, ResponsesRequest)
+        request = parse_as(body, ResponsesRequest, _UNSUPPORTED)
     except VLLMValidationError as error:
         raise HttpError(400, str(error), code="invalid_value") from None
-    for name, harmless in _UNSUPPORTED.items():
-        value = getattr(request, name, None)
-        if value is not None and value not in harmless:
-            allowed = " or ".join([*map(json.dumps, harmless), "left out"])
-            raise invalid_value(name, value, f"must be {allowed}")
     if _LOGPROBS in (request.include or ()):
         raise invalid_value("include", request.include, f"{_LOGPROBS} must be left out")
     return request

@@ -362,6 +362,7 @@ async def test_errors_of_the_parsers_name_the_field(gateway):
 
 # ---- Anthropic's Messages API.
 
+TEXT = {"type": "text", "text": "a"}
 WEATHER = {"name": "weather", "input_schema": PARAMETERS}
 
 
@@ -509,6 +510,34 @@ async def test_tools_that_an_agent_loads_later_reach_the_coordinator(gateway):
     assert told == [None, True]
     told = [(one.role, one.content) for one in request.chat.messages if one.role == "tool"]
     assert told == [("tool", "<tool_reference>weather</tool_reference>")]
+
+
+RESULT = {"type": "tool_result", "tool_use_id": "t1"}
+DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a"}}
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("mcp_servers", {"mcp_servers": [{"type": "url", "name": "a", "url": "https://a"}]}),
+        ("container", {"container": "c"}),
+        ("output_format", {"output_format": {"type": "json_schema", "schema": {}}}),
+        ("thread", {"thread": {"type": "continue", "previous_message_id": "m"}}),
+        ("messages[1].role", {"messages": [*TURNS, {"role": "assistant", "content": "It"}]}),
+        (
+            "messages[0].content[0].content[1].type",
+            {"messages": [{"role": "user", "content": [{**RESULT, "content": [TEXT, DOCUMENT]}]}]},
+        ),
+    ],
+)
+async def test_what_messages_cannot_honour_is_refused(gateway, field, body):
+    body = {"model": "scripted", "max_tokens": 9, "messages": TURNS, **body}
+    async with httpx.AsyncClient(timeout=WAIT_S) as http:
+        answer = await http.post(f"{gateway.url}/v1/messages", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["message"].startswith(f"{field} is ")
 
 
 async def test_errors_of_messages_have_anthropics_form(gateway):
