@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import types
 from collections import deque
@@ -44,6 +45,8 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 # Content of a tool's result that the converter reads; it drops the rest without an error.
 _RESULT_PARTS = ("text", "image", "tool_reference")
+# The coordinator's limit for the ID of a session.
+_MAX_SESSION_CHARS = 256
 # How an event with a part of a content block begins, and the fields of its delta with a text.
 _BLOCK_DELTA = "event: content_block_delta\ndata: "
 _TEXT_FIELDS = {"text_delta": "text", "thinking_delta": "thinking"}
@@ -75,7 +78,7 @@ class MessageConversion:
         user = (request.metadata or {}).get("user_id")
         if isinstance(user, str) and user:
             # Claude Code names its session there. Its requests share a prefix.
-            self.chat["prompt_cache_key"] = user
+            self.chat["prompt_cache_key"] = _session(user)
         self._converter, self._begun = _StreamConverter(), False
         # The chunks like the last one, and the parts of their events around the text.
         self._plain: PlainChunks | None = None
@@ -176,6 +179,13 @@ class _StreamConverter:
 def _pause() -> Generator[None]:
     """Returns to the caller of `send`."""
     yield
+
+
+def _session(user: str) -> str:
+    """Returns the ID of the session of a user, whose name may be longer than such an ID."""
+    if len(user) <= _MAX_SESSION_CHARS:
+        return user
+    return hashlib.sha256(user.encode()).hexdigest()
 
 
 def tokenize_body(body: bytes) -> dict[str, Any]:

@@ -512,6 +512,15 @@ async def test_tools_that_an_agent_loads_later_reach_the_coordinator(gateway):
     assert told == [("tool", "<tool_reference>weather</tool_reference>")]
 
 
+async def test_a_user_id_longer_than_the_id_of_a_session_is_shortened(gateway):
+    sessions = []
+    for last in ("a", "a", "b"):
+        metadata = {"user_id": "u" * 500 + last}
+        request, _ = await gateway.message("Cold.", metadata=metadata)
+        sessions.append(request.session_id)
+    assert sessions[0] == sessions[1] != sessions[2]
+
+
 RESULT = {"type": "tool_result", "tool_use_id": "t1"}
 DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "a"}}
 
