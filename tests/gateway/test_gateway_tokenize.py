@@ -175,3 +175,27 @@ async def test_a_caller_with_a_credential_leaves_room_for_others(
         other = send("other")
         tokenizing.set()
         assert [(await one).status_code for one in (*waiting, other)] == [200, 200]
+
+
+@pytest.mark.vllm
+async def test_a_refusal_to_count_tokens_has_anthropics_form(start_gateway, cluster, tokenizing):
+    pytest.importorskip("baton.gateway.anthropic_messages")
+    async with (
+        start_gateway(cluster.address) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S) as http,
+    ):
+        body, key = {"model": "demo", "messages": TURNS}, {"x-api-key": "one"}
+        sent = [
+            asyncio.create_task(http.post("/v1/messages/count_tokens", json=body, headers=key))
+            for _ in range(2)
+        ]
+        done, waiting = await asyncio.wait(
+            sent, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED
+        )
+        (refused,) = (one.result() for one in done)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["type"] == "error"
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        tokenizing.set()
+        counted = await waiting.pop()
+        assert counted.json()["input_tokens"] > 0
