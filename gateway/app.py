@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,12 @@ from baton.gateway.cell import Cell
 from baton.gateway.cells import Cells
 from baton.gateway.client_disconnect import until_disconnect
 from baton.gateway.converted_route import ConvertedRoute, Dialect, error_response
-from baton.gateway.coordinator_queries import PerCallerQuery, QueryLimiter, request_credential
+from baton.gateway.coordinator_queries import (
+    PerCallerQuery,
+    QueryLimiter,
+    request_credential,
+    with_bearer,
+)
 from baton.gateway.dashboard.data import overview
 from baton.gateway.dashboard.data import request as render_request
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError
@@ -222,7 +228,10 @@ class Gateway:
         return endpoint
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": await self._listed_models(request)})
+        found = await self._listed_models(request)
+        # Anthropic's clients read pages. This is the only one.
+        ends = {"first_id": found[0]["id"], "last_id": found[-1]["id"]} if found else {}
+        return JSONResponse({"object": "list", "data": found, "has_more": False, **ends})
 
     async def _one_model(self, request: Request) -> Response:
         found = await self._listed_models(request)
@@ -233,9 +242,13 @@ class Gateway:
         raise error_responses.model_not_found(name, [str(one["id"]) for one in found])
 
     async def _listed_models(self, request: Request) -> list[dict[str, object]]:
-        """Lists each base model followed by its adapters, as vLLM does, and the pooling models."""
-        models = await self._cells.models(request_credential(request.headers))
+        """Lists each base model followed by its adapters, as vLLM does, and the pooling models.
+
+        Each has the fields of OpenAI's, of vLLM's and of Anthropic's API.
+        """
+        models = await self._cells.models(request_credential(with_bearer(request.headers)))
         pooling = self.pooling.models if self.pooling is not None else ()
+        created_at = datetime.fromtimestamp(self._created, UTC).isoformat()
         return [
             {
                 "id": name,
@@ -245,6 +258,9 @@ class Gateway:
                 "root": name,
                 "parent": parent,
                 "max_model_len": max_model_len or None,
+                "type": "model",
+                "display_name": name,
+                "created_at": created_at,
             }
             for name, parent, max_model_len in (
                 *(

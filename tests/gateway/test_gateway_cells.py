@@ -368,6 +368,10 @@ async def test_a_caller_is_routed_to_a_cell_that_admits_it(start_gateway):
                 assert answer.json()["choices"][0]["text"] == name
         answer = await ask(http, {"authorization": "Bearer third"})
         assert answer.status_code == 401
+        for key, status in (("first", 200), ("third", 401)):
+            # Anthropic's clients send the key in this header.
+            listed = await http.get("/v1/models", headers={"x-api-key": key})
+            assert listed.status_code == status
 
 
 async def test_the_dashboard_shows_one_cell(start_gateway):

@@ -623,6 +623,15 @@ async def test_refused_parts_of_a_chat_are_named(gateway, part, field, message):
     assert message in refused.value.message
 
 
+async def test_models_are_listed_in_anthropics_form_too(gateway):
+    async with gateway.anthropic() as client:
+        [listed] = [one async for one in client.models.list()]
+        found = await client.models.retrieve("scripted")
+    assert listed == found
+    assert (found.id, found.type, found.display_name) == ("scripted", "model", "scripted")
+    assert found.created_at.tzinfo is not None
+
+
 async def test_tokens_of_messages_are_counted(gateway):
     async with gateway.anthropic() as client:
         counted = await client.messages.count_tokens(model="scripted", messages=TURNS)
