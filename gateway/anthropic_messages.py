@@ -25,6 +25,7 @@ from vllm.entrypoints.anthropic.protocol import (
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
+from baton.gateway.anthropic_route import error_body
 from baton.gateway.body_parser import parse_as
 from baton.gateway.error_responses import HttpError, invalid_value
 from baton.gateway.plain_chunks import TEXT, PlainChunks, split_at_text
@@ -111,6 +112,10 @@ class MessageConversion:
         if self._plain is not None and not self._split(events[-1] if events else ""):
             self._plain = None
         return "".join(events)
+
+    def failed(self, error: dict[str, Any], request_id: str) -> str:
+        """Returns the event that ends a stream with an error."""
+        return f"event: error\ndata: {error_body(500, error, request_id).decode()}\n\n"
 
     def close(self) -> None:
         """Ends the conversion; idempotent."""

@@ -40,13 +40,15 @@ class Messages:
         return conversion
 
     def error_body(self, status: int, error: dict[str, Any], request_id: str) -> bytes:
-        default = "invalid_request_error" if status < 500 else "api_error"
-        told = {"type": _ERROR_TYPES.get(status, default), "message": error["message"]}
-        body = {"type": "error", "error": told}
-        return json.dumps(body | ({"request_id": request_id} if request_id else {})).encode()
+        return error_body(status, error, request_id)
 
-    def error_event(self, error: dict[str, Any], request_id: str) -> bytes:
-        return b"event: error\ndata: " + self.error_body(500, error, request_id) + b"\n\n"
+
+def error_body(status: int, error: dict[str, Any], request_id: str) -> bytes:
+    """Returns an error as JSON in Anthropic's form; arguments as in Dialect.error_body."""
+    default = "invalid_request_error" if status < 500 else "api_error"
+    told = {"type": _ERROR_TYPES.get(status, default), "message": error["message"]}
+    body = {"type": "error", "error": told}
+    return json.dumps(body | ({"request_id": request_id} if request_id else {})).encode()
 
 
 def count_tokens(

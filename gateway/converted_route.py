@@ -51,6 +51,15 @@ class Conversion(Protocol):
         """Converts the next chunk ("data: ...") of a streamed chat completion; may be empty."""
         ...
 
+    def failed(self, error: dict[str, Any], request_id: str) -> str:
+        """Returns the events that end a stream with an error.
+
+        Args:
+            error: The error in OpenAI's form.
+            request_id: ID of the request; may be empty.
+        """
+        ...
+
     def close(self) -> None:
         """Ends the conversion; idempotent."""
         ...
@@ -79,10 +88,6 @@ class Dialect(Protocol):
             error: The error in OpenAI's form.
             request_id: ID of the request; may be empty.
         """
-        ...
-
-    def error_event(self, error: dict[str, Any], request_id: str) -> bytes:
-        """Returns the event that ends a stream with an error; arguments as in `error_body`."""
         ...
 
 
@@ -229,7 +234,7 @@ class _Reply:
         if chunk.startswith('data: {"error"'):
             self._has_failed = True
             error = json.loads(chunk.removeprefix("data: "))["error"]
-            return self._dialect.error_event(error, self._request_id).decode()
+            return self._conversion.failed(error, self._request_id)
         return self._conversion.events(chunk)
 
     def _begin(self, message: Message) -> None:

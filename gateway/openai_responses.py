@@ -213,6 +213,17 @@ class ResponseConversion:
                         self._split(event)
         return "".join(events)
 
+    def failed(self, error: dict[str, Any], request_id: str) -> str:
+        """Returns the events that end a stream with an error: OpenAI's clients expect both."""
+        number, self._sequence_number = self._sequence_number, self._sequence_number + 1
+        told = {"type": "error", **{name: error[name] for name in ("code", "message", "param")}}
+        event = f"event: error\ndata: {json.dumps(told | {'sequence_number': number})}\n\n"
+        model, created = self._head["model"], self._head["created"]
+        items = self._processor.output_items
+        found = self._response(model, created, items, "failed", self._usage)
+        failure = {"code": "server_error", "message": error["message"]}
+        return event + self._about("response.failed", found, failure)
+
     def close(self) -> None:
         """Ends the conversion: there is nothing to end."""
 
@@ -251,11 +262,14 @@ class ResponseConversion:
             events = [*processor.close_current(), *processor.open(state, call)]
         return [*events, *processor.emit_delta(delta, None)]
 
-    def _about(self, kind: str, response: ResponsesResponse) -> str:
+    def _about(
+        self, kind: str, response: ResponsesResponse, error: dict[str, str] | None = None
+    ) -> str:
         """Renders an event that contains the whole response."""
         number, self._sequence_number = self._sequence_number, self._sequence_number + 1
         # Without OpenAI's classes: vLLM's form of the response differs from OpenAI's (_as_json).
-        event = {"response": _as_json(response), "sequence_number": number, "type": kind}
+        found = _as_json(response) | {"error": error}
+        event = {"response": found, "sequence_number": number, "type": kind}
         return f"event: {kind}\ndata: {json.dumps(event)}\n\n"
 
     def _event(self, event: Any) -> str:

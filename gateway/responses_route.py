@@ -54,10 +54,6 @@ class Responses:
     def error_body(self, status: int, error: dict[str, Any], request_id: str) -> bytes:
         return json.dumps({"error": error}).encode()
 
-    def error_event(self, error: dict[str, Any], request_id: str) -> bytes:
-        told = {"type": "error", **{name: error[name] for name in ("code", "message", "param")}}
-        return b"event: error\ndata: " + json.dumps(told).encode() + b"\n\n"
-
     async def stored(self, request: Request) -> Response:
         """Answers GET and DELETE of a stored response."""
         credential, name = _credential(request.headers), request.path_params["id"]

@@ -12,10 +12,11 @@ import pytest
 import pytest_asyncio
 from gateway_command import gateway_command
 from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient, NotFoundError
-from scripted_inference import ScriptedInference, accepted, delta, finished, serving
+from scripted_inference import ScriptedInference, accepted, delta, failed, finished, serving
 from tokenizers import Tokenizer
 
 from baton import models
+from baton.runtime.errors import Unavailable
 from baton.v1 import common_pb2
 
 pytestmark = [pytest.mark.vllm, pytest.mark.asyncio(loop_scope="module")]
@@ -704,6 +705,25 @@ async def test_the_events_of_a_streamed_response_are_in_openais_order(gateway):
     assert kinds[-4:] == closed
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert events[-1].response.output[0].id == events[2].item.id
+
+
+async def test_a_streamed_response_that_fails_ends_with_the_failed_response(gateway):
+    """Codex reads only the last event, and OpenAI's client needs its response."""
+    async with gateway.openai() as client:
+        body = {"model": "scripted", "input": "a", "reasoning": {"effort": "none"}}
+        asked = asyncio.create_task(client.responses.create(**body, stream=True))
+        connection = await gateway.connection()
+        number = (await connection.submitted()).stream
+        (token,) = gateway.token_ids("a")
+        connection.send(accepted(number), delta(number, 0, [token], "It is"))
+        stream = await asked
+        connection.send(failed(number, Unavailable("no worker is left")))
+        events = [event async for event in stream]
+    *_, error, last = events
+    assert (error.type, error.code, error.message) == ("error", "unavailable", "no worker is left")
+    assert (last.type, last.response.status) == ("response.failed", "failed")
+    assert last.response.error.message == "no worker is left"
+    assert [event.sequence_number for event in events] == list(range(len(events)))
 
 
 async def test_a_stored_response_is_continued_read_and_deleted_by_its_caller_only(gateway):
