@@ -24,10 +24,10 @@ _MAX_FIELDS = 64
 # The coordinator's limits.
 _MAX_MESSAGES, _MAX_LOGIT_BIASES = 4096, 1024
 _MAX_TOOLS = 1024
-# Fields that clients send with earlier turns and their tool calls, because the answer of another
-# server had them or to mark a part of the prompt for a cache. No chat template reads these fields.
+# Fields that clients send with tools, earlier turns and their tool calls, because the answer of
+# another server had them or to mark a part of the prompt for a cache. No chat template reads them.
 # The text of `reasoning_details` and `thinking_blocks` is also in the turn's reasoning.
-_UNREAD_TURN_FIELDS = frozenset(
+_UNREAD_FIELDS = frozenset(
     {
         "annotations",
         "cache_control",
@@ -182,7 +182,23 @@ class CompletionBody(GenerationBody):
         raise invalid_value("prompt", prompt, allowed)
 
 
-class Function(BodyModel):
+class LenientModel(BodyModel):
+    """Base class of turns, tool calls and tools, which clients send in many forms."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_unread_fields(cls, value: Any) -> Any:
+        """Drops empty and unread fields, which clients send when they return an earlier answer."""
+        if not isinstance(value, Mapping):
+            return value
+        return {
+            key: one
+            for key, one in value.items()
+            if one not in (None, []) and key not in _UNREAD_FIELDS
+        }
+
+
+class Function(LenientModel):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
     # JSON schema of the arguments.
@@ -192,7 +208,7 @@ class Function(BodyModel):
     defer_loading: bool | None = None
 
 
-class Tool(BodyModel):
+class Tool(LenientModel):
     """A tool that the model may call."""
 
     type: Literal["function"]
@@ -218,29 +234,13 @@ class NamedTool(BodyModel):
     function: NamedFunction
 
 
-class TurnModel(BodyModel):
-    """Base class of an earlier turn and of the JSON objects in it."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_unread_fields(cls, value: Any) -> Any:
-        """Drops empty and unread fields, which clients send when they return an earlier answer."""
-        if not isinstance(value, Mapping):
-            return value
-        return {
-            key: one
-            for key, one in value.items()
-            if one not in (None, []) and key not in _UNREAD_TURN_FIELDS
-        }
-
-
-class CalledFunction(TurnModel):
+class CalledFunction(LenientModel):
     name: str
     # As the model wrote them; normally a JSON object.
     arguments: str | dict[str, Any] | None = None
 
 
-class ToolCall(TurnModel):
+class ToolCall(LenientModel):
     """A tool call in an earlier assistant turn."""
 
     id: str | None = None
@@ -250,7 +250,7 @@ class ToolCall(TurnModel):
     function: CalledFunction
 
 
-class Message(TurnModel):
+class Message(LenientModel):
     """One turn of a chat."""
 
     role: str

@@ -165,6 +165,18 @@ def test_answers_of_other_servers_can_be_sent_back_as_turns():
     assert turns_of(told) == [read | {"reasoning": "Hm.", "reasoning_content": "Hm."}]
 
 
+def test_a_mark_for_a_cache_is_no_part_of_a_tool():
+    """Clients of Anthropic's models mark the last tool."""
+    mark = {"cache_control": {"type": "ephemeral"}}
+    function = {"name": "f", "description": None, "parameters": {}}
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    body["tools"] = [{"type": "function", "function": {**function, **mark}, **mark}]
+    chat = body_parser.parse_body(json.dumps(body).encode(), request_bodies.ChatBody)
+    assert [tool.template_tool() for tool in chat.tools] == [
+        {"type": "function", "function": function}
+    ]
+
+
 def test_a_refusal_is_the_text_of_its_turn():
     text = {"role": "assistant", "content": "No."}
     part = {"type": "refusal", "refusal": "No."}
