@@ -42,6 +42,7 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "mcp_servers": ([],),
     # The former name of output_config.format.
     "output_format": (),
+    # A conversation that the server keeps: the next request has only its new turns.
     "thread": (),
 }
 # Content of a tool's result that the converter reads; it drops the rest without an error.

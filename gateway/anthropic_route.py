@@ -46,7 +46,10 @@ class Messages:
 def error_body(status: int, error: dict[str, Any], request_id: str) -> bytes:
     """Returns an error as JSON in Anthropic's form; arguments as in Dialect.error_body."""
     default = "invalid_request_error" if status < 500 else "api_error"
-    told = {"type": _ERROR_TYPES.get(status, default), "message": error["message"]}
+    told: dict[str, Any] = {"type": _ERROR_TYPES.get(status, default), "message": error["message"]}
+    if error["param"] == "thread":
+        # Anthropic's clients then send the whole conversation instead, without a thread.
+        told["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     body = {"type": "error", "error": told}
     return json.dumps(body | ({"request_id": request_id} if request_id else {})).encode()
 

@@ -550,6 +550,28 @@ async def test_what_messages_cannot_honour_is_refused(gateway, field, body):
     assert error["message"].startswith(f"{field} is ")
 
 
+async def test_a_client_with_threads_sends_the_whole_conversation_instead(gateway):
+    """The tool runner of Anthropic's client asks the server to keep the conversation."""
+    from anthropic import beta_async_tool
+
+    async def weather(city: str) -> str:
+        """Tells how cold it is."""
+        return f"-3 C in {city}"
+
+    body = {"model": "scripted", "max_tokens": 100, "messages": TURNS}
+    async with gateway.anthropic() as client:
+        runner = client.beta.messages.tool_runner(
+            **body, tools=[beta_async_tool(weather)], thinking={"type": "disabled"}
+        )
+        asked = asyncio.create_task(runner.until_done())
+        await gateway.answer(call(OSLO), STOP)
+        request = await gateway.answer("It is cold.", STOP)
+        found = await asked
+    assert found.content[0].text == "It is cold."
+    assert [turn.role for turn in request.chat.messages] == ["user", "assistant", "tool"]
+    assert request.chat.messages[-1].content == "-3 C in Oslo"
+
+
 async def test_errors_of_messages_have_anthropics_form(gateway):
     from anthropic import BadRequestError as Refused
 
