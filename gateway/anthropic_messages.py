@@ -26,7 +26,7 @@ from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
 
 from baton.gateway.anthropic_route import error_body
-from baton.gateway.body_parser import parse_as
+from baton.gateway.body_parser import json_object, parse_as
 from baton.gateway.error_responses import HttpError, invalid_value
 from baton.gateway.plain_chunks import TEXT, PlainChunks, split_at_text
 
@@ -68,7 +68,7 @@ class MessageConversion:
     """
 
     def __init__(self, body: bytes) -> None:
-        request = parse_as(body, AnthropicMessagesRequest, _UNSUPPORTED)
+        request = parse_as(json_object(body), AnthropicMessagesRequest, _UNSUPPORTED)
         if request.messages and request.messages[-1].role == "assistant":
             # The chat route would begin a new answer instead.
             allowed = "must be user, because this server does not continue a given answer"
@@ -200,7 +200,7 @@ def tokenize_body(body: bytes) -> dict[str, Any]:
     Raises:
         HttpError: The body is not a request of the Messages API.
     """
-    chat = _converted(parse_as(body, AnthropicCountTokensRequest, _UNSUPPORTED))
+    chat = _converted(parse_as(json_object(body), AnthropicCountTokensRequest, _UNSUPPORTED))
     wanted = ("model", "messages", "tools", "chat_template_kwargs")
     return {name: chat[name] for name in wanted if name in chat}
 

@@ -83,25 +83,27 @@ def json_object(body: bytes) -> dict[str, Any]:
     return values
 
 
-def parse_as(body: bytes, kind: type[M], unsupported: Mapping[str, tuple[object, ...]]) -> M:
+def parse_as(
+    values: dict[str, Any], kind: type[M], unsupported: Mapping[str, tuple[object, ...]]
+) -> M:
     """Parses a body with a class of another library, which decides about unknown fields.
 
     Args:
-        body: JSON in UTF-8.
+        values: The body's JSON object.
         kind: Class that declares the body's fields.
         unsupported: Fields that are refused, with their values that have no effect.
 
     Raises:
-        HttpError: The body is not JSON, or a field is wrong or not supported.
+        HttpError: A field is wrong or not supported.
     """
-    values = json_object(body)
     for name, harmless in unsupported.items():
         value = values.get(name)
         if value is not None and value not in harmless:
             allowed = " or ".join([*map(json.dumps, harmless), "left out"])
             raise invalid_value(name, value, f"must be {allowed}")
     try:
-        return kind.model_validate_json(body)
+        # A copy: some validators of vLLM replace fields.
+        return kind.model_validate(dict(values))
     except ValidationError as error:
         raise explain(error, values) from None
     except (TypeError, AttributeError, LookupError) as error:

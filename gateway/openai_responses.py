@@ -33,7 +33,7 @@ from vllm.entrypoints.openai.responses.utils import (
 )
 from vllm.exceptions import VLLMValidationError
 
-from baton.gateway.body_parser import parse_as
+from baton.gateway.body_parser import json_object, parse_as
 from baton.gateway.error_responses import HttpError, invalid_value
 from baton.gateway.plain_chunks import TEXT, PlainChunks, split_at_text
 from baton.gateway.response_store import StoredResponse
@@ -78,6 +78,8 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "vllm_xargs": ({},),
     "watermarking": (False,),
 }
+# Tools that the client runs.
+_TOOL_KINDS = ("function", "custom", "namespace")
 _LOGPROBS = "message.output_text.logprobs"
 # Fields of a chat's turn.
 _TURN = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning"}
@@ -121,8 +123,7 @@ class ResponseConversion:
             # vLLM would drop all system turns of the history. Only instructions do not carry over.
             added = construct_input_messages(request_input=_readable(request.input))
         except VLLMValidationError as error:
-            param = error.parameter or "input"
-            raise HttpError(400, f"{param}: {error}", param=param, code="invalid_value") from None
+            raise _rejected(error) from None
         # The conversation without this request's instructions, as it is stored.
         self._conversation = _as_chat_turns([*history, *added])
         self.chat = self._chat()
@@ -422,10 +423,27 @@ def _without_none(value: Any) -> Any:
 
 
 def _parsed(body: bytes) -> ResponsesRequest:
+    values = json_object(body)
+    wanted, tools = values.get("include"), values.get("tools")
+    if isinstance(wanted, list):
+        if _LOGPROBS in wanted:
+            raise invalid_value("include", wanted, f"{_LOGPROBS} must be left out")
+        # The rest are details of tools that run at OpenAI, and of reasoning.
+        del values["include"]
+    if isinstance(tools, list):
+        # vLLM's class refuses tools of OpenAI that are newer than the class.
+        values["tools"] = [one for one in tools if not _runs_at_openai(one)]
     try:
-        request = parse_as(body, ResponsesRequest, _UNSUPPORTED)
+        return parse_as(values, ResponsesRequest, _UNSUPPORTED)
     except VLLMValidationError as error:
-        raise HttpError(400, str(error), code="invalid_value") from None
-    if _LOGPROBS in (request.include or ()):
-        raise invalid_value("include", request.include, f"{_LOGPROBS} must be left out")
-    return request
+        raise _rejected(error) from None
+
+
+def _runs_at_openai(tool: Any) -> bool:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    return isinstance(kind, str) and kind not in _TOOL_KINDS
+
+
+def _rejected(error: VLLMValidationError) -> HttpError:
+    param = error.parameter or "input"
+    return HttpError(400, f"{param}: {error}", param=param, code="invalid_value")

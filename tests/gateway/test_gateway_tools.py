@@ -891,6 +891,15 @@ async def test_a_tool_choice_that_chats_do_not_have_is_refused(gateway):
             assert refused.value.param == param
 
 
+async def test_tools_and_details_of_openai_are_left_out(gateway):
+    """Also those that are newer than vLLM's class of a request."""
+    tools = [RESPONSES_TOOL, {"type": "web_search"}, {"type": "brand_new", "what": 1}]
+    include = ["web_search_call.action.sources", "reasoning.encrypted_content"]
+    request, found = await gateway.response(call(OSLO), tools=tools, include=include)
+    assert items(found) == [("weather", {"city": "Oslo"})]
+    assert [one["function"]["name"] for one in json.loads(request.chat.tools)] == ["weather"]
+
+
 async def test_vllms_fields_of_responses_reach_the_coordinator(gateway):
     extra = {
         "structured_outputs": {"choice": ["yes", "no"]},
@@ -931,6 +940,8 @@ async def test_errors_of_responses_have_openais_form(gateway):
         ("input", [{"type": "reasoning", "id": "r", "summary": [1]}], "input"),
         ("tools", 5, "tools"),
         ("tools", [{"type": "function"}], "tools[0].name"),
+        ("tools", [{"name": "f"}], "tools[0].type"),
+        ("tools", [{"type": "custom", "name": "f", "format": {"type": "grammar"}}], "tools"),
         ("text", {"format": {"type": "x"}}, "text.format.type"),
         ("reasoning", {"effort": 5}, "reasoning.effort"),
         ("background", True, "background"),
