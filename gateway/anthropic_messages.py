@@ -68,12 +68,17 @@ class MessageConversion:
     """
 
     def __init__(self, body: bytes) -> None:
-        request = parse_as(json_object(body), AnthropicMessagesRequest, _UNSUPPORTED)
+        values = json_object(body)
+        # vLLM's class takes four of them at most. The coordinator has a limit of its own.
+        stop = values.pop("stop_sequences", None)
+        request = parse_as(values, AnthropicMessagesRequest, _UNSUPPORTED)
         if request.messages and request.messages[-1].role == "assistant":
             # The chat route would begin a new answer instead.
             allowed = "must be user, because this server does not continue a given answer"
             raise invalid_value(f"messages[{len(request.messages) - 1}].role", "assistant", allowed)
         self.chat = _converted(request)
+        if stop is not None:
+            self.chat["stop"] = stop
         if request.stream:
             # The chat route puts the prompt's tokens into the first chunk of a message.
             self.chat["stream_options"] = {"include_usage": True}

@@ -480,14 +480,15 @@ async def test_tool_results_and_the_session_reach_the_coordinator(gateway):
         {"type": "text", "text": "x-anthropic-billing-header: turn=7"},
         {"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}},
     ]
-    options = {"messages": turns, "system": system, "tools": [WEATHER], "stop_sequences": ["END"]}
+    stop = ["END", "STOP", "A", "B", "C"]
+    options = {"messages": turns, "system": system, "tools": [WEATHER], "stop_sequences": stop}
     options["metadata"] = {"user_id": "user-1"}
     request, _ = await gateway.message("Cold.", **options)
     told = [(one.role, one.content) for one in request.chat.messages]
     # The billing header changes with each turn and would spoil the prefix cache.
     assert told[0] == ("system", "Be brief.")
     assert told[-1] == ("tool", "-3 C")
-    assert list(request.sampling.stop) == ["END"]
+    assert list(request.sampling.stop) == stop
     assert request.session_id == "user-1"
     headers = {"x-claude-code-session-id": "session-1"}
     request, _ = await gateway.message("Cold.", headers=headers, **options)
