@@ -94,6 +94,7 @@ class ResponseConversion:
     Args:
         body: The request's body.
         previous: Finds the response of `previous_response_id`; raises HttpError.
+        item: Finds an output item of a stored response by its ID; None: it is not there.
         store: Takes the finished response, if the request allows to store it.
 
     Attributes:
@@ -108,9 +109,10 @@ class ResponseConversion:
         self,
         body: bytes,
         previous: Callable[[str], StoredResponse],
+        item: Callable[[str], dict[str, Any] | None],
         store: Callable[[StoredResponse], None],
     ) -> None:
-        self._request = _parsed(body)
+        self._request = _parsed(body, item)
         self._store = store
         self._sequence_number = 0
         request, root = self._request, self._request.request_id
@@ -422,8 +424,10 @@ def _without_none(value: Any) -> Any:
     return value
 
 
-def _parsed(body: bytes) -> ResponsesRequest:
+def _parsed(body: bytes, item: Callable[[str], dict[str, Any] | None]) -> ResponsesRequest:
     values = json_object(body)
+    if isinstance(values.get("input"), list):
+        values["input"] = [_referenced(*one, item) for one in enumerate(values["input"])]
     wanted, tools = values.get("include"), values.get("tools")
     if isinstance(wanted, list):
         if _LOGPROBS in wanted:
@@ -437,6 +441,21 @@ def _parsed(body: bytes) -> ResponsesRequest:
         return parse_as(values, ResponsesRequest, _UNSUPPORTED)
     except VLLMValidationError as error:
         raise _rejected(error) from None
+
+
+def _referenced(index: int, sent: Any, item: Callable[[str], dict[str, Any] | None]) -> Any:
+    """Returns an item of the input, or the stored item that it refers to. Raises HttpError."""
+    if not (isinstance(sent, dict) and sent.keys() <= {"type", "id"}):
+        return sent
+    if sent.get("type", "item_reference") != "item_reference" or not isinstance(
+        sent.get("id"), str
+    ):
+        return sent
+    found = item(sent["id"])
+    if found is None:
+        allowed = "no stored response has this item here, or not any more; send the item itself"
+        raise invalid_value(f"input[{index}].id", sent["id"], allowed)
+    return found
 
 
 def _runs_at_openai(tool: Any) -> bool:

@@ -43,6 +43,8 @@ class ResponseStore:
         self.max_bytes = max_bytes
         self._responses: OrderedDict[tuple[bytes, str], tuple[StoredResponse, int, float]]
         self._responses = OrderedDict()
+        # The response of each output item, by caller and ID of the item.
+        self._responses_by_item: dict[tuple[bytes, str], str] = {}
         self._num_bytes = 0
 
     def __len__(self) -> int:
@@ -57,6 +59,8 @@ class ResponseStore:
         self._remove(key)
         self._responses[key] = (response, num_bytes, time.monotonic() + _EXPIRES_S)
         self._num_bytes += num_bytes
+        for item in response.body["output"]:
+            self._responses_by_item[_key(credential, item["id"])] = response.id
         while self._num_bytes > self.max_bytes or self._is_expired(next(iter(self._responses))):
             self._remove(next(iter(self._responses)))
 
@@ -67,6 +71,13 @@ class ResponseStore:
             self._remove(key)
         found = self._responses.get(key)
         return found[0] if found is not None else None
+
+    def find_item(self, credential: str, item_id: str) -> dict[str, Any] | None:
+        """Returns an output item of a response that the same caller has stored; None: not there."""
+        response_id = self._responses_by_item.get(_key(credential, item_id))
+        found = self.find(credential, response_id) if response_id is not None else None
+        items = found.body["output"] if found is not None else ()
+        return next((item for item in items if item["id"] == item_id), None)
 
     def delete(self, credential: str, response_id: str) -> bool:
         """Deletes a response; returns whether there was one."""
@@ -79,7 +90,12 @@ class ResponseStore:
 
     def _remove(self, key: tuple[bytes, str]) -> None:
         removed = self._responses.pop(key, None)
-        self._num_bytes -= removed[1] if removed is not None else 0
+        if removed is None:
+            return
+        response, num_bytes, _ = removed
+        self._num_bytes -= num_bytes
+        for item in response.body["output"]:
+            self._responses_by_item.pop((key[0], item["id"]), None)
 
 
 def _key(credential: str, response_id: str) -> tuple[bytes, str]:

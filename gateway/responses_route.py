@@ -45,7 +45,10 @@ class Responses:
         def keep(response: StoredResponse) -> None:
             self._store.add(credential, response)
 
-        conversion = module.ResponseConversion(body, previous, keep)
+        def item(item_id: str) -> dict[str, Any] | None:
+            return self._store.find_item(credential, item_id)
+
+        conversion = module.ResponseConversion(body, previous, item, keep)
         if session_in(headers) and conversion.chat["prompt_cache_key"] == conversion.root_id:
             # The client has given no key, and the agent's session spans its conversations.
             del conversion.chat["prompt_cache_key"]

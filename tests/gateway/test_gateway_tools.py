@@ -776,6 +776,24 @@ async def test_a_stored_response_is_continued_read_and_deleted_by_its_caller_onl
             await client.responses.retrieve(gone.id)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_item_of_a_stored_response_can_be_referred_to(gateway, stream):
+    """Vercel's AI SDK sends its earlier answers in this way."""
+    text = f"{THINK}Oslo is north{ANSWER}{call(OSLO)}"
+    _, one = await gateway.response(text, tools=[RESPONSES_TOOL], stream=stream)
+    references = [{"type": "item_reference", "id": item.id} for item in one.output]
+    output = {"type": "function_call_output", "call_id": one.output[-1].call_id, "output": "-3 C"}
+    turns = [*TURNS, *references, output]
+    request, _ = await gateway.response("Cold.", input=turns)
+    assert [turn.role for turn in request.chat.messages] == ["user", "assistant", "tool"]
+    told = json.loads(request.chat.messages[1].fields)
+    assert told["reasoning"] == "Oslo is north"
+    assert told["tool_calls"][0]["function"] == {"name": "weather", "arguments": OSLO}
+    with pytest.raises(BadRequestError, match="no stored response has this item") as refused:
+        await gateway.response("Cold.", input=turns, key="another")
+    assert refused.value.param == "input[1].id"
+
+
 async def test_only_instructions_are_not_carried_over_to_the_next_response(gateway):
     def said(role, text):
         return {"role": role, "content": text}

@@ -92,7 +92,7 @@ async def test_a_message_that_ends_early_or_late_leaves_nothing(num_chunks):
 def test_responses_have_all_texts_in_order():
     responses = pytest.importorskip("baton.gateway.openai_responses")
     body = json.dumps({"model": "m", "input": "a", "stream": True, "store": False}).encode()
-    conversion = responses.ResponseConversion(body, None, None)
+    conversion = responses.ResponseConversion(body, None, None, None)
     found = parsed("".join(map(conversion.events, stream())))
     conversion.close()
     assert [one["sequence_number"] for one in found] == list(range(len(found)))

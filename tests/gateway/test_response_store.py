@@ -5,7 +5,8 @@ from baton.gateway.response_store import ResponseStore, StoredResponse
 
 
 def response(name, text="x"):
-    return StoredResponse(name, name, [{"role": "user", "content": text}], {"id": name})
+    body = {"id": name, "output": [{"id": f"item of {name}"}]}
+    return StoredResponse(name, name, [{"role": "user", "content": text}], body)
 
 
 def test_the_oldest_responses_go_when_the_bytes_are_used_up():
@@ -20,6 +21,18 @@ def test_the_oldest_responses_go_when_the_bytes_are_used_up():
     assert store.find("you", "r99") is None
     assert store.delete("me", "r99")
     assert not store.delete("me", "r99")
+
+
+def test_items_are_found_by_their_caller_as_long_as_their_response():
+    store = ResponseStore(1000)
+    store.add("me", response("a"))
+    store.add("you", response("a", "y"))
+    assert store.find_item("me", "item of a") == {"id": "item of a"}
+    assert store.find_item("me", "item of b") is None
+    assert store.find_item("them", "item of a") is None
+    store.delete("me", "a")
+    assert store.find_item("me", "item of a") is None
+    assert store.find_item("you", "item of a") is not None
 
 
 def test_without_memory_nothing_is_stored():
