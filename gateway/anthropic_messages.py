@@ -29,6 +29,7 @@ from baton.gateway.anthropic_route import error_body
 from baton.gateway.body_parser import json_object, parse_as
 from baton.gateway.error_responses import HttpError, invalid_value
 from baton.gateway.plain_chunks import TEXT, PlainChunks, split_at_text
+from baton.gateway.request_bodies import template_kwargs
 
 # The conversions use no attribute of the instance, whose constructor needs an engine.
 _CONVERTER: Any = object.__new__(AnthropicServingMessages)
@@ -205,7 +206,12 @@ def tokenize_body(body: bytes) -> dict[str, Any]:
     Raises:
         HttpError: The body is not a request of the Messages API.
     """
-    chat = _converted(parse_as(json_object(body), AnthropicCountTokensRequest, _UNSUPPORTED))
+    values = json_object(body)
+    chat = _converted(parse_as(values, AnthropicCountTokensRequest, _UNSUPPORTED))
+    # As the chat route renders the prompt.
+    chat["chat_template_kwargs"] = template_kwargs(
+        chat.get("chat_template_kwargs"), chat.get("reasoning_effort")
+    )
     wanted = ("model", "messages", "tools", "chat_template_kwargs")
     return {name: chat[name] for name in wanted if name in chat}
 

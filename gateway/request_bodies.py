@@ -319,11 +319,7 @@ class ChatBody(GenerationBody):
     @property
     def template_kwargs(self) -> dict[str, Any]:
         """Variables of the chat template, including those set by reasoning_effort, as in vLLM."""
-        kwargs = dict(self.chat_template_kwargs or {})
-        if self.reasoning_effort is not None:
-            kwargs["reasoning_effort"] = self.reasoning_effort
-            kwargs.setdefault("enable_thinking", self.reasoning_effort != "none")
-        return kwargs
+        return template_kwargs(self.chat_template_kwargs, self.reasoning_effort)
 
     @property
     def chosen_tool(self) -> str | None:
@@ -349,6 +345,15 @@ class ChatBody(GenerationBody):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs to be true")
         return self
+
+
+def template_kwargs(kwargs: dict[str, Any] | None, effort: str | None) -> dict[str, Any]:
+    """Returns variables of the chat template with those that reasoning_effort sets, as in vLLM."""
+    found = dict(kwargs or {})
+    if effort is not None:
+        found["reasoning_effort"] = effort
+        found.setdefault("enable_thinking", effort != "none")
+    return found
 
 
 def _content_part(index: int, part: Any) -> dict[str, Any]:

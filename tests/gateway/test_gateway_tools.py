@@ -665,6 +665,16 @@ async def test_tokens_of_messages_are_counted(gateway):
     assert counted.input_tokens == answer.json()["count"] > 0
 
 
+async def test_the_counted_prompt_is_the_prompt_of_the_message(gateway):
+    """Without thinking, the prompt ends with an empty thought."""
+    off = {"thinking": {"type": "disabled"}}
+    async with gateway.anthropic() as client:
+        body = {"model": "scripted", "messages": TURNS}
+        plain = await client.messages.count_tokens(**body)
+        counted = await client.messages.count_tokens(**body, **off)
+    assert counted.input_tokens == plain.input_tokens + len(gateway.token_ids(THINK + ANSWER))
+
+
 # ---- OpenAI's Responses API.
 
 RESPONSES_TOOL = {"type": "function", "strict": False, **TOOL["function"]}
