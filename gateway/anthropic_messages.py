@@ -72,6 +72,7 @@ class MessageConversion:
         values = json_object(body)
         # vLLM's class takes four of them at most. The coordinator has a limit of its own.
         stop = values.pop("stop_sequences", None)
+        _check_tools(values.get("tools"))
         request = parse_as(values, AnthropicMessagesRequest, _UNSUPPORTED)
         if request.messages and request.messages[-1].role == "assistant":
             # The chat route would begin a new answer instead.
@@ -207,6 +208,7 @@ def tokenize_body(body: bytes) -> dict[str, Any]:
         HttpError: The body is not a request of the Messages API.
     """
     values = json_object(body)
+    _check_tools(values.get("tools"))
     chat = _converted(parse_as(values, AnthropicCountTokensRequest, _UNSUPPORTED))
     # As the chat route renders the prompt.
     chat["chat_template_kwargs"] = template_kwargs(
@@ -214,6 +216,15 @@ def tokenize_body(body: bytes) -> dict[str, Any]:
     )
     wanted = ("model", "messages", "tools", "chat_template_kwargs")
     return {name: chat[name] for name in wanted if name in chat}
+
+
+def _check_tools(tools: Any) -> None:
+    """Raises HttpError if a tool runs at Anthropic or is known to Claude: it has no schema."""
+    for index, tool in enumerate(tools if isinstance(tools, list) else ()):
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if kind not in (None, "custom"):
+            allowed = "must be custom, because this server runs no tools"
+            raise invalid_value(f"tools[{index}].type", kind, allowed)
 
 
 def _as_object(arguments: str, is_cut_off: bool) -> dict[str, Any]:

@@ -532,6 +532,7 @@ DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/p
     [
         ("mcp_servers", {"mcp_servers": [{"type": "url", "name": "a", "url": "https://a"}]}),
         ("container", {"container": "c"}),
+        ("tools[1].type", {"tools": [WEATHER, {"type": "web_search_20250305", "name": "s"}]}),
         ("output_format", {"output_format": {"type": "json_schema", "schema": {}}}),
         ("thread", {"thread": {"type": "continue", "previous_message_id": "m"}}),
         ("messages[1].role", {"messages": [*TURNS, {"role": "assistant", "content": "It"}]}),
