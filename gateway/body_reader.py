@@ -32,14 +32,18 @@ async def read_body(receive: Receive, headers: Mapping[str, str], config: HttpCo
 
     Raises:
         ClientDisconnected: The client left before the body was complete.
-        HttpError: The content type is not JSON (415), the body is too long (413), or the body
-            does not arrive in time (408).
+        HttpError: The content type is not JSON or the body is compressed (415), the body is too
+            long (413), or the body does not arrive in time (408).
     """
     kind = headers.get("content-type", "")
     if kind.partition(";")[0].strip().lower() != "application/json":
         # Browsers send other content types across origins without a preflight request (CORS).
         message = f"content-type is {shown(kind)}; must be application/json"
         raise HttpError(415, message, param="content-type", code="unsupported_media_type")
+    encoding = headers.get("content-encoding", "identity")
+    if encoding.strip().lower() != "identity":
+        message = f"content-encoding is {shown(encoding)}; must be identity or left out"
+        raise HttpError(415, message, param="content-encoding", code="unsupported_media_type")
     limit, timeout_s = config.max_body_bytes, config.read_timeout_s
     too_large = HttpError(413, f"the body is longer than {limit} bytes", code="body_too_large")
     length = headers.get("content-length", "")

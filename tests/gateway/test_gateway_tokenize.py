@@ -1,6 +1,7 @@
 """/tokenize and /detokenize, with the tokenizer files of the served model."""
 
 import asyncio
+import gzip
 import threading
 
 import httpx2 as httpx
@@ -83,6 +84,13 @@ async def test_a_refused_content_type_is_reported_although_the_body_is_unread(po
     answer = await post("/tokenize", None, **body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (415, "content-type")
     assert answer.headers["connection"] == "close"
+
+
+async def test_a_compressed_body_is_refused_by_its_header(post):
+    sent = gzip.compress(b'{"prompt": "x"}')
+    kinds = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = await post("/tokenize", None, content=sent, headers=kinds)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (415, "content-encoding")
 
 
 async def test_the_tokenizers_settings_are_told(gateway):
