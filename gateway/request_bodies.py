@@ -31,6 +31,7 @@ _UNREAD_FIELDS = frozenset(
     {
         "annotations",
         "cache_control",
+        "copilot_cache_control",
         "extra_content",
         "parsed",
         "parsed_arguments",

@@ -156,6 +156,7 @@ def test_answers_of_other_servers_can_be_sent_back_as_turns():
         "annotations": [{"type": "url_citation"}],
         "audio": None,
         "cache_control": {"type": "ephemeral"},
+        "copilot_cache_control": {"type": "ephemeral"},
         "function_call": None,
         "parsed": {"a": 1},
         "reasoning_details": [{"text": "Hm."}],
