@@ -102,14 +102,19 @@ def parse_as(
             allowed = " or ".join([*map(json.dumps, harmless), "left out"])
             raise invalid_value(name, value, f"must be {allowed}")
     try:
-        # A copy: some validators of vLLM replace fields.
-        return kind.model_validate(dict(values))
+        # Clients send null for a field that is not set, which not every field allows. This is also
+        # a copy: some validators of vLLM replace fields.
+        return kind.model_validate(_without_null(values))
     except ValidationError as error:
         raise explain(error, values) from None
     except (TypeError, AttributeError, LookupError) as error:
         # Some validators of vLLM run before the types of the fields are checked.
         name = _field_with_wrong_type(values, kind)
         raise invalid_value(name, values.get(name), f"it has a wrong type ({error})") from None
+
+
+def _without_null(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _field_with_wrong_type(values: dict[str, Any], kind: type[BaseModel]) -> str:

@@ -444,8 +444,16 @@ def _parsed(body: bytes, item: Callable[[str], dict[str, Any] | None]) -> Respon
 
 
 def _referenced(index: int, sent: Any, item: Callable[[str], dict[str, Any] | None]) -> Any:
-    """Returns an item of the input, or the stored item that it refers to. Raises HttpError."""
-    if not (isinstance(sent, dict) and sent.keys() <= {"type", "id"}):
+    """Returns an item of the input, or the stored item that it refers to.
+
+    Raises:
+        HttpError: The item is not stored.
+    """
+    if not isinstance(sent, dict):
+        return sent
+    # Clients send back items with null for a field that is not set.
+    sent = {name: value for name, value in sent.items() if value is not None}
+    if not sent.keys() <= {"type", "id"}:
         return sent
     if sent.get("type", "item_reference") != "item_reference" or not isinstance(
         sent.get("id"), str

@@ -930,6 +930,17 @@ async def test_tools_and_details_of_openai_are_left_out(gateway):
     assert [one["function"]["name"] for one in json.loads(request.chat.tools)] == ["weather"]
 
 
+async def test_null_is_a_field_that_is_not_set(gateway):
+    unset = ("tools", "tool_choice", "service_tier", "include", "store", "truncation", "stop")
+    reasoning = {"type": "reasoning", "id": None, "summary": [], "content": None, "status": None}
+    turns = [*TURNS, reasoning, {"role": "user", "content": "And?", "type": None}]
+    request, _ = await gateway.response("Bye.", input=turns, extra_body=dict.fromkeys(unset))
+    assert request.chat.messages[-1].content == "And?"
+    unset = ("system", "tools", "tool_choice", "thinking", "stop_sequences", "service_tier")
+    request, _ = await gateway.message("Bye.", **dict.fromkeys(unset))
+    assert not request.chat.tools
+
+
 async def test_vllms_fields_of_responses_reach_the_coordinator(gateway):
     extra = {
         "structured_outputs": {"choice": ["yes", "no"]},
