@@ -215,11 +215,13 @@ def handoff_findings(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
         "handoffs fail or fall back to another transport",
         "handoff",
         (
-            f"of {num_all} handoffs {handoffs.num_fallbacks} fell back to another transport and "
-            f"{handoffs.num_failures} failed (their prompts are computed again)",
+            f"of {num_all} ended handoffs {handoffs.num_failures} failed (their prompts are "
+            f"computed again); a transport failed {handoffs.num_fallbacks} times and the next one "
+            "took over",
             f"exposed time of successful handoffs: p95 {ms(handoffs.exposed.p95_us)}",
         ),
         "see `baton workers` for the transport of each pair of workers and the reason, and the "
         "workers' logs for the failures",
-        1 + num_bad / num_all,
+        # A fallback may belong to a handoff that has not ended, or that was cancelled.
+        1 + num_bad / max(1, num_all),
     )

@@ -253,6 +253,21 @@ def test_the_kv_caches_of_an_elastic_cell_are_judged_together():
     assert "100.0 % of 10200 tokens" in finding.evidence[0]
 
 
+def test_a_fallback_of_a_handoff_that_was_cancelled_is_told():
+    """No handoff has ended: the request of the only one was cancelled."""
+    cell = LiveCell().workers()
+    report = cluster_pb2.HandoffReport(
+        handoff_id=b"h",
+        state=kv_transfer_pb2.HANDOFF_STATE_FAILED,
+        reason=kv_transfer_pb2.REFUSAL_REASON_CANCELLED,
+        num_fallbacks=1,
+    )
+    cell.post(ev.WorkerHandoff(("p0", 1), report))
+    [finding] = found(cell)
+    assert finding.kind is Kind.HANDOFF_FALLBACKS
+    assert finding.evidence[0].startswith("of 0 ended handoffs 0 failed")
+
+
 def test_a_past_problem_gives_no_finding():
     cell = more_than_one_worker_computes()
     assert found(cell)
