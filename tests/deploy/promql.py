@@ -12,6 +12,7 @@ import math
 import operator
 import re
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import promql_parser as ast
@@ -200,6 +201,10 @@ def _call(node: ast.Call, data: Data, at_s: float) -> Vector:
         case "rate" | "increase":
             (window,) = node.args
             return _increase(window, data, at_s, per_second=node.func.name == "rate")
+        case "max_over_time":
+            (window,) = node.args
+            windows = _windows(window, data, at_s)
+            return {_unnamed(one): max(values) for one, _, values in windows if values}
         case "histogram_quantile":
             quantile, buckets = node.args
             return _quantiles(evaluate(quantile, data, at_s), evaluate(buckets, data, at_s))
@@ -219,9 +224,7 @@ def _increase(window: ast.MatrixSelector, data: Data, at_s: float, *, per_second
     range_s = window.range.total_seconds()
     end_s = at_s - _offset_s(window.vector_selector)
     start_s, found = end_s - range_s, Vector()
-    for one in data.matching(window.vector_selector):
-        first, last = bisect_left(one.times, start_s), bisect_right(one.times, end_s)
-        times, values = one.times[first:last], one.values[first:last]
+    for labels, times, values in _windows(window, data, at_s):
         if len(times) < 2:
             continue
         resets = math.fsum(a for a, b in itertools.pairwise(values) if b < a)
@@ -234,8 +237,19 @@ def _increase(window: ast.MatrixSelector, data: Data, at_s: float, *, per_second
         for gap_s in (before_s, after_s):
             sampled_s += gap_s if gap_s < 1.1 * step_s else step_s / 2
         factor = sampled_s / (times[-1] - times[0]) / (range_s if per_second else 1.0)
-        found[_unnamed(one.labels)] = increase * factor
+        found[_unnamed(labels)] = increase * factor
     return found
+
+
+def _windows(
+    window: ast.MatrixSelector, data: Data, at_s: float
+) -> Iterator[tuple[Labels, list[float], list[float]]]:
+    """Yields the labels, times and values of each series in a range; both ends are included."""
+    end_s = at_s - _offset_s(window.vector_selector)
+    start_s = end_s - window.range.total_seconds()
+    for one in data.matching(window.vector_selector):
+        first, last = bisect_left(one.times, start_s), bisect_right(one.times, end_s)
+        yield one.labels, one.times[first:last], one.values[first:last]
 
 
 def _quantiles(quantile: float, buckets: Vector) -> Vector:

@@ -55,14 +55,29 @@ def test_metrics_and_their_labels_exist(where):
     assert grouped <= set().union(*(EXPORTED[name] for name in used))
 
 
+def comparisons(node):
+    """Yields the comparisons that an expression combines with `and`, `or` and `unless`."""
+    if isinstance(node, promql_parser.ParenExpr):
+        yield from comparisons(node.expr)
+    elif isinstance(node, promql_parser.BinaryExpr):
+        if str(node.op) in ("and", "or", "unless"):
+            yield from comparisons(node.lhs)
+            yield from comparisons(node.rhs)
+        else:
+            yield node
+
+
 def test_both_sides_of_a_comparison_have_matching_labels():
     times = [60.0 * n for n in range(8 * 60)]
     data = Data([Series(one, times, [value] * len(times)) for one, value in samples().items()])
     compared = set()
-    for alert, expression in EXPRESSIONS.items():
-        node = promql_parser.parse(expression)
-        if not isinstance(node, promql_parser.BinaryExpr) or alert.find(":") > 0:
-            continue
+    alerts = [
+        (alert, node)
+        for alert, expression in EXPRESSIONS.items()
+        if ":" not in alert
+        for node in comparisons(promql_parser.parse(expression))
+    ]
+    for alert, node in alerts:
         left, right = (evaluate(side, data, times[-1]) for side in (node.lhs, node.rhs))
         if isinstance(right, float) or not left:
             # The right side is a number, or an idle cell has no such series.
@@ -73,7 +88,7 @@ def test_both_sides_of_a_comparison_have_matching_labels():
         ]
         assert bare[0] & bare[1], alert
         compared.add(alert)
-    assert len(compared) >= 5
+    assert len(compared) >= 7
 
 
 def test_generated_files_are_committed(monkeypatch):

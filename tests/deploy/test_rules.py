@@ -63,6 +63,7 @@ ONE = [Series(Labels({"__name__": "a", "x": "1"}.items()), [0.0, 15.0, 30.0], [0
         ("sum(increase(a[30s]))", 6.0),
         ("sum(rate(a[30s]))", 0.2),
         ("sum(a offset 15s)", 5.0),
+        ("sum(max_over_time(a[30s]))", 5.0),
         ("2 * sum(a) + 1", 3.0),
         ("sum(a) > 1", None),
         ("sum(a) and sum(b)", None),
