@@ -39,9 +39,10 @@ class _Step:
 
     def __init__(self, lifecycle: RequestLifecycle, worker: WorkerKey, now: float) -> None:
         self.lifecycle, self.worker, self.now = lifecycle, worker, now
-        # Requests that got tokens in this step, and their tokens. With speculative decoding, a
-        # request may get several.
-        self._num_requests = self._num_tokens = 0
+        # Requests that got tokens in this step, and their tokens by lane. With speculative
+        # decoding, a request may get several.
+        self._num_requests = 0
+        self._num_tokens: dict[common_pb2.Lane.ValueType, int] = {}
         # Requests whose first output from this worker is in this step.
         self._joined: list[Request] = []
         # By lane and time of the last token: the gap in microseconds, and the number of such gaps.
@@ -80,6 +81,7 @@ class _Step:
             # This repeats `_count_tokens`, because a call per token would be slow.
             if request.last_token_at != last_at or submission.lane != lane:
                 gap[1] += num_tokens - num_counted
+                self._add_tokens(lane, num_tokens - num_counted)
                 assert request.last_token_at is not None
                 last_at, lane, num_counted = request.last_token_at, submission.lane, num_tokens
                 gap = self._gap_since(lane, last_at)
@@ -90,7 +92,7 @@ class _Step:
                 self.lifecycle.charge(request)
         gap[1] += num_tokens - num_counted
         self._num_requests += num_tokens
-        self._num_tokens += num_tokens
+        self._add_tokens(lane, num_tokens - num_counted)
 
     def deliver(self, request: Request, delta: common_pb2.TokenDelta) -> bool:
         """Passes on an output, each token exactly once; returns False if the attempt is lost."""
@@ -148,17 +150,23 @@ class _Step:
             gap[1] += 1
             request.gaps_us.append(gap[0])
         self._num_requests += 1
-        self._num_tokens += num_tokens
+        self._add_tokens(lane, num_tokens)
         if len(request.token_ids) - request.num_charged >= CHARGE_TOKENS:
             self.lifecycle.charge(request)
+
+    def _add_tokens(self, lane: common_pb2.Lane.ValueType, count: int) -> None:
+        if count:
+            self._num_tokens[lane] = self._num_tokens.get(lane, 0) + count
 
     def count(self) -> None:
         """Adds the step's sums to the statistics."""
         stats, is_slow = self.lifecycle.stats, False
-        stats.num_output_tokens += self._num_tokens
-        if not self._gaps:
+        if not self._num_tokens:
             return
         recent = stats.recent.at(self.now)
+        for lane, num_tokens in self._num_tokens.items():
+            stats.num_output_tokens += num_tokens
+            recent.lanes[lane].num_output_tokens += num_tokens
         fleet_stats = None
         if stats.compared and (worker := self.lifecycle.worker(self.worker)) is not None:
             fleet_stats = stats.compared.get(worker.fleet)

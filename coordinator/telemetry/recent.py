@@ -74,6 +74,7 @@ class LaneWindow:
         stages: durations per stage of ended requests; a request that skipped a stage is not
             counted in it.
         after_start: waits of requests that arrived before their worker had started.
+        num_output_tokens: output tokens that workers sent, also of requests that still run.
     """
 
     __slots__ = (

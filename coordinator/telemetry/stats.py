@@ -279,7 +279,6 @@ class CoreStats:
         recent = self.recent.at(record.ended_at).lanes[record.lane]
         recent.num_ended += 1
         recent.num_failed += bool(record.error_code)
-        recent.num_output_tokens += record.num_output_tokens
         recent.tenant(record.tenant).num_tokens += (
             record.num_prompt_tokens + record.num_output_tokens
         )

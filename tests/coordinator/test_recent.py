@@ -106,3 +106,17 @@ def test_the_history_ends_now():
     assert after[-1].ttft_p95_us == status.lanes[0].ttft.p95_us > 0
     assert after[-1].itl_p95_us == status.lanes[0].itl.p95_us > 0
     assert not cell.status().history
+
+
+def test_tokens_count_when_they_are_sent_and_not_at_the_end_of_their_request():
+    """Two streams of about 90 s, so that none ends within a minute."""
+    cell = LiveCell().workers()
+    cell.submit(100, 9000)
+    cell.submit(100, 9000, lane=common_pb2.LANE_BATCH)
+    cell.after(70)
+    interactive, batch = cell.status().lanes
+    sent = [len(one.token_times) for one in cell.outcomes]
+    assert interactive.num_ended == batch.num_ended == 0
+    # The window has 55 to 60 s of the 70 s.
+    for lane, num_sent in zip((interactive, batch), sent, strict=True):
+        assert num_sent * 54 / 70 < lane.num_output_tokens < num_sent * 61 / 70

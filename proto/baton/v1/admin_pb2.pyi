@@ -1227,6 +1227,7 @@ class LaneStatus(_message.Message):
     num_ended: _builtins.int
     num_failed: _builtins.int
     num_output_tokens: _builtins.int
+    """Output tokens that workers sent, also of requests that still run."""
     @_builtins.property
     def info(self) -> Global___LaneInfo: ...
     @_builtins.property
