@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from baton.cli.columns import POOL_COLUMNS, pool_cells, share, shown, state_name, ttft_target
+from baton.client.doctor.findings import needs_first_worker, pool_groups
 from baton.runtime.enum_names import lane_name, role_name
 from baton.v1 import admin_pb2
 
@@ -21,9 +22,10 @@ def pools(status: admin_pb2.GetStatusResponse, width: int) -> RenderableType:
     if not status.pools:
         return Text("no pools", style=DIM)
     rows = list[Sequence[str | Text]]()
-    for pool in status.pools:
-        name, serving, *others = pool_cells(pool)
-        rows.append((name, Text(serving, style="" if pool.num_serving else BAD), *others))
+    for group in pool_groups(status):
+        style = BAD if needs_first_worker(status, group) else ""
+        for name, serving, *others in map(pool_cells, group):
+            rows.append((name, Text(serving, style=style), *others))
     return _table(
         POOL_COLUMNS,
         rows,

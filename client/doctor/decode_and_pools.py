@@ -9,9 +9,9 @@ from baton.client.doctor.findings import (
     Kind,
     add_worker_advice,
     keep_warm_advice,
-    lacks_workers,
     lane_of,
     ms,
+    needs_first_worker,
     percent,
     pool_groups,
 )
@@ -123,11 +123,10 @@ def _no_workers(
     status: admin_pb2.GetStatusResponse, group: Sequence[admin_pb2.PoolInfo]
 ) -> Finding | None:
     """Returns that no worker of these pools serves; None if one does or none is needed."""
-    queued = [lane for lane in status.lanes if lane.info.num_queued]
-    # A pool that sizes itself may have scaled to zero until a request arrives.
-    active = [pool for pool in group if pool.desired or not pool.sizes_itself]
-    if not group or not lacks_workers(group) or not (queued or active):
+    if not needs_first_worker(status, group):
         return None
+    queued = [lane for lane in status.lanes if lane.info.num_queued]
+    active = [pool for pool in group if pool.desired or not pool.sizes_itself]
     waits = ", ".join(
         f"{lane.info.num_queued} {lane_of(lane)} requests wait, the longest for "
         f"{ms(lane.info.oldest_wait.ToNanoseconds() // 1000)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -58,6 +58,18 @@ def pool_groups(status: admin_pb2.GetStatusResponse) -> list[list[admin_pb2.Pool
 def lacks_workers(group: Iterable[admin_pb2.PoolInfo]) -> bool:
     """Whether no worker of a group of pools serves."""
     return all(pool.num_serving == 0 for pool in group)
+
+
+def needs_first_worker(
+    status: admin_pb2.GetStatusResponse, group: Sequence[admin_pb2.PoolInfo]
+) -> bool:
+    """Whether no worker of a group of pools serves although one should.
+
+    A pool that sizes itself may have scaled to zero until a request arrives.
+    """
+    is_wanted = any(pool.desired or not pool.sizes_itself for pool in group)
+    is_queued = any(lane.info.num_queued for lane in status.lanes)
+    return bool(group) and lacks_workers(group) and (is_queued or is_wanted)
 
 
 def add_workers_advice(status: admin_pb2.GetStatusResponse) -> str:

@@ -10,6 +10,7 @@ import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
+from baton.cli import top_tables
 from baton.cli.listings import _show_pools
 from baton.cli.top_view import draw
 from baton.client.doctor import diagnose
@@ -147,6 +148,28 @@ def test_scale_events_say_when_and_why(many):
     assert re.match(r" *3[01] s ago  prefill 2 → 3  12\.3 s of prompts", line)
     assert line.endswith("…")
     assert any("not autoscaled" in one for one in lines(many, 80, 24))
+
+
+def red_servings(status) -> list[str]:
+    """Cells of the column SERVING that `baton top` prints in red."""
+    table = top_tables.pools(status, 200)
+    column = next(one for one in table.columns if one.header == "SERVING")
+    return [cell.plain for cell in column.cells if cell.style == top_tables.BAD]
+
+
+def test_a_pool_without_workers_is_red_where_its_work_is_not_done():
+    status = LiveCell().workers(num_prefill=0, num_decode=2).after(1).status()
+    assert red_servings(status) == ["0"]
+    # Any worker of an elastic cell does any work.
+    status.elastic = True
+    assert red_servings(status) == []
+    for pool in status.pools:
+        pool.num_serving = 0
+    assert red_servings(status) == ["0", "0"]
+    for pool in status.pools:
+        # Both pools have scaled to zero until a request arrives.
+        pool.sizes_itself, pool.desired = True, 0
+    assert red_servings(status) == []
 
 
 @pytest.mark.parametrize(("width", "height"), SIZES)
