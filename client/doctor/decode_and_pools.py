@@ -8,6 +8,7 @@ from baton.client.doctor.findings import (
     Finding,
     Kind,
     add_worker_advice,
+    add_workers_advice,
     keep_warm_advice,
     lane_of,
     ms,
@@ -68,8 +69,8 @@ def itl_findings(
             f"{name}: starts, then stutters: the decode batch is too large for the target",
             "decode",
             tuple(evidence),
-            "add decode workers, or fewer requests on each (decode.max_requests_per_worker, the "
-            "engine's max_num_seqs)",
+            f"add {'' if status.elastic else 'decode '}workers, or fewer requests on each "
+            "(decode.max_requests_per_worker, the engine's max_num_seqs)",
             weight,
         )
     elif _handoff_us(lane) > lane.targets.itl_ms * 1000:
@@ -170,7 +171,8 @@ def _kv_full(
             f"{sum(pool.num_running for pool in group)} requests hold {percent(used)} of {total} "
             f"tokens; {sum(pool.num_waiting for pool in group)} requests wait at the workers",
         ),
-        f"{add_worker_advice(decode)}, or limit outputs (lanes.*.max_output_tokens)",
+        f"{add_workers_advice(status) if status.elastic else add_worker_advice(decode)}, or limit "
+        "outputs (lanes.*.max_output_tokens)",
         used / _FULL,
     )
 

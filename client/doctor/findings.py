@@ -73,7 +73,9 @@ def needs_first_worker(
 
 
 def add_workers_advice(status: admin_pb2.GetStatusResponse) -> str:
-    """Advice to add workers to the pool that is overloaded."""
+    """Advice to add workers to the pool that is overloaded; in an elastic cell, to any pool."""
+    if status.elastic:
+        return _add_any_worker_advice(status.pools)
     pools = {pool.role: pool for pool in status.pools}
     decode = pools.get(common_pb2.ROLE_DECODE)
     full = decode is not None and (
@@ -98,6 +100,27 @@ def add_worker_advice(pool: admin_pb2.PoolInfo) -> str:
         return f"add a {name} worker: baton scale {name} {pool.num_serving + 1}"
     # A coordinator that starts no workers refuses `baton scale`.
     return f"add a {name} worker: baton worker --role {name}"
+
+
+def _add_any_worker_advice(pools: Sequence[admin_pb2.PoolInfo]) -> str:
+    """Advice to add a worker to a cell in which any worker does any work."""
+    if any(pool.num_starting for pool in pools):
+        return (
+            "keep more workers ready (scaling.prefill.min_workers, scaling.decode.min_workers): "
+            "the workers that are starting come too late"
+        )
+    sized = [pool for pool in pools if pool.max_workers]
+    if not sized:
+        # A coordinator that starts no workers refuses `baton scale`.
+        return "add a worker: baton worker --role decode (or prefill: any worker does any work)"
+    growing = [pool for pool in sized if pool.num_serving < pool.max_workers]
+    if not growing:
+        return (
+            "raise scaling.prefill.max_workers or scaling.decode.max_workers: both pools are at "
+            "their limits"
+        )
+    pool = min(growing, key=lambda one: one.num_serving)
+    return f"add a worker: baton scale {role_name(pool.role)} {pool.num_serving + 1}"
 
 
 def keep_warm_advice(name: str) -> str:

@@ -37,7 +37,7 @@ def ttft_findings(
     status: admin_pb2.GetStatusResponse, lane: admin_pb2.LaneStatus
 ) -> Iterator[Finding]:
     """Yields why the first tokens of a lane are late or its requests are refused."""
-    shed = _refusals(lane)
+    shed = _refusals(status, lane)
     if shed is not None:
         yield shed
     if not lane.targets.ttft_ms:
@@ -185,16 +185,18 @@ def _overload(
     )
 
 
-def _refusals(lane: admin_pb2.LaneStatus) -> Finding | None:
+def _refusals(status: admin_pb2.GetStatusResponse, lane: admin_pb2.LaneStatus) -> Finding | None:
     num_shed = sum(lane.sheds.values())
     num_requests = num_shed + lane.num_admitted
     if num_shed < _MIN_WAITS or num_shed < _REFUSED_SHARE * num_requests:
         return None
     worst = max(lane.sheds, key=lambda reason: lane.sheds[reason])
+    add_to_pool = "add workers" if status.elastic else "add workers to the overloaded pool"
     cures = {
-        "queue_full": "add workers to the overloaded pool, or raise lanes.*.max_queued if a "
-        "longer wait is better than a refusal",
-        "too_late": "add prefill workers, or raise the TTFT target of the requests",
+        "queue_full": f"{add_to_pool}, or raise lanes.*.max_queued if a longer wait is better "
+        "than a refusal",
+        "too_late": f"add {'' if status.elastic else 'prefill '}workers, or raise the TTFT target "
+        "of the requests",
         "tenant_rate": "raise tenants.NAME.tokens_per_s of the refused tenants, or leave it: "
         "other tenants are not affected",
         "too_many_requests": "raise coordinator.max_running_requests, or add workers",
@@ -208,7 +210,7 @@ def _refusals(lane: admin_pb2.LaneStatus) -> Finding | None:
         f"{lane_of(lane)}: {percent(num_shed / num_requests)} of the requests are refused",
         "admission",
         (f"{num_shed} of {num_requests} were not admitted: {reasons}",),
-        cures.get(worst, "add workers to the overloaded pool"),
+        cures.get(worst, add_to_pool),
         1 + 10 * num_shed / num_requests,
     )
 

@@ -211,6 +211,12 @@ def test_a_cell_without_workers_is_not_healthy():
     assert "baton why" in findings[0].first
 
 
+def first(status, kind: Kind) -> str:
+    """Returns the advice of the only finding of a kind."""
+    [finding] = [one for one in doctor.diagnose(status) if one.kind is kind]
+    return finding.first
+
+
 def elastic(status):
     """Returns the status of a cell as an elastic cell with the same workers reports it."""
     status.elastic = True
@@ -300,6 +306,28 @@ def test_an_elastic_cell_is_not_told_to_keep_prompts_off_decode_workers():
     [finding] = [one for one in doctor.diagnose(status) if one.kind is Kind.DECODE_INTERFERENCE]
     assert "local_prefill" not in finding.first
     assert "steps.longest_gap_ms" in finding.first
+
+
+def test_an_elastic_cell_is_told_to_add_any_worker():
+    """Any worker computes prompts and decodes, so that no advice asks for workers of one role."""
+    queue = elastic(more_than_one_worker_computes().status())
+    assert "add a worker: baton worker --role decode (or prefill" in first(queue, Kind.QUEUE)
+    full = elastic(full_caches().status())
+    for pool in full.pools:
+        pool.kv_tokens_used = pool.kv_tokens_total
+    assert "add a worker: baton worker --role decode (or prefill" in first(full, Kind.KV_FULL)
+    batch = elastic(many_at_once().status())
+    assert first(batch, Kind.BATCH_TOO_LARGE).startswith("add workers, or")
+    late = elastic(a_peak_with_a_limit().status())
+    assert first(late, Kind.ADMISSION).startswith("add workers, or")
+    # The coordinator starts workers, and one pool is at its maximum.
+    prefill, decode = queue.pools
+    prefill.max_workers, decode.max_workers = 1, 16
+    assert "add a worker: baton scale decode 2" in first(queue, Kind.QUEUE)
+    decode.max_workers = 1
+    assert "scaling.prefill.max_workers or scaling.decode.max_workers" in first(queue, Kind.QUEUE)
+    decode.num_starting = 1
+    assert "come too late" in first(queue, Kind.QUEUE)
 
 
 def test_a_pool_at_its_ceiling_says_so():
