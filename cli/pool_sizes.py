@@ -265,11 +265,18 @@ def why(
     # A coordinator that does not size pools refuses this call; --watch needs the same error.
     found = call_admin(address, lambda admin: admin.list_decisions(role, limit=limit))
     if watch:
+        # Consecutive decisions on a pool differ in their sizes.
+        latest = dict[int, tuple[int, int, int]]()
 
         def show(event: admin_pb2.WatchEvent) -> None:
             for one in event.decisions:
                 if role not in (common_pb2.ROLE_UNSPECIFIED, one.role):
                     continue
+                sizes = (one.from_workers, one.needed_workers, one.to_workers)
+                if latest.get(one.role) == sizes:
+                    # A new connection begins with the latest decisions.
+                    continue
+                latest[one.role] = sizes
                 if as_json:
                     print_json_line(plain(one))
                 else:

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from baton.client import AdminClient
     from baton.v1.admin_pb2 import WatchEvent
 
-_INTERVAL_S = 0.2
+# Shortest time between two events of a wait, and of a command that prints each event.
+_WAIT_INTERVAL_S, _PRINT_INTERVAL_S = 0.2, 1.0
 # Connections in a row that may break before an event arrives. gRPC may begin a call over a
 # connection that is breaking.
 _MOST_LOST = 3
@@ -26,6 +27,8 @@ _STDOUT = 1
 
 def follow_changes(address: str | None, as_lines: bool, show: Callable[[WatchEvent], None]) -> None:
     """Shows every event of a coordinator until the command is interrupted.
+
+    A connection that breaks is replaced; the first event of the new one may repeat the last one.
 
     Args:
         address: Address of the coordinator; see `call_admin`.
@@ -36,7 +39,7 @@ def follow_changes(address: str | None, as_lines: bool, show: Callable[[WatchEve
 
     async def question(admin: AdminClient) -> None:
         is_first = True
-        async with _reader(), contextlib.aclosing(admin.watch()) as events:
+        async with _reader(), contextlib.aclosing(_events(admin, _PRINT_INTERVAL_S)) as events:
             async for event in events:
                 if not as_lines and sys.stdout.isatty():
                     print("\x1b[H\x1b[2J", end="")
@@ -101,7 +104,10 @@ async def wait_until(
     from baton.runtime.errors import DeadlineExceeded
 
     try:
-        async with asyncio.timeout(wait_s), contextlib.aclosing(_events(admin)) as events:
+        async with (
+            asyncio.timeout(wait_s),
+            contextlib.aclosing(_events(admin, _WAIT_INTERVAL_S)) as events,
+        ):
             async for event in events:
                 if done(event):
                     return event
@@ -115,10 +121,14 @@ async def wait_until(
         raise errors.make(error.code, message, error.details()) from None
 
 
-async def _events(admin: AdminClient) -> AsyncGenerator[WatchEvent, None]:
+async def _events(admin: AdminClient, min_interval_s: float) -> AsyncGenerator[WatchEvent, None]:
     """Yields a coordinator's events, over a new connection if one breaks.
 
     A connection breaks, for example, if the coordinator is too busy to answer a keepalive ping.
+
+    Args:
+        admin: Client of the coordinator.
+        min_interval_s: Shortest time between two events, in seconds.
 
     Raises:
         RemoteError: No connection could be opened, or several in a row broke before an event.
@@ -128,7 +138,7 @@ async def _events(admin: AdminClient) -> AsyncGenerator[WatchEvent, None]:
     num_lost = 0
     while True:
         try:
-            async with contextlib.aclosing(admin.watch(_INTERVAL_S)) as events:
+            async with contextlib.aclosing(admin.watch(min_interval_s)) as events:
                 async for event in events:
                     num_lost = 0
                     yield event
@@ -137,4 +147,4 @@ async def _events(admin: AdminClient) -> AsyncGenerator[WatchEvent, None]:
             num_lost += 1
             if num_lost > _MOST_LOST:
                 raise
-        await asyncio.sleep(_INTERVAL_S)
+        await asyncio.sleep(_WAIT_INTERVAL_S)

@@ -482,6 +482,47 @@ def test_decisions_are_followed_as_they_are_made(serve, capsys):
     ]
 
 
+class Resuming(Deciding):
+    """A coordinator whose second Watch sends the latest decision again, and then ends."""
+
+    num_calls = 0
+
+    async def Watch(self, request, context):
+        self.num_calls += 1
+        yield admin_pb2.WatchEvent(decisions=[decision(DECODE, 1, "outputs")])
+        if self.num_calls == 1:
+            await asyncio.Event().wait()
+
+
+def test_watch_continues_over_a_new_connection():
+    """The first connection breaks after an event has arrived."""
+    shown, loop = [], asyncio.new_event_loop()
+    with running(loop):
+        address, stop = run(loop, serving(Resuming()))
+        relay = Relay(address)
+        run(loop, relay.__aenter__())
+
+        def show(event):
+            shown.append([one.reason for one in event.decisions])
+            if relay.num_connections == 1:
+                loop.call_soon_threadsafe(relay.cut)
+
+        try:
+            watch.follow_changes(relay.address, True, show)
+        finally:
+            run(loop, relay.__aexit__())
+            run(loop, stop())
+    assert (shown, relay.num_connections) == ([["outputs"], ["outputs"]], 2)
+
+
+def test_a_decision_that_a_coordinator_sends_again_is_printed_once(serve, capsys):
+    """A new connection begins with the latest decision of each pool."""
+    address = serve(Deciding(*DECIDED, [DECIDED[0][0], DECIDED[2][1]]))
+    pool_sizes.why(address=address, watch=True, as_json=True)
+    told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one["reason"] for one in told] == ["prompts", "outputs", "more", "yet more"]
+
+
 def test_why_watch_fails_at_a_coordinator_that_sizes_no_pools(serve):
     with pytest.raises(errors.FailedPreconditionError, match="starts no workers"):
         pool_sizes.why(address=serve(Deciding()), watch=True)
