@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def call_admin(address: str | None, question: Callable[[AdminClient], Awaitable[T]]) -> T:
-    """Runs a call against the first coordinator that can be reached.
+    """Runs a call against the first coordinator that answers.
 
     The next address may be another cell or a successor of the coordinator. A call that changes
     something is repeated there only when it certainly had no effect at the address before.
@@ -24,10 +24,11 @@ def call_admin(address: str | None, question: Callable[[AdminClient], Awaitable[
         question: Makes the call with the client that it gets.
 
     Raises:
-        RemoteError: No coordinator can be reached, or the coordinator refuses the call.
+        RemoteError: No coordinator answers, or the coordinator refuses the call.
     """
     from baton.cli import interrupts
     from baton.client import errors
+    from baton.runtime.errors import RemoteError
 
     async def asking() -> T:
         failures = []
@@ -36,8 +37,8 @@ def call_admin(address: str | None, question: Callable[[AdminClient], Awaitable[
             try:
                 async with admin:
                     return await question(admin)
-            except errors.UnavailableError as error:
-                if admin.may_have_acted:
+            except RemoteError as error:
+                if admin.may_have_acted or not errors.has_no_answer(error):
                     raise
                 failures.append(error)
         raise errors.combine(failures)

@@ -201,10 +201,10 @@ class BatonClient(AsyncClosing):
                     return await stub.GetModel(request, timeout=timeout_s, metadata=metadata)
                 except grpc.RpcError as error:
                     failures.append(errors.from_call(error, address, channel, timeout_s))
+                if not errors.has_no_answer(failures[-1]):
+                    break
                 if failures[-1].code == code_pb2.UNAVAILABLE:
                     await self._channels.discard(address, channel)
-                elif failures[-1].code != code_pb2.DEADLINE_EXCEEDED:
-                    break
         raise errors.combine(failures)
 
     def _other_connector(self, state: RequestState) -> Connector | None:

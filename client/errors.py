@@ -241,6 +241,11 @@ def combine(found: Sequence[RemoteError]) -> RemoteError:
     return make(code_pb2.UNAVAILABLE, "; ".join(map(str, found)))
 
 
+def has_no_answer(error: RemoteError) -> bool:
+    """Whether another coordinator may answer: this one is unavailable, or its answer is late."""
+    return isinstance(error, UnavailableError | DeadlineExceededError)
+
+
 def is_restarting(error: RemoteError) -> bool:
     """Whether the coordinator refuses requests because it is restarting."""
     return error.code == code_pb2.UNAVAILABLE and error.reason == RESTARTING

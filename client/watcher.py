@@ -103,13 +103,13 @@ class Watcher(AsyncClosing):
                     response = await call(
                         AdminClient.from_channel(channel, address, timeout_s=self._timeout_s)
                     )
-                except errors.UnavailableError as error:
+                except RemoteError as error:
+                    if not errors.has_no_answer(error):
+                        raise
                     failures.append(error)
-                    await self._channels.discard(address, channel)
-                    continue
-                except errors.DeadlineExceededError as error:
-                    # A coordinator that hangs; its connection may still be good.
-                    failures.append(error)
+                    # The connection to a coordinator that hangs may still be good.
+                    if isinstance(error, errors.UnavailableError):
+                        await self._channels.discard(address, channel)
                     continue
             self._addresses.remove(address)
             self._addresses.insert(0, address)

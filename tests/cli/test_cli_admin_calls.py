@@ -251,6 +251,43 @@ def test_workers_lists_measured_speeds(serve, capsys):
     assert other.split() == ["prefill-0", "worker", "decode-1", "1", "GB/s"]
 
 
+class Silent(OneAnswer):
+    """A coordinator that never answers."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    async def ListPools(self, request, context):
+        await asyncio.Event().wait()
+
+    async def ScalePool(self, request, context):
+        await asyncio.Event().wait()
+
+
+def soon(call):
+    """Returns a question whose call has a short timeout."""
+
+    def question(admin):
+        admin._timeout_s = 2.0
+        return call(admin)
+
+    return question
+
+
+def test_the_next_address_is_called_if_the_first_does_not_answer(serve, coordinators):
+    (there, _), *_ = coordinators(5)
+    question = soon(lambda admin: admin.list_pools())
+    assert call_admin(f"{serve(Silent())},{there}", question).generation == 1
+
+
+def test_a_change_that_is_not_answered_is_not_repeated_elsewhere(serve):
+    question = soon(lambda admin: admin.scale_pool(common_pb2.ROLE_DECODE, 2))
+    other = Sized()
+    with pytest.raises(errors.DeadlineExceededError, match="the change may have happened"):
+        call_admin(f"{serve(Silent())},{serve(other)}", question)
+    assert other.sizes == []
+
+
 async def twice(admin):
     await admin.list_pools()
     return (await admin.list_pools()).generation
@@ -695,11 +732,7 @@ async def test_an_address_that_accepts_but_never_answers_is_unreachable():
 
 
 async def test_the_error_names_a_coordinator_that_does_not_answer():
-    class Silent(OneAnswer):
-        async def ListPools(self, request, context):
-            await asyncio.Event().wait()
-
-    address, stop = await serving(Silent(0))
+    address, stop = await serving(Silent())
     try:
         async with AdminClient(address, timeout_s=1.0) as admin:
             await admin._channel.channel_ready()

@@ -218,14 +218,24 @@ async def test_the_model_is_fetched_from_the_next_address(server, inference):
                         break
 
 
-async def test_the_model_is_fetched_from_the_next_address_if_a_coordinator_hangs(server):
-    class Hangs(ScriptedInference):
-        async def GetModel(self, request, context):
-            await asyncio.Event().wait()
+class Hanging(ScriptedInference):
+    """A coordinator that answers its health check and no other call."""
 
-    async with serving(Hangs()) as (other, _), BatonClient([other, server[0]]) as client:
-        async with asyncio.timeout(TIMEOUT_S):
-            assert (await client.model(timeout_s=3.0)).name == "scripted"
+    async def GetModel(self, request, context):
+        await asyncio.Event().wait()
+
+
+async def test_the_model_of_a_coordinator_that_hangs_is_fetched_from_the_next(server, inference):
+    async with (
+        serving(Hanging()) as (hanging, _),
+        BatonClient([hanging, server[0]]) as client,
+        asyncio.timeout(TIMEOUT_S),
+    ):
+        while True:
+            # The timeout applies to each address: a busy machine may need several calls.
+            with contextlib.suppress(UnavailableError, DeadlineExceededError):
+                assert (await client.model(timeout_s=1.0)).name == "scripted"
+                break
 
 
 async def test_a_coordinator_that_refuses_the_session_is_passed_over(server, inference):
