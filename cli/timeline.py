@@ -57,8 +57,11 @@ def _with_empty_stages(stages: tuple[StageTime, ...]) -> list[StageTime]:
     for name in order:
         if not _STAGES[name] or any(stage.stage == name for stage in shown):
             continue
-        later = order[order.index(name) + 1 :]
-        at = next((i for i, stage in enumerate(shown) if stage.stage in later), len(shown))
+        earlier, later = order[: order.index(name)], order[order.index(name) + 1 :]
+        # The decode queue of a worker that computed the prompt too comes before the prefill.
+        first = max((i + 1 for i, stage in enumerate(shown) if stage.stage in earlier), default=0)
+        following = (i for i in range(first, len(shown)) if shown[i].stage in later)
+        at = next(following, len(shown))
         end_ms = shown[at - 1].start_ms + shown[at - 1].duration_ms if at else 0.0
         shown.insert(at, StageTime(name, end_ms, 0.0, "-"))
     return shown

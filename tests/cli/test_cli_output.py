@@ -106,6 +106,27 @@ def test_the_timeline_adds_up(capsys):
         assert len(timeline.bar(start_ms, duration_ms, 100)) == 32
 
 
+def test_a_handoff_that_took_no_time_follows_the_prefill(capsys):
+    """One worker of an elastic cell computed the prompt and decoded."""
+    stages = (
+        ("tokenize", 0, 1),
+        ("decode_queue", 1, 2),
+        ("prefill", 3, 40),
+        ("network", 43, 5),
+        ("decode", 48, 45),
+    )
+    budget = LatencyBudget(
+        tuple(StageTime(name, start_ms, lasted_ms, "d0") for name, start_ms, lasted_ms in stages),
+        ttft_ms=43,
+        total_ms=93,
+        itl_p50_ms=5,
+        itl_max_ms=9,
+    )
+    timeline.print_timeline(budget)
+    rows = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()[1:8]]
+    assert rows == ["tokenize", "queue", "decode queue", "prefill", "network", "handoff", "decode"]
+
+
 def test_exit_codes():
     assert exit_codes.exit_code(ConfigError("x")) == 2
     assert exit_codes.exit_code(make(3, "wrong field")) == 2
