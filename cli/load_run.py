@@ -110,8 +110,10 @@ def slo(ttft_ms: float | None, ttft_ms_per_1k_tokens: float, itl_ms: float | Non
     from baton.runtime.ttft_target import TtftTarget
 
     for name, value in (("--ttft-ms", ttft_ms), ("--itl-ms", itl_ms)):
-        if value is not None and not value > 0:
-            raise typer.BadParameter(f"is {value:g}; must be more than 0", param_hint=name)
+        if value is not None and not 0 < value < math.inf:
+            raise typer.BadParameter(
+                f"is {value:g}; must be finite and more than 0", param_hint=name
+            )
     slope, option = ttft_ms_per_1k_tokens, "--ttft-ms-per-1k-tokens"
     if not 0 <= slope < math.inf:
         raise typer.BadParameter(f"is {slope:g}; must be finite and at least 0", param_hint=option)

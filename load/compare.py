@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -89,5 +90,9 @@ def as_json(rows: list[Row]) -> list[dict[str, Any]]:
 
 
 def _number(values: dict[str, Any], key: str) -> float:
-    value = values.get(key)
-    return float(value) if isinstance(value, int | float) else math.nan
+    """The value of a key; nan if the key is missing, or its value is no finite number."""
+    value, number = values.get(key), math.nan
+    if isinstance(value, int | float):
+        with contextlib.suppress(OverflowError):
+            number = float(value)
+    return number if math.isfinite(number) else math.nan

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import math
 import random
 import time
 from contextlib import asynccontextmanager
@@ -238,6 +239,8 @@ def test_a_request_is_in_time_by_the_target_of_its_prompt():
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (["--ttft-ms", "inf"], "must be finite and more than 0"),
+        (["--itl-ms", "inf"], "must be finite and more than 0"),
         (["--ttft-ms-per-1k-tokens", "5"], "cannot be used without --ttft-ms"),
         (["--ttft-ms", "5", "--ttft-ms-per-1k-tokens", "-1"], "must be finite and at least 0"),
         (["--ttft-ms", "5", "--ttft-ms-per-1k-tokens", "nan"], "must be finite and at least 0"),
@@ -387,6 +390,15 @@ def test_results_are_compared_by_percentile(tmp_path):
         "b": None,
         "b_over_a": None,
     }
+
+
+def test_a_figure_without_a_finite_value_is_missing(tmp_path):
+    file = tmp_path / "huge"
+    latencies = {key: {"50": math.inf} for key in ("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms")}
+    file.write_text(json.dumps({**latencies, "num_requests": 10**400}))
+    shown = CliRunner().invoke(app, ["bench", "compare", str(file), str(file), "--json"])
+    found = json.loads(shown.stdout, parse_constant=pytest.fail)
+    assert {row["a"] for row in found} == {None}
 
 
 @pytest.mark.parametrize(
