@@ -25,9 +25,11 @@ def call_admin(address: str | None, question: Callable[[AdminClient], Awaitable[
 
     Raises:
         RemoteError: No coordinator answers, or the coordinator refuses the call.
+        ConfigError: An argument of the call is not valid UTF-8.
     """
     from baton.cli import interrupts
     from baton.client import errors
+    from baton.runtime.config_error import ConfigError
     from baton.runtime.errors import RemoteError
 
     async def asking() -> T:
@@ -43,7 +45,11 @@ def call_admin(address: str | None, question: Callable[[AdminClient], Awaitable[
                 failures.append(error)
         raise errors.combine(failures)
 
-    return interrupts.run(asking())
+    try:
+        return interrupts.run(asking())
+    except UnicodeEncodeError as error:
+        # Python represents other bytes of the command line as surrogates.
+        raise ConfigError(f"{error.object!r}: must be valid UTF-8") from None
 
 
 def print_progress(message: str, *, as_json: bool) -> None:

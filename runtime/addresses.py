@@ -28,8 +28,8 @@ def split_address(address: str, key: str) -> tuple[str, int]:
         ConfigError: The address is not host:port; the message names `key`.
     """
     host, separator, port = address.rpartition(":")
-    is_url = host.startswith(("http:", "https:"))
-    if not separator or not host or is_url or not port.isdecimal() or int(port) > 65535:
+    is_host = bool(host) and host.isprintable() and not host.startswith(("http:", "https:"))
+    if not separator or not is_host or not port.isdecimal() or int(port) > 65535:
         raise ConfigError(f"{key}: is {address!r}; must be host:port with a port up to 65535")
     return host, int(port)
 

@@ -110,6 +110,22 @@ def test_a_prompt_that_is_not_utf_8_is_exit_2(baton, unused_address):
 @pytest.mark.parametrize(
     "arguments",
     [
+        ("explain", "r\udcff"),
+        ("cancel", "r", "--tenant", "t\udcff"),
+        ("rollout", "start", "--revision", "r\udcff", "--share", "5%"),
+        ("cache", "drop", "--session", "s\udcff"),
+        ("pools", "--address", "host\udcff:7070"),
+    ],
+)
+def test_an_argument_that_is_not_utf_8_is_exit_2(baton, unused_address, arguments):
+    result = baton(*arguments, env={"BATON_ADDRESS": unused_address})
+    assert result.code == 2
+    assert r"\udcff" in one_line(result)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
         ("scale", "decode", str(2**32)),
         ("targets", "--ttft-ms", str(2**32)),
         ("targets", "--ttft-ms-per-1k-tokens", str(2**32)),
