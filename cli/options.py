@@ -165,7 +165,13 @@ def halves(
 
 
 def parse_engine_args(arguments: list[str]) -> dict[str, Any]:
-    """Parses KEY=VALUE pairs; keys may have hyphens, as on vLLM's own command line."""
+    """Parses KEY=VALUE pairs; keys may have hyphens, as on vLLM's own command line.
+
+    Raises:
+        typer.BadParameter: A pair is not KEY=VALUE, or its value is not YAML that JSON can hold.
+    """
+    import json
+
     import yaml
 
     values = {}
@@ -174,12 +180,21 @@ def parse_engine_args(arguments: list[str]) -> dict[str, Any]:
         if not separator or not key:
             raise typer.BadParameter(f"{argument!r} is not KEY=VALUE", param_hint="--engine-arg")
         try:
-            values[key.removeprefix("--").replace("-", "_")] = yaml.safe_load(text)
+            value = yaml.safe_load(text)
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())
             raise typer.BadParameter(
                 f"{key}: value is not YAML: {reason}", param_hint="--engine-arg"
             ) from None
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            # YAML reads 2024-01-01 as a date.
+            raise typer.BadParameter(
+                f"{key}: is {text}; must be a value that JSON can hold; a text may need quotes",
+                param_hint="--engine-arg",
+            ) from None
+        values[key.removeprefix("--").replace("-", "_")] = value
     return values
 
 

@@ -169,6 +169,14 @@ def test_engine_arguments_are_yaml_under_vllms_names():
             options.parse_engine_args([wrong])
 
 
+@pytest.mark.parametrize("value", ["2024-01-01", ".nan", "{x: .inf}", "!!binary aGk="])
+def test_an_engine_argument_that_json_cannot_hold_is_refused(value):
+    """A rollout sends the arguments as JSON."""
+    with pytest.raises(typer.BadParameter, match="a text may need quotes"):
+        options.parse_engine_args([f"revision={value}"])
+    assert options.parse_engine_args(["revision='2024-01-01'"]) == {"revision": "2024-01-01"}
+
+
 def test_options_lie_over_the_file(tmp_path):
     file = tmp_path / "baton.yaml"
     file.write_text("model: a\nengine_args: {x: 1, y: 2}\ndecode: {workers: 2}\n")
