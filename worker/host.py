@@ -16,7 +16,7 @@ from baton.kvtransfer.control import ServiceGone, TransferClient
 from baton.runtime.enum_names import role_name
 from baton.runtime.errors import Unavailable
 from baton.runtime.step_messages import from_message
-from baton.v1 import cluster_pb2, common_pb2
+from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 from baton.worker.cache_drops import CacheDrops
 from baton.worker.handoffs import HandoffLog
 from baton.worker.metrics import Snapshot, WorkerCollector
@@ -159,14 +159,15 @@ class WorkerHost:
             transfer = await self._transfer.stats()
         except ServiceGone:
             transfer = self._collector.snapshot.transfer
+        staging_used, staging_total = _fuller_staging(transfer)
         report = cluster_pb2.LoadReport(
             num_steps=load.num_steps,
             num_running=load.num_running,
             num_waiting=load.num_waiting,
             kv_tokens_used=load.kv_tokens_used,
             kv_tokens_total=load.kv_tokens_total,
-            staging_bytes_used=transfer.send_bytes_used + transfer.receive_bytes_used,
-            staging_bytes_total=transfer.send_bytes_total + transfer.receive_bytes_total,
+            staging_bytes_used=staging_used,
+            staging_bytes_total=staging_total,
             steps=[
                 cluster_pb2.StepSample(
                     num_prefill_tokens=sample.num_prefill_tokens,
@@ -267,6 +268,16 @@ class WorkerHost:
             state=self._state, role=self._role, reason=reason, failed=failed
         )
         self._outbox.post(cluster_pb2.WorkerMessage(state_changed=change))
+
+
+def _fuller_staging(transfer: kv_transfer_pb2.LocalStatistics) -> tuple[int, int]:
+    """Used bytes and size of the fuller of the two parts of staging, for sending and receiving.
+
+    A worker that only sends or only receives fills one part, and handoffs wait for that part.
+    """
+    sending = transfer.send_bytes_used, transfer.send_bytes_total
+    receiving = transfer.receive_bytes_used, transfer.receive_bytes_total
+    return max(sending, receiving, key=lambda part: part[0] / (part[1] or 1))
 
 
 def _tier_loads(loads: TierLoads) -> cluster_pb2.TierLoads:

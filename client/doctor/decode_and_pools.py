@@ -112,7 +112,7 @@ def pool_findings(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
         if used >= _FULL:
             yield Finding(
                 Kind.STAGING_FULL,
-                f"staging of {worker.worker_id} is nearly full: handoffs wait for free memory",
+                f"staging of {worker.worker_id} is nearly full: further handoffs wait for memory",
                 "handoff",
                 (f"{percent(used)} of {worker.staging_bytes_total / 2**20:.0f} MiB are in use",),
                 "raise kv_transfer.send_bytes and .receive_bytes (they must fit /dev/shm)",

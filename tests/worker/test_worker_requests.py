@@ -282,7 +282,10 @@ async def test_cancel_after_the_first_token_while_the_handoff_is_in_progress(
         await coordinator.command(stream, prefill=command)
         outputs = await stream.outputs("r")
         assert outputs[-1].finished.reason == common_pb2.FINISH_REASON_UNSPECIFIED
-        assert (await stream.load_after()).staging_bytes_used > 0
+        load = await stream.load_after()
+        assert load.staging_bytes_used > 0
+        # A worker that only sends fills this direction alone.
+        assert load.staging_bytes_total == stream.hello.capacity.max_send_bytes
         cancel = cluster_pb2.CancelCommand(request_id="r", attempt=1, handoff_id=handoff_id)
         await coordinator.command(stream, cancel=cancel)
         await stream.load_after()

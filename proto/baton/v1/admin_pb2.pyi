@@ -1466,6 +1466,7 @@ class WorkerStatus(_message.Message):
     kv_tokens_used: _builtins.int
     kv_tokens_total: _builtins.int
     staging_bytes_used: _builtins.int
+    """Staging of the direction that is fuller: for sending or for receiving handoffs."""
     staging_bytes_total: _builtins.int
     @_builtins.property
     def attached_for(self) -> _duration_pb2.Duration: ...

@@ -650,6 +650,7 @@ class LoadReport(_message.Message):
     kv_tokens_used: _builtins.int
     kv_tokens_total: _builtins.int
     staging_bytes_used: _builtins.int
+    """Staging of the direction that is fuller: for sending or for receiving handoffs."""
     staging_bytes_total: _builtins.int
     prefill_tokens_waiting: _builtins.int
     """Prompt tokens that are accepted and not yet computed."""
