@@ -42,7 +42,7 @@ def call_admin(address: str | None, question: Callable[[AdminClient], Awaitable[
             except RemoteError as error:
                 if admin.may_have_acted or not errors.has_no_answer(error):
                     raise
-                failures.append(error)
+                failures.append(errors.as_unavailable(error))
         raise errors.combine(failures)
 
     try:

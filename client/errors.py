@@ -246,6 +246,13 @@ def has_no_answer(error: RemoteError) -> bool:
     return isinstance(error, UnavailableError | DeadlineExceededError)
 
 
+def as_unavailable(error: RemoteError) -> RemoteError:
+    """The error of a call without an answer: a coordinator that answers late is unavailable too."""
+    if isinstance(error, DeadlineExceededError):
+        return make(code_pb2.UNAVAILABLE, str(error))
+    return error
+
+
 def is_restarting(error: RemoteError) -> bool:
     """Whether the coordinator refuses requests because it is restarting."""
     return error.code == code_pb2.UNAVAILABLE and error.reason == RESTARTING

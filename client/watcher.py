@@ -106,7 +106,7 @@ class Watcher(AsyncClosing):
                 except RemoteError as error:
                     if not errors.has_no_answer(error):
                         raise
-                    failures.append(error)
+                    failures.append(errors.as_unavailable(error))
                     # The connection to a coordinator that hangs may still be good.
                     if isinstance(error, errors.UnavailableError):
                         await self._channels.discard(address, channel)

@@ -15,7 +15,7 @@ import typer
 from google.protobuf.timestamp_pb2 import Timestamp
 from tcp_relay import Relay
 
-from baton.cli import cache, pool_sizes, rollout, watch
+from baton.cli import cache, exit_codes, pool_sizes, rollout, watch
 from baton.cli.admin_calls import call_admin
 from baton.cli.listings import workers
 from baton.client import AdminClient, errors
@@ -278,6 +278,14 @@ def test_the_next_address_is_called_if_the_first_does_not_answer(serve, coordina
     (there, _), *_ = coordinators(5)
     question = soon(lambda admin: admin.list_pools())
     assert call_admin(f"{serve(Silent())},{there}", question).generation == 1
+
+
+def test_no_answer_has_the_exit_code_of_an_unavailable_cell(serve, nowhere):
+    """The exit code 1 of `baton doctor` means findings."""
+    question = soon(lambda admin: admin.list_pools())
+    with pytest.raises(errors.UnavailableError, match="has not answered within 2 s; ") as failed:
+        call_admin(f"{serve(Silent())},{nowhere}", question)
+    assert exit_codes.exit_code(failed.value) == 3
 
 
 def test_a_change_that_is_not_answered_is_not_repeated_elsewhere(serve):
