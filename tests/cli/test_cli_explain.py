@@ -9,7 +9,8 @@ import pytest
 import typer
 
 from baton.cli import admin_calls, doctor, explain
-from baton.v1 import admin_pb2
+from baton.coordinator.state import events as ev
+from baton.v1 import admin_pb2, common_pb2
 
 sys.path.append(str(Path(__file__).parents[1] / "coordinator"))
 
@@ -84,6 +85,21 @@ def test_tokens_from_disk_are_told(answers, stalled, capsys):
     assert "48 tokens on disk at 1.23 GB/s and 16 tokens fetched from d1, decode on" in out
     sources = "16 from the device cache, 32 from host memory, 48 from disk, 4 computed"
     assert f"prompt tokens: {sources}" in out
+
+
+def test_a_request_that_left_a_worker_that_flips_was_not_preempted(answers, capsys):
+    cell = LiveCell(scaling={"targets": {"interactive": {"itl_ms": 20}}}).workers(num_decode=2)
+    cell.submit(1500, 9000)
+    cell.after(2)
+    worker_id = cell.explain("r0").decode_worker_id
+    cell.post(ev.FlipRequested(worker_id, common_pb2.ROLE_PREFILL))
+    cell.after(60)
+    moved = cell.explain("r0")
+    assert moved.decode_worker_id != worker_id
+    answers(moved)
+    explain.explain("r0")
+    out = capsys.readouterr().out
+    assert "or because the worker changed its role" in out
 
 
 def test_the_same_for_programs(answers, stalled, capsys):

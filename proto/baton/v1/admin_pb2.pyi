@@ -41,7 +41,9 @@ class _RequestStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestS
     REQUEST_STATE_RECOVERING: _RequestState.ValueType  # 8
     """A worker died, and the request waits for or restarts on another worker."""
     REQUEST_STATE_PARKED: _RequestState.ValueType  # 9
-    """The request is preempted to make room for interactive requests."""
+    """The request left its worker to make room for interactive requests, or because the worker changes
+    its role or its revision ends.
+    """
 
 class RequestState(_RequestState, metaclass=_RequestStateEnumTypeWrapper): ...
 
@@ -57,7 +59,9 @@ REQUEST_STATE_CANCELLED: RequestState.ValueType  # 7
 REQUEST_STATE_RECOVERING: RequestState.ValueType  # 8
 """A worker died, and the request waits for or restarts on another worker."""
 REQUEST_STATE_PARKED: RequestState.ValueType  # 9
-"""The request is preempted to make room for interactive requests."""
+"""The request left its worker to make room for interactive requests, or because the worker changes
+its role or its revision ends.
+"""
 Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
 
 class _StallCause:
@@ -76,7 +80,7 @@ class _StallCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StallCause
     STALL_CAUSE_RECOVERY: _StallCause.ValueType  # 4
     """The worker died."""
     STALL_CAUSE_PARKED: _StallCause.ValueType  # 5
-    """The request was preempted to make room for interactive requests."""
+    """The request left its worker, as in REQUEST_STATE_PARKED."""
     STALL_CAUSE_HANDOFF: _StallCause.ValueType  # 6
     """The request's own KV cache was handed over; only the first gap has this cause."""
     STALL_CAUSE_CLIENT: _StallCause.ValueType  # 7
@@ -99,7 +103,7 @@ STALL_CAUSE_BATCH: StallCause.ValueType  # 3
 STALL_CAUSE_RECOVERY: StallCause.ValueType  # 4
 """The worker died."""
 STALL_CAUSE_PARKED: StallCause.ValueType  # 5
-"""The request was preempted to make room for interactive requests."""
+"""The request left its worker, as in REQUEST_STATE_PARKED."""
 STALL_CAUSE_HANDOFF: StallCause.ValueType  # 6
 """The request's own KV cache was handed over; only the first gap has this cause."""
 STALL_CAUSE_CLIENT: StallCause.ValueType  # 7

@@ -110,7 +110,7 @@ class _StageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Stage.ValueType
     STAGE_NETWORK: _Stage.ValueType  # 9
     """Between processes: rest of a span after subtracting the stages inside it."""
     STAGE_PARKED: _Stage.ValueType  # 10
-    """A batch request was preempted for interactive ones, until its tokens flow again."""
+    """The request left its worker, as in REQUEST_STATE_PARKED, until its tokens flow again."""
 
 class Stage(_Stage, metaclass=_StageEnumTypeWrapper):
     """Part of a request's time. Stages are in order of start and do not overlap."""
@@ -134,7 +134,7 @@ STAGE_RECOVERY: Stage.ValueType  # 8
 STAGE_NETWORK: Stage.ValueType  # 9
 """Between processes: rest of a span after subtracting the stages inside it."""
 STAGE_PARKED: Stage.ValueType  # 10
-"""A batch request was preempted for interactive ones, until its tokens flow again."""
+"""The request left its worker, as in REQUEST_STATE_PARKED, until its tokens flow again."""
 Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
 @_typing.final
