@@ -120,3 +120,31 @@ def test_tokens_count_when_they_are_sent_and_not_at_the_end_of_their_request():
     # The window has 55 to 60 s of the 70 s.
     for lane, num_sent in zip((interactive, batch), sent, strict=True):
         assert num_sent * 54 / 70 < lane.num_output_tokens < num_sent * 61 / 70
+
+
+def test_a_request_without_a_worker_waits_and_does_not_run():
+    cell = LiveCell().workers()
+    for _ in range(5):
+        cell.submit(100, 500)
+    cell.after(1)
+    lane = cell.status().lanes[0].info
+    assert (lane.num_queued, lane.num_running) == (0, 5)
+    # No other worker can continue the outputs.
+    cell.kill("d0")
+    cell.after(1)
+    lane = cell.status().lanes[0].info
+    assert (lane.num_queued, lane.num_running) == (5, 0)
+
+
+def test_the_oldest_wait_leaves_out_the_time_on_a_worker():
+    cell = LiveCell().workers()
+    cell.submit(100, 9000)
+    cell.after(30)
+    cell.kill("d0")
+    cell.after(2)
+    # The request waits again, and another one arrives.
+    cell.submit(100, 10)
+    cell.after(3)
+    lane = cell.status().lanes[0].info
+    assert lane.num_queued == 2
+    assert 4 < lane.oldest_wait.ToNanoseconds() / 1e9 < 6

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from baton.client import AdminClient
-from baton.client.errors import DeadlineExceededError, NotFoundError, UnavailableError
+from baton.client.errors import NotFoundError, UnavailableError
 from baton.client.watcher import Watcher
 from baton.coordinator.server.admin import AdminService
 from baton.coordinator.server.server import Coordinator
