@@ -24,6 +24,7 @@ from baton.gateway.admin_credential import use_credential
 from baton.gateway.anthropic_route import COUNT_TOKENS, MESSAGES, Messages, count_tokens
 from baton.gateway.batches import BATCHES, FILES
 from baton.gateway.batches.database import Database
+from baton.gateway.caller_slots import CallerSlots
 from baton.gateway.cell import Cell
 from baton.gateway.cells import Cells
 from baton.gateway.client_disconnect import until_disconnect
@@ -99,7 +100,8 @@ class Gateway:
         self.pooling = _pooling_servers(config, self.stats)
         self.refusals = Refusals()
         self._metrics_auth = MetricsAuth(security or SecurityConfig(), self.refusals)
-        self._registry = GatewayCollector(self.stats).registry()
+        slots = CallerSlots(config.max_running_requests, "requests", "gateway_full")
+        self._registry = GatewayCollector(self.stats, slots).registry()
         self._registry.register(self.refusals)
         self._created = int(time.time())
         self._config = config
@@ -112,12 +114,13 @@ class Gateway:
         }
         tokenizing = TokenizeRoutes(cells)
         self._generations: dict[str, ASGIApp] = {
-            route: Generation(route, cells, config, self.stats) for route in (COMPLETIONS, CHAT)
+            route: Generation(route, cells, config, self.stats, slots)
+            for route in (COMPLETIONS, CHAT)
         }
         responses = Responses(ResponseStore(config.stored_responses_bytes), cells)
         dialects: tuple[Dialect, ...] = (Messages(), responses)
         for dialect in dialects:
-            chat = Generation(dialect.path, cells, config, self.stats)
+            chat = Generation(dialect.path, cells, config, self.stats, slots)
             self._generations[dialect.path] = ConvertedRoute(dialect, chat, config, self.stats)
         self.batches: BatchRunner | None = None
         batch_routes = _batches_off()
@@ -138,7 +141,7 @@ class Gateway:
                 *(
                     Route(
                         route,
-                        PoolingRoute(route, self.pooling, cells, config, self.stats),
+                        PoolingRoute(route, self.pooling, cells, config, self.stats, slots),
                         methods=["POST"],
                     )
                     for route in POOLING_ROUTES

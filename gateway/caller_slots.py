@@ -1,19 +1,19 @@
-"""Limits how many requests of one kind are served at the same time, in all and per caller."""
+"""Limits how many requests of one kind are served at the same time, shared between callers."""
 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Iterator
 
 from baton.gateway.coordinator_queries import caller_digest
 from baton.gateway.error_responses import HttpError
+from baton.runtime.fair_places import FairPlaces
 
 
 class CallerSlots:
-    """Slots for requests; a caller can hold a quarter of them, so that others find free ones.
+    """Slots for requests, shared between callers as FairPlaces does.
 
-    Callers without a credential cannot be told apart. They may hold all slots.
+    Callers without a credential cannot be told apart and count as one.
 
     Args:
         limit: Number of slots.
@@ -22,34 +22,33 @@ class CallerSlots:
     """
 
     def __init__(self, limit: int, kind: str, code: str) -> None:
-        self._limit, self._kind, self._code = limit, kind, code
-        # Slots that are taken, by the caller's digest.
-        self._taken: Counter[bytes] = Counter()
+        self._kind, self._code = kind, code
+        self._places = FairPlaces(limit)
+
+    def __len__(self) -> int:
+        """Number of requests that hold a slot."""
+        return len(self._places)
 
     @contextlib.contextmanager
     def hold(self, credential: str) -> Iterator[None]:
         """Holds a slot of the caller with this credential.
 
         Raises:
-            HttpError: All slots, or all of this caller, are taken (429).
+            HttpError: No slot is free for this caller (429).
         """
-        caller = caller_digest(credential)
-        if self._taken.total() >= self._limit:
-            raise self._full(f"{self._limit} {self._kind} are running on this gateway, its limit")
-        most = max(1, self._limit // 4)
-        if credential and self._taken[caller] >= most:
-            raise self._full(
-                f"{most} {self._kind} of this caller are running on this gateway, its limit for "
-                "one caller"
+        caller = caller_digest(credential).hex() if credential else ""
+        if not self._places.has_room(caller):
+            num, of_caller = len(self._places), self._places.num_of(caller)
+            whose = "" if of_caller == num else f", {of_caller} of them of this caller"
+            raise HttpError(
+                429,
+                f"{num} {self._kind} are running on this gateway{whose}; no more are allowed now",
+                kind="rate_limit_error",
+                code=self._code,
+                retry_after_s=1.0,
             )
-        self._taken[caller] += 1
+        self._places.take(caller)
         try:
             yield
         finally:
-            self._taken[caller] -= 1
-            if not self._taken[caller]:
-                del self._taken[caller]
-
-    def _full(self, message: str) -> HttpError:
-        kind = "rate_limit_error"
-        return HttpError(429, message, kind=kind, code=self._code, retry_after_s=1.0)
+            self._places.give_back(caller)

@@ -117,12 +117,6 @@ def tools_unsupported() -> HttpError:
     return HttpError(400, message, param="tools", code="unsupported_parameter")
 
 
-def gateway_full(limit: int) -> HttpError:
-    """The error for a request over `http.max_running_requests`."""
-    message = f"{limit} requests are running on this gateway, its limit"
-    return HttpError(429, message, kind="rate_limit_error", code="gateway_full", retry_after_s=1.0)
-
-
 def model_not_found(name: str, served: Iterable[str]) -> HttpError:
     """The error for a model that no cell behind this gateway serves."""
     message = f"model is {name!r}; this gateway serves {' and '.join(map(repr, served))}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -25,6 +26,7 @@ from baton.gateway import (
     response_rendering,
 )
 from baton.gateway.anthropic_route import MESSAGES
+from baton.gateway.caller_slots import CallerSlots
 from baton.gateway.cell import Cell
 from baton.gateway.cells import Cells
 from baton.gateway.connections import CHUNK_WRITER, ChunkWriter
@@ -68,6 +70,7 @@ class Generation:
     cells: Cells
     config: HttpConfig
     stats: GatewayStats
+    slots: CallerSlots
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await Exchange(self, scope, receive, send).run()
@@ -93,16 +96,13 @@ class Exchange:
         self._num_streaming, self._last_chunk = 0, b""
 
     async def run(self) -> None:
-        stats, status, running = self._route.stats, 200, False
+        stats, status, slot = self._route.stats, 200, contextlib.ExitStack()
         watcher: asyncio.Task[None] | None = None
         request: ParsedRequest | None = None
         try:
             body = await body_reader.read_body(self._receive, self._headers, self._route.config)
             # Count a request only after its body is complete, so that slow clients occupy no slot.
-            if stats.num_running >= self._route.config.max_running_requests:
-                raise error_responses.gateway_full(self._route.config.max_running_requests)
-            stats.num_running += 1
-            running = True
+            slot.enter_context(self._route.slots.hold(request_credential(self._headers)))
             request, chat = self._parse_body(body)
             session = request.options.get("session_id") or request.id
             cells = await self._route.cells.candidates(
@@ -132,7 +132,7 @@ class Exchange:
             await self._fail(error_responses.internal_error())
         finally:
             # The counts come first: the awaits below may be cancelled.
-            stats.num_running -= running
+            slot.close()
             stats.requests[self._route.path, status] += 1
             self._count_failover()
             if watcher is not None:

@@ -13,6 +13,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from baton.gateway.caller_slots import CallerSlots
 from baton.runtime.histogram import Histogram
 
 _LANES = ("interactive", "batch")
@@ -52,7 +53,6 @@ class GatewayStats:
     Attributes:
         requests: Number of ended requests, by route and HTTP status.
         latencies: Latencies of generations, by route and lane.
-        num_running: Number of running generations.
         num_connections: Number of open connections.
         refused_connections: Number of connections closed for exceeding a limit, by reason.
         failovers: Number of requests served by another cell, by the unreachable cell's name.
@@ -63,7 +63,6 @@ class GatewayStats:
     def __init__(self, routes: tuple[str, ...], failovers: Counter[str]) -> None:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.latencies = {(route, lane): RouteStats() for route in routes for lane in _LANES}
-        self.num_running = 0
         self.num_connections = 0
         self.refused_connections: Counter[str] = Counter()
         self.failovers = failovers
@@ -74,8 +73,8 @@ class GatewayStats:
 class GatewayCollector(Collector):
     """Converts the counts to Prometheus metrics at each scrape."""
 
-    def __init__(self, stats: GatewayStats) -> None:
-        self._stats = stats
+    def __init__(self, stats: GatewayStats, slots: CallerSlots) -> None:
+        self._stats, self._slots = stats, slots
 
     def registry(self) -> CollectorRegistry:
         found = CollectorRegistry()
@@ -117,7 +116,7 @@ class GatewayCollector(Collector):
         yield GaugeMetricFamily(
             "baton_http_requests_running",
             "Generation requests that are running.",
-            value=stats.num_running,
+            value=len(self._slots),
         )
         yield GaugeMetricFamily(
             "baton_http_connections", "Open HTTP connections.", value=stats.num_connections

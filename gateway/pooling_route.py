@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import Message, Receive, Scope, Send
 
-from baton.gateway import body_parser, body_reader, error_responses, parsed_request
+from baton.gateway import body_parser, body_reader, parsed_request
+from baton.gateway.caller_slots import CallerSlots
 from baton.gateway.cells import Cells
 from baton.gateway.client_disconnect import until_disconnect
 from baton.gateway.coordinator_queries import request_credential
@@ -42,6 +43,7 @@ class PoolingRoute:
         cells: Check the credentials of callers.
         config: Limits of requests.
         stats: Counts the requests.
+        slots: Slots of the requests that run on this gateway.
     """
 
     def __init__(
@@ -51,9 +53,10 @@ class PoolingRoute:
         cells: Cells,
         config: HttpConfig,
         stats: GatewayStats,
+        slots: CallerSlots,
     ) -> None:
         self._path, self._servers, self._cells = path, servers, cells
-        self._config, self._stats = config, stats
+        self._config, self._stats, self._slots = config, stats, slots
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, started_at = Headers(scope=scope), time.monotonic()
@@ -81,19 +84,16 @@ class PoolingRoute:
         await self._cells.models(request_credential(headers))
         server = self._servers.of(_model(body, self._servers.models[0]))
         timeout_s = min(server.timeout_s, parsed_request.timeout_s(headers) or server.timeout_s)
-        stats = self._stats
-        if stats.num_running >= self._config.max_running_requests:
-            raise error_responses.gateway_full(self._config.max_running_requests)
-        stats.num_running += 1
         try:
-            async with asyncio.timeout(timeout_s):
-                forwarding = self._servers.forward(server, self._path, body, headers, reply.send)
-                await until_disconnect(forwarding, receive)
+            with self._slots.hold(request_credential(headers)):
+                async with asyncio.timeout(timeout_s):
+                    forwarding = self._servers.forward(
+                        server, self._path, body, headers, reply.send
+                    )
+                    await until_disconnect(forwarding, receive)
         except TimeoutError:
             message = f"the server of {server.model!r} did not answer within {timeout_s:g} s"
             raise HttpError(504, message, kind="timeout_error", code="timeout") from None
-        finally:
-            stats.num_running -= 1
 
 
 class _Reply:

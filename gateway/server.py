@@ -37,7 +37,7 @@ from baton.runtime.tls import CONFIG_KEYS, Handshakes, TlsFiles
 _log = logging.getLogger(__name__)
 
 # Least limit of requests in a gateway's session: the coordinator's default limit. A gateway with a
-# higher http.max_running_requests has a higher limit.
+# high http.max_running_requests has a higher limit.
 _MIN_STREAMS = 4096
 # Time for clients to read the error after the drain timeout ended their requests.
 _CLOSE_GRACE_S = 2.0
@@ -169,7 +169,7 @@ async def serve(
             stack.callback(database.close)
         cells = Cells()
         has_others = len(cell_endpoints) > 1
-        max_streams = max(_MIN_STREAMS, config.max_running_requests)
+        max_streams = max(_MIN_STREAMS, 2 * config.max_running_requests)
         for endpoints in cell_endpoints:
             cells.add(
                 await _open(endpoints, cells, has_others, max_streams, tls, query_limiter, stack)

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from baton.coordinator.lanes.fleet_queues import FleetQueues, LaneQueue
-from baton.coordinator.lanes.queue_places import QueuePlaces
 from baton.coordinator.lanes.tenants import QueueEntry, Tenant, TenantQueue, Tenants
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import LANES, Lane, lane_config
@@ -24,6 +23,7 @@ from baton.coordinator.state.requests import Request, RequestKey, Submission
 from baton.runtime.config import LanesConfig, TenantConfig
 from baton.runtime.enum_names import lane_name
 from baton.runtime.errors import ResourceExhausted
+from baton.runtime.fair_places import FairPlaces
 from baton.v1 import common_pb2
 
 # Error reason of a request that more workers would not have admitted either.
@@ -71,7 +71,7 @@ class Lanes:
         self._waiting: dict[Lane, dict[RequestKey, Request]] = {lane: {} for lane in LANES}
         # The places of those requests.
         self._places = {
-            lane: QueuePlaces(lane_config(config, lane).max_queued, self._weight_of)
+            lane: FairPlaces(lane_config(config, lane).max_queued, self._weight_of)
             for lane in LANES
         }
         # Requests that have not ended, by the lane that they were submitted to.

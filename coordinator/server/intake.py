@@ -13,7 +13,6 @@ from google.rpc import code_pb2
 
 from baton.coordinator.core.core import Core
 from baton.coordinator.core.resumed_stop import known_stop
-from baton.coordinator.lanes.queue_places import QueuePlaces
 from baton.coordinator.server.image_checks import HeldImages, check_images
 from baton.coordinator.server.renders import RenderedChat, Renders
 from baton.coordinator.server.validation import (
@@ -29,6 +28,7 @@ from baton.runtime.access import ANYONE, Access, Caller
 from baton.runtime.config import BatonConfig
 from baton.runtime.enum_names import lane_name
 from baton.runtime.errors import BatonError, ContextLengthExceeded, ResourceExhausted
+from baton.runtime.fair_places import FairPlaces
 from baton.runtime.names import DEFAULT_TENANT, cache_salt_of
 from baton.runtime.tokenization import Tokenizer
 from baton.runtime.ttft_target import TtftTarget
@@ -76,7 +76,7 @@ class Intake:
         self._samplings: dict[tuple[bytes, int | None], common_pb2.SamplingParams] = {}
         # Requests whose prompts are tokenized or rendered, or wait for that.
         self._pending = {
-            lane: QueuePlaces(lane_config(config.lanes, lane).max_queued, self._weight_of)
+            lane: FairPlaces(lane_config(config.lanes, lane).max_queued, self._weight_of)
             for lane in LANES
         }
 

@@ -79,7 +79,9 @@ class HttpConfig(Section):
         "for a new one, or else the new one is refused.",
     )
     max_running_requests: PositiveInt = Field(
-        1024, description="Generations that run at the same time."
+        1024,
+        description="Generations that run at the same time. Beyond it, callers that have less than "
+        "their share of them may run more, up to twice as many in all.",
     )
     max_choices: PositiveInt = Field(
         128, description="Answers of one HTTP request: its number of prompts times n."

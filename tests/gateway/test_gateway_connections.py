@@ -311,6 +311,33 @@ async def test_a_request_over_the_limit_is_429_and_the_others_continue(
         writer.close()
 
 
+async def test_a_caller_that_takes_all_places_leaves_others_their_share(
+    inference, coordinator, start_gateway
+):
+    def sent_by(name):
+        return request(BODY, f"authorization: Bearer {name}")
+
+    async with start_gateway(coordinator, max_running_requests=2) as gateway:
+        running = []
+        for name in ("one", "one", "other"):
+            if name == "other":
+                status, answer, _ = await answered(gateway, sent_by("one"))
+                assert (status, answer["error"]["code"]) == (429, "gateway_full")
+            reader, writer = await asyncio.open_connection(*gateway.address)
+            writer.write(sent_by(name))
+            if not running:
+                connection = await inference.connection()
+            running.append((reader, writer, (await connection.submitted()).stream))
+        for name in ("other", "one"):
+            status, answer, _ = await answered(gateway, sent_by(name))
+            assert (status, answer["error"]["code"]) == (429, "gateway_full")
+        assert "2 of them of this caller" in answer["error"]["message"]
+        for reader, writer, number in running:
+            connection.send(accepted(number), delta(number, 0, [1], "a"), finished(number))
+            assert (await read_answer(reader))[0] == 200
+            writer.close()
+
+
 async def test_pipelined_requests_are_answered_in_order(inference, scripted):
     reader, writer = await asyncio.open_connection(*scripted.address)
     writer.write(request() + b"GET /v1/nothing HTTP/1.1\r\nhost: a\r\n\r\n")

@@ -1,4 +1,4 @@
-"""Places in a lane's queue: bounded, and shared between tenants."""
+"""Places that are bounded and shared, as between the tenants of a queue."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.coordinator.lanes.queue_places import QueuePlaces
+from baton.runtime.fair_places import FairPlaces
 
 WEIGHTS = {"heavy": 3.0, "light": 0.1}
 
 
-def places(limit: int) -> QueuePlaces:
-    return QueuePlaces(limit, lambda tenant: WEIGHTS.get(tenant, 1.0))
+def places(limit: int) -> FairPlaces:
+    return FairPlaces(limit, lambda tenant: WEIGHTS.get(tenant, 1.0))
 
 
-def fill(held: QueuePlaces, tenant: str) -> int:
+def fill(held: FairPlaces, tenant: str) -> int:
     """Takes places until there is no room; returns how many."""
     num = 0
     while held.has_room(tenant):
