@@ -30,17 +30,11 @@ from typing import Any, TypeAlias
 
 from baton.bench import interrupts, systems
 from baton.bench.neighbours_report import KINDS, NUM_BEFORE, Delay, delay_of, report
-from baton.engine.base import (
-    EngineInfo,
-    EngineOutput,
-    EngineRequest,
-    Finish,
-    ReceiveHandoff,
-    SendHandoff,
-)
+from baton.engine.base import EngineInfo, EngineOutput, EngineRequest, Finish
 from baton.engine.vllm_engine import VllmEngine
 from baton.engine.warm_up import warm_up
 from baton.kvtransfer.control import TransferClient
+from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.runtime import demo_model
 from baton.runtime.affinity import VLLM_BIND_THREADS
 from baton.runtime.config import KvTransferConfig

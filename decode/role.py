@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from baton.engine.attempts import Attempt
-from baton.engine.base import Engine, EngineOutput, ReceiveHandoff
+from baton.engine.base import Engine, EngineOutput
 from baton.kvtransfer.control import TransferClient
+from baton.kvtransfer.handoff_orders import ReceiveHandoff
 from baton.v1 import cluster_pb2, kv_transfer_pb2
 
 _COMMITTED = (kv_transfer_pb2.HANDOFF_STATE_COMMITTED, kv_transfer_pb2.HANDOFF_STATE_CLAIMED)

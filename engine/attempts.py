@@ -7,14 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
-from baton.engine.base import (
-    EngineOutput,
-    EngineRequest,
-    Finish,
-    Logprob,
-    ReceiveHandoff,
-    SendHandoff,
-)
+from baton.engine.base import EngineOutput, EngineRequest, Finish, Logprob
+from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.runtime.errors import BatonError, Internal, Unavailable
 from baton.runtime.request_digest import request_digest
 from baton.runtime.request_targets import due_in_s, own_itl_s

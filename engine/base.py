@@ -13,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
+from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.prompt_images import end_of_images
 from baton.runtime.step_budget import StepTargets
@@ -44,49 +45,6 @@ class Finish(Enum):
     # leaves out, the prompt of a request with `only_cached`, or the blocks of images whose files
     # the engine does not have.
     PREFIX_GONE = "prefix gone"
-
-
-@dataclass(frozen=True, slots=True)
-class SendHandoff:
-    """Tells the engine to push a request's KV blocks into staging as it computes them.
-
-    Attributes:
-        handoff_id: ID of the handoff, 16 bytes.
-        offset: Where the handoff's bytes begin in the shared segment (LocalSendOpened).
-        num_tokens: Number of prompt tokens, from the first, that the handoff covers.
-        skip_tokens: Number of these tokens, from the first, that the handoff leaves out; a multiple
-            of the block size.
-    """
-
-    handoff_id: bytes
-    offset: int
-    num_tokens: int
-    skip_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ReceiveHandoff:
-    """Tells the engine to start from KV blocks that another worker pushed.
-
-    Attributes:
-        handoff_id: ID of the handoff, 16 bytes.
-        num_tokens: Number of tokens that the handoff covers, from the first: the prompt, then known
-            tokens.
-        timeout_s: Longest wait for the commit, in seconds. After it the engine computes the prompt.
-        skip_tokens: Number of these tokens, from the first, that the handoff leaves out; a multiple
-            of the block size. If the prefix cache does not hold them, the request ends with
-            Finish.PREFIX_GONE.
-        is_fetch: Whether the handoff brings only a prefix of the prompt, as whole blocks. The
-            engine computes the tokens after it. If the handoff fails, or the prefix cache does not
-            hold the tokens that it leaves out, the engine computes the prompt. With a num_tokens of
-            0 another request loads the handoff, and this request only waits until it is loaded.
-    """
-
-    handoff_id: bytes
-    num_tokens: int
-    timeout_s: float
-    skip_tokens: int = 0
-    is_fetch: bool = False
 
 
 @dataclass(frozen=True, slots=True)

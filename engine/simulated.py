@@ -30,7 +30,6 @@ from baton.engine.base import (
     EngineRequest,
     EngineStep,
     Finish,
-    ReceiveHandoff,
     RenderedPrompt,
     RequestRejected,
     StepSample,
@@ -48,6 +47,7 @@ from baton.engine.sim_text import OutputText
 from baton.engine.sim_tokens import TokenChain, Vocabulary, expected_tokens
 from baton.engine.sim_trace import StepTrace
 from baton.kvtransfer.control import ServiceGone
+from baton.kvtransfer.handoff_orders import ReceiveHandoff
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.config import SimulatedConfig
 from baton.runtime.errors import InvalidArgument
@@ -516,12 +516,12 @@ class SimulatedEngine:
             if not self._port.is_settled(receive.handoff_id):
                 return False
             # The request that loads it has not started yet.
-            if not receive.num_tokens and self._port.is_committed(receive.handoff_id):
+            if receive.only_waits and self._port.is_committed(receive.handoff_id):
                 return False
         if live.handoff_wait_s is None:
             live.handoff_wait_s = now - live.submitted_at
-        if receive.is_fetch and not (
-            receive.num_tokens and self._port.is_committed(receive.handoff_id)
+        if receive.is_fetch and (
+            receive.only_waits or not self._port.is_committed(receive.handoff_id)
         ):
             # The request starts like one without a fetch.
             self._end_receive(live, receive)
@@ -532,7 +532,7 @@ class SimulatedEngine:
         assert self._port is not None
         live.receive_deadline = None
         self._scheduler.release_prefix(live)
-        if receive.num_tokens:
+        if not receive.only_waits:
             self._port.release(receive.handoff_id)
 
     def _on_start(self, live: LiveRequest) -> None:

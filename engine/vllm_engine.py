@@ -58,6 +58,7 @@ from baton.kvtransfer.connector.cache_drops import DROPPED
 from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE
 from baton.kvtransfer.connector.disk_tier import DISK_CHANGE, DISK_COUNTS
 from baton.kvtransfer.connector.host_tier import HOST_CHANGE, HOST_LOADS, TIER_LOADS
+from baton.kvtransfer.connector.request_params import DropOrder
 from baton.kvtransfer.connector.scheduler_half import CUT_OFF, PREFIX_GONE
 from baton.kvtransfer.connector.step_work import STEP_WORK
 from baton.kvtransfer.disk.directory import DiskDirectory
@@ -259,7 +260,8 @@ class VllmEngine:
         dropped: asyncio.Future[DroppedBlocks] = asyncio.get_running_loop().create_future()
         self._drops[drop_id] = dropped
         try:
-            order = drop_request(self._input, f"drop#{drop_id}", drop_id, cache_salt, block_hashes)
+            drop = DropOrder(drop_id, cache_salt, block_hashes)
+            order = drop_request(self._input, f"drop#{drop_id}", drop)
             await self._add(order)
             return await dropped
         finally:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from vllm import SamplingParams
@@ -18,8 +17,8 @@ from vllm.v1.engine.input_processor import InputProcessor
 
 from baton.engine.base import EngineRequest, Logprob, RequestRejected
 from baton.engine.vllm_forced_tokens import EXTRA_ARG
-from baton.engine.vllm_scheduler import DUE_AT, ITL
-from baton.kvtransfer.connector.cache_drops import DROP
+from baton.kvtransfer.connector import request_params
+from baton.kvtransfer.connector.request_params import DropOrder
 from baton.runtime.sampling import OPTIONAL_FIELDS, given, needs_exact_state
 from baton.v1 import common_pb2
 
@@ -88,21 +87,11 @@ def engine_core_requests(
     return shown, run
 
 
-def drop_request(
-    inputs: InputProcessor,
-    internal_id: str,
-    drop_id: int,
-    cache_salt: str | None,
-    block_hashes: Collection[int] | None,
-) -> EngineCoreRequest:
+def drop_request(inputs: InputProcessor, internal_id: str, order: DropOrder) -> EngineCoreRequest:
     """Returns the request that carries an order to delete KV blocks (connector/cache_drops.py)."""
-    order: dict[str, Any] = {"id": drop_id}
-    if cache_salt is not None:
-        order["salt"] = cache_salt
-    if block_hashes is not None:
-        order["hashes"] = list(block_hashes)
+    transfer = request_params.encode(drop=order)
     params = SamplingParams(
-        max_tokens=1, temperature=0.0, extra_args={"kv_transfer_params": {DROP: order}}
+        max_tokens=1, temperature=0.0, extra_args={"kv_transfer_params": transfer}
     )
     made: EngineCoreRequest = inputs.process_inputs(
         internal_id, tokens_input([0]), params, supported_tasks=("generate",)
@@ -145,32 +134,15 @@ def _structured_outputs(source: common_pb2.StructuredOutput) -> StructuredOutput
 
 def _transfer_params(request: EngineRequest) -> dict[str, Any]:
     """Returns what the connector and the scheduler read as request.kv_transfer_params."""
-    params: dict[str, Any] = {}
-    if request.due_in_s < math.inf:
-        # For engine/vllm_scheduler.py, by the clock of vLLM's Request.arrival_time.
-        params[DUE_AT] = time.time() + request.due_in_s
-    if request.itl_s is not None:
-        params[ITL] = request.itl_s
-    if request.send is not None:
-        params["baton_send"] = {
-            "handoff_id": request.send.handoff_id.hex(),
-            "offset": request.send.offset,
-            "num_tokens": request.send.num_tokens,
-            "skip_tokens": request.send.skip_tokens,
-        }
-    if request.receive is not None:
-        params["baton_receive"] = {
-            "handoff_id": request.receive.handoff_id.hex(),
-            "num_tokens": request.receive.num_tokens,
-            "skip_tokens": request.receive.skip_tokens,
-            "timeout_s": request.receive.timeout_s,
-            "is_fetch": request.receive.is_fetch,
-        }
-    if request.only_cached:
-        params["baton_only_cached"] = True
-    if num_needed := request.num_needed_tokens:
-        params["baton_needed_tokens"] = num_needed
-    return params
+    return request_params.encode(
+        send=request.send,
+        receive=request.receive,
+        only_cached=request.only_cached,
+        num_needed_tokens=request.num_needed_tokens,
+        # By the clock of vLLM's Request.arrival_time.
+        due_at=time.time() + request.due_in_s,
+        itl_s=request.itl_s,
+    )
 
 
 def logprobs(positions: Sequence[Any]) -> list[list[Logprob]]:

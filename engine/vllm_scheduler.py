@@ -27,16 +27,13 @@ from baton.engine.step_planner import StepPlanner
 from baton.engine.vllm_load_failures import TableLoadFailures
 from baton.engine.vllm_step_targets import TargetsReader
 from baton.engine.warm_up import is_warm_up
+from baton.kvtransfer.connector.request_params import RequestParams
 from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import Prompt, StreamPace, Streams, prompt_order
 
 # Key in kv_connector_extra_config; the value has the keys "socket" (the transfer service's control
 # socket) and "prior" (LatencyModel's fields).
 STEPS = "steps"
-# Keys in a request's kv_transfer_params: when its first token is due, by time.time, and the ITL
-# target that it has named, in seconds.
-DUE_AT = "baton_due_at"
-ITL = "baton_itl_s"
 
 # Seconds after which the cached part of a waiting prompt is looked up again, and largest number of
 # look-ups in one step: a look-up takes some 50 us for a prompt of 1,500 tokens.
@@ -203,7 +200,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
                 if not num_outputs and _is_handed_over(request):
                     # The prefill worker made the first token just before this request arrived.
                     waited_s = max(0.0, now - request.arrival_time)
-                itl_s = (request.kv_transfer_params or {}).get(ITL)
+                itl_s = RequestParams(request.kv_transfer_params).itl_s
                 paces.append(self.planner.pace(request.request_id, num_outputs, waited_s, itl_s))
         num_drafts = num_tokens - len(decodes)
         targets = self.planner.targets
@@ -218,7 +215,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         # A stream that was preempted is not late: its first token is out.
         due_at = math.inf
         if not request.num_output_tokens:
-            due_at = (request.kv_transfer_params or {}).get(DUE_AT, math.inf)
+            due_at = RequestParams(request.kv_transfer_params).due_at
         prompt = Prompt(
             # Attention to cached tokens costs like attention to computed ones.
             num_done=num_done,
@@ -327,8 +324,8 @@ def _is_prompt(request: Request) -> bool:
 
 def _is_handed_over(request: Request) -> bool:
     """Whether a request starts from its whole prompt's handoff and was not preempted since."""
-    receive = (request.kv_transfer_params or {}).get("baton_receive")
-    return not request.num_preemptions and receive is not None and not receive["is_fetch"]
+    params = RequestParams(request.kv_transfer_params)
+    return not request.num_preemptions and params.loads_whole_prompt
 
 
 def _age(request: Request) -> tuple[int, float]:

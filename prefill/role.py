@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from baton.engine.attempts import Attempt
-from baton.engine.base import Engine, EngineOutput, Finish, RequestRejected, SendHandoff
+from baton.engine.base import Engine, EngineOutput, Finish, RequestRejected
 from baton.kvtransfer.control import TransferClient, TransferError
+from baton.kvtransfer.handoff_orders import SendHandoff
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.shorter_fetches import tokens_to_send
 from baton.v1 import cluster_pb2, kv_transfer_pb2

@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_utils import get_block_hash, maybe_convert_block_hash
 
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks
 from baton.kvtransfer.connector.host_tier import HostTier
+from baton.kvtransfer.connector.request_params import RequestParams
 from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
 from baton.kvtransfer.disk.orders import BlockSelection
 
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
-# Key in kv_transfer_params of the request that carries an order: a dict with the order's "id", the
-# "salt" whose blocks are deleted (without it: of any salt) and their "hashes" (without: any hash).
-DROP = "baton_drop"
 # Key in SchedulerStats.kv_connector_stats: ended orders by ID: how many blocks were deleted on the
 # device, in host memory and on disk, and whether any files are left.
 DROPPED = "baton_dropped"
@@ -85,9 +83,9 @@ class CacheDrops:
             request: Any request.
             manager: Owns the device's blocks.
         """
-        if (order := (request.kv_transfer_params or {}).get(DROP)) is None:
+        if (order := RequestParams(request.kv_transfer_params).drop) is None:
             return
-        selection = BlockSelection.of(order.get("salt"), order.get("hashes"))
+        selection = BlockSelection.of(order.cache_salt, order.block_hashes)
         num_host = num_disk = 0
         deletion = None
         # The owners of blocks in host memory are known until the device's report follows.
@@ -97,7 +95,7 @@ class CacheDrops:
                 num_disk, deletion = self._host.disk.index.delete(selection)
         num_device = self._delete_on_device(selection, manager)
         blocks = num_device, num_host, num_disk
-        self._drops[order["id"]] = _Drop(blocks, deletion, self._num_ranks)
+        self._drops[order.drop_id] = _Drop(blocks, deletion, self._num_ranks)
 
     def _delete_on_device(self, selection: BlockSelection, manager: KVCacheManager) -> int:
         """Deletes blocks from the prefix cache; returns how many."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, LoadReport, Part
 from baton.kvtransfer.connector.kept_prefixes import KeptPrefixes
+from baton.kvtransfer.connector.request_params import RequestParams
 from baton.kvtransfer.connector.sends import Sends
 from baton.kvtransfer.connector.step_work import STEP_WORK, StepCounter
 from baton.kvtransfer.connector.unverified import UnverifiedBlocks
@@ -149,23 +150,23 @@ class SchedulerHalf:
     def add(self, request: Request) -> None:
         """Takes a request that was given to the engine."""
         self._requests[request.request_id] = request
-        params = request.kv_transfer_params or {}
-        if (send := params.get("baton_send")) is not None:
+        params = RequestParams(request.kv_transfer_params)
+        if (send := params.send) is not None:
             self._sends.add(request.request_id, send)
-        if (receive := params.get("baton_receive")) is not None:
+        if (receive := params.receive) is not None:
             self._receives[request.request_id] = made = _Receive(
                 request.request_id,
-                bytes.fromhex(receive["handoff_id"]),
-                receive["num_tokens"],
-                receive["skip_tokens"],
-                time.monotonic() + receive["timeout_s"],
-                receive["is_fetch"],
+                receive.handoff_id,
+                receive.num_tokens,
+                receive.skip_tokens,
+                time.monotonic() + receive.timeout_s,
+                receive.is_fetch,
             )
             if made.is_fetch and made.skip_tokens:
                 self._kept.keep(request, made.skip_tokens, made.deadline)
-        if params.get("baton_only_cached"):
+        if params.only_cached:
             self._only_cached.add(request.request_id)
-        if num_needed := params.get("baton_needed_tokens"):
+        if num_needed := params.num_needed_tokens:
             self._needed[request.request_id] = num_needed
 
     def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from baton.kvtransfer.connector.handoff_step import Part, Push
 from baton.kvtransfer.control import EnginePort
+from baton.kvtransfer.handoff_orders import SendHandoff
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime.kv_groups import KvGroup
 
@@ -61,22 +62,22 @@ class Sends:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sends
 
-    def add(self, request_id: str, params: Mapping[str, Any]) -> None:
+    def add(self, request_id: str, order: SendHandoff) -> None:
         """Adds a request with a send.
 
         Args:
             request_id: The engine's request ID.
-            params: `baton_send` of the request's kv_transfer_params.
+            order: The handoff that the request pushes.
         """
-        skip_tokens, num_tokens = params["skip_tokens"], params["num_tokens"]
+        skip_tokens, num_tokens = order.skip_tokens, order.num_tokens
         num_blocks = self._layout.num_blocks(num_tokens - skip_tokens)
         held = [
             (self._layout.blocks(table, num_blocks), _skipped_blocks(table, skip_tokens))
             for table in self._layout.tables
         ]
         self._sends[request_id] = _Send(
-            bytes.fromhex(params["handoff_id"]),
-            params["offset"],
+            order.handoff_id,
+            order.offset,
             num_tokens,
             skip_tokens,
             num_blocks,

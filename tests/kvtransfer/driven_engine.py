@@ -1,7 +1,7 @@
 """A small engine with the connector's real halves; random rules or single tests drive it."""
 
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
@@ -26,7 +26,9 @@ from small_engine import (
 from baton.kvtransfer import frames
 from baton.kvtransfer.connector.handoff_step import LoadReport
 from baton.kvtransfer.connector.rank_half import RankHalf
+from baton.kvtransfer.connector.request_params import encode
 from baton.kvtransfer.connector.scheduler_half import PREFIX_GONE, SchedulerHalf
+from baton.kvtransfer.handoff_orders import ReceiveHandoff
 
 NUM_OUTPUTS = 6
 # Bytes of a frame, and more bytes than staging has.
@@ -172,11 +174,8 @@ class DrivenEngine:
         prompt = [family] * (length - length // 3) + [number] * (length // 3)
         skip_blocks = min(skip, (length - 1) // SIZE)
         token = 100 + number % 100
-        receive = {
-            "handoff_id": handoff_id.hex(), "num_tokens": length, "timeout_s": 1e9,
-            "skip_tokens": skip_blocks * SIZE, "is_fetch": False,
-        }  # fmt: skip
-        request = Request(f"r{number}", [*prompt, token], {"baton_receive": receive})
+        receive = ReceiveHandoff(handoff_id, length, 1e9, skip_blocks * SIZE)
+        request = Request(f"r{number}", [*prompt, token], encode(receive=receive))
         messages = self.sent(handoff_id, prompt, skip_blocks, fault)
         self.coming.append(Coming(handoff_id, messages, request))
 
@@ -198,19 +197,18 @@ class DrivenEngine:
         number = self.num_handoffs
         handoff_id = number.to_bytes(16, "big")
         prompt, skip_blocks = [3] * (num_blocks * SIZE), min(skip, num_blocks - 1)
-        receive = {
-            "handoff_id": handoff_id.hex(), "num_tokens": num_blocks * SIZE, "timeout_s": 1e9,
-            "skip_tokens": skip_blocks * SIZE, "is_fetch": True,
-        }  # fmt: skip
+        receive = ReceiveHandoff(
+            handoff_id, num_blocks * SIZE, 1e9, skip_blocks * SIZE, is_fetch=True
+        )
         tokens = [*prompt, *[100 + number % 100] * num_more]
-        request = Request(f"r{number}", tokens, {"baton_receive": receive})
+        request = Request(f"r{number}", tokens, encode(receive=receive))
         num_held = max(skip_blocks + 1, num_blocks - lacking)
         messages = self.sent(handoff_id, prompt[: num_held * SIZE], skip_blocks, fault, prompt)
         self.coming.append(Coming(handoff_id, messages, request))
         for index in range(num_following):
-            waits = {**receive, "num_tokens": 0, "skip_tokens": 0}
+            waits = replace(receive, num_tokens=0, skip_tokens=0)
             tokens = [*prompt, 60 + index, 100 + number % 100]
-            one = Request(f"r{number}-{index}", tokens, {"baton_receive": waits})
+            one = Request(f"r{number}-{index}", tokens, encode(receive=waits))
             self.waiting.append(one)
             self.half.add(one)
 

@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 
 from baton.kvtransfer import staging_size
 from baton.kvtransfer.connector.rank_half import RankHalf
+from baton.kvtransfer.connector.request_params import encode
 from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
 from baton.kvtransfer.control import EnginePort, TransferRefused
+from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import kv_fingerprint
 from baton.runtime.kv_groups import NULL_BLOCK, KvGroup
@@ -309,11 +311,8 @@ async def hand_over(
     offset = await sender.client.open_send(
         handoff_id, receiver.client.address, layout.num_blocks(num_sent), num_sent, WAIT_S
     )
-    send = {
-        "handoff_id": handoff_id.hex(), "offset": offset, "num_tokens": num_tokens,
-        "skip_tokens": skip_tokens,
-    }  # fmt: skip
-    computing = Request("computes", num_tokens, {"baton_send": send})
+    send = SendHandoff(handoff_id, offset, num_tokens, skip_tokens)
+    computing = Request("computes", num_tokens, encode(send=send))
     prefill.half.add(computing)
     for length in lengths:
         prefill.allocate(computing, computing.num_computed + length)
@@ -325,13 +324,9 @@ async def hand_over(
         memory = decode.ports[0].memory
         begin = decode.ports[0].description.send_bytes
         memory[begin] ^= 1
-    receive = {
-        "handoff_id": handoff_id.hex(), "num_tokens": num_tokens, "skip_tokens": skip_tokens,
-        "is_fetch": False,
-        "timeout_s": WAIT_S,
-    }  # fmt: skip
+    receive = ReceiveHandoff(handoff_id, num_tokens, WAIT_S, skip_tokens)
     num_known = num_tokens + (num_loaded is None)
-    loading = Request("loads", num_known, {"baton_receive": receive})
+    loading = Request("loads", num_known, encode(receive=receive))
     decode.half.add(loading)
     if skip_tokens:
         decode.allocate(loading, skip_tokens)

@@ -4,6 +4,9 @@ import pytest
 from driven_engine import as_scheduled, engine_with
 from small_engine import SIZE, Request
 
+from baton.kvtransfer.connector.request_params import encode
+from baton.kvtransfer.handoff_orders import SendHandoff
+
 
 @pytest.mark.parametrize("verifies_late", [False, True])
 def test_blocks_computed_from_a_failed_load_leave_the_prefix_cache(verifies_late):
@@ -52,8 +55,7 @@ def test_loaded_blocks_are_handed_on_only_after_they_are_verified(when):
     engine.deliver(coming, 1000)
     engine.submit(coming)
     handoff_id, tokens = bytes(16), [1] * 14 + [9] * 8
-    send = {"handoff_id": handoff_id.hex(), "offset": 0, "num_tokens": 22, "skip_tokens": 0}
-    sending = Request("sends", tokens, {"baton_send": send})
+    sending = Request("sends", tokens, encode(send=SendHandoff(handoff_id, 0, 22)))
     scheduled, steps = [], []
     if when != "with it":
         scheduled = engine.schedule()

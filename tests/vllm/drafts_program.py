@@ -17,7 +17,8 @@ from engine_handoffs import Side, hand_over, left_behind, side
 from engine_recoveries import recovered
 from forked_engines import fork_engines
 
-from baton.engine.base import EngineRequest, ReceiveHandoff, RequestRejected
+from baton.engine.base import EngineRequest, RequestRejected
+from baton.kvtransfer.handoff_orders import ReceiveHandoff
 from baton.runtime import affinity
 from baton.v1 import common_pb2
 

@@ -12,15 +12,9 @@ import vllm_cases as cases
 from engine_handoffs import Side
 from vllm.v1.engine import EngineCoreRequest
 
-from baton.engine.base import (
-    EngineDead,
-    EngineOutput,
-    EngineRequest,
-    Finish,
-    ReceiveHandoff,
-    SendHandoff,
-)
+from baton.engine.base import EngineDead, EngineOutput, EngineRequest, Finish
 from baton.kvtransfer.control import EnginePort
+from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.v1 import common_pb2
 
 TIMEOUT_S, COMMIT_TIMEOUT_S = 120.0, 3600.0

@@ -15,8 +15,9 @@ from engine_cases import NUM_FETCH_TOKENS as NUM_TOKENS
 from engine_handoffs import STAGING, TIMEOUT_S, Side, spoil
 from engine_host_tier import ask, evict, greedy
 
-from baton.engine.base import EngineOutput, EngineRequest, Finish, ReceiveHandoff, SendHandoff
+from baton.engine.base import EngineOutput, EngineRequest, Finish
 from baton.kvtransfer.control import EnginePort, TransferClient, filled_frame
+from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.v1 import common_pb2
 
 

@@ -11,9 +11,10 @@ from typing import Any, Literal
 
 import vllm_cases as cases
 
-from baton.engine.base import EngineInfo, EngineOutput, EngineRequest, ReceiveHandoff, SendHandoff
+from baton.engine.base import EngineInfo, EngineOutput, EngineRequest
 from baton.engine.vllm_engine import VllmEngine
 from baton.kvtransfer.control import EnginePort, TransferClient
+from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.config import KvTransferConfig
 from baton.runtime.sampling import needs_exact_state

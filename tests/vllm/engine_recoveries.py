@@ -12,7 +12,8 @@ from typing import Any
 import vllm_cases as cases
 from engine_handoffs import TIMEOUT_S, Side
 
-from baton.engine.base import EngineRequest, ReceiveHandoff, SendHandoff
+from baton.engine.base import EngineRequest
+from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.runtime.sampling import needs_exact_state
 from baton.v1 import common_pb2
 

@@ -22,14 +22,8 @@ from vllm import LLM
 from vllm_reference import ENGINE_ARGS, sampling_params
 
 from baton.engine import vllm_images
-from baton.engine.base import (
-    EngineOutput,
-    EngineRequest,
-    Finish,
-    ReceiveHandoff,
-    RenderedPrompt,
-    SendHandoff,
-)
+from baton.engine.base import EngineOutput, EngineRequest, Finish, RenderedPrompt
+from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.runtime import affinity
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.errors import InvalidArgument

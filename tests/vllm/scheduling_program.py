@@ -32,6 +32,8 @@ from baton.engine.vllm_step_budget import use_step_budget
 from baton.engine.vllm_step_targets import write_targets
 from baton.kvtransfer import engine_groups
 from baton.kvtransfer.connector import vllm_connector
+from baton.kvtransfer.connector.request_params import encode
+from baton.kvtransfer.handoff_orders import ReceiveHandoff, SendHandoff
 from baton.kvtransfer.layout import KvLayout
 from baton.runtime import demo_model
 from baton.runtime.config import LatencyConfig
@@ -265,13 +267,10 @@ def failed_load(*, is_fenced: bool) -> dict[str, Any]:
     engine.scheduler.connector._scheduler.requests_wait = False
     engine.scheduler.defer_block_free &= is_fenced
     prompt = list(range(1000, 1000 + 3 * BLOCK + 1))
-    receive = {
-        "handoff_id": HANDOFF.hex(), "num_tokens": 3 * BLOCK, "skip_tokens": 0, "timeout_s": 60.0,
-        "is_fetch": False,
-    }  # fmt: skip
+    receive = ReceiveHandoff(HANDOFF, 3 * BLOCK, 60.0)
     engine.add("wants", range(BLOCK - 1), URGENT, 8)
     engine.schedule()
-    engine.add("loads", prompt, LATE, 8, {"baton_receive": receive})
+    engine.add("loads", prompt, LATE, 8, encode(receive=receive))
     loading = engine.schedule()
     loaded = engine.block_ids("loads")[:3]
     engine.take_output()
@@ -347,9 +346,9 @@ def output_beside_a_prompt() -> dict[str, Any]:
 def preempted_send() -> dict[str, Any]:
     """A prompt that is handed over is preempted between its chunks, and computed again."""
     engine = Engine(8, asynchronous=False, long_prefill_token_threshold=2 * BLOCK)
-    send = {"handoff_id": HANDOFF.hex(), "offset": 0, "num_tokens": 90, "skip_tokens": 0}
+    send = SendHandoff(HANDOFF, 0, 90)
     engine.add("runs", range(5), URGENT, 8)
-    engine.add("prompt", range(1000, 1090), LATE, 1, {"baton_send": send})
+    engine.add("prompt", range(1000, 1090), LATE, 1, encode(send=send))
     engine.step()
     pushed_before = list(engine.pushed)
     engine.add("wants", range(200, 216), URGENT, 3)

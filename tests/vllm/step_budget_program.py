@@ -23,9 +23,10 @@ from vllm.v1.request import Request
 
 from baton.engine import vllm_step_budget
 from baton.engine.base import EngineDead
-from baton.engine.vllm_scheduler import DUE_AT, ITL
 from baton.engine.vllm_step_budget import use_step_budget
 from baton.kvtransfer.connector import vllm_connector
+from baton.kvtransfer.connector.request_params import encode
+from baton.kvtransfer.handoff_orders import ReceiveHandoff
 from baton.runtime.step_budget import StepTargets
 from baton.v1 import kv_transfer_pb2
 
@@ -40,15 +41,7 @@ Result = dict[str, Any]
 
 
 def receive(handoff_id: bytes, num_tokens: int) -> dict[str, Any]:
-    return {
-        "baton_receive": {
-            "handoff_id": handoff_id.hex(),
-            "num_tokens": num_tokens,
-            "skip_tokens": 0,
-            "timeout_s": 60.0,
-            "is_fetch": False,
-        }
-    }
+    return encode(receive=ReceiveHandoff(handoff_id, num_tokens, 60.0))
 
 
 def handoff_id(number: int) -> bytes:
@@ -191,8 +184,8 @@ def late_beside_in_time() -> dict[str, Any]:
     engine.add("stream", range(5), URGENT, 100)
     engine.step()
     now = time.time()
-    engine.add("long", range(1000, 1240), URGENT, 1, {DUE_AT: now + 600})
-    engine.add("overdue", range(2000, 2010), URGENT, 1, {DUE_AT: now - 1})
+    engine.add("long", range(1000, 1240), URGENT, 1, encode(due_at=now + 600))
+    engine.add("overdue", range(2000, 2010), URGENT, 1, encode(due_at=now - 1))
     steps = []
     while "overdue" in engine.scheduler.requests:
         steps.append(engine.step())
@@ -253,14 +246,14 @@ def preempted_stream() -> dict[str, Any]:
     engine = Engine(60, asynchronous=False, targets=TARGETS["normal"])
     now = time.time()
     engine.add("other", range(5), URGENT, 100)
-    engine.add("stream", range(500, 540), URGENT, 100, {DUE_AT: now - 1})
+    engine.add("stream", range(500, 540), URGENT, 100, encode(due_at=now - 1))
     while len(engine.reported["stream"]) < 3:
         engine.step()
     scheduler = engine.scheduler
     stream = scheduler.requests["stream"]
     scheduler.running.remove(stream)
     scheduler._preempt_request(stream, time.monotonic())
-    engine.add("long", range(1000, 1240), URGENT, 1, {DUE_AT: now + 600})
+    engine.add("long", range(1000, 1240), URGENT, 1, encode(due_at=now + 600))
     num_before, steps = len(engine.reported["stream"]), []
     while len(engine.reported["stream"]) == num_before:
         steps.append(engine.step())
@@ -270,7 +263,7 @@ def preempted_stream() -> dict[str, Any]:
 def own_itl_target() -> dict[str, Any]:
     """First step of a long prompt beside a stream, without and with an ITL target of its own."""
     found = {}
-    for name, transfer in (("none", None), ("tiny", {ITL: 1e-6})):
+    for name, transfer in (("none", None), ("tiny", encode(itl_s=1e-6))):
         engine = Engine(60, asynchronous=False, targets=TARGETS["normal"])
         engine.add("stream", range(5), URGENT, 100, transfer)
         engine.step()

@@ -298,7 +298,8 @@ def test_nothing_is_written_before_the_blocks_of_an_earlier_worker_are_counted(
 
 @pytest.mark.parametrize("hung", [Load, Write])
 def test_a_deletion_does_not_wait_for_a_disk_that_hangs(hung: type) -> None:
-    from baton.kvtransfer.connector.cache_drops import DROP, DROPPED, CacheDrops
+    from baton.kvtransfer.connector.cache_drops import DROPPED, CacheDrops
+    from baton.kvtransfer.connector.request_params import DropOrder, encode
 
     table = Table()
     assert table.disk is not None
@@ -317,7 +318,7 @@ def test_a_deletion_does_not_wait_for_a_disk_that_hangs(hung: type) -> None:
     device.block_pool = SimpleNamespace(blocks=[])
     host: Any = SimpleNamespace(blocks=table.blocks, disk=SimpleNamespace(index=table.disk))
     drops = CacheDrops(table.reports, device, host, num_ranks=1)
-    request: Any = SimpleNamespace(kv_transfer_params={DROP: {"id": 7, "salt": "search"}})
+    request: Any = SimpleNamespace(kv_transfer_params=encode(drop=DropOrder(7, "search")))
     drops.add(request, device)
     (deletion,) = table.orders()
     told: dict[str, Any] = {}
