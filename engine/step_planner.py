@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
+from baton.kvtransfer.connector.step_work import StepWork
 from baton.runtime.latency import LatencyModel
 from baton.runtime.latency_fit import LatencyFit
 from baton.runtime.step_budget import Prompt, StepTargets, StreamPace, Streams, prompt_tokens
@@ -28,10 +29,6 @@ _SHORT_S, _SHORT_INTERVAL = 4e-3, 4
 _UNLIMITED_S = 3600.0
 # Steps between two clean-ups of the streams that have ended.
 _CLEAN_INTERVAL = 256
-
-# A step's work as kvtransfer/connector/step_work.py counts it: [scheduled_at, num_prefill_tokens,
-# prefill_token_squares, num_decodes, num_kv_tokens].
-Work = Sequence[float]
 
 
 class StepPlanner:
@@ -51,7 +48,7 @@ class StepPlanner:
         self._ended_at = 0.0
         self._paces: dict[str, StreamPace] = {}
         # Steps without an end so far, in their order: the step, its work and its predicted time.
-        self._under_way: deque[tuple[object, Work | None, float]] = deque()
+        self._under_way: deque[tuple[object, StepWork | None, float]] = deque()
 
     @property
     def model(self) -> LatencyModel:
@@ -112,7 +109,7 @@ class StepPlanner:
             streams = streams._replace(limit_s=math.inf)
         return prompt_tokens(self.model, targets, streams, prompts, max_tokens)
 
-    def made(self, step: object, work: Work | None) -> None:
+    def made(self, step: object, work: StepWork | None) -> None:
         """Records that the planned step was scheduled.
 
         Args:
@@ -121,8 +118,12 @@ class StepPlanner:
         """
         step_s = 0.0
         if work is not None:
-            _, num_prompt_tokens, squares, num_decodes, num_kv_tokens = map(int, work)
-            step_s = self.model.mixed_step_s(num_prompt_tokens, squares, num_decodes, num_kv_tokens)
+            step_s = self.model.mixed_step_s(
+                work.num_prefill_tokens,
+                work.prefill_token_squares,
+                work.num_decodes,
+                work.num_kv_tokens,
+            )
         self._under_way.append((step, work, step_s))
 
     def ended(self, step: object, now: float) -> None:
@@ -138,21 +139,20 @@ class StepPlanner:
                 break
         if work is None:
             return
-        scheduled_at, num_prompt_tokens, squares, num_decodes, num_kv_tokens = work
         # The step may have been scheduled while the previous one ran.
-        duration_s = now - max(scheduled_at, began_at)
-        is_larger = num_prompt_tokens > self._most_measured
+        duration_s = now - max(work.scheduled_at, began_at)
+        is_larger = work.num_prefill_tokens > self._most_measured
         if duration_s <= 0 or (
             duration_s < _SHORT_S and self._num_steps % _SHORT_INTERVAL and not is_larger
         ):
             return
-        self._most_measured = max(self._most_measured, int(num_prompt_tokens))
+        self._most_measured = max(self._most_measured, work.num_prefill_tokens)
         self._fit.observe(
             cluster_pb2.StepSample(
-                num_prefill_tokens=int(num_prompt_tokens),
-                num_decodes=int(num_decodes),
-                num_kv_tokens=int(num_kv_tokens),
+                num_prefill_tokens=work.num_prefill_tokens,
+                num_decodes=work.num_decodes,
+                num_kv_tokens=work.num_kv_tokens,
                 duration_us=round(duration_s * 1e6),
-                prefill_token_squares=int(squares),
+                prefill_token_squares=work.prefill_token_squares,
             )
         )

@@ -60,7 +60,7 @@ from baton.kvtransfer.connector.disk_tier import DISK_CHANGE, DISK_COUNTS
 from baton.kvtransfer.connector.host_tier import HOST_CHANGE, HOST_LOADS, TIER_LOADS
 from baton.kvtransfer.connector.request_params import DropOrder
 from baton.kvtransfer.connector.scheduler_half import CUT_OFF, PREFIX_GONE
-from baton.kvtransfer.connector.step_work import STEP_WORK
+from baton.kvtransfer.connector.step_work import STEP_WORK, StepWork
 from baton.kvtransfer.disk.directory import DiskDirectory
 from baton.runtime import affinity
 from baton.runtime.config import LatencyConfig
@@ -310,7 +310,8 @@ class VllmEngine:
         if reports.get(CUT_OFF):
             # The service may still run, but it has lost part of this engine's messages.
             raise EngineDead("vLLM has lost its transfer service, and hands over nothing more")
-        self._sample(reports.get(STEP_WORK), timestamp)
+        work = reports.get(STEP_WORK)
+        self._sample(None if work is None else StepWork(*work), timestamp)
         if (change := reports.get(CACHE_CHANGE)) is not None:
             step.cache = CacheChange(**change)
         if (change := reports.get(HOST_CHANGE)) is not None:
@@ -408,25 +409,24 @@ class VllmEngine:
             # that may still change is held back.
             output.finish_reason, live.cut = None, True
 
-    def _sample(self, work: Sequence[Any] | None, timestamp: float) -> None:
+    def _sample(self, work: StepWork | None, timestamp: float) -> None:
         """Records a step's cost for the next load report.
 
         Args:
-            work: The step's work (see STEP_WORK). None if the step loaded handoffs or computed
+            work: The step's work. None if the step loaded handoffs or computed
                 nothing: its time says nothing about the model.
             timestamp: End of the step, by time.monotonic.
         """
         if work is not None:
-            scheduled_at, num_prefill_tokens, squares, num_decodes, num_kv_tokens = work
             # The step may have been scheduled while the previous one ran.
-            started_at = max(scheduled_at, self._last_step_at)
+            started_at = max(work.scheduled_at, self._last_step_at)
             self._samples.append(
                 StepSample(
-                    num_prefill_tokens=num_prefill_tokens,
-                    num_decodes=num_decodes,
-                    num_kv_tokens=num_kv_tokens,
+                    num_prefill_tokens=work.num_prefill_tokens,
+                    num_decodes=work.num_decodes,
+                    num_kv_tokens=work.num_kv_tokens,
                     duration_s=max(0.0, timestamp - started_at),
-                    prefill_token_squares=squares,
+                    prefill_token_squares=work.prefill_token_squares,
                 )
             )
         self._last_step_at = timestamp

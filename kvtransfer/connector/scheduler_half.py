@@ -12,7 +12,7 @@ from baton.kvtransfer.connector.handoff_step import HandoffStep, Load, LoadRepor
 from baton.kvtransfer.connector.kept_prefixes import KeptPrefixes
 from baton.kvtransfer.connector.request_params import RequestParams
 from baton.kvtransfer.connector.sends import Sends
-from baton.kvtransfer.connector.step_work import STEP_WORK, StepCounter
+from baton.kvtransfer.connector.step_work import STEP_WORK, StepCounter, StepWork
 from baton.kvtransfer.connector.unverified import UnverifiedBlocks
 from baton.kvtransfer.connector.wrong_blocks import WrongBlocks
 from baton.kvtransfer.control import EnginePort
@@ -84,7 +84,7 @@ class _Unfinished:
             loaded.
     """
 
-    work: list[float] | None
+    work: StepWork | None
     loads: list[bytes]
     releases: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType]
 
@@ -379,8 +379,8 @@ class SchedulerHalf:
         self._loads, self._releases = [], {}
         return step
 
-    def latest_step_work(self) -> list[float] | None:
-        """Returns the work of the step that was made last (see STEP_WORK).
+    def latest_step_work(self) -> StepWork | None:
+        """Returns the work of the step that was made last.
 
         None if the step loads handoffs or computes nothing: its time says nothing about the model.
         """
@@ -398,7 +398,7 @@ class SchedulerHalf:
             step = self._unfinished.popleft()
             self._unverified.step_finished()
             if step.work is not None and not step.loads:
-                told[STEP_WORK] = step.work
+                told[STEP_WORK] = list(step.work)
             # The releases go out with the following step's end, which vLLM always makes: what
             # follows from a release, in four processes, would delay the tokens of this step.
             following = self._unfinished[0].releases if self._unfinished else self._releases

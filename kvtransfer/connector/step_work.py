@@ -7,14 +7,31 @@ connector beside the scheduler sees every step.
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from baton.runtime.latency import PrefillChunk
 
-# Key in SchedulerStats.kv_connector_stats; the value is [scheduled_at (time.monotonic),
-# num_prefill_tokens, prefill_token_squares, num_decodes, num_kv_tokens], as in StepSample of
-# engine/base.py.
+# Key in SchedulerStats.kv_connector_stats; the value has the fields of StepWork in their order. It
+# arrives in Baton's process as a plain list.
 STEP_WORK = "baton_step"
+
+
+class StepWork(NamedTuple):
+    """Work that one step computes, as the latency model counts it.
+
+    Attributes:
+        scheduled_at: When the step was scheduled, by time.monotonic.
+        num_prefill_tokens: Prompt tokens that the step computes.
+        prefill_token_squares: Sum of end^2 - done^2 over the prefill chunks (LatencyModel.step_s).
+        num_decodes: Requests for which the step computes one output token.
+        num_kv_tokens: Sum of the tokens that these requests attend to.
+    """
+
+    scheduled_at: float
+    num_prefill_tokens: int
+    prefill_token_squares: int
+    num_decodes: int
+    num_kv_tokens: int
 
 
 class StepCounter:
@@ -25,7 +42,7 @@ class StepCounter:
         self._num_cached: dict[str, int] = {}
         self._num_computed: dict[str, int] = {}
 
-    def count(self, output: Any) -> list[float] | None:
+    def count(self, output: Any) -> StepWork | None:
         """Returns a step's work from vLLM's SchedulerOutput; None if it computes nothing."""
         if not output.num_scheduled_tokens:
             return None
@@ -49,13 +66,13 @@ class StepCounter:
                 self._num_cached[request_id] = num_computed
             num_done = num_computed - self._num_cached.get(request_id, 0)
             chunks.append(PrefillChunk(max(0, num_done), num_tokens))
-        return [
+        return StepWork(
             time.monotonic(),
             sum(chunk.num_tokens for chunk in chunks),
             sum(chunk.token_squares for chunk in chunks),
             num_decodes,
             num_kv_tokens,
-        ]
+        )
 
     def num_computed(self, request_id: str) -> int:
         """Returns a request's computed tokens, including drafts that may be rejected."""

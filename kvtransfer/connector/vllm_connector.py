@@ -71,6 +71,7 @@ from baton.kvtransfer.connector.host_tier import (
 )
 from baton.kvtransfer.connector.rank_half import RankHalf
 from baton.kvtransfer.connector.scheduler_half import SchedulerHalf
+from baton.kvtransfer.connector.step_work import StepWork
 from baton.kvtransfer.control import EnginePort
 from baton.kvtransfer.disk.orders import DiskReport, Order
 from baton.kvtransfer.disk.rank_disk import RankDisk
@@ -406,7 +407,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         """Tells Baton's scheduler (engine/vllm_scheduler.py); see SchedulerHalf.receives."""
         return self._scheduler_half.receives(request_id)
 
-    def latest_step_work(self) -> list[float] | None:
+    def latest_step_work(self) -> StepWork | None:
         """Tells Baton's scheduler (engine/vllm_scheduler.py); see SchedulerHalf."""
         return self._scheduler_half.latest_step_work()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from baton.engine.step_planner import StepPlanner
+from baton.kvtransfer.connector.step_work import StepWork
 from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import Prompt, StepTargets, Streams
 
@@ -23,7 +24,7 @@ def run(planner: StepPlanner, num_left: int, num_steps: int) -> list[tuple[int, 
         planner.begin(now, ())
         prompt = Prompt(done, num_left, 0, 0.0, running=True)
         (count,) = planner.tokens(Streams(), [prompt], 8192)
-        work = [now, count, count * (2 * done + count), 0, 0]
+        work = StepWork(now, count, count * (2 * done + count), 0, 0)
         planner.made(work, work)
         step_s = SLOW.prefill_s(count)
         now, done = now + step_s, done + count
@@ -82,11 +83,11 @@ def test_a_step_made_while_another_runs_begins_when_that_one_ends() -> None:
     planner.begin(10.0, ("r",))
     planner.ended(None, 10.0)
     planner.pace("r", 1)
-    planner.made("first", [10.0, 0, 0, 1, 100])
+    planner.made("first", StepWork(10.0, 0, 0, 1, 100))
     planner.begin(10.001, ("r",))
     step_s = PRIOR.decode_step_s(1, 100)
     assert planner.pace("r", 2).saved_s == pytest.approx(MEAN_MARGIN * 0.05 - step_s)
-    planner.made("second", [10.001, 0, 0, 1, 101])
+    planner.made("second", StepWork(10.001, 0, 0, 1, 101))
     # The first step ended early. The third one begins one predicted step later.
     planner.ended("first", 10.004)
     planner.begin(10.005, ("r",))
@@ -97,9 +98,9 @@ def test_a_step_made_while_another_runs_begins_when_that_one_ends() -> None:
 def test_a_dropped_step_is_not_measured() -> None:
     planner = StepPlanner(PRIOR, lambda: TARGETS)
     planner.begin(10.0, ())
-    planner.made("dropped", [10.0, 2048, 2048**2, 0, 0])
+    planner.made("dropped", StepWork(10.0, 2048, 2048**2, 0, 0))
     planner.begin(10.5, ())
-    planner.made("next", [10.5, 0, 0, 1, 100])
+    planner.made("next", StepWork(10.5, 0, 0, 1, 100))
     planner.ended("next", 10.6)
     planner.begin(10.6, ())
     assert planner.tokens(Streams(), [Prompt(0, 9000, 0, 0.0, running=False)], 8192) == [64]
