@@ -170,7 +170,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         granted = {
             one.request.request_id: grant for one, grant in zip(prompts, grants, strict=True)
         }
-        # vLLM starts nothing behind a loaded prompt that gets no token.
+        # vLLM starts nothing after a loaded prompt that gets no token.
         granted |= {one.request_id: max(1, granted[one.request_id]) for one in loaded}
         # In place: vLLM keeps references to this list.
         is_loaded = set(loaded)

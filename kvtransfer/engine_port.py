@@ -25,7 +25,7 @@ class Claim:
 
     Attributes:
         offset: Where the shard's bytes begin in the segment; KvLayout.offset of shard 0 in the
-            sender's layout says where a block lies behind it.
+            sender's layout says where a block lies after it.
         frames: All received frames of the shard, in layer order. The loader must verify each
             frame's checksum after its copy, not before, because staging may expire during a slow
             copy.
@@ -292,7 +292,7 @@ class EnginePort:
                         return False
                     self._wait(select.POLLOUT, remaining)
         except OSError:
-            # Its last messages can still be read, but the handoffs it held are lost.
+            # The service has ended, and its handoffs are lost: unread messages do not matter.
             self._alive = False
         return self._alive
 

@@ -96,7 +96,7 @@ class FleetQueues:
     Attributes:
         fleet: As above.
         interactive, batch: The queues.
-        late: Interactive requests that cannot be in time any more; they go behind the others.
+        late: Interactive requests that cannot be in time any more; they go after the others.
         deficit: Tokens that the batch lane is owed.
         submitted_work_us: Prefill work that waits, in microseconds, by the lane that it was
             submitted to. Integers, because sums of floats would drift.

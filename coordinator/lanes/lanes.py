@@ -286,7 +286,7 @@ class Lanes:
         """Yields the next request, again and again, during a round of dispatching.
 
         A request that still waits when the next one is requested could not be placed. Its queue is
-        then skipped for the rest of the round, because a request behind it must not take its place.
+        then skipped for the rest of the round, because a request after it must not take its place.
         Other queues continue.
         """
         self._skipped.clear()

@@ -92,7 +92,7 @@ class Slots:
                 self._predicted = None
 
     def waiter_left(self) -> None:
-        """A waiting request has ended: requests behind it wait shorter than was predicted."""
+        """A waiting request has ended: requests after it wait shorter than was predicted."""
         self._predicted = None
 
     def wait_s(self, num_waiting: int, now: float) -> float | None:

@@ -135,8 +135,8 @@ class TenantQueue(Account):
         Args:
             turn_at: Time at which the request would be pushed, plus its Request.growth_s.
         """
-        behind = self._fresh[bisect_right(self._fresh, (turn_at, math.inf), key=_turn) :]
-        return self.work_us - sum(entry.work_us for entry in behind)
+        after = self._fresh[bisect_right(self._fresh, (turn_at, math.inf), key=_turn) :]
+        return self.work_us - sum(entry.work_us for entry in after)
 
 
 class Tenant:

@@ -43,7 +43,7 @@ class CachedBlocks:
     """Follows vLLM's cache events (vllm/distributed/kv_events.py) in their order.
 
     Blocks that depend on more than tokens, images, the adapter and the salt are left out, with all
-    blocks behind them, because the hash of a prompt must not find them. Memory is bounded by the
+    blocks after them, because the hash of a prompt must not find them. Memory is bounded by the
     size of the cache and of the host memory.
 
     The methods about host memory take vLLM's hashes of blocks that were in the cache when their
@@ -186,7 +186,7 @@ def _images(keys: tuple[object, ...]) -> list[ImageKey]:
 def _salt(keys: tuple[object, ...], plain: tuple[str, ...]) -> tuple[str, tuple[object, ...]]:
     """Returns the salt among the extra keys of a prompt's first block, and the other keys.
 
-    vLLM reports the salt as a text behind the adapter's name.
+    vLLM reports the salt as a text after the adapter's name.
     """
     match keys:
         case (*others, str(salt)) if tuple(others) == plain:

@@ -24,7 +24,7 @@ _DRAFT_MODEL = "draft_model."
 def draft_layers(config: VllmConfig, caches: KVCacheConfig) -> frozenset[str]:
     """Returns vLLM's names of a draft's layers; empty without a draft that has a KV cache.
 
-    EAGLE and MTP number their layers behind the model's.
+    EAGLE and MTP number their layers after the model's.
     """
     if config.speculative_config is None or not config.speculative_config.uses_draft_kv_cache():
         return frozenset()

@@ -188,7 +188,7 @@ class HostTier:
         self._scheduler.on_new_request(request)
 
     def num_loadable_tokens(self, request: Request, num_computed_tokens: int) -> int | None:
-        """Returns how many tokens a request loads behind those in the engine's cache.
+        """Returns how many tokens a request loads after those in the engine's cache.
 
         None: the blocks are on their way; vLLM asks again.
         """

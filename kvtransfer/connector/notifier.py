@@ -95,7 +95,7 @@ class Notifier:
         except RuntimeError as error:
             logger.error("copy to staging failed: %s", error)
             for handoff_id in {each.handoff_id for each in filled}:
-                self.ended(handoff_id)
+                self.abort(handoff_id)
             return
         if not self._port.alive:
             return
@@ -123,23 +123,22 @@ class Notifier:
             self._port.send_frames(self._frames)
         self._frames, self._num_bytes = [], 0
 
-    def ended(self, handoff_id: bytes) -> None:
-        """Tells the service that this rank writes no more of an incomplete handoff.
+    def abort(self, handoff_id: bytes) -> None:
+        """Aborts an incomplete handoff that every rank stops writing.
 
-        All its earlier frames have been sent, so the service may give the staging to another
-        handoff. The abort is sent first: without it the service would take the rank's last frame
-        for a commit.
+        The service frees the staging soon, so only the scheduler's half may order this: it stops
+        all ranks. All earlier frames of this rank have been sent. The abort is sent before the
+        rank's last frame, which the service would otherwise take for a commit.
         """
         self.flush()
         self._port.abort_send(handoff_id)
-        self.stopped(handoff_id)
+        self.end_part(handoff_id)
 
-    def stopped(self, handoff_id: bytes) -> None:
-        """Tells the service that this rank writes no more, while other ranks may write on.
+    def end_part(self, handoff_id: bytes) -> None:
+        """Ends this rank's part of an incomplete handoff, while other ranks may write on.
 
         The receiver refuses the commit, because blocks are missing. The service keeps the staging
-        until every rank has sent its last frame. After `ended`, in contrast, it frees the staging
-        soon, which only the scheduler's half may ask for: it stops all ranks.
+        until every rank has sent its last frame.
         """
         self.flush()
         last = kv_transfer_pb2.LocalFrame(
@@ -205,13 +204,13 @@ class NotifierThread:
             self._notifier.filled(copy, filled)
         self._notifier.flush()
 
-    def ended(self, handoff_id: bytes) -> None:
+    def abort(self, handoff_id: bytes) -> None:
         self.flush()
-        self._put(partial(self._notifier.ended, handoff_id))
+        self._put(partial(self._notifier.abort, handoff_id))
 
-    def stopped(self, handoff_id: bytes) -> None:
+    def end_part(self, handoff_id: bytes) -> None:
         self.flush()
-        self._put(partial(self._notifier.stopped, handoff_id))
+        self._put(partial(self._notifier.end_part, handoff_id))
 
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Waits for queued notifications to be sent, then closes the port. Idempotent.

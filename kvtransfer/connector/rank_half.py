@@ -88,7 +88,7 @@ class RankHalf:
         self._layout, self._stage = layout, stage or Stage(0, range(layout.num_all_layers))
         # When several ranks hold the same shard, the first one sends it, and each one loads it.
         self._shard, replica = divmod(rank, layout.num_replicas)
-        self._sends = replica == 0
+        self._is_sender = replica == 0
         self._cache: PagedCache | None = None
         # For the step under way: its pushes; each table's blocks in the form the copies take; and
         # for each group of layers the frames of one layer, in batches of which each goes into one
@@ -142,11 +142,11 @@ class RankHalf:
         """Clears wrong blocks and prepares the step's pushes."""
         if step.cleared:
             self._copies.clear(step.cleared)
-        if not self._sends:
+        if not self._is_sender:
             return
         for handoff_id in step.ended:
             self._given_up.discard(handoff_id)
-            self._notifier.ended(handoff_id)
+            self._notifier.abort(handoff_id)
         pushes = [push for push in step.pushes if push.handoff_id not in self._given_up]
         self._given_up -= {push.handoff_id for push in step.pushes if push.last}
         if not pushes or not self._notifier.alive:
@@ -243,7 +243,7 @@ class RankHalf:
         stopped, self._pushes = self._pushes[first:], self._pushes[:first]
         logger.error("%s: this rank gives %d handoffs up", why, len(stopped))
         for push in stopped:
-            self._notifier.stopped(push.handoff_id)
+            self._notifier.end_part(push.handoff_id)
         self._given_up |= {push.handoff_id for push in stopped if not push.last}
         # Batches are made again; prepared blocks are in the order of the pushes.
         self._batches.clear()

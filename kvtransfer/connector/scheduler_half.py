@@ -55,8 +55,9 @@ class _Receive:
         num_tokens: Number of tokens of the prompt, from the first, that the handoff covers.
         skip_tokens: Number of these tokens, from the first, that the handoff leaves out.
         deadline: When the wait ends, by time.monotonic.
-        is_fetch: Whether the request computes what the handoff does not bring. With a num_tokens of
-            0 it waits until another request has loaded the handoff.
+        is_fetch: Whether the request computes the tokens that the handoff does not bring.
+        only_waits: Whether another request fetches the handoff and owns it. This request loads
+            nothing; it starts when the other one has loaded.
         over: True once the handoff was loaded or given up, or there was nothing to load.
         num_shards: Number of shards of the sender's cache, known when the handoff is committed.
         has_draft: Whether the handoff holds the layers of a draft, known then too.
@@ -67,7 +68,8 @@ class _Receive:
     num_tokens: int
     skip_tokens: int
     deadline: float
-    is_fetch: bool = False
+    is_fetch: bool
+    only_waits: bool
     over: bool = False
     num_shards: int = 0
     has_draft: bool = False
@@ -161,6 +163,7 @@ class SchedulerHalf:
                 receive.skip_tokens,
                 time.monotonic() + receive.timeout_s,
                 receive.is_fetch,
+                receive.only_waits,
             )
             if made.is_fetch and made.skip_tokens:
                 self._kept.keep(request, made.skip_tokens, made.deadline)
@@ -183,7 +186,7 @@ class SchedulerHalf:
         if receive is None or receive.over:
             return 0
         self._poll()
-        if not receive.num_tokens:
+        if receive.only_waits:
             receive.over = self._is_ended(receive)
             return 0 if receive.over else None
         if num_computed_tokens < receive.skip_tokens:
@@ -299,7 +302,7 @@ class SchedulerHalf:
         """Yields for each block table the blocks that hold a range of tokens.
 
         Blocks before a window are left out: the request does not have them. A state goes to the
-        block of the last token and to the one behind it, if the next token begins a new block: vLLM
+        block of the last token and to the one after it, if the next token begins a new block: vLLM
         copies the state from one to the other before the load.
         """
         for table, block_ids in zip(self._layout.tables, tables, strict=True):
@@ -467,8 +470,7 @@ class SchedulerHalf:
         """
         receive.over = True
         self._kept.let_go(receive.request_id)
-        if not receive.num_tokens:
-            # The handoff belongs to another request.
+        if receive.only_waits:
             return
         self._committed.pop(receive.handoff_id, None)
         if not receive.is_fetch:

@@ -28,7 +28,7 @@ class _Send:
         num_blocks: Size of the handoff.
         next_blocks: For each block table, the index in the prompt of the next block to push. It
             never goes back: pushed blocks stay right when the request is preempted.
-        end_blocks: The same of the block behind the last one.
+        end_blocks: For each block table, the index of the block after the last one to push.
         has_pushed: Whether a step has pushed some blocks.
     """
 
@@ -145,7 +145,7 @@ class Sends:
             )
 
     def _ready(self, send: _Send, num_tokens: int) -> list[int]:
-        """Returns for each table the block behind the last one that is complete or pushed.
+        """Returns for each table the block after the last one that is complete or pushed.
 
         Blocks from the prefix cache never pass through the model; the first push includes them.
         """

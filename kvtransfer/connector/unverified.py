@@ -68,7 +68,7 @@ class UnverifiedBlocks:
                 fillings.append(_Filling([block_id for _, block_id in found], affected))
 
     def _placed(self, tables: Sequence[Sequence[int]]) -> Iterator[tuple[float, int]]:
-        """Yields the blocks that a request keeps, each with the index behind its last token."""
+        """Yields the blocks that a request keeps, each with the index after its last token."""
         for table, block_ids in zip(self._tables, tables, strict=True):
             for at, block_id in enumerate(block_ids):
                 if block_id != NULL_BLOCK:

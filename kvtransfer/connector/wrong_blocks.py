@@ -9,7 +9,7 @@ from typing import Any
 class WrongBlocks:
     """Remembers blocks of wrong content until a step can clear them; the scheduler's half owns it.
 
-    Wrong content may be NaN. Attention kernels multiply the positions behind a block's last token
+    Wrong content may be NaN. Attention kernels multiply the positions after a block's last token
     by zero, and NaN times zero is NaN, so such a block would spoil the next request that gets it.
 
     Args:

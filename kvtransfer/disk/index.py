@@ -237,7 +237,7 @@ class DiskIndex:
 
     def used(self, keys: Sequence[bytes]) -> None:
         """Notes a use of a prompt's blocks, given in their order."""
-        # The last block is evicted first: without a block, the blocks behind it are of no use.
+        # The last block is evicted first: without a block, the blocks after it are of no use.
         for key in reversed(keys):
             if key in self._blocks:
                 self._blocks.move_to_end(key)

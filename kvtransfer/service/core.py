@@ -164,8 +164,8 @@ class TransferCore:
         if kind == "stats":
             return pb.LocalReply(statistics=self.statistics())
         if kind == "abort_send":
-            handoff_id, is_known = request.abort_send.handoff_id, connection.is_main
-            self._carry_out(self._sender.abort(handoff_id, now, is_known=is_known))
+            handoff_id, by_main = request.abort_send.handoff_id, connection.is_main
+            self._carry_out(self._sender.abort(handoff_id, now, by_main=by_main))
         elif kind == "release":
             release = request.release
             self._carry_out(

@@ -51,7 +51,7 @@ class OutstandingPulls:
         return self._last_serial
 
     def end(self, serial: int) -> OutstandingPull | None:
-        """Removes a pull that has ended; returns None if it was removed before."""
+        """Removes a pull that has ended; returns None if its end was reported already."""
         pull = self._pulls.pop(serial, None)
         if pull is None:
             return None

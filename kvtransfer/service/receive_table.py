@@ -29,7 +29,9 @@ from baton.kvtransfer.service.staging_queue import StagingQueue
 from baton.v1 import kv_transfer_pb2 as pb
 
 _S = ReceiveState
-# Share of staging that may wait for reads that do not end. Only the end of the process ends them.
+# Largest share of staging that may be reserved for reads that have not ended for idle_timeout_s.
+# Above it the service ends itself (Stuck): nothing in the process can end such a read, and a new
+# process has new staging.
 MAX_STUCK_SHARE = 0.25
 
 
@@ -209,7 +211,7 @@ class ReceiveTable:
         """Removes a pull that has ended; returns it with its handoff if that still owns its extent.
 
         Args:
-            serial: Number of the pull; a pull that was removed before is ignored.
+            serial: Number of the pull; ignored if the pull's end was reported already.
             now: Current time.monotonic(), in seconds.
         """
         pull = self.pulls.end(serial)

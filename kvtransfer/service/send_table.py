@@ -161,8 +161,10 @@ class SendTable:
         self.statistics.num_failed += state is _S.FAILED
         self.advance(send, state)
         send.filled.clear()
-        is_told = state is _S.ABORTED
-        send.deadline = now + (self.linger_s(send) if is_told else self._limits.writer_timeout_s)
+        # An abort comes after the engine was told to stop writing. The engine is not told of any
+        # other end, and may write for as long as its request runs.
+        is_aborted = state is _S.ABORTED
+        send.deadline = now + (self.linger_s(send) if is_aborted else self._limits.writer_timeout_s)
         if send.extent is None or not send.writers:
             self.forget(send, now)
 

@@ -187,19 +187,19 @@ class Sender:
             self._table.add_effect(Wake(send.handoff_id))
         return self._table.take_effects()
 
-    def abort(self, handoff_id: bytes, now: float, *, is_known: bool = True) -> list[Effect]:
+    def abort(self, handoff_id: bytes, now: float, *, by_main: bool = True) -> list[Effect]:
         """Gives up a send. Idempotent; unknown IDs are ignored.
 
         Args:
             handoff_id: ID of the handoff.
             now: Current time.monotonic(), in seconds.
-            is_known: Whether the main process gave it up. Otherwise the main process is told that
-                the send failed.
+            by_main: Whether the main process gives it up. Otherwise an engine process does, and
+                the main process is told that the send failed.
         """
         send = self._table.sends.get(handoff_id)
         if send is None:
             return self._table.take_effects()
-        if send.state not in OVER and is_known:
+        if send.state not in OVER and by_main:
             self._table.end(send, _S.ABORTED, now, "aborted", farewell=True)
         elif send.state not in OVER:
             reason, detail = pb.REFUSAL_REASON_CANCELLED, "the engine gave it up"

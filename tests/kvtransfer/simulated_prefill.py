@@ -145,25 +145,25 @@ class Prefill:
         """Aborts from the main process, after the engine has stopped writing."""
         if self.alive:
             send.writing, send.aborted = False, True
-            self._abort(self._main, send, is_known=True)
+            self._abort(self._main, send, by_main=True)
 
     def give_up(self, send: Send) -> None:
         """Aborts from the engine: its scheduler, and each rank once it has stopped writing."""
         if not send.writing or any(done == len(send.runs) for done in send.progress):
             return
-        self._abort(self._scheduler, send, is_known=False)
+        self._abort(self._scheduler, send, by_main=False)
         self._stop_writing(send)
 
     def _stop_writing(self, send: Send) -> None:
         send.writing = False
         for rank, socket in enumerate(self._ranks):
-            self._abort(socket, send, is_known=False)
+            self._abort(socket, send, by_main=False)
             self._tell_last(send, rank)
 
-    def _abort(self, socket: Socket, send: Send, *, is_known: bool) -> None:
+    def _abort(self, socket: Socket, send: Send, *, by_main: bool) -> None:
         socket.post(
             lambda: self.carry_out(
-                self.sender.abort(send.handoff_id, self.world.now, is_known=is_known)
+                self.sender.abort(send.handoff_id, self.world.now, by_main=by_main)
             )
         )
 

@@ -291,7 +291,7 @@ async def test_an_aborted_handoff_keeps_its_staging_until_its_ranks_have_stopped
     for number, thread in enumerate(threads):
         events.append(Event())
         thread.filled(events[-1], [Rank(one, layout, number).filled(sender.port, 0)])
-        thread.ended(one.handoff_id)
+        thread.abort(one.handoff_id)
     stats = await sender.client.stats()
     assert stats.send_bytes_used > 0
     for event in events:
@@ -403,7 +403,7 @@ async def test_copies_end_without_a_service(start, layout, handoff):
         while thread.alive:
             thread.flush()
             await asyncio.sleep(0.01)
-    thread.ended(one.handoff_id)
+    thread.abort(one.handoff_id)
     thread.close()
 
 
