@@ -24,6 +24,8 @@ CALL_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 5.0
 # Most unread events, one for each handoff; when there are more, the oldest is dropped.
 MAX_UNREAD_EVENTS = 65_536
+# Longest wait for the end of a failed service's stderr, which other processes may still hold open.
+_LAST_LINE_TIMEOUT_S = 1.0
 _READ_BYTES = 2**18
 _MAX_LINE_BYTES = 2**16
 # Most lines of a service that has not started yet; when there are more, the oldest is dropped.
@@ -330,6 +332,9 @@ class TransferClient:
 
     async def _watch(self) -> None:
         code = await self._process.wait()
+        if code > 0:
+            # The service's last line says why, and may not have been read yet.
+            await asyncio.wait([self._stderr.task], timeout=_LAST_LINE_TIMEOUT_S)
         said = f": {self._stderr.last_line}" if self._stderr.last_line and code > 0 else ""
         self._lost(
             "transfer service: closed"

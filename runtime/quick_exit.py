@@ -24,7 +24,8 @@ def skip_cleanup(exit_code: int) -> None:
 
     Freeing the objects of all modules that vLLM imports takes seconds per process, although the
     kernel frees the memory anyway. Other resources of this process must be released before;
-    functions that were registered with atexit before this call do not run.
+    functions that were registered with atexit before this call do not run. After several calls the
+    exit code of the last one counts.
     """
     atexit.register(_exit, exit_code)
 

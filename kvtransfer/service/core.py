@@ -41,7 +41,10 @@ class TransferCore:
         receiver: State machine of the handoffs to this worker.
         negotiator: The transports of this service.
         dialer: Opens pushes to other services.
-        stop: Set when the main process's connection is lost.
+        stop: Set when the service must end: the main process's connection is lost, or `problem`.
+
+    Attributes:
+        problem: Why the service cannot go on; empty while it can.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class TransferCore:
         self._timer_at = 0.0
         self._refused: Callable[[], Mapping[str, int]] = dict
         self.configured = asyncio.Event()
+        self.problem = ""
 
     def use_refusals(self, refused: Callable[[], Mapping[str, int]]) -> None:
         """Sets the source of the gRPC port's refusals by reason, which statistics report."""
@@ -277,7 +281,7 @@ class TransferCore:
                 case receiving.Pull():
                     self._negotiator.pull(effect)
                 case receiving.Stuck(detail):
-                    logger.error("the service ends: %s", detail)
+                    self.problem = detail
                     self._stop.set()
                 case receiving.Changed():
                     self._notify_changed(effect)

@@ -85,7 +85,8 @@ class ReceiveTable:
         """Ends every handoff whose state has lasted too long."""
         self._expired_at = now
         if self._stuck_bytes(now) > self._queue.statistics().total_bytes * MAX_STUCK_SHARE:
-            self._effects.append(Stuck(f"{self._stuck_bytes(now)} bytes of staging wait for reads"))
+            detail = f"{self._stuck_bytes(now)} bytes of staging wait for reads that do not end"
+            self._effects.append(Stuck(detail))
         for handoff in [each for each in self.live.values() if each.deadline <= now]:
             if handoff.state is _S.QUEUED and handoff.handoff_id in self._queue:
                 detail = "no room in the receiver's staging in time"

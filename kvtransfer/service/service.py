@@ -8,7 +8,8 @@ The service owns one shared-memory segment with two arenas: send [0, send_bytes)
 [send_bytes, send_bytes + receive_bytes). The engine's processes copy into and out of the segment;
 this process moves the bytes between workers. It prints one line of JSON when it serves, the only
 line on its standard output. It ends when the worker's main process disconnects, when its parent
-ends, or on SIGTERM, and then removes socket and segment.
+ends, or on SIGTERM, and then removes socket and segment. It ends itself, with exit code 1, when
+reads that do not end hold too much of its staging.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ async def serve(arguments: ServiceArguments, stdout: TextIO) -> int:
         stdout: Where the service prints its line; closed then.
 
     Raises:
-        ConfigError, TransferError: The service cannot start.
+        ConfigError, TransferError: The service cannot start, or cannot go on.
     """
     stop = lifecycle.stop_requested()
     # A terminal's signals reach every process of its group. The service ignores them and ends with
@@ -165,6 +166,8 @@ async def serve(arguments: ServiceArguments, stdout: TextIO) -> int:
         health = rpc.add_health_and_reflection(server, [SERVICE])
         with _watched_parent(stop, arguments.parent_pid):
             await _run(core, server, health, listener, stop, arguments.socket_path, stdout)
+        if core.problem:
+            raise TransferError(core.problem)
     finally:
         listener.close()
         local_server.remove(arguments.socket_path)
@@ -253,4 +256,6 @@ def main() -> int:
     except (ConfigError, TransferError) as error:
         message = str(error)
     print(f"kv-transfer: {message}", file=sys.stderr, flush=True)
+    # A transport whose reads do not end has asked for exit code 0; the latest call counts.
+    quick_exit.skip_cleanup(1)
     return 1

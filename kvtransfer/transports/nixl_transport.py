@@ -43,6 +43,9 @@ RETRY_AFTER_S = 30.0
 STUCK_AFTER_S = 5.0
 # Seconds after which an unused sender's agent is removed. The next handoff would connect again.
 IDLE_TIMEOUT_S = 300.0
+# Most unused senders whose agents are kept. When there are more, the agent that has been unused for
+# the longest time is removed.
+MAX_IDLE_PEERS = 256
 # Packages of NIXL's builds, of which each holds the whole Python API.
 _BUILDS = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 _NOT_ENCRYPTED = "it has no TLS; security.allow_plain_links: true allows it"
@@ -223,14 +226,12 @@ class _Peer:
         num_pulls: Number of those pulls.
         last_end: When the latest pull ended, or the first of the pulls under way began.
         refused_until: Time until which no handoff is accepted, because a read failed.
-        idle_timer: Forgets the peer when it has no users.
     """
 
     num_users: int = 0
     num_pulls: int = 0
     last_end: float = 0.0
     refused_until: float = 0.0
-    idle_timer: asyncio.TimerHandle | None = None
 
 
 class NixlTransport(PullTransport[NixlSource]):
@@ -246,6 +247,8 @@ class NixlTransport(PullTransport[NixlSource]):
         self._is_eager = name not in names or "shm" not in names[: names.index(name)]
         self._running: NixlPuller | None = None
         self._peers: dict[NixlSource, _Peer] = {}
+        # Peers without users, in the order in which they lost the last one. The timers forget them.
+        self._idle: dict[NixlSource, asyncio.TimerHandle] = {}
 
     def serve(self, server: grpc.aio.Server, handler: TransportHandler) -> None:
         self._handler = handler
@@ -253,9 +256,8 @@ class NixlTransport(PullTransport[NixlSource]):
             self._start()
 
     async def close(self) -> None:
-        for peer in self._peers.values():
-            if peer.idle_timer is not None:
-                peer.idle_timer.cancel()
+        for timer in self._idle.values():
+            timer.cancel()
         await super().close()
 
     def passed_over(self) -> None:
@@ -312,19 +314,22 @@ class NixlTransport(PullTransport[NixlSource]):
     def _use(self, source: NixlSource) -> _Peer:
         peer = self._peers.setdefault(source, _Peer())
         peer.num_users += 1
-        if peer.idle_timer is not None:
-            peer.idle_timer.cancel()
-            peer.idle_timer = None
+        if (timer := self._idle.pop(source, None)) is not None:
+            timer.cancel()
         return peer
 
     def _released(self, source: NixlSource) -> None:
         peer = self._peers[source]
         peer.num_users -= 1
-        if not peer.num_users:
-            loop = asyncio.get_running_loop()
-            peer.idle_timer = loop.call_later(IDLE_TIMEOUT_S, self._forget, source)
+        if peer.num_users:
+            return
+        loop = asyncio.get_running_loop()
+        self._idle[source] = loop.call_later(IDLE_TIMEOUT_S, self._forget, source)
+        if len(self._idle) > MAX_IDLE_PEERS:
+            self._forget(next(iter(self._idle)))
 
     def _forget(self, source: NixlSource) -> None:
+        self._idle.pop(source).cancel()
         del self._peers[source]
         assert self._thread is not None
         self._thread.forget(source)

@@ -20,6 +20,7 @@ from whole_handoff import hand_over, hand_over_together
 from baton.kvtransfer import frames
 from baton.kvtransfer.control import filled_frame
 from baton.kvtransfer.frames import FrameKind
+from baton.kvtransfer.transports.nixl_transport import MAX_IDLE_PEERS
 from baton.v1 import kv_transfer_pb2 as pb
 
 pytestmark = pytest.mark.skipif(
@@ -262,6 +263,31 @@ async def test_metadata_that_is_none_fails_one_handoff(receiver, layout, handoff
     await hand_over(await start(transports=["nixl"]), receiver, handoff(8))
 
 
+async def test_a_service_remembers_a_bounded_number_of_unused_senders(receiver, layout, handoff):
+    def offers(name):
+        agent = pb.TransportOffer(name="nixl", nixl_agent=name, nixl_address=1, nixl_bytes=2**40)
+        return [agent, pb.TransportOffer(name="grpc")]
+
+    async def opened(name, *, then_fails=False):
+        """Returns the transport that a sender gets; the sender then ends its push."""
+        one = handoff(1)
+        async with dialled(receiver, layout, one) as raw:
+            await raw.send(raw.open(offers=offers(name)))
+            reply = await raw.reply()
+            if then_fails:
+                await raw.send(*raw.references())
+                assert (await raw.reply()).reason == pb.REFUSAL_REASON_TRANSPORT
+        await receiver.empty()
+        return reply.transport
+
+    assert await opened(b"fails", then_fails=True) == "nixl"
+    assert await opened(b"fails") == "grpc"
+    for number in range(MAX_IDLE_PEERS):
+        assert await opened(f"sender {number}".encode()) == "nixl"
+    # The service has forgotten the oldest sender, and thus that its reads failed a moment ago.
+    assert await opened(b"fails") == "nixl"
+
+
 async def test_reads_that_never_end_end_the_service(tcp, start, open_push, handoff, layout):
     size = layout.handoff_bytes(8)
     receiver = await start(
@@ -275,7 +301,10 @@ async def test_reads_that_never_end_end_the_service(tcp, start, open_push, hando
         assert reply.detail == "reads of the sender's memory have not ended in time"
         async with asyncio.timeout(120):
             await receiver.client.gone.wait()
-    assert receiver.client._process.returncode == 0
+    assert receiver.client.gone_reason == (
+        "transfer service: ended with exit code 1: "
+        f"kv-transfer: {size} bytes of staging wait for reads that do not end"
+    )
 
 
 async def test_a_service_ends_while_a_read_is_under_way(tcp, receiver, open_push, handoff):

@@ -171,7 +171,8 @@ def test_the_service_ends_when_reads_that_never_end_keep_too_much_staging(pullin
     assert pulling.stuck == ""
     assert pulling.receiver.next_deadline() == LIMITS.idle_timeout_s
     pulling.tick(0.5)
-    assert pulling.stuck == f"{LAYOUT.handoff_bytes(2)} bytes of staging wait for reads"
+    size = LAYOUT.handoff_bytes(2)
+    assert pulling.stuck == f"{size} bytes of staging wait for reads that do not end"
     assert pulling.receiver.next_deadline() is None
 
 
