@@ -174,7 +174,6 @@ class ArenaStatistics:
 
     total_bytes: int
     used_bytes: int
-    largest_free_bytes: int
     num_extents: int
 
 
@@ -242,9 +241,7 @@ class Arena:
 
     def statistics(self) -> ArenaStatistics:
         """Returns the usage of the arena."""
-        return ArenaStatistics(
-            self._size, self._used_bytes, max(self._free_sizes, default=0), len(self._used)
-        )
+        return ArenaStatistics(self._size, self._used_bytes, len(self._used))
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless used and free runs tile the arena exactly."""

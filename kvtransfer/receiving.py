@@ -115,7 +115,6 @@ class Grant:
     """One shard of a handoff, which a rank may read; offset is where it begins in the segment."""
 
     handoff_id: bytes
-    epoch: int
     offset: int
     num_blocks: int
     num_tokens: int

@@ -35,12 +35,10 @@ class Speed:
         num_bytes: Size of one measured handoff.
         handoff_s: Median time of a handoff, from the first report of filled blocks until the
             receiver has verified all bytes. All blocks are filled before.
-        num_handoffs: Number of measured handoffs.
     """
 
     num_bytes: int
     handoff_s: float
-    num_handoffs: int
 
     @property
     def bytes_per_s(self) -> float:
@@ -85,7 +83,7 @@ async def measure(
                 times.append(await _hand_over(sender, receiver, layout, num_blocks, frames))
         except TimeoutError:
             raise TransferError(f"a handoff took more than {_HANDOFF_TIMEOUT_S:g} s") from None
-    return Speed(size, statistics.median(times), len(times))
+    return Speed(size, statistics.median(times))
 
 
 def _fill(sender: Worker, layout: KvLayout, num_blocks: int) -> list[pb.LocalFrame]:

@@ -110,11 +110,6 @@ class Lanes:
         """
         return next(iter(self._waiting[lane].values()), None)
 
-    @property
-    def num_tenants(self) -> int:
-        """Number of tenants that are remembered."""
-        return len(self._tenants)
-
     # ---- How long requests wait
 
     def num_runnable(self, lane: Lane) -> int:

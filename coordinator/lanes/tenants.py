@@ -211,9 +211,6 @@ class Tenants:
         self._tenants: dict[str, Tenant] = {}
         self._idle: OrderedDict[str, Tenant] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._tenants)
-
     def __iter__(self) -> Iterator[Tenant]:
         return iter(self._tenants.values())
 

@@ -56,11 +56,6 @@ class PrefixIndex:
         # Cached latest query (hashes, result): a prompt is looked up several times in a row.
         self._latest: tuple[Sequence[int], PrefixMatch] | None = None
 
-    @property
-    def num_blocks(self) -> int:
-        """Number of distinct blocks in the index, counted once per tier."""
-        return sum(len(index.masks) for index in self._tiers.values())
-
     def add(
         self,
         worker: WorkerKey,

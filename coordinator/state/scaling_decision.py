@@ -58,11 +58,8 @@ class Decision:
 
     Attributes:
         actions: Changes to carry out, in order.
-        frozen: Why the policy could not use the load, so that the pools keep their sizes; empty: it
-            could.
     """
 
     prefill: PoolDecision
     decode: PoolDecision
     actions: tuple[Action, ...] = ()
-    frozen: str = ""

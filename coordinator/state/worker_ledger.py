@@ -49,11 +49,6 @@ class WorkerLedger:
     def __contains__(self, key: RequestKey) -> bool:
         return key in self._assigned
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether the worker has no request and no handoff."""
-        return not self._assigned and not self._handoffs
-
     def num_tokens_of(self, key: RequestKey) -> int:
         """Prompt and output tokens that an assigned request had when it was dispatched."""
         return self._assigned[key]

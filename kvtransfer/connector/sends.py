@@ -59,9 +59,6 @@ class Sends:
     def __len__(self) -> int:
         return len(self._sends)
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._sends
-
     def add(self, request_id: str, order: SendHandoff) -> None:
         """Adds a request with a send.
 

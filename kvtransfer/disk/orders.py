@@ -67,9 +67,6 @@ class BlockSelection:
         return self.owner in (owner, None) and (self.hashes is None or block_hash in self.hashes)
 
 
-ALL_BLOCKS = BlockSelection()
-
-
 @dataclass(frozen=True, slots=True)
 class Write:
     """Write a block from host memory to its file.

@@ -241,7 +241,6 @@ class Receiver:
         begin = rank * handoff.layout.shard_bytes(handoff.num_blocks)
         return Grant(
             handoff.handoff_id,
-            handoff.epoch,
             handoff.extent.offset + begin,
             handoff.num_blocks,
             handoff.num_tokens,

@@ -345,7 +345,8 @@ class RandomCell:
         assert not core._adoption._orphans
         for worker in core.workers:
             assert worker.flip is None, worker
-            assert worker.ledger.is_empty, worker
+            assert not list(worker.ledger), worker
+            assert not worker.ledger.handoffs, worker
             assert not worker.ledger.unanswered, worker
             load = core.placers.load(worker)
             assert load is not None

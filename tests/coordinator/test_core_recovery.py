@@ -253,7 +253,9 @@ def test_every_stream_is_complete_after_random_worker_failures(new_world, out, d
         assert world.tokens(to) == list(range(6))
         assert world.kinds(to).count("Finished") == 1
     assert world.core.num_requests == 0
-    assert all(worker.ledger.is_empty for worker in world.core.workers)
+    for worker in world.core.workers:
+        assert not list(worker.ledger)
+        assert not worker.ledger.handoffs
 
 
 @pytest.mark.parametrize(

@@ -140,9 +140,9 @@ class Harness:
         assert self.receiver.next_deadline() is None
 
 
-def rank_truth(grant, rank) -> bytes:
+def rank_truth(grant, rank, epoch=1) -> bytes:
     size = LAYOUT.shard_bytes(grant.num_blocks)
-    whole = truth(grant.handoff_id, grant.epoch, grant.num_blocks)
+    whole = truth(grant.handoff_id, epoch, grant.num_blocks)
     return whole[rank * size : (rank + 1) * size]
 
 

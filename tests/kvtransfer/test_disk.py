@@ -20,7 +20,7 @@ from disk_store import NUM_RANKS, PAYLOAD_BYTES, Store, block, content, namespac
 from baton.kvtransfer.disk import block_file
 from baton.kvtransfer.disk.directory import rank_directory, scan
 from baton.kvtransfer.disk.index import TIMEOUT_S
-from baton.kvtransfer.disk.orders import ALL_BLOCKS, BlockName, BlockSelection, DiskReport, Load
+from baton.kvtransfer.disk.orders import BlockName, BlockSelection, DiskReport, Load
 
 
 def test_blocks_come_back(tmp_path: Path):
@@ -375,21 +375,21 @@ def test_a_write_that_hangs_turns_the_tier_off(tmp_path: Path):
 def test_a_deletion_that_hangs_is_given_up(tmp_path: Path):
     store = Store(tmp_path)
     store.write([block(1)])
-    _, deletion = store.index.delete(ALL_BLOCKS)
+    _, deletion = store.index.delete(BlockSelection())
     orders = store.index.take_orders()
     store.pass_time(TIMEOUT_S - 1)
     assert store.index.take_deleted(deletion) is None
     store.pass_time(2)
     assert store.index.take_deleted(deletion) is False
     # The next one does not wait again.
-    _, again = store.index.delete(ALL_BLOCKS)
+    _, again = store.index.delete(BlockSelection())
     orders += store.index.take_orders()
     store.pass_time(1)
     assert store.index.take_deleted(again) is False
     # The disk comes back: these orders end, and a later one is waited for.
     store.index._orders = orders
     store.step()
-    _, later = store.index.delete(ALL_BLOCKS)
+    _, later = store.index.delete(BlockSelection())
     store.pass_time(1)
     assert store.index.take_deleted(later) is None
     store.step()
@@ -400,7 +400,7 @@ def test_a_deletion_that_hangs_is_given_up(tmp_path: Path):
 
 def test_a_long_deletion_is_waited_for(tmp_path: Path):
     store = Store(tmp_path)
-    _, deletion = store.index.delete(ALL_BLOCKS)
+    _, deletion = store.index.delete(BlockSelection())
     for _ in range(5):
         store.pass_time(TIMEOUT_S - 1)
         store.index.reported(DiskReport(has_deleted=True))
@@ -591,7 +591,7 @@ def test_files_are_deleted_although_the_disk_is_not_used_any_more(tmp_path: Path
     store = Store(tmp_path)
     store.write([block(1)])
     store.index.turn_off("it was slow")
-    _, deletion = store.index.delete(ALL_BLOCKS)
+    _, deletion = store.index.delete(BlockSelection())
     store.step()
     assert store.index.take_deleted(deletion) is True
     assert not store.files()

@@ -47,7 +47,6 @@ async def test_a_measurement_moves_whole_handoffs(transport, layout, tmp_path):
     """The receiving service verifies every byte of both ranks, or the handoff would fail."""
     speed = await transport_speed.measure(transport, layout, 7, tmp_path, seconds=0.05)
     assert speed.num_bytes == layout.handoff_bytes(7)
-    assert speed.num_handoffs >= 1
     assert speed.bytes_per_s > 0
 
 

@@ -16,7 +16,6 @@ from baton.kvtransfer.disk.block_file import Identity
 from baton.kvtransfer.disk.directory import DiskDirectory, rank_directory
 from baton.kvtransfer.disk.index import DiskIndex
 from baton.kvtransfer.disk.orders import (
-    ALL_BLOCKS,
     BlockName,
     BlockSelection,
     DeleteSelected,
@@ -185,7 +184,7 @@ def test_blocks_of_an_owner_are_deleted(disk_blocks: int) -> None:
     assert set(table.blocks.take_uncleared()) == set(slots)
     assert not table.blocks.is_deleting
     assert table.num_free == NUM_BLOCKS - 3
-    assert table.blocks.delete(ALL_BLOCKS) == 3
+    assert table.blocks.delete(BlockSelection()) == 3
 
 
 def test_chosen_blocks_are_deleted() -> None:
@@ -210,7 +209,7 @@ def test_every_policy_of_eviction_lists_its_blocks(policy: str) -> None:
     table.store(keys)
     # A block that is used again goes to another list of "arc".
     table.blocks.touch(keys[:1], table.context)
-    assert table.blocks.delete(ALL_BLOCKS) == 3
+    assert table.blocks.delete(BlockSelection()) == 3
     assert table.lookup(keys) == [table.found.MISS] * 3
 
 

@@ -158,7 +158,6 @@ def _frozen(
         replace(decided[Pool.PREFILL], target=sizes[Pool.PREFILL]),
         replace(decided[Pool.DECODE], target=sizes[Pool.DECODE]),
         tuple(actions),
-        problem,
     )
 
 
