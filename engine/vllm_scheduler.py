@@ -27,7 +27,7 @@ from baton.engine.step_planner import StepPlanner
 from baton.engine.vllm_load_failures import TableLoadFailures
 from baton.engine.vllm_step_targets import TargetsReader
 from baton.engine.warm_up import is_warm_up
-from baton.kvtransfer.connector.request_params import RequestParams
+from baton.kvtransfer.connector.request_params import RequestParams, read_itl_s
 from baton.runtime.latency import LatencyModel
 from baton.runtime.step_budget import Prompt, StreamPace, Streams, prompt_order
 
@@ -200,7 +200,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
                 if not num_outputs and _is_handed_over(request):
                     # The prefill worker made the first token just before this request arrived.
                     waited_s = max(0.0, now - request.arrival_time)
-                itl_s = RequestParams(request.kv_transfer_params).itl_s
+                itl_s = read_itl_s(request.kv_transfer_params)
                 paces.append(self.planner.pace(request.request_id, num_outputs, waited_s, itl_s))
         num_drafts = num_tokens - len(decodes)
         targets = self.planner.targets

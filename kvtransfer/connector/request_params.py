@@ -1,7 +1,7 @@
 """The kv_transfer_params of a vLLM request: what Baton's engine tells the connector and scheduler.
 
 vLLM carries them to the process of its scheduler as a dict of plain values. Only this module knows
-the dict's keys: `encode` writes it, and RequestParams reads it.
+the dict's keys: `encode` writes it; RequestParams and `read_itl_s` read it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ def encode(
     itl_s: float | None = None,
     drop: DropOrder | None = None,
 ) -> dict[str, Any]:
-    """Returns the kv_transfer_params of a request; the arguments are RequestParams' properties."""
+    """Returns the kv_transfer_params of a request.
+
+    RequestParams and read_itl_s describe the arguments.
+    """
     params: dict[str, Any] = {}
     if send is not None:
         params[_SEND] = {
@@ -82,8 +85,8 @@ def encode(
 class RequestParams:
     """Reads the kv_transfer_params of a request.
 
-    Each property decodes its own part, because the scheduler reads some of them for every request
-    in every step.
+    Each property decodes its own part, because the scheduler reads some of them for every prompt in
+    every step.
 
     Args:
         params: The request's kv_transfer_params; None: it has none.
@@ -130,13 +133,19 @@ class RequestParams:
         return float(self._params.get(_DUE_AT, math.inf))
 
     @property
-    def itl_s(self) -> float | None:
-        """ITL target that the client named, in seconds; None: the engine's target applies."""
-        return self._params.get(_ITL_S)
-
-    @property
     def drop(self) -> DropOrder | None:
         """The order to delete KV blocks that the request carries; None: none."""
         if (drop := self._params.get(_DROP)) is None:
             return None
         return DropOrder(drop["id"], drop["salt"], drop["hashes"])
+
+
+def read_itl_s(params: Mapping[str, Any] | None) -> float | None:
+    """Returns the ITL target that the client named, in seconds; None: the engine's applies.
+
+    This is a function, because the scheduler calls it for every stream in every step.
+
+    Args:
+        params: The request's kv_transfer_params; None: it has none.
+    """
+    return params.get(_ITL_S) if params else None
