@@ -201,7 +201,7 @@ async def test_long_prompts_of_one_tenant_do_not_keep_others_out(coordinator_con
         # The tokenization finds that the other tenant's prompt is longer than the context.
         release.set()
         failed = (await client.until(2, "failed"))[-1].failed
-        assert "at most 1023: the context is 1024 tokens" in failed.message
+        assert "1023 maximum, because this model's maximum context length is 1024" in failed.message
         client.call.cancel()
 
 
