@@ -13,11 +13,13 @@ from baton.models.corpus import Corpus
 DIRECTORY = Path(__file__).parent / "glossary"
 BOS, EOS, USER, ASSISTANT = "<s>", "</s>", "<|user|>", "<|assistant|>"
 MAX_MODEL_LEN = 4096
-# Only the last question, or the last result of a tool, is read; earlier messages are ignored.
+# Only the last question, or the last result of a tool, is read, and an answer to it that has begun;
+# earlier messages are ignored.
 CHAT_TEMPLATE = (
     "{{ bos_token }}<|user|>"
     "{{ (messages | selectattr('role', 'in', ['user', 'tool']) | list)[-1].content }}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if add_generation_prompt %}<|assistant|>{% elif messages[-1].role == 'assistant' %}"
+    "<|assistant|>{{ messages[-1].content }}{{ eos_token }}{% endif %}"
 )
 # head_dim is one that every attention backend of vLLM supports, including the CPU's.
 CONFIG: dict[str, Any] = {
