@@ -100,6 +100,8 @@ class RequestOptions(SamplingOptions, total=False):
         cut_max_tokens: Cut max_tokens to the room that the model's context leaves, instead of
             refusing the request.
         add_generation_prompt: Whether a chat prompt ends with the start of the assistant's turn.
+        continue_final_message: Whether the output continues the text of a chat's last message,
+            which must be the assistant's; add_generation_prompt must be False then.
         template_kwargs: Additional variables of the model's chat template.
         tools: Tools that the model may call, in the form of OpenAI's API; calls arrive as text.
         authorization: Credential of this request, "Bearer ...".
@@ -119,6 +121,7 @@ class RequestOptions(SamplingOptions, total=False):
     default_max_tokens: int
     cut_max_tokens: bool
     add_generation_prompt: bool | None
+    continue_final_message: bool | None
     template_kwargs: Mapping[str, Any] | None
     tools: Sequence[Mapping[str, Any]] | None
     authorization: str
@@ -134,7 +137,14 @@ _RANGES = {
     FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
     FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
 }
-_SET_ELSEWHERE = ("lane", "add_generation_prompt", "template_kwargs", "tools", "retry_timeout_s")
+_SET_ELSEWHERE = (
+    "lane",
+    "add_generation_prompt",
+    "continue_final_message",
+    "template_kwargs",
+    "tools",
+    "retry_timeout_s",
+)
 _STRUCTURED = ("json_schema", "json_object", "regex", "choice", "grammar", "structural_tag")
 
 
@@ -223,6 +233,7 @@ def _chat(
             added.fields = _as_json(f"{where}.fields", dict(message.fields))
     if (add := options.get("add_generation_prompt")) is not None:
         chat.add_generation_prompt = add
+    chat.continue_final_message = bool(options.get("continue_final_message"))
     if kwargs := options.get("template_kwargs"):
         chat.template_kwargs = _as_json("chat.template_kwargs", dict(kwargs))
     if tools := options.get("tools"):

@@ -138,7 +138,12 @@ class VllmImages:
         kwargs = json.loads(chat.template_kwargs) if chat.template_kwargs else {}
         tools = json.loads(chat.tools) if chat.tools else None
         params = ChatParams(
-            chat_template_kwargs={**kwargs, "add_generation_prompt": add, "tools": tools}
+            chat_template_kwargs={
+                **kwargs,
+                "add_generation_prompt": add,
+                "continue_final_message": chat.continue_final_message,
+                "tools": tools,
+            }
         )
         try:
             _, (made,) = self._inputs.renderer.render_chat([messages], params)

@@ -47,6 +47,7 @@ _NAMES = {
     "session_id": "prompt_cache_key",
     "sampling.structured_output": "response_format",
     "chat.template_kwargs": "chat_template_kwargs",
+    "chat.continue_final_message": "continue_final_message",
     "chat.tools": "tools",
 }
 

@@ -133,6 +133,8 @@ def from_chat_body(body: ChatBody, request_id: str, headers: Mapping[str, str]) 
         options["max_tokens"] = body.max_completion_tokens
     if body.add_generation_prompt is not None:
         options["add_generation_prompt"] = body.add_generation_prompt
+    if body.continue_final_message:
+        options["continue_final_message"] = True
     if body.template_kwargs:
         options["template_kwargs"] = body.template_kwargs
     if body.tools:

@@ -306,6 +306,8 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     add_generation_prompt: bool | None = None
+    # vLLM: the output continues the last message.
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: Literal[False] | None = None
     tools: Tools | None = None
@@ -331,6 +333,14 @@ class ChatBody(GenerationBody):
     def may_call(self) -> bool:
         """Whether the model may call tools; tool_choice is "auto" by default."""
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def continued_text(self) -> str | None:
+        """Text that the output continues; None: the output begins a new message."""
+        if not (self.continue_final_message and self.messages):
+            return None
+        content = self.messages[-1].content
+        return content if isinstance(content, str) else content[-1].get("text", "")
 
     @model_validator(mode="after")
     def _has_chosen_tool(self) -> ChatBody:

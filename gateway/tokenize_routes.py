@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import Field, model_validator
 
+from baton.client.errors import from_baton
 from baton.client.request import build
 from baton.gateway import body_parser, error_responses, request_bodies
 from baton.gateway.caller_slots import CallerSlots
 from baton.gateway.cells import Cells
 from baton.gateway.coordinator_queries import request_credential
-from baton.gateway.error_responses import HttpError, invalid_value, model_not_found
+from baton.gateway.error_responses import invalid_value, model_not_found
+from baton.runtime.chat_continuation import check_continuation
 from baton.runtime.errors import InvalidArgument, RemoteError
 from baton.v1 import common_pb2
 
@@ -36,6 +38,7 @@ class TokenizeBody(request_bodies.BodyModel):
     prompt: str | None = None
     messages: request_bodies.Messages | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: request_bodies.Tools | None = None
     add_special_tokens: bool | None = None
@@ -81,7 +84,7 @@ class TokenizeRoutes:
         try:
             found = await self._in_thread(lambda: _tokens(tokenizer, body_fields), headers)
         except InvalidArgument as error:
-            raise HttpError(400, str(error), param="messages", code="invalid_value") from None
+            raise error_responses.from_remote_error(from_baton(error)) from None
         except RemoteError as error:
             # A value that the gRPC request cannot hold.
             raise error_responses.from_remote_error(error) from None
@@ -149,9 +152,11 @@ def _ids(tokenizer: Tokenizer, body_fields: TokenizeBody) -> list[int]:
         [one.turn() for one in body_fields.messages],
         {
             "add_generation_prompt": body_fields.add_generation_prompt,
+            "continue_final_message": body_fields.continue_final_message,
             "template_kwargs": body_fields.chat_template_kwargs,
             "tools": [tool.template_tool() for tool in body_fields.tools or ()],
         },
     ).chat
+    check_continuation(chat)
     special = bool(body_fields.add_special_tokens)
     return tokenizer.encode_text(tokenizer.render(chat), add_special_tokens=special).tolist()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import json
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ from baton.client import RequestOptions, Tokens
 from baton.gateway import error_responses, harmony, harmony_parsers
 from baton.gateway.body_parser import explain
 from baton.gateway.coordinator_queries import PerCallerQuery
-from baton.gateway.error_responses import HttpError
+from baton.gateway.error_responses import HttpError, invalid_value
 from baton.gateway.parsed_request import ParsedRequest
 from baton.gateway.rendered_prompt import TokenizerResource
 from baton.gateway.request_bodies import ChatBody
@@ -149,25 +150,27 @@ class OutputParsers:
         self._is_harmony = model_type(path) == harmony_parsers.MODEL_TYPE
         self._model_config = _model_config(path)
         self.names = names = _harmony_names(names) if self._is_harmony else names
+        self._path = path
         try:
             self._tokenizer = get_tokenizer(path)
-            self._make = ParserManager.get_parser(
-                tool_parser_name=names.tool_call_parser or None,
-                reasoning_parser_name=names.reasoning_parser or None,
-                enable_auto_tools=bool(names.tool_call_parser),
-                model_name=path,
-                is_harmony=self._is_harmony,
-                tokenizer=self._tokenizer,
-            )
+            self._make = self._parser_class(names)
         # Many libraries raise here: missing file, unreachable hub, missing token.
         except Exception as error:
             raise ConfigError(f"parsers for {path}: {error}") from error
 
-    async def chat(self, body: ChatBody) -> ChatOutputParser:
-        """Returns the output parser of one request. Raises HttpError if vLLM rejects it."""
-        request = self._request(body)
+    async def chat(self, body: ChatBody) -> ChatOutputParser | None:
+        """Returns the output parser of one request; None: its outputs are not parsed.
+
+        Raises:
+            HttpError: vLLM rejects the request.
+        """
         if not self._is_harmony:
-            return ChatOutputParser(self, request, needs_prompt=bool(self.names.reasoning_parser))
+            parsers = self._without_reasoning if self._continues_answer(body) else self
+            return parsers._of_template(body) if parsers is not None else None
+        if body.continue_final_message:
+            allowed = "must be false: in gpt-oss's format each answer of the assistant is a new one"
+            raise invalid_value("continue_final_message", True, allowed)
+        request = self._request(body)
         try:
             # In a thread: a chat may be megabytes long.
             prompt = await asyncio.to_thread(harmony.prompt_token_ids, request)
@@ -176,6 +179,44 @@ class OutputParsers:
         except ValueError as error:
             raise _rejected(str(error), "messages") from None
         return ChatOutputParser(self, request, needs_prompt=False, prompt=prompt)
+
+    def _of_template(self, body: ChatBody) -> ChatOutputParser:
+        """Returns the output parser of a chat that the coordinator renders by a template."""
+        request, needs_prompt = self._request(body), bool(self.names.reasoning_parser)
+        return ChatOutputParser(self, request, needs_prompt=needs_prompt)
+
+    def _continues_answer(self, body: ChatBody) -> bool:
+        """Whether the output continues an answer: its text has begun, so the reasoning is over.
+
+        vLLM's parsers would take such an output for reasoning: it has no end of the reasoning.
+        """
+        text = body.continued_text
+        if text is None or not self.names.reasoning_parser:
+            return False
+        reasoning = self._make(self._tokenizer).reasoning_parser
+        begin, end = reasoning.reasoning_start_str, reasoning.reasoning_end_str
+        # The client may have begun the reasoning, too.
+        return not begin or text.rfind(begin) <= (text.rfind(end) if end else -1)
+
+    @functools.cached_property
+    def _without_reasoning(self) -> OutputParsers | None:
+        """Parsers of the same outputs without reasoning; None: there is nothing else to parse."""
+        if not self.names.tool_call_parser:
+            return None
+        found = copy.copy(self)
+        found.names = replace(self.names, reasoning_parser="")
+        found._make = self._parser_class(found.names)
+        return found
+
+    def _parser_class(self, names: OutputParserNames) -> Any:
+        return ParserManager.get_parser(
+            tool_parser_name=names.tool_call_parser or None,
+            reasoning_parser_name=names.reasoning_parser or None,
+            enable_auto_tools=bool(names.tool_call_parser),
+            model_name=self._path,
+            is_harmony=self._is_harmony,
+            tokenizer=self._tokenizer,
+        )
 
     def _request(self, body: ChatBody) -> Any:
         """Returns vLLM's form of a request, as adjusted by the parsers. Raises HttpError."""

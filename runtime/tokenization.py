@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import processors
 
+from baton.runtime.chat_continuation import mark_end, up_to_mark
 from baton.runtime.config_error import ConfigError
 from baton.runtime.errors import InvalidArgument, shown
 from baton.v1 import inference_pb2
@@ -179,7 +180,8 @@ class Tokenizer:
             messages = _with_developers_as_system(messages)
         add = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
         try:
-            return self._template.render(
+            continued = mark_end(messages) if chat.continue_final_message else None
+            rendered = self._template.render(
                 messages=messages,
                 # Defined as None rather than undefined: templates test `is not none`.
                 tools=json.loads(chat.tools) if chat.tools else None,
@@ -187,6 +189,7 @@ class Tokenizer:
                 add_generation_prompt=add,
                 **{**self._special_tokens, **kwargs},
             )
+            return rendered if continued is None else up_to_mark(rendered, continued)
         except _TEMPLATE_ERRORS as error:
             raise InvalidArgument(
                 "chat.messages",

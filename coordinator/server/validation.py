@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.runtime.chat_continuation import check_continuation
 from baton.runtime.config import CoordinatorConfig, LaneConfig
 from baton.runtime.errors import ContextLengthExceeded, InvalidArgument, NotFound, shown
 from baton.runtime.names import REVISION_NAMES, TENANT_NAMES, is_revision, is_tenant
@@ -241,6 +242,7 @@ def _check_chat(chat: inference_pb2.ChatPrompt) -> int:
         num_bytes += _check_object("chat.template_kwargs", chat.template_kwargs, _OWN_VARIABLES)
     if chat.tools:
         num_bytes += _check_tools(chat.tools)
+    check_continuation(chat)
     return num_bytes
 
 

@@ -175,6 +175,7 @@ async def test_all_options_are_sent(client, inference):
         logit_bias={5: -1.0},
         json_schema={"type": "object"},
         add_generation_prompt=False,
+        continue_final_message=True,
         template_kwargs={"enable_thinking": False},
         tools=[{"type": "function"}],
     )
@@ -186,6 +187,7 @@ async def test_all_options_are_sent(client, inference):
     ]
     assert request.chat.tools == '[{"type": "function"}]'
     assert request.chat.add_generation_prompt is False
+    assert request.chat.continue_final_message is True
     assert request.chat.template_kwargs == '{"enable_thinking": false}'
     assert request.lane == common_pb2.LANE_BATCH
     assert (request.slo.ttft_ms, request.slo.itl_ms) == (500, 50)

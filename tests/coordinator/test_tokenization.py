@@ -104,6 +104,77 @@ def test_developer_messages_are_system_messages_where_a_template_does_not_know_t
     tokenizer.close()
 
 
+def continued(*messages):
+    return chat(*messages, add_generation_prompt=False, continue_final_message=True)
+
+
+@pytest.mark.parametrize(
+    "text", ["It", "It ", " ", "It\n\nis <b>", "CONTINUE_FINAL_MESSAGE_TAG it"]
+)
+def test_a_continued_chat_ends_inside_its_last_message(tokenizer, text):
+    prompt = continued(("user", "hi"), ("assistant", text))
+    assert tokenizer.render(prompt) == f"<s><user>hi</s><assistant>{text}"
+    images = continued(("user", "hi"), ("assistant", ""))
+    images.messages[1].parts.add(text="It")
+    images.messages[1].parts.add(text=text)
+    assert tokenizer.render(images) == f"<s><user>hi</s><assistant>It\n{text}"
+
+
+def test_the_text_after_an_image_can_be_continued(fresh_model_dir):
+    source = (
+        "{% for part in messages[0].content %}"
+        "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}</s>"
+    )
+    set_settings(fresh_model_dir, chat_template=source)
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    prompt = continued(("assistant", ""))
+    prompt.messages[0].parts.add(text="a")
+    prompt.messages[0].parts.add(image=b"b")
+    prompt.messages[0].parts.add(text="c ")
+    assert tokenizer.render(prompt) == "a<image>c "
+    tokenizer.close()
+
+
+def each_turn(content: str) -> str:
+    return "{% for message in messages %}[{{ message.role }}]" + content + "</s>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("source", "num_refused"),
+    [
+        (each_turn("{{ message.content }}"), 0),
+        (each_turn("{{ message.content | trim }}"), 0),
+        (each_turn("{{ message.content.split('</think>')[-1].lstrip('\\n') }}"), 1),
+        (each_turn("{{ message.content | upper }}"), 6),
+        (each_turn("{% if message.role == 'user' %}{{ message.content }}{% endif %}"), 8),
+        ("{{ messages[-1].content }}|{{ messages[-1].content }}</s>", 0),
+    ],
+)
+def test_continued_chats_are_rendered_as_transformers_does(fresh_model_dir, source, num_refused):
+    """Or refused, if the template leaves out or changes the text."""
+    theirs = pytest.importorskip("transformers.utils.chat_template_utils")
+    set_settings(fresh_model_dir, chat_template=source)
+    tokenizer = Tokenizer(str(fresh_model_dir))
+    refused = 0
+    texts = ["It", "It ", "\n It is\n", "so</think>\n\nIt", "<think>so", " ", "</s>", "It</s>[a]"]
+    for text in texts:
+        turns = [("user", "hi"), ("assistant", text)]
+        conversation = [{"role": role, "content": content} for role, content in turns]
+        try:
+            ((wanted,), _) = theirs.render_jinja_template(
+                [conversation], chat_template=source, continue_final_message=True
+            )
+        except ValueError:
+            refused += 1
+            with pytest.raises(InvalidArgument, match="chat template refuses them") as caught:
+                tokenizer.render(continued(*turns))
+            assert caught.value.field == "chat.messages"
+        else:
+            assert tokenizer.render(continued(*turns)) == wanted, text
+    assert refused == num_refused
+    tokenizer.close()
+
+
 def test_template_file_wins_and_its_extensions_work(fresh_model_dir):
     (fresh_model_dir / "chat_template.jinja").write_text(
         "{% for message in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"

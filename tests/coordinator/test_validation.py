@@ -37,6 +37,24 @@ def with_fields(fields: str) -> dict:
     return {"chat": {"messages": [{"role": "user"}, {"role": "tool", "fields": fields}]}}
 
 
+def continued(*turns: tuple[str, str], **fields) -> dict:
+    messages = [{"role": role, "content": content} for role, content in turns]
+    given = {"add_generation_prompt": False, "continue_final_message": True, **fields}
+    return {"chat": {"messages": messages, **given}}
+
+
+def continued_parts(*parts: dict) -> dict:
+    found = continued(("user", "hi"))
+    found["chat"]["messages"].append({"role": "assistant", "parts": parts})
+    return found
+
+
+def continued_call() -> dict:
+    found = continued(("user", "hi"), ("assistant", "It"))
+    found["chat"]["messages"][1]["fields"] = '{"tool_calls": [{"id": "c1"}]}'
+    return found
+
+
 def structured(**fields) -> dict:
     return {"structured_output": common_pb2.StructuredOutput(**fields)}
 
@@ -106,6 +124,19 @@ def test_sampling(sampling, field):
         (with_fields("[]"), "chat.messages[1].fields"),
         (with_fields('{"content": "x"}'), "chat.messages[1].fields"),
         (with_fields("{"), "chat.messages[1].fields"),
+        (continued(("user", "hi")), "chat.messages[0].role"),
+        (continued(("assistant", "It"), ("tool", "1")), "chat.messages[1].role"),
+        (continued(("user", "hi"), ("assistant", "")), "chat.messages[1].content"),
+        (continued_parts({"text": "It"}, {"image": b"x"}), "chat.messages[1].parts[1]"),
+        (continued_parts({"text": ""}), "chat.messages[1].parts[0]"),
+        (continued_call(), "chat.messages[1]"),
+        *(
+            (
+                continued(("assistant", "It"), add_generation_prompt=add),
+                "chat.continue_final_message",
+            )
+            for add in (True, None)
+        ),
         ({"lane": 9}, "lane"),
         ({"lane": -1}, "lane"),
         ({"request_id": "has space"}, "request_id"),
@@ -145,6 +176,19 @@ def test_good_edges_pass():
     }
     good = request(sampling, request_id="a.b:c-D_9", timeout={"nanos": 1}, model="demo", lane=2)
     check_request(good, CONFIG, MODEL)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        continued(("user", "hi"), ("assistant", "It")),
+        continued(("assistant", " ")),
+        continued_parts({"image": b"x"}, {"text": "It"}),
+        {"chat": {"messages": [{"role": "user"}], "add_generation_prompt": False}},
+    ],
+)
+def test_good_chats_pass(fields):
+    check_request(request(**fields), CONFIG, MODEL)
 
 
 def test_another_model():

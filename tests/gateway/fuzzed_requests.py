@@ -39,6 +39,8 @@ BODIES: dict[str, Any] = {
         "tool_choice": "auto",
         "response_format": {"type": "json_schema", "json_schema": {"schema": PARAMETERS}},
         "chat_template_kwargs": {"enable_thinking": False},
+        "add_generation_prompt": True,
+        "continue_final_message": False,
     },
     "/v1/messages": {
         "model": "glossary",
@@ -71,7 +73,11 @@ BODIES: dict[str, Any] = {
         "metadata": {"user_id": "u"},
         "stop_sequences": ["END"],
     },
-    "/v1/messages/count_tokens": {"model": "glossary", "messages": TURNS, "system": "Be brief."},
+    "/v1/messages/count_tokens": {
+        "model": "glossary",
+        "messages": [*TURNS, {"role": "assistant", "content": [{"type": "text", "text": "A"}]}],
+        "system": "Be brief.",
+    },
     "/v1/responses": {
         "model": "glossary",
         "input": [
@@ -99,7 +105,13 @@ BODIES: dict[str, Any] = {
         "metadata": {"a": "b"},
         "output_expires_after": {"anchor": "created_at", "seconds": 3600},
     },
-    "/tokenize": {"model": "glossary", "messages": TURNS, "return_token_strs": True},
+    "/tokenize": {
+        "model": "glossary",
+        "messages": [*TURNS, {"role": "assistant", "content": "A"}],
+        "add_generation_prompt": False,
+        "continue_final_message": True,
+        "return_token_strs": True,
+    },
     "/detokenize": {"model": "glossary", "tokens": [5, 6]},
 }
 _DEEP: Any = []

@@ -12,7 +12,7 @@ import httpx2 as httpx
 import pytest
 import pytest_asyncio
 from gateway_command import gateway_command
-from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import AsyncOpenAI, BadRequestError, DefaultAsyncHttpxClient
 from openai_harmony import HarmonyEncodingName, load_harmony_encoding
 from scripted_inference import ScriptedInference, accepted, delta, finished, serving
 
@@ -214,6 +214,17 @@ async def test_earlier_turns_are_rendered_as_in_vllm(gateway, encoding):
         in said
     )
     assert "<|start|>functions.weather<|channel|>commentary to=assistant<|message|>-20 C" in said
+
+
+async def test_an_answer_cannot_be_continued(gateway):
+    """In the format each message of the model begins anew."""
+    begun = {"role": "assistant", "content": "It is"}
+    turns = [{"role": "user", "content": QUESTION}, begun]
+    async with gateway.openai() as client:
+        extra = {"add_generation_prompt": False, "continue_final_message": True}
+        with pytest.raises(BadRequestError) as refused:
+            await client.chat.completions.create(model="gpt-oss", messages=turns, extra_body=extra)
+    assert refused.value.param == "continue_final_message"
 
 
 async def test_responses_and_messages_are_the_same_chats(gateway, encoding):

@@ -308,6 +308,33 @@ async def test_the_end_of_the_prompt_decides_whether_the_model_reasons(gateway):
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
+def begun(text):
+    """The body of a chat whose answer has begun with this text."""
+    turns = [*TURNS, {"role": "assistant", "content": text}]
+    return {"messages": turns, "add_generation_prompt": False, "continue_final_message": True}
+
+
+async def test_a_continued_answer_has_no_reasoning(gateway):
+    """Although neither the prompt nor the output has an end of reasoning."""
+    found, _ = await gateway.said("cold.", think=True, **begun("It is "))
+    assert found == [("cold.", "", [], "stop")]
+    found, _ = await gateway.said(f"look.{call(OSLO)}", think=True, tools=[TOOL], **begun("I "))
+    made = [{"name": "weather", "arguments": OSLO}]
+    assert found == [("look.", "", made, "tool_calls")]
+    over = begun(f"{THINK}Oslo is north{ANSWER}It is ")
+    assert (await gateway.said("cold.", think=True, **over))[0] == [("cold.", "", [], "stop")]
+    request, _ = await gateway.ask("cold.", **begun("It is "))
+    assert request.chat.continue_final_message
+    assert request.chat.messages[-1].content == "It is "
+
+
+async def test_begun_reasoning_is_continued(gateway):
+    found, _ = await gateway.said(
+        f" is north{ANSWER}It is cold.", think=True, **begun(f"{THINK}Oslo")
+    )
+    assert found == [("It is cold.", " is north", [], "stop")]
+
+
 async def test_reasoning_can_be_hidden(gateway):
     text = f"{THINK}Oslo is north{ANSWER}It is cold."
     hidden = {"include_reasoning": False, "logprobs": True, "return_token_ids": True}

@@ -39,8 +39,8 @@ SMALL_CACHE = {
 }
 
 
-def chat(parts: Sequence[str | int]) -> inference_pb2.ChatPrompt:
-    """Returns a chat with texts, and with images by their seeds."""
+def chat(parts: Sequence[str | int], begun: str = "") -> inference_pb2.ChatPrompt:
+    """Returns a chat with texts, and with images by their seeds; `begun` begins the answer."""
     made = inference_pb2.ChatPrompt()
     message = made.messages.add(role="user")
     for part in parts:
@@ -48,6 +48,9 @@ def chat(parts: Sequence[str | int]) -> inference_pb2.ChatPrompt:
             message.parts.add(image=png(part))
         else:
             message.parts.add(text=part)
+    if begun:
+        made.messages.add(role="assistant", content=begun)
+        made.add_generation_prompt, made.continue_final_message = False, True
     return made
 
 
@@ -62,10 +65,13 @@ def plain_answers(model: str, given: Sequence[dict[str, Any]]) -> list[dict[str,
             else {"type": "text", "text": part}
             for part in case["parts"]
         ]
+        answer = [{"role": "assistant", "content": case["begun"]}] if case["begun"] else []
         (made,) = llm.chat(
-            [{"role": "user", "content": content}],
+            [{"role": "user", "content": content}, *answer],
             sampling_params(case["sampling"]),
             use_tqdm=False,
+            add_generation_prompt=not answer,
+            continue_final_message=bool(answer),
         )
         tokens = list(made.outputs[0].token_ids)
         answers.append({"prompt": list(made.prompt_token_ids), "token_ids": tokens})
@@ -105,7 +111,7 @@ async def hand_over(
         together: Other chats that the second engine gets at the same time.
     """
     name, sampling = case["name"], common_pb2.SamplingParams(**case["sampling"])
-    asked = chat(case["parts"])
+    asked = chat(case["parts"], case["begun"])
     prompt = await prefill.engine.render(asked, MAX_PIXELS)
     known = case.get("known")
     # The first worker computes the known tokens too; the last one is computed by the second worker.

@@ -16,8 +16,8 @@ GREEDY = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 LONG = "A long text before the image. " * 13
 
 
-def case(name: str, *parts: str | int, **sampling: Any) -> dict[str, Any]:
-    return {"name": name, "parts": parts, "sampling": {**GREEDY, **sampling}}
+def case(name: str, *parts: str | int, begun: str = "", **sampling: Any) -> dict[str, Any]:
+    return {"name": name, "parts": parts, "begun": begun, "sampling": {**GREEDY, **sampling}}
 
 
 CASES = [
@@ -28,6 +28,7 @@ CASES = [
     case("turned-round", "Compare", 2, "with", 1, "please."),
     # The image stands at the end of the first chunk.
     case("chunks", LONG, 3, "What is it?"),
+    case("begun", 1, "What is it?", begun="It is "),
     case("seeded", 1, "What is it, perhaps?", temperature=1.0, seed=7, frequency_penalty=1.0),
 ]
 CROWD = [case(f"crowd-{n}", n, "Tell me all.", max_tokens=220) for n in range(3)]

@@ -26,7 +26,7 @@ from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\"\x11\n\x0fGetModelRequest\"\xfa\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x14.baton.v1.ChatPromptH\x00\x12$\n\x06tokens\x18\x05 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x1c\n\x04lane\x18\x07 \x01(\x0e\x32\x0e.baton.v1.Lane\x12\x1a\n\x03slo\x18\x08 \x01(\x0b\x32\r.baton.v1.Slo\x12*\n\x07timeout\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12%\n\x06resume\x18\n \x01(\x0b\x32\x15.baton.v1.ResumeState\x12\x12\n\nsession_id\x18\x0b \x01(\t\x12\x15\n\rauthorization\x18\x0c \x01(\t\x12\x13\n\x0btraceparent\x18\r \x01(\t\x12\x12\n\ntracestate\x18\x0e \x01(\t\x12\x0e\n\x06tenant\x18\x0f \x01(\t\x12\x1a\n\x12\x64\x65\x66\x61ult_max_tokens\x18\x10 \x01(\r\x12\x16\n\x0e\x63ut_max_tokens\x18\x11 \x01(\x08\x12\r\n\x05route\x18\x12 \x01(\tB\x08\n\x06prompt\"\x9b\x01\n\nChatPrompt\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\x0ftemplate_kwargs\x18\x03 \x01(\t\x12\r\n\x05tools\x18\x04 \x01(\tB\x18\n\x16_add_generation_prompt\"b\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0e\n\x06\x66ields\x18\x03 \x01(\t\x12$\n\x05parts\x18\x04 \x03(\x0b\x32\x15.baton.v1.ContentPart\"6\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x0f\n\x05image\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"E\n\x03Slo\x12\x0f\n\x07ttft_ms\x18\x01 \x01(\r\x12\x0e\n\x06itl_ms\x18\x02 \x01(\r\x12\x1d\n\x15ttft_ms_per_1k_tokens\x18\x03 \x01(\r\"d\n\x0bResumeState\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x16\n\x0enum_text_chars\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x10\n\x08revision\x18\x04 \x01(\t\"\x8f\x01\n\rGenerateEvent\x12&\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x12.baton.v1.AcceptedH\x00\x12%\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x14.baton.v1.TokenDeltaH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"D\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\"\xbb\x01\n\x08\x46inished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x0c\n\x04stop\x18\x02 \x01(\t\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\'\n\x06\x62udget\x18\x04 \x01(\x0b\x32\x17.baton.v1.LatencyBudget\x12\x30\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"\x8c\x01\n\x0eSessionRequest\x12\"\n\x06submit\x18\x01 \x01(\x0b\x32\x10.baton.v1.SubmitH\x00\x12\"\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x10.baton.v1.CancelH\x00\x12\'\n\x05\x62\x61tch\x18\x03 \x03(\x0b\x32\x18.baton.v1.SessionRequestB\t\n\x07message\"D\n\x06Submit\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12*\n\x07request\x18\x02 \x01(\x0b\x32\x19.baton.v1.GenerateRequest\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06stream\x18\x01 \x01(\r\"=\n\rSessionEvents\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.baton.v1.SessionEventJ\x04\x08\x02\x10\x03\"\xc8\x01\n\x0cSessionEvent\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12&\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x12.baton.v1.AcceptedH\x00\x12%\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x14.baton.v1.TokenDeltaH\x00\x12&\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x12(\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x16.baton.v1.RequestErrorH\x00\x42\x07\n\x05\x65vent2\xd2\x01\n\tInference\x12@\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateEvent0\x01\x12@\n\x07Session\x12\x18.baton.v1.SessionRequest\x1a\x17.baton.v1.SessionEvents(\x01\x30\x01\x12\x41\n\x08GetModel\x12\x19.baton.v1.GetModelRequest\x1a\x1a.baton.v1.ModelDescriptionb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x62\x61ton/v1/inference.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x1egoogle/protobuf/duration.proto\"\x11\n\x0fGetModelRequest\"\xfa\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x14.baton.v1.ChatPromptH\x00\x12$\n\x06tokens\x18\x05 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x06 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x1c\n\x04lane\x18\x07 \x01(\x0e\x32\x0e.baton.v1.Lane\x12\x1a\n\x03slo\x18\x08 \x01(\x0b\x32\r.baton.v1.Slo\x12*\n\x07timeout\x18\t \x01(\x0b\x32\x19.google.protobuf.Duration\x12%\n\x06resume\x18\n \x01(\x0b\x32\x15.baton.v1.ResumeState\x12\x12\n\nsession_id\x18\x0b \x01(\t\x12\x15\n\rauthorization\x18\x0c \x01(\t\x12\x13\n\x0btraceparent\x18\r \x01(\t\x12\x12\n\ntracestate\x18\x0e \x01(\t\x12\x0e\n\x06tenant\x18\x0f \x01(\t\x12\x1a\n\x12\x64\x65\x66\x61ult_max_tokens\x18\x10 \x01(\r\x12\x16\n\x0e\x63ut_max_tokens\x18\x11 \x01(\x08\x12\r\n\x05route\x18\x12 \x01(\tB\x08\n\x06prompt\"\xbb\x01\n\nChatPrompt\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x12\x17\n\x0ftemplate_kwargs\x18\x03 \x01(\t\x12\r\n\x05tools\x18\x04 \x01(\t\x12\x1e\n\x16\x63ontinue_final_message\x18\x05 \x01(\x08\x42\x18\n\x16_add_generation_prompt\"b\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0e\n\x06\x66ields\x18\x03 \x01(\t\x12$\n\x05parts\x18\x04 \x03(\x0b\x32\x15.baton.v1.ContentPart\"6\n\x0b\x43ontentPart\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12\x0f\n\x05image\x18\x02 \x01(\x0cH\x00\x42\x06\n\x04part\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"E\n\x03Slo\x12\x0f\n\x07ttft_ms\x18\x01 \x01(\r\x12\x0e\n\x06itl_ms\x18\x02 \x01(\r\x12\x1d\n\x15ttft_ms_per_1k_tokens\x18\x03 \x01(\r\"d\n\x0bResumeState\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x16\n\x0enum_text_chars\x18\x02 \x01(\r\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x10\n\x08revision\x18\x04 \x01(\t\"\x8f\x01\n\rGenerateEvent\x12&\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x12.baton.v1.AcceptedH\x00\x12%\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x14.baton.v1.TokenDeltaH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"D\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\"\xbb\x01\n\x08\x46inished\x12&\n\x06reason\x18\x01 \x01(\x0e\x32\x16.baton.v1.FinishReason\x12\x0c\n\x04stop\x18\x02 \x01(\t\x12\x1e\n\x05usage\x18\x03 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\'\n\x06\x62udget\x18\x04 \x01(\x0b\x32\x17.baton.v1.LatencyBudget\x12\x30\n\x0fprompt_logprobs\x18\x05 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"\x8c\x01\n\x0eSessionRequest\x12\"\n\x06submit\x18\x01 \x01(\x0b\x32\x10.baton.v1.SubmitH\x00\x12\"\n\x06\x63\x61ncel\x18\x02 \x01(\x0b\x32\x10.baton.v1.CancelH\x00\x12\'\n\x05\x62\x61tch\x18\x03 \x03(\x0b\x32\x18.baton.v1.SessionRequestB\t\n\x07message\"D\n\x06Submit\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12*\n\x07request\x18\x02 \x01(\x0b\x32\x19.baton.v1.GenerateRequest\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06stream\x18\x01 \x01(\r\"=\n\rSessionEvents\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.baton.v1.SessionEventJ\x04\x08\x02\x10\x03\"\xc8\x01\n\x0cSessionEvent\x12\x0e\n\x06stream\x18\x01 \x01(\r\x12&\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x0b\x32\x12.baton.v1.AcceptedH\x00\x12%\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x14.baton.v1.TokenDeltaH\x00\x12&\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x12(\n\x06\x66\x61iled\x18\x05 \x01(\x0b\x32\x16.baton.v1.RequestErrorH\x00\x42\x07\n\x05\x65vent2\xd2\x01\n\tInference\x12@\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateEvent0\x01\x12@\n\x07Session\x12\x18.baton.v1.SessionRequest\x1a\x17.baton.v1.SessionEvents(\x01\x30\x01\x12\x41\n\x08GetModel\x12\x19.baton.v1.GetModelRequest\x1a\x1a.baton.v1.ModelDescriptionb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,33 +38,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=113
   _globals['_GENERATEREQUEST']._serialized_end=619
   _globals['_CHATPROMPT']._serialized_start=622
-  _globals['_CHATPROMPT']._serialized_end=777
-  _globals['_CHATMESSAGE']._serialized_start=779
-  _globals['_CHATMESSAGE']._serialized_end=877
-  _globals['_CONTENTPART']._serialized_start=879
-  _globals['_CONTENTPART']._serialized_end=933
-  _globals['_TOKENIDS']._serialized_start=935
-  _globals['_TOKENIDS']._serialized_end=958
-  _globals['_SLO']._serialized_start=960
-  _globals['_SLO']._serialized_end=1029
-  _globals['_RESUMESTATE']._serialized_start=1031
-  _globals['_RESUMESTATE']._serialized_end=1131
-  _globals['_GENERATEEVENT']._serialized_start=1134
-  _globals['_GENERATEEVENT']._serialized_end=1277
-  _globals['_ACCEPTED']._serialized_start=1279
-  _globals['_ACCEPTED']._serialized_end=1347
-  _globals['_FINISHED']._serialized_start=1350
-  _globals['_FINISHED']._serialized_end=1537
-  _globals['_SESSIONREQUEST']._serialized_start=1540
-  _globals['_SESSIONREQUEST']._serialized_end=1680
-  _globals['_SUBMIT']._serialized_start=1682
-  _globals['_SUBMIT']._serialized_end=1750
-  _globals['_CANCEL']._serialized_start=1752
-  _globals['_CANCEL']._serialized_end=1776
-  _globals['_SESSIONEVENTS']._serialized_start=1778
-  _globals['_SESSIONEVENTS']._serialized_end=1839
-  _globals['_SESSIONEVENT']._serialized_start=1842
-  _globals['_SESSIONEVENT']._serialized_end=2042
-  _globals['_INFERENCE']._serialized_start=2045
-  _globals['_INFERENCE']._serialized_end=2255
+  _globals['_CHATPROMPT']._serialized_end=809
+  _globals['_CHATMESSAGE']._serialized_start=811
+  _globals['_CHATMESSAGE']._serialized_end=909
+  _globals['_CONTENTPART']._serialized_start=911
+  _globals['_CONTENTPART']._serialized_end=965
+  _globals['_TOKENIDS']._serialized_start=967
+  _globals['_TOKENIDS']._serialized_end=990
+  _globals['_SLO']._serialized_start=992
+  _globals['_SLO']._serialized_end=1061
+  _globals['_RESUMESTATE']._serialized_start=1063
+  _globals['_RESUMESTATE']._serialized_end=1163
+  _globals['_GENERATEEVENT']._serialized_start=1166
+  _globals['_GENERATEEVENT']._serialized_end=1309
+  _globals['_ACCEPTED']._serialized_start=1311
+  _globals['_ACCEPTED']._serialized_end=1379
+  _globals['_FINISHED']._serialized_start=1382
+  _globals['_FINISHED']._serialized_end=1569
+  _globals['_SESSIONREQUEST']._serialized_start=1572
+  _globals['_SESSIONREQUEST']._serialized_end=1712
+  _globals['_SUBMIT']._serialized_start=1714
+  _globals['_SUBMIT']._serialized_end=1782
+  _globals['_CANCEL']._serialized_start=1784
+  _globals['_CANCEL']._serialized_end=1808
+  _globals['_SESSIONEVENTS']._serialized_start=1810
+  _globals['_SESSIONEVENTS']._serialized_end=1871
+  _globals['_SESSIONEVENT']._serialized_start=1874
+  _globals['_SESSIONEVENT']._serialized_end=2074
+  _globals['_INFERENCE']._serialized_start=2077
+  _globals['_INFERENCE']._serialized_end=2287
 # @@protoc_insertion_point(module_scope)

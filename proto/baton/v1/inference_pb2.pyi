@@ -158,6 +158,7 @@ class ChatPrompt(_message.Message):
     ADD_GENERATION_PROMPT_FIELD_NUMBER: _builtins.int
     TEMPLATE_KWARGS_FIELD_NUMBER: _builtins.int
     TOOLS_FIELD_NUMBER: _builtins.int
+    CONTINUE_FINAL_MESSAGE_FIELD_NUMBER: _builtins.int
     add_generation_prompt: _builtins.bool
     """Whether the prompt ends with the opening of the assistant's turn. Unset: true."""
     template_kwargs: _builtins.str
@@ -166,6 +167,12 @@ class ChatPrompt(_message.Message):
     """JSON array of tools in the form of OpenAI's API: {"type": "function", "function":
     {"name": ..., "description": ..., "parameters": {...}}}. The chat template writes them into the
     prompt; calls come back as text, as the model writes them. Empty: no tools.
+    """
+    continue_final_message: _builtins.bool
+    """Whether the prompt ends inside the last message, so that the output continues its text. That
+    message must be the assistant's, end with text and have no tool_calls, and
+    add_generation_prompt must be false. INVALID_ARGUMENT also if the chat template changes the
+    text.
     """
     @_builtins.property
     def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChatMessage]: ...
@@ -176,10 +183,11 @@ class ChatPrompt(_message.Message):
         add_generation_prompt: _builtins.bool | None = ...,
         template_kwargs: _builtins.str = ...,
         tools: _builtins.str = ...,
+        continue_final_message: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "messages", b"messages", "template_kwargs", b"template_kwargs", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt", "add_generation_prompt", b"add_generation_prompt", "continue_final_message", b"continue_final_message", "messages", b"messages", "template_kwargs", b"template_kwargs", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__add_generation_prompt: _TypeAlias = _typing.Literal["add_generation_prompt"]  # noqa: Y015
     _WhichOneofArgType__add_generation_prompt: _TypeAlias = _typing.Literal["_add_generation_prompt", b"_add_generation_prompt"]  # noqa: Y015
