@@ -46,6 +46,8 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     # A conversation that the server keeps: the next request has only its new turns.
     "thread": (),
 }
+# Fields of a chat whose output continues its last turn.
+_CONTINUED = {"add_generation_prompt": False, "continue_final_message": True}
 # Content of a tool's result that the converter reads; it drops the rest without an error.
 _RESULT_PARTS = ("text", "image", "tool_reference")
 # The coordinator's limit for the ID of a session.
@@ -74,10 +76,6 @@ class MessageConversion:
         stop = values.pop("stop_sequences", None)
         _check_tools(values.get("tools"))
         request = parse_as(values, AnthropicMessagesRequest, _UNSUPPORTED)
-        if request.messages and request.messages[-1].role == "assistant":
-            # The chat route would begin a new answer instead.
-            allowed = "must be user, because this server does not continue a given answer"
-            raise invalid_value(f"messages[{len(request.messages) - 1}].role", "assistant", allowed)
         self.chat = _converted(request)
         if stop is not None:
             self.chat["stop"] = stop
@@ -214,7 +212,7 @@ def tokenize_body(body: bytes) -> dict[str, Any]:
     chat["chat_template_kwargs"] = template_kwargs(
         chat.get("chat_template_kwargs"), chat.get("reasoning_effort")
     )
-    wanted = ("model", "messages", "tools", "chat_template_kwargs")
+    wanted = ("model", "messages", "tools", "chat_template_kwargs", *_CONTINUED)
     return {name: chat[name] for name in wanted if name in chat}
 
 
@@ -264,7 +262,37 @@ def _converted(request: AnthropicMessagesRequest | AnthropicCountTokensRequest) 
         mode="json", exclude_unset=True, exclude_none=True, by_alias=True
     )
     found["messages"] = list(_with_references_as_text(found["messages"]))
+    if _has_prefill(request):
+        found |= _CONTINUED
     return {name: value for name, value in found.items() if name not in _LEFT_OUT}
+
+
+def _has_prefill(request: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> bool:
+    """Whether the last turn is the begin of the answer (a prefill).
+
+    Raises:
+        HttpError: It cannot be continued.
+    """
+    if not request.messages or request.messages[-1].role != "assistant":
+        return False
+    turn, content = f"messages[{len(request.messages) - 1}]", request.messages[-1].content
+    if request.thinking is not None and request.thinking.type != "disabled":
+        allowed = "must be user with thinking, because an answer that has begun has no thinking"
+        raise invalid_value(f"{turn}.role", "assistant", allowed)
+    blocks = content if isinstance(content, list) else []
+    for index, block in enumerate(blocks):
+        if block.type not in ("text", "thinking", "redacted_thinking"):
+            allowed = "must be text in a last turn of the assistant, which the answer continues"
+            raise invalid_value(f"{turn}.content[{index}].type", block.type, allowed)
+    text = content if isinstance(content, str) else blocks[-1].text if blocks else None
+    if not text:
+        allowed = "must end with text in a last turn of the assistant, which the answer continues"
+        raise invalid_value(f"{turn}.content", text, allowed)
+    if text != text.rstrip():
+        # In Anthropic's words. Models rarely continue well after the token of a space.
+        allowed = "final assistant content cannot end with trailing whitespace"
+        raise invalid_value(f"{turn}.content", text, allowed)
+    return True
 
 
 def _check_results(messages: Sequence[AnthropicMessage]) -> None:

@@ -92,3 +92,23 @@ async def test_completions_have_no_turn_to_continue(openai):
     with pytest.raises(BadRequestError) as refused:
         await openai.completions.create(model="demo", prompt="a", extra_body=extra)
     assert refused.value.param == "continue_final_message"
+
+
+@pytest.mark.vllm
+async def test_a_message_continues_its_prefill(gateway, cluster, prompt, text_of):
+    pytest.importorskip("baton.gateway.anthropic_messages")
+    import anthropic
+
+    http = anthropic.DefaultAsyncHttpxClient(verify=False)
+    options = {"api_key": "none", "max_retries": 0, "timeout": WAIT_S, "http_client": http}
+    expected = text_of(cluster.expected(prompt, 6))
+    async with anthropic.AsyncAnthropic(base_url=gateway.url, **options) as client:
+        body = {"model": "demo", "messages": TURNS}
+        counted = await client.messages.count_tokens(**body)
+        whole = await client.messages.create(**body, max_tokens=6)
+        async with client.messages.stream(**body, max_tokens=6) as events:
+            streamed = await events.get_final_message()
+    assert counted.input_tokens == len(prompt)
+    for found in (whole, streamed):
+        assert [one.text for one in found.content] == [expected]
+        assert found.usage.input_tokens == len(prompt)

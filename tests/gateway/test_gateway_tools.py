@@ -489,6 +489,68 @@ async def test_the_events_of_a_streamed_message_are_in_anthropics_order(gateway)
     assert events[-2].usage.output_tokens == len(events) - 5
 
 
+PREFILL = {"role": "assistant", "content": "It is"}
+TOOL_USE = {"type": "tool_use", "id": "t1", "name": "weather", "input": {}}
+THINKING = {"type": "thinking", "thinking": "Oslo is north", "signature": ""}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_message_continues_the_last_turn_of_the_assistant(gateway, stream):
+    request, found = await gateway.message(" cold.", messages=[*TURNS, PREFILL], stream=stream)
+    assert blocks(found) == [{"type": "text", "text": " cold."}]
+    assert request.chat.continue_final_message
+    assert not request.chat.add_generation_prompt
+    told = [(turn.role, turn.content) for turn in request.chat.messages]
+    assert told == [("user", TURNS[0]["content"]), ("assistant", "It is")]
+    # A turn in blocks, with the reasoning before it, and a tool that the model may call.
+    blocked = {"role": "assistant", "content": [THINKING, {"type": "text", "text": "I"}]}
+    options = {"messages": [*TURNS, blocked], "tools": [WEATHER], "stream": stream}
+    request, found = await gateway.message(f" look.{call(OSLO)}", **options)
+    assert [one["type"] for one in blocks(found)] == ["text", "tool_use"]
+    last = request.chat.messages[-1]
+    assert (last.content, json.loads(last.fields)["reasoning"]) == ("I", "Oslo is north")
+    request, _ = await gateway.message("It is cold.")
+    assert not request.chat.continue_final_message
+    assert not request.chat.HasField("add_generation_prompt")
+
+
+def answering(content, **body):
+    return {"messages": [*TURNS, {"role": "assistant", "content": content}], **body}
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        *(
+            ("messages[1].content", answering(content))
+            for content in ("It is ", "It is\n", " ", "", [], [TEXT, {**TEXT, "text": "a "}])
+        ),
+        ("messages[1].content", answering([{**TEXT, "text": ""}])),
+        ("messages[1].content", answering([TEXT, THINKING])),
+        ("messages[1].content[0].type", answering([TOOL_USE])),
+        ("messages[1].content[1].type", answering([TEXT, TOOL_USE])),
+        ("messages[1].role", answering("It", thinking={"type": "enabled", "budget_tokens": 1024})),
+        ("messages[1].role", answering("It", thinking={"type": "adaptive"})),
+    ],
+)
+async def test_a_last_turn_that_cannot_be_continued_is_refused(gateway, field, body):
+    async with gateway.anthropic() as client:
+        from anthropic import BadRequestError as Refused
+
+        with pytest.raises(Refused) as refused:
+            await client.messages.create(model="scripted", max_tokens=2000, **body)
+        with pytest.raises(Refused) as uncounted:
+            await client.messages.count_tokens(model="scripted", **body)
+    told = refused.value.body["error"]
+    assert told["type"] == "invalid_request_error"
+    assert told["message"].startswith(f"{field} is ")
+    assert uncounted.value.body["error"]["message"] == told["message"]
+    content = body["messages"][1]["content"]
+    if isinstance(content, str) and content != content.rstrip():
+        # Anthropic's words.
+        assert "final assistant content cannot end with trailing whitespace" in told["message"]
+
+
 async def test_tool_results_and_the_session_reach_the_coordinator(gateway):
     turns = [
         *TURNS,
@@ -562,7 +624,6 @@ DOCUMENT = {"type": "document", "source": {"type": "text", "media_type": "text/p
         ("tools[1].type", {"tools": [WEATHER, {"type": "web_search_20250305", "name": "s"}]}),
         ("output_format", {"output_format": {"type": "json_schema", "schema": {}}}),
         ("thread", {"thread": {"type": "continue", "previous_message_id": "m"}}),
-        ("messages[1].role", {"messages": [*TURNS, {"role": "assistant", "content": "It"}]}),
         (
             "messages[0].content[0].content[1].type",
             {"messages": [{"role": "user", "content": [{**RESULT, "content": [TEXT, DOCUMENT]}]}]},
