@@ -22,8 +22,8 @@ from baton.v1 import cluster_pb2
 _FIRST_TOKENS = 64
 # A step has at most this many times the prompt tokens of the largest measured step.
 _GROWTH = 4
-# Of steps shorter than _SHORT_S seconds, one in _SHORT_INTERVAL is measured, because the fit takes
-# some 60 us per step.
+# One in _SHORT_INTERVAL of the steps shorter than _SHORT_S seconds is measured, because the fit
+# takes some 60 us per step.
 _SHORT_S, _SHORT_INTERVAL = 4e-3, 4
 # Longest step of a warm-up.
 _UNLIMITED_S = 3600.0
