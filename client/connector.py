@@ -304,7 +304,7 @@ class Connector:
             and error.retry_after_s is not None
             and state.remaining_retry_s > state.remaining_resume_s
         ):
-            # No coordinator has the request, and this one is there and says when to retry.
+            # No coordinator has the request. The one that refused it names a time for the retry.
             state.start_over()
         if state.resuming:
             delay_s = resume_retry_delay_s(error, state.num_refusals, random.random())

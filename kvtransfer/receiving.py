@@ -42,7 +42,7 @@ TRANSITIONS: dict[ReceiveState, frozenset[ReceiveState]] = {
     _S.FAILED: frozenset(),
 }
 _NO_TOTALS = Totals()
-# Most transports that an open may offer; more than there are.
+# Largest number of transports in an open. Baton has fewer transports.
 MAX_OFFERS = 16
 SENDER_AT_WORK = frozenset({_S.QUEUED, _S.RECEIVING, _S.INTERRUPTED})
 

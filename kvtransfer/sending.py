@@ -53,9 +53,9 @@ class SenderLimits:
         linger_s: Time for which the extent of an aborted send stays reserved: the engine may still
             be writing to it. A rank writes in the order of its steps, so a write that comes even
             later is over before the rank writes the next handoff there.
-        stages_linger_s: The same of an engine with several pipeline stages: a later stage writes
-            for steps that the first stage has left behind, beside its writes for the next handoff.
-            Longer than these steps take.
+        stages_linger_s: Like linger_s, for an engine with several pipeline stages. A later stage
+            may still write for steps that the first stage has finished, while the first stage
+            already writes the next handoff. Longer than these steps take.
         writer_timeout_s: Longest time for which the extent of a failed send stays reserved. The
             engine is not told of the failure, so the extent is freed by an abort or by the last
             frame of every rank. Longer than any request.

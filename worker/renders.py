@@ -14,8 +14,8 @@ class Renders:
     """Carries out commands one after the other; all methods are called from one event loop.
 
     The coordinator bounds the number of commands that it waits for. A command that waits here for
-    longer than half of its timeout is dropped: without this, a worker that falls behind would
-    render only chats that the coordinator has already sent to other workers.
+    longer than half of its timeout is answered without rendering: otherwise, a worker that falls
+    behind would render only chats that the coordinator has already sent to other workers.
 
     Args:
         engine: Started engine.
@@ -42,6 +42,8 @@ class Renders:
             async with asyncio.timeout(_start_within_s(command)):
                 await self._turn.acquire()
         except TimeoutError:
+            rendered.expired = True
+            self._outbox.post(cluster_pb2.WorkerMessage(rendered=rendered))
             return
         try:
             try:

@@ -224,5 +224,5 @@ def handoff_findings(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
         "see `baton workers` for the transport of each pair of workers and the reason, and the "
         "workers' logs for the failures",
         # A fallback may belong to a handoff that has not ended, or that was cancelled.
-        1 + num_bad / max(1, num_all),
+        1 + min(1.0, num_bad / max(1, num_all)),
     )

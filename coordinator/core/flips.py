@@ -104,6 +104,7 @@ class Flips:
             return
         if not elsewhere:
             return
+        waiting_s: float | None = None
         for key in worker.ledger:
             request = self._lifecycle.requests.get(key)
             if request is None or not worker.can_resume(request):
@@ -114,7 +115,11 @@ class Flips:
                     self._lifecycle.move(request, now)
             elif request.decode == worker.key and request.state is RequestState.DECODING:
                 # Requests without a first token are checked again after it has come.
-                self._move_sooner(request, worker, now)
+                if waiting_s is None:
+                    # Slow with many tenants, and the same for all requests of a worker's fleet.
+                    lanes = self._lifecycle.lanes
+                    waiting_s = sum(lanes.waiting_s(lane, worker.fleet) for lane in LANES)
+                self._move_sooner(request, worker, waiting_s, now)
 
     def advance(self) -> None:
         """Tells idle flipping workers to change their role."""
@@ -149,12 +154,18 @@ class Flips:
     def _tell(self, worker: Worker, role: common_pb2.Role.ValueType) -> None:
         self._emit(ev.SendCommand(worker.key, cluster_pb2.SetRoleCommand(role=role)))
 
-    def _move_sooner(self, request: Request, worker: Worker, now: float) -> None:
-        """Moves an output to another worker if it would end sooner there."""
+    def _move_sooner(self, request: Request, worker: Worker, waiting_s: float, now: float) -> None:
+        """Moves an output to another worker if it would end sooner there.
+
+        Args:
+            request: The output's request.
+            worker: The flipping worker that decodes it.
+            waiting_s: Seconds of prefill work that wait for workers of the fleet.
+            now: Time by the core's clock.
+        """
         placer = self._placers.of(request.fleet)
         predictions = placer.predictions
         here_s = predictions.remaining_output_s(request)
-        waiting_s = sum(self._lifecycle.lanes.waiting_s(lane, request.fleet) for lane in LANES)
         anew_s = predictions.move_s(request, waiting_s)
         placement = placer.by_handoff(request, worker, within_s=min(here_s, anew_s))
         if placement is not None:

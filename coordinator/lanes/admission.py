@@ -141,7 +141,8 @@ class Admission:
             shared = "" if of_tenant == num else f", {of_tenant} of them of tenant {tenant!r}"
             max_queued = lane_config(self._config.lanes, lane).max_queued
             return errors.ResourceExhausted(
-                f"{num} requests wait in the {lane_name(lane)} lane{shared}; at most {max_queued}",
+                f"{num} requests wait in the {lane_name(lane)} lane{shared}; at most {max_queued}"
+                f"{', or its share of them' if shared else ''}",
                 reason="QUEUE_FULL",
                 retry_after_s=self._retry_after_s(lane),
             )

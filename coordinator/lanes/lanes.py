@@ -12,7 +12,7 @@ lanes and tenants count the requests of all fleets.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 
 from baton.coordinator.lanes.fleet_queues import FleetQueues, LaneQueue
@@ -67,8 +67,10 @@ class Lanes:
         self._fleets: dict[Fleet, FleetQueues] = {}
         self._entries: dict[RequestKey, QueueEntry] = {}
         # By the lane that they were submitted to, longest wait first. A request that ran meanwhile
-        # waits anew.
-        self._waiting: dict[Lane, dict[RequestKey, Request]] = {lane: {} for lane in LANES}
+        # waits anew. The first entry of a dict is slow to find after deletions in front of it.
+        self._waiting: dict[Lane, OrderedDict[RequestKey, Request]] = {
+            lane: OrderedDict() for lane in LANES
+        }
         # The places of those requests.
         self._places = {
             lane: FairPlaces(lane_config(config, lane).max_queued, self._weight_of)

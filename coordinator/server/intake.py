@@ -270,9 +270,11 @@ class Intake:
             refused = self._core.admission_error(lane, tenant)
         if refused is None and not pending.has_room(tenant):
             max_queued = lane_config(self._config.lanes, lane).max_queued
+            num, of_tenant = len(pending), pending.num_of(tenant)
+            shared = "" if of_tenant == num else f", {of_tenant} of them of tenant {tenant!r}"
             refused = ResourceExhausted(
-                f"{len(pending)} prompts of the {lane_name(lane)} lane wait to be tokenized; at "
-                f"most {max_queued}",
+                f"{num} prompts of the {lane_name(lane)} lane wait to be tokenized{shared}; at "
+                f"most {max_queued}{', or its share of them' if shared else ''}",
                 reason="QUEUE_FULL",
                 retry_after_s=1.0,
             )

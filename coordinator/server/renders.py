@@ -95,6 +95,8 @@ class Renders:
             command.chat.CopyFrom(chat)
             self._send(worker, command)
             rendered: cluster_pb2.Rendered = await answered
+            if rendered.expired:
+                raise _WorkerGone("the worker was too busy to render the chat")
             return rendered
         finally:
             del self._waiting[worker, render_id]

@@ -226,7 +226,7 @@ class CoreStats:
         if target_s is not None:
             self.lanes[submission.lane].ttft_ratio.observe(ttft_s / target_s)
         if not request.was_held:
-            # More workers would not have made the others sooner.
+            # Requests that waited for a limit would not have been sooner with more workers.
             self.demand[submission.lane].first_tokens.append(
                 FirstToken(ttft_s, request.num_prompt_tokens)
             )

@@ -95,7 +95,7 @@ class Notifier:
         except RuntimeError as error:
             logger.error("copy to staging failed: %s", error)
             for handoff_id in {each.handoff_id for each in filled}:
-                self.abort(handoff_id)
+                self.end_part(handoff_id)
             return
         if not self._port.alive:
             return

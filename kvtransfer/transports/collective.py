@@ -118,6 +118,11 @@ class _Link(ABC):
                 await self._thread_gone.wait()
 
     @property
+    def thread_ended(self) -> bool:
+        """Whether the thread has ended. A thread that a library never returns to goes on."""
+        return self._thread_gone.is_set()
+
+    @property
     def lost(self) -> str | None:
         """Why the link has ended; None while it has not."""
         return self._over

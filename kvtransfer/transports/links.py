@@ -53,6 +53,8 @@ class _Outgoing:
     Attributes:
         decided: Set once the link is joined or has failed.
         problem: Why the link cannot be used now.
+        last: The link of this attempt. While the thread of a link that was given up goes on, no
+            further link is tried: each would leave another thread.
     """
 
     link_id: str
@@ -61,6 +63,12 @@ class _Outgoing:
     decided: asyncio.Event = field(default_factory=asyncio.Event)
     problem: str = "is being joined"
     retry_at: float = float("inf")
+    last: SendingLink | None = None
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether the link was given up and its thread goes on."""
+        return self.task is None and self.last is not None and not self.last.thread_ended
 
 
 def link_method(backend: Backend) -> str:
@@ -108,7 +116,11 @@ class Links:
             TransferError: The link is not joined (yet); the message says why.
         """
         outgoing = self._to.get(target)
-        if outgoing is None or (outgoing.link is None and time.monotonic() >= outgoing.retry_at):
+        if outgoing is None or (
+            outgoing.link is None
+            and time.monotonic() >= outgoing.retry_at
+            and not outgoing.is_stuck
+        ):
             outgoing = self._begin(target)
         if outgoing.link is None:
             raise TransferError(outgoing.problem)
@@ -156,7 +168,10 @@ class Links:
             outgoing.problem = f"{MAX_LINKS} links are in use"
             outgoing.retry_at = time.monotonic() + RETRY_S
             outgoing.decided.set()
-            for other in [other for other, each in self._to.items() if each.task is None]:
+            unused = [
+                other for other, each in self._to.items() if each.task is None and not each.is_stuck
+            ]
+            for other in unused:
                 del self._to[other]
         else:
             outgoing.task = asyncio.create_task(self._run_link(target, outgoing))
@@ -224,7 +239,7 @@ class Links:
             # A receiver that hangs never ends the stream itself.
             call.cancel()
 
-        link = SendingLink(self._options(local), mailbox.put, lost, self._memory)
+        link = outgoing.last = SendingLink(self._options(local), mailbox.put, lost, self._memory)
         reader = asyncio.create_task(_read_call(call, link))
         writer = asyncio.create_task(_write(mailbox, call.write))
         opening = asyncio.create_task(self._opened(link, outgoing))

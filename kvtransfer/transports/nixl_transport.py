@@ -45,7 +45,7 @@ STUCK_AFTER_S = 5.0
 IDLE_TIMEOUT_S = 300.0
 # Most unused senders whose agents are kept. When there are more, the agent that has been unused for
 # the longest time is removed.
-MAX_IDLE_PEERS = 256
+MAX_IDLE_PEERS = 1024
 # Packages of NIXL's builds, of which each holds the whole Python API.
 _BUILDS = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 _NOT_ENCRYPTED = "it has no TLS; security.allow_plain_links: true allows it"

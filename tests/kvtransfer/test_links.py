@@ -155,6 +155,7 @@ async def test_a_link_whose_group_is_never_joined_is_given_up(monkeypatch):
     monkeypatch.setattr(collective, "join", join)
     monkeypatch.setattr(collective, "_CLOSE_TIMEOUT_S", 0.05)
     monkeypatch.setattr(links_module, "JOIN_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(links_module, "RETRY_S", 0.0)
     async with served() as (links, address):
         try:
             async with asyncio.timeout(WAIT_S):
@@ -163,6 +164,20 @@ async def test_a_link_whose_group_is_never_joined_is_given_up(monkeypatch):
                     links.link_id(address)
                 # The receiver has room for the next attempt.
                 while links._incoming:
+                    await asyncio.sleep(0.01)
+                # The sender's thread is still in the library, so it does not begin another one.
+                num_threads = threading.active_count()
+                for _ in range(3):
+                    with pytest.raises(TransferError, match="was not joined within"):
+                        links.link_id(address)
+                assert threading.active_count() == num_threads
+                never.set()
+                # Then it tries again.
+                while True:
+                    with pytest.raises(TransferError) as refused:
+                        links.link_id(address)
+                    if "is being joined" in str(refused.value):
+                        break
                     await asyncio.sleep(0.01)
         finally:
             never.set()

@@ -25,7 +25,8 @@ _OBJECT_STORE_BYTES = 80_000_000
 _DIAL_TIMEOUT_S = 5.0
 # Share of ray.connect_timeout_s in which the actors of the namespace must name their coordinator,
 # and the least time in seconds. An actor that does not answer is killed, so a live one must have
-# time to answer on a busy host. An actor without a place never answers; Ray needs the rest.
+# time to answer on a busy host. An actor that Ray has not placed never answers. The rest of the
+# time is for the connection to Ray.
 _ACTORS_SHARE, _LEAST_ACTORS_S = 0.5, 10.0
 
 

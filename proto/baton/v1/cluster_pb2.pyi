@@ -892,7 +892,7 @@ class RenderCommand(_message.Message):
     @_builtins.property
     def timeout(self) -> _duration_pb2.Duration:
         """How long the coordinator waits for the answer before it asks another worker. A worker that has
-        not begun within half of it does not render the chat and does not answer. Not set: no limit.
+        not begun within half of it answers with Rendered.expired. Not set: no limit.
         """
 
     def __init__(
@@ -919,7 +919,10 @@ class Rendered(_message.Message):
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    EXPIRED_FIELD_NUMBER: _builtins.int
     render_id: _builtins.int
+    expired: _builtins.bool
+    """Whether the chat was not rendered, because the command waited too long for its turn."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt, with the placeholders of its images."""
@@ -937,10 +940,11 @@ class Rendered(_message.Message):
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         images: _abc.Iterable[_common_pb2.PromptImage] | None = ...,
         failed: _common_pb2.RequestError | None = ...,
+        expired: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "images", b"images", "prompt_token_ids", b"prompt_token_ids", "render_id", b"render_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expired", b"expired", "failed", b"failed", "images", b"images", "prompt_token_ids", b"prompt_token_ids", "render_id", b"render_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
