@@ -41,8 +41,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "compaction": (),
     "container": (),
     "mcp_servers": ([],),
-    # The former name of output_config.format.
-    "output_format": (),
     # A conversation that the server keeps: the next request has only its new turns.
     "thread": (),
 }
@@ -71,10 +69,9 @@ class MessageConversion:
     """
 
     def __init__(self, body: bytes) -> None:
-        values = json_object(body)
+        values = _values(body)
         # vLLM's class takes four of them at most. The coordinator has a limit of its own.
         stop = values.pop("stop_sequences", None)
-        _check_tools(values.get("tools"))
         request = parse_as(values, AnthropicMessagesRequest, _UNSUPPORTED)
         self.chat = _converted(request)
         if stop is not None:
@@ -205,9 +202,8 @@ def tokenize_body(body: bytes) -> dict[str, Any]:
     Raises:
         HttpError: The body is not a request of the Messages API.
     """
-    values = json_object(body)
-    _check_tools(values.get("tools"))
-    chat = _converted(parse_as(values, AnthropicCountTokensRequest, _UNSUPPORTED))
+    request = parse_as(_values(body), AnthropicCountTokensRequest, _UNSUPPORTED)
+    chat = _converted(request, counts=True)
     # As the chat route renders the prompt.
     chat["chat_template_kwargs"] = template_kwargs(
         chat.get("chat_template_kwargs"), chat.get("reasoning_effort")
@@ -216,11 +212,22 @@ def tokenize_body(body: bytes) -> dict[str, Any]:
     return {name: chat[name] for name in wanted if name in chat}
 
 
+def _values(body: bytes) -> dict[str, Any]:
+    """Returns the fields of a body, with their present names; checks its tools."""
+    values = json_object(body)
+    _check_tools(values.get("tools"))
+    # The former name of output_config.format.
+    if (wanted := values.pop("output_format", None)) is not None:
+        config = values.get("output_config")
+        values["output_config"] = {"format": wanted, **(config if isinstance(config, dict) else {})}
+    return values
+
+
 def _check_tools(tools: Any) -> None:
     """Raises HttpError if a tool runs at Anthropic or is known to Claude: it has no schema."""
     for index, tool in enumerate(tools if isinstance(tools, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if kind not in (None, "custom"):
+        if kind not in (None, "custom") and "input_schema" not in tool:
             allowed = "must be custom, because this server runs no tools"
             raise invalid_value(f"tools[{index}].type", kind, allowed)
 
@@ -249,7 +256,16 @@ def _with_only_a_role(chunk: str) -> str:
     return f"data: {json.dumps(start)}"
 
 
-def _converted(request: AnthropicMessagesRequest | AnthropicCountTokensRequest) -> dict[str, Any]:
+def _converted(
+    request: AnthropicMessagesRequest | AnthropicCountTokensRequest, *, counts: bool = False
+) -> dict[str, Any]:
+    """Returns the body of a chat completion.
+
+    Args:
+        request: The request.
+        counts: Whether only tokens are counted. A last turn of the assistant that could not be
+            continued then counts as a finished one.
+    """
     _check_results(request.messages)
     try:
         # Most chat templates refuse a system turn after the first one.
@@ -262,7 +278,13 @@ def _converted(request: AnthropicMessagesRequest | AnthropicCountTokensRequest) 
         mode="json", exclude_unset=True, exclude_none=True, by_alias=True
     )
     found["messages"] = list(_with_references_as_text(found["messages"]))
-    if _has_prefill(request):
+    try:
+        is_begun = _has_prefill(request)
+    except HttpError:
+        if not counts:
+            raise
+        is_begun = False
+    if is_begun:
         found |= _CONTINUED
     return {name: value for name, value in found.items() if name not in _LEFT_OUT}
 
@@ -296,17 +318,25 @@ def _has_prefill(request: AnthropicMessagesRequest | AnthropicCountTokensRequest
 
 
 def _check_results(messages: Sequence[AnthropicMessage]) -> None:
-    """Raises HttpError if a tool's result has a part that the converter would drop."""
+    """Handles parts of tools' results that the converter would drop.
+
+    Raises:
+        HttpError: The last message has one. In earlier ones, which a client cannot take back, a
+            text says that it is left out.
+    """
     for number, message in enumerate(messages):
         blocks = message.content if isinstance(message.content, list) else []
         for index, block in enumerate(blocks):
             parts = block.content if isinstance(block.content, list) else []
             for place, part in enumerate(parts):
-                if part.get("type") not in _RESULT_PARTS:
+                kind = part.get("type")
+                if kind in _RESULT_PARTS:
+                    continue
+                if number < len(messages) - 1:
+                    parts[place] = {"type": "text", "text": f"[{kind} left out]"}
+                else:
                     path = f"messages[{number}].content[{index}].content[{place}].type"
-                    raise invalid_value(
-                        path, part.get("type"), f"must be {' or '.join(_RESULT_PARTS)}"
-                    )
+                    raise invalid_value(path, kind, f"must be {' or '.join(_RESULT_PARTS)}")
 
 
 def _with_references_as_text(turns: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -19,10 +19,11 @@ class CallerSlots:
         limit: Number of slots.
         kind: Plural noun for the requests, for the error.
         code: Code of the error.
+        most_of_caller: Number of slots that one caller with a credential can hold; None: all.
     """
 
-    def __init__(self, limit: int, kind: str, code: str) -> None:
-        self._kind, self._code = kind, code
+    def __init__(self, limit: int, kind: str, code: str, most_of_caller: int | None = None) -> None:
+        self._kind, self._code, self._most_of_caller = kind, code, most_of_caller
         self._places = FairPlaces(limit)
 
     def __len__(self) -> int:
@@ -37,7 +38,9 @@ class CallerSlots:
             HttpError: No slot is free for this caller (429).
         """
         caller = caller_digest(credential).hex() if credential else ""
-        if not self._places.has_room(caller):
+        most = self._most_of_caller
+        is_over = most is not None and bool(caller) and self._places.num_of(caller) >= most
+        if is_over or not self._places.has_room(caller):
             num, of_caller = len(self._places), self._places.num_of(caller)
             whose = "" if of_caller == num else f", {of_caller} of them of this caller"
             raise HttpError(

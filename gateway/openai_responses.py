@@ -64,7 +64,6 @@ _SAME = (
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "background": (False,),
     "cache_salt": (),
-    "context_management": ([],),
     "conversation": (),
     "ec_transfer_params": ({},),
     "enable_response_messages": (False,),
@@ -437,6 +436,10 @@ def _parsed(body: bytes, item: Callable[[str], dict[str, Any] | None]) -> Respon
     if isinstance(tools, list):
         # vLLM's class refuses tools of OpenAI that are newer than the class.
         values["tools"] = [one for one in tools if not _runs_at_openai(one)]
+        if tools and not values["tools"] and values.get("tool_choice") == "required":
+            # vLLM's class would say that there are no tools.
+            allowed = "must be auto or none, because none of the tools is a function"
+            raise invalid_value("tool_choice", "required", allowed)
     try:
         return parse_as(values, ResponsesRequest, _UNSUPPORTED)
     except VLLMValidationError as error:

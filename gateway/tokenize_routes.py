@@ -68,7 +68,10 @@ class TokenizeRoutes:
     def __init__(self, cells: Cells) -> None:
         self._cells = cells
         self._free = asyncio.Semaphore(_MAX_CONCURRENT)
-        self._slots = CallerSlots(_MAX_REQUESTS, "tokenizations", "gateway_full")
+        # They run in the order of arrival, so that many of one caller would delay all others.
+        self._slots = CallerSlots(
+            _MAX_REQUESTS, "tokenizations", "gateway_full", max(1, _MAX_REQUESTS // 4)
+        )
 
     async def tokenize(self, body: bytes, headers: Mapping[str, str]) -> dict[str, object]:
         """Converts text or a chat to token IDs. Raises HttpError."""

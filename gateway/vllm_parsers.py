@@ -168,8 +168,8 @@ class OutputParsers:
             parsers = self._without_reasoning if self._continues_answer(body) else self
             return parsers._of_template(body) if parsers is not None else None
         if body.continue_final_message:
-            allowed = "must be false: in gpt-oss's format each answer of the assistant is a new one"
-            raise invalid_value("continue_final_message", True, allowed)
+            allowed = "must not be assistant: gpt-oss begins each of its answers anew"
+            raise invalid_value(f"messages[{len(body.messages) - 1}].role", "assistant", allowed)
         request = self._request(body)
         try:
             # In a thread: a chat may be megabytes long.

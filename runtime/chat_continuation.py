@@ -17,13 +17,13 @@ _MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
 def check_continuation(chat: inference_pb2.ChatPrompt) -> None:
-    """Checks whether the last message can be continued, if it is to be.
+    """Checks that the last message can be continued, if `continue_final_message` is set.
 
     Args:
         chat: A chat that is valid otherwise.
 
     Raises:
-        InvalidArgument: It cannot.
+        InvalidArgument: The last message cannot be continued.
     """
     if not chat.continue_final_message:
         return
@@ -79,7 +79,7 @@ def up_to_mark(rendered: str, text: str) -> str:
         ValueError: The template has changed the text.
     """
     at = rendered.rfind(_MARK.rstrip())
-    if at < 0 or text.strip() not in rendered:
+    if at < 0 or not rendered[:at].rstrip().endswith(text.strip()):
         raise ValueError("it changes the text of the last message, which is to be continued")
     kept = rendered[:at]
     return kept if rendered.startswith(_MARK, at) else kept.rstrip()

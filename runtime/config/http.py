@@ -80,8 +80,8 @@ class HttpConfig(Section):
     )
     max_running_requests: PositiveInt = Field(
         1024,
-        description="Generations that run at the same time. Beyond it, callers that have less than "
-        "their share of them may run more, up to twice as many in all.",
+        description="Generations that run at the same time. When there are as many, a caller that "
+        "has less than its share may run further ones, until twice the limit is reached.",
     )
     max_choices: PositiveInt = Field(
         128, description="Answers of one HTTP request: its number of prompts times n."

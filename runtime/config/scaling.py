@@ -115,7 +115,8 @@ class ScalingSection(Section):
     flip: bool = Field(
         True,
         description="Whether workers may change their role between prefill and decode. With "
-        "workers of one kind, an elastic cell does so only for sizes set by hand.",
+        "workers of one kind, an elastic cell does so only if limits or sizes set by hand make one "
+        "pool grow and the other shrink.",
     )
     flip_quiet_s: float = Field(
         120.0, ge=0, description="Shortest time between a role change and the change back."

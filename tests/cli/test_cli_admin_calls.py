@@ -23,6 +23,8 @@ from baton.runtime import rpc
 from baton.runtime.errors import Aborted, FailedPrecondition
 from baton.v1 import admin_pb2, admin_pb2_grpc, common_pb2
 
+WAIT_S = 120.0
+
 # Timeout in seconds that only bounds a test that hangs.
 HANG_S = 120.0
 
@@ -264,35 +266,41 @@ class Silent(OneAnswer):
         await asyncio.Event().wait()
 
 
-def soon(call):
-    """Returns a question whose call has a short timeout."""
+def soon(silent, call):
+    """Returns a question that waits only shortly for the answer of one address."""
 
-    def question(admin):
-        admin._timeout_s = 2.0
-        return call(admin)
+    async def question(admin):
+        if admin.address == silent:
+            # The time does not count until there is a connection.
+            async with asyncio.timeout(WAIT_S):
+                await admin._channel.channel_ready()
+            admin._timeout_s = 2.0
+        return await call(admin)
 
     return question
 
 
 def test_the_next_address_is_called_if_the_first_does_not_answer(serve, coordinators):
     (there, _), *_ = coordinators(5)
-    question = soon(lambda admin: admin.list_pools())
-    assert call_admin(f"{serve(Silent())},{there}", question).generation == 1
+    silent = serve(Silent())
+    question = soon(silent, lambda admin: admin.list_pools())
+    assert call_admin(f"{silent},{there}", question).generation == 1
 
 
 def test_no_answer_has_the_exit_code_of_an_unavailable_cell(serve, nowhere):
     """The exit code 1 of `baton doctor` means findings."""
-    question = soon(lambda admin: admin.list_pools())
+    silent = serve(Silent())
+    question = soon(silent, lambda admin: admin.list_pools())
     with pytest.raises(errors.UnavailableError, match="has not answered within 2 s; ") as failed:
-        call_admin(f"{serve(Silent())},{nowhere}", question)
+        call_admin(f"{silent},{nowhere}", question)
     assert exit_codes.exit_code(failed.value) == 3
 
 
 def test_a_change_that_is_not_answered_is_not_repeated_elsewhere(serve):
-    question = soon(lambda admin: admin.scale_pool(common_pb2.ROLE_DECODE, 2))
-    other = Sized()
+    silent, other = serve(Silent()), Sized()
+    question = soon(silent, lambda admin: admin.scale_pool(common_pb2.ROLE_DECODE, 2))
     with pytest.raises(errors.DeadlineExceededError, match="the change may have happened"):
-        call_admin(f"{serve(Silent())},{serve(other)}", question)
+        call_admin(f"{silent},{serve(other)}", question)
     assert other.sizes == []
 
 

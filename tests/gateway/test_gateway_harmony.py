@@ -224,7 +224,8 @@ async def test_an_answer_cannot_be_continued(gateway):
         extra = {"add_generation_prompt": False, "continue_final_message": True}
         with pytest.raises(BadRequestError) as refused:
             await client.chat.completions.create(model="gpt-oss", messages=turns, extra_body=extra)
-    assert refused.value.param == "continue_final_message"
+    assert refused.value.param == "messages[1].role"
+    assert "gpt-oss begins each of its answers anew" in refused.value.message
 
 
 async def test_responses_and_messages_are_the_same_chats(gateway, encoding):

@@ -174,16 +174,16 @@ async def test_a_caller_with_a_credential_leaves_room_for_others(
                 http.post("/tokenize", json={"prompt": "a"}, headers=headers)
             )
 
-        many = [send("one") for _ in range(5)]
+        many = [send("one"), send("one")]
         done, waiting = await asyncio.wait(
             many, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED
         )
         assert [one.result().status_code for one in done] == [429]
         message = done.pop().result().json()["error"]["message"]
-        assert "4 tokenizations are running on this gateway" in message
-        others = [send("other") for _ in range(2)]
+        assert "1 tokenizations are running on this gateway" in message
+        other = send("other")
         tokenizing.set()
-        assert [(await one).status_code for one in (*waiting, *others)] == [200] * 6
+        assert [(await one).status_code for one in (*waiting, other)] == [200, 200]
 
 
 @pytest.mark.vllm
@@ -196,7 +196,7 @@ async def test_a_refusal_to_count_tokens_has_anthropics_form(start_gateway, clus
         body, key = {"model": "demo", "messages": TURNS}, {"x-api-key": "one"}
         sent = [
             asyncio.create_task(http.post("/v1/messages/count_tokens", json=body, headers=key))
-            for _ in range(5)
+            for _ in range(2)
         ]
         done, waiting = await asyncio.wait(
             sent, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED
