@@ -151,11 +151,20 @@ def each_turn(content: str) -> str:
     ],
 )
 def test_continued_chats_are_rendered_as_transformers_does(fresh_model_dir, source, num_refused):
-    """Or refused, if the template leaves out or changes the text."""
+    """Or refused, if the template leaves out or changes the text.
+
+    Transformers takes a changed text if the given one occurs anywhere else in the chat.
+    """
     theirs = pytest.importorskip("transformers.utils.chat_template_utils")
     set_settings(fresh_model_dir, chat_template=source)
     tokenizer = Tokenizer(str(fresh_model_dir))
     refused = 0
+
+    def check_refused(turns):
+        with pytest.raises(InvalidArgument, match="chat template refuses them") as caught:
+            tokenizer.render(continued(*turns))
+        assert caught.value.field == "chat.messages"
+
     texts = ["It", "It ", "\n It is\n", "so</think>\n\nIt", "<think>so", " ", "</s>", "It</s>[a]"]
     for text in texts:
         turns = [("user", "hi"), ("assistant", text)]
@@ -166,11 +175,12 @@ def test_continued_chats_are_rendered_as_transformers_does(fresh_model_dir, sour
             )
         except ValueError:
             refused += 1
-            with pytest.raises(InvalidArgument, match="chat template refuses them") as caught:
-                tokenizer.render(continued(*turns))
-            assert caught.value.field == "chat.messages"
+            check_refused(turns)
         else:
-            assert tokenizer.render(continued(*turns)) == wanted, text
+            if wanted.rstrip().endswith(text.strip()):
+                assert tokenizer.render(continued(*turns)) == wanted, text
+            else:
+                check_refused(turns)
     assert refused == num_refused
     tokenizer.close()
 

@@ -105,10 +105,14 @@ async def test_a_message_continues_its_prefill(gateway, cluster, prompt, text_of
     async with anthropic.AsyncAnthropic(base_url=gateway.url, **options) as client:
         body = {"model": "demo", "messages": TURNS}
         counted = await client.messages.count_tokens(**body)
+        # A last turn that cannot be continued counts as finished.
+        finished = [*TURNS[:-1], {"role": "assistant", "content": "It is "}]
+        others = await client.messages.count_tokens(model="demo", messages=finished)
         whole = await client.messages.create(**body, max_tokens=6)
         async with client.messages.stream(**body, max_tokens=6) as events:
             streamed = await events.get_final_message()
     assert counted.input_tokens == len(prompt)
+    assert others.input_tokens > 0
     for found in (whole, streamed):
         assert [one.text for one in found.content] == [expected]
         assert found.usage.input_tokens == len(prompt)
