@@ -11,6 +11,7 @@ from prometheus_client import generate_latest
 from baton.coordinator.core.core import Core
 from baton.coordinator.server.metrics import registry
 from baton.coordinator.state.config import CoreConfig
+from baton.gateway.caller_slots import CallerSlots
 from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.runtime.config import BatonConfig
 from baton.runtime.refusals import Refusals
@@ -44,7 +45,10 @@ def test_every_metric_it_names_exists():
     registries = (
         WorkerCollector("demo", "prefill").registry(),
         registry(core, config),
-        GatewayCollector(GatewayStats(("/v1/completions",), Counter())).registry(),
+        GatewayCollector(
+            GatewayStats(("/v1/completions",), Counter()),
+            CallerSlots(1, "requests", "gateway_full"),
+        ).registry(),
         Refusals(),
     )
     shown = "".join(generate_latest(one).decode() for one in registries)

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from baton.coordinator.core.core import Core
 from baton.coordinator.server.metrics import CoreCollector
 from baton.coordinator.state.config import CoreConfig
+from baton.gateway.caller_slots import CallerSlots
 from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.runtime.config import BatonConfig
 from baton.v1 import kv_transfer_pb2
@@ -37,7 +38,10 @@ def collectors() -> list[Collector]:
     )
     return [
         CoreCollector(Core(CoreConfig.of(config)), config),
-        GatewayCollector(GatewayStats(("/v1/completions",), Counter())),
+        GatewayCollector(
+            GatewayStats(("/v1/completions",), Counter()),
+            CallerSlots(1, "requests", "gateway_full"),
+        ),
         worker_collector,
         gpu_collector,
     ]

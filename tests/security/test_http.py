@@ -142,7 +142,7 @@ async def test_slow_uploads_of_one_caller_leave_room_for_others(start_coordinato
             writer.write(head.encode() + begin)
             return writer, asyncio.create_task(reader.readline())
 
-        writers = dict([(await begin_upload(slow))[::-1] for _ in range(3)])
+        writers = dict([(await begin_upload(slow))[::-1] for _ in range(9)])
         (refused,), waiting = await asyncio.wait(
             writers, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED
         )
