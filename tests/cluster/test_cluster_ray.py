@@ -111,6 +111,8 @@ def ray():
         patch.setenv("RAY_AUTH_TOKEN", "t" * 64)
         # With this period Ray detects a failed node within 3 s instead of 15 s.
         patch.setenv("RAY_health_check_period_ms", "500")
+        # As in a Ray that Baton starts: otherwise, workers hardly start on a busy machine.
+        patch.setenv("RAY_worker_niceness", "0")
         found = Ray(directory)
         try:
             yield found
@@ -255,6 +257,9 @@ async def test_up_starts_its_own_ray_and_leaves_no_process(tmp_path, model):
             assert len(labels["ray_node"]) == 56
             row = next(line for line in shown if line.startswith(f"{worker.worker_id} "))
             assert f" {labels['host']}/{labels['ray_node'][:8]} " in row
+        # Ray's default would let other processes of the host slow the workers down.
+        niceness = {one.nice() for one in workers_of(psutil.Process(up.process.pid))}
+        assert niceness == {psutil.Process().nice()}
         family = up.family()
         (raylet,) = (one for one in family if one.name() == "raylet")
         (directory,) = set(re.findall(rf"{DIRECTORY}/{PREFIX}\w+", " ".join(raylet.cmdline())))

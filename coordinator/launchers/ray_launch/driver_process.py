@@ -249,4 +249,6 @@ def _environment(*, own: bool) -> dict[str, str]:
     if own:
         # A token for this local Ray only; otherwise Ray keeps a token in the home directory.
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        # By default, Ray gives its workers niceness 15: other processes of the host slow them down.
+        environment.setdefault("RAY_worker_niceness", "0")
     return environment
