@@ -137,14 +137,14 @@ class Admission:
         if lane == _BATCH and num >= max_batch:
             return _too_many(f"{num} batch requests are running; at most {max_batch} of {most}")
         if not self._lanes.has_room(lane, tenant):
-            num, of_tenant = self._lanes.num_queued(lane), self._lanes.num_queued_of(lane, tenant)
-            shared = "" if of_tenant == num else f", {of_tenant} of them of tenant {tenant!r}"
-            max_queued = lane_config(self._config.lanes, lane).max_queued
-            return errors.ResourceExhausted(
-                f"{num} requests wait in the {lane_name(lane)} lane{shared}; at most {max_queued}"
-                f"{', or its share of them' if shared else ''}",
-                reason="QUEUE_FULL",
-                retry_after_s=self._retry_after_s(lane),
+            num = self._lanes.num_queued(lane)
+            return queue_full(
+                f"{num} requests wait in the {lane_name(lane)} lane",
+                num,
+                self._lanes.num_queued_of(lane, tenant),
+                tenant,
+                lane_config(self._config.lanes, lane).max_queued,
+                self._retry_after_s(lane),
             )
         return None
 
@@ -239,6 +239,29 @@ class Admission:
         # If the lane was full all the time, as many requests left during its wait as wait now.
         waited_s = self._lanes.now - oldest.state_since
         return max(_RETRY_AFTER_S, waited_s / self._lanes.num_queued(lane))
+
+
+def queue_full(
+    what: str, num: int, num_of_tenant: int, tenant: str, max_queued: int, retry_after_s: float
+) -> errors.ResourceExhausted:
+    """Returns the error for a request that finds no place in a queue (FairPlaces).
+
+    Args:
+        what: What fills the queue, with its number.
+        num: Number of places that are taken.
+        num_of_tenant: Number of places that the request's tenant has.
+        tenant: The tenant.
+        max_queued: Number of places; more are given only to tenants below their share.
+        retry_after_s: Time after which a client may retry, in seconds.
+    """
+    shared = limit = ""
+    if num_of_tenant != num:
+        shared, limit = f", {num_of_tenant} of them of tenant {tenant!r}", ", or its share of them"
+    return errors.ResourceExhausted(
+        f"{what}{shared}; at most {max_queued}{limit}",
+        reason="QUEUE_FULL",
+        retry_after_s=retry_after_s,
+    )
 
 
 def _too_many(what: str) -> errors.ResourceExhausted:

@@ -13,6 +13,7 @@ from google.rpc import code_pb2
 
 from baton.coordinator.core.core import Core
 from baton.coordinator.core.resumed_stop import known_stop
+from baton.coordinator.lanes.admission import queue_full
 from baton.coordinator.server.image_checks import HeldImages, check_images
 from baton.coordinator.server.renders import RenderedChat, Renders
 from baton.coordinator.server.validation import (
@@ -269,14 +270,14 @@ class Intake:
         if not request.resume.token_ids or self._running(request, caller) is None:
             refused = self._core.admission_error(lane, tenant)
         if refused is None and not pending.has_room(tenant):
-            max_queued = lane_config(self._config.lanes, lane).max_queued
-            num, of_tenant = len(pending), pending.num_of(tenant)
-            shared = "" if of_tenant == num else f", {of_tenant} of them of tenant {tenant!r}"
-            refused = ResourceExhausted(
-                f"{num} prompts of the {lane_name(lane)} lane wait to be tokenized{shared}; at "
-                f"most {max_queued}{', or its share of them' if shared else ''}",
-                reason="QUEUE_FULL",
-                retry_after_s=1.0,
+            num = len(pending)
+            refused = queue_full(
+                f"{num} prompts of the {lane_name(lane)} lane wait to be tokenized",
+                num,
+                pending.num_of(tenant),
+                tenant,
+                lane_config(self._config.lanes, lane).max_queued,
+                1.0,
             )
         if refused is not None:
             raise refused

@@ -347,17 +347,22 @@ async def test_a_drain_ends_at_its_time_limit(coordinator, start_worker):
     assert await worker.exit_code() == 0
 
 
-async def test_a_stop_signal_shortens_a_long_drain(coordinator, start_worker):
-    """An operator drains the worker for an hour; then its process manager stops the process."""
-    worker = start_worker(simulated=SLOW, worker={"drain_timeout_s": 0.2})
-    stream = await coordinator.stream()
+async def begin_long_drain(coordinator, stream, reason):
+    """Lets the worker drain for an hour at most, while it serves a long output."""
     await coordinator.command(stream, decode=decode("r", [5, 6], max_tokens=900))
     await some_outputs(stream, 1)
-    drain = cluster_pb2.DrainCommand(reason="drained by hand")
+    drain = cluster_pb2.DrainCommand(reason=reason)
     drain.timeout.FromSeconds(3600)
     await coordinator.command(stream, drain=drain)
     draining = (await stream.next_of("state_changed")).state_changed
     assert draining.state == cluster_pb2.WORKER_STATE_DRAINING
+
+
+async def test_a_stop_signal_shortens_a_long_drain(coordinator, start_worker):
+    """An operator drains the worker for an hour; then its process manager stops the process."""
+    worker = start_worker(simulated=SLOW, worker={"drain_timeout_s": 0.2})
+    stream = await coordinator.stream()
+    await begin_long_drain(coordinator, stream, "drained by hand")
     worker.stop.set()
     stopped = (await stream.next_of("state_changed")).state_changed
     assert (stopped.state, stopped.failed) == (cluster_pb2.WORKER_STATE_STOPPED, False)
@@ -368,13 +373,7 @@ async def test_a_later_drain_command_shortens_a_long_drain(coordinator, start_wo
     """The coordinator removes the worker soon after the time limit of its latest command."""
     worker = start_worker(simulated=SLOW)
     stream = await coordinator.stream()
-    await coordinator.command(stream, decode=decode("r", [5, 6], max_tokens=900))
-    await some_outputs(stream, 1)
-    drain = cluster_pb2.DrainCommand(reason="scale down")
-    drain.timeout.FromSeconds(3600)
-    await coordinator.command(stream, drain=drain)
-    draining = (await stream.next_of("state_changed")).state_changed
-    assert draining.state == cluster_pb2.WORKER_STATE_DRAINING
+    await begin_long_drain(coordinator, stream, "scale down")
     drain = cluster_pb2.DrainCommand(reason="drained by hand")
     drain.timeout.FromMilliseconds(200)
     await coordinator.command(stream, drain=drain)
