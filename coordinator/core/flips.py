@@ -117,8 +117,8 @@ class Flips:
                 # Requests without a first token are checked again after it has come.
                 if waiting_s is None:
                     # Slow with many tenants, and the same for all requests of a worker's fleet.
-                    lanes = self._lifecycle.lanes
-                    waiting_s = sum(lanes.waiting_s(lane, worker.fleet) for lane in LANES)
+                    waits = self._lifecycle.lanes.waits
+                    waiting_s = sum(waits.work_s(lane, worker.fleet) for lane in LANES)
                 self._move_sooner(request, worker, waiting_s, now)
 
     def advance(self) -> None:

@@ -176,7 +176,7 @@ class Admission:
             target_s = min(submission.timeout_s, target_s or submission.timeout_s)
         if target_s is None:
             return None
-        in_lane_s = partial(self._lanes.wait_s, submission, fleet, growth_s)
+        in_lane_s = partial(self._lanes.waits.turn_s, submission, fleet, growth_s, now)
         predictions = self._placers.of(fleet).predictions
         prediction = predictions.ttft(submission, hashes, in_lane_s)
         if prediction is None:
@@ -192,7 +192,7 @@ class Admission:
             prediction,
             alone_s,
             self.wait_correction(submission.lane),
-            self._lanes.slot_wait_s(submission),
+            self._lanes.waits.slot_s(submission, now),
         )
         if seems_too_long and not prediction.wait_s and forecast.slot_s is None:
             # If all such requests were refused, a wrong prediction would never be corrected.

@@ -69,7 +69,7 @@ class LaneQueue:
         else:
             weights += weight
         if queue is not None and own_s and queue.tenant.slots is not None:
-            # Requests without a slot do not run now: Lanes.slot_wait_s counts their time.
+            # Requests without a slot do not run now: LaneWaits.slot_s counts their time.
             own_s *= min(1.0, queue.tenant.slots.num_free / len(queue))
         return min(others_s + own_s, (own_s + work_s) * weights / weight - work_s)
 

@@ -16,12 +16,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 
 from baton.coordinator.lanes.fleet_queues import FleetQueues, LaneQueue
+from baton.coordinator.lanes.running_limit import RunningLimit
 from baton.coordinator.lanes.tenants import QueueEntry, Tenant, TenantQueue, Tenants
+from baton.coordinator.lanes.waits import LaneWaits
 from baton.coordinator.state.fleets import Fleet
 from baton.coordinator.state.lanes import LANES, Lane, lane_config
-from baton.coordinator.state.requests import Request, RequestKey, Submission
+from baton.coordinator.state.requests import Request, RequestKey
 from baton.runtime.config import LanesConfig, TenantConfig
-from baton.runtime.enum_names import lane_name
 from baton.runtime.errors import ResourceExhausted
 from baton.runtime.fair_places import FairPlaces
 from baton.v1 import common_pb2
@@ -50,6 +51,7 @@ class Lanes:
 
     Attributes:
         now: Time of the event that is being handled, by the core's clock. The core sets it.
+        waits: Says for what and for how long requests wait.
     """
 
     def __init__(
@@ -61,7 +63,6 @@ class Lanes:
         self._prompt_weight = config.prompt_token_weight
         self._output_weight = config.output_token_weight
         self._long_prompt_tokens = config.long_prompt_tokens
-        self._max_running = {lane: lane_config(config, lane).max_running for lane in LANES}
         self._batch_share = config.batch.share
         self._tenants = Tenants(defaults or TenantConfig(), tenants or {}, self._must_remember)
         self._fleets: dict[Fleet, FleetQueues] = {}
@@ -79,7 +80,8 @@ class Lanes:
         # Requests that have not ended, by the lane that they were submitted to.
         self._num_open = dict.fromkeys(LANES, 0)
         # By the lane that they are ordered in.
-        self._num_running = dict.fromkeys(LANES, 0)
+        self._limits = {lane: RunningLimit(lane_config(config, lane).max_running) for lane in LANES}
+        self.waits = LaneWaits(config, self._tenants, self._fleets, self._limits, self._places)
         self._num_pushed = 0
         self.now = 0.0
         # Queues whose first request could not be placed in this round.
@@ -112,115 +114,9 @@ class Lanes:
         """
         return next(iter(self._waiting[lane].values()), None)
 
-    # ---- How long requests wait
-
-    def num_runnable(self, lane: Lane) -> int:
-        """Returns how many of the requests that wait in a lane more workers would run at once.
-
-        Others wait for the limit of their tenant (max_concurrent) or of the lane (max_running).
-        """
-        places = self._places[lane]
-        num = len(places) - sum(
-            max(0, places.num_of(tenant.name) - tenant.slots.num_free)
-            for tenant in self._tenants
-            if tenant.slots is not None
-        )
-        limit = self._max_running[lane]
-        return num if limit is None else min(num, max(0, limit - self._num_running[lane]))
-
-    def waiting_s(self, lane: Lane, fleet: Fleet) -> float:
-        """Returns the seconds of prefill work that wait for a fleet's workers.
-
-        Work of requests that wait for a limit is left out, as in `num_runnable`.
-
-        Args:
-            lane: The lane that the requests were submitted to.
-            fleet: The fleet.
-        """
-        queues, limit = self._fleets.get(fleet), self._max_running[lane]
-        if queues is None or (limit is not None and self._num_running[lane] >= limit):
-            return 0.0
-        held_us = 0.0
-        for tenant in self._tenants:
-            if tenant.slots is not None:
-                for lane_queue in queues.ordered_in(lane):
-                    queue = tenant.queues.get(lane_queue)
-                    if queue is not None and (num := len(queue)):
-                        held_us += queue.work_us * max(0.0, 1 - tenant.slots.num_free / num)
-        # A long prompt may be ordered in another lane than it was submitted to.
-        return max(0.0, queues.submitted_work_us[lane] - held_us) / 1e6
-
-    def wait_s(
-        self,
-        submission: Submission,
-        fleet: Fleet,
-        growth_s: float,
-        work_s: float,
-        num_workers: float,
-    ) -> float:
-        """Predicts how long a request that arrives now would wait for its turn, in seconds.
-
-        Args:
-            submission: The request, which is not queued.
-            fleet: The fleet that it would wait for.
-            growth_s: As Request.growth_s.
-            work_s: Its own prefill work, in seconds.
-            num_workers: Number of workers that compute prompts; a worker at half speed counts half.
-        """
-        queues = self._fleets.get(fleet)
-        if queues is None:
-            return 0.0
-        queue = queues.of(submission.ordered_in(self._long_prompt_tokens))
-        # Seconds of prefill work that can leave the queue in a second.
-        most_per_s, first_s = num_workers * (1 - self._batch_share), 0.0
-        if queue is queues.batch:
-            first_s = queues.interactive.work.work_s / most_per_s
-            most_per_s = num_workers
-        weight = self._weight_of(submission.tenant)
-        tenant = self._tenants.find(submission.tenant)
-        ahead_s = queue.ahead_s(tenant, weight, work_s, self.now + growth_s)
-        wait_s = first_s + ahead_s / most_per_s
-        if queue.work.work_s:
-            # If KV blocks or concurrency are short, less leaves than prefill workers could compute.
-            per_s = queue.work.per_s(most_per_s, self.now)
-            wait_s = max(wait_s, (ahead_s + work_s) / per_s - work_s / most_per_s)
-        return wait_s
-
-    def slot_wait_s(self, submission: Submission) -> float | None:
-        """Predicts how long a request would wait for its tenant's concurrency limit, in seconds.
-
-        Args:
-            submission: The request, which is not queued.
-
-        Returns:
-            None if the tenant may run one more request now.
-        """
-        tenant = self._tenants.find(submission.tenant)
-        if tenant is None or tenant.slots is None:
-            return None
-        lane = submission.ordered_in(self._long_prompt_tokens)
-        before = {lane, _INTERACTIVE}
-        num_waiting = sum(
-            len(one) for one in tenant.queues.values() if one.lane_queue.lane in before
-        )
-        return tenant.slots.wait_s(num_waiting, self.now)
-
     def reached_limit(self, request: Request) -> str:
         """Returns which limit keeps a waiting request from running, in words; empty: none does."""
-        queue = self._entries[request.key].queue
-        tenant, lane = queue.tenant, queue.lane_queue.lane
-        if not tenant.can_run:
-            return (
-                f"tenant {tenant.name!r} runs {tenant.num_running} requests, at most "
-                f"{tenant.config.max_concurrent} (max_concurrent)"
-            )
-        limit, num_running = self._max_running[lane], self._num_running[lane]
-        if limit is not None and num_running >= limit:
-            return (
-                f"the {lane_name(lane)} lane runs {num_running} requests, at most {limit} "
-                f"(lanes.{lane_name(lane)}.max_running)"
-            )
-        return ""
+        return self.waits.reached_limit(self._entries[request.key])
 
     # ---- Queueing
 
@@ -267,7 +163,7 @@ class Lanes:
         self._put_in(entry, now)
         self._places[request.submission.lane].take(entry.queue.tenant.name)
         self._waiting[request.submission.lane][request.key] = request
-        request.was_held |= self._is_held(entry)
+        request.was_held |= self.waits.is_held(entry)
         self._reorder(entry.queue.tenant)
 
     def changed_fleet(self, request: Request) -> None:
@@ -343,7 +239,7 @@ class Lanes:
             entry.owed_per_token = -1.0 if is_batch else deficit.per_token
         self._stop_waiting(entry)
         queue.tenant.started(self.now)
-        self._num_running[lane_queue.lane] += 1
+        self._limits[lane_queue.lane].num_running += 1
         lane_queue.order.took_turn(queue)
         entry.num_charged_tokens += num_prompt_tokens
         self._charge(entry, num_prompt_tokens * self._prompt_weight)
@@ -432,9 +328,7 @@ class Lanes:
 
     def _head(self, lane_queue: LaneQueue) -> QueueEntry | None:
         """Returns the next entry of a lane's queue; None if it has none that may run now."""
-        lane = lane_queue.lane
-        limit = self._max_running[lane]
-        if lane_queue in self._skipped or (limit is not None and self._num_running[lane] >= limit):
+        if lane_queue in self._skipped or self._limits[lane_queue.lane].is_reached:
             return None
         queue = lane_queue.order.first()
         return queue.first() if queue is not None else None
@@ -452,14 +346,6 @@ class Lanes:
                     lane_queue.join(queue, self.now)
             elif queue.item is not None:
                 lane_queue.leave(queue, self.now)
-
-    def _is_held(self, entry: QueueEntry) -> bool:
-        """Whether a waiting request must wait for a limit, however many workers there are."""
-        tenant, lane = entry.queue.tenant, entry.queue.lane_queue.lane
-        limit, slots = self._max_running[lane], tenant.slots
-        if limit is not None and self._num_running[lane] >= limit:
-            return True
-        return slots is not None and sum(map(len, tenant.queues.values())) > slots.num_free
 
     # ---- Entries
 
@@ -523,7 +409,7 @@ class Lanes:
     def _stopped(self, entry: QueueEntry) -> None:
         """A dispatched request no longer runs."""
         entry.queue.tenant.stopped(self.now)
-        self._num_running[entry.queue.lane_queue.lane] -= 1
+        self._limits[entry.queue.lane_queue.lane].num_running -= 1
 
     def _weight_of(self, tenant: str) -> float:
         return self._tenants.config(tenant).weight
@@ -555,7 +441,8 @@ class Lanes:
         """Raises AssertionError when a request is lost, counted twice or in a wrong queue."""
         queued = [entry for entry in self._entries.values() if entry.is_queued]
         assert len(queued) == len(self)
-        assert sum(self._num_running.values()) == len(self._entries) - len(queued)
+        num_running = sum(limit.num_running for limit in self._limits.values())
+        assert num_running == len(self._entries) - len(queued)
         assert all(one.queue is one.queue.tenant.queues[one.queue.lane_queue] for one in queued)
         queues = {id(entry.queue): entry.queue for entry in self._entries.values()}
         assert sum(map(len, queues.values())) == len(queued)

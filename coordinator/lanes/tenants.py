@@ -170,6 +170,11 @@ class Tenant:
         return queue
 
     @property
+    def num_waiting(self) -> int:
+        """Number of its requests that wait, in all lanes and for all fleets."""
+        return sum(map(len, self.queues.values()))
+
+    @property
     def can_run(self) -> bool:
         """Whether one more of its requests may be dispatched."""
         return self.slots is None or self.slots.num_free > 0
@@ -189,7 +194,7 @@ class Tenant:
     @property
     def idle(self) -> bool:
         """Whether it has neither running nor waiting requests."""
-        return not self.num_running and not any(map(len, self.queues.values()))
+        return not self.num_running and not self.num_waiting
 
 
 class Tenants:

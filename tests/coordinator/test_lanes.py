@@ -235,7 +235,10 @@ def test_the_predicted_wait_leaves_out_what_a_short_prompt_overtakes():
         one.growth_s = growth_s
         lanes.push(one, one.submitted_at, work_s=1.0 + number)
     arrives = request(8).submission
-    waits = [lanes.wait_s(arrives, FLEET, growth_s, 1.0, 1.0) for growth_s in (0.0, 0.5, 9.0)]
+    waits = [
+        lanes.waits.turn_s(arrives, FLEET, growth_s, lanes.now, 1.0, 1.0)
+        for growth_s in (0.0, 0.5, 9.0)
+    ]
     free = 1 / (1 - LanesConfig().batch.share)
     assert waits == pytest.approx([(7 + 8) * free, (6 + 7 + 8) * free, (6 + 7 + 8) * free])
 

@@ -108,7 +108,7 @@ class WaitingMachine(RuleBasedStateMachine):
         cell.core.check_integrity()
         assert all(one.ended_at is not None for one in cell.outcomes)
         assert cell.core.num_requests == len(lanes) == 0
-        assert all(lanes.waiting_s(lane, cell.core.fleets.stable) == 0 for lane in LANES)
+        assert all(lanes.waits.work_s(lane, cell.core.fleets.stable) == 0 for lane in LANES)
         for worker in cell.core.workers:
             entry = cell.core.placers.load(worker)
             assert (entry.num_prefills, entry.num_decodes, entry.queued_tokens) == (0, 0, 0)

@@ -130,9 +130,9 @@ class Observer:
         decode_is_full: bool,
     ) -> LaneLoad:
         demand = self._stats.demand[lane]
-        waiting_s = (
-            0.0 if decode_is_full else self._lanes.waiting_s(lane, self._workers.fleets.stable)
-        )
+        waits, waiting_s = self._lanes.waits, 0.0
+        if not decode_is_full:
+            waiting_s = waits.work_s(lane, self._workers.fleets.stable)
         target = dict(config.targets).get(lane_name(lane))
         num_first, num_late, ttft_s, ttft_target_s = len(demand.first_tokens), 0, None, None
         if target is not None and num_first:
@@ -154,7 +154,7 @@ class Observer:
             num_kv_tokens=demand.num_kv_tokens,
             works=tuple(demand.works),
             queued_s=at_workers_s + waiting_s,
-            num_waiting=self._lanes.num_runnable(lane),
+            num_waiting=waits.num_runnable(lane),
             ttft_s=ttft_s,
             ttft_target_s=ttft_target_s,
             num_first=num_first,
