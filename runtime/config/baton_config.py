@@ -81,7 +81,8 @@ class BatonConfig(Section):
         None,
         description="Whether any worker may compute prompts and decode, so that the split into "
         "pools does not matter; false: strict roles. null: true if both pools have the same "
-        "engine_args, decode.local_prefill is true and steps.scheduler is baton.",
+        "engine_args without enable_chunked_prefill: false, decode.local_prefill is true and "
+        "steps.scheduler is baton.",
     )
     latency: LatencyConfig = Field(default_factory=LatencyConfig)
     simulated: SimulatedConfig = Field(default_factory=SimulatedConfig)
@@ -148,7 +149,11 @@ class BatonConfig(Section):
         prefill, decode = (
             self.engine_args | one.engine_args for one in (self.prefill, self.decode)
         )
-        return prefill == decode and self.decode.local_prefill and self.steps.scheduler == "baton"
+        # Without chunked prefill, a step holds a whole prompt, and no ITL target can bound it.
+        bounds_steps = (
+            self.steps.scheduler == "baton" and decode.get("enable_chunked_prefill") is not False
+        )
+        return prefill == decode and self.decode.local_prefill and bounds_steps
 
     @property
     def model_name(self) -> str:

@@ -21,6 +21,9 @@ from baton.runtime.config import parse
         ({"decode": {"engine_args": {"max_num_seqs": 8}}}, False),
         ({"decode": {"local_prefill": False}}, False),
         ({"steps": {"scheduler": "vllm"}}, False),
+        # Each step would hold a whole prompt.
+        ({"engine_args": {"enable_chunked_prefill": False}}, False),
+        ({"engine_args": {"enable_chunked_prefill": True}}, True),
         ({"elastic": False}, False),
         ({"elastic": True, "decode": {"engine_args": {"max_num_seqs": 8}}}, True),
     ],
