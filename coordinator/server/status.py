@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from baton.coordinator.core.core import Core
 from baton.coordinator.state.lanes import lane_config
 from baton.coordinator.state.workers import Worker
-from baton.coordinator.telemetry.recent import LASTS_S, LaneWindow, Recent, Window
+from baton.coordinator.telemetry.recent import LASTS_S, LaneWindow, Window
 from baton.coordinator.telemetry.sketch import Sketch
 from baton.runtime.config import BatonConfig
 from baton.runtime.durations import duration
@@ -40,7 +40,7 @@ def status(
         config: effective configuration.
     """
     stats = core.stats
-    recent, window = stats.recent, stats.recent.window(now)
+    window = stats.recent.window(now)
     found = admin_pb2.GetStatusResponse(
         window=duration(LASTS_S),
         pools=pools,
@@ -49,7 +49,7 @@ def status(
             (_worker(worker, now, config) for worker in core.workers),
             key=lambda one: (one.role, one.worker_id),
         ),
-        decode=_decode(window, recent),
+        decode=_decode(window, core),
         handoffs=admin_pb2.HandoffStatus(
             exposed=percentiles(window.exposed),
             num_fallbacks=window.counts["handoff_fallbacks"],
@@ -166,6 +166,16 @@ def _lane(
     itl_s = recent.itl_target_s(lane)
     if window.itl.num and itl_s is not None:
         found.itl_attained = 1 - window.itl.num_over(itl_s) / window.itl.num
+    gap_s = _gap_limit_s(core, lane)
+    if gap_s is not None:
+        if lane == common_pb2.LANE_INTERACTIVE and core.longest_gap_s is not None:
+            found.targets.longest_gap_ms = round(gap_s * 1e3, 3)
+        if window.itl.num:
+            found.gap_attained = 1 - window.itl.num_over(gap_s) / window.itl.num
+    # With speculative decoding, a gap may bring several tokens.
+    num_later_tokens = max(window.num_output_tokens - window.ttft.num, window.itl.num)
+    if num_later_tokens:
+        found.mean_gap.CopyFrom(duration(window.itl.total_s / num_later_tokens))
     oldest = core.oldest_queued(lane)
     oldest_s = core.stats.ttft_target_s(oldest.submission) if oldest is not None else None
     if oldest_s is not None:
@@ -214,14 +224,30 @@ def _worker(worker: Worker, now: float, config: BatonConfig) -> admin_pb2.Worker
     )
 
 
-def _decode(window: Window, recent: Recent) -> admin_pb2.DecodeStatus:
-    limit_s = recent.itl_target_s(common_pb2.LANE_INTERACTIVE)
+def _gap_limit_s(core: Core, lane: common_pb2.Lane.ValueType) -> float | None:
+    """Target of a single gap between a lane's tokens; None: the lane has no ITL target."""
+    itl_s = core.stats.recent.itl_target_s(lane)
+    if itl_s is None or lane != common_pb2.LANE_INTERACTIVE:
+        return itl_s
+    return max(itl_s, core.longest_gap_s or 0.0)
+
+
+def _decode(window: Window, core: Core) -> admin_pb2.DecodeStatus:
+    itl_s = core.stats.recent.itl_target_s(common_pb2.LANE_INTERACTIVE)
+    gap_s = _gap_limit_s(core, common_pb2.LANE_INTERACTIVE)
     p50, p95 = window.batch.percentiles_s((50, 95))
     return admin_pb2.DecodeStatus(
         steps=percentiles(window.steps),
         mixed_steps=percentiles(window.mixed_steps),
-        num_slow=window.steps.num_over(limit_s) if limit_s is not None else 0,
-        num_slow_mixed=window.mixed_steps.num_over(limit_s) if limit_s is not None else 0,
+        num_slow=_num_over(window.steps, itl_s),
+        num_slow_mixed=_num_over(window.mixed_steps, itl_s),
         batch_p50=p50,
         batch_p95=p95,
+        num_over_gap=_num_over(window.steps, gap_s),
+        num_over_gap_mixed=_num_over(window.mixed_steps, gap_s),
     )
+
+
+def _num_over(sketch: Sketch, limit_s: float | None) -> int:
+    """Number of values over a limit; 0 without a limit."""
+    return 0 if limit_s is None else sketch.num_over(limit_s)

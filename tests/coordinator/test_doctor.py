@@ -12,7 +12,7 @@ from baton.client import doctor
 from baton.client.doctor import Kind
 from baton.coordinator.server import admin
 from baton.coordinator.state import events as ev
-from baton.v1 import cluster_pb2, kv_transfer_pb2
+from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 
 def found(cell: LiveCell) -> list[doctor.Finding]:
@@ -49,6 +49,14 @@ def prompts_beside_outputs() -> LiveCell:
     cell = LiveCell(decode={"local_prefill": True}, lanes={"interactive": {"itl_ms": 1000}})
     cell.workers(max_num_batched_tokens=2048)
     return cell.load(3, 100, 100).load(14, 2000, 2).after(11)
+
+
+def long_gaps(longest_gap_ms: float | None, rate: float = 5) -> LiveCell:
+    """Each prompt is computed in a step of 100 ms: twice the ITL target of 50 ms."""
+    steps = {} if longest_gap_ms is None else {"longest_gap_ms": longest_gap_ms}
+    cell = LiveCell(elastic=True, steps=steps)
+    cell.workers(num_prefill=0, max_num_batched_tokens=2048)
+    return cell.load(1, 100, 200).load(rate, 1800, 2).after(11)
 
 
 def many_at_once() -> LiveCell:
@@ -306,6 +314,30 @@ def test_an_elastic_cell_is_not_told_to_keep_prompts_off_decode_workers():
     [finding] = [one for one in doctor.diagnose(status) if one.kind is Kind.DECODE_INTERFERENCE]
     assert "local_prefill" not in finding.first
     assert "steps.longest_gap_ms" in finding.first
+
+
+def test_gaps_that_were_chosen_are_no_finding():
+    """With a longest gap of 200 ms, steps of 100 ms between tokens are as intended."""
+    cell = long_gaps(200)
+    [lane] = [one for one in cell.status().lanes if one.info.lane == common_pb2.LANE_INTERACTIVE]
+    assert lane.itl_attained < lane.targets.percentile / 100 <= lane.gap_attained
+    assert lane.mean_gap.ToNanoseconds() < lane.targets.itl_ms * 1e6
+    assert Kind.DECODE_INTERFERENCE not in {one.kind for one in found(cell)}
+
+
+def test_gaps_over_the_chosen_length_are_a_finding():
+    for longest_gap_ms in (None, 80):
+        (evidence,) = (
+            one.evidence
+            for one in found(long_gaps(longest_gap_ms))
+            if one.kind is Kind.DECODE_INTERFERENCE
+        )
+        assert f"single gaps may take {longest_gap_ms or 60} ms" in evidence[1]
+
+
+def test_a_mean_gap_over_the_target_is_a_finding_however_long_single_gaps_may_be():
+    cell = long_gaps(1000, rate=30)
+    assert Kind.DECODE_INTERFERENCE in {one.kind for one in found(cell)}
 
 
 def test_an_elastic_cell_is_told_to_add_any_worker():

@@ -1221,6 +1221,8 @@ class LaneStatus(_message.Message):
     TENANTS_FIELD_NUMBER: _builtins.int
     TTFT_RATIO_FIELD_NUMBER: _builtins.int
     OLDEST_TTFT_TARGET_FIELD_NUMBER: _builtins.int
+    GAP_ATTAINED_FIELD_NUMBER: _builtins.int
+    MEAN_GAP_FIELD_NUMBER: _builtins.int
     ttft_attained: _builtins.float
     """Shares of requests and of gaps within the targets; absent without a target or without traffic.
     A request is compared with its own TTFT target at the time of its first token.
@@ -1232,6 +1234,10 @@ class LaneStatus(_message.Message):
     num_failed: _builtins.int
     num_output_tokens: _builtins.int
     """Output tokens that workers sent, also of requests that still run."""
+    gap_attained: _builtins.float
+    """Share of gaps within targets.longest_gap_ms, or within the ITL target of a lane without it;
+    absent like itl_attained.
+    """
     @_builtins.property
     def info(self) -> Global___LaneInfo: ...
     @_builtins.property
@@ -1290,6 +1296,12 @@ class LaneStatus(_message.Message):
     def oldest_ttft_target(self) -> _duration_pb2.Duration:
         """TTFT target of the request that has waited longest; absent if it has none."""
 
+    @_builtins.property
+    def mean_gap(self) -> _duration_pb2.Duration:
+        """Mean time per output token after the first. The ITL target bounds this mean; with a longer
+        targets.longest_gap_ms, single gaps may exceed the target.
+        """
+
     def __init__(
         self,
         *,
@@ -1316,15 +1328,21 @@ class LaneStatus(_message.Message):
         tenants: _abc.Iterable[Global___TenantStatus] | None = ...,
         ttft_ratio: Global___Ratios | None = ...,
         oldest_ttft_target: _duration_pb2.Duration | None = ...,
+        gap_attained: _builtins.float | None = ...,
+        mean_gap: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_itl_attained", b"_itl_attained", "_ttft_attained", b"_ttft_attained", "admission_ttft", b"admission_ttft", "after_start", b"after_start", "e2e", b"e2e", "info", b"info", "itl", b"itl", "itl_attained", b"itl_attained", "oldest_ttft_target", b"oldest_ttft_target", "served", b"served", "targets", b"targets", "tiny", b"tiny", "ttft", b"ttft", "ttft_attained", b"ttft_attained", "ttft_ratio", b"ttft_ratio"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_gap_attained", b"_gap_attained", "_itl_attained", b"_itl_attained", "_ttft_attained", b"_ttft_attained", "admission_ttft", b"admission_ttft", "after_start", b"after_start", "e2e", b"e2e", "gap_attained", b"gap_attained", "info", b"info", "itl", b"itl", "itl_attained", b"itl_attained", "mean_gap", b"mean_gap", "oldest_ttft_target", b"oldest_ttft_target", "served", b"served", "targets", b"targets", "tiny", b"tiny", "ttft", b"ttft", "ttft_attained", b"ttft_attained", "ttft_ratio", b"ttft_ratio"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_itl_attained", b"_itl_attained", "_ttft_attained", b"_ttft_attained", "admission_ttft", b"admission_ttft", "after_start", b"after_start", "e2e", b"e2e", "info", b"info", "itl", b"itl", "itl_attained", b"itl_attained", "late", b"late", "num_admitted", b"num_admitted", "num_ended", b"num_ended", "num_failed", b"num_failed", "num_late", b"num_late", "num_output_tokens", b"num_output_tokens", "oldest_ttft_target", b"oldest_ttft_target", "served", b"served", "sheds", b"sheds", "stages", b"stages", "targets", b"targets", "tenants", b"tenants", "tiny", b"tiny", "tiny_stages", b"tiny_stages", "ttft", b"ttft", "ttft_attained", b"ttft_attained", "ttft_ratio", b"ttft_ratio"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_gap_attained", b"_gap_attained", "_itl_attained", b"_itl_attained", "_ttft_attained", b"_ttft_attained", "admission_ttft", b"admission_ttft", "after_start", b"after_start", "e2e", b"e2e", "gap_attained", b"gap_attained", "info", b"info", "itl", b"itl", "itl_attained", b"itl_attained", "late", b"late", "mean_gap", b"mean_gap", "num_admitted", b"num_admitted", "num_ended", b"num_ended", "num_failed", b"num_failed", "num_late", b"num_late", "num_output_tokens", b"num_output_tokens", "oldest_ttft_target", b"oldest_ttft_target", "served", b"served", "sheds", b"sheds", "stages", b"stages", "targets", b"targets", "tenants", b"tenants", "tiny", b"tiny", "tiny_stages", b"tiny_stages", "ttft", b"ttft", "ttft_attained", b"ttft_attained", "ttft_ratio", b"ttft_ratio"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__gap_attained: _TypeAlias = _typing.Literal["gap_attained"]  # noqa: Y015
+    _WhichOneofArgType__gap_attained: _TypeAlias = _typing.Literal["_gap_attained", b"_gap_attained"]  # noqa: Y015
     _WhichOneofReturnType__itl_attained: _TypeAlias = _typing.Literal["itl_attained"]  # noqa: Y015
     _WhichOneofArgType__itl_attained: _TypeAlias = _typing.Literal["_itl_attained", b"_itl_attained"]  # noqa: Y015
     _WhichOneofReturnType__ttft_attained: _TypeAlias = _typing.Literal["ttft_attained"]  # noqa: Y015
     _WhichOneofArgType__ttft_attained: _TypeAlias = _typing.Literal["_ttft_attained", b"_ttft_attained"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__gap_attained) -> _WhichOneofReturnType__gap_attained | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__itl_attained) -> _WhichOneofReturnType__itl_attained | None: ...
     @_typing.overload
@@ -1513,12 +1531,19 @@ class DecodeStatus(_message.Message):
     NUM_SLOW_MIXED_FIELD_NUMBER: _builtins.int
     BATCH_P50_FIELD_NUMBER: _builtins.int
     BATCH_P95_FIELD_NUMBER: _builtins.int
+    NUM_OVER_GAP_FIELD_NUMBER: _builtins.int
+    NUM_OVER_GAP_MIXED_FIELD_NUMBER: _builtins.int
     num_slow: _builtins.int
     """Outputs in steps longer than the interactive lane's ITL target."""
     num_slow_mixed: _builtins.int
     batch_p50: _builtins.float
     """Requests per step."""
     batch_p95: _builtins.float
+    num_over_gap: _builtins.int
+    """Outputs in steps longer than the interactive lane's longest gap: targets.longest_gap_ms of the
+    lane, or its ITL target.
+    """
+    num_over_gap_mixed: _builtins.int
     @_builtins.property
     def steps(self) -> Global___Percentiles:
         """Steps that only decoded, and steps that also computed prompt tokens."""
@@ -1534,10 +1559,12 @@ class DecodeStatus(_message.Message):
         num_slow_mixed: _builtins.int = ...,
         batch_p50: _builtins.float = ...,
         batch_p95: _builtins.float = ...,
+        num_over_gap: _builtins.int = ...,
+        num_over_gap_mixed: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["mixed_steps", b"mixed_steps", "steps", b"steps"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_p50", b"batch_p50", "batch_p95", b"batch_p95", "mixed_steps", b"mixed_steps", "num_slow", b"num_slow", "num_slow_mixed", b"num_slow_mixed", "steps", b"steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_p50", b"batch_p50", "batch_p95", b"batch_p95", "mixed_steps", b"mixed_steps", "num_over_gap", b"num_over_gap", "num_over_gap_mixed", b"num_over_gap_mixed", "num_slow", b"num_slow", "num_slow_mixed", b"num_slow_mixed", "steps", b"steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1801,7 +1828,7 @@ class LaneTargets(_message.Message):
     """
     longest_gap_ms: _builtins.float
     """Longest step beside the lane's streams that is in force, in milliseconds, and why it is that
-    long, for people. Only the interactive lane with an ITL target has one. Ignored in requests.
+    long, for people (empty in GetStatus). Only the interactive lane with an ITL target has one. Ignored in requests.
     """
     longest_gap_reason: _builtins.str
     def __init__(
