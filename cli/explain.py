@@ -128,7 +128,7 @@ def why(stall: Stall, tenant: str) -> str:
         admin_pb2.STALL_CAUSE_RECOVERY: "the worker of the request failed; "
         "another worker continued the request",
         admin_pb2.STALL_CAUSE_PARKED: "the request left its worker for interactive requests, or "
-        "because the worker changed its role",
+        "because the worker changed its role or left",
         admin_pb2.STALL_CAUSE_HANDOFF: "the KV cache was handed over and the request joined "
         "the decode batch",
         admin_pb2.STALL_CAUSE_CLIENT: "the client did not read the sent tokens in time (not part "

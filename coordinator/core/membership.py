@@ -187,7 +187,9 @@ class Membership:
         change = event.change
         if change.state == cluster_pb2.WORKER_STATE_STOPPED:
             reason = f"stopped: {change.reason}" if change.reason else "stopped"
-            self._removal.lose(worker, reason, now, fenced=False, blame=change.failed)
+            self._removal.lose(
+                worker, reason, now, fenced=False, blame=change.failed, left=not change.failed
+            )
             return
         if change.state == cluster_pb2.WORKER_STATE_DRAINING:
             self._flips.stop(worker)

@@ -293,6 +293,11 @@ class RequestLifecycle:
         self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_RECOVERY, now)
         self.stats.recovered(request, now)
 
+    def worker_left(self, request: Request, now: float) -> None:
+        """Queues a request again whose worker stopped as it was asked to; no attempt was lost."""
+        self._begin_again(request, RequestState.RECOVERING, common_pb2.STAGE_PARKED, now)
+        self.stats.num_moved += 1
+
     def change_fleet(self, request: Request, fleet: Fleet) -> None:
         """Moves a waiting request without any output to another fleet."""
         assert request.waits
@@ -318,7 +323,7 @@ class RequestLifecycle:
         self._advance(request, RequestState.RECOVERING, now)
 
     def move(self, request: Request, now: float, placement: Placement | None = None) -> None:
-        """Takes a request off a worker that drains or flips; this is not a lost attempt.
+        """Takes a request off a worker that flips or whose revision ends; no attempt is lost.
 
         Args:
             request: A dispatched request.

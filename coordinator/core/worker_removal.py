@@ -53,6 +53,7 @@ class WorkerRemoval:
         fenced: bool = True,
         blame: bool = True,
         ended: bool = True,
+        left: bool = False,
     ) -> None:
         """Removes a worker. Its requests are queued again and cancelled on their other workers.
 
@@ -64,6 +65,7 @@ class WorkerRemoval:
             blame: Whether one of the requests that it computed may have crashed it.
             ended: False if another process has taken over its id; the caller then calls
                 `left_pool` if that process is in another pool.
+            left: Whether it stopped as it was asked to: its requests move, and none is lost.
         """
         self._workers.remove(worker, reason)
         self._adoption.lost(worker.key)
@@ -76,7 +78,7 @@ class WorkerRemoval:
         if ended:
             self._scaler.left(worker.id, reason, now, wanted=leaves)
         suspects = worker.computing() if blame and not worker.unresponsive else []
-        self._recover_all(worker, reason, suspects, now)
+        self._recover_all(worker, reason, suspects, now, left=left)
         self._lifecycle.fetches.lost(worker.key)
         if ended:
             self.left_pool(worker.role, worker.fleet, now)
@@ -125,6 +127,7 @@ class WorkerRemoval:
         *,
         with_begun: bool = True,
         is_out: bool = True,
+        left: bool = False,
     ) -> None:
         lost = f"worker {worker.id} {reason}"
         for key in [*worker.ledger, *worker.ledger.handoffs]:
@@ -134,6 +137,9 @@ class WorkerRemoval:
             if len(request.token_ids) and not with_begun:
                 continue
             if not is_out and not worker.can_resume(request):
+                continue
+            if left:
+                self._lifecycle.worker_left(request, now)
                 continue
             if request.suspect and suspects == [key]:
                 error = errors.Internal(

@@ -168,8 +168,8 @@ class CoreCollector(Collector):
             ),
             (
                 "baton_moved",
-                "Times that a request was moved because its worker changed its role, or because "
-                "its revision ended.",
+                "Times that a request was moved because its worker changed its role or left, or "
+                "because its revision ended.",
                 stats.num_moved,
             ),
             (

@@ -132,8 +132,8 @@ class CoreStats:
         num_parked: times that a batch request was parked for interactive requests.
         latest_cold_starts: latest worker starts, oldest first.
         num_adopted: requests of a previous coordinator that continued on their worker.
-        num_moved: times that a request was moved because its worker changed its role or its
-            revision ended.
+        num_moved: times that a request was moved because its worker changed its role or left, or
+            because its revision ended.
         num_prefixes_gone: times that a decode worker lacked blocks that it could not compute.
         cold_starts: workers that attached for the first time, by pool.
         cold_start_s: seconds that worker starts took, by stage.

@@ -107,6 +107,26 @@ def test_attempts_without_progress_are_bounded(world, out):
     assert world.core.request("r1").attempt == 6
 
 
+def test_workers_that_are_drained_one_after_the_other_lose_no_attempt(world, out):
+    """An operator restarts each worker, and an output of minutes has to move each time."""
+    to = world.submit()
+    stopped = cluster_pb2.WorkerStateChanged(state=cluster_pb2.WORKER_STATE_STOPPED)
+    for attempt in range(1, 8):
+        world.step("p", out("r1", [7], finish=0, attempt=attempt))
+        world.handle(ev.DrainRequested("d", 0.0, "restart"))
+        world.handle(ev.WorkerChanged(("d", attempt), stopped))
+        assert world.core.request("r1").state is RequestState.RECOVERING
+        world.after(0.1)
+        world.attach("d", DECODE, incarnation=attempt + 1)
+    world.step("p", out("r1", [7], finish=0, attempt=8))
+    world.step("d", out("r1", [8], offset=1, finish=LENGTH, attempt=8), incarnation=8)
+    assert world.tokens(to) == [7, 8]
+    stats, budget = world.core.stats, world.last(to).budget
+    assert (stats.num_moved, stats.num_recoveries, stats.num_workers_lost) == (7, 0, 0)
+    assert common_pb2.STAGE_PARKED in {one.stage for one in budget.stages}
+    assert common_pb2.STAGE_RECOVERY not in {one.stage for one in budget.stages}
+
+
 def test_an_invalid_request_is_not_retried(world, out):
     to = world.submit()
     failed = out("r1")

@@ -282,6 +282,16 @@ def test_a_fallback_of_a_handoff_that_was_cancelled_is_told():
     assert finding.evidence[0].startswith("of 0 ended handoffs 0 failed")
 
 
+def test_a_drain_that_moves_requests_at_its_time_limit_is_no_finding():
+    cell = LiveCell().workers(num_decode=2).load(4, 100, 200, 12).after(8)
+    cell.post(ev.DrainRequested("d0", 0.1, "test"))
+    cell.after(0.1).stop("d0")
+    cell.after(20)
+    assert cell.core.stats.num_moved
+    assert all(len(one.token_times) == 200 for one in cell.outcomes)
+    assert found(cell) == []
+
+
 def test_a_past_problem_gives_no_finding():
     cell = more_than_one_worker_computes()
     assert found(cell)

@@ -369,6 +369,15 @@ class VirtualCell:
                 del self._workers[key]
                 self.post(ev.WorkerLost(name, reason, key[1]))
 
+    def stop(self, name: str) -> None:
+        """A worker reaches the time limit of its drain: it drops its requests and leaves."""
+        for key, worker in list(self._workers.items()):
+            if key[0] == name:
+                worker.gone = True
+                del self._workers[key]
+                stopped = cluster_pb2.WorkerStateChanged(state=cluster_pb2.WORKER_STATE_STOPPED)
+                self.post(ev.WorkerChanged(key, stopped))
+
     def tell(self, worker: _Worker, event: ev.Event) -> None:
         """Sends a worker's message, which arrives after the worker's delay."""
 

@@ -80,7 +80,7 @@ class _StallCauseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StallCause
     STALL_CAUSE_RECOVERY: _StallCause.ValueType  # 4
     """The worker died."""
     STALL_CAUSE_PARKED: _StallCause.ValueType  # 5
-    """The request left its worker, as in REQUEST_STATE_PARKED."""
+    """The request left its worker, as in STAGE_PARKED."""
     STALL_CAUSE_HANDOFF: _StallCause.ValueType  # 6
     """The request's own KV cache was handed over; only the first gap has this cause."""
     STALL_CAUSE_CLIENT: _StallCause.ValueType  # 7
@@ -103,7 +103,7 @@ STALL_CAUSE_BATCH: StallCause.ValueType  # 3
 STALL_CAUSE_RECOVERY: StallCause.ValueType  # 4
 """The worker died."""
 STALL_CAUSE_PARKED: StallCause.ValueType  # 5
-"""The request left its worker, as in REQUEST_STATE_PARKED."""
+"""The request left its worker, as in STAGE_PARKED."""
 STALL_CAUSE_HANDOFF: StallCause.ValueType  # 6
 """The request's own KV cache was handed over; only the first gap has this cause."""
 STALL_CAUSE_CLIENT: StallCause.ValueType  # 7

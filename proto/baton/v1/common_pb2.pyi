@@ -110,7 +110,9 @@ class _StageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Stage.ValueType
     STAGE_NETWORK: _Stage.ValueType  # 9
     """Between processes: rest of a span after subtracting the stages inside it."""
     STAGE_PARKED: _Stage.ValueType  # 10
-    """The request left its worker, as in REQUEST_STATE_PARKED, until its tokens flow again."""
+    """The request left its worker, as in REQUEST_STATE_PARKED or because the worker left at the end of
+    a drain, until its tokens flow again.
+    """
 
 class Stage(_Stage, metaclass=_StageEnumTypeWrapper):
     """Part of a request's time. Stages are in order of start and do not overlap."""
@@ -134,7 +136,9 @@ STAGE_RECOVERY: Stage.ValueType  # 8
 STAGE_NETWORK: Stage.ValueType  # 9
 """Between processes: rest of a span after subtracting the stages inside it."""
 STAGE_PARKED: Stage.ValueType  # 10
-"""The request left its worker, as in REQUEST_STATE_PARKED, until its tokens flow again."""
+"""The request left its worker, as in REQUEST_STATE_PARKED or because the worker left at the end of
+a drain, until its tokens flow again.
+"""
 Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
 @_typing.final
