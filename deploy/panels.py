@@ -149,7 +149,12 @@ CELL_ROWS = (
                         ("{{state}}", f'sum by (state) (baton_workers{{CELL, pool="{pool}"}})'),
                         ("desired", f'sum(baton_workers_desired{{CELL, pool="{pool}"}})'),
                         ("ceiling", f'sum(baton_workers_max{{CELL, pool="{pool}"}})'),
+                        (
+                            "lacking GPUs",
+                            f'sum(baton_workers_lacking_gpus{{CELL, pool="{pool}"}})',
+                        ),
                     ],
+                    "lacking GPUs: workers that scaling.max_gpus has no room for.",
                 )
                 for pool in ("prefill", "decode")
             ),

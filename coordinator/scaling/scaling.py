@@ -115,6 +115,11 @@ class Scaler:
         past = self.decisions[pool]
         return past[-1].decision.target if past else self._sizes.started(pool)
 
+    def lacking_gpus(self, pool: Pool) -> int:
+        """Number of workers that the pool should get, but that max_gpus has no room for."""
+        past = self.decisions[pool] if self.active else ()
+        return past[-1].decision.lacking_gpus if past else 0
+
     def starts_on_request(self, pool: Pool) -> bool:
         """Whether a request that finds the pool empty makes it start a worker."""
         limits = self._config.limits(pool)

@@ -272,9 +272,16 @@ class CoreCollector(Collector):
         ceiling = GaugeMetricFamily(
             "baton_workers_max", "Maximum number of workers.", labels=["pool"]
         )
+        lacking = GaugeMetricFamily(
+            "baton_workers_lacking_gpus",
+            "Workers that the pool should get, and that scaling.max_gpus has no room for.",
+            labels=["pool"],
+        )
         for pool in Pool:
             ceiling.add_metric([pool.value], scaler.limits(pool)[1])
+            lacking.add_metric([pool.value], scaler.lacking_gpus(pool))
         yield ceiling
+        yield lacking
 
 
 def registry(core: Core, config: BatonConfig) -> CollectorRegistry:

@@ -43,6 +43,7 @@ class PoolDecision:
         needed: Size that the load alone needs.
         target: Size after limits, step bounds, the stabilisation window and the GPU budget.
         reason: Reason in words, with the numbers.
+        lacking_gpus: Workers by which `target` is smaller because of the GPU budget.
     """
 
     pool: Pool
@@ -50,6 +51,7 @@ class PoolDecision:
     needed: int
     target: int
     reason: str
+    lacking_gpus: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -402,6 +402,7 @@ def test_a_shared_budget_waits_until_the_shrunk_pool_is_gone():
     decision = days.passes(30, rate=60)
     assert decision.prefill.target == 3
     assert "0 of 6 GPUs are free" in decision.prefill.reason
+    assert decision.prefill.lacking_gpus > 0
     del days.members[-1]
     assert days.passes(5, rate=60).prefill.target == 4
 

@@ -400,7 +400,9 @@ def test_a_process_that_ends_holds_its_gpus_until_it_has(launched):
     assert made.ended == ["decode-1"]
     assert len(made.started) == 3
     assert "0 of 3 GPUs are free" in made.reason(PREFILL)
+    assert [made.core.scaler.lacking_gpus(pool) for pool in (PREFILL, DECODE)] == [1, 0]
     made.wait(6)
+    assert made.core.scaler.lacking_gpus(PREFILL) == 0
     assert made.started[-1] == "prefill-1"
 
 

@@ -154,11 +154,9 @@ def _frozen(
         actions += _drains_of_stuck(members[pool], now)
         if sizes[pool] > members[pool].current:
             actions.append(Want(pool, sizes[pool]))
-    return Decision(
-        replace(decided[Pool.PREFILL], target=sizes[Pool.PREFILL]),
-        replace(decided[Pool.DECODE], target=sizes[Pool.DECODE]),
-        tuple(actions),
-    )
+        lacking = decided[pool].target - sizes[pool]
+        decided[pool] = replace(decided[pool], target=sizes[pool], lacking_gpus=lacking)
+    return Decision(decided[Pool.PREFILL], decided[Pool.DECODE], tuple(actions))
 
 
 def _drains_of_stuck(members: Members, now: float) -> list[Drain]:
@@ -304,7 +302,12 @@ def _decision(
         notes = "; ".join(note for note in (why[pool], poor[pool]) if note)
         reason = f"{need.reason}: {need.workers} needed" + (f"; {notes}" if notes else "")
         decided[pool] = PoolDecision(
-            pool, members[pool].current, need.workers, allowed[pool], reason
+            pool,
+            members[pool].current,
+            need.workers,
+            allowed[pool],
+            reason,
+            lacking_gpus=sizes[pool] - allowed[pool],
         )
         actions += _drains_of_stuck(members[pool], now)
         if allowed[pool] != after[pool]:
