@@ -104,7 +104,7 @@ class Gateway:
         self._registry = GatewayCollector(self.stats, slots).registry()
         self._registry.register(self.refusals)
         self._created = int(time.time())
-        self._config = config
+        self._bodies = bodies = body_reader.BodyReader(config)
         self._cells, self._query_limiter = cells, query_limiter
         self._overviews = {
             cell.name: PerCallerQuery(
@@ -114,14 +114,14 @@ class Gateway:
         }
         tokenizing = TokenizeRoutes(cells)
         self._generations: dict[str, ASGIApp] = {
-            route: Generation(route, cells, config, self.stats, slots)
+            route: Generation(route, cells, config, bodies, self.stats, slots)
             for route in (COMPLETIONS, CHAT)
         }
         responses = Responses(ResponseStore(config.stored_responses_bytes), cells)
         dialects: tuple[Dialect, ...] = (Messages(), responses)
         for dialect in dialects:
-            chat = Generation(dialect.path, cells, config, self.stats, slots)
-            self._generations[dialect.path] = ConvertedRoute(dialect, chat, config, self.stats)
+            chat = Generation(dialect.path, cells, config, bodies, self.stats, slots)
+            self._generations[dialect.path] = ConvertedRoute(dialect, chat, bodies, self.stats)
         self.batches: BatchRunner | None = None
         batch_routes = _batches_off()
         if database is not None:
@@ -131,7 +131,7 @@ class Gateway:
 
             stats = self.stats.batches
             self.batches = BatchRunner(database, self._generations, config, stats, clock)
-            batch_routes = BatchRoutes(self.batches, cells, config).table()
+            batch_routes = BatchRoutes(self.batches, cells, config, bodies).table()
         self._other_routes = Starlette(
             routes=[
                 *(
@@ -141,7 +141,7 @@ class Gateway:
                 *(
                     Route(
                         route,
-                        PoolingRoute(route, self.pooling, cells, config, self.stats, slots),
+                        PoolingRoute(route, self.pooling, cells, bodies, self.stats, slots),
                         methods=["POST"],
                     )
                     for route in POOLING_ROUTES
@@ -291,7 +291,7 @@ class Gateway:
         """Wraps an endpoint that reads a JSON body; it ends when the client leaves."""
 
         async def endpoint(request: Request) -> Response:
-            body = await body_reader.read_body(request.receive, request.headers, self._config)
+            body = await self._bodies.read(request.receive, request.headers)
             answering = answer(body, request.headers)
             return JSONResponse(await until_disconnect(answering, request.receive))
 

@@ -27,7 +27,6 @@ from baton.gateway.coordinator_queries import with_bearer
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError, internal_error
 from baton.gateway.metrics import GatewayStats
 from baton.runtime import logs
-from baton.runtime.config import HttpConfig
 
 T = TypeVar("T")
 
@@ -122,19 +121,23 @@ class ConvertedRoute:
     Args:
         dialect: The other API.
         chat: The chat route that answers; it counts the requests that it gets.
-        config: Limits of requests.
+        bodies: Reads the requests' bodies.
         stats: Counts the requests that cannot be converted.
     """
 
     def __init__(
-        self, dialect: Dialect, chat: ASGIApp, config: HttpConfig, stats: GatewayStats
+        self,
+        dialect: Dialect,
+        chat: ASGIApp,
+        bodies: body_reader.BodyReader,
+        stats: GatewayStats,
     ) -> None:
-        self._dialect, self._chat, self._config, self._stats = dialect, chat, config, stats
+        self._dialect, self._chat, self._bodies, self._stats = dialect, chat, bodies, stats
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, path = Headers(scope=scope), self._dialect.path
         try:
-            body = await body_reader.read_body(receive, headers, self._config)
+            body = await self._bodies.read(receive, headers)
             module = await vllm_module(self._dialect.module)
             conversion = self._dialect.begin(module, body, headers)
         except body_reader.ClientDisconnected:

@@ -69,6 +69,7 @@ class Generation:
     path: str
     cells: Cells
     config: HttpConfig
+    bodies: body_reader.BodyReader
     stats: GatewayStats
     slots: CallerSlots
 
@@ -100,7 +101,7 @@ class Exchange:
         watcher: asyncio.Task[None] | None = None
         request: ParsedRequest | None = None
         try:
-            body = await body_reader.read_body(self._receive, self._headers, self._route.config)
+            body = await self._route.bodies.read(self._receive, self._headers)
             # Count a request only after its body is complete, so that slow clients occupy no slot.
             slot.enter_context(self._route.slots.hold(request_credential(self._headers)))
             request, chat = self._parse_body(body)

@@ -22,7 +22,6 @@ from baton.gateway.client_disconnect import until_disconnect
 from baton.gateway.coordinator_queries import request_credential
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError, invalid_value
 from baton.gateway.metrics import GatewayStats
-from baton.runtime.config import HttpConfig
 
 if TYPE_CHECKING:
     # Its HTTP client is imported only where servers are configured.
@@ -41,7 +40,7 @@ class PoolingRoute:
         path: The route's path.
         servers: The servers; None: none is configured.
         cells: Check the credentials of callers.
-        config: Limits of requests.
+        bodies: Reads the requests' bodies.
         stats: Counts the requests.
         slots: Slots of the requests that run on this gateway.
     """
@@ -51,12 +50,12 @@ class PoolingRoute:
         path: str,
         servers: PoolingServers | None,
         cells: Cells,
-        config: HttpConfig,
+        bodies: body_reader.BodyReader,
         stats: GatewayStats,
         slots: CallerSlots,
     ) -> None:
         self._path, self._servers, self._cells = path, servers, cells
-        self._config, self._stats, self._slots = config, stats, slots
+        self._bodies, self._stats, self._slots = bodies, stats, slots
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, started_at = Headers(scope=scope), time.monotonic()
@@ -77,7 +76,7 @@ class PoolingRoute:
             self._stats.requests[self._path, reply.status] += 1
 
     async def _serve(self, headers: Headers, receive: Receive, reply: _Reply) -> None:
-        body = await body_reader.read_body(receive, headers, self._config)
+        body = await self._bodies.read(receive, headers)
         if self._servers is None:
             raise _off(self._path)
         # Only the coordinators know which credentials are valid.

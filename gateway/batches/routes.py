@@ -78,10 +78,14 @@ class BatchRoutes:
         runner: Runs the batches.
         cells: Check the credentials of callers.
         config: Limits.
+        bodies: Reads the requests' bodies.
     """
 
-    def __init__(self, runner: BatchRunner, cells: Cells, config: HttpConfig) -> None:
+    def __init__(
+        self, runner: BatchRunner, cells: Cells, config: HttpConfig, bodies: body_reader.BodyReader
+    ) -> None:
         self._runner, self._cells, self._config = runner, cells, config
+        self._bodies = bodies
         self._uploads = CallerSlots(_MAX_UPLOADS, "uploads", "too_many_uploads")
 
     def table(self) -> list[tuple[str, Endpoint, list[str]]]:
@@ -199,7 +203,7 @@ class BatchRoutes:
 
     async def _created(self, request: Request) -> Batch:
         owner = _owner(request)
-        sent = await body_reader.read_body(request.receive, request.headers, self._config)
+        sent = await self._bodies.read(request.receive, request.headers)
         body = parse_body(sent, BatchBody)
         file = await self._file(request, body.input_file_id, "input_file_id")
         if file.purpose != "batch":

@@ -86,7 +86,11 @@ class HttpConfig(Section):
     max_choices: PositiveInt = Field(
         128, description="Answers of one HTTP request: its number of prompts times n."
     )
-    max_body_bytes: PositiveInt = Field(8 * 2**20, description="Size of one request's body.")
+    max_body_bytes: PositiveInt = Field(
+        8 * 2**20,
+        description="Size of one request's body. All incomplete bodies together may have 32 times "
+        "as many bytes.",
+    )
     stored_responses_bytes: int = Field(
         64 * 2**20,
         ge=0,

@@ -115,6 +115,38 @@ async def test_an_incomplete_body_is_408(coordinator, start_gateway):
         assert (status, answer["error"]["code"]) == (408, "request_timeout")
 
 
+async def test_incomplete_bodies_have_a_common_limit_which_callers_share(
+    coordinator, start_gateway
+):
+    """128 blocks of 64 KiB are free, and each of these bodies holds three."""
+    part, num_that_fit = b" " * 2**18, 42
+    async with start_gateway(coordinator, max_body_bytes=2**18 + 9) as gateway:
+        slow = [
+            await asyncio.open_connection(*gateway.address, limit=2**20)
+            for _ in range(num_that_fit + 1)
+        ]
+        for _, writer in slow:
+            writer.write(request(part[:-1], length=len(part)))
+        answers = [asyncio.create_task(read_answer(reader)) for reader, _ in slow]
+        done, waiting = await asyncio.wait(answers, return_when=asyncio.FIRST_COMPLETED)
+        ((status, answer, headers),) = [one.result() for one in done]
+        assert (status, answer["error"]["code"]) == (429, "gateway_full")
+        assert answer["error"]["message"].startswith("incomplete request bodies hold 8 MiB")
+        assert headers["retry-after"] == "1"
+        # The same caller's short bodies are read, and those of a caller with less than its share.
+        assert (await answered(gateway, request(b"{}")))[0] == 400
+        other = request(part, "authorization: Bearer other", length=len(part) + 2)
+        assert (await answered(gateway, other, b"{}"))[0] == 400
+        assert len(waiting) == num_that_fit
+        assert not any(one.done() for one in waiting)
+        for _, writer in slow:
+            writer.close()
+        await asyncio.gather(*answers, return_exceptions=True)
+        async with asyncio.timeout(WAIT_S):
+            while (await answered(gateway, request(part, length=len(part) + 2), b"{}"))[0] == 429:
+                await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize(
     "parts",
     [
