@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from typing import NamedTuple
 
+from baton.coordinator.core.retries import Retries
 from baton.coordinator.lanes.admission import Admission, TtftForecast
 from baton.coordinator.lanes.lanes import TENANT_RATE, Lanes
 from baton.coordinator.rollouts.traffic import Traffic
@@ -50,11 +51,12 @@ class AdmissionCheck:
         self._requests, self._workers, self._placers = requests, workers, placers
         self._traffic, self._lanes = traffic, lanes
         self._admission, self._stats = admission, stats
+        self._retries = Retries()
 
     def check(
         self, submission: Submission, older: Request | None, now: float, *, may_still_run: bool
     ) -> AdmissionResult:
-        """Checks a submission, chooses its fleet, and counts it as arrived or shed.
+        """Checks a submission, chooses its fleet, and counts it as demand and as shed.
 
         Args:
             submission: A new or resumed submission.
@@ -83,9 +85,12 @@ class AdmissionCheck:
             if forecast is not None and _is_late(forecast):
                 refused = forecast.error()
         shed = refused if isinstance(refused, errors.ResourceExhausted) else None
-        if refused is None or (shed is not None and shed.reason != TENANT_RATE):
+        is_wanted = shed is not None and shed.reason != TENANT_RATE
+        if (refused is None or is_wanted) and not self._retries.repeats(submission, now):
             demand = self._placers.of(fleet).predictions.demand(submission, hashes)
             self._stats.demand[submission.lane].arrived(*demand)
+        if shed is not None and is_wanted and shed.retry_after_s is not None:
+            self._retries.refused(submission, shed.retry_after_s, now)
         if shed is not None:
             self._stats.shed(submission.lane, shed.reason, now)
         if refused is not None:

@@ -72,7 +72,7 @@ _NUM_WORKS, _NUM_TTFTS = 256, 4096
 
 
 class LaneDemand:
-    """Demand of clients in one lane, including requests refused for overload.
+    """Demand of clients in one lane, including requests refused for overload, once each.
 
     Attributes:
         num_arrived: number of requests.

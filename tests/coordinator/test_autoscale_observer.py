@@ -116,6 +116,41 @@ def test_cached_prefixes_are_no_demand():
     assert after - before < 0.02
 
 
+def num_arrived(made):
+    return lane(made.core.observer().observe(ScalingConfig(), made.now)).num_arrived
+
+
+def test_a_refused_request_that_comes_again_is_demand_once():
+    made, num_sheds = cell(max_queued=2), 0
+    waiting = [[number, *[1] * 999] for number in range(20)]
+    while waiting:
+        # Each try has an ID of its own, as over HTTP.
+        tries = [(prompt, made.submit(1000, 50, prompt=prompt)) for prompt in waiting]
+        shed = [(prompt, one.error.retry_after_s) for prompt, one in tries if one.shed]
+        num_sheds += len(shed)
+        waiting = [prompt for prompt, _ in shed]
+        made.run(made.now + max((after_s for _, after_s in shed), default=0.0))
+    assert num_sheds > 20
+    assert num_arrived(made) == 20
+
+
+def test_a_refused_request_that_comes_again_much_later_is_demand_again():
+    made = cell(max_queued=2)
+    for _ in range(10):
+        made.submit(1000, 50)
+    assert made.submit(1000, 50, prompt=[1] * 1000).shed
+    made.run(made.now + 300)
+    made.submit(1000, 50, prompt=[1] * 1000)
+    assert num_arrived(made) == 12
+
+
+def test_equal_requests_at_a_time_are_demand_each():
+    made = cell(max_queued=2)
+    for _ in range(20):
+        made.submit(1000, 50, prompt=[1] * 1000)
+    assert num_arrived(made) == 20
+
+
 def test_requests_refused_for_overload_are_demand():
     made = cell(ttft_ms=300)
     outcomes = [made.submit(1000, 5) for _ in range(20)]
