@@ -12,7 +12,7 @@ import json
 import types
 from collections import deque
 from collections.abc import AsyncIterator, Generator, Iterator, Sequence
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from json.encoder import encode_basestring_ascii as quoted
 from typing import Any
 
@@ -267,6 +267,7 @@ def _converted(
             continued then counts as a finished one.
     """
     _check_results(request.messages)
+    _separate_system_texts(request)
     try:
         # Most chat templates refuse a system turn after the first one.
         chat = AnthropicServingMessages.to_chat_completion_request(
@@ -315,6 +316,35 @@ def _has_prefill(request: AnthropicMessagesRequest | AnthropicCountTokensRequest
         allowed = "final assistant content cannot end with trailing whitespace"
         raise invalid_value(f"{turn}.content", text, allowed)
     return True
+
+
+def _separate_system_texts(
+    request: AnthropicMessagesRequest | AnthropicCountTokensRequest,
+) -> None:
+    """Ends system texts with a line break where the next one would continue their last word.
+
+    The converter joins them without anything in between.
+    """
+    # Objects with a text, and the name of its attribute.
+    found = list[tuple[Any, str]]()
+    holders: list[tuple[Any, str]] = [(request, "system")]
+    holders += ((turn, "content") for turn in request.messages if turn.role == "system")
+    for holder, name in holders:
+        content = getattr(holder, name)
+        if isinstance(content, str):
+            found.append((holder, name))
+        else:
+            found += ((block, "text") for block in content or () if block.type == "text")
+    texts = [one for one in found if getattr(*one) and not _is_left_out(getattr(*one))]
+    for (holder, name), following in pairwise(texts):
+        text: str = getattr(holder, name)
+        if not (text[-1].isspace() or getattr(*following)[0].isspace()):
+            setattr(holder, name, f"{text}\n")
+
+
+def _is_left_out(text: str) -> bool:
+    """Whether the converter leaves out a system text: it is Claude Code's billing header."""
+    return text.startswith("x-anthropic-billing-header")
 
 
 def _check_results(messages: Sequence[AnthropicMessage]) -> None:

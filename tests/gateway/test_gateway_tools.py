@@ -581,6 +581,16 @@ async def test_tool_results_and_the_session_reach_the_coordinator(gateway):
     assert request.session_id == "session-1"
 
 
+async def test_system_texts_of_a_message_are_separate_lines(gateway):
+    texts = ["You are an agent.", "x-anthropic-billing-header: turn=7", "Be brief.\n", "Be kind."]
+    system = [{"type": "text", "text": one} for one in texts]
+    reminder = {"role": "system", "content": [{"type": "text", "text": "It is May."}]}
+    turns = [*TURNS, {"role": "assistant", "content": "Yes?"}, reminder, *TURNS]
+    request, _ = await gateway.message("Cold.", system=system, messages=turns)
+    told = [one.content for one in request.chat.messages if one.role == "system"]
+    assert told == ["You are an agent.\nBe brief.\nBe kind.\nIt is May."]
+
+
 async def test_tools_that_an_agent_loads_later_reach_the_coordinator(gateway):
     """Claude Code defers tools; its tool search answers with references to them."""
     called = {"type": "tool_use", "id": "t1", "name": "search", "input": {"query": "weather"}}
