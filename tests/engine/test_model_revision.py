@@ -120,6 +120,17 @@ def test_weights_of_every_format_count(tmp_path: Path, name: str) -> None:
     assert weights_revision(Model(str(tmp_path))) != before
 
 
+def test_weights_that_differ_in_some_layers_only_are_told_apart(tmp_path: Path) -> None:
+    """The first and the last mebibyte are equal, as with frozen embeddings and a frozen end."""
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(30 * 2**20))
+    before = weights_revision(Model(str(tmp_path)))
+    with weights.open("r+b") as file:
+        file.seek(12 * 2**20)
+        file.write(b"x" * 2**20)
+    assert weights_revision(Model(str(tmp_path))) != before
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of the hub with two commits of one repository; `main` is the second one."""
