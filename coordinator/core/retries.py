@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections import deque
+from dataclasses import dataclass
 
 from baton.coordinator.state.requests import Submission
 
 # A repetition that comes this many seconds after it was due counts as a new request.
 _REMEMBERED_S = 120.0
-# Different requests, and refusals of equal requests, that are remembered at most.
-_MAX_REQUESTS, _MAX_EQUAL = 4096, 64
+# Different requests that are remembered at most.
+_MAX_REQUESTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """The latest refusal of a request.
+
+    Attributes:
+        due_at: Time at which the retry is due.
+        is_only: Whether no equal request came between the refusal and that time.
+    """
+
+    due_at: float
+    is_only: bool
 
 
 class Retries:
@@ -17,42 +30,38 @@ class Retries:
 
     Clients may submit a refused request again under another ID, so a submission repeats a refused
     one if it has the same tenant, prompt and parameters, and comes when the retry was due or later.
-    Earlier ones are equal requests of their own, for example several samples of one prompt. Equal
-    requests that come later cannot be told from retries: of such requests, the demand is
-    underestimated while some of them are refused.
+    An equal request that comes earlier is a request of its own, for example another sample of the
+    prompt, or one of a load test with a single prompt. From then on, retries and new requests
+    cannot be told apart, and all of these equal requests count, until none was refused for
+    _REMEMBERED_S: too much demand does less harm than too little.
     """
 
     def __init__(self) -> None:
-        # Times at which retries are due, by tenant and digest; the latest refusal comes last.
-        self._due: dict[tuple[str, int], deque[float]] = {}
+        # By tenant and digest; the latest refusal comes last.
+        self._refusals: dict[tuple[str, int], _Refusal] = {}
 
     def repeats(self, submission: Submission, now: float) -> bool:
         """Whether a submission repeats a refused one, which is then forgotten."""
-        if not self._due:
+        if not self._refusals:
             return False
         key = submission.tenant, submission.digest
-        due = self._due.get(key)
-        if due is None:
+        refusal = self._refusals.get(key)
+        if refusal is None or not refusal.is_only:
             return False
-        while due and due[0] + _REMEMBERED_S < now:
-            due.popleft()
-        does_repeat = bool(due) and due[0] <= now
-        if does_repeat:
-            due.popleft()
-        if not due:
-            del self._due[key]
-        return does_repeat
+        if now < refusal.due_at:
+            self._refusals[key] = _Refusal(refusal.due_at, is_only=False)
+            return False
+        del self._refusals[key]
+        return now <= refusal.due_at + _REMEMBERED_S
 
     def refused(self, submission: Submission, retry_after_s: float, now: float) -> None:
         """Remembers that a submission was refused and may come again after `retry_after_s`."""
         key = submission.tenant, submission.digest
-        due = self._due.pop(key, None)
-        if due is None:
-            due = deque(maxlen=_MAX_EQUAL)
-        due.append(now + retry_after_s)
-        self._due[key] = due
-        while len(self._due) > _MAX_REQUESTS or self._is_over(next(iter(self._due)), now):
-            del self._due[next(iter(self._due))]
+        # An earlier refusal that is still remembered was of an equal request.
+        is_only = self._refusals.pop(key, None) is None
+        self._refusals[key] = _Refusal(now + retry_after_s, is_only)
+        while len(self._refusals) > _MAX_REQUESTS or self._is_over(next(iter(self._refusals)), now):
+            del self._refusals[next(iter(self._refusals))]
 
     def _is_over(self, key: tuple[str, int], now: float) -> bool:
-        return self._due[key][-1] + _REMEMBERED_S < now
+        return self._refusals[key].due_at + _REMEMBERED_S < now
