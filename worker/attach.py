@@ -34,6 +34,13 @@ _log = logging.getLogger(__name__)
 _BACKOFF_S, _BACKOFF_GROWTH = (0.05, 0.3), 1.5
 # A connection that is accepted but stays silent for this long counts as failed.
 _WELCOME_TIMEOUT_S = 10.0
+# A coordinator that sends neither messages nor heartbeats for this long counts as gone, even if the
+# connection answers pings: a proxy may answer them, or a coordinator with a blocked event loop. A
+# coordinator with long heartbeat intervals may be silent for as many intervals.
+_SILENT_S = rpc.PING_INTERVAL_S + rpc.PING_TIMEOUT_S
+_SILENT_HEARTBEATS = 3
+# The silence is measured in so many steps.
+_SILENCE_STEPS = 10
 _LEAVE_TIMEOUT_S = 5.0
 # Every heartbeat acknowledges commands. In between, so many commands are acknowledged at once.
 _ACK_EVERY = 64
@@ -149,6 +156,8 @@ class Attachment:
         self._generation = 0
         self._received = self._acknowledged = 0
         self._heartbeat_s, self._grace_s = 1.0, 0.0
+        # Whether the present stream had a message since the silence was last looked at.
+        self._heard = False
         self._load: cluster_pb2.LoadReport | None = None
         self._leaving = False
         self.detached = asyncio.Event()
@@ -212,7 +221,9 @@ class Attachment:
             await self._exchange_hello(call)
             attached.set()
             self.detached.clear()
-            await _first_of(self._read(call), self._write(call), self._send_heartbeats())
+            await _first_of(
+                self._read(call), self._write(call), self._send_heartbeats(), self._await_silence()
+            )
         except _ENDS_A_STREAM as error:
             await self._raise_for_end(call, error)
         finally:
@@ -249,6 +260,7 @@ class Attachment:
 
     async def _read(self, call: _Call) -> None:
         while isinstance(message := await call.read(), cluster_pb2.CoordinatorMessage):
+            self._heard = True
             self._outbox.acknowledge(message.ack)
             if not message.batch:
                 self._take(message)
@@ -302,6 +314,19 @@ class Attachment:
             self._load = await self._host.load_report()
             self._outbox.posted.set()
             await asyncio.sleep(self._heartbeat_s)
+
+    async def _await_silence(self) -> None:
+        """Raises _StreamLost when the coordinator has been silent for too long."""
+        limit_s = max(_SILENT_S, _SILENT_HEARTBEATS * self._heartbeat_s)
+        step_s = limit_s / _SILENCE_STEPS
+        num_silent = 0
+        # Steps are counted, not time: after a pause of this process (SIGSTOP), the messages that
+        # came meanwhile must be read first.
+        while num_silent < _SILENCE_STEPS:
+            self._heard = False
+            await asyncio.sleep(step_s)
+            num_silent = 0 if self._heard else num_silent + 1
+        raise _StreamLost(f"no message and no heartbeat for {limit_s:g} s")
 
     async def _raise_for_end(
         self,

@@ -1,6 +1,7 @@
 """A scripted coordinator on a real gRPC server, and workers on the simulated engine."""
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 
 import grpc
@@ -14,6 +15,7 @@ from baton.worker.main import make_engine, serve
 
 # Longest wait for an event that must happen; long enough for a busy machine.
 WAIT_S = 120.0
+_HEARTBEAT_S = 0.02
 
 
 class Stream:
@@ -36,6 +38,8 @@ class Stream:
         self._inbox: asyncio.Queue[cluster_pb2.WorkerMessage] = asyncio.Queue()
         self.end_with: tuple[grpc.StatusCode, str] | None = None
         self._end = asyncio.Event()
+        self._writing = asyncio.Lock()
+        self._silent = asyncio.Event()
         # Messages that a call of next_of has passed over.
         self._others: list[cluster_pb2.WorkerMessage] = []
 
@@ -57,16 +61,31 @@ class Stream:
         self.ended.set()
 
     async def send(self, **command: object) -> None:
-        await self._context.write(cluster_pb2.CoordinatorMessage(**command))
+        async with self._writing:
+            await self._context.write(cluster_pb2.CoordinatorMessage(**command))
 
     async def run(self) -> None:
         pump = asyncio.create_task(self.pump())
         end = asyncio.create_task(self._end.wait())
+        heartbeats = asyncio.create_task(self._send_heartbeats())
         await asyncio.wait([pump, end], return_when=asyncio.FIRST_COMPLETED)
         for task in (pump, end):
             task.cancel()
-        await asyncio.gather(pump, end, return_exceptions=True)
+        # gRPC cannot send a status after a write that was cancelled, so the heartbeats end alone.
+        self.fall_silent()
+        await asyncio.gather(pump, end, heartbeats, return_exceptions=True)
         self.ended.set()
+
+    async def _send_heartbeats(self) -> None:
+        while not self._silent.is_set():
+            await self.send()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_HEARTBEAT_S):
+                    await self._silent.wait()
+
+    def fall_silent(self) -> None:
+        """Sends no more heartbeats; the stream stays open."""
+        self._silent.set()
 
     def end(self, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE, details: str = "") -> None:
         """Ends the stream from the coordinator's side."""
@@ -125,6 +144,10 @@ class Stream:
         # The worker may have had a report to send, and another half made, when it got the command.
         return await self._load_number(self._num_loads + 3)
 
+    async def loads(self, count: int) -> None:
+        """Waits for so many more load reports."""
+        await self._load_number(self._num_loads + count)
+
     async def _load_number(self, number: int) -> cluster_pb2.LoadReport:
         async with asyncio.timeout(WAIT_S):
             while self._num_loads < number:
@@ -174,7 +197,7 @@ class ScriptedCoordinator(cluster_pb2_grpc.ClusterServicer):
             adopted=self.adopted,
             step_targets=self.step_targets,
         )
-        welcome.heartbeat_interval.FromMilliseconds(20)
+        welcome.heartbeat_interval.FromMicroseconds(round(_HEARTBEAT_S * 1e6))
         welcome.adoption_grace.FromMicroseconds(round(self.grace_s * 1e6))
         stream = Stream(self, context, hello)
         await stream.send(welcome=welcome)

@@ -13,6 +13,7 @@ from baton.engine.sim_tokens import expected_tokens
 from baton.runtime import dev_certs
 from baton.runtime.step_budget import StepTargets
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
+from baton.worker import attach
 from baton.worker.metrics import Snapshot, WorkerCollector
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
@@ -55,6 +56,38 @@ async def test_a_broken_stream_neither_loses_nor_repeats_outputs(
         assert stream.hello.ack == 1
         outputs += await some_outputs(stream, 4)
     assert tokens_of(outputs) == expected_tokens(vocabulary, [5, 6, 7], 30)
+
+
+async def test_a_worker_leaves_a_silent_stream_and_loses_nothing(
+    coordinator, start_worker, vocabulary, monkeypatch
+):
+    """The stream stays open and answers pings, as behind a proxy or with a blocked event loop."""
+    monkeypatch.setattr(attach, "_SILENT_S", 0.5)
+    worker = start_worker(simulated=SLOW)
+    stream = await coordinator.stream()
+    await coordinator.command(stream, decode=decode("r", [5, 6, 7], max_tokens=40))
+    outputs = await some_outputs(stream, 2)
+    worker.hold_outputs()
+    stream.fall_silent()
+    second = await coordinator.stream()
+    async with asyncio.timeout(WAIT_S):
+        await stream.ended.wait()
+    while not stream._inbox.empty():
+        outputs += stream._inbox.get_nowait().step.outputs
+    assert second.hello.ack == 1
+    worker.release_outputs()
+    outputs += await second.outputs("r")
+    assert tokens_of(outputs) == expected_tokens(vocabulary, [5, 6, 7], 40)
+
+
+async def test_a_short_silence_does_not_end_a_stream(coordinator, start_worker, vocabulary):
+    start_worker(simulated=SLOW)
+    stream = await coordinator.stream()
+    stream.fall_silent()
+    # In this time the coordinator misses many heartbeats.
+    await stream.loads(20)
+    await coordinator.command(stream, decode=decode("r", [5, 6, 7], max_tokens=5))
+    assert tokens_of(await stream.outputs("r")) == expected_tokens(vocabulary, [5, 6, 7], 5)
 
 
 async def test_batches_deliver_the_same_as_single_messages(coordinator, start_worker, vocabulary):

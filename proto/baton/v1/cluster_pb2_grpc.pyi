@@ -47,7 +47,8 @@ class ClusterStub:
     incarnation and generation it resends all messages that the other side has not processed (see
     Hello.ack and Welcome.ack). Load reports and bare acknowledgements are not kept or resent.
 
-    Liveness: each side must send a message at least every Welcome.heartbeat_interval. If the
+    Liveness: each side must send a message at least every Welcome.heartbeat_interval. A worker that
+    has had no message for 15 s and three intervals must end the stream and attach again. If the
     stream ends because the coordinator went away, the worker keeps its requests running for
     Welcome.adoption_grace. A worker that meets a new generation reports its requests in
     Hello.running, continues those named in Welcome.adopted, and aborts the others.
@@ -72,7 +73,8 @@ class ClusterAsyncStub(ClusterStub):
     incarnation and generation it resends all messages that the other side has not processed (see
     Hello.ack and Welcome.ack). Load reports and bare acknowledgements are not kept or resent.
 
-    Liveness: each side must send a message at least every Welcome.heartbeat_interval. If the
+    Liveness: each side must send a message at least every Welcome.heartbeat_interval. A worker that
+    has had no message for 15 s and three intervals must end the stream and attach again. If the
     stream ends because the coordinator went away, the worker keeps its requests running for
     Welcome.adoption_grace. A worker that meets a new generation reports its requests in
     Hello.running, continues those named in Welcome.adopted, and aborts the others.
@@ -100,7 +102,8 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         incarnation and generation it resends all messages that the other side has not processed (see
         Hello.ack and Welcome.ack). Load reports and bare acknowledgements are not kept or resent.
 
-        Liveness: each side must send a message at least every Welcome.heartbeat_interval. If the
+        Liveness: each side must send a message at least every Welcome.heartbeat_interval. A worker that
+        has had no message for 15 s and three intervals must end the stream and attach again. If the
         stream ends because the coordinator went away, the worker keeps its requests running for
         Welcome.adoption_grace. A worker that meets a new generation reports its requests in
         Hello.running, continues those named in Welcome.adopted, and aborts the others.
