@@ -65,7 +65,7 @@ def gateway(
 
     The gateway prints `ready http=URL` on standard output once it serves. SIGTERM drains it.
     """
-    from baton.runtime import exposure, lifecycle, logs, quick_exit
+    from baton.runtime import exposure, lifecycle, logs, output_streams, quick_exit
     from baton.runtime.config_error import ConfigError
 
     # gRPC reads this variable when its first channel opens. By default, threads of its event engine
@@ -102,7 +102,7 @@ def gateway(
             effective.http,
             places,
             listener,
-            ready=lambda: print(f"ready http={url}", flush=True),
+            ready=lambda: output_streams.stdout.write(f"ready http={url}\n"),
             security=effective.security,
         )
     )

@@ -138,7 +138,7 @@ def coordinator(
     """
     from baton.cli.demo_models import with_demo_model
     from baton.coordinator.server import server
-    from baton.runtime import lifecycle, logs
+    from baton.runtime import lifecycle, logs, output_streams
 
     effective = options.load_config(
         config,
@@ -151,7 +151,7 @@ def coordinator(
     logs.setup(effective.log_level, "coordinator")
 
     def ready(address: str) -> None:
-        print(f"ready grpc={address}", flush=True)
+        output_streams.stdout.write(f"ready grpc={address}\n")
 
     code = lifecycle.run(server.serve(with_demo_model(effective), launch=False, ready=ready))
     raise typer.Exit(code)
@@ -222,7 +222,7 @@ async def _up(config: BatonConfig) -> int:
     """Runs the coordinator in this process, and workers and gateway in child processes."""
     from baton.cli import gateway
     from baton.coordinator.server import server
-    from baton.runtime import exposure
+    from baton.runtime import exposure, output_streams
     from baton.runtime.lifecycle import stop_requested
 
     stop, end = stop_requested(_hurry), asyncio.Event()
@@ -266,7 +266,7 @@ async def _up(config: BatonConfig) -> int:
             starting -= begun
         if not starting:
             served = f" http={url}" if process is not None else ""
-            print(f"ready grpc={address.result()}{served}", flush=True)
+            output_streams.stdout.write(f"ready grpc={address.result()}{served}\n")
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     finally:
         # 1. The gateway stops accepting requests and finishes the running ones.

@@ -14,6 +14,7 @@ from google.protobuf.message import DecodeError
 from baton.kvtransfer import local_wire
 from baton.kvtransfer.arena import SEGMENT_DIRECTORY, remove_leftovers
 from baton.kvtransfer.errors import ServiceGone, TransferError, TransferRefused
+from baton.runtime import output_streams
 from baton.runtime.kv_transfer_config import KvTransferConfig
 from baton.runtime.security_config import SecurityConfig
 from baton.v1 import kv_transfer_pb2 as pb
@@ -379,7 +380,7 @@ class _Stderr:
         """Prints the lines so far, and all further ones, to this process's stderr."""
         held, self._held = self._held, None
         for line in held or ():
-            _print(line)
+            output_streams.stderr.write(f"{line}\n")
 
     async def _read(self) -> None:
         while True:
@@ -393,15 +394,9 @@ class _Stderr:
             text = line.decode(errors="replace").rstrip("\n")
             self.last_line = text.strip() or self.last_line
             if self._held is None:
-                _print(text)
+                output_streams.stderr.write(f"{text}\n")
             else:
                 self._held.append(text)
-
-
-def _print(line: str) -> None:
-    """Prints a line to this process's stderr, unless that is closed or its reader has ended."""
-    with contextlib.suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)
 
 
 async def _spawn(arguments: dict[str, object]) -> asyncio.subprocess.Process:

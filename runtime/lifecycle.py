@@ -16,7 +16,7 @@ from typing import Any
 
 import uvloop
 
-from baton.runtime import quick_start
+from baton.runtime import output_streams, quick_start
 
 
 class SignalReceived(BaseException):
@@ -38,13 +38,17 @@ def run(main: Coroutine[Any, Any, int]) -> int:
     """Runs a process's main coroutine on uvloop and returns its exit code.
 
     It raises the limit of open files to the allowed maximum, because each connection is one file.
+    At the end it flushes the output, so that an error that the caller prints comes last.
     """
     quick_start.collect_as_usual()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return int(uvloop.run(main))
+    try:
+        return int(uvloop.run(main))
+    finally:
+        output_streams.flush()
 
 
 @contextlib.asynccontextmanager

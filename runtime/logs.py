@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-import sys
 from typing import ClassVar
+
+from baton.runtime import output_streams
 
 
 class _Formatter(logging.Formatter):
@@ -35,15 +36,39 @@ class _Formatter(logging.Formatter):
         return line
 
 
+class _Handler(logging.Handler):
+    """Writes records to stderr; a paused reader of stderr does not block it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            output_streams.stderr.write(f"{self.format(record)}\n")
+        except Exception:
+            # As logging's own handlers: a record that cannot be formatted ends no caller.
+            self.handleError(record)
+
+
 def setup(level: str, process: str) -> None:
     """Sends this process's logs to stderr.
+
+    While stderr is not read, log lines wait in memory; later ones replace the oldest, and a line
+    tells how many were dropped.
 
     Args:
         level: "debug", "info", "warning" or "error".
         process: Name of this process in each line: "coordinator", or a worker's ID.
     """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Formatter(process))
+    handler, formatter = _Handler(), _Formatter(process)
+    handler.setFormatter(formatter)
+
+    def note(num_lines: int) -> str:
+        text = "%d log lines dropped, because stderr was not read"
+        record = logging.makeLogRecord(
+            {"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"}
+            | {"msg": text, "args": (num_lines,)}
+        )
+        return f"{formatter.format(record)}\n"
+
+    output_streams.stderr.note = note
     logger = logging.getLogger("baton")
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())

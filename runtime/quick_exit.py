@@ -9,6 +9,8 @@ import os
 import sys
 from typing import TextIO
 
+from baton.runtime import output_streams
+
 
 def skip_final_gc() -> None:
     """Skips the garbage collection at the end of this process.
@@ -31,6 +33,7 @@ def skip_cleanup(exit_code: int) -> None:
 
 
 def _exit(code: int) -> None:
+    output_streams.flush()
     # Contrary to their declared types, they are None if they were closed before the start.
     streams: tuple[TextIO | None, ...] = (sys.stdout, sys.stderr)
     for stream in streams:

@@ -11,7 +11,7 @@ from typing import Any
 
 from baton.engine.base import Engine
 from baton.engine.simulated import SimulatedEngine
-from baton.runtime import lifecycle, logs, quick_exit
+from baton.runtime import lifecycle, logs, output_streams, quick_exit
 from baton.runtime.config import BatonConfig, PoolConfig
 from baton.runtime.config_error import ConfigError
 from baton.runtime.enum_names import role_name
@@ -146,6 +146,8 @@ async def serve(
         worker = Worker(config, role, coordinator, worker_id, directory, engine_factory)
         await worker.run(stop, ready)
     except (WorkerFailed, ConfigError) as error:
+        # After the log: the coordinator takes the last line of stderr as the reason of the exit.
+        await asyncio.to_thread(output_streams.flush)
         print(f"baton worker {worker_id}: {error}", file=sys.stderr, flush=True)
         return error.exit_code if isinstance(error, WorkerFailed) else 2
     return 0

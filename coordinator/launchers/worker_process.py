@@ -13,10 +13,9 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TextIO
 
 from baton.coordinator.launchers.end_with_parent import bound_to_parent
-from baton.runtime import worker_directory
+from baton.runtime import output_streams, worker_directory
 from baton.runtime.worker_directory import WorkerDirectory
 
 _log = logging.getLogger(__name__)
@@ -270,7 +269,7 @@ class WorkerProcess:
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         try:
             while chunk := await pipe.read(_READ_BYTES):
-                _pass_on(decoder.decode(chunk))
+                output_streams.stderr.write(decoder.decode(chunk))
                 for number, part in enumerate(chunk.split(b"\n")):
                     if number:
                         self._remember(tail[-1], remember)
@@ -305,17 +304,3 @@ class WorkerProcess:
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-
-
-def _pass_on(text: str) -> None:
-    """Writes to this process's stderr.
-
-    Errors are ignored: stderr may be closed (as in `baton up 2>&1 | tee` after Ctrl-C), and this
-    must not end the supervision of the worker.
-    """
-    # sys.stderr is None if it was closed before the start, contrary to its declared type.
-    stderr: TextIO | None = sys.stderr
-    if stderr is not None:
-        with contextlib.suppress(OSError, ValueError):
-            stderr.write(text)
-            stderr.flush()

@@ -1,5 +1,6 @@
 """The command line against a whole simulated cell, used as a person would use it."""
 
+import contextlib
 import gzip
 import json
 import os
@@ -574,3 +575,23 @@ def test_a_single_elastic_worker_serves_and_sigterm_stops_up_too(tmp_path, baton
         assert up.stop(signal.SIGTERM) == (0, [])
     finally:
         up.close()
+
+
+def test_up_serves_and_ends_while_nothing_reads_its_log(tmp_path):
+    """As `baton up 2>&1 | less` on its first page, or a terminal after Ctrl-S."""
+    reads, writes = os.pipe()
+    try:
+        os.set_blocking(writes, False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(writes, b"x")
+        os.set_blocking(writes, True)
+        up = start_up(home=tmp_path, stderr=writes)
+        try:
+            up.line(r"^ready ")
+            assert up.stop() == (0, [])
+        finally:
+            up.close()
+    finally:
+        os.close(reads)
+        os.close(writes)
