@@ -260,11 +260,12 @@ class GatewayProcess:
             ConfigError: The gateway did not start; its standard error has the reason.
         """
         from baton.runtime.config_error import ConfigError
+        from baton.runtime.long_tasks import keep_running
 
         if not await self._start():
             await self.stop()
             raise ConfigError("http: the gateway did not start; its log above has the reason")
-        self._watch = asyncio.create_task(self._keep(), name="gateway process")
+        self._watch = asyncio.create_task(keep_running("the gateway's restart", self._keep))
 
     async def stop(self) -> None:
         """Drains and ends the gateway; idempotent."""

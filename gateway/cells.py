@@ -21,6 +21,7 @@ from baton.gateway.cell import Cell
 from baton.gateway.error_responses import HttpError
 from baton.runtime.closing import AsyncClosing
 from baton.runtime.errors import RemoteError
+from baton.runtime.long_tasks import keep_running
 from baton.v1 import common_pb2
 
 # HTTP statuses that mean that a cell gave no response.
@@ -188,8 +189,8 @@ class Cells(AsyncClosing):
     def _mark_unreachable(self, cell: Cell) -> None:
         """From now on the cell is tried last, until it serves again."""
         if len(self._cells) > 1 and not self.is_unreachable(cell):
-            task = asyncio.create_task(self._await_return(cell), name=f"return of {cell.name}")
-            self._return_tasks[cell.name] = task
+            waiting = keep_running(f"return of {cell.name}", lambda: self._await_return(cell))
+            self._return_tasks[cell.name] = asyncio.create_task(waiting)
 
     async def _await_return(self, cell: Cell) -> None:
         while True:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from baton.gateway.error_responses import HttpError
 from baton.gateway.metrics import GatewayStats
 from baton.runtime.closing import AsyncClosing
 from baton.runtime.config import PoolingConfig
+from baton.runtime.long_tasks import keep_running
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +66,9 @@ class PoolingServers(AsyncClosing):
 
     async def __aenter__(self) -> Self:
         self._checks = [
-            asyncio.create_task(self._check(config), name=f"health of {config.url}")
+            asyncio.create_task(
+                keep_running(f"health of {config.url}", functools.partial(self._check, config))
+            )
             for config in self._configs
         ]
         return self

@@ -30,6 +30,7 @@ from baton.runtime import logs
 from baton.runtime.config import HttpConfig
 from baton.runtime.config_error import ConfigError
 from baton.runtime.lifecycle import frozen_heap, stop_requested
+from baton.runtime.long_tasks import log_failure
 from baton.runtime.open_files import connection_limit, open_file_limit
 from baton.runtime.security_config import SecurityConfig
 from baton.runtime.tls import CONFIG_KEYS, Handshakes, TlsFiles
@@ -198,7 +199,10 @@ async def serve(
             context,
             security.handshake_timeout_s,
         )
-        ending = asyncio.create_task(_end_in_time(stop, gateway, cells, config.drain_timeout_s))
+        ending = asyncio.create_task(
+            _end_in_time(stop, gateway, cells, config.drain_timeout_s), name="end of requests"
+        )
+        ending.add_done_callback(log_failure)
         try:
             # Shutdown: 1. No new connections; idle connections close. 2. Running requests end, or
             # _end_in_time ends them after the drain timeout. 3. The clients' sessions close.

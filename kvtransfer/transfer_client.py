@@ -16,6 +16,7 @@ from baton.kvtransfer.arena import SEGMENT_DIRECTORY, remove_leftovers
 from baton.kvtransfer.errors import ServiceGone, TransferError, TransferRefused
 from baton.runtime import output_streams
 from baton.runtime.kv_transfer_config import KvTransferConfig
+from baton.runtime.long_tasks import log_failure
 from baton.runtime.security_config import SecurityConfig
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -80,10 +81,12 @@ class TransferClient:
         self._stderr, self._closing = stderr, False
         stderr.forward()
         self._tasks = [
-            asyncio.create_task(self._read()),
+            asyncio.create_task(self._read(), name="transfer service"),
             stderr.task,
-            asyncio.create_task(self._watch()),
+            asyncio.create_task(self._watch(), name="end of the transfer service"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(self._task_ended)
 
     @classmethod
     async def start(
@@ -347,6 +350,12 @@ class TransferClient:
             with contextlib.suppress(OSError):
                 os.unlink(left)
 
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """Gives the service up if a task has failed: events would be missing without a notice."""
+        log_failure(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._lost(f"transfer service: {type(error).__name__}: {error}")
+
     def _lost(self, reason: str) -> None:
         if self.gone.is_set():
             return
@@ -374,7 +383,7 @@ class _Stderr:
         self._stream, self.last_line = stream, ""
         # The lines before `forward`; None after it.
         self._held: deque[str] | None = deque(maxlen=_MAX_HELD_LINES)
-        self.task = asyncio.create_task(self._read())
+        self.task = asyncio.create_task(self._read(), name="output of the transfer service")
 
     def forward(self) -> None:
         """Prints the lines so far, and all further ones, to this process's stderr."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from baton.coordinator.launchers.end_with_parent import bound_to_parent
 from baton.runtime import output_streams, worker_directory
+from baton.runtime.long_tasks import log_failure
 from baton.runtime.worker_directory import WorkerDirectory
 
 _log = logging.getLogger(__name__)
@@ -133,6 +134,7 @@ class WorkerProcess:
         self._stopping = self._reported = self._given_up = False
         self._last_line, self._last_words, self._first_error = "", "", ""
         self._watch = asyncio.create_task(self._run(config), name=f"worker {worker_id}")
+        self._watch.add_done_callback(log_failure)
 
     @classmethod
     async def start(

@@ -34,6 +34,7 @@ from baton.runtime.config_error import ConfigError
 from baton.runtime.dial import within_cluster
 from baton.runtime.errors import RESTARTING, BatonError, Unavailable
 from baton.runtime.lifecycle import frozen_heap, stop_requested
+from baton.runtime.long_tasks import keep_running
 from baton.runtime.metrics import MetricsServer
 from baton.runtime.refusals import Refusals
 from baton.runtime.tokenization import Tokenizer
@@ -150,8 +151,8 @@ class Coordinator:
         await self._health.set(_INFERENCE, _NOT_SERVING)
         self.shell.watch_members(self._members_changed.set)
         self._tasks = [
-            asyncio.create_task(self._follow_health(), name="health"),
-            asyncio.create_task(_sample(admin), name="history"),
+            asyncio.create_task(keep_running("health", self._follow_health)),
+            asyncio.create_task(keep_running("history", lambda: _sample(admin))),
         ]
 
     async def __aexit__(
@@ -214,13 +215,13 @@ class Coordinator:
         return [one for one in worker_ids if self.shell.core.scaler.launches.is_starting(one)]
 
     async def _follow_health(self) -> None:
-        serving = False
+        told: bool | None = None
         while True:
-            await self._members_changed.wait()
             self._members_changed.clear()
-            if self.shell.core.can_serve is not serving:
-                serving = not serving
+            if (serving := self.shell.core.can_serve) is not told:
                 await self._health.set(_INFERENCE, _SERVING if serving else _NOT_SERVING)
+                told = serving
+            await self._members_changed.wait()
 
 
 def _check_sizes(config: BatonConfig) -> None:

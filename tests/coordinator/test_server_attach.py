@@ -9,13 +9,23 @@ from dataclasses import replace
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
 from scripted_worker import WAIT_S, ScriptedWorker, answer, attached
 
 from baton.coordinator.server import link as worker_link
+from baton.coordinator.server.admin import AdminService
 from baton.coordinator.server.server import Coordinator
 from baton.coordinator.state import events as ev
-from baton.runtime import rpc
-from baton.v1 import cluster_pb2, cluster_pb2_grpc, common_pb2, inference_pb2, inference_pb2_grpc
+from baton.runtime import long_tasks, rpc
+from baton.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    cluster_pb2,
+    cluster_pb2_grpc,
+    common_pb2,
+    inference_pb2,
+    inference_pb2_grpc,
+)
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
@@ -340,6 +350,44 @@ async def test_health_follows_the_pools(coordinator, channel, say_hello):
     async with asyncio.timeout(WAIT_S):
         assert (await watch.read()).status == NOT_SERVING
     watch.cancel()
+
+
+async def test_health_and_history_survive_an_error(
+    coordinator_config, say_hello, monkeypatch, caplog
+):
+    monkeypatch.setattr(long_tasks, "_FIRST_PAUSE_S", 0.05)
+    broken = {"set": HealthServicer.set, "sample": AdminService.sample}
+
+    def once(owner: type, name: str) -> None:
+        def fail(self, *arguments):
+            monkeypatch.setattr(owner, name, broken.pop(name))
+            raise ValueError(f"{name} is broken")
+
+        monkeypatch.setattr(owner, name, fail)
+
+    once(AdminService, "sample")
+    async with (
+        Coordinator(coordinator_config()) as coordinator,
+        rpc.channel(coordinator.address) as channel,
+    ):
+        health = health_pb2_grpc.HealthStub(channel)
+        watch = health.Watch(health_pb2.HealthCheckRequest(service="baton.v1.Inference"))
+        assert (await watch.read()).status == NOT_SERVING
+        once(HealthServicer, "set")
+        async with attached(coordinator.address, say_hello("p", PREFILL), say_hello("d", DECODE)):
+            async with asyncio.timeout(WAIT_S):
+                assert (await watch.read()).status == SERVING
+            watch.cancel()
+        admin, history = admin_pb2_grpc.AdminStub(channel), []
+        asked = admin_pb2.GetStatusRequest(include_history=True)
+        async with asyncio.timeout(WAIT_S):
+            # One sample is made for the answer.
+            while len(history) < 2:
+                history = (await admin.GetStatus(asked)).history
+    assert not broken
+    assert {"health failed", "history failed"} <= {
+        record.getMessage().partition(";")[0] for record in caplog.records
+    }
 
 
 async def test_metrics_endpoint(coordinator, channel, say_hello):

@@ -247,6 +247,19 @@ async def test_a_killed_receiver_fails_its_handoffs_at_once(pair, handoff):
     await sender.empty()
 
 
+async def test_a_service_whose_replies_cannot_be_handled_is_given_up(pair, monkeypatch):
+    """Without a notice, the worker would wait for handoffs for ever."""
+    sender, _ = pair
+
+    def fail(self, reply):
+        raise KeyError("not expected")
+
+    monkeypatch.setattr(TransferClient, "_take", fail)
+    with pytest.raises(ServiceGone, match="KeyError: 'not expected'"):
+        await sender.client.stats()
+    assert sender.client.gone.is_set()
+
+
 async def test_a_stopped_receiver_fails_a_send_after_its_timeout(start, handoff):
     sender, receiver = await asyncio.gather(start(open_timeout_s=0.1), start())
     one = handoff(8)

@@ -17,6 +17,7 @@ from baton.coordinator.launchers.end_with_parent import bound_to_parent
 from baton.coordinator.launchers.launcher import LaunchError, OnWaits
 from baton.coordinator.launchers.ray_launch import wire
 from baton.coordinator.launchers.worker_process import KILL_TIMEOUT_S, WorkerExit
+from baton.runtime.long_tasks import log_failure
 
 _T = TypeVar("_T")
 
@@ -54,6 +55,7 @@ class DriverProcess:
         self._silent_s = 0.0
         self.ended = self._closing = False
         self._reader = asyncio.create_task(self._read(), name="ray driver")
+        self._reader.add_done_callback(log_failure)
 
     @classmethod
     async def open(

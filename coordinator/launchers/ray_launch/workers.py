@@ -28,6 +28,7 @@ from baton.coordinator.launchers.ray_launch.calls import (
 from baton.coordinator.launchers.ray_launch.cluster import NAME_PREFIX
 from baton.coordinator.launchers.ray_launch.placement import in_use, partner_node, shortage
 from baton.coordinator.launchers.worker_process import KILL_TIMEOUT_S
+from baton.runtime.long_tasks import keep_running
 
 _HEAD_PROCESSES = ("gcs_server", "raylet")
 _PROBE_S = 1.0
@@ -86,7 +87,7 @@ class RayWorkers:
 
     async def run(self, commands: asyncio.StreamReader) -> None:
         """Runs until the commands end, and then ends all workers."""
-        probe = asyncio.create_task(self._probe(), name="probe")
+        probe = asyncio.create_task(keep_running("the probe of Ray", self._probe))
         tasks: set[asyncio.Task[None]] = set()
         try:
             while line := await commands.readline():
