@@ -48,7 +48,7 @@ class _Handler(logging.Handler):
 
 
 def setup(level: str, process: str) -> None:
-    """Sends this process's logs to stderr.
+    """Sends this process's logs to stderr, with warnings and errors of libraries.
 
     While stderr is not read, log lines wait in memory; later ones replace the oldest, and a line
     tells how many were dropped.
@@ -57,8 +57,9 @@ def setup(level: str, process: str) -> None:
         level: "debug", "info", "warning" or "error".
         process: Name of this process in each line: "coordinator", or a worker's ID.
     """
-    handler, formatter = _Handler(), _Formatter(process)
-    handler.setFormatter(formatter)
+    handler, others, formatter = _Handler(), _Handler(logging.WARNING), _Formatter(process)
+    for one in (handler, others):
+        one.setFormatter(formatter)
 
     def note(num_lines: int) -> str:
         text = "%d log lines dropped, because stderr was not read"
@@ -73,6 +74,9 @@ def setup(level: str, process: str) -> None:
     logger.handlers[:] = [handler]
     logger.setLevel(level.upper())
     logger.propagate = False
+    # Python itself would write these records to stderr, and block the event loop: for example
+    # errors of asyncio's callbacks and of gRPC's handlers.
+    logging.getLogger().handlers[:] = [others]
 
 
 def adopt(library: str, level: int) -> None:

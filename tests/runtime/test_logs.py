@@ -1,11 +1,27 @@
-"""Format of a log line."""
+"""Lines of a process's log."""
 
+import asyncio
 import logging
 
-from baton.runtime import logs
+import pytest
+
+from baton.runtime import logs, output_streams
 
 
-def test_a_line_has_only_the_callers_fields(capsys):
+@pytest.fixture
+def set_up():
+    """Sets the logs up until the end of the test."""
+    loggers = [logging.getLogger("baton"), logging.getLogger()]
+    before = [(one.handlers[:], one.propagate, one.level) for one in loggers]
+    note = output_streams.stderr.note
+    yield lambda: logs.setup("info", "decode-0")
+    for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
+    output_streams.stderr.note = note
+
+
+def test_a_line_has_only_the_callers_fields(capsys, set_up):
     made = logging.getLogRecordFactory()
 
     def marked(*args, **kwargs):
@@ -13,15 +29,23 @@ def test_a_line_has_only_the_callers_fields(capsys):
         record.vllm_process_name = "MainProcess"  # As vLLM's factory does.
         return record
 
-    logger = logging.getLogger("baton")
-    before = logger.handlers[:], logger.propagate, logger.level
     logging.setLogRecordFactory(marked)
     try:
-        logs.setup("info", "decode-0")
+        set_up()
         logging.getLogger("baton.test").info("engine is up", extra={"kv": "127.0.0.1:1"})
     finally:
         logging.setLogRecordFactory(made)
-        logger.handlers[:], logger.propagate = before[:2]
-        logger.setLevel(before[2])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(" info decode-0 baton.test engine is up kv=127.0.0.1:1")
+
+
+async def test_errors_of_callbacks_are_lines_of_the_log(capsys, set_up):
+    set_up()
+    loop = asyncio.get_running_loop()
+    loop.call_soon(int, "not a number")
+    ended = asyncio.Event()
+    loop.call_soon(ended.set)
+    await ended.wait()
+    first, *_, last = capsys.readouterr().err.splitlines()
+    assert " error decode-0 asyncio Exception in callback" in first
+    assert last.startswith("ValueError: ")
