@@ -14,6 +14,10 @@ from baton.coordinator.state.revision import Revision
 
 _log = logging.getLogger(__name__)
 
+# Longest wait of `close` for starts under way. A start through Ray may take as long as the
+# connection to Ray, which may never be made.
+_START_GRACE_S = 2.0
+
 _Step: TypeAlias = Callable[[Launcher], Awaitable[None]]
 
 
@@ -64,13 +68,20 @@ class LaunchSupervisor:
             self._then(worker_id, "end", lambda one: self._end(one, worker_id))
 
     async def close(self) -> None:
-        """Ends all worker processes, and refuses later starts."""
+        """Ends all worker processes, and refuses later starts.
+
+        Starts that take longer than _START_GRACE_S are cancelled.
+        """
         self._closed = True
         launcher = self._launcher
         assert launcher is not None
         # After a pending start has finished, launcher.stop() ends its process too.
         starting = [one for one in self._steps.values() if one.get_name().startswith("start ")]
-        await asyncio.gather(*starting, return_exceptions=True)
+        if starting:
+            _, late = await asyncio.wait(starting, timeout=_START_GRACE_S)
+            for start in late:
+                start.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
         await launcher.stop()
         await asyncio.gather(*self._steps.values(), return_exceptions=True)
 
