@@ -106,6 +106,10 @@ class Links:
         # Links to other services by target, and links from other services by ID.
         self._to: dict[str, _Outgoing] = {}
         self._incoming: dict[str, ReceivingLink] = {}
+        # Links that have ended, and whose threads a library never returns to, with their senders'
+        # hosts. While there is one, no further link of its host is tried: what keeps one thread
+        # would keep the others too.
+        self._stuck: list[tuple[str, ReceivingLink]] = []
 
     # ---- Sending.
 
@@ -277,7 +281,7 @@ class Links:
         hello = await self._hello(messages)
         peer = _peer(context.peer())
         local = await asyncio.to_thread(local_address, *peer)
-        refusal = self._refusal(hello)
+        refusal = self._refusal(hello, peer[0])
         if not refusal and self._within_host and local != peer[0]:
             refusal = _NOT_ENCRYPTED
         if refusal:
@@ -306,6 +310,8 @@ class Links:
             finally:
                 # Runs also when gRPC cancels this task a second time.
                 del self._incoming[link_id]
+                if not link.thread_ended:
+                    self._stuck.append((peer[0], link))
 
     async def _hello(self, messages: AsyncIterator[pb.LinkMessage]) -> pb.LinkHello:
         """Returns the hello of a stream; on a timeout an empty one, which is then refused."""
@@ -315,8 +321,8 @@ class Links:
                     return message.hello
         return pb.LinkHello()
 
-    def _refusal(self, hello: pb.LinkHello) -> str:
-        """Returns why a link is refused; empty when it is not."""
+    def _refusal(self, hello: pb.LinkHello, host: str) -> str:
+        """Returns why a link from a host is refused; empty when it is not."""
         ours = self._handler.fingerprint()
         if ours is None:
             return "the engine is not ready yet"
@@ -326,7 +332,10 @@ class Links:
             return f"link_id has {len(hello.link_id)} characters; must have 1 to {MAX_ID_CHARS}"
         if hello.link_id in self._incoming:
             return f"link_id is {hello.link_id!r}; must be new"
-        if len(self._incoming) >= MAX_LINKS:
+        self._stuck = [each for each in self._stuck if not each[1].thread_ended]
+        if any(host == each for each, _ in self._stuck):
+            return f"an earlier link from {host} has ended, and its thread hangs"
+        if len(self._incoming) + len(self._stuck) >= MAX_LINKS:
             return f"{MAX_LINKS} links are in use at the receiver"
         return ""
 

@@ -11,6 +11,7 @@ from baton.kvtransfer.errors import TransferError
 from baton.kvtransfer.transports import collective
 from baton.kvtransfer.transports import links as links_module
 from baton.kvtransfer.transports.links import Links, link_method
+from baton.kvtransfer.transports.process_group import SENDER
 from baton.runtime import rpc
 from baton.v1 import kv_transfer_pb2 as pb
 
@@ -142,6 +143,43 @@ async def test_a_link_with_a_long_id_is_refused():
     async with serving() as (_, channel):
         told = await refusals(channel, ["x" * 2**20, ""])
     assert told == [f"link_id has {length} characters; must have 1 to 64" for length in (2**20, 0)]
+
+
+async def test_a_receiver_keeps_one_hanging_thread_for_all_attempts_of_a_host(monkeypatch):
+    """The sender's end fails each time; the receiver's end waits for it, as NCCL may."""
+    never, waiting = threading.Event(), []
+
+    def join(store, rank, options):
+        if rank == SENDER:
+            raise TransferError("the sender's end has failed")
+        waiting.append(rank)
+        never.wait(WAIT_S)
+        raise TransferError("the test has ended")
+
+    monkeypatch.setattr(collective, "join", join)
+    monkeypatch.setattr(collective, "_CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(links_module, "RETRY_S", 0.0)
+    async with served() as (links, address):
+
+        async def attempt():
+            """Returns why a new link cannot be used, when it has ended at both ends."""
+            await links.wait_decided(address)
+            while links._to[address].task is not None or links._incoming:
+                await asyncio.sleep(0.01)
+            return links._to[address].problem
+
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await attempt()
+                hangs = "an earlier link from 127.0.0.1 has ended, and its thread hangs"
+                assert [await attempt() for _ in range(3)] == 3 * [hangs]
+                assert len(waiting) == 1
+                never.set()
+                # When the thread has ended, further links are tried.
+                while len(waiting) == 1:
+                    await attempt()
+        finally:
+            never.set()
 
 
 async def test_a_link_whose_group_is_never_joined_is_given_up(monkeypatch):
