@@ -29,8 +29,8 @@ def _note(num_lines: int) -> str:
 class OutputStream:
     """Standard output or standard error. Any thread may use it.
 
-    The caller itself writes the text when nothing can block or no thread can help: to a stream
-    that is not a file (in tests), in a forked child, and after `atexit` has run.
+    The caller itself writes the text to a stream that is not a file (in tests), and where no
+    thread can help: in a forked child, after `atexit` has run, or if no thread can be started.
 
     Args:
         name: Name of the stream in `sys`.
@@ -63,14 +63,10 @@ class OutputStream:
             self._write_directly(text)
             return
         with self._changed:
-            self._start_thread()
-            self._waiting.append(text)
-            self._num_chars += len(text)
-            while self._num_chars > MAX_WAITING_CHARS and len(self._waiting) > 1:
-                oldest = self._waiting.popleft()
-                self._num_chars -= len(oldest)
-                self._num_dropped += max(1, oldest.count("\n"))
-            self._changed.notify_all()
+            if has_thread := self._has_thread():
+                self._keep(text)
+        if not has_thread:
+            self._write_directly(text)
 
     def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> bool:
         """Waits until all text is written; returns whether that took at most `timeout_s`."""
@@ -82,12 +78,27 @@ class OutputStream:
                 lambda: not self._waiting and not self._is_writing, timeout_s
             )
 
-    def _start_thread(self) -> None:
+    def _has_thread(self) -> bool:
+        """Starts the thread at the first call; returns False while it cannot be started."""
         if self._thread is None:
             # A daemon, because a reader may never read again.
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                return False
+            self._thread = thread
             atexit.register(self._close)
+        return True
+
+    def _keep(self, text: str) -> None:
+        self._waiting.append(text)
+        self._num_chars += len(text)
+        while self._num_chars > MAX_WAITING_CHARS and len(self._waiting) > 1:
+            oldest = self._waiting.popleft()
+            self._num_chars -= len(oldest)
+            self._num_dropped += max(1, oldest.count("\n"))
+        self._changed.notify_all()
 
     def _close(self) -> None:
         self.flush()
