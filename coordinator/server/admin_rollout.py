@@ -57,7 +57,7 @@ class RolloutCalls:
         try:
             revision.over(self._config)
         except ConfigError as error:
-            allowed = f"must make sense with the configuration: {error}"
+            allowed = f"must fit the configuration: {error}"
             raise InvalidArgument("engine_args", dict(request.engine_args), allowed) from None
         self._shell.post(
             ev.RolloutRequested(revision, request.share, sizes, request.abort_if_worse)
@@ -104,8 +104,8 @@ class RolloutCalls:
                 message += f"; {judged.reason}"
         if lost := _adapters(rollout.stable) - _adapters(rollout.canary):
             message += (
-                f"; revision {name} has no adapter {', '.join(sorted(lost))}: admitted requests "
-                f"for it end with revision {old}, new ones are refused"
+                f"; revision {name} has no adapter {', '.join(sorted(lost))}: revision {old} "
+                "finishes the admitted requests for it, and new ones are refused"
             )
         wanted = _in_configuration(rollout.canary.revision)
         message += f". To keep it after a restart, {wanted} in the configuration"
@@ -119,7 +119,7 @@ class RolloutCalls:
         assert rollout is not None
         name, stable = rollout.canary.name, rollout.stable.name
         running = rollout.canary.num_requests
-        self._shell.post(ev.AbortRequested("an operator asked for it", within_s))
+        self._shell.post(ev.AbortRequested("requested by an operator", within_s))
         message = (
             f"all new requests go to revision {stable}; the workers of {name} finish their "
             f"requests ({running}) and leave"
@@ -173,10 +173,10 @@ class RolloutCalls:
         starting = " and ".join(
             f"{number} {pool.value}" for pool, number in sizes.items() if number
         )
-        being = f"; {starting} workers are being started" if starting else ""
+        workers = f"; {starting} workers are being started" if starting else ""
         is_elastic = self._shell.core.fleets.elastic
-        when = "a worker of it serves" if is_elastic else "it serves in both pools"
-        return f"{gets} once {when}{being}"
+        condition = "one of its workers serves" if is_elastic else "it serves in both pools"
+        return f"{gets} once {condition}{workers}"
 
     def _lacking(self, rollout: Rollout) -> dict[Pool, int]:
         counts = serving(rollout.canary.workers)

@@ -1,4 +1,4 @@
-"""The Admin service's calls on sizes: scale, targets, autoscale, drain, flip, decisions, watch."""
+"""Admin calls for pool sizes: scale, targets, autoscale, drain, flip, decisions and watch."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _Role: TypeAlias = "common_pb2.Role.ValueType"
 _ROLES = "ROLE_PREFILL (1) or ROLE_DECODE (2)"
 _MAX_WATCHERS = 64
 _INTERVAL_S, _SHORTEST_INTERVAL_S = 1.0, 0.1
-# Maximum age of a snapshot that is shared between watchers; taking a snapshot is expensive.
-_SHARED_S = _SHORTEST_INTERVAL_S / 2
+# Watchers share a snapshot up to this age, because taking a snapshot is expensive.
+_MAX_SNAPSHOT_AGE_S = _SHORTEST_INTERVAL_S / 2
 
 
 class ScalingCalls:
@@ -57,8 +57,9 @@ class ScalingCalls:
         self._shell, self._drain_s = shell, drain_s
         self._pool, self._snapshot = pool, snapshot
         self._watchers = set[object]()
-        # Latest snapshot, its part that counts as a change (`_what_matters`), and its time.
-        self._seen, self._matters, self._seen_at = admin_pb2.WatchEvent(), b"", float("-inf")
+        self._latest_snapshot, self._latest_state = admin_pb2.WatchEvent(), b""
+        # Time of the latest snapshot by the core's clock.
+        self._latest_at = float("-inf")
 
     @property
     def _scaler(self) -> Scaler:
@@ -72,14 +73,17 @@ class ScalingCalls:
         self._shell.post(ev.ScaleRequested(pool, request.workers))
         info = self._pool(request.role)
         past = scaler.decisions[pool]
-        message = f"{pool.value} is to have {request.workers} workers; {info.num_serving} serve now"
+        message = (
+            f"the target size of the {pool.value} pool is {request.workers} workers; "
+            f"{info.num_serving} serving now"
+        )
         if scaler.autoscale:
             message += (
-                ": a size set by hand wins over autoscaling, which goes on for the other pool, "
-                "until `baton autoscale on`"
+                "; autoscaling keeps this size until `baton autoscale on`, and still sizes the "
+                "other pool"
             )
             if past:
-                message += f"; the load alone needs {past[-1].decision.needed}"
+                message += f"; the load alone needs {past[-1].decision.needed} workers"
         return admin_pb2.ScalePoolResponse(pool=info, message=message)
 
     def set_targets(self, request: admin_pb2.SetTargetsRequest) -> admin_pb2.SetTargetsResponse:
@@ -135,13 +139,20 @@ class ScalingCalls:
         if not scaler.launches.is_starting(request.worker_id):
             worker = self._worker(request.worker_id)
             pool, num_requests = POOL_OF[worker.role], len(worker.ledger)
-            message = f"{worker.id} takes nothing new; its requests ({num_requests}) end or move"
+            message = (
+                f"{worker.id} gets no new requests; its requests ({num_requests}) end or move to "
+                "other workers"
+            )
         else:
-            pool, message = None, f"{request.worker_id} has not attached yet: it is ended"
-        self._shell.post(ev.DrainRequested(request.worker_id, drain_s, "an operator asked for it"))
+            pool = None
+            message = f"{request.worker_id} has not attached yet; its process is stopped"
+        self._shell.post(ev.DrainRequested(request.worker_id, drain_s, "requested by an operator"))
         if scaler.active and pool is not None:
             desired = scaler.desired(pool)
-            message += f"; {pool.value} is to have {desired} workers: scale it to keep one less"
+            message += (
+                f"; the target size of the {pool.value} pool stays {desired}: to keep one worker "
+                "less, use `baton scale`"
+            )
         return admin_pb2.DrainWorkerResponse(message=message)
 
     def flip(self, request: admin_pb2.FlipWorkerRequest) -> admin_pb2.FlipWorkerResponse:
@@ -156,7 +167,7 @@ class ScalingCalls:
         self._shell.post(ev.FlipRequested(worker.id, request.role))
         message = (
             f"{worker.id} serves {into.value} once its requests ({num_requests}) have ended or "
-            "moved"
+            "moved to other workers"
         )
         return admin_pb2.FlipWorkerResponse(message=message)
 
@@ -171,7 +182,7 @@ class ScalingCalls:
         )
 
     async def watch(self, request: admin_pb2.WatchRequest, context: Any) -> None:
-        """Writes events until it is cancelled; the next event is made after the previous write."""
+        """Writes events until the call is cancelled, one at a time: no event waits in a queue."""
         interval_s = _INTERVAL_S
         if request.HasField("min_interval"):
             interval_s = request.min_interval.ToNanoseconds() / 1e9
@@ -180,7 +191,7 @@ class ScalingCalls:
                 raise InvalidArgument("min_interval", f"{interval_s:g} s", allowed)
         if len(self._watchers) >= _MAX_WATCHERS:
             raise ResourceExhausted(
-                f"{len(self._watchers)} watch; at most {_MAX_WATCHERS}",
+                f"{len(self._watchers)} watchers are connected; at most {_MAX_WATCHERS}",
                 reason="TOO_MANY_WATCHERS",
                 retry_after_s=interval_s,
             )
@@ -188,20 +199,20 @@ class ScalingCalls:
         self._watchers.add(watcher)
         guard = StallGuard(context, lambda: self._watchers.discard(watcher))
         try:
-            told: float | None = None
-            last = b""
+            decisions_sent_at: float | None = None
+            sent_state = b""
             # The first event must show the effect of calls that the caller made before.
-            self._look()
+            self._take_snapshot()
             while True:
                 now = self._shell.now()
-                if now - self._seen_at >= _SHARED_S:
-                    self._look()
-                decisions = [_described(one, now) for one in self._decided(told)]
-                told = now
-                if self._matters != last or decisions:
-                    last = self._matters
+                if now - self._latest_at >= _MAX_SNAPSHOT_AGE_S:
+                    self._take_snapshot()
+                decisions = [_described(one, now) for one in self._decided(decisions_sent_at)]
+                decisions_sent_at = now
+                if self._latest_state != sent_state or decisions:
+                    sent_state = self._latest_state
                     event = admin_pb2.WatchEvent(decisions=decisions)
-                    event.MergeFrom(self._seen)
+                    event.MergeFrom(self._latest_snapshot)
                     await guard.write(event)
                 await asyncio.sleep(interval_s)
         finally:
@@ -224,10 +235,10 @@ class ScalingCalls:
             raise FailedPrecondition(f"worker {worker_id} is draining")
         return worker
 
-    def _look(self) -> None:
+    def _take_snapshot(self) -> None:
         """Takes a new snapshot for all watchers."""
-        self._seen, self._seen_at = self._snapshot(), self._shell.now()
-        self._matters = _what_matters(self._seen)
+        self._latest_snapshot, self._latest_at = self._snapshot(), self._shell.now()
+        self._latest_state = _comparable_state(self._latest_snapshot)
 
     def _decided(self, after: float | None) -> list[LoggedDecision]:
         """Decisions after a time, oldest first; None: the newest decision of each pool."""
@@ -292,8 +303,11 @@ def _changed(known: Targets, asked: admin_pb2.LaneTargets, number: int) -> Targe
     return found
 
 
-def _what_matters(event: admin_pb2.WatchEvent) -> bytes:
-    """Serializes the state without fields that change all the time, to detect changes."""
+def _comparable_state(event: admin_pb2.WatchEvent) -> bytes:
+    """Serializes a snapshot without the fields that change all the time.
+
+    Watchers get an event only if these bytes differ from those of the previous event.
+    """
     one = admin_pb2.WatchEvent(pools=event.pools, workers=event.workers, rollout=event.rollout)
     one.rollout.ClearField("compared_for")
     for lane in one.pools.lanes:

@@ -614,14 +614,14 @@ def test_start_waits_until_the_canary_serves(serve, capsys, then):
 
 
 def test_start_stops_waiting_when_the_rollout_is_aborted(serve):
-    with pytest.raises(Aborted, match="the rollout of 'r2' has ended: an operator asked for it"):
-        start(serve(Rolling(WAITING, state(last="an operator asked for it"))))
+    with pytest.raises(Aborted, match="the rollout of 'r2' has ended: requested by an operator"):
+        start(serve(Rolling(WAITING, state(last="requested by an operator"))))
 
 
 NEXT = admin_pb2.RolloutStatus(
     phase=admin_pb2.ROLLOUT_PHASE_RUNNING,
     stable_revision="1",
-    last="an operator asked for it",
+    last="requested by an operator",
     canary=admin_pb2.RevisionStatus(name="r3"),
 )
 
@@ -629,7 +629,7 @@ NEXT = admin_pb2.RolloutStatus(
 @pytest.mark.parametrize("command", [start, lambda address: promote(address)])
 def test_a_wait_ends_when_another_rollout_has_replaced_the_first(serve, command):
     first = WAITING if command is start else RUNNING
-    with pytest.raises(Aborted, match=r"the rollout of 'r2' .*: an operator asked for it"):
+    with pytest.raises(Aborted, match=r"the rollout of 'r2' .*: requested by an operator"):
         command(serve(Rolling(first, NEXT)))
 
 

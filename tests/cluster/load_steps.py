@@ -218,7 +218,7 @@ async def a_size_by_hand_wins(cluster: Cluster, admin: AdminClient) -> None:
     await admin.set_autoscale(enabled=True)
     code, told, _ = await baton(cluster, "scale", "decode", "2", "--json")
     assert code == 0
-    assert "wins over autoscaling" in json.loads(told)["message"]
+    assert "autoscaling keeps this size" in json.loads(told)["message"]
     await until(cluster, lambda event: serving(event, DECODE) == 2)
     code, told, _ = await baton(cluster, "why", "decode")
     assert code == 0
@@ -243,7 +243,10 @@ async def flips_and_deaths(
         ID of the new decode worker; two other workers serve prefill.
     """
     code, told, said = await baton(cluster, "scale", "decode", "2", "--wait", f"{START_S:g}")
-    assert (code, told.split(";")[0]) == (0, "decode is to have 2 workers"), said
+    assert (code, told.split(";")[0]) == (
+        0,
+        "the target size of the decode pool is 2 workers",
+    ), said
     event = await until(cluster, lambda event: serving(event, DECODE) == 2)
     flipped, stays = sorted(ids(event, DECODE), reverse=True)
 

@@ -41,7 +41,7 @@ async def test_flips_deaths_and_sizes_by_hand(up):
         # A drained worker completes its requests before it leaves.
         one = prompt(20)
         stream = await decoding(client, one, 60)
-        assert f"{latest} takes nothing new" in await admin.drain_worker(latest)
+        assert f"{latest} gets no new requests" in await admin.drain_worker(latest)
         await stream.complete()
         assert stream.token_ids == cluster.expected(one, 60)
         await until(cluster, lambda event: latest not in ids(event, DECODE))

@@ -124,7 +124,7 @@ async def test_a_rollout_from_start_to_promotion(cell):
         assert message.startswith("revision r2 is the stable one; the workers of 1 finish")
         assert "too few samples to tell" in message
         assert (
-            "revision r2 has no adapter law: admitted requests for it end with revision 1"
+            "revision r2 has no adapter law: revision 1 finishes the admitted requests for it"
             in message
         )
         assert message.endswith("set worker.revision: r2 in the configuration")
@@ -146,7 +146,7 @@ async def test_an_abort_leaves_only_the_stable_fleet(cell):
     async with BatonClient(coordinator.address) as client:
         await client.complete([1, 2, 3], max_tokens=2, timeout_s=WAIT_S)
     found = await admin.get_rollout()
-    assert found.last == "revision 'r2' was aborted: an operator asked for it"
+    assert found.last == "revision 'r2' was aborted: requested by an operator"
 
 
 async def test_a_watch_reports_each_phase(cell):

@@ -120,11 +120,11 @@ async def test_scale_grows_and_shrinks_and_says_who_wins(cell):
     _, launcher, admin = cell
     answer = await admin.scale_pool(DECODE, 2)
     assert answer.pool.desired == answer.pool.size_by_hand == 2
-    assert answer.message.startswith("decode is to have 2 workers")
+    assert answer.message.startswith("the target size of the decode pool is 2 workers")
     await until(admin, lambda event: ids(event, DECODE) == {"decode-0", "decode-1"})
     assert await admin.set_autoscale(enabled=True)
     answer = await admin.scale_pool(DECODE, 1)
-    assert "wins over autoscaling" in answer.message
+    assert "autoscaling keeps this size" in answer.message
     event = await until(admin, lambda event: len(event.workers) == 2)
     assert event.pools.autoscale
     assert pool(event, DECODE).size_by_hand == 1
@@ -200,7 +200,7 @@ async def test_drain_and_flip_through_the_calls(cell):
     assert "serves decode once" in await admin.flip_worker("prefill-1", DECODE)
     await until(admin, lambda event: ids(event, DECODE) == {"decode-0", "prefill-1"})
     assert "already" in await admin.flip_worker("prefill-1", DECODE)
-    assert "scale it to keep one less" in await admin.drain_worker("decode-0", 5.0)
+    assert "to keep one worker less, use `baton scale`" in await admin.drain_worker("decode-0", 5.0)
     event = await until(admin, lambda event: ids(event, DECODE) == {"decode-1", "prefill-1"})
     assert pool(event, DECODE).desired == 2
     assert launcher.ended == ["decode-0"]
@@ -290,9 +290,9 @@ async def test_who_watches_is_told_of_every_decision_however_seldom_it_looks(cel
 
 async def test_many_who_watch_cost_hardly_more_than_one(cell, monkeypatch):
     _, _, admin = cell
-    looked, matters = [], admin_scaling._what_matters
+    looked, state = [], admin_scaling._comparable_state
     monkeypatch.setattr(
-        admin_scaling, "_what_matters", lambda event: looked.append(1) or matters(event)
+        admin_scaling, "_comparable_state", lambda event: looked.append(1) or state(event)
     )
     async with contextlib.AsyncExitStack() as stack:
         watching = [

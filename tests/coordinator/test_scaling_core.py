@@ -283,7 +283,7 @@ def test_autoscaling_off_keeps_the_sizes(launched):
 
 def test_a_drained_worker_is_replaced_and_its_process_ended(launched):
     made = launched()
-    made.world.handle(ev.DrainRequested("decode-0", 5.0, "an operator asked for it"))
+    made.world.handle(ev.DrainRequested("decode-0", 5.0, "requested by an operator"))
     made.wait(1)
     assert made.started[-1] == "decode-1"
     assert made.ended == ["decode-0"]
@@ -293,7 +293,7 @@ def test_a_drained_worker_is_replaced_and_its_process_ended(launched):
 def test_a_worker_that_does_not_leave_in_time_is_out(launched):
     made = launched(decode=2)
     to = made.world.submit()
-    made.world.handle(ev.DrainRequested("prefill-0", 5.0, "an operator asked for it"))
+    made.world.handle(ev.DrainRequested("prefill-0", 5.0, "requested by an operator"))
     for _ in range(24):
         made.wait(1)
     assert made.core.workers.by_id("prefill-0") is not None
@@ -305,7 +305,7 @@ def test_a_worker_that_does_not_leave_in_time_is_out(launched):
 
 def test_a_starting_worker_is_given_up_when_it_is_drained(new_world):
     made = Launched(new_world)
-    made.world.handle(ev.DrainRequested("decode-0", 5.0, "an operator asked for it"))
+    made.world.handle(ev.DrainRequested("decode-0", 5.0, "requested by an operator"))
     assert made.ended == ["decode-0"]
 
 
