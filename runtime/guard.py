@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from baton.runtime.access import Access
 
 _ADMIN = "baton.v1.Admin"
-_MEMBERS = frozenset({"baton.v1.Cluster", "baton.v1.KvTransfer"})
+_CELL_SERVICES = frozenset({"baton.v1.Cluster", "baton.v1.KvTransfer"})
 _TRANSFER = "/baton.v1.KvTransfer/"
-_HEAR_TIMEOUT_S = 2.0
+# Longest wait for the first message of a stream that is refused.
+_FIRST_MESSAGE_TIMEOUT_S = 2.0
 # Longest wait for the request message of a unary call; gRPC itself would wait without limit.
 _MESSAGE_TIMEOUT_S = 30.0
 # Package of the health and reflection services, which need no credential.
@@ -67,9 +68,16 @@ class Guard(grpc.aio.ServerInterceptor):
         for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
             inner = getattr(handler, kind)
             if inner is not None:
-                # Transfer frames are large, so their refusal is sent without reading one first.
-                hears = kind.startswith("stream") and not method.startswith(_TRANSFER)
-                guarded = self._guarded(inner, check, hears, reads=kind.startswith("unary"))
+                # Transfer frames are large, so a refused stream of frames is not read at all.
+                reads_before_refusal = kind.startswith("stream") and not method.startswith(
+                    _TRANSFER
+                )
+                guarded = self._guarded(
+                    inner,
+                    check,
+                    takes_one_message=kind.startswith("unary"),
+                    reads_before_refusal=reads_before_refusal,
+                )
                 if method.startswith(_OPEN_PACKAGE) and kind.endswith("stream"):
                     guarded = self._counted(guarded)
                 streaming = {kind: None, kind.replace("unary_", "stream_"): guarded}
@@ -77,13 +85,13 @@ class Guard(grpc.aio.ServerInterceptor):
         return handler
 
     def _check_of(self, method: str) -> Callable[[Any], None] | None:
-        """Check for calls of a method; None when the method needs no check here."""
+        """Returns the check for calls of a method; None if the method needs no check here."""
         access, service = self._access, method.rpartition("/")[0].lstrip("/")
         if service == _ADMIN:
             return lambda context: access.check_admin(
                 authorization(context), names(context), peer=context.peer()
             )
-        if service in _MEMBERS:
+        if service in _CELL_SERVICES:
             short = service.rpartition(".")[2]
             return lambda context: access.check_worker(
                 authorization(context), names(context), short, peer=context.peer()
@@ -95,30 +103,37 @@ class Guard(grpc.aio.ServerInterceptor):
         return None
 
     def _guarded(
-        self, inner: Any, check: Callable[[Any], None] | None, hears: bool, *, reads: bool
+        self,
+        inner: Any,
+        check: Callable[[Any], None] | None,
+        *,
+        takes_one_message: bool,
+        reads_before_refusal: bool,
     ) -> Any:
         """Wraps a handler so that the check runs first.
 
         Args:
             inner: Handler.
             check: Raises BatonError to refuse the call; None means no check.
-            hears: Whether a refusal waits for the first message of the stream. A client that is
-                still writing would see an earlier refusal as an internal error.
-            reads: Whether `inner` takes one message, which this wrapper reads with a timeout.
+            takes_one_message: Whether `inner` takes one request message, which this wrapper reads
+                with a timeout, instead of a stream of messages.
+            reads_before_refusal: Whether to read the first message of a stream before refusing
+                the stream. A client that is still writing this message would report an earlier
+                refusal as an internal error.
         """
 
         async def guarded(request: Any, context: Any) -> Any:
             if self._handshakes is not None:
                 self._handshakes.on_call(context.peer())
             try:
-                if reads:
+                if takes_one_message:
                     request = await _message(context)
                 if check is not None:
                     check(context)
             except BatonError as error:
-                if hears:
+                if reads_before_refusal:
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(_HEAR_TIMEOUT_S):
+                        async with asyncio.timeout(_FIRST_MESSAGE_TIMEOUT_S):
                             await context.read()
                 await abort(context, error)
             if inspect.isasyncgenfunction(inner):
@@ -147,12 +162,12 @@ class Guard(grpc.aio.ServerInterceptor):
 
 
 async def _message(context: Any) -> Any:
-    """Reads the request message of a unary call. Raises BatonError when none arrives in time."""
+    """Reads the request message of a unary call. Raises BatonError if none arrives in time."""
     try:
         async with asyncio.timeout(_MESSAGE_TIMEOUT_S):
             found = await context.read()
     except TimeoutError:
-        late = f"the request has not come within {_MESSAGE_TIMEOUT_S:g} s"
+        late = f"the request message did not arrive within {_MESSAGE_TIMEOUT_S:g} s"
         raise DeadlineExceeded(late) from None
     if found is grpc.aio.EOF:
         raise InvalidArgument("request", None, "must be one message")
@@ -160,7 +175,7 @@ async def _message(context: Any) -> Any:
 
 
 def authorization(context: Any) -> str:
-    """Credential of the call; empty when it has none."""
+    """Returns the credential of a call; empty if the call has none."""
     for key, value in context.invocation_metadata() or ():
         if key == AUTHORIZATION and isinstance(value, str):
             return value

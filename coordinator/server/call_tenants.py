@@ -9,8 +9,8 @@ from collections.abc import Callable
 class CallTenants:
     """Charges a call to every tenant with a request in it, or, while idle, to the last tenant.
 
-    So an open call is always charged to a tenant. A gateway's call serves many tenants in turn and
-    is charged to each tenant only while it serves the tenant.
+    After its first request, an open call is therefore always charged to some tenant. A gateway's
+    call serves many tenants in turn; each is charged only while it has a request in the call.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class CallTenants:
         self._tenants[stream] = tenant
         self._num_live[tenant] += 1
         if len(self._holds) > 1:
-            self._let_go_of_idle()
+            self._end_idle_charge()
 
     def leave(self, stream: int) -> None:
         """Records the end of a request; ignores unknown streams."""
@@ -55,10 +55,10 @@ class CallTenants:
         holds, self._holds = self._holds, {}
         self._tenants.clear()
         self._num_live.clear()
-        for give_back in holds.values():
-            give_back()
+        for end_charge in holds.values():
+            end_charge()
 
-    def _let_go_of_idle(self) -> None:
-        """Ends the charge of the idle tenant; at most the last tenant can be idle."""
+    def _end_idle_charge(self) -> None:
+        """Ends the charge of a tenant that was charged only because the call was idle."""
         for tenant in self._holds.keys() - self._num_live.keys():
             self._holds.pop(tenant)()

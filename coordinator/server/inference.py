@@ -26,8 +26,9 @@ from baton.runtime.errors import (
 from baton.runtime.guard import authorization
 from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
-# Seconds within which a session must present a valid credential.
-_UNKNOWN_S = 10.0
+# Seconds within which a session must be charged to a tenant: it must send a request with a valid
+# credential whose tenant has a free call slot.
+_CHARGE_TIMEOUT_S = 10.0
 # Limit of messages in a client's batch, and number of messages handled before the event loop runs
 # other tasks.
 _MAX_BATCH, _MAX_AT_ONCE = 64, 16
@@ -56,9 +57,9 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         guard = _guard(self._shell, session, context)
         try:
             deadline_s = context.time_remaining()
-            shown, peer = authorization(context), context.peer()
-            caller = self._intake.caller(request, shown, peer, arrived_at)
-            _enter(self._intake, session, 0, caller, request, arrived_at)
+            credential, peer = authorization(context), context.peer()
+            caller = self._intake.caller(request, credential, peer, arrived_at)
+            _charge(self._intake, session, 0, caller, request, arrived_at)
             submission = await self._intake.submission(
                 request, StreamKey(session.number, 0), arrived_at, deadline_s, caller
             )
@@ -116,7 +117,7 @@ def _guard(shell: Shell, session: ClientSession, context: Any) -> StallGuard:
     return StallGuard(context, lambda: shell.close_session(session), on_slow=slow)
 
 
-def _enter(
+def _charge(
     intake: Intake,
     session: ClientSession,
     stream: int,
@@ -124,10 +125,10 @@ def _enter(
     request: inference_pb2.GenerateRequest,
     now: float,
 ) -> None:
-    """Charges the request and its call to the caller's tenant.
+    """Charges the request, its images and its call to the caller's tenant.
 
     Raises:
-        ResourceExhausted: The tenant has too many requests or calls.
+        ResourceExhausted: The tenant has too many requests or calls, or the images do not fit.
     """
     if caller.grants is not None:
         # A gateway's call serves many tenants; only the tenant over its limit is refused.
@@ -136,14 +137,14 @@ def _enter(
             caller.grants.tenant,
             lambda: intake.acquire_call_slot(caller, session.number, request, now),
         )
-    if (place := intake.enter(caller, request, now)) is not None:
-        session.places[stream] = place
-    if (release := intake.hold_images(request, now)) is not None:
-        session.take_place(stream, release)
+    if (release_slot := intake.acquire_slot(caller, request, now)) is not None:
+        session.on_stream_end(stream, release_slot)
+    if (release_images := intake.hold_images(request, now)) is not None:
+        session.on_stream_end(stream, release_images)
 
 
 async def _write_one(session: ClientSession, guard: StallGuard) -> None:
-    """Writes the events of the session's only stream, up to its last."""
+    """Writes the events of the session's only stream, up to the stream's last event."""
     while True:
         taken = await session.outbox.take()
         if session.slow:
@@ -152,8 +153,8 @@ async def _write_one(session: ClientSession, guard: StallGuard) -> None:
             await guard.write(event)
             if is_last:
                 return
-        if session.left is not None and session.outbox.empty:
-            raise session.left
+        if session.end_error is not None and session.outbox.empty:
+            raise session.end_error
 
 
 class _SessionCall:
@@ -167,10 +168,10 @@ class _SessionCall:
         self._session = session = shell.open_session()
         self._guard = _guard(shell, session, context)
         self._submitting: dict[int, asyncio.Task[None]] = {}
-        # Error that ends the session because it is not charged to any tenant.
-        self._nobodys: BatonError | None = None
+        # Why the session ends: it was not charged to any tenant in time. None: it may go on.
+        self._not_charged: BatonError | None = None
         self._last_refusal: BatonError = Unauthenticated(
-            f"no valid credential within {_UNKNOWN_S:g} s"
+            f"no valid credential within {_CHARGE_TIMEOUT_S:g} s"
         )
 
     async def run(self) -> None:
@@ -182,9 +183,9 @@ class _SessionCall:
         reader = asyncio.create_task(self._read())
         reader.add_done_callback(lambda _: self._session.outbox.wake())
         timer = None
-        if not self._is_somebodys:
+        if not self._may_stay_open:
             loop = asyncio.get_running_loop()
-            timer = loop.call_later(_UNKNOWN_S, self._end_nobodys, reader)
+            timer = loop.call_later(_CHARGE_TIMEOUT_S, self._end_if_not_charged, reader)
         try:
             await self._write(reader)
         finally:
@@ -194,14 +195,14 @@ class _SessionCall:
             await asyncio.gather(reader, return_exceptions=True)
 
     @property
-    def _is_somebodys(self) -> bool:
-        """Whether the call is charged to a tenant, or credentials are not required."""
+    def _may_stay_open(self) -> bool:
+        """Whether the call is charged to a tenant, or the coordinator requires no credentials."""
         return bool(self._session.holders) or not self._intake.needs_credentials
 
-    def _end_nobodys(self, reader: asyncio.Task[None]) -> None:
-        """Ends a session that has no valid credential, or whose tenant has too many calls."""
-        if not self._is_somebodys and not reader.done():
-            self._nobodys = self._last_refusal
+    def _end_if_not_charged(self, reader: asyncio.Task[None]) -> None:
+        """Ends a session without a valid credential, or with a tenant that has too many calls."""
+        if not self._may_stay_open and not reader.done():
+            self._not_charged = self._last_refusal
             reader.cancel()
 
     def close(self) -> None:
@@ -218,8 +219,8 @@ class _SessionCall:
     async def _read(self) -> None:
         while isinstance(message := await self._context.read(), inference_pb2.SessionRequest):
             if len(message.batch) > _MAX_BATCH:
-                what = f"{len(message.batch)} messages"
-                raise InvalidArgument("batch", what, f"at most {_MAX_BATCH}")
+                size = f"{len(message.batch)} messages"
+                raise InvalidArgument("batch", size, f"at most {_MAX_BATCH}")
             for number, one in enumerate(message.batch or (message,), start=1):
                 self._take(one)
                 if number % _MAX_AT_ONCE == 0:
@@ -236,8 +237,8 @@ class _SessionCall:
 
     def _submit(self, submit: inference_pb2.Submit) -> None:
         session, stream = self._session, submit.stream
-        if session.left is not None:
-            raise session.left
+        if session.end_error is not None:
+            raise session.end_error
         if session.outbox.overfull or not self._shell.is_open(session):
             # Without this limit a client that reads nothing could fill the outbox with refusals.
             raise slow_reader()
@@ -268,8 +269,8 @@ class _SessionCall:
         if submission is not None:
             self._shell.post(ev.Submitted(submission))
         else:
-            admitting = self._admit(to, request, arrived_at, caller)
-            self._submitting[stream] = asyncio.create_task(admitting)
+            submitting = self._submit_later(to, request, arrived_at, caller)
+            self._submitting[stream] = asyncio.create_task(submitting)
 
     def _caller(
         self, stream: int, request: inference_pb2.GenerateRequest, arrived_at: float
@@ -278,25 +279,25 @@ class _SessionCall:
         caller = ANYONE
         if self._intake.needs_credentials:
             context = self._context
-            shown, peer = authorization(context), context.peer()
-            caller = self._intake.caller(request, shown, peer, arrived_at)
+            credential, peer = authorization(context), context.peer()
+            caller = self._intake.caller(request, credential, peer, arrived_at)
         elif not has_images(request):
             return caller
         try:
-            _enter(self._intake, self._session, stream, caller, request, arrived_at)
+            _charge(self._intake, self._session, stream, caller, request, arrived_at)
         except ResourceExhausted as error:
             self._last_refusal = error
             raise
         return caller
 
-    async def _admit(
+    async def _submit_later(
         self,
         to: StreamKey,
         request: inference_pb2.GenerateRequest,
         arrived_at: float,
         caller: Caller,
     ) -> None:
-        """Tokenizes one request off the event loop and hands it to the core."""
+        """Tokenizes one request off the event loop and submits it to the core."""
         submission = None
         try:
             try:
@@ -336,11 +337,11 @@ class _SessionCall:
                 raise slow_reader()
             if taken:
                 await self._guard.write(taken)
-            if session.left is not None and session.outbox.empty:
-                raise session.left
+            if session.end_error is not None and session.outbox.empty:
+                raise session.end_error
             if reader.done():
-                if self._nobodys is not None:
-                    raise self._nobodys
+                if self._not_charged is not None:
+                    raise self._not_charged
                 reader.result()
                 if not session.live and session.outbox.empty:
                     return

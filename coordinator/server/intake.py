@@ -75,7 +75,7 @@ class Intake:
         self._known_limits: tuple[common_pb2.ModelDescription, ModelLimits] | None = None
         # Valid sampling parameters by encoded form and vocabulary size.
         self._samplings: dict[tuple[bytes, int | None], common_pb2.SamplingParams] = {}
-        # Requests whose prompts are tokenized or rendered, or wait for that.
+        # Requests whose prompts are being tokenized or rendered, or wait for it.
         self._pending = {
             lane: FairPlaces(lane_config(config.lanes, lane).max_queued, self._weight_of)
             for lane in LANES
@@ -136,7 +136,7 @@ class Intake:
                 caller, call, older=older.submission.to.session if older is not None else None
             )
 
-    def enter(
+    def acquire_slot(
         self, caller: Caller, request: inference_pb2.GenerateRequest, now: float
     ) -> Callable[[], None] | None:
         """Takes one of the caller's request slots; see Access.acquire_slot."""

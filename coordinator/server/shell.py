@@ -36,9 +36,9 @@ _TIMER_SLACK_S = 0.001
 _MAX_SLOW_WRITES = 256
 # Requests of a lost session that are cancelled without a pause.
 _MAX_LOST_AT_ONCE = 128
-# Why a worker is removed whose link has too many commands without an acknowledgement; continues
+# Why a worker is removed if too many of its commands wait for an acknowledgement; follows
 # "worker w1 ...".
-_ACKNOWLEDGES_NOTHING = "acknowledges nothing it is sent"
+_NO_ACKNOWLEDGEMENT = "does not acknowledge commands"
 
 
 class ClientSession:
@@ -47,10 +47,8 @@ class ClientSession:
     Attributes:
         live: numbers of the streams that have not ended.
         slow: whether the session was closed because its client reads too slowly.
-        left: error that ends the call after the client has read all waiting events, while its
-            requests continue; None: the call goes on.
-        places: functions that free what a stream holds, by stream number: its request slot and
-            the memory of its images.
+        end_error: error that ends the call after the client has read all waiting events, while
+            its requests continue; None: the call goes on.
         holders: tenants that the call is charged to.
     """
 
@@ -59,39 +57,31 @@ class ClientSession:
         self.outbox = Outbox()
         self.live: set[int] = set()
         self.slow = False
-        self.left: BatonError | None = None
-        self.places: dict[int, Callable[[], None]] = {}
+        self.end_error: BatonError | None = None
         self.holders = CallTenants()
+        # By stream number: functions that free the stream's request slot and its images' memory.
+        self._releases: dict[int, list[Callable[[], None]]] = {}
 
-    def take_place(self, stream: int, give_back: Callable[[], None]) -> None:
-        """Adds another function to call when a stream ends."""
-        before = self.places.get(stream)
-        if before is None:
-            self.places[stream] = give_back
-            return
+    def on_stream_end(self, stream: int, release: Callable[[], None]) -> None:
+        """Adds a function that is called once, when the stream ends or the session closes."""
+        self._releases.setdefault(stream, []).append(release)
 
-        def give_back_both() -> None:
-            before()
-            give_back()
-
-        self.places[stream] = give_back_both
-
-    def give_back_places(self) -> None:
-        """Frees the request slots of all streams."""
-        places, self.places = self.places, {}
-        for give_back in places.values():
-            give_back()
+    def release_streams(self) -> None:
+        """Frees the request slots and the images' memory of all streams; idempotent."""
+        releases, self._releases = self._releases, {}
+        for release in itertools.chain.from_iterable(releases.values()):
+            release()
 
     def release(self) -> None:
-        """Frees all request slots and the call slots at the end of the call."""
-        self.give_back_places()
+        """Frees the resources of all streams, and the call slots, at the end of the call."""
+        self.release_streams()
         self.holders.release()
 
     def end(self, stream: int, last: inference_pb2.Finished | BatonError) -> None:
         """Ends a stream with its last event."""
         self.live.discard(stream)
-        if self.places and (give_back := self.places.pop(stream, None)) is not None:
-            give_back()
+        for release in self._releases.pop(stream, ()):
+            release()
         if self.holders:
             self.holders.leave(stream)
         self.outbox.push(stream, last)
@@ -190,15 +180,15 @@ class Shell:
             await self._idle.wait()
 
     def leave(self, why: BatonError) -> None:
-        """Ends all streams but no requests, which the next coordinator takes over.
+        """Ends all streams, but not their requests, which the next coordinator takes over.
 
-        Clients resume their requests at the next coordinator, and workers continue until then.
-        New workers are refused.
+        Clients resume their requests at the next coordinator, and workers continue them until
+        then. New workers are refused.
         """
         self._left = why
         sessions, self._sessions = list(self._sessions.values()), {}
         for session in sessions:
-            session.left = why
+            session.end_error = why
             session.outbox.wake()
         for link in self._links.values():
             link.leave()
@@ -296,7 +286,7 @@ class Shell:
         link = self._links.get(worker)
         if link is not None and not link.send(command):
             worker_id, incarnation = worker
-            self.post(ev.WorkerLost(worker_id, _ACKNOWLEDGES_NOTHING, incarnation))
+            self.post(ev.WorkerLost(worker_id, _NO_ACKNOWLEDGEMENT, incarnation))
 
     # ---- Effects
 
@@ -331,8 +321,8 @@ class Shell:
         if self._sessions.pop(session.number, None) is None:
             return False
         session.outbox.clear()
-        # Freed now, because the call of a client that does not read may last for long.
-        session.give_back_places()
+        # Released now, because the call of a client that does not read may last for long.
+        session.release_streams()
         return True
 
     def _send_finished(self, effect: ev.SendFinished) -> None:
@@ -358,7 +348,7 @@ class Shell:
         link = self._links.get(effect.worker)
         if link is not None and not link.send(effect.command):
             worker_id, incarnation = effect.worker
-            self._follow_ups.append(ev.WorkerLost(worker_id, _ACKNOWLEDGES_NOTHING, incarnation))
+            self._follow_ups.append(ev.WorkerLost(worker_id, _NO_ACKNOWLEDGEMENT, incarnation))
 
     def _welcome_worker(self, effect: ev.WelcomeWorker) -> None:
         if effect.worker not in self._links:

@@ -271,7 +271,7 @@ async def test_a_worker_that_is_sent_too_much_as_it_attaches_is_fenced(
         message = cluster_pb2.WorkerMessage(hello=say_hello("p", PREFILL))
         code, details = await first_status(channel, message)
         assert code is grpc.StatusCode.ABORTED
-        assert details == "worker p is fenced: this incarnation acknowledges nothing it is sent"
+        assert details == "worker p is fenced: this incarnation does not acknowledge commands"
         assert coordinator.shell.core.workers.by_id("p") is None
         call.cancel()
         async with asyncio.timeout(WAIT_S):

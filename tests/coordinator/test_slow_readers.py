@@ -102,10 +102,10 @@ async def test_only_the_client_that_stops_reading_is_cancelled(coordinator, say_
 
 @pytest.mark.parametrize("how", ["stalled", "overfull"])
 async def test_a_closed_sessions_request_slots_are_free_while_its_call_goes_on(new_world, how):
-    shell, given_back = Shell(new_world().core), []
+    shell, released = Shell(new_world().core), []
     session = shell.open_session()
     session.live.add(1)
-    session.places[1] = lambda: given_back.append(1)
+    session.on_stream_end(1, lambda: released.append(1))
     if how == "stalled":
         shell.close_session(session)
     else:
@@ -114,9 +114,9 @@ async def test_a_closed_sessions_request_slots_are_free_while_its_call_goes_on(n
         to = StreamKey(session.number, 2)
         shell.post(ev.Submitted(submission(to)))
     assert not shell.is_open(session)
-    assert given_back == [1]
+    assert released == [1]
     session.release()
-    assert given_back == [1]
+    assert released == [1]
     shell.close()
 
 

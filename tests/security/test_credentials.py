@@ -158,7 +158,7 @@ async def test_workers_need_the_cluster_token(start_coordinator, count_refusals,
 
 async def test_a_session_without_a_credential_is_ended(start_coordinator, grants, monkeypatch):
     _, security = grants
-    monkeypatch.setattr(inference, "_UNKNOWN_S", 0.1)
+    monkeypatch.setattr(inference, "_CHARGE_TIMEOUT_S", 0.1)
     async with start_coordinator(security) as running, rpc.channel(running.address) as channel:
         call = inference_pb2_grpc.InferenceStub(channel).Session()
         async with asyncio.timeout(WAIT_S):

@@ -162,7 +162,7 @@ async def test_a_session_beyond_the_limit_does_not_stay_open(limited, monkeypatc
         for call in held:
             await call.write(inference_pb2.SessionRequest(submit=submit))
             await call.read()
-        monkeypatch.setattr(inference, "_UNKNOWN_S", 0.1)
+        monkeypatch.setattr(inference, "_CHARGE_TIMEOUT_S", 0.1)
         beyond = stub.Session(metadata=metadata)
         await beyond.write(inference_pb2.SessionRequest(submit=submit))
         assert (await beyond.read()).events[0].HasField("failed")
