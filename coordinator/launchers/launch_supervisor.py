@@ -22,7 +22,7 @@ _Step: TypeAlias = Callable[[Launcher], Awaitable[None]]
 
 
 class LaunchSupervisor:
-    """Carries out StartWorker and EndWorker, in order for each worker.
+    """Executes StartWorker and EndWorker; those of one worker run one after the other.
 
     Args:
         post: Callback for events about the workers.
@@ -61,11 +61,13 @@ class LaunchSupervisor:
 
     def start(self, worker_id: str, pool: Pool, revision: Revision) -> None:
         if not self._closed:
-            self._then(worker_id, "start", lambda one: self._start(one, worker_id, pool, revision))
+            self._enqueue(
+                worker_id, "start", lambda one: self._start(one, worker_id, pool, revision)
+            )
 
     def end(self, worker_id: str) -> None:
         if not self._closed:
-            self._then(worker_id, "end", lambda one: self._end(one, worker_id))
+            self._enqueue(worker_id, "end", lambda one: self._end(one, worker_id))
 
     async def close(self) -> None:
         """Ends all worker processes, and refuses later starts.
@@ -75,7 +77,7 @@ class LaunchSupervisor:
         self._closed = True
         launcher = self._launcher
         assert launcher is not None
-        # After a pending start has finished, launcher.stop() ends its process too.
+        # launcher.stop() ends only processes whose start has finished.
         starting = [one for one in self._steps.values() if one.get_name().startswith("start ")]
         if starting:
             _, late = await asyncio.wait(starting, timeout=_START_GRACE_S)
@@ -87,21 +89,24 @@ class LaunchSupervisor:
 
     # ---- Private methods
 
-    def _then(self, worker_id: str, kind: str, step: _Step) -> None:
+    def _enqueue(self, worker_id: str, kind: str, step: _Step) -> None:
+        """Runs a step of a worker after the worker's earlier steps."""
         assert self._launcher is not None
         before = self._steps.get(worker_id)
         task = asyncio.create_task(
-            self._after(before, step, self._launcher), name=f"{kind} {worker_id}"
+            self._run_after(before, step, self._launcher), name=f"{kind} {worker_id}"
         )
         self._steps[worker_id] = task
-        task.add_done_callback(lambda done: self._over(worker_id, done))
+        task.add_done_callback(lambda done: self._forget(worker_id, done))
 
-    def _over(self, worker_id: str, task: asyncio.Task[None]) -> None:
+    def _forget(self, worker_id: str, task: asyncio.Task[None]) -> None:
         if self._steps.get(worker_id) is task:
             del self._steps[worker_id]
 
     @staticmethod
-    async def _after(before: asyncio.Task[None] | None, step: _Step, launcher: Launcher) -> None:
+    async def _run_after(
+        before: asyncio.Task[None] | None, step: _Step, launcher: Launcher
+    ) -> None:
         if before is not None:
             await asyncio.wait([before])
         await step(launcher)

@@ -29,7 +29,7 @@ _MAX_LINE_BYTES = 4 * 2**10
 # Matches the last line of a traceback, with or without the prefix of vLLM's log lines.
 _EXCEPTION = re.compile(r"(?:^|\] )((?:\w+\.)*\w*(?:Error|Exception): .+)$")
 # Matches debug and info log lines, which do not explain why a process ended.
-_EVERYDAY = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+ (?:debug|info) ")
+_DEBUG_OR_INFO = re.compile(r"\d{4}-\d\d-\d\dT[\d:.]+ (?:debug|info) ")
 # Time for a dead worker's engine and transfer service to free their resources and end.
 _GROUP_GRACE_S = 15.0
 _GROUP_POLL_S = 0.02
@@ -132,7 +132,7 @@ class WorkerProcess:
         self._worker_id, self._process, self._on_exit = worker_id, process, on_exit
         self._output, self._errors, self._directory = output, errors, directory
         self._stopping = self._reported = self._given_up = False
-        self._last_line, self._last_words, self._first_error = "", "", ""
+        self._last_line, self._own_error, self._first_error = "", "", ""
         self._watch = asyncio.create_task(self._run(config), name=f"worker {worker_id}")
         self._watch.add_done_callback(log_failure)
 
@@ -189,14 +189,14 @@ class WorkerProcess:
         If the worker has already ended by itself, its remaining processes first get
         _GROUP_GRACE_S seconds to free their resources.
         """
-        asked, self._stopping = self._stopping, True
+        is_second_stop, self._stopping = self._stopping, True
         try:
             if self._process.returncode is not None:
                 await asyncio.wait([self._watch], timeout=_GROUP_GRACE_S)
             else:
-                await self._terminate(stop_timeout_s, again=asked)
+                await self._terminate(stop_timeout_s, send_signal=not is_second_stop)
         finally:
-            # Also when this call was cancelled.
+            # No process of the group may be left, even if this call was cancelled.
             self._kill_group()
             try:
                 await asyncio.wait([self._watch], timeout=KILL_TIMEOUT_S)
@@ -204,9 +204,9 @@ class WorkerProcess:
                 self._watch.cancel()
                 await asyncio.gather(self._watch, return_exceptions=True)
 
-    async def _terminate(self, stop_timeout_s: float, *, again: bool) -> None:
-        # A second SIGTERM would make the worker stop without draining.
-        if not again:
+    async def _terminate(self, stop_timeout_s: float, *, send_signal: bool) -> None:
+        # The worker must get only one SIGTERM: a second one makes it stop without draining.
+        if send_signal:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
         try:
@@ -231,12 +231,12 @@ class WorkerProcess:
                 ]
                 exit_code = await self._process.wait()
                 if exit_code < 0:
-                    # Reported at once: a killed worker prints no reason, and its child processes
-                    # may take a while to end.
+                    # A killed worker prints no reason, so reading its output first would only
+                    # delay the report until its child processes have ended.
                     self._report(exit_code)
                 # The child processes hold the output pipes open until they end.
                 await self._end_group()
-                # A process that has left the group may hold them open for ever.
+                # A child process that has left the group may hold the pipes open for ever.
                 await asyncio.wait(pipes, timeout=_OUTPUT_TIMEOUT_S)
                 for pipe in pipes:
                     pipe.cancel()
@@ -251,7 +251,7 @@ class WorkerProcess:
         if self._stopping or self._reported:
             return
         self._reported = True
-        last_line = self._last_words or self._last_line
+        last_line = self._own_error or self._last_line
         self._on_exit(WorkerExit(self._worker_id, exit_code, last_line, self._first_error))
 
     async def _feed(self, config: bytes) -> None:
@@ -267,7 +267,7 @@ class WorkerProcess:
     async def _relay(self, pipe: asyncio.StreamReader, *, remember: bool) -> None:
         """Passes the worker's output on, and keeps lines that may explain its exit."""
         tail: deque[bytes] = deque([b""], maxlen=2)
-        # Two reads may have the two parts of one character.
+        # A character of several bytes may be split between two reads.
         decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         try:
             while chunk := await pipe.read(_READ_BYTES):
@@ -286,10 +286,10 @@ class WorkerProcess:
             self._first_error = found[1]
         if not remember or not text:
             return
-        self._last_line = "" if _EVERYDAY.match(text) else text
+        self._last_line = "" if _DEBUG_OR_INFO.match(text) else text
         own = f"baton worker {self._worker_id}: "
         if text.startswith(own):
-            self._last_words = text.removeprefix(own)
+            self._own_error = text.removeprefix(own)
 
     async def _end_group(self) -> None:
         """Waits for a dead worker's child processes, then kills the remaining ones.

@@ -395,7 +395,7 @@ async def test_the_reason_why_a_worker_cannot_start(ray, model):
     assert found == "worker p1 exited with code 1: set by its environment"
     lacking = {"placement_timeout_s": 2.0, "decode": {"cpus": 0, "gpus": 2}}
     assert await reason("d1", "decode", **lacking) == (
-        "worker d1 found no room within ray.placement_timeout_s 2: "
+        "worker d1 was not placed on a node within ray.placement_timeout_s (2 s): "
         "no node of Ray has GPU 2 (most: 0)"
     )
     await until_empty(ray.actors)

@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 # Timeout of quick calls into Ray.
 CALL_TIMEOUT_S = 15.0
-_MAX_WORDS = 500
-# Matches the end of the text before the reason (the actor's class, IDs and addresses).
-_WHY = re.compile(r"The actor (?:is dead|died) because ")
+_MAX_ERROR_CHARS = 500
+# Ray puts the reason of an actor's end after this text and a list of class, IDs and addresses.
+_BEFORE_REASON = re.compile(r"The actor (?:is dead|died) because ")
 
 
 async def result(ref: Any) -> Any:
@@ -62,11 +62,11 @@ async def in_thread(function: Callable[[], T], timeout_s: float = CALL_TIMEOUT_S
         raise TimeoutError(f"Ray did not answer within {timeout_s:g} s") from None
 
 
-def words(error: BaseException) -> str:
-    """Formats an error of Ray on one line, without details for Ray's developers."""
+def error_line(error: BaseException) -> str:
+    """Formats an error of Ray on one line, without the details that only Ray's developers need."""
     text = " ".join(str(error).split()) or type(error).__name__
-    found = _WHY.search(text)
-    return (text[found.end() :] if found else text)[:_MAX_WORDS]
+    found = _BEFORE_REASON.search(text)
+    return (text[found.end() :] if found else text)[:_MAX_ERROR_CHARS]
 
 
 def live_nodes() -> list[Node]:

@@ -13,7 +13,7 @@ import ray
 from ray.util import list_named_actors
 
 from baton.coordinator.launchers.ray_launch import wire
-from baton.coordinator.launchers.ray_launch.calls import live_nodes, words
+from baton.coordinator.launchers.ray_launch.calls import error_line, live_nodes
 from baton.coordinator.launchers.ray_launch.placement import unreachable
 from baton.runtime.addresses import split_address
 
@@ -64,8 +64,8 @@ def connect(opening: wire.Open) -> int:
     except Refused:
         raise
     except Exception as error:
-        what = f"there is no Ray at {address!r}" if address else "no Ray can be started here"
-        raise Refused(f"ray.address: {what}: {words(error)}") from None
+        problem = f"there is no Ray at {address!r}" if address else "no Ray can be started here"
+        raise Refused(f"ray.address: {problem}: {error_line(error)}") from None
     return len(nodes)
 
 
@@ -94,7 +94,8 @@ def _reap(opening: wire.Open) -> None:
     for answer in answers.values():
         with contextlib.suppress(Exception):
             coordinators.add(ray.get(answer, timeout=0))
-    # Before any actor is killed: those that do not answer may wait for a place.
+    # This check comes before any actor is killed: an actor that does not answer may belong to a
+    # running coordinator and wait for its placement.
     for other in sorted(coordinators - {opening.coordinator}):
         if _answers(other):
             raise Refused(

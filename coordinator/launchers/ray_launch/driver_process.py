@@ -45,7 +45,7 @@ class DriverProcess:
     ) -> None:
         self._process, self._opening = process, opening
         self._on_exit, self._on_waits = on_exit, on_waits
-        self._what = f"Ray at {opening.address}" if opening.address else "Ray on this host"
+        self._ray_name = f"Ray at {opening.address}" if opening.address else "Ray on this host"
         self._opened: asyncio.Future[wire.Ready | wire.Refused]
         self._opened = asyncio.get_running_loop().create_future()
         self._starting: dict[str, asyncio.Future[str]] = {}
@@ -93,20 +93,20 @@ class DriverProcess:
         except TimeoutError:
             await driver.close(at_once=True)
             raise LaunchError(
-                f"{driver._what}: not connected within ray.connect_timeout_s {timeout_s:g}"
+                f"{driver._ray_name}: not connected within ray.connect_timeout_s ({timeout_s:g} s)"
             ) from None
         except BaseException:
             await driver.close(at_once=True)
             raise
-        _log.info("connected to %s, %d nodes", driver._what, opened.num_nodes)
+        _log.info("connected to %s, %d nodes", driver._ray_name, opened.num_nodes)
         return driver
 
     async def start_worker(self, start: wire.Start) -> None:
         """Starts a worker; raises LaunchError."""
         if self.ended:
-            raise LaunchError(f"{self._what} has stopped")
+            raise LaunchError(f"{self._ray_name} has stopped")
         if self._silent_s:
-            raise LaunchError(f"{self._what} has not answered for {self._silent_s:.0f} s")
+            raise LaunchError(f"{self._ray_name} has not answered for {self._silent_s:.0f} s")
         worker_id = start.worker_id
         why: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._starting[worker_id] = why
@@ -116,7 +116,7 @@ class DriverProcess:
             async with asyncio.timeout(_START_TIMEOUT_S):
                 refused = await why
         except TimeoutError:
-            refused = f"{self._what} has not started it within {_START_TIMEOUT_S:g} s"
+            refused = f"{self._ray_name} has not started the worker within {_START_TIMEOUT_S:g} s"
         except BaseException:
             self._forget(worker_id)
             raise
@@ -143,7 +143,7 @@ class DriverProcess:
             async with asyncio.timeout(self._opening.stop_timeout_s + _END_MARGIN_S):
                 await asyncio.shield(ending)
         except TimeoutError:
-            _log.error("%s does not end worker %s", self._what, worker_id)
+            _log.error("%s did not end worker %s in time", self._ray_name, worker_id)
         finally:
             self._ending.pop(worker_id, None)
             self._workers.pop(worker_id, None)
@@ -214,9 +214,9 @@ class DriverProcess:
                 _settle(self._ending.get(worker_id), None)
             case wire.Silent(silent_s):
                 if silent_s and not self._silent_s:
-                    _log.error("%s does not answer: no workers can be started", self._what)
+                    _log.error("%s does not answer: no workers can be started", self._ray_name)
                 elif not silent_s and self._silent_s:
-                    _log.info("%s answers again", self._what)
+                    _log.info("%s answers again", self._ray_name)
                 self._silent_s = silent_s
 
     def _exited(self, worker_exit: WorkerExit) -> None:
@@ -226,7 +226,7 @@ class DriverProcess:
 
     def _has_ended(self) -> None:
         self.ended = True
-        stopped = f"{self._what} has stopped"
+        stopped = f"{self._ray_name} has stopped"
         if not self._closing:
             _log.error("%s", stopped)
             for worker_id in self._workers:

@@ -20,10 +20,10 @@ from baton.coordinator.launchers.ray_launch import wire
 from baton.coordinator.launchers.ray_launch.actor import WorkerActor
 from baton.coordinator.launchers.ray_launch.calls import (
     CALL_TIMEOUT_S,
+    error_line,
     in_thread,
     live_nodes,
     result,
-    words,
 )
 from baton.coordinator.launchers.ray_launch.cluster import NAME_PREFIX
 from baton.coordinator.launchers.ray_launch.placement import in_use, partner_node, shortage
@@ -37,13 +37,13 @@ _SILENT_S = 5.0
 _GONE_S = 60.0
 # An actor that cannot be reached for this long is lost.
 _UNREACHABLE_S = 5.0
-# How long a new worker waits for the placement of a worker of the other role, counted from that
-# worker's creation, to be placed on the same node.
-_PARTNERS_S = 5.0
-# Interval for checking a worker without a place, and the time after which it is reported as waiting
-# for resources that others use.
-_LOOK_S = 2.0
-_ROOM_S = 10.0
+# A new worker is to be placed on the node of a worker of the other role. If that worker has no node
+# yet, the new worker waits for its placement until this long after the creation of its actor.
+_PARTNER_WAIT_S = 5.0
+# Interval of the checks why a worker has no node yet.
+_PLACEMENT_CHECK_S = 2.0
+# After this time without a node, the worker is reported as waiting for resources that are in use.
+_IN_USE_AFTER_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
@@ -52,8 +52,9 @@ class _Worker:
 
     Attributes:
         needs: resources that the worker needs, by Ray's names.
-        made_at: time.monotonic() when the actor was created.
-        hoped: ID of the preferred node; empty for any node.
+        created_at: time.monotonic() when the actor was created.
+        preferred_node: ID of the node on which Ray places the actor if the node has room; empty:
+            any node.
         node: ID of the node that runs the worker's processes; empty before the placement, and after
             the actor was lost.
         settled: set when the worker is placed or has failed to be placed.
@@ -64,8 +65,8 @@ class _Worker:
     role: str
     actor: Any
     needs: Mapping[str, float]
-    made_at: float
-    hoped: str
+    created_at: float
+    preferred_node: str
     node: str = ""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
     ending: bool = False
@@ -112,16 +113,16 @@ class RayWorkers:
         try:
             why = await self._try_start(start)
         except Exception as error:
-            why = f"Ray does not start it: {words(error)}"
+            why = f"Ray cannot create its actor: {error_line(error)}"
         finally:
             self._starting.pop(start.worker_id, None)
         self._say(wire.Started(start.worker_id, why))
 
     async def _try_start(self, start: wire.Start) -> str:
-        """Creates the worker's actor; returns why it cannot, or an empty string."""
+        """Creates the worker's actor; returns why that is not possible, or an empty string."""
         if (earlier := self._workers.get(start.worker_id)) is not None:
             if not earlier.ending:
-                return "it is started already"
+                return "it has been started already"
             await self._end(start.worker_id)
         nodes = await in_thread(live_nodes)
         gpus = start.gpus
@@ -133,7 +134,7 @@ class RayWorkers:
         if lack and not self._opening.address:
             # A local Ray never gets further nodes, so waiting would not help.
             return lack
-        # Placed one at a time, so that workers that start together can be placed on one node.
+        # One worker at a time, so that workers that start together can be placed on one node.
         async with self._placing:
             node = await self._partner_node(start.role)
             actor = await in_thread(lambda: self._make_actor(start, gpus, node))
@@ -143,18 +144,19 @@ class RayWorkers:
         return ""
 
     async def _partner_node(self, role: str) -> str | None:
-        # The wait is limited, so that a worker without room does not delay others.
+        """Returns the ID of the node with the most workers that lack a partner of this role."""
+        # The wait is limited, so that a worker that no node has room for does not delay others.
         pending = [
             worker
             for worker in self._workers.values()
             if worker.role != role and not worker.settled.is_set()
         ]
-        latest = max((worker.made_at for worker in pending), default=0.0) + _PARTNERS_S
+        latest = max((worker.created_at for worker in pending), default=0.0) + _PARTNER_WAIT_S
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, latest - monotonic())):
                 await asyncio.gather(*(worker.settled.wait() for worker in pending))
         placed = (
-            (worker.role, worker.node or worker.hoped)
+            (worker.role, worker.node or worker.preferred_node)
             for worker in self._workers.values()
             if not worker.ending
         )
@@ -197,13 +199,13 @@ class RayWorkers:
                 fields = await self._until_exit(worker)
                 ended = wire.Exited(**fields)
         except ActorDiedError as error:
-            lost = f"was lost with its Ray actor: {words(error)}"
+            lost = f"was lost with its Ray actor: {error_line(error)}"
         except RayTaskError as error:
-            lost = f"could not be started: {words(error.cause)}"
+            lost = f"could not be started: {error_line(error.cause)}"
         except TimeoutError:
             lost = f"was lost: its Ray actor cannot be reached for {_UNREACHABLE_S:g} s"
         except Exception as error:
-            lost = f"was lost: {words(error)}"
+            lost = f"was lost: {error_line(error)}"
         worker.settled.set()
         if worker.ending:
             return
@@ -220,26 +222,28 @@ class RayWorkers:
 
     async def _place(self, worker: _Worker) -> str:
         """Waits until the worker's actor runs; returns why it cannot run, or an empty string."""
-        stop_timeout_s = self._opening.placement_timeout_s
+        placement_timeout_s = self._opening.placement_timeout_s
         starting = asyncio.ensure_future(result(worker.actor.place.remote()))
-        begun_at, told = monotonic(), ""
+        begun_at, reported = monotonic(), ""
         while True:
             waited_s = monotonic() - begun_at
             done, _ = await asyncio.wait(
-                [starting], timeout=max(0.0, min(_LOOK_S, stop_timeout_s - waited_s))
+                [starting],
+                timeout=max(0.0, min(_PLACEMENT_CHECK_S, placement_timeout_s - waited_s)),
             )
             if done:
                 break
             # The reason may change, because nodes join and leave and resources become free.
             waited_s = monotonic() - begun_at
-            why = await self._why_not(worker, waited_s) or told
-            if waited_s >= stop_timeout_s:
+            why = await self._why_not_placed(worker, waited_s) or reported
+            if waited_s >= placement_timeout_s:
                 starting.cancel()
-                why = why or "what it needs is in use, or its node is slow"
-                return f"found no room within ray.placement_timeout_s {stop_timeout_s:g}: {why}"
-            if why != told:
+                why = why or "its resources are in use, or its node is slow"
+                limit = f"ray.placement_timeout_s ({placement_timeout_s:g} s)"
+                return f"was not placed on a node within {limit}: {why}"
+            if why != reported:
                 self._say(wire.Waits(worker.worker_id, why))
-                told = why
+                reported = why
         place = starting.result()
         worker.node = place["node"]
         worker.settled.set()
@@ -247,12 +251,12 @@ class RayWorkers:
         return ""
 
     @staticmethod
-    async def _why_not(worker: _Worker, waited_s: float) -> str:
-        """Why a worker has no place yet; empty if unknown, or while waiting is still normal."""
+    async def _why_not_placed(worker: _Worker, waited_s: float) -> str:
+        """Returns why a worker has no node yet; empty if unknown, or if it waits only briefly."""
         with contextlib.suppress(Exception):
             if lack := shortage(worker.needs, await in_thread(live_nodes)):
                 return lack
-            if waited_s >= _ROOM_S:
+            if waited_s >= _IN_USE_AFTER_S:
                 return in_use(worker.needs, await in_thread(ray.available_resources))
         return ""
 
@@ -273,7 +277,7 @@ class RayWorkers:
                 await asyncio.sleep(_PROBE_S)
 
     async def _end_started(self, worker_id: str) -> None:
-        """Ends a worker, after its start has finished."""
+        """Waits until the worker's start has finished, then ends the worker."""
         if (starting := self._starting.get(worker_id)) is not None:
             await asyncio.wait([starting])
         await self._end(worker_id)
