@@ -425,7 +425,7 @@ class Core:
     # ---- Time and sizes
 
     def _launcher_ready(self, event: ev.LauncherReady, now: float) -> None:
-        self._rollout_control.starts_workers(now)
+        self._rollout_control.launcher_ready(now)
         self.scaler.begin(event.sizes, now)
 
     def _targets_requested(self, event: ev.TargetsRequested, now: float) -> None:

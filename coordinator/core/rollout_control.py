@@ -56,9 +56,9 @@ class RolloutControl:
         if self._rollouts.attached(worker, now, returns=returns):
             self._move_waiting()
 
-    def starts_workers(self, now: float) -> None:
+    def launcher_ready(self, now: float) -> None:
         """Handles a launcher that is ready to start workers."""
-        self._rollouts.starts_workers(now)
+        self._rollouts.launcher_ready(now)
         self._move_waiting()
 
     def after_event(self, now: float) -> None:

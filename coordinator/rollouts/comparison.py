@@ -1,4 +1,4 @@
-"""Whether the canary is worse than the stable fleet, by the errors and latencies of both."""
+"""Tests whether the canary's errors or latencies are worse than those of the stable fleet."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from baton.coordinator.telemetry.fleet_stats import FleetStats
 from baton.coordinator.telemetry.sketch import Sketch
 from baton.runtime.enum_names import lane_name
 
-# Fewest requests per fleet and lane for a latency percentile, and per fleet for an error rate.
+# Minimum number of requests: per fleet and lane to compare latencies, per fleet to compare errors.
 MIN_REQUESTS, MIN_ENDED = 100, 20
-# Significance level. The test runs every second, so the level is far stricter than for one test.
+# Significance level. The tests run every second, and a level as for a single test would sooner or
+# later call any canary worse.
 _SIGNIFICANCE = 1e-4
-# Smallest ratio of tail latencies that counts: equal pools with unequal load differ by less.
+# A canary is worse only if its tail latency exceeds the stable one by this factor. Equal pools with
+# unequal load differ by less.
 _MIN_RATIO = 1.1
+# Percentile that counts as the tail.
 _PERCENT = 95.0
 
 

@@ -1,7 +1,7 @@
 """Fleets that leave: they finish the outputs that they began, then their workers are drained.
 
-No other fleet continues an output: it has other weights, and would return an answer that mixes two
-models without reporting an error. The output therefore ends in its fleet, or fails with a reason.
+No other fleet may continue such an output: its weights differ, so the answer would mix two models
+without any error. The output therefore ends in its own fleet, or fails with a reason.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 
 _DRAINING = cluster_pb2.WORKER_STATE_DRAINING
-# A fleet without requests keeps its workers this long: clients whose connection broke may resume.
+# A fleet without requests keeps its workers this long, so that clients with a broken connection can
+# resume their requests.
 _QUIET_S = 2.0
 
 
 @dataclass(slots=True)
 class _Leaving:
-    """How far a fleet is with leaving. Times are by the core's clock.
+    """State of a fleet that leaves. Times are by the core's clock.
 
     Attributes:
-        until: Requests that have not ended by then are failed.
-        reason: Why the fleet leaves, as its workers are told.
+        deadline: Requests that have not ended by then fail.
+        reason: Why the fleet leaves; part of the drain commands to its workers.
         busy_at: When the fleet last had a request.
     """
 
-    until: float
+    deadline: float
     reason: str
     busy_at: float
 
@@ -74,7 +75,7 @@ class Retiring:
         return fleet.workers.able(common_pb2.ROLE_DECODE).since < math.inf
 
     def awaits_decode(self, fleet: Fleet) -> bool:
-        """Whether a worker of the fleet that can decode starts, and all attached ones drain."""
+        """Whether a worker that can decode is starting, and all attached ones are draining."""
         roles = fleet.workers.roles_doing(common_pb2.ROLE_DECODE)
         is_starting = any(self._launches.num_starting(POOL_OF[role], fleet) for role in roles)
         return is_starting and not self.decodes(fleet)
@@ -84,14 +85,14 @@ class Retiring:
         self._leaving[fleet] = _Leaving(now + drain_s, reason, busy_at=now)
 
     def replace(self, fleets: Iterable[Fleet], drain_s: float, now: float) -> None:
-        """Replaces the fleets that leave, as another coordinator has recorded them."""
+        """Replaces the fleets that leave by those that an earlier coordinator has recorded."""
         self._leaving.clear()
         for fleet in fleets:
             self.begin(fleet, "another revision has taken its place", drain_s, now)
 
     def overdue(self, now: float) -> list[Fleet]:
         """Returns the fleets whose requests must end now."""
-        return [fleet for fleet, leaving in self._leaving.items() if now >= leaving.until]
+        return [fleet for fleet, leaving in self._leaving.items() if now >= leaving.deadline]
 
     def advance(self, now: float) -> bool:
         """Drains workers that are not needed any more; returns whether a fleet has left."""
@@ -103,23 +104,26 @@ class Retiring:
     def _release(self, fleet: Fleet, leaving: _Leaving, now: float) -> None:
         """Drains all workers but one per pool, and that one once the fleet has no requests.
 
-        A request that waits for another attempt (its worker died, or it made room for interactive
-        work) needs the last worker of each pool; in an elastic cell either one, so that the other
-        is a spare. If the last worker that can decode drains already, one that is starting takes
-        its place.
+        A request that waits for another attempt, because its worker died or because it made room
+        for interactive requests, needs one worker of each pool (in an elastic cell any one worker).
+        If the last worker that can decode is already draining, a worker that is starting takes its
+        place.
         """
-        stays = fleet.num_requests > 0 and now < leaving.until
+        stays = fleet.num_requests > 0 and now < leaving.deadline
         if stays:
             leaving.busy_at = now
-        is_needed = now < min(leaving.until, leaving.busy_at + _QUIET_S)
+        is_needed = now < min(leaving.deadline, leaving.busy_at + _QUIET_S)
         if not (stays and self.awaits_decode(fleet)):
             self._launches.give_up_all(fleet)
         for role in ROLE_OF.values():
-            there = [one for one in fleet.workers if one.role == role and one.state != _DRAINING]
-            there.sort(key=lambda one: (one.serving, len(one.ledger), one.id))
-            if is_needed and there:
-                there.pop()
-            for worker in there:
-                self._drain(worker, max(1.0, leaving.until - now), leaving.reason, now)
+            drainable = [
+                one for one in fleet.workers if one.role == role and one.state != _DRAINING
+            ]
+            drainable.sort(key=lambda one: (one.serving, len(one.ledger), one.id))
+            if is_needed and drainable:
+                # The last one serves, and has the most requests.
+                drainable.pop()
+            for worker in drainable:
+                self._drain(worker, max(1.0, leaving.deadline - now), leaving.reason, now)
         if not stays and not len(fleet.workers):
             del self._leaving[fleet]

@@ -38,14 +38,14 @@ class Rollout:
     """The rollout that runs, or the last one.
 
     Attributes:
-        canary: The fleet that is tried out.
+        canary: The fleet that runs the new revision.
         stable: The stable fleet when the rollout began.
         sizes: Number of workers that the coordinator starts, by pool; 0 if it starts no workers.
         abort_if_worse: Whether the rollout is aborted when the comparison finds the canary worse.
         stats: Statistics of both fleets; empty until the canary has served.
         since: When `stats` began, by the core's clock.
-        drains_s: Seconds that requests of the old fleet may take after the promotion; None: the
-            canary is not being promoted.
+        drain_s: Seconds that requests of the old fleet may take after the promotion; None: no
+            promotion was requested.
     """
 
     canary: Fleet
@@ -54,7 +54,7 @@ class Rollout:
     abort_if_worse: bool = False
     stats: dict[Fleet, FleetStats] = field(default_factory=dict)
     since: float = 0.0
-    drains_s: float | None = None
+    drain_s: float | None = None
 
 
 class Rollouts:
@@ -97,8 +97,9 @@ class Rollouts:
         self._fleets, self._max_request_s = workers.fleets, max_request_s
         self.retiring = Retiring(scaler.launches, drain)
         self._configured, self._version = traffic.stable.name, 0
-        # Whether an operator has changed a rollout here, so that records of workers are outdated.
-        self._was_told = False
+        # Whether an operator has changed a rollout at this coordinator. Records that workers keep
+        # from an earlier coordinator are outdated then.
+        self._was_changed = False
         self.rollout: Rollout | None = None
         self.last: Rollout | None = None
         self.outcome = ""
@@ -170,7 +171,7 @@ class Rollouts:
 
     def start(self, event: ev.RolloutRequested) -> None:
         """Starts a rollout; `start_error` was None."""
-        canary, self._was_told = self._fleets.named(event.revision.name), True
+        canary, self._was_changed = self._fleets.named(event.revision.name), True
         canary.revision = event.revision
         sizes = dict.fromkeys(Pool, 0)
         if self._scaler.active:
@@ -182,35 +183,41 @@ class Rollouts:
     def set_share(self, share: float) -> None:
         """Changes the canary's share; `share_error` was None."""
         if self.rollout is not None:
-            self.traffic.share, self._was_told = share, True
+            self.traffic.share, self._was_changed = share, True
             self._changed()
 
     def promote(self, drain_s: float | None) -> None:
         """Promotes the canary as soon as it has enough workers; `promote_error` was None."""
         if self.rollout is not None:
-            self._was_told = True
-            self.rollout.drains_s = drain_s or self._max_request_s
+            self._was_changed = True
+            self.rollout.drain_s = drain_s or self._max_request_s
 
     def abort(self, drain_s: float | None, reason: str, now: float) -> None:
         """Aborts the rollout; `abort_error` was None."""
         if self.rollout is not None:
-            self._was_told = True
+            self._was_changed = True
             self._abort(self.rollout, reason, drain_s, now)
 
     def attached(self, worker: Worker, now: float, *, returns: bool) -> bool:
-        """A worker has attached; it may know of a rollout from an earlier coordinator.
+        """Handles an attached worker, which may have a record from an earlier coordinator.
+
+        Args:
+            worker: The worker.
+            now: Time by the core's clock.
+            returns: Whether the worker served another coordinator before.
 
         Returns:
-            Whether that rollout was restored, so that waiting requests may have to move.
+            Whether the recorded rollout was restored, so that waiting requests may have to move.
         """
         record = worker.hello.rollout
         restores = (
             returns
             and record.version > self._version
             and record.configured == self._configured
-            # The workers that an active scaler started ended with its coordinator.
+            # A coordinator with an active scaler starts its own workers, and the workers of the
+            # recorded rollout ended with the earlier coordinator.
             and not self._scaler.active
-            and not self._was_told
+            and not self._was_changed
         )
         if restores:
             self._restore(record, now)
@@ -221,14 +228,17 @@ class Rollouts:
             self._changed()
         return restores
 
-    def starts_workers(self, now: float) -> None:
-        """A launcher is ready: the configured revision is stable again, as its workers run it."""
-        if self._version and not self._was_told:
+    def launcher_ready(self, now: float) -> None:
+        """Makes the configured revision stable again: the launcher starts workers of this revision.
+
+        A rollout that was restored from a record ends, unless an operator has changed it here.
+        """
+        if self._version and not self._was_changed:
             record = cluster_pb2.RolloutRecord(version=self._version + 1, stable=self._configured)
             self._restore(record, now)
 
     def advance(self, now: float) -> None:
-        """Starts, opens, ends and retires fleets according to the workers that serve now."""
+        """Takes all steps of rollouts that are possible with the workers that serve now."""
         rollout = self.rollout
         if rollout is not None:
             self._start_workers(rollout, now)
@@ -236,11 +246,11 @@ class Rollouts:
             if (found := self._found_worse(rollout)) is not None:
                 self._abort(rollout, found, None, now)
             elif (
-                rollout.drains_s is not None
+                rollout.drain_s is not None
                 and why.has_promoted_sizes(self._fleets, self._scaler, rollout.canary)
                 and not self._needs_start(rollout.stable)
             ):
-                self._switch(rollout, rollout.drains_s, now)
+                self._switch(rollout, rollout.drain_s, now)
         for fleet in self.retiring:
             self._scaler.launches.give_up_stuck(fleet, self._scaler.start_timeout_s, now)
         if self.retiring.advance(now):
@@ -276,7 +286,7 @@ class Rollouts:
             self._emit(ev.SendCommand(worker.key, record))
 
     def _restore(self, record: cluster_pb2.RolloutRecord, now: float) -> None:
-        """Continues with the state that an earlier coordinator has recorded."""
+        """Replaces the state by the one that an earlier coordinator has recorded."""
         named = self._fleets.named
         self._version, self.rollout = record.version, None
         self.retiring.replace(map(named, record.retiring), self._max_request_s, now)
@@ -292,9 +302,9 @@ class Rollouts:
         self._send_record()
 
     def _was_replaced(self, worker: Worker) -> bool:
-        """Whether a worker's fleet left, or began to, before the worker lost its coordinator.
+        """Whether the worker's record says that another revision has replaced the worker's fleet.
 
-        The workers of a fleet that took part in no rollout are kept.
+        False for a fleet that took part in no rollout: its workers are kept.
         """
         record, fleet = worker.hello.rollout, worker.fleet
         known = (record.stable, record.canary) if record.configured == self._configured else ()
@@ -305,28 +315,28 @@ class Rollouts:
     # ---- Steps of a rollout
 
     def _start_workers(self, rollout: Rollout, now: float) -> None:
-        """Starts the workers that the canary lacks; gives up starts that take too long.
+        """Starts the workers that the canary lacks, and gives up starts that take too long.
 
-        A worker that drains or has ended is replaced once its GPUs are free.
+        A worker that is draining or has ended is replaced once its GPUs are free.
         """
         if not self._scaler.active:
             return
         canary, launches = rollout.canary, self._scaler.launches
         launches.give_up_stuck(canary, self._scaler.start_timeout_s, now)
-        if rollout.drains_s is not None:
+        if rollout.drain_s is not None:
             for pool, size in why.promoted_sizes(self._fleets, self._scaler).items():
                 rollout.sizes[pool] = max(rollout.sizes[pool], size)
         for pool, role in ROLE_OF.items():
-            there = sum(one.role == role and one.state != _DRAINING for one in canary.workers)
-            lacking = rollout.sizes[pool] - there - launches.num_starting(pool, canary)
+            attached = sum(one.role == role and one.state != _DRAINING for one in canary.workers)
+            lacking = rollout.sizes[pool] - attached - launches.num_starting(pool, canary)
             number = min(lacking, self._scaler.num_startable(pool, canary.revision))
             launches.start(pool, int(number), now, canary)
             launches.settle(pool, now, canary)
 
     def _reserve(self) -> None:
-        """Keeps GPUs from the pools that belong to the canary and to fleets that leave.
+        """Reserves the GPUs of the canary and of leaving fleets, so that no pool takes them.
 
-        Draining workers are left out: the pools count them themselves.
+        Draining workers are left out, because the pools already count their GPUs.
         """
         scaler, rollout, held = self._scaler, self.rollout, 0
         if rollout is not None:
@@ -338,7 +348,7 @@ class Rollouts:
         scaler.reserve(held)
 
     def _open(self, rollout: Rollout, now: float) -> None:
-        """Lets the canary get new requests while it has workers for prompts and for outputs."""
+        """Opens the canary to new requests while it can compute prompts and decode outputs."""
         canary = rollout.canary
         self.traffic.open = all(canary.workers.able(role).num_serving for role in POOL_OF)
         if self.traffic.open and not rollout.stats:
@@ -346,9 +356,9 @@ class Rollouts:
             self._stats.compared = rollout.stats
 
     def _needs_start(self, fleet: Fleet) -> bool:
-        """Whether requests of the fleet may need a worker that can decode and still starts.
+        """Whether requests of the fleet need a worker that can decode and is still starting.
 
-        A fleet that leaves starts no further worker, should this start fail.
+        The fleet must not leave before: if this start fails, a leaving fleet starts no other one.
         """
         return self.retiring.awaits_decode(fleet) and any(
             one.fleet is fleet and one.has_begun for one in self._requests.all()

@@ -115,7 +115,7 @@ def start_error(
     if not is_revision(name):
         return InvalidArgument("revision", name, REVISION_NAMES)
     if fleet is workers.fleets.stable:
-        allowed = "must differ from the stable revision's name, which its workers report too"
+        allowed = "must differ from the name of the stable revision"
         return InvalidArgument("revision", name, allowed)
     if running is not None:
         return FailedPrecondition(
@@ -123,8 +123,8 @@ def start_error(
         )
     if fleet is not None and fleet in retiring:
         return FailedPrecondition(
-            f"revision is {name!r}, whose workers have not left yet: wait until they have, or use "
-            "another name"
+            f"revision is {name!r}, and workers of an earlier rollout of this name have not left "
+            "yet: wait until they have left, or use another name"
         )
     attached = list(fleet.workers) if fleet is not None else []
     wanted = to_start(workers.fleets, attached, sizes)

@@ -1,4 +1,4 @@
-"""Which fleet a new request gets.
+"""Chooses the fleet of each new request.
 
 Everything that an output depends on (weights, KV cache, sampling state) belongs to one fleet, so a
 request stays in the fleet that began its output.
@@ -22,7 +22,7 @@ class Traffic:
         fleets: All fleets; its `stable` fleet gets the requests that the canary does not get.
 
     Attributes:
-        canary: The fleet that is tried out; None: no rollout runs.
+        canary: The fleet that runs the new revision; None: no rollout runs.
         share: Share of new sessions that the canary gets while it is `open`, 0 to 1.
         open: Whether the canary has serving workers for prompts and for outputs.
     """

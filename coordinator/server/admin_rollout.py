@@ -233,7 +233,7 @@ def _adapters(fleet: Fleet) -> set[str]:
 
 
 def _phase(rollout: Rollout, *, is_open: bool) -> admin_pb2.RolloutPhase.ValueType:
-    if rollout.drains_s is not None:
+    if rollout.drain_s is not None:
         return admin_pb2.ROLLOUT_PHASE_PROMOTING
     return admin_pb2.ROLLOUT_PHASE_RUNNING if is_open else admin_pb2.ROLLOUT_PHASE_WAITING
 
