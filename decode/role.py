@@ -1,4 +1,4 @@
-"""The decode role: receive the KV cache or compute the prompt, then generate the output."""
+"""The decode role: receives the KV cache or computes the prompt, then generates the output."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _ENDED = (kv_transfer_pb2.HANDOFF_STATE_RELEASED, kv_transfer_pb2.HANDOFF_STATE_
 
 @dataclass(slots=True)
 class _Receive:
-    """When (monotonic) this worker first knew of a handoff, and of its commit."""
+    """Times of a handoff by time.monotonic(): when this worker first knew of it, and its commit."""
 
     begun_at: float = field(default_factory=monotonic)
     committed_at: float | None = None
 
-    def heard(self, state: kv_transfer_pb2.HandoffState.ValueType) -> None:
+    def on_state(self, state: kv_transfer_pb2.HandoffState.ValueType) -> None:
         """Records a state change; only a newer epoch invalidates a commit."""
         if state not in _COMMITTED:
             self.committed_at = None
@@ -108,14 +108,14 @@ class DecodeRole:
             self._attempts.pop(attempt.handoff.handoff_id, None)
 
     def expect_fetch(self, attempt: Attempt) -> None:
-        """Takes an attempt of any role; if it fetches a prefix, the handoff's end is reported."""
+        """Remembers an attempt of any role, so that the end of its fetch, if any, is reported."""
         if attempt.fetch is not None and attempt.fetch.num_tokens:
             self._attempts[attempt.fetch.handoff_id] = attempt
 
     def release_fetch(self, attempt: Attempt, *, is_loaded: bool = False) -> None:
         """Drops the prefix that an attempt fetches, even if it arrives later. Idempotent.
 
-        Arguments as of `release`.
+        Arguments as in `release`.
         """
         if attempt.fetch is None or self._attempts.get(attempt.fetch.handoff_id) is not attempt:
             return
@@ -135,7 +135,7 @@ class DecodeRole:
     def on_handoff_state(self, state: kv_transfer_pb2.LocalHandoffState) -> None:
         """Handles a state change of a handoff to this worker, from the transfer service."""
         if state.state not in _ENDED:
-            self._receives.setdefault(state.handoff_id, _Receive()).heard(state.state)
+            self._receives.setdefault(state.handoff_id, _Receive()).on_state(state.state)
             return
         # None if the handoff ended before its first state arrived here.
         receive = self._receives.pop(state.handoff_id, None)

@@ -1,4 +1,4 @@
-"""The prefill role: compute the prompt, report its first token, hand over the KV cache."""
+"""The prefill role: computes the prompt, reports its first token, hands over the KV cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from baton.v1 import cluster_pb2, kv_transfer_pb2
 
 @dataclass(frozen=True, slots=True)
 class _Send:
-    """Attempt of a send, and when (monotonic) this worker started it."""
+    """A handoff that this worker sends: its attempt, and its start by time.monotonic()."""
 
     attempt: Attempt
     begun_at: float = field(default_factory=monotonic)
@@ -32,7 +32,7 @@ class _Send:
 class PrefillRole:
     """Owns the sends of this worker, from their reservation until the receiver has verified them.
 
-    A request ends here with its first token; its KV cache may still be in transfer then.
+    On this worker a request ends with its first token, but its send may still go on.
 
     Args:
         engine: Started engine.
@@ -63,15 +63,15 @@ class PrefillRole:
         return len(self._sends)
 
     async def begin(self, attempt: Attempt) -> None:
-        """Reserves the handoff and submits the prompt to the engine.
+        """Reserves staging for the handoff and submits the prompt to the engine.
 
         If the reservation fails, the failed handoff is reported and the prompt is computed anyway,
         unless the attempt only sends a cached prefix. If this coroutine is cancelled or fails, the
-        caller still calls `release`.
+        caller must still call `release`.
 
         Raises:
-            RequestRejected: The engine does not accept the request, or there is nothing to do for
-                it without its handoff.
+            RequestRejected: The engine does not accept the request, or the reservation failed for
+                an attempt that only sends a cached prefix.
             EngineDead: The engine has failed.
         """
         send = await self._reserve(attempt) if attempt.handoff is not None else None
@@ -79,9 +79,9 @@ class PrefillRole:
         await self._engine.submit(attempt.engine_request(prefill_only=True, send=send))
 
     def shorten(self, attempt: Attempt, num_held_tokens: int) -> bool:
-        """Shortens an attempt that serves a fetch to the blocks that the engine holds.
+        """Shortens an attempt that serves a fetch to the blocks that the engine still holds.
 
-        `begin_again` then sends these.
+        `begin_again` must be called next; it sends these blocks.
 
         Args:
             attempt: An attempt that has ended with Finish.PREFIX_GONE.
@@ -98,7 +98,7 @@ class PrefillRole:
         return num_tokens > 0
 
     async def begin_again(self, attempt: Attempt) -> None:
-        """Makes the handoff of a shortened attempt smaller, and submits the attempt again.
+        """Reduces the reservation of a shortened attempt, and submits the attempt again.
 
         Raises:
             RequestRejected: The engine does not accept the request, or the handoff has ended.
@@ -126,7 +126,7 @@ class PrefillRole:
         if attempt.handoff is None:
             return
         if attempt.only_cached:
-            self._report_cut_off(attempt)
+            self._report_unsent_prefix(attempt)
         # Failed sends too: the service keeps their staging until the engine has stopped writing.
         self._transfer.abort_send(attempt.handoff.handoff_id)
         if self._sends.pop(attempt.handoff.handoff_id, None) is not None:
@@ -139,7 +139,7 @@ class PrefillRole:
         """Aborts a send; unknown IDs are ignored."""
         if (send := self._sends.pop(handoff_id, None)) is not None:
             if send.attempt.only_cached:
-                self._report_cut_off(send.attempt)
+                self._report_unsent_prefix(send.attempt)
             self._transfer.abort_send(handoff_id)
             self._on_change()
 
@@ -167,7 +167,7 @@ class PrefillRole:
         self._report(send.attempt, report)
         self._on_change()
 
-    def _report_cut_off(self, attempt: Attempt) -> None:
+    def _report_unsent_prefix(self, attempt: Attempt) -> None:
         """Reports the end of an attempt that only sends a prefix; no output reports it."""
         report = _Send(attempt).report()
         report.state = kv_transfer_pb2.HANDOFF_STATE_FAILED

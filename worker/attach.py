@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Delay between attempts. It stays short, because a restarted coordinator holds back resumed
-# requests until its workers have attached.
+# First and longest delay between attempts, and growth factor. The delay stays short, because a
+# restarted coordinator holds back resumed requests until its workers have attached.
 _BACKOFF_S, _BACKOFF_GROWTH = (0.05, 0.3), 1.5
 # A connection that is accepted but stays silent for this long counts as failed.
 _WELCOME_TIMEOUT_S = 10.0
@@ -42,11 +42,11 @@ _SILENT_HEARTBEATS = 3
 # The silence is measured in so many steps.
 _SILENCE_STEPS = 10
 _LEAVE_TIMEOUT_S = 5.0
-# Every heartbeat acknowledges commands. In between, so many commands are acknowledged at once.
+# Number of received commands after which an acknowledgement is sent; each heartbeat sends one too.
 _ACK_EVERY = 64
 
-_ENDS_A_STREAM = (grpc.RpcError, asyncio.InvalidStateError, TimeoutError, EOFError)
-# Status codes after which another attempt would end the same way.
+_STREAM_ERRORS = (grpc.RpcError, asyncio.InvalidStateError, TimeoutError, EOFError)
+# Status codes of errors that every further attempt would get too.
 _FINAL = frozenset(
     {
         grpc.StatusCode.FAILED_PRECONDITION,
@@ -55,8 +55,9 @@ _FINAL = frozenset(
         grpc.StatusCode.UNIMPLEMENTED,
     }
 )
-# Status codes of a wrong credential. They are final for a worker that was never attached. Later,
-# the files of tokens and certificates may have been replaced on the coordinator's host first.
+# Status codes of a wrong credential. They are final for a worker that was never attached. A worker
+# that was attached tries again: an operator who replaces tokens or certificates may have done so on
+# the coordinator's host only.
 _WRONG_CREDENTIAL = frozenset({grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED})
 
 
@@ -94,7 +95,7 @@ class Host(Protocol):
         ...
 
     def on_welcome(self, role: common_pb2.Role.ValueType) -> None:
-        """Notifies that the worker is attached in this role."""
+        """Called when the worker is attached in this role."""
         ...
 
     def on_step_targets(self, targets: cluster_pb2.StepTargets) -> None:
@@ -102,7 +103,7 @@ class Host(Protocol):
         ...
 
     def on_detached(self) -> None:
-        """Notifies that the stream ended; the next one may be to another coordinator."""
+        """Called when the stream has ended; the next one may be to another coordinator."""
         ...
 
     def keep_only(self, adopted: frozenset[tuple[str, int]]) -> None:
@@ -205,7 +206,7 @@ class Attachment:
                 self._host.abandon(f"no coordinator for {gone_s:.1f} s")
             limit_s = max(self._attach_timeout_s, self._grace_s)
             if gone_s >= limit_s:
-                # The message gives the limit; the measured time depends on how busy the host is.
+                # The message names the limit instead of the measured time, which varies with load.
                 raise CoordinatorGone(
                     f"no coordinator at {self._address} within {limit_s:g} s: {reason}"
                 )
@@ -224,7 +225,7 @@ class Attachment:
             await _first_of(
                 self._read(call), self._write(call), self._send_heartbeats(), self._await_silence()
             )
-        except _ENDS_A_STREAM as error:
+        except _STREAM_ERRORS as error:
             await self._raise_for_end(call, error)
         finally:
             self.detached.set()

@@ -11,12 +11,12 @@ from baton.v1 import cluster_pb2
 from baton.worker.command_tasks import CommandTasks
 from baton.worker.outbox import Outbox
 
-# Most commands that are carried out at a time.
+# Maximum number of commands that run at the same time.
 _MAX_DROPS = 16
 
 
 class CacheDrops:
-    """Carries out commands to delete KV blocks; all methods are called from one event loop.
+    """Executes commands to delete KV blocks; all methods are called from one event loop.
 
     Args:
         engine: Started engine.
@@ -28,9 +28,9 @@ class CacheDrops:
         self._tasks = CommandTasks("drop cache")
 
     def on_command(self, command: cluster_pb2.DropCacheCommand) -> None:
-        """Begins to carry out a command."""
+        """Starts to execute a command."""
         if len(self._tasks) >= _MAX_DROPS:
-            busy = Internal(f"the worker is busy with {_MAX_DROPS} such commands")
+            busy = Internal(f"the worker already runs {_MAX_DROPS} commands that delete KV blocks")
             self._report(cluster_pb2.CacheDropped(drop_id=command.drop_id, failed=to_message(busy)))
             return
         self._tasks.start(self._run(command))
@@ -52,7 +52,9 @@ class CacheDrops:
                 failed = Internal("the disk has failed; files may be left in kv_store.disk_dir")
                 dropped.failed.CopyFrom(to_message(failed))
         except TimeoutError:
-            late = DeadlineExceeded(f"the engine has not deleted it within {DROP_TIMEOUT_S:g} s")
+            late = DeadlineExceeded(
+                f"the engine has not deleted the KV blocks within {DROP_TIMEOUT_S:g} s"
+            )
             dropped.failed.CopyFrom(to_message(late))
         except Exception as error:
             dropped.failed.CopyFrom(self._tasks.failed(error))

@@ -9,9 +9,9 @@ from baton.v1 import cluster_pb2
 from baton.worker.outbox import Outbox
 
 MAX_HASHES_PER_MESSAGE = 16384
-# Number of pending changes at which a message is posted. A decode step changes few blocks, which
-# are not worth a message of their own.
-_MANY = 256
+# Number of pending changes at which a message is posted. A decode step changes only few blocks,
+# which are not worth a message of their own.
+_POST_AT_CHANGES = 256
 
 
 class CacheReports:
@@ -33,8 +33,8 @@ class CacheReports:
         tier: cluster_pb2.CacheTier.ValueType = cluster_pb2.CACHE_TIER_UNSPECIFIED,
     ) -> None:
         self._outbox, self._tier = outbox, tier
-        # All held blocks, and those that the coordinator knows, in the order of storing; then the
-        # blocks that were stored or removed and not yet reported.
+        # All blocks that the tier holds, and the blocks that the coordinator knows, both in the
+        # order of storing; then the changes that are not reported yet: stored and removed blocks.
         self._held: dict[int, None] = {}
         self._reported: dict[int, None] = {}
         self._stored: dict[int, None] = {}
@@ -64,7 +64,7 @@ class CacheReports:
                 self._removed.pop(block, None)
             else:
                 self._stored[block] = None
-        if len(self._stored) + len(self._removed) >= _MANY:
+        if len(self._stored) + len(self._removed) >= _POST_AT_CHANGES:
             self.flush()
 
     def flush(self) -> None:
@@ -84,7 +84,7 @@ class CacheReports:
             reset = False
 
     def report_all(self) -> None:
-        """Posts the whole tier, after a coordinator without knowledge welcomed this worker."""
+        """Posts all blocks of the tier, for a coordinator that does not know any of them."""
         held = self._held
         self._clear()
         self._held = held

@@ -22,7 +22,7 @@ class CommandTasks:
     """Owns the tasks of commands of one kind; all methods are called from one event loop.
 
     Args:
-        name: The kind, for people.
+        name: Kind of the commands, for task names.
     """
 
     def __init__(self, name: str) -> None:
@@ -33,7 +33,7 @@ class CommandTasks:
         return len(self._tasks)
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Begins to carry out a command."""
+        """Starts a task that executes a command."""
         task = asyncio.create_task(work, name=self._name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

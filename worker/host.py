@@ -57,7 +57,7 @@ class WorkerHost:
     Attributes:
         attached: Event that is set when a coordinator has welcomed this worker.
         drain: The coordinator's latest order to drain; None before the first.
-        drain_came: Event that each order to drain sets.
+        drain_ordered: Event that each drain command sets.
         released: Event that is set when this draining worker will get no more work.
     """
 
@@ -98,7 +98,7 @@ class WorkerHost:
         self._process = psutil.Process()
         self.attached, self.released = asyncio.Event(), asyncio.Event()
         self.drain: DrainOrder | None = None
-        self.drain_came = asyncio.Event()
+        self.drain_ordered = asyncio.Event()
 
     def change_state(
         self, state: cluster_pb2.WorkerState.ValueType, reason: str, *, failed: bool = False
@@ -153,7 +153,7 @@ class WorkerHost:
         """
         self._runner.report_cache()
         load = self._engine.load()
-        # Steps under the profiler take longer than usual, so the latency fit must not see them.
+        # Steps take longer under the profiler, so the latency model must not learn from them.
         samples = load.samples if not self._profiles.recording else ()
         try:
             transfer = await self._transfer.stats()
@@ -217,7 +217,7 @@ class WorkerHost:
             case "drain":
                 timeout_s = message.drain.timeout.ToNanoseconds() / 1e9
                 self.drain = DrainOrder(monotonic() + timeout_s, message.drain.reason)
-                self.drain_came.set()
+                self.drain_ordered.set()
             case "release":
                 self.released.set()
             case "profile":
@@ -231,7 +231,7 @@ class WorkerHost:
             case "step_targets":
                 self.on_step_targets(message.step_targets)
             case kind:
-                # A newer coordinator may send it; the coordinator sees that it had no effect.
+                # It comes from a newer coordinator, which sees that the command had no effect.
                 _log.warning("unknown command %s", kind)
 
     def on_welcome(self, role: common_pb2.Role.ValueType) -> None:
@@ -256,7 +256,7 @@ class WorkerHost:
 
     def _serve(self, role: common_pb2.Role.ValueType) -> None:
         if role not in self._max_requests:
-            # A newer coordinator may send it; the coordinator sees that it had no effect.
+            # It comes from a newer coordinator, which sees that the command had no effect.
             _log.warning("unknown role %s", role)
             return
         self._role = role

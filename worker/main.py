@@ -105,8 +105,8 @@ def main(
         worker_id: Unique ID; empty means a generated one.
         directory: Directory of the worker's sockets; see `serve`.
     """
-    made_up = f"{role_name(role)}-{socket.gethostname()}-{secrets.token_hex(3)}"
-    worker_id = worker_id or made_up
+    generated_id = f"{role_name(role)}-{socket.gethostname()}-{secrets.token_hex(3)}"
+    worker_id = worker_id or generated_id
     logs.setup(config.log_level, worker_id)
     code = lifecycle.run(serve(config, role, coordinator, worker_id, directory=directory))
     quick_exit.skip_cleanup(code)

@@ -88,10 +88,10 @@ class WorkerCollector(Collector):
         )
         yield self._gauge(
             "prefill_tokens_waiting",
-            "Prompt tokens that are accepted and not yet computed.",
+            "Prompt tokens of accepted requests that are not computed yet.",
             load.prefill_tokens_waiting,
         )
-        yield self._counter("engine_steps", "Steps that the engine has run.", load.num_steps)
+        yield self._counter("engine_steps", "Steps of the engine.", load.num_steps)
         yield self._counter(
             "generation_tokens", "Output tokens reported.", self.snapshot.num_tokens
         )
@@ -114,7 +114,7 @@ class WorkerCollector(Collector):
         yield self._split(
             CounterMetricFamily,
             "removed_kv_blocks",
-            "KV blocks that a tier has evicted, or deleted by an operator's order.",
+            "KV blocks that a tier has evicted, or deleted because an operator asked for it.",
             ("tier",),
             {(tier,): count for tier, count in self.snapshot.num_removed_blocks.items()},
         )
@@ -125,7 +125,7 @@ class WorkerCollector(Collector):
         )
         yield self._gauge(
             "disk_failed",
-            "1 after the disk has failed and is not used any more.",
+            "1 if the disk has failed, so that the worker no longer uses it; otherwise 0.",
             self.snapshot.disk_failed,
         )
         yield self._split(

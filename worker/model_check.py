@@ -1,4 +1,4 @@
-"""Examines a model before a worker loads it: can it be served, and how large and fast are handoffs.
+"""Examines a model before a worker loads it: whether Baton can serve it, and the cost of a handoff.
 
 `baton check` prints the result. No weights are loaded: vLLM builds its configuration by the same
 code as in a worker that starts, with the same refusals.
@@ -63,7 +63,7 @@ class TransportCheck:
         configured: Whether the configuration lists it.
         bytes_per_s: Measured speed; None if it was not measured.
         handoff_s: Time to move the KV cache of the prompt; None if it was not measured.
-        note: How it was measured, or why not.
+        note: How the speed was measured, or why it was not measured.
     """
 
     name: str
@@ -81,10 +81,11 @@ class StagingCheck:
         send_bytes: Configured staging of the sender.
         receive_bytes: Configured staging of the receiver.
         max_prompt_tokens: Longest prompt that can be handed over.
-        fits: Whether that is any prompt that the model takes.
-        suggested_bytes: Value for both directions that is large enough, or as large as the free
-            shared memory of this host allows.
-        suggested_prompt_tokens: Longest prompt that can then be handed over, at most max_model_len.
+        fits: Whether every prompt that the model accepts can be handed over.
+        suggested_bytes: Value for both directions with which every prompt can be handed over, or
+            else the largest value that the free shared memory of this host allows.
+        suggested_prompt_tokens: Longest prompt that can be handed over with suggested_bytes, at
+            most max_model_len.
         room_bytes: Memory of this host that the staging of all workers may take: most of the free
             shared memory, and at most half of the available memory.
     """
@@ -186,7 +187,7 @@ def _draft(prefill: KvLayout, decode: KvLayout) -> str:
     if decode.draft_revision:
         return (
             "its KV cache is left out of handoffs, because prefill.engine_args has no "
-            "speculative_config: fewer drafted tokens will be right"
+            "speculative_config: the target model will accept fewer drafted tokens"
         )
     if prefill.draft_revision:
         return "decode workers have none, and do not speculate"
@@ -219,7 +220,7 @@ def _configured(config: BatonConfig, directory: Path) -> tuple[CheckedModel, Che
         except Exception as error:
             is_missing = isinstance(error, OSError) and not path.is_dir()
             problem = "cannot be read from the hub" if is_missing else "vLLM refuses it"
-            raise Refused(f"model: {config.model}: {problem}: {_said(error)}") from error
+            raise Refused(f"model: {config.model}: {problem}: {_one_line(error)}") from error
 
     prefill = decode = make(config.prefill)
     if vllm_arguments(config, config.prefill) != vllm_arguments(config, config.decode):
@@ -234,8 +235,8 @@ def _configured(config: BatonConfig, directory: Path) -> tuple[CheckedModel, Che
     return prefill, decode
 
 
-def _said(error: Exception) -> str:
-    """Returns an error's text on one line, without what pydantic adds."""
+def _one_line(error: Exception) -> str:
+    """Returns an error's text on one line, without the field paths and links of pydantic."""
     if isinstance(error, ValidationError):
         return "; ".join(" ".join(each["msg"].split()) for each in error.errors())
     return " ".join(str(error).split()) or type(error).__name__

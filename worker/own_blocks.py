@@ -11,12 +11,12 @@ from baton.v1 import common_pb2
 
 
 class OwnBlocks:
-    """Owns the engine requests that load blocks of other requests into the prefix cache.
+    """Owns the engine requests that load blocks from host memory into the prefix cache.
 
-    Such a request must compute one token after the blocks, like the request of a fetch at its
-    holder; the token's value does not matter. The request that waits for the fetch holds the blocks
-    from its submission on (kvtransfer/connector/kept_prefixes.py). If the blocks are evicted before
-    that, the engine computes the prompt.
+    Such a load is an engine request of its own, which must compute one token after the blocks (as
+    at the holder of a fetch); the value of this token does not matter. The request that waits for
+    the fetch holds the blocks from its own submission on (kvtransfer/connector/kept_prefixes.py).
+    If the blocks are evicted before that, the engine computes the prompt.
 
     Args:
         engine: Started engine.
@@ -63,7 +63,7 @@ class OwnBlocks:
             attempt.own_load_s = monotonic() - begun_at
 
     def take(self, output: EngineOutput) -> None:
-        """Takes an output of a request that may be one of these; it has only one."""
+        """Handles an output of the engine; ignores outputs that do not end a load."""
         ended = self._loads.get(output.request_id)
         if ended is not None and not ended.done() and output.finish is not None:
             ended.set_result(output)

@@ -27,7 +27,7 @@ from baton.worker.outbox import Outbox
 
 _log = logging.getLogger(__name__)
 
-# Traces are text: a higher level makes them hardly smaller and takes the engine's cores.
+# Traces are text. A higher level makes them hardly smaller, and takes CPU time from the engine.
 _GZIP_LEVEL = 4
 _CLOSE_S = 1.0
 # Bytes compressed at once; takes a few milliseconds.

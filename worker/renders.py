@@ -11,7 +11,7 @@ from baton.worker.outbox import Outbox
 
 
 class Renders:
-    """Carries out commands one after the other; all methods are called from one event loop.
+    """Executes commands one after the other; all methods are called from one event loop.
 
     The coordinator bounds the number of commands that it waits for. A command that waits here for
     longer than half of its timeout is answered without rendering: otherwise, a worker that falls
@@ -29,7 +29,7 @@ class Renders:
         self._tasks = CommandTasks("render")
 
     def on_command(self, command: cluster_pb2.RenderCommand) -> None:
-        """Begins to carry out a command."""
+        """Starts to execute a command, or queues it behind earlier ones."""
         self._tasks.start(self._run(command))
 
     async def close(self) -> None:
@@ -58,7 +58,7 @@ class Renders:
 
 
 def _start_within_s(command: cluster_pb2.RenderCommand) -> float | None:
-    """Longest time that a command may wait for its turn; None: no limit."""
+    """Returns the longest time that a command may wait in the queue; None: no limit."""
     if not command.HasField("timeout"):
         return None
     # The other half is left for the rendering.

@@ -50,6 +50,15 @@ class RolePolicy(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Held:
+    """An attempt that this worker runs.
+
+    Attributes:
+        attempt: The attempt.
+        policy: Behaviour of the role whose command started the attempt.
+        begin: Task that submits the attempt to the engine.
+        deadline: Timer of the request's deadline; None: no deadline.
+    """
+
     attempt: Attempt
     policy: RolePolicy
     begin: asyncio.Task[None] | None = None
@@ -167,7 +176,7 @@ class Runner:
         ]
 
     async def run(self) -> None:
-        """Forwards the engine's outputs and the handoff events until it is cancelled.
+        """Forwards the engine's outputs and the events of handoffs until cancelled.
 
         Raises:
             ExceptionGroup: Contains EngineDead or ServiceGone.
@@ -262,7 +271,7 @@ class Runner:
             self._drop(older, "superseded")
         if len(self._held) + len(self._cleanups) >= self.max_requests:
             refusal = ResourceExhausted(
-                f"this worker holds {self.max_requests} requests, its limit",
+                f"this worker is at its limit of {self.max_requests} requests",
                 reason="WORKER_FULL",
                 retry_after_s=1.0,
             )
@@ -301,7 +310,7 @@ class Runner:
 
     def _fail(self, held: _Held, error: BatonError) -> None:
         if self._by_engine_id.get(held.attempt.engine_id) is not held:
-            # It was dropped, and its begin failed before it was cancelled.
+            # The attempt was dropped, and its `begin` task failed before its cancellation.
             return
         self._post_failed(held.attempt, error)
         self._drop(held, "failed")

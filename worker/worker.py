@@ -45,7 +45,8 @@ from baton.worker.runner import Runner
 
 _log = logging.getLogger(__name__)
 
-# Room beyond a pool's limit for requests that are being cleaned up while their successors start.
+# A worker accepts its pool's limit of requests times this factor, because requests that are being
+# cleaned up still count when the requests after them start.
 _REQUESTS_FACTOR = 2
 _SETTLE_S = 5.0
 _LEAVE_S = 8.0
@@ -278,11 +279,13 @@ class Worker:
         attached = asyncio.create_task(self._report_ready(host, ready), name="ready")
         attaching = asyncio.create_task(attachment.run(), name="attach")
         running = asyncio.create_task(runner.run(), name="run")
-        told = asyncio.create_task(host.drain_came.wait(), name="told to drain")
-        tasks: list[asyncio.Future[Any]] = [attached, attaching, running, told]
+        drain_ordered = asyncio.create_task(host.drain_ordered.wait(), name="drain ordered")
+        tasks: list[asyncio.Future[Any]] = [attached, attaching, running, drain_ordered]
         try:
             ends: list[asyncio.Future[Any]] = [attaching, running, runner.died]
-            await asyncio.wait([*ends, stopping, told], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                [*ends, stopping, drain_ordered], return_when=asyncio.FIRST_COMPLETED
+            )
             if not any(end.done() for end in ends):
                 await self._drain(host, runner, attachment, stopping, ends)
             await self._leave(host, runner, attachment, attaching, running)
@@ -301,33 +304,33 @@ class Worker:
     ) -> None:
         """Takes no new work and waits for running requests.
 
-        The latest drain command decides how long. After a stop signal it is at most
-        `worker.drain_timeout_s`, because the process manager kills the process some time after
-        the signal.
+        The wait ends at the deadline of the latest drain command. After a stop signal it also ends
+        after `worker.drain_timeout_s`, because the process manager kills the process some time
+        after the signal.
         """
         reason = host.drain.reason if host.drain is not None else "the process was told to stop"
         _log.info("draining: %s", reason)
         host.change_state(cluster_pb2.WORKER_STATE_DRAINING, reason)
         idle = asyncio.create_task(_drained(host, runner, attachment), name="drain")
-        over, stop_by = [idle, *ends], math.inf
+        done, stop_deadline = [idle, *ends], math.inf
         try:
-            while not any(one.done() for one in over):
+            while not any(one.done() for one in done):
                 if stopping.done():
-                    own_s = self._config.worker.drain_timeout_s
-                    stop_by = min(stop_by, monotonic() + own_s)
-                drain_by = host.drain.deadline if host.drain is not None else math.inf
-                left_s = min(stop_by, drain_by) - monotonic()
+                    drain_timeout_s = self._config.worker.drain_timeout_s
+                    stop_deadline = min(stop_deadline, monotonic() + drain_timeout_s)
+                deadline = host.drain.deadline if host.drain is not None else math.inf
+                left_s = min(stop_deadline, deadline) - monotonic()
                 if left_s <= 0:
                     return
-                host.drain_came.clear()
-                again = asyncio.create_task(host.drain_came.wait(), name="told to drain again")
-                changes = [again] if stopping.done() else [again, stopping]
+                host.drain_ordered.clear()
+                ordered = asyncio.create_task(host.drain_ordered.wait(), name="drain ordered")
+                changes = [ordered] if stopping.done() else [ordered, stopping]
                 try:
                     await asyncio.wait(
-                        [*over, *changes], timeout=left_s, return_when=asyncio.FIRST_COMPLETED
+                        [*done, *changes], timeout=left_s, return_when=asyncio.FIRST_COMPLETED
                     )
                 finally:
-                    again.cancel()
+                    ordered.cancel()
         finally:
             idle.cancel()
 
@@ -380,7 +383,10 @@ async def _load(engine: Engine) -> EngineInfo:
 
 
 async def _drained(host: WorkerHost, runner: Runner, attachment: Attachment) -> None:
-    """Waits until no request is left and none can come: the worker is released or detached."""
+    """Waits until no request is left, and until the coordinator cannot send another one.
+
+    It cannot once it has released this worker, or once no stream is up.
+    """
     released = asyncio.create_task(host.released.wait(), name="released")
     detached = asyncio.create_task(attachment.detached.wait(), name="detached")
     try:
@@ -394,7 +400,7 @@ async def _drained(host: WorkerHost, runner: Runner, attachment: Attachment) -> 
 def _failure(
     attaching: asyncio.Task[None], running: asyncio.Task[None], died: asyncio.Future[str]
 ) -> str:
-    """Why the worker cannot continue; "" if it could."""
+    """Returns why the worker cannot continue; "" if it can."""
     if died.done():
         return f"engine: {died.result()}"
     for task in (running, attaching):
@@ -433,8 +439,8 @@ def _with_revision(info: EngineInfo, revision: str) -> EngineInfo:
 
 def _digest(config: BatonConfig, pool: PoolConfig) -> str:
     """Hash of the engine, the model and the engine arguments."""
-    what = [config.engine, config.model, config.engine_args | pool.engine_args]
-    text = json.dumps(what, sort_keys=True, default=str)
+    settings = [config.engine, config.model, config.engine_args | pool.engine_args]
+    text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
