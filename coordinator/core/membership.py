@@ -110,7 +110,7 @@ class Membership:
             self._workers.add(worker)
             if not hello.generation:
                 # The worker has served no coordinator before.
-                self._lifecycle.stats.came_up(worker, now)
+                self._lifecycle.stats.attached_first(worker, now)
             if not event.returns:
                 self._scaler.launches.attached(worker.id, now)
         else:

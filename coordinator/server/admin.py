@@ -1,4 +1,4 @@
-"""The Admin service: shows the core's state to operators and carries out their orders."""
+"""The Admin service: shows the core's state to operators and executes their commands."""
 
 from __future__ import annotations
 
@@ -101,19 +101,19 @@ class AdminService(admin_pb2_grpc.AdminServicer):
         found = self._status()
         found.model.CopyFrom(self._intake.model())
         if request.include_history:
-            found.history.extend((*self._history, sample(*self._now())))
+            found.history.extend((*self._history, sample(*self._status_arguments())))
         return found
 
     def sample(self) -> None:
         """Adds the present state to the history; must be called every SAMPLE_S seconds."""
-        self._history.append(sample(*self._now()))
+        self._history.append(sample(*self._status_arguments()))
 
     def _status(self) -> admin_pb2.GetStatusResponse:
-        found = status(*self._now(), self._config)
+        found = status(*self._status_arguments(), self._config)
         found.uptime.CopyFrom(duration(self._shell.now() - self._shell.started_at))
         return found
 
-    def _now(
+    def _status_arguments(
         self,
     ) -> tuple[Core, list[admin_pb2.PoolInfo], list[admin_pb2.LaneInfo], float, float]:
         """Arguments of `status` and `sample` for the present moment."""

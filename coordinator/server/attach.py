@@ -123,7 +123,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         except BatonError:
             raise
         except Exception as error:
-            # The worker would send the message again on every new stream, so it is removed.
+            # The error removes the worker, which would send the message again on every stream.
             _log.exception("a message could not be applied", extra={"worker": link.key[0]})
             raise Internal(f"a message could not be applied: {error!r}") from error
         if message.seq:
@@ -189,16 +189,16 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
 
 
 class _Heartbeat:
-    """Wakes a stream's writer when it has sent nothing for `interval_s`.
+    """Wakes a stream's writer when the stream has sent nothing for `interval_s`.
 
-    It uses one repeating timer; a timeout for every wait would cost as much as a message.
+    One repeating timer serves all waits: a timeout for every wait would cost as much as a message.
     """
 
     def __init__(self, interval_s: float, wake: asyncio.Event) -> None:
         self._interval_s, self._wake = interval_s, wake
         self._loop = asyncio.get_running_loop()
         self.sent()
-        self._timer = self._loop.call_later(interval_s, self._look)
+        self._timer = self._loop.call_later(interval_s, self._on_timer)
 
     @property
     def is_due(self) -> bool:
@@ -214,12 +214,12 @@ class _Heartbeat:
     def _left_s(self) -> float:
         return self._sent_at + self._interval_s - self._loop.time()
 
-    def _look(self) -> None:
+    def _on_timer(self) -> None:
         left_s = self._left_s
         if left_s <= 0:
             self._wake.set()
             left_s = self._interval_s
-        self._timer = self._loop.call_later(left_s, self._look)
+        self._timer = self._loop.call_later(left_s, self._on_timer)
 
 
 def _check_role(field: str, role: common_pb2.Role.ValueType) -> None:

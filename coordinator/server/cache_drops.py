@@ -11,14 +11,15 @@ from baton.runtime.cache_drops import DROP_TIMEOUT_S
 from baton.runtime.errors import BatonError, DeadlineExceeded, Unavailable, from_message
 from baton.v1 import cluster_pb2
 
-# Most hashes of blocks in one command, which is one message; further ones follow in other commands.
+# Maximum number of block hashes in one command, because a command is one message. More hashes are
+# divided among several commands.
 MAX_HASHES = 2**17
-# The worker reports its own timeout before.
+# Longer than the worker's own timeout, so that the worker's report of it arrives first.
 _TIMEOUT_S = DROP_TIMEOUT_S + 5.0
 
 
 class CacheDrops:
-    """Commands under way; not thread-safe.
+    """Commands to delete KV blocks that workers have not answered yet. Not thread-safe.
 
     Args:
         send: Sends a command to a worker.
@@ -47,10 +48,11 @@ class CacheDrops:
         if only is None:
             return await self._drop(worker, cache_salt, None)
         total, hashes = cluster_pb2.CacheDropped(), list(only)
-        # Without hashes, too, the worker clears the blocks whose owner it does not know.
+        # At least one command is sent, even without hashes: it also makes the worker delete the
+        # blocks whose owner is unknown.
         for begin in range(0, max(1, len(hashes)), MAX_HASHES):
-            some = hashes[begin : begin + MAX_HASHES]
-            report = await self._drop(worker, cache_salt, some)
+            batch = hashes[begin : begin + MAX_HASHES]
+            report = await self._drop(worker, cache_salt, batch)
             total.device_blocks += report.device_blocks
             total.host_blocks += report.host_blocks
             total.disk_blocks += report.disk_blocks
@@ -79,7 +81,7 @@ class CacheDrops:
         return report
 
     def on_report(self, worker: WorkerKey, report: cluster_pb2.CacheDropped) -> None:
-        """Takes a worker's report; ignores reports that are not waited for."""
+        """Handles a worker's report; ignores reports that no command waits for."""
         waiting = self._waiting.get((worker, report.drop_id))
         if waiting is not None and not waiting.done():
             waiting.set_result(report)

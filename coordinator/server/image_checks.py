@@ -13,15 +13,15 @@ from baton.v1 import inference_pb2
 def check_images(
     chat: inference_pb2.ChatPrompt, limits: ImagesConfig, *, taken: bool | None
 ) -> None:
-    """Checks the images of a chat, but not their pixels, which a worker reads.
+    """Checks number, size and format of a chat's images; only a worker decodes the pixels.
 
     Args:
-        chat: The chat.
-        limits: The limits.
+        chat: Chat prompt of a request.
+        limits: Configured limits (`images`).
         taken: Whether the model takes images; None: not known yet.
 
     Raises:
-        InvalidArgument: Names the part.
+        InvalidArgument: An image is refused; `field` names its content part.
     """
     num_images = num_bytes = 0
     for index, message in enumerate(chat.messages):
@@ -43,7 +43,8 @@ def check_images(
                 raise InvalidArgument(field, f"image {num_images}", allowed)
             if num_bytes > limits.max_bytes:
                 allowed = (
-                    f"with the images before at most {limits.max_bytes} bytes (images.max_bytes)"
+                    f"together with the images before it at most {limits.max_bytes} bytes "
+                    "(images.max_bytes)"
                 )
                 raise InvalidArgument(field, f"{num_bytes} bytes", allowed)
 
@@ -52,7 +53,7 @@ class HeldImages:
     """Counts the bytes of the images of all requests that have not ended.
 
     Args:
-        limits: The limits.
+        limits: Configured limits (`images`).
     """
 
     def __init__(self, limits: ImagesConfig) -> None:
@@ -62,10 +63,11 @@ class HeldImages:
         """Counts the images of a request.
 
         Returns:
-            Ends the count, when the request has ended; None: the request has no images.
+            A function to call when the request has ended, which ends the count; None: the request
+            has no images.
 
         Raises:
-            ResourceExhausted: There is no room for them now.
+            ResourceExhausted: The images do not fit beside those of other requests now.
         """
         num_bytes, most = sum(map(len, images_of(request.chat))), self._limits.max_held_bytes
         if not num_bytes or num_bytes > self._limits.max_bytes:

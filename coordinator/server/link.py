@@ -39,7 +39,7 @@ _TAGS: dict[type[Command], int] = {
 def _encoded(command: Command) -> bytes:
     """Encodes a command as a field of CoordinatorMessage."""
     if isinstance(command, cluster_pb2.RenderCommand):
-        # Its tag is longer than a byte.
+        # The field number is above 15, so its tag has two bytes, which `field` cannot write.
         return cluster_pb2.CoordinatorMessage(render=command).SerializeToString()
     body = command.SerializeToString()
     return field(_TAGS[type(command)], len(body)) + body

@@ -26,8 +26,8 @@ _LANE_HISTOGRAMS = (
     (
         "ttft_ratio",
         "baton_ttft_target_ratio",
-        "Time to first token divided by the request's own target; requests without one are left "
-        "out.",
+        "Time to first token divided by the request's own target; requests without a "
+        "target are left out.",
     ),
     (
         "tpot",
@@ -35,7 +35,7 @@ _LANE_HISTOGRAMS = (
         "Mean gap between a request's tokens after the first.",
     ),
     ("e2e", "gen_ai_server_request_duration_seconds", "Whole request, from arrival."),
-    ("itl", "baton_inter_token_latency_seconds", "Every gap between two outputs of a stream."),
+    ("itl", "baton_inter_token_latency_seconds", "Gaps between consecutive outputs of a stream."),
     ("queue", "baton_request_queue_seconds", "Wait in the lane until dispatched."),
 )
 
@@ -64,7 +64,7 @@ class CoreCollector(Collector):
         )
         waits = GaugeMetricFamily(
             "baton_wait_ratio",
-            "Correction factor on predicted waits, from the actual waits of earlier requests.",
+            "Factor that predicted waits are multiplied by, from the actual waits of requests.",
             labels=["lane"],
         )
         for lane in stats.lanes:
@@ -119,7 +119,11 @@ class CoreCollector(Collector):
         for name, documentation, counts in (
             ("baton_sheds", "Requests refused for overload.", stats.sheds),
             ("baton_rejections", "Requests refused as invalid.", stats.rejections),
-            ("baton_handoff_failures", "Handoffs that never loaded.", stats.handoff_failures),
+            (
+                "baton_handoff_failures",
+                "Handoffs that failed before they were loaded, by reason.",
+                stats.handoff_failures,
+            ),
         ):
             family = CounterMetricFamily(name, documentation, labels=["reason"])
             for reason, count in tuple(counts.items()):
@@ -129,7 +133,7 @@ class CoreCollector(Collector):
             ("baton_handoffs", "Handoffs committed.", stats.handoffs),
             (
                 "baton_handoff_bytes",
-                "Bytes of committed handoffs; throughput is its rate.",
+                "Bytes of committed handoffs.",
                 stats.handoff_bytes,
             ),
         ):
@@ -144,7 +148,7 @@ class CoreCollector(Collector):
         )
         exposed = HistogramMetricFamily(
             "baton_handoff_exposed_seconds",
-            "From the last layer computed until the commit was verified.",
+            "Time from the last computed layer until the receiver verified the commit.",
             labels=[],
         )
         _add(exposed, [], stats.handoff_exposed)
@@ -179,7 +183,7 @@ class CoreCollector(Collector):
             ),
             (
                 "baton_failed_starts",
-                "Workers that ended before they had served for a while.",
+                "Workers that ended before they had been attached for 10 s.",
                 stats.num_failed_starts,
             ),
             (

@@ -127,10 +127,12 @@ class Profiles:
         most = min(profile.num_allowed_bytes, MAX_TRACE_BYTES)
         if profile.num_received_bytes > most or profile.reports.qsize() >= _MAX_REPORTS:
             self._cancel(profile)
-            profile.reports.put_nowait(Internal(f"worker {worker[0]} sends more than it may"))
+            profile.reports.put_nowait(
+                Internal(f"worker {worker[0]} sends more trace bytes than it may")
+            )
             return
         if kind in ("done", "failed"):
-            self._is_over(profile)
+            self._mark_ended(profile)
         if kind == "failed":
             profile.reports.put_nowait(from_message(report.failed))
         elif kind is not None:
@@ -143,7 +145,7 @@ class Profiles:
             what = f"worker {worker[0]} was lost while it was profiled: {why}"
             profile.reports.put_nowait(Unavailable(what))
 
-    def _is_over(self, profile: Profile) -> bool:
+    def _mark_ended(self, profile: Profile) -> bool:
         """Marks a profile as ended; returns whether it was still running."""
         if self._running.get(profile.worker) is not profile:
             return False
@@ -152,7 +154,7 @@ class Profiles:
 
     def _cancel(self, profile: Profile) -> None:
         """Cancels the profile on the worker if it is still running."""
-        if self._is_over(profile):
+        if self._mark_ended(profile):
             command = cluster_pb2.ProfileCommand(profile_id=profile.id, cancel=True)
             self._send(profile.worker, command)
 

@@ -15,8 +15,8 @@ from baton.coordinator.state.workers import AttachedWorkers, Worker
 from baton.runtime.errors import Unavailable, from_message
 from baton.v1 import cluster_pb2, common_pb2, inference_pb2
 
-# Longest time until a chat is rendered, with the wait for a worker; and the longest time until
-# another worker is asked.
+# Longest time until a chat is rendered, including the wait for a worker, and longest wait for the
+# answer of one worker before another one gets the command.
 _TIMEOUT_S, _ATTEMPT_S = 60.0, 15.0
 
 
@@ -33,7 +33,9 @@ class _WorkerGone(Exception):
 
 
 class Renders:
-    """Commands under way; not thread-safe. Their callers bound their number.
+    """Render commands that workers have not answered yet. Not thread-safe.
+
+    The callers bound the number of commands.
 
     Args:
         send: Sends a command to a worker.
@@ -126,13 +128,13 @@ class Renders:
         self._members_changed.set()
 
     def on_report(self, worker: WorkerKey, rendered: cluster_pb2.Rendered) -> None:
-        """Takes a worker's answer; ignores answers that are not waited for."""
+        """Handles a worker's answer; ignores answers that no command waits for."""
         waiting = self._waiting.get((worker, rendered.render_id))
         if waiting is not None and not waiting.done():
             waiting.set_result(rendered)
 
     def lost(self, worker: WorkerKey, why: str) -> None:
-        """Moves the commands of a lost worker to others."""
+        """Moves the commands of a lost worker to other workers."""
         for (key, _), waiting in self._waiting.items():
             if key == worker and not waiting.done():
                 waiting.set_exception(_WorkerGone(why))

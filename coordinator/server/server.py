@@ -96,16 +96,16 @@ class Coordinator:
             # Checks the workers' security files before the workers start.
             within_cluster(security, with_tls=security.dials_tls)
         model = demo_model.ensure(self._config.model, weights=False)
-        async with contextlib.AsyncExitStack() as half_way:
+        async with contextlib.AsyncExitStack() as cleanup:
             # In a thread, because this may download the model.
             self._tokenizer = await asyncio.to_thread(Tokenizer, model)
-            half_way.callback(self._tokenizer.close)
+            cleanup.callback(self._tokenizer.close)
             if self._launched:
                 _check_sizes(self._config)
             # A worker that attaches during the start sets the shell's timer.
-            half_way.callback(self.shell.close)
+            cleanup.callback(self.shell.close)
             self._tracing = Tracing(self._config.tracing, {"baton.process": "coordinator"})
-            half_way.push_async_callback(asyncio.to_thread, self._tracing.close)
+            cleanup.push_async_callback(asyncio.to_thread, self._tracing.close)
             self.shell.tracing = self._tracing
             registry = metrics.registry(self.shell.core, self._config)
             registry.register(refusals)
@@ -116,12 +116,12 @@ class Coordinator:
                 security,
                 refusals,
             )
-            half_way.push_async_callback(asyncio.to_thread, self._metrics.close)
-            await self._start_server(model, half_way)
-            half_way.pop_all()
+            cleanup.push_async_callback(asyncio.to_thread, self._metrics.close)
+            await self._start_server(model, cleanup)
+            cleanup.pop_all()
         return self
 
-    async def _start_server(self, model: str, half_way: contextlib.AsyncExitStack) -> None:
+    async def _start_server(self, model: str, cleanup: contextlib.AsyncExitStack) -> None:
         coordinator = self._config.coordinator
         protection = rpc.Protection.of(self._config.security, self._access, "coordinator.listen")
         # The message limit is larger than the prompt limit, so that the error can name the latter.
@@ -129,7 +129,7 @@ class Coordinator:
             max_message_bytes=max(rpc.MAX_MESSAGE_BYTES, 2 * coordinator.max_prompt_bytes + 2**20),
             protection=protection,
         )
-        half_way.push_async_callback(self._server.stop, None)
+        cleanup.push_async_callback(self._server.stop, None)
         intake = Intake(
             self.shell.core,
             self._tokenizer,
@@ -152,7 +152,7 @@ class Coordinator:
         self.shell.watch_members(self._members_changed.set)
         self._tasks = [
             asyncio.create_task(keep_running("health", self._follow_health)),
-            asyncio.create_task(keep_running("history", lambda: _sample(admin))),
+            asyncio.create_task(keep_running("history", lambda: _record_history(admin))),
         ]
 
     async def __aexit__(
@@ -233,18 +233,18 @@ def _check_sizes(config: BatonConfig) -> None:
         if config.scaling.autoscale and workers > most:
             raise ConfigError(
                 f"{pool.value}.workers: is {workers}; must be at most {most}, "
-                f"scaling.{pool.value}.max_workers, where scaling.autoscale is on"
+                f"scaling.{pool.value}.max_workers, because scaling.autoscale is on"
             )
     needed = sum(workers * scaling.limits(pool).gpus for pool, workers in sizes.items())
     if scaling.max_gpus is not None and needed > scaling.max_gpus:
         raise ConfigError(
-            f"scaling.max_gpus: is {scaling.max_gpus}; must be at least {needed}, what "
-            "prefill.workers and decode.workers take"
+            f"scaling.max_gpus: is {scaling.max_gpus}; must be at least {needed}, the "
+            "GPUs of prefill.workers and decode.workers"
         )
 
 
-async def _sample(admin: AdminService) -> None:
-    """Records the history of the cell's status."""
+async def _record_history(admin: AdminService) -> None:
+    """Adds a sample to the history of the cell's status every SAMPLE_S seconds."""
     while True:
         admin.sample()
         await asyncio.sleep(SAMPLE_S)
@@ -316,7 +316,9 @@ async def _serve_with_workers(
         shell.post(ev.LauncherReady(sizes))
         first = shell.core.scaler.launches.worker_ids
         timeout_s = config.worker.start_timeout_s
-        if await _all_serve(coordinator, first, launch_supervisor.first_failure, stop, timeout_s):
+        if await _wait_until_all_serve(
+            coordinator, first, launch_supervisor.first_failure, stop, timeout_s
+        ):
             ready(coordinator.address)
             await stop.wait()
         # 1. Stop admission and scaling; wait for running requests.
@@ -330,7 +332,7 @@ async def _serve_with_workers(
     return 0
 
 
-async def _all_serve(
+async def _wait_until_all_serve(
     coordinator: Coordinator,
     worker_ids: Iterable[str],
     failure: asyncio.Future[str],
@@ -339,7 +341,8 @@ async def _all_serve(
 ) -> bool:
     """Waits until all workers serve; returns False if a stop was requested first.
 
-    Later, a worker that ends is replaced. During the start it indicates a configuration error.
+    A worker that ends during the start indicates a configuration error, so the start fails. Later,
+    a worker that ends is replaced.
 
     Raises:
         WorkersFailed: A worker ended, or the start took too long.
@@ -357,7 +360,9 @@ async def _all_serve(
             raise WorkersFailed(failure.result())
         if not serving.done():
             late = ", ".join(coordinator.not_serving(worker_ids))
-            raise WorkersFailed(f"not serving after worker.start_timeout_s {timeout_s:g}: {late}")
+            raise WorkersFailed(
+                f"not serving after worker.start_timeout_s ({timeout_s:g} s): {late}"
+            )
         return True
     finally:
         for task in tasks:

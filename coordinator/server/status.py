@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from baton.coordinator.core.core import Core
 from baton.coordinator.state.lanes import lane_config
 from baton.coordinator.state.workers import Worker
-from baton.coordinator.telemetry.recent import LASTS_S, LaneWindow, Window
+from baton.coordinator.telemetry.recent import WINDOW_S, LaneWindow, Window
 from baton.coordinator.telemetry.sketch import Sketch
 from baton.runtime.config import BatonConfig
 from baton.runtime.durations import duration
@@ -42,7 +42,7 @@ def status(
     stats = core.stats
     window = stats.recent.window(now)
     found = admin_pb2.GetStatusResponse(
-        window=duration(LASTS_S),
+        window=duration(WINDOW_S),
         pools=pools,
         lanes=[_lane(info, config, core, window.lanes[info.lane]) for info in lanes],
         workers=sorted(

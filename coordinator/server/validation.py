@@ -32,8 +32,9 @@ _MAX_GRAMMAR_BYTES = 64 * 2**10
 _MAX_MESSAGES = 4096
 _MAX_PARTS = 1024
 # Variables of chat templates, and fields of chat messages, that the coordinator sets itself.
-# Renderers of vLLM and Transformers take the variables as arguments, so those must not name an
-# argument either: `chat_template` would replace the model's template by a program of the client's.
+# Renderers of vLLM and Transformers take a client's variables as keyword arguments. So variables
+# must not have the name of another argument either: `chat_template`, for example, would replace the
+# model's template by a program of the client.
 _OWN_VARIABLES = frozenset(
     {
         "add_generation_prompt",
@@ -267,7 +268,11 @@ def _check_object(field: str, text: str, own: frozenset[str]) -> int:
         raise InvalidArgument(field, text, "must be a JSON object")
     if taken := own & found.keys():
         names = ", ".join(sorted(own))
-        raise InvalidArgument(field, sorted(taken), f"must not name what is set otherwise: {names}")
+        raise InvalidArgument(
+            field,
+            sorted(taken),
+            f"must not have any of the names that the coordinator sets: {names}",
+        )
     return len(text.encode())
 
 

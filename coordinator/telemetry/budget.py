@@ -13,9 +13,10 @@ from baton.coordinator.state.requests import Interruption, Request
 from baton.coordinator.telemetry.gaps import median_us
 from baton.v1 import common_pb2
 
+# A stage, its duration in microseconds as a worker measured it, and the worker's ID.
 _Part: TypeAlias = "tuple[common_pb2.Stage.ValueType, int, str]"
-# Stages of the worker that computes the prompt.
-_OF_PREFILL = (common_pb2.STAGE_PREFILL_QUEUE, common_pb2.STAGE_PREFILL)
+# Stages on the worker that computes the prompt.
+_PREFILL_STAGES = (common_pb2.STAGE_PREFILL_QUEUE, common_pb2.STAGE_PREFILL)
 
 
 @dataclass(slots=True)
@@ -28,24 +29,28 @@ class _Span:
     worker_id: str
 
 
-class _Ledger:
-    """Consecutive stages without gaps, in whole microseconds since the request's arrival."""
+class _Timeline:
+    """Consecutive stages without gaps, in whole microseconds since the request's arrival.
+
+    `now_us` is the end of the last stage.
+    """
 
     def __init__(self, request: Request) -> None:
         self._arrived_at = request.submission.arrived_at
         self.stages: list[_Span] = []
         self.now_us = 0
 
-    def us(self, at: float) -> int:
+    def since_arrival_us(self, at: float) -> int:
         since_us = round((at - self._arrived_at) * 1e6)
         return since_us if since_us > 0 else 0
 
-    def span(
+    def extend(
         self, end_us: int, parts: list[_Part], rest: common_pb2.Stage.ValueType, worker: str
     ) -> None:
         """Divides the time up to `end_us` among parts, in order; `rest` gets the remainder.
 
-        The durations of parts come from other clocks, so a part is cut where it exceeds the span.
+        The durations of parts come from the workers' clocks. If they exceed the time up to
+        `end_us`, the last parts are shortened.
         """
         left_us = end_us - self.now_us
         for stage, duration_us, worker_id in parts:
@@ -66,22 +71,22 @@ def latency_budget(request: Request, ended_at: float) -> common_pb2.LatencyBudge
     them, the durations reported by workers come first and the remainder is STAGE_NETWORK. If no
     worker reported on a span, the whole span belongs to the stage that the request was in.
     """
-    ledger = _Ledger(request)
+    timeline = _Timeline(request)
     prefill = request.prefill[0] if request.prefill is not None else ""
     decode = request.decode[0] if request.decode is not None else ""
-    total_us = ledger.us(ended_at)
+    total_us = timeline.since_arrival_us(ended_at)
 
     def moment(at: float | None) -> int:
-        return total_us if at is None else min(ledger.us(at), total_us)
+        return total_us if at is None else min(timeline.since_arrival_us(at), total_us)
 
-    ledger.span(moment(request.submitted_at), [], common_pb2.STAGE_TOKENIZE, "")
-    ledger.span(moment(request.dispatched_at), [], common_pb2.STAGE_QUEUE, "")
+    timeline.extend(moment(request.submitted_at), [], common_pb2.STAGE_TOKENIZE, "")
+    timeline.extend(moment(request.dispatched_at), [], common_pb2.STAGE_QUEUE, "")
     if request.dispatched_at is not None:
-        _first_token(ledger, request, prefill, decode, moment(request.first_token_at))
+        _first_token(timeline, request, prefill, decode, moment(request.first_token_at))
     if request.first_token_at is not None:
         if request.handoff_id and request.decode is not None:
-            _handoff(ledger, request, decode, moment(request.decoding_at))
-        ledger.span(total_us, [], common_pb2.STAGE_DECODE, decode or prefill)
+            _handoff(timeline, request, decode, moment(request.decoding_at))
+        timeline.extend(total_us, [], common_pb2.STAGE_DECODE, decode or prefill)
     gaps_us = request.gaps_us.tolist()
     budget = common_pb2.LatencyBudget(
         ttft_us=moment(request.first_token_at) if request.first_token_at is not None else 0,
@@ -91,7 +96,7 @@ def latency_budget(request: Request, ended_at: float) -> common_pb2.LatencyBudge
     )
     # Adding in place avoids the copy that assigning a list of messages would make.
     add = budget.stages.add
-    for one in _with_recoveries(ledger, request, total_us):
+    for one in _with_interruptions(timeline, request, total_us):
         add(
             stage=one.stage,
             start_us=one.start_us,
@@ -103,47 +108,69 @@ def latency_budget(request: Request, ended_at: float) -> common_pb2.LatencyBudge
 
 def ttft_stages(request: Request, now: float) -> list[tuple[common_pb2.Stage.ValueType, float]]:
     """Returns the stages of the time to first token, in seconds; the first token comes at `now`."""
-    ledger = _Ledger(request)
+    timeline = _Timeline(request)
     prefill = request.prefill[0] if request.prefill is not None else ""
     decode = request.decode[0] if request.decode is not None else ""
-    end_us = ledger.us(now)
-    ledger.span(min(ledger.us(request.submitted_at), end_us), [], common_pb2.STAGE_TOKENIZE, "")
+    end_us = timeline.since_arrival_us(now)
+    timeline.extend(
+        min(timeline.since_arrival_us(request.submitted_at), end_us),
+        [],
+        common_pb2.STAGE_TOKENIZE,
+        "",
+    )
     if request.dispatched_at is None:
-        ledger.span(end_us, [], common_pb2.STAGE_QUEUE, "")
+        timeline.extend(end_us, [], common_pb2.STAGE_QUEUE, "")
     else:
-        ledger.span(min(ledger.us(request.dispatched_at), end_us), [], common_pb2.STAGE_QUEUE, "")
-        _first_token(ledger, request, prefill, decode, end_us)
-    return [(one.stage, one.duration_us / 1e6) for one in _with_recoveries(ledger, request, end_us)]
+        timeline.extend(
+            min(timeline.since_arrival_us(request.dispatched_at), end_us),
+            [],
+            common_pb2.STAGE_QUEUE,
+            "",
+        )
+        _first_token(timeline, request, prefill, decode, end_us)
+    return [
+        (one.stage, one.duration_us / 1e6) for one in _with_interruptions(timeline, request, end_us)
+    ]
 
 
-def _with_recoveries(ledger: _Ledger, request: Request, total_us: int) -> list[_Span]:
-    """The stages, with the times without a worker replaced by STAGE_RECOVERY or STAGE_PARKED.
+def _with_interruptions(timeline: _Timeline, request: Request, total_us: int) -> list[_Span]:
+    """Returns the stages; times without a worker become STAGE_RECOVERY or STAGE_PARKED.
 
-    Stages before such a time get the worker of their own attempt: the ledger knows the latest one.
+    A stage before such a time gets the worker of its own attempt, because the timeline names only
+    the workers of the latest attempt.
     """
-    spans = [
+    interruptions = [
         (
             one.stage,
-            ledger.us(one.began_at),
-            total_us if one.ended_at is None else ledger.us(one.ended_at),
+            timeline.since_arrival_us(one.began_at),
+            total_us if one.ended_at is None else timeline.since_arrival_us(one.ended_at),
         )
         for one in request.interruptions
     ]
-    if not spans:
-        return ledger.stages
-    cuts = sorted({at for _, begin_us, end_us in spans for at in (begin_us, end_us)})
+    if not interruptions:
+        return timeline.stages
+    cuts = sorted({at for _, begin_us, end_us in interruptions for at in (begin_us, end_us)})
     found: list[_Span] = []
-    for stage in ledger.stages:
+    for stage in timeline.stages:
         end_us = stage.start_us + stage.duration_us
         edges = [stage.start_us, *(at for at in cuts if stage.start_us < at < end_us), end_us]
         for start_us, until_us in itertools.pairwise(edges):
-            without = next(
-                (kind for kind, begin, end in spans if begin <= start_us and until_us <= end), None
+            interruption = next(
+                (
+                    kind
+                    for kind, begin_us, ended_us in interruptions
+                    if begin_us <= start_us and until_us <= ended_us
+                ),
+                None,
             )
-            kind, worker = (stage.stage, stage.worker_id) if without is None else (without, "")
+            kind, worker = stage.stage, stage.worker_id
+            if interruption is not None:
+                kind, worker = interruption, ""
             if worker:
                 later = (
-                    one for one in request.interruptions if ledger.us(one.began_at) >= until_us
+                    one
+                    for one in request.interruptions
+                    if timeline.since_arrival_us(one.began_at) >= until_us
                 )
                 worker = _worker_before(next(later, None), kind) or worker
             _append(found, kind, start_us, until_us - start_us, worker)
@@ -151,11 +178,11 @@ def _with_recoveries(ledger: _Ledger, request: Request, total_us: int) -> list[_
 
 
 def _worker_before(interruption: Interruption | None, stage: common_pb2.Stage.ValueType) -> str:
-    """ID of the worker of a stage in the attempt that an interruption ended; empty without one."""
+    """ID of a stage's worker in the attempt that this interruption ended; empty if unknown."""
     if interruption is None:
         return ""
     keys = interruption.prefill, interruption.decode
-    first, other = keys if stage in _OF_PREFILL else reversed(keys)
+    first, other = keys if stage in _PREFILL_STAGES else reversed(keys)
     key = first or other
     return key[0] if key is not None else ""
 
@@ -173,27 +200,29 @@ def _append(
         stages.append(_Span(stage, start_us, duration_us, worker_id))
 
 
-def _first_token(ledger: _Ledger, request: Request, prefill: str, decode: str, end_us: int) -> None:
+def _first_token(
+    timeline: _Timeline, request: Request, prefill: str, decode: str, end_us: int
+) -> None:
     """From dispatch to the first token: on the prefill worker, or on the decode worker alone."""
     if request.prefill is not None:
         timings, worker, queue = request.prefill_timings, prefill, common_pb2.STAGE_PREFILL_QUEUE
     else:
         timings, worker, queue = request.decode_timings, decode, common_pb2.STAGE_DECODE_QUEUE
     if timings is None:
-        ledger.span(end_us, [], common_pb2.STAGE_PREFILL, worker)
+        timeline.extend(end_us, [], common_pb2.STAGE_PREFILL, worker)
         return
     parts = [
         (queue, timings.queue_us, worker),
         (common_pb2.STAGE_PREFILL, timings.run_us, worker),
     ]
-    ledger.span(end_us, parts, common_pb2.STAGE_NETWORK, "")
+    timeline.extend(end_us, parts, common_pb2.STAGE_NETWORK, "")
 
 
-def _handoff(ledger: _Ledger, request: Request, decode: str, end_us: int) -> None:
+def _handoff(timeline: _Timeline, request: Request, decode: str, end_us: int) -> None:
     """From the first token to the decode worker's first output."""
     timings = request.decode_timings
     if timings is None:
-        ledger.span(end_us, [], common_pb2.STAGE_HANDOFF, decode)
+        timeline.extend(end_us, [], common_pb2.STAGE_HANDOFF, decode)
         return
     exposed_us = request.exposed_us if request.exposed_us is not None else timings.handoff_wait_us
     parts = [
@@ -201,6 +230,6 @@ def _handoff(ledger: _Ledger, request: Request, decode: str, end_us: int) -> Non
         (common_pb2.STAGE_DECODE_QUEUE, max(0, timings.queue_us - timings.handoff_wait_us), decode),
     ]
     # Network time comes before the decode worker's run, so that the run joins STAGE_DECODE.
-    run_from_us = max(ledger.now_us, end_us - timings.run_us)
-    ledger.span(run_from_us, parts, common_pb2.STAGE_NETWORK, "")
-    ledger.span(end_us, [], common_pb2.STAGE_DECODE, decode)
+    run_from_us = max(timeline.now_us, end_us - timings.run_us)
+    timeline.extend(run_from_us, parts, common_pb2.STAGE_NETWORK, "")
+    timeline.extend(end_us, [], common_pb2.STAGE_DECODE, decode)

@@ -21,13 +21,13 @@ Stage: TypeAlias = "common_pb2.Stage.ValueType"
 STAGES: tuple[Stage, ...] = tuple(
     number for number in common_pb2.Stage.values() if number != common_pb2.STAGE_UNSPECIFIED
 )
-LASTS_S, NUM_SLICES = 60.0, 12
+WINDOW_S, NUM_SLICES = 60.0, 12
 # Maximum number of tenants per lane and slice; further tenants are counted under the name OTHERS.
 MAX_TENANTS, OTHERS = 32, "(others)"
-# Longest prompt (in tokens) whose prefill time is considered negligible.
+# Longest prompt, in tokens, whose prefill time is negligible.
 TINY_PROMPT_TOKENS = 64
-# Maximum number of steps used per load report; of longer reports an even sample is used, weighted
-# to stand for all steps.
+# Maximum number of steps counted per load report. Of a longer report, evenly chosen steps are
+# counted several times each, so that their weights sum to the number of steps.
 _MAX_STEPS = 32
 # Sketches of LaneWindow.
 _SKETCHES = ("ttft", "itl", "e2e", "served", "tiny", "late", "after_start", "ttft_ratio")
@@ -64,7 +64,7 @@ class LaneWindow:
     """Statistics of one lane.
 
     Attributes:
-        served: times to first token without queueing, as if the request were alone.
+        served: times to first token minus the waits for workers, as without other load.
         tiny: times to first token of prompts with at most TINY_PROMPT_TOKENS tokens.
         late: times to first token over the request's target.
         ttft_ratio: times to first token divided by the request's own target (not seconds), of the
@@ -224,7 +224,7 @@ class Window:
 
 
 class Recent:
-    """Statistics of the last LASTS_S seconds, with the resolution of one slice.
+    """Statistics of the last WINDOW_S seconds, with the resolution of one slice.
 
     Attributes:
         targets: latency targets of requests without their own; replaced as a whole on changes.
@@ -239,12 +239,12 @@ class Recent:
         self._closed: Window | None = None
 
     def at(self, now: float) -> Window:
-        """The slice for a time; the latest slice if the time is in an earlier slice."""
-        number = int(now * (NUM_SLICES / LASTS_S))
+        """Returns the slice of this time, or the latest slice if this time is before it."""
+        number = int(now * (NUM_SLICES / WINDOW_S))
         if number > self._number:
             self._number, self._latest, self._closed = number, Window(), None
             self._slices.append((number, self._latest))
-            self._forget(number)
+            self._drop_before(number)
         return self._latest
 
     def window(self, now: float) -> Window:
@@ -277,6 +277,6 @@ class Recent:
         target_ms = self.target(lane).itl_ms
         return None if target_ms is None else target_ms / 1e3
 
-    def _forget(self, number: int) -> None:
+    def _drop_before(self, number: int) -> None:
         while self._slices[0][0] <= number - NUM_SLICES:
             self._slices.popleft()

@@ -45,12 +45,16 @@ class RecentValues(Generic[_Number]):
 
     @property
     def size_biased_mean(self) -> float:
-        """The mean in which each value has its own size as its weight; `total` must not be 0.
+        """Mean in which each value is weighted by its own size; `total` must not be 0.
 
-        For durations, it is the mean of those that are under way at a moment.
+        For durations this is the mean duration of the processes that run at a random moment:
+        longer ones are more likely to be running (inspection paradox).
         """
         return self._total_of_squares / self.total
 
     def quantile(self, share: float) -> _Number:
-        """The quantile `share` (0 to 1), rounded up to a value; the window must not be empty."""
+        """Returns the quantile `share` (0 to 1) without interpolation; needs at least one value.
+
+        More than this share of the values are at most as large; for 1 it is the largest value.
+        """
         return self.ordered[min(len(self.ordered) - 1, int(share * len(self.ordered)))]

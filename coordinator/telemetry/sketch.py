@@ -8,10 +8,10 @@ from collections.abc import Iterable
 # Relative error of every percentile.
 ACCURACY = 0.02
 # Durations outside these limits are counted as the nearest limit.
-_LEAST_S, _MOST_S = 1e-6, 1e5
+_MIN_S, _MAX_S = 1e-6, 1e5
 _GROWTH = (1 + ACCURACY) / (1 - ACCURACY)
 _SCALE = 1 / math.log(_GROWTH)
-_MIDDLE = 2 / (1 + _GROWTH)
+_MIDDLE_OF_BUCKET = 2 / (1 + _GROWTH)
 
 
 class Sketch:
@@ -37,8 +37,8 @@ class Sketch:
     def observe(self, value_s: float, count: int = 1) -> None:
         """Adds a value `count` times."""
         bounded_s = value_s
-        if not _LEAST_S <= value_s <= _MOST_S:
-            bounded_s = min(max(value_s, _LEAST_S), _MOST_S)
+        if not _MIN_S <= value_s <= _MAX_S:
+            bounded_s = min(max(value_s, _MIN_S), _MAX_S)
         bucket = math.ceil(math.log(bounded_s) * _SCALE)
         self.counts[bucket] = self.counts.get(bucket, 0) + count
         self.num += count
@@ -68,11 +68,13 @@ class Sketch:
             while seen < min(wanted, self.num):
                 bucket, count = next(buckets)
                 seen += count
-            found.append(min(_GROWTH**bucket * _MIDDLE, self.max_s) if self.num else 0.0)
+            found.append(min(_GROWTH**bucket * _MIDDLE_OF_BUCKET, self.max_s) if self.num else 0.0)
         return found
 
     def num_over(self, limit_s: float) -> int:
         """Number of values over a limit; a value is taken as the middle of its bucket."""
         return sum(
-            count for bucket, count in self.counts.items() if _GROWTH**bucket * _MIDDLE > limit_s
+            count
+            for bucket, count in self.counts.items()
+            if _GROWTH**bucket * _MIDDLE_OF_BUCKET > limit_s
         )

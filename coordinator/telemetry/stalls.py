@@ -19,7 +19,7 @@ MAX_STALLS = 8
 _SLACK_S = 0.002
 
 
-_INTERRUPTED = {
+_CAUSES = {
     common_pb2.STAGE_RECOVERY: Cause.RECOVERY,
     common_pb2.STAGE_PARKED: Cause.PARKED,
 }
@@ -49,7 +49,7 @@ def stalls(
         stall = Stall(end_us - gap_us, gap_us, Cause.UNKNOWN, worker[0] if worker else "")
         interrupted = _interruption(request.interruptions, ended_at - gap_us / 1e6, ended_at)
         if interrupted is not None:
-            stall = stall._replace(cause=_INTERRUPTED[interrupted.stage], worker_id="")
+            stall = stall._replace(cause=_CAUSES[interrupted.stage], worker_id="")
         elif number == 0 and request.handoff_id:
             stall = stall._replace(cause=Cause.HANDOFF)
         else:
@@ -70,7 +70,13 @@ def stalls(
 
 
 def _longest(gaps_us: array[int], limit_us: float, first_us: int) -> Iterator[tuple[int, int, int]]:
-    """Yields number, end and length of each of the longest gaps, in order of time."""
+    """Yields index, end and length of each of the longest gaps over the limit, in order of time.
+
+    Args:
+        gaps_us: lengths of all gaps between the request's tokens, in microseconds.
+        limit_us: gaps up to this length are left out.
+        first_us: time of the first token, since the request's arrival, like the returned ends.
+    """
     over = [number for number, gap_us in enumerate(gaps_us) if gap_us > limit_us]
     if len(over) > MAX_STALLS:
         over = sorted(heapq.nlargest(MAX_STALLS, over, key=gaps_us.__getitem__))

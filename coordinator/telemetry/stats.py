@@ -48,6 +48,7 @@ class LaneStats:
         self.itl, self.tpot, self.e2e = Histogram(_FAST_S), Histogram(_FAST_S), Histogram(_SLOW_S)
 
 
+# Number of worker starts kept for the status.
 _NUM_COLD_STARTS = 32
 
 
@@ -118,8 +119,10 @@ class CoreStats:
         demand: demand by lane; the autoscaler sizes the pools by it.
         requests: ended requests by lane and outcome (finish reason, or error code's name; lower
             case).
-        prompt_tokens: tokens of the prompts that were computed, by source: "device", "host", "disk"
-            and "computed" (PromptSources). A prompt that is computed again counts again.
+        prompt_tokens: tokens of the prompts that were computed, by source: "device", "host",
+            "disk", "fetched" and "computed" (PromptSources). A prompt that is computed again
+            counts again.
+        fetches: ended fetches of prefixes from other workers: "loaded" or "failed".
         sheds: submissions refused for overload, by reason.
         rejections: invalid submissions, by the error code's name; counted by the gRPC server.
         handoffs: committed handoffs, by transport.
@@ -137,7 +140,7 @@ class CoreStats:
         num_prefixes_gone: times that a decode worker lacked blocks that it could not compute.
         cold_starts: workers that attached for the first time, by pool.
         cold_start_s: seconds that worker starts took, by stage.
-        num_failed_starts: workers that ended before they had served for a while.
+        num_failed_starts: workers that ended before they had been attached for 10 seconds.
         scalings: decisions that changed a pool, by pool and "up", "down" or "flip" (into it).
         compared: Statistics of the fleets that a rollout compares; replaced by the rollout.
     """
@@ -172,7 +175,7 @@ class CoreStats:
         self.scalings: Counter[tuple[str, str]] = Counter()
         self.compared: Mapping[Fleet, FleetStats] = {}
 
-    def came_up(self, worker: Worker, now: float) -> None:
+    def attached_first(self, worker: Worker, now: float) -> None:
         """Records a worker that attached for the first time, with its start times if reported."""
         startup_ms = worker.hello.startup_ms
         self.cold_starts[POOL_OF[worker.role].value] += 1
@@ -226,7 +229,7 @@ class CoreStats:
         if target_s is not None:
             self.lanes[submission.lane].ttft_ratio.observe(ttft_s / target_s)
         if not request.was_held:
-            # Requests that waited for a limit would not have been sooner with more workers.
+            # A request that waited for a limit would not have been faster with more workers.
             self.demand[submission.lane].first_tokens.append(
                 FirstToken(ttft_s, request.num_prompt_tokens)
             )
@@ -251,7 +254,11 @@ class CoreStats:
             counts["computed"] += sources.computed
 
     def fetch_ended(self, *, loaded: bool) -> None:
-        """Counts the fetch of a request whose prompt is computed now."""
+        """Counts a fetch of a prefix, when its request's prompt has been computed.
+
+        Args:
+            loaded: whether the prefix was loaded; otherwise the worker computed it.
+        """
         self.fetches["loaded" if loaded else "failed"] += 1
 
     def ttft_target_s(self, submission: Submission) -> float | None:
@@ -259,7 +266,7 @@ class CoreStats:
         return submission.ttft_target_s(self.recent.target(submission.lane).ttft)
 
     def ttft_growth_s(self, submission: Submission) -> float:
-        """The part of that target that grows with the prompt, in seconds."""
+        """The part of the request's TTFT target that grows with its prompt, in seconds."""
         return submission.ttft_growth_s(self.recent.target(submission.lane).ttft)
 
     def itl_target_s(self, submission: Submission) -> float | None:

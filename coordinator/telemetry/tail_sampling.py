@@ -13,13 +13,13 @@ from baton.coordinator.state.requests import EndedRequest
 from baton.coordinator.telemetry.recent import Recent
 
 _SLOW_PERCENT = 99.0
-# Minimum number of requests for the percentile to be meaningful.
-_LEAST_SEEN = 100
-# Threshold as a multiple of the percentile. The factor exceeds the error of the sketch, so that
-# requests with equal latencies do not count as slow.
-_CLEARLY = 1.05
+# With fewer requests in the window, no request counts as slow.
+_MIN_REQUESTS = 100
+# A request is slow if its latency exceeds the percentile by this factor. The factor is larger than
+# the error of the sketch, so that requests with equal latencies do not count as slow.
+_SLOW_FACTOR = 1.05
 # The percentiles are recomputed after this many seconds.
-_HOLDS_S = 5.0
+_REFRESH_S = 5.0
 
 
 class TailSampler:
@@ -48,19 +48,19 @@ class TailSampler:
         if budget.ttft_us / 1e6 > ttft_s or budget.total_us / 1e6 > e2e_s:
             return "slow"
         # A hash instead of a random number, so that every process keeps the same requests.
-        drawn = zlib.crc32(record.request_id.encode()) / 2**32
-        return "share" if drawn < self._share else ""
+        hashed = zlib.crc32(record.request_id.encode()) / 2**32
+        return "share" if hashed < self._share else ""
 
     def _thresholds(self, lane: Lane, now: float) -> tuple[float, float]:
         if now >= self._until:
             self._slow_s.clear()
-            self._until = now + _HOLDS_S
+            self._until = now + _REFRESH_S
         found = self._slow_s.get(lane)
         if found is None:
             window = self._recent.window(now).lanes[lane]
             ttft_s, e2e_s = (
-                _CLEARLY * sketch.percentiles_s([_SLOW_PERCENT])[0]
-                if sketch.num >= _LEAST_SEEN
+                _SLOW_FACTOR * sketch.percentiles_s([_SLOW_PERCENT])[0]
+                if sketch.num >= _MIN_REQUESTS
                 else float("inf")
                 for sketch in (window.ttft, window.e2e)
             )

@@ -157,7 +157,7 @@ async def test_more_than_is_allowed_ends_it(admin, worker):
     events = admin.profile("d")
     profile_id = await begun(worker, events)
     await report(worker, profile_id, data=bytes(WINDOW_BYTES + 1))
-    with pytest.raises(errors.InternalError, match="sends more than it may"):
+    with pytest.raises(errors.InternalError, match="sends more trace bytes than it may"):
         await asyncio.wait_for(anext(events), WAIT_S)
     assert (await worker.command("profile")).cancel
 
@@ -228,6 +228,6 @@ async def test_waiting_reports_are_bounded():
         profiles.on_report(("d", 1), file)
     assert [command.WhichOneof("command") for command in told] == ["record", "cancel"]
     assert (await first).HasField("file")
-    with pytest.raises(Internal, match="sends more than it may"):
+    with pytest.raises(Internal, match="sends more trace bytes than it may"):
         async for _ in events:
             pass

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live_status import LiveCell
 
-from baton.coordinator.telemetry.recent import LASTS_S, MAX_TENANTS, OTHERS, Recent
+from baton.coordinator.telemetry.recent import MAX_TENANTS, OTHERS, WINDOW_S, Recent
 from baton.coordinator.telemetry.sketch import ACCURACY, Sketch
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -59,8 +59,8 @@ def test_a_minute_is_remembered_and_no_more():
     for second in range(1000):
         recent.at(1000.0 + second).lanes[LANE].ttft.observe(0.1)
         held = recent.window(1000.0 + second).lanes[LANE].ttft.num
-        assert held == second + 1 if second < LASTS_S - 5 else LASTS_S - 5 <= held <= LASTS_S
-    assert recent.window(2000.0 + LASTS_S).lanes[LANE].ttft.num == 0
+        assert held == second + 1 if second < WINDOW_S - 5 else WINDOW_S - 5 <= held <= WINDOW_S
+    assert recent.window(2000.0 + WINDOW_S).lanes[LANE].ttft.num == 0
 
 
 def test_late_observations_count_in_the_latest_slice():

@@ -157,7 +157,9 @@ async def test_workers_that_take_too_long_are_named(config):
     late = config(late="decode")
     impatient = late.worker.model_copy(update={"start_timeout_s": 3.0})
     # On a busy machine the other worker may be late as well.
-    with pytest.raises(WorkersFailed, match=r"not serving after .* 3: (prefill-0, )?decode-0$"):
+    with pytest.raises(
+        WorkersFailed, match=r"not serving after .* \(3 s\): (prefill-0, )?decode-0$"
+    ):
         await serve(
             late.model_copy(update={"worker": impatient}),
             launch=True,
@@ -192,14 +194,14 @@ async def test_port_in_use_and_missing_model(config, tmp_path):
     [
         (
             {"decode": {"workers": 3}, "scaling": {"max_gpus": 3}},
-            "scaling.max_gpus: is 3; must be at least 4, what prefill.workers and decode.workers",
+            "scaling.max_gpus: is 3; must be at least 4, the GPUs of prefill.workers and ",
         ),
         (
             {
                 "prefill": {"workers": 3},
                 "scaling": {"autoscale": True, "prefill": {"max_workers": 2}},
             },
-            "prefill.workers: is 3; must be at most 2, scaling.prefill.max_workers, where",
+            "prefill.workers: is 3; must be at most 2, scaling.prefill.max_workers, because",
         ),
     ],
 )
