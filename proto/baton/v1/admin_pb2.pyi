@@ -479,8 +479,8 @@ class WorkerInfo(_message.Message):
 
     @_builtins.property
     def kv_speeds(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvSpeed]:
-        """Measured speeds at which the worker gets KV blocks, by which prompts are placed. Not yet
-        measured speeds are left out.
+        """Measured speeds at which the worker gets KV blocks; the coordinator places prompts with them.
+        Speeds that were not measured yet are left out.
         """
 
     def __init__(
@@ -679,7 +679,7 @@ class WorkerPeer(_message.Message):
     target: _builtins.str
     """KvTransfer address of the other worker, host:port."""
     transport: _builtins.str
-    """Transport in use: "shm", "nccl", "gloo" or "grpc"."""
+    """Transport in use: "shm", "nixl", "nccl", "gloo" or "grpc"."""
     reason: _builtins.str
     """Why no better transport is used; empty if this is the best one."""
     def __init__(
@@ -920,8 +920,8 @@ class PlacementInfo(_message.Message):
     disk_tokens: _builtins.int
     """Prompt tokens on the disk of the worker that computes the prompt."""
     host_bytes_per_s: _builtins.int
-    """Speeds by which the time of the loads and of the fetch was predicted: measured ones, or assumed
-    ones as long as nothing was measured. 0: there is no such load or fetch.
+    """Speeds from which the times of the loads and of the fetch were predicted: measured ones, or
+    assumed ones before the first measurement. 0: there is no such load or fetch.
     """
     disk_bytes_per_s: _builtins.int
     fetch_bytes_per_s: _builtins.int
@@ -1827,8 +1827,9 @@ class LaneTargets(_message.Message):
     request that sets ttft_ms to 0 sets it to 0 too.
     """
     longest_gap_ms: _builtins.float
-    """Longest step beside the lane's streams that is in force, in milliseconds, and why it is that
-    long, for people (empty in GetStatus). Only the interactive lane with an ITL target has one. Ignored in requests.
+    """Longest gap between tokens of this lane's streams that workers allow now, in milliseconds, and
+    why they allow it, for people (empty in GetStatus). Set for the interactive lane with an ITL
+    target only. Ignored in requests.
     """
     longest_gap_reason: _builtins.str
     def __init__(
@@ -2603,7 +2604,7 @@ class RolloutStatus(_message.Message):
     """Why the canary's workers do not start; empty if they do."""
     abort_if_worse: _builtins.bool
     stable_revision: _builtins.str
-    """Revision that serves all requests which no rollout takes."""
+    """Revision that gets all requests that do not go to a canary."""
     @_builtins.property
     def stable(self) -> Global___RevisionStatus:
         """The two compared revisions. If no rollout is running, the state at the end of the last one."""

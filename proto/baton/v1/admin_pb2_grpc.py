@@ -254,10 +254,11 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DropCache(self, request, context):
-        """Deletes KV blocks of a tenant, or all KV blocks, from the tiers of every attached worker, and
-        waits for the end. Requests that run meanwhile may store blocks again. INVALID_ARGUMENT: neither
-        or both of `tenant` and `all` are set. FAILED_PRECONDITION: tenants share KV blocks
-        (kv_store.share), so that blocks belong to no tenant.
+        """Deletes the KV blocks of a tenant or of a session, or all KV blocks, from the tiers of every
+        attached worker, and waits for the end. Requests that run meanwhile may store blocks again.
+        INVALID_ARGUMENT: nothing is named, `all` is set beside another field, or several tenants have
+        a session of this ID. NOT_FOUND: no blocks of the session are known. FAILED_PRECONDITION:
+        tenants share KV blocks (kv_store.share), so that blocks belong to no tenant.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -83,10 +83,11 @@ class AdminStub:
     be. RESOURCE_EXHAUSTED: the traces are too large. UNAVAILABLE: the worker died.
     """
     DropCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DropCacheRequest, _admin_pb2.DropCacheResponse]
-    """Deletes KV blocks of a tenant, or all KV blocks, from the tiers of every attached worker, and
-    waits for the end. Requests that run meanwhile may store blocks again. INVALID_ARGUMENT: neither
-    or both of `tenant` and `all` are set. FAILED_PRECONDITION: tenants share KV blocks
-    (kv_store.share), so that blocks belong to no tenant.
+    """Deletes the KV blocks of a tenant or of a session, or all KV blocks, from the tiers of every
+    attached worker, and waits for the end. Requests that run meanwhile may store blocks again.
+    INVALID_ARGUMENT: nothing is named, `all` is set beside another field, or several tenants have
+    a session of this ID. NOT_FOUND: no blocks of the session are known. FAILED_PRECONDITION:
+    tenants share KV blocks (kv_store.share), so that blocks belong to no tenant.
     """
     StartRollout: _grpc.UnaryUnaryMultiCallable[_admin_pb2.StartRolloutRequest, _admin_pb2.StartRolloutResponse]
     """A rollout tries another model, or other engine arguments, on a share of the traffic first.
@@ -165,10 +166,11 @@ class AdminAsyncStub(AdminStub):
     be. RESOURCE_EXHAUSTED: the traces are too large. UNAVAILABLE: the worker died.
     """
     DropCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.DropCacheRequest, _admin_pb2.DropCacheResponse]  # type: ignore[assignment]
-    """Deletes KV blocks of a tenant, or all KV blocks, from the tiers of every attached worker, and
-    waits for the end. Requests that run meanwhile may store blocks again. INVALID_ARGUMENT: neither
-    or both of `tenant` and `all` are set. FAILED_PRECONDITION: tenants share KV blocks
-    (kv_store.share), so that blocks belong to no tenant.
+    """Deletes the KV blocks of a tenant or of a session, or all KV blocks, from the tiers of every
+    attached worker, and waits for the end. Requests that run meanwhile may store blocks again.
+    INVALID_ARGUMENT: nothing is named, `all` is set beside another field, or several tenants have
+    a session of this ID. NOT_FOUND: no blocks of the session are known. FAILED_PRECONDITION:
+    tenants share KV blocks (kv_store.share), so that blocks belong to no tenant.
     """
     StartRollout: _aio.UnaryUnaryMultiCallable[_admin_pb2.StartRolloutRequest, _admin_pb2.StartRolloutResponse]  # type: ignore[assignment]
     """A rollout tries another model, or other engine arguments, on a share of the traffic first.
@@ -334,10 +336,11 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DropCacheRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DropCacheResponse, _abc.Awaitable[_admin_pb2.DropCacheResponse]]:
-        """Deletes KV blocks of a tenant, or all KV blocks, from the tiers of every attached worker, and
-        waits for the end. Requests that run meanwhile may store blocks again. INVALID_ARGUMENT: neither
-        or both of `tenant` and `all` are set. FAILED_PRECONDITION: tenants share KV blocks
-        (kv_store.share), so that blocks belong to no tenant.
+        """Deletes the KV blocks of a tenant or of a session, or all KV blocks, from the tiers of every
+        attached worker, and waits for the end. Requests that run meanwhile may store blocks again.
+        INVALID_ARGUMENT: nothing is named, `all` is set beside another field, or several tenants have
+        a session of this ID. NOT_FOUND: no blocks of the session are known. FAILED_PRECONDITION:
+        tenants share KV blocks (kv_store.share), so that blocks belong to no tenant.
         """
 
     @_abc_1.abstractmethod

@@ -72,7 +72,7 @@ class GenerateRequest(_message.Message):
     session_id: _builtins.str
     """Requests of one conversation should share a session ID, so that they find their prefix cache."""
     authorization: _builtins.str
-    """Credential for this request, in the form of the gRPC metadata key of that name ("Bearer ...").
+    """Credential for this request, in the form of the gRPC metadata `authorization`: "Bearer ...".
     Empty: the stream's credential applies.
     """
     traceparent: _builtins.str
