@@ -31,7 +31,7 @@ class _UnaryStream(grpc.aio.UnaryStreamClientInterceptor):
 
 
 def interceptors(dial: Dial) -> list[grpc.aio.ClientInterceptor]:
-    """Returns interceptors that add a dial's metadata to every such call of a channel.
+    """Returns interceptors that add a dial's metadata to these two kinds of calls of a channel.
 
     Bidirectional streams get no interceptor, because it would add a cost to every message.
     """

@@ -68,5 +68,5 @@ def sendable(authorization: str) -> str:
 
 
 def _invalid_credential(field: str, allowed: str) -> RemoteError:
-    message = f"{field} has characters that no credential has: must be {allowed}"
+    message = f"{field} has characters that a credential must not have: must be {allowed}"
     return errors.from_baton(Unauthenticated(message))

@@ -128,8 +128,8 @@ _CONNECTING = (
     grpc.ChannelConnectivity.CONNECTING,
     grpc.ChannelConnectivity.TRANSIENT_FAILURE,
 )
-# Beginnings of gRPC's messages if a gRPC server without this method responds, or a server that does
-# not speak gRPC.
+# Beginnings of gRPC's messages if the server speaks gRPC but does not have this method, and if the
+# server does not speak gRPC.
 _METHOD_NOT_FOUND, _HTTP_STATUS = "Method not found!", "Received http2 header with status: "
 _PROXY = "PROXY"
 # Beginning of gRPC's message if a server is at its limit of concurrent calls, and the delay after
@@ -146,7 +146,7 @@ def make(code: int, message: str, details: Sequence[any_pb2.Any] = ()) -> Remote
 
 def cancelled_elsewhere() -> RemoteError:
     """The error for a request that another client or an operator cancelled."""
-    return make(code_pb2.CANCELLED, "somebody cancelled the request")
+    return make(code_pb2.CANCELLED, "another client or an operator cancelled the request")
 
 
 def from_baton(error: BatonError) -> RemoteError:
@@ -165,10 +165,12 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> RemoteError:
     if found.code == code_pb2.UNAVAILABLE and (reason := errors.connection_failure(str(found))):
         return _unreachable(address, reason)
     if found.code == code_pb2.UNAVAILABLE and str(found).startswith(_LOST):
-        message = f"the coordinator at {address} is lost: {found}"
+        message = f"the connection to the coordinator at {address} broke: {found}"
         return ConnectionLostError(code_pb2.UNAVAILABLE, message, found.details())
     if found.code == code_pb2.RESOURCE_EXHAUSTED and str(found).startswith(_FULL):
-        message = f"the coordinator at {address} has as many calls as it takes (security.max_calls)"
+        message = (
+            f"the coordinator at {address} is at its limit of concurrent calls (security.max_calls)"
+        )
         return from_baton(
             errors.ResourceExhausted(message, reason="CALLS", retry_after_s=_FULL_RETRY_S)
         )
@@ -180,10 +182,10 @@ def from_rpc_error(error: grpc.RpcError, address: str) -> RemoteError:
                 f"HTTP status {status}"
             )
             return from_baton(errors.Unavailable(message, reason=_PROXY))
-        message = f"what answers at {address} is no coordinator: HTTP status {status}"
+        message = f"the server at {address} is not a coordinator: HTTP status {status}"
         return make(found.code, message)
     if str(found).startswith(_METHOD_NOT_FOUND):
-        message = f"what answers at {address} is no coordinator, or an older one: {found}"
+        message = f"the server at {address} is not a coordinator, or is an older one: {found}"
         return make(found.code, message)
     return from_baton(found)
 
@@ -203,8 +205,9 @@ def from_call(
         address: Address of the coordinator.
         channel: Channel of the call; None: it is closed.
         timeout_s: Timeout of the call.
-        alone: No other call through the channel began after this one. Otherwise this call may have
-            been sent over an earlier connection than the one that is missing now.
+        alone: No other call through the channel began after this one, so that an unconnected
+            channel means that this call was never sent. Otherwise this call may have been sent over
+            an earlier connection.
     """
     found = from_rpc_error(error, address)
     if found.code != code_pb2.DEADLINE_EXCEEDED or channel is None:
@@ -217,9 +220,10 @@ def from_call(
 
 
 def from_change(error: RemoteError) -> RemoteError:
-    """Adds to the error of a changing call that the change may have happened nevertheless.
+    """Adds to the error of a changing call that the change may have happened.
 
-    This is unknown if the connection broke during the call or no response arrived in time.
+    The client cannot know this if the connection broke during the call, or if no response arrived
+    in time. Other errors are returned unchanged.
     """
     is_unknown = isinstance(error, UnavailableError | DeadlineExceededError)
     if not is_unknown or isinstance(error, UnreachableError):

@@ -14,7 +14,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "cancelled", "unspecified"]
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The coordinator admitted the request. First event, unless it is cancelled before."""
+    """The coordinator admitted the request: the first event, unless a cancellation was earlier."""
 
     request_id: str
     model: str

@@ -18,7 +18,8 @@ async def wait_serving(channel: grpc.aio.Channel, address: str, timeout_s: float
     """Returns when the service baton.v1.Inference is SERVING.
 
     Raises:
-        UnavailableError: It was not SERVING within timeout_s; the message has its last status.
+        UnavailableError: The service was not SERVING within timeout_s; the message has its last
+            status.
         RemoteError: Another kind of server listens at the address.
     """
     stub = health_pb2_grpc.HealthStub(channel)
@@ -44,6 +45,6 @@ async def wait_serving(channel: grpc.aio.Channel, address: str, timeout_s: float
         message = f"the coordinator at {address} is {seen} after {timeout_s:g} s"
         if seen == "NOT_SERVING":
             message += (
-                ": it needs a prefill and a decode worker (see `baton pools`), or it is stopping"
+                ": its workers cannot serve requests yet (see `baton pools`), or it is stopping"
             )
         raise errors.make(code_pb2.UNAVAILABLE, message) from None

@@ -92,7 +92,8 @@ class RequestOptions(SamplingOptions, total=False):
         model: Name of the base model or of a LoRA adapter; empty or left out: the base model.
         lane: "interactive" (default) or "batch", which may wait longer.
         slo: Latency targets; left out: the targets of the lane.
-        timeout_s: Deadline from submission; then both ends raise DeadlineExceededError.
+        timeout_s: Time limit from submission; then the request fails with DeadlineExceededError,
+            which both the client and the coordinator enforce.
         request_id: Request ID; left out: the coordinator assigns one.
         session_id: ID that the requests of one conversation share.
         default_max_tokens: Output limit of a request without max_tokens, cut to the room that the
@@ -137,6 +138,7 @@ _RANGES = {
     FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
     FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
 }
+# Options that other functions than `_set_option` set, or that only the client uses.
 _SET_ELSEWHERE = (
     "lane",
     "add_generation_prompt",
@@ -174,7 +176,9 @@ def build(prompt: Prompt, options: RequestOptions) -> inference_pb2.GenerateRequ
             raise errors.invalid(path, value, _allowed(name, error)) from None
     chosen = [name for name in _STRUCTURED if options.get(name) is not None]
     if len(chosen) > 1:
-        raise errors.invalid("sampling.structured_output", chosen, "must be at most one of them")
+        raise errors.invalid(
+            "sampling.structured_output", chosen, "only one of these options may be set"
+        )
     return request
 
 
@@ -285,7 +289,7 @@ def _set_option(request: inference_pb2.GenerateRequest, name: str, value: Any) -
     elif name == "stop":
         sampling.stop.extend([value] if isinstance(value, str) else value)
     elif name in ("bad_words", "choice") and isinstance(value, str):
-        # A string is a sequence of strings: each of its characters would become a word.
+        # Without this check, each character of the string would become a word of its own.
         raise TypeError("must be a list of strings")
     elif name in ("stop_token_ids", "bad_words", "allowed_token_ids"):
         getattr(sampling, name).extend(value)

@@ -173,7 +173,7 @@ class RequestState:
                 self._end(errors.from_message(event.failed))
 
     def on_delta(self, delta: common_pb2.TokenDelta, token_ids: list[int]) -> None:
-        """Handles the delta of an event with its tokens. This is the whole cost per token."""
+        """Handles the delta of an event. This is the only code that runs once per delta."""
         if self.ended:
             return
         known, offset = self.token_ids, delta.offset
@@ -193,8 +193,8 @@ class RequestState:
     def deliver(self) -> None:
         """Delivers the events of a message to a waiting reader: forwards deltas, or wakes it.
 
-        Called after the whole message, so that the last delta and Finished stay together:
-        Finished has woken the reader before.
+        Called once after all events of a message. If Finished was among them, `_end` has already
+        woken the reader, which then reads the last delta and Finished together.
         """
         if self._waiter is None:
             return
@@ -205,7 +205,7 @@ class RequestState:
                 while buffer and isinstance(event := buffer[0], Tokens) and push(event):
                     buffer.popleft()
             except Exception:
-                # Only this request may fail: its reader takes the delta.
+                # The failure must not affect other requests; the reader gets this delta instead.
                 _log.exception("pushing a delta failed")
                 self.push = None
         if buffer:

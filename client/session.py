@@ -21,8 +21,10 @@ from baton.v1 import inference_pb2, inference_pb2_grpc
 _ENVELOPE_BYTES = 64
 # Limits of a batch of queued messages; a longer submission is sent by itself.
 _MAX_BATCH, _MAX_BATCH_BYTES = 64, 2**20
-_ENDED_UNDER_A_WRITE, _HEALTH_TIMEOUT_S = "Internal error from Core", 2.0
-# Errors of the whole stream that a new stream would meet again, unless they say when to retry.
+# gRPC's message if the stream ended during a write; it hides the error that ended the stream.
+_ENDED_DURING_WRITE = "Internal error from Core"
+_HEALTH_TIMEOUT_S = 2.0
+# Errors of a stream that every new stream would get too, unless the error says when to retry.
 _REFUSALS = {
     code_pb2.UNAUTHENTICATED,
     code_pb2.PERMISSION_DENIED,
@@ -159,9 +161,9 @@ class Session:
     async def _connected(self) -> bool:
         """Waits for the connection; returns whether it is open.
 
-        The call's own wait_for_connection returns before the connection is open. A connection that
-        opens and closes between two looks at the channel leaves it idle, as it was at first: then
-        only the end of the call shows that the connection existed.
+        The call's own wait_for_connection returns before the connection is open. If a connection
+        opens and closes between two reads of the channel's state, the channel is idle in both. Only
+        the end of the call then shows that there was a connection.
         """
         ended = asyncio.Event()
         self._call.add_done_callback(lambda _: ended.set())
@@ -199,7 +201,7 @@ class Session:
         gRPC hides the error if the stream ended during a write. If nothing was received before, a
         health check call gets the same error from the server.
         """
-        if error.details() == _ENDED_UNDER_A_WRITE and not self._served:
+        if error.details() == _ENDED_DURING_WRITE and not self._served:
             stub = health_pb2_grpc.HealthStub(self._channel)
             try:
                 await stub.Check(health_pb2.HealthCheckRequest(), timeout=_HEALTH_TIMEOUT_S)

@@ -347,9 +347,7 @@ def test_a_change_that_may_have_happened_is_not_repeated(serve):
     other = Sized()
     with (
         hanging_up(b"ScalePool") as address,
-        pytest.raises(
-            errors.UnavailableError, match=f"{address} is lost.*change may have happened"
-        ),
+        pytest.raises(errors.UnavailableError, match=f"{address} broke.*change may have happened"),
     ):
         call_admin(f"{address},{serve(other)}", scaled)
     assert other.sizes == []
@@ -415,7 +413,7 @@ async def test_the_error_names_an_address_without_coordinator():
     await server.start()
     try:
         async with AdminClient(f"127.0.0.1:{port}") as admin:
-            with pytest.raises(errors.UnimplementedError, match=f":{port} is no coordinator"):
+            with pytest.raises(errors.UnimplementedError, match=f":{port} is not a coordinator"):
                 await admin.list_pools()
     finally:
         await server.stop(None)
@@ -666,7 +664,7 @@ async def test_a_pipe_opened_for_reading_and_writing_has_a_reader(tmp_path, monk
     fd = os.open(tmp_path / "fifo", os.O_RDWR)
     try:
         monkeypatch.setattr(watch, "_STDOUT", fd)
-        async with watch._reader():
+        async with watch._watch_stdout():
             os.write(fd, b"unread")
             await asyncio.sleep(0.05)
     finally:
@@ -675,7 +673,7 @@ async def test_a_pipe_opened_for_reading_and_writing_has_a_reader(tmp_path, monk
 
 def test_promote_fails_when_the_coordinator_ends_during_the_wait(serve):
     service = Ending(RUNNING)
-    match = "the canary is not the stable revision yet, but the coordinator was told to do it"
+    match = "the canary is not the stable revision yet, but the coordinator continues the change"
     with pytest.raises(errors.UnavailableError, match=match):
         promote(f"{serve(service)},{serve(other := Rolling(RUNNING))}")
     assert (service.num_promotions, other.num_promotions) == (1, 0)
@@ -709,7 +707,7 @@ async def test_a_wait_fails_when_every_connection_breaks():
     address, stop = await serving(Breaking())
     try:
         async with Relay(address) as relay, AdminClient(relay.address) as admin:
-            with pytest.raises(errors.UnavailableError, match=r"is lost: .*; d0 has not left yet"):
+            with pytest.raises(errors.UnavailableError, match=r"broke: .*; d0 has not left yet"):
                 await watch.wait_until(admin, bool, HANG_S, "d0 has not left")
     finally:
         await stop()
@@ -718,7 +716,7 @@ async def test_a_wait_fails_when_every_connection_breaks():
 def test_promote_wait_is_refused_if_the_coordinator_sends_no_rollouts(serve):
     """The coordinator is older than the command."""
     service = Rolling(None, None)
-    with pytest.raises(FailedPrecondition, match="does not tell of rollouts"):
+    with pytest.raises(FailedPrecondition, match="does not report rollouts"):
         promote(serve(service))
     assert service.num_promotions == 0
 

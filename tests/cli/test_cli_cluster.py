@@ -455,7 +455,7 @@ def test_an_operator_cancels_a_request(ask, cluster, tmp_path):
         assert ask("cancel", "unwanted").out == "unwanted is cancelled\n"
         process.line('"reason": "cancelled"')
         assert process.popen.wait(STOP_TIMEOUT_S) == 1
-        assert process.err() == "baton: somebody cancelled the request\n"
+        assert process.err() == "baton: another client or an operator cancelled the request\n"
     finally:
         process.close()
     again = ask("cancel", "unwanted")

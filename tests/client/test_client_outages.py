@@ -170,7 +170,7 @@ def frame(kind, flags=0, stream=bytes(4), body=b""):
     ("status", "kind", "said"),
     [
         (502, UnavailableError, "a proxy answers at {} that does not reach the coordinator"),
-        (404, UnimplementedError, "what answers at {} is no coordinator"),
+        (404, UnimplementedError, "the server at {} is not a coordinator"),
     ],
 )
 async def test_a_server_that_is_no_coordinator_is_named_in_the_error(status, kind, said):

@@ -184,7 +184,7 @@ async def full():
 
 async def test_a_coordinator_at_its_limit_of_calls_says_when_to_retry(full):
     address, inference, end_call = full
-    message = f"^the coordinator at {address} has as many calls as it takes "
+    message = f"^the coordinator at {address} is at its limit of concurrent calls "
     async with BatonClient(address) as client:
         for call in (client.complete("x"), client.model(TIMEOUT_S)):
             with pytest.raises(ResourceExhaustedError, match=message) as caught:
