@@ -27,7 +27,8 @@ def bench(
     rate: Annotated[
         float | None,
         typer.Option(
-            "--rate", help="Open loop: send this many requests/s, however many still run."
+            "--rate",
+            help="Open loop: send this many requests/s, even while earlier ones still run.",
         ),
     ] = None,
     burstiness: Annotated[

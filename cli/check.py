@@ -136,7 +136,7 @@ def _print(model: str, found: Any) -> None:
     ]
     columns = ("TRANSPORT", ">SPEED", f">{found.prompt_tokens:,} TOKENS", "NOTE")
     print_table(columns, rows_of_transports, "")
-    print("A request waits for less: a layer is sent while the next ones are computed.\n")
+    print("A request waits less: each layer is sent while the next layers are computed.\n")
     for key, size in (("send", staging.send_bytes), ("receive", staging.receive_bytes)):
         print(f"kv_transfer.{key}_bytes: {size} ({_size(size)})")
     print(
@@ -144,7 +144,7 @@ def _print(model: str, found: Any) -> None:
         f"max_model_len is {found.max_model_len:,}."
     )
     if not staging.fits:
-        print("One worker computes and decodes longer prompts. To hand over prompts of up to")
+        print("For longer prompts, one worker does all the work. To hand over prompts of up to")
         print(
             f"{staging.suggested_prompt_tokens:,} tokens, set both to {staging.suggested_bytes} "
             f"({_size(staging.suggested_bytes)})."

@@ -62,20 +62,20 @@ def gigabytes(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.3g} GB/s"
 
 
-def shown(
-    names: Sequence[str], widths: Sequence[int], spare: Sequence[str], room: int, gap: int
+def fitting(
+    names: Sequence[str], widths: Sequence[int], drop_first: Sequence[str], room: int, gap: int
 ) -> list[int]:
     """Indices of the columns to show; columns are left out rather than cut off.
 
     Args:
         names: Names of all columns.
         widths: Width that each column needs, in characters.
-        spare: Names of the columns to leave out first when the line is too short, in this order.
+        drop_first: Names of the columns to leave out first if the line is too short, in order.
         room: Characters of a line.
         gap: Characters between two columns.
     """
     left = list(range(len(names)))
-    for name in spare:
+    for name in drop_first:
         if sum(widths[index] for index in left) + gap * (len(left) - 1) <= room:
             break
         left = [index for index in left if names[index] != name]

@@ -32,10 +32,10 @@ def doctor(
 ) -> None:
     """Find out what is slow now, and what to change first.
 
-    Each finding names the slow stage and the evidence. With --compare, it says instead which way of
-    serving would suit the latest requests best.
+    Each finding names the slow stage and the evidence. With --compare, the command instead
+    simulates the latest requests and says with which setup they meet their targets best.
 
-    Exit codes: 0 healthy, 1 there are findings. With --compare: 0 compared, 1 too little is known.
+    Exit codes: 0 healthy, 1 there are findings. With --compare: 0 compared, 1 too few measurements.
     """
     if compare:
         _compare(address, as_json=as_json)
@@ -47,11 +47,11 @@ def doctor(
     status = call_admin(address, lambda admin: admin.get_status())
     findings = diagnose(status)
     if as_json:
-        told = "" if findings else summary(status)
+        text = "" if findings else summary(status)
         print_json(
             {
                 "healthy": not findings,
-                "summary": told,
+                "summary": text,
                 "window_s": status.window.ToNanoseconds() / 1e9,
                 "findings": [asdict(one) for one in findings],
             }

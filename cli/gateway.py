@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 # Configuration keys that choose vLLM's output parsers for the model of a cell.
 _PARSERS = ("tool_call_parser", "reasoning_parser")
-_NEEDED = ("uvicorn", "starlette", "httptools")
+_PACKAGES = ("uvicorn", "starlette", "httptools")
 # vLLM's parsers take half a minute to import on a busy machine.
 _START_TIMEOUT_S = 180.0
 # Added to the gateway's drain timeout before the process is killed.
@@ -80,7 +80,7 @@ def gateway(
         http_listen=listen,
     )
     cells = configured_cells(effective, coordinator or [])
-    require()
+    check_installed()
     from baton.gateway import server
 
     logs.setup(effective.log_level, "gateway")
@@ -112,11 +112,11 @@ def gateway(
     raise typer.Exit(code)
 
 
-def require() -> None:
+def check_installed() -> None:
     """Raises ConfigError if the gateway's libraries are not installed."""
     from baton.runtime.config_error import ConfigError
 
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"http.listen: the gateway needs {', '.join(missing)} (install baton[http]); "
@@ -157,7 +157,7 @@ def configured_cells(config: BatonConfig, coordinators: list[str]) -> list[CellC
 
 
 def with_parsers_of_model(config: BatonConfig) -> BatonConfig:
-    """Sets the parsers of a gpt-oss model, which has no choice of parsers.
+    """Sets the output parsers of a gpt-oss model, which works with only one kind of parser.
 
     Raises:
         ConfigError: The model does not exist, or another parser is configured for it.

@@ -52,7 +52,11 @@ def add(
     ] = None,
     max_concurrent: Annotated[
         int | None,
-        typer.Option("--max-concurrent", min=1, help="Most requests that may run at a time."),
+        typer.Option(
+            "--max-concurrent",
+            min=1,
+            help="Largest number of requests that may run at the same time.",
+        ),
     ] = None,
     admin: Annotated[
         bool, typer.Option("--admin", help="Allow calls of the Admin service.")

@@ -53,7 +53,7 @@ WarmUp = Annotated[
         "--warm-up",
         metavar="SECONDS",
         min=0.0,
-        help="Leave the requests of this first period out of the figures.",
+        help="Leave the requests of this first time out of the figures.",
     ),
 ]
 Timeout = Annotated[
@@ -67,7 +67,8 @@ MaxInFlight = Annotated[
     typer.Option(
         "--max-in-flight",
         min=1,
-        help="Most requests that run at a time; requests beyond are not sent and count as failed.",
+        help="Largest number of requests that run at the same time; further requests are not sent "
+        "and count as failed.",
     ),
 ]
 TtftMs = Annotated[
@@ -219,16 +220,16 @@ async def _run(
             warm_up_s=warm_up_s,
             tenant=tenant,
         )
-        telling = asyncio.create_task(_tell(generator)) if sys.stderr.isatty() else None
+        progress = asyncio.create_task(_show_progress(generator)) if sys.stderr.isatty() else None
         try:
             return await drive(generator, stop)
         finally:
-            if telling is not None:
-                telling.cancel()
+            if progress is not None:
+                progress.cancel()
                 sys.stderr.write(_CLEAR)
 
 
-async def _tell(generator: Generator) -> None:
+async def _show_progress(generator: Generator) -> None:
     """Shows the progress on one terminal line, updated every second."""
     while True:
         await asyncio.sleep(1.0)

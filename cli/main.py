@@ -146,7 +146,7 @@ def main() -> None:
 def _open_standard_streams() -> None:
     """Opens /dev/null for standard streams that the parent process has closed.
 
-    Otherwise a socket would get descriptor 0, 1 or 2, and libuv aborts when it closes such a one.
+    Otherwise a socket could get descriptor 0, 1 or 2, and libuv aborts when it closes this socket.
     """
     for descriptor, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
         if stream is None:

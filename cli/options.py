@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from baton.runtime.config import BatonConfig
 
 
-# Largest uint32 of the protobuf messages; most days until an expiry date: a century.
+# Largest value of a uint32 field of the protobuf messages; longest time until an expiry date, in
+# days (a century).
 MOST, MOST_DAYS = 2**32 - 1, 36_525
 
 
@@ -147,13 +148,13 @@ def load_config(
     )
 
 
-def halves(
+def split_workers(
     workers: int | None, prefill: int | None, decode: int | None
 ) -> tuple[int | None, int | None]:
-    """Returns the pools' sizes for --workers, or those of --prefill and --decode without it.
+    """Returns the sizes of the prefill and decode pools: half of --workers each, or as given.
 
     Raises:
-        typer.BadParameter: --workers is used with one of the others.
+        typer.BadParameter: --workers is used with --prefill or --decode.
     """
     if workers is None:
         return prefill, decode
@@ -221,7 +222,7 @@ def resolve_addresses(addresses: str | None, option: str = "--address") -> list[
 
 
 def file_name(path: Path) -> str:
-    """The last part of a path, decoded as UTF-8 whatever the locale."""
+    """Returns the last part of a path, decoded as UTF-8 independent of the locale."""
     return os.fsencode(path.name).decode(errors="replace")
 
 

@@ -16,19 +16,19 @@ from baton.cli import columns as columns_module
 from baton.runtime.enum_names import enum_name
 
 # Smallest width of the last column, which may wrap, and the gap between columns, in characters.
-_LEAST_WRAPPED, _GAP = 24, 3
+_MIN_WRAPPED_WIDTH, _GAP = 24, 3
 
 
 def print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=not _takes_all()))
+    print(json.dumps(value, indent=2, ensure_ascii=not _encodes_all()))
 
 
 def print_json_line(value: Any) -> None:
     """Prints a value on one line and flushes, for readers that follow the output."""
-    print(json.dumps(value, ensure_ascii=not _takes_all()), flush=True)
+    print(json.dumps(value, ensure_ascii=not _encodes_all()), flush=True)
 
 
-def _takes_all() -> bool:
+def _encodes_all() -> bool:
     """Whether standard output can encode all characters; JSON escapes them otherwise."""
     return codecs.lookup(sys.stdout.encoding).name.startswith("utf")
 
@@ -37,19 +37,19 @@ def print_table(
     columns: Sequence[str],
     rows: Sequence[Sequence[str]],
     empty: str,
-    spare: Sequence[str] = (),
+    drop_first: Sequence[str] = (),
     left_out_hint: str = "--json prints all",
 ) -> None:
     """Prints a rich table on a terminal, and plain aligned columns elsewhere.
 
-    On a narrow terminal the last column wraps and columns of `spare` are left out; a line below
-    the table names them. No other column is cut, so that IDs can be copied.
+    On a narrow terminal the last column wraps and columns of `drop_first` are left out; a line
+    below the table names them. No other column is cut, so that IDs can be copied.
 
     Args:
         columns: Column titles; a title that begins with ">" is aligned right.
         rows: Rows with one cell per column.
         empty: Text that is printed when there are no rows.
-        spare: Columns to leave out first on a narrow terminal, in this order.
+        drop_first: Columns to leave out first on a narrow terminal, in this order.
         left_out_hint: Says where to find the columns that were left out.
     """
     if not rows:
@@ -65,8 +65,8 @@ def print_table(
         from rich.text import Text
 
         console = Console(highlight=False)
-        needed = [*widths[:-1], min(widths[-1], max(_LEAST_WRAPPED, len(names[-1])))]
-        kept = columns_module.shown(names, needed, spare, console.width - 2, _GAP)
+        needed = [*widths[:-1], min(widths[-1], max(_MIN_WRAPPED_WIDTH, len(names[-1])))]
+        kept = columns_module.fitting(names, needed, drop_first, console.width - 2, _GAP)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
         for index in kept:
             justify: Literal["left", "right"] = "right" if right[index] else "left"

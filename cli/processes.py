@@ -52,15 +52,15 @@ def up(
             "--workers",
             min=1,
             max=options.MOST,
-            help="Number of workers of an elastic cell, which needs no split; instead of "
-            "--prefill and --decode.",
+            help="Number of workers of an elastic cell, in which every worker computes prompts and "
+            "decodes; replaces --prefill and --decode.",
         ),
     ] = None,
     elastic: Annotated[
         bool | None,
         typer.Option(
             "--elastic/--no-elastic",
-            help="Let any worker compute prompts and decode, or give each pool its own work.",
+            help="Let every worker compute prompts and decode, or give each pool its own work.",
         ),
     ] = None,
     autoscale: Annotated[
@@ -98,7 +98,7 @@ def up(
     from baton.cli.demo_models import with_demo_model
     from baton.runtime import lifecycle, logs
 
-    prefill, decode = options.halves(workers, prefill, decode)
+    prefill, decode = options.split_workers(workers, prefill, decode)
     if workers is not None and elastic is False:
         raise typer.BadParameter("cannot be used with --no-elastic", param_hint="--workers")
     effective = options.load_config(
@@ -225,11 +225,11 @@ async def _up(config: BatonConfig) -> int:
     from baton.runtime import exposure, output_streams
     from baton.runtime.lifecycle import stop_requested
 
-    stop, end = stop_requested(_hurry), asyncio.Event()
+    stop, end = stop_requested(_end_at_once), asyncio.Event()
     listener, url = None, ""
     if config.http.listen:
-        # Errors of the gateway's settings appear before the workers load their model for minutes.
-        gateway.require()
+        # Errors of the gateway's settings are found before workers load their model for minutes.
+        gateway.check_installed()
         # In a thread, because this may download the model's configuration.
         config = await asyncio.to_thread(gateway.with_parsers_of_model, config)
         exposure.check_http(config.http.listen, config.security)
@@ -284,18 +284,18 @@ async def _up(config: BatonConfig) -> int:
     return code
 
 
-def _hurry() -> None:
+def _end_at_once() -> None:
     """Makes workers and gateway end at once instead of draining.
 
-    This sends their first SIGTERM; the end of this process sends the second one
-    (launchers/end_with_parent.py).
+    A process ends at once when it gets SIGTERM twice. This function sends the first one; the kernel
+    sends the second one when this process ends (launchers/end_with_parent.py).
     """
     import psutil
 
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
             child.terminate()
-    # Two pending signals of the same kind are delivered as one, so leave a gap between them.
+    # Two pending signals of the same kind are delivered as one, so the second one must come later.
     time.sleep(_BETWEEN_SIGNALS_S)
 
 

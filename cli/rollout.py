@@ -28,7 +28,7 @@ Drain = Annotated[
         "--drain-timeout",
         min=0.001,
         metavar="SECONDS",
-        help="Time that running requests of the removed revision may take; then they fail.",
+        help="Running requests of the removed revision fail after this time.",
     ),
 ]
 
@@ -107,7 +107,7 @@ def start(
 
     async def question(admin: AdminClient) -> str:
         if wait:
-            await _told_by(admin)
+            await _current_rollout(admin)
         message = await admin.start_rollout(
             revision,
             share=share,
@@ -120,7 +120,9 @@ def start(
         if wait:
             print_progress(message, as_json=as_json)
             what = f"revision {revision} does not serve"
-            await wait_until(admin, lambda event: _is_tried(_told(event), revision), wait, what)
+            await wait_until(
+                admin, lambda event: _canary_serves(_rollout_in(event), revision), wait, what
+            )
             message = f"revision {revision} serves"
         return message
 
@@ -142,7 +144,7 @@ def share(
 ) -> None:
     """Change the canary's share of the new sessions.
 
-    When the share grows, sessions on the canary stay there.
+    When the share grows, sessions that are already on the canary stay there.
     """
     print_answer(call_admin(address, lambda admin: admin.set_rollout_share(share)), as_json=as_json)
 
@@ -157,9 +159,11 @@ def status(
     from baton.cli.output import plain, print_json, print_json_line
 
     if watch and as_json:
-        return follow_changes(address, True, lambda event: print_json_line(plain(_told(event))))
+        return follow_changes(
+            address, True, lambda event: print_json_line(plain(_rollout_in(event)))
+        )
     if watch:
-        return follow_changes(address, False, lambda event: _show(_told(event)))
+        return follow_changes(address, False, lambda event: _show(_rollout_in(event)))
     found = call_admin(address, lambda admin: admin.get_rollout())
     return print_json(plain(found)) if as_json else _show(found)
 
@@ -177,12 +181,14 @@ def promote(
     """
 
     async def question(admin: AdminClient) -> str:
-        canary = (await _told_by(admin)).canary.name if wait else ""
+        canary = (await _current_rollout(admin)).canary.name if wait else ""
         message = await admin.promote_rollout(drain_timeout)
         if wait:
             print_progress(message, as_json=as_json)
             what = "the canary is not the stable revision"
-            await wait_until(admin, lambda event: _is_promoted(_told(event), canary), wait, what)
+            await wait_until(
+                admin, lambda event: _is_promoted(_rollout_in(event), canary), wait, what
+            )
             message = f"revision {canary} is the stable one"
         return message
 
@@ -201,14 +207,14 @@ def abort(
     )
 
 
-async def _told_by(admin: AdminClient) -> admin_pb2.RolloutStatus:
-    """Current state of the rollout from the coordinator's event stream; see `_told`."""
+async def _current_rollout(admin: AdminClient) -> admin_pb2.RolloutStatus:
+    """Reads the state of the rollout from the coordinator's event stream; see `_rollout_in`."""
     async with contextlib.aclosing(admin.watch()) as events:
-        return _told(await anext(events))
+        return _rollout_in(await anext(events))
 
 
-def _told(event: admin_pb2.WatchEvent) -> admin_pb2.RolloutStatus:
-    """State of the rollout in an event.
+def _rollout_in(event: admin_pb2.WatchEvent) -> admin_pb2.RolloutStatus:
+    """Returns the state of the rollout in an event.
 
     Raises:
         FailedPrecondition: The coordinator is too old to send the state of rollouts.
@@ -217,18 +223,18 @@ def _told(event: admin_pb2.WatchEvent) -> admin_pb2.RolloutStatus:
 
     if not event.HasField("rollout"):
         raise FailedPrecondition(
-            "this coordinator is older than this command and does not tell of rollouts: leave out "
-            "--wait and --watch, and use `baton rollout status`"
+            "this coordinator is older than this command and does not report rollouts: "
+            "leave out --wait and --watch, and use `baton rollout status`"
         )
     return event.rollout
 
 
-def _is_tried(found: admin_pb2.RolloutStatus, revision: str) -> bool:
+def _canary_serves(found: admin_pb2.RolloutStatus, revision: str) -> bool:
     """Whether the canary serves; raises Aborted if the rollout has ended."""
     from baton.runtime.errors import Aborted
     from baton.v1 import admin_pb2
 
-    # Between two events the rollout may have ended and another one may have begun.
+    # Between two events this rollout may have ended and another one may have begun.
     if _is_over(found, revision) and found.stable_revision != revision:
         raise Aborted(f"the rollout of {revision!r} has ended: {found.last or 'no rollout'}")
     return found.phase != admin_pb2.ROLLOUT_PHASE_WAITING

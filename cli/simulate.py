@@ -120,7 +120,7 @@ def simulate(
         for option, value in (("--policy", policy), ("--picture", picture)):
             if value is not None:
                 raise typer.BadParameter("cannot be used with --compare", param_hint=option)
-    prefill, decode = options.halves(workers, prefill, decode)
+    prefill, decode = options.split_workers(workers, prefill, decode)
     policy = policy or PolicyName.BATON
     options.check_writable(json_file, "--json")
     options.check_writable(picture, "--picture")

@@ -52,7 +52,7 @@ def print_rows(rows: Sequence[Row], best: Row, targets: Targets, left_out_hint: 
         [comparison.COLUMNS[index] for index in shown],
         [[line[index] for index in shown] for line in comparison.table(rows, best)],
         "",
-        spare=comparison.SPARE,
+        drop_first=comparison.DROP_FIRST,
         left_out_hint=left_out_hint,
     )
     print()

@@ -79,16 +79,16 @@ async def _live(addresses: list[str], interval_s: float) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, stop)
     loop.add_signal_handler(signal.SIGWINCH, wake.set)
-    seen = _Seen()
+    latest = _Latest()
 
     def show() -> None:
         width, height = console.size
         live.update(
             draw(
-                seen.view,
+                latest.view,
                 addresses=", ".join(addresses),
-                problem=seen.problem,
-                age_s=loop.time() - seen.at,
+                problem=latest.problem,
+                age_s=loop.time() - latest.at,
                 width=width,
                 height=height,
             ),
@@ -101,23 +101,23 @@ async def _live(addresses: list[str], interval_s: float) -> None:
     ):
         async with Watcher(addresses, tls=to.tls(), api_key=to.key()) as watcher:
             show()
-            looking = asyncio.create_task(_look(watcher, seen, interval_s, wake))
-            looking.add_done_callback(lambda _: wake.set())
+            polling = asyncio.create_task(_poll(watcher, latest, interval_s, wake))
+            polling.add_done_callback(lambda _: wake.set())
             try:
                 while not ends.is_set():
                     await wake.wait()
                     wake.clear()
                     show()
-                    if looking.done():
-                        looking.result()
+                    if polling.done():
+                        polling.result()
             finally:
-                looking.cancel()
-                await asyncio.gather(looking, return_exceptions=True)
+                polling.cancel()
+                await asyncio.gather(polling, return_exceptions=True)
                 # Some terminals keep the text of the alternate screen after a resize.
                 live.update("", refresh=True)
 
 
-class _Seen:
+class _Latest:
     """The latest view, and the error of the last update.
 
     Attributes:
@@ -130,15 +130,15 @@ class _Seen:
         self.at = 0.0
 
 
-async def _look(watcher: Watcher, seen: _Seen, interval_s: float, wake: asyncio.Event) -> None:
+async def _poll(watcher: Watcher, latest: _Latest, interval_s: float, wake: asyncio.Event) -> None:
     from baton.runtime.errors import RemoteError
 
     while True:
         try:
-            seen.view = await watcher.look()
-            seen.problem, seen.at = "", asyncio.get_running_loop().time()
+            latest.view = await watcher.look()
+            latest.problem, latest.at = "", asyncio.get_running_loop().time()
         except RemoteError as error:
-            seen.problem = str(error)
+            latest.problem = str(error)
         wake.set()
         await asyncio.sleep(interval_s)
 

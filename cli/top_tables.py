@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from baton.cli.columns import POOL_COLUMNS, pool_cells, share, shown, state_name, ttft_target
+from baton.cli.columns import POOL_COLUMNS, fitting, pool_cells, share, state_name, ttft_target
 from baton.client.doctor.findings import needs_first_worker, pool_groups
 from baton.runtime.enum_names import lane_name, role_name
 from baton.v1 import admin_pb2
@@ -70,7 +70,7 @@ def lanes(status: admin_pb2.GetStatusResponse, width: int) -> RenderableType:
                         )
                     ),
                     target,
-                    _kept(attained, targets.percentile),
+                    _attained_cell(attained, targets.percentile),
                 )
             )
     return _table(
@@ -130,7 +130,7 @@ def _table(
     columns: Sequence[str],
     rows: Sequence[Sequence[str | Text]],
     width: int,
-    spare: Sequence[str],
+    drop_first: Sequence[str],
 ) -> Table:
     """A table with as many columns as fit.
 
@@ -138,7 +138,7 @@ def _table(
         columns: Column titles; a title that begins with ">" is aligned right.
         rows: Rows with one cell per column.
         width: Width of the terminal, or of the table's part of it, in characters.
-        spare: Columns to leave out first on a narrow terminal, in this order.
+        drop_first: Columns to leave out first on a narrow terminal, in this order.
     """
     names = [column.removeprefix(">") for column in columns]
     cells = [[Text(cell) if isinstance(cell, str) else cell for cell in row] for row in rows]
@@ -146,7 +146,7 @@ def _table(
         max(len(name), *(row[index].cell_len for row in cells)) for index, name in enumerate(names)
     ]
     table = Table(box=None, pad_edge=False, padding=(0, _GAP, 0, 0), header_style=DIM)
-    kept = shown(names, widths, spare, width, _GAP)
+    kept = fitting(names, widths, drop_first, width, _GAP)
     for index in kept:
         justify: Literal["left", "right"] = "right" if columns[index].startswith(">") else "left"
         table.add_column(names[index], justify=justify, no_wrap=True, overflow="ellipsis")
@@ -160,10 +160,10 @@ def _time(value_us: int, num: int, *, bad: bool) -> Text:
         return Text("-", style=DIM)
     value_ms = value_us / 1e3
     if value_ms >= 10_000:
-        told = f"{value_ms / 1e3:.1f} s"
+        text = f"{value_ms / 1e3:.1f} s"
     else:
-        told = f"{value_ms:.0f} ms" if value_ms >= 100 else f"{value_ms:.1f} ms"
-    return Text(told, style=BAD if bad else "")
+        text = f"{value_ms:.0f} ms" if value_ms >= 100 else f"{value_ms:.1f} ms"
+    return Text(text, style=BAD if bad else "")
 
 
 def _attained(
@@ -173,9 +173,9 @@ def _attained(
     return value if lane.HasField(field) else None
 
 
-def _kept(attained: float | None, percentile: float) -> Text:
+def _attained_cell(attained: float | None, percentile: float) -> Text:
     if attained is None:
         return Text("-", style=DIM)
     # 100 % is shown only if every request met the target.
-    told = "100 %" if attained == 1 else f"{min(99.9, 100 * attained):.1f} %"
-    return Text(told, style=GOOD if attained >= percentile / 100 else BAD)
+    text = "100 %" if attained == 1 else f"{min(99.9, 100 * attained):.1f} %"
+    return Text(text, style=GOOD if attained >= percentile / 100 else BAD)

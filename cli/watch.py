@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 # Shortest time between two events of a wait, and of a command that prints each event.
 _WAIT_INTERVAL_S, _PRINT_INTERVAL_S = 0.2, 1.0
-# Connections in a row that may break before an event arrives. gRPC may begin a call over a
-# connection that is breaking.
-_MOST_LOST = 3
+# Number of connections in a row that may break before an event arrives. gRPC may begin a call over
+# a connection that is breaking.
+_MAX_LOST_CONNECTIONS = 3
 _STDOUT = 1
 
 
@@ -39,7 +39,10 @@ def follow_changes(address: str | None, as_lines: bool, show: Callable[[WatchEve
 
     async def question(admin: AdminClient) -> None:
         is_first = True
-        async with _reader(), contextlib.aclosing(_events(admin, _PRINT_INTERVAL_S)) as events:
+        async with (
+            _watch_stdout(),
+            contextlib.aclosing(_events(admin, _PRINT_INTERVAL_S)) as events,
+        ):
             async for event in events:
                 if not as_lines and sys.stdout.isatty():
                     print("\x1b[H\x1b[2J", end="")
@@ -53,10 +56,10 @@ def follow_changes(address: str | None, as_lines: bool, show: Callable[[WatchEve
 
 
 @contextlib.asynccontextmanager
-async def _reader() -> AsyncIterator[None]:
-    """Raises BrokenPipeError when the reader of standard output has closed the pipe.
+async def _watch_stdout() -> AsyncIterator[None]:
+    """Raises BrokenPipeError in its block when the reader of standard output closes the pipe.
 
-    A command that waits for a change does not write, so it would not notice the closed pipe.
+    A command that waits for a change writes nothing, so it would not notice the closed pipe.
     """
     is_pipe = stat.S_ISFIFO(os.fstat(_STDOUT).st_mode)
     # A pipe that this process can also read always has a reader, and reports unread data instead.
@@ -92,7 +95,7 @@ async def wait_until(
         admin: Client of the coordinator.
         done: The condition.
         wait_s: Longest wait in seconds.
-        what: Sentence for errors that says what has not happened.
+        what: Clause for errors that names the change that is missing, such as "w1 has not left".
 
     Raises:
         DeadlineExceeded: The condition was not fulfilled within `wait_s`.
@@ -117,7 +120,7 @@ async def wait_until(
         message = f"{what} after {wait_s:g} s; the coordinator continues the change"
         raise DeadlineExceeded(message) from None
     except errors.UnavailableError as error:
-        message = f"{error}; {what} yet, but the coordinator was told to do it"
+        message = f"{error}; {what} yet, but the coordinator continues the change"
         raise errors.make(error.code, message, error.details()) from None
 
 
@@ -145,6 +148,6 @@ async def _events(admin: AdminClient, min_interval_s: float) -> AsyncGenerator[W
             return
         except errors.ConnectionLostError:
             num_lost += 1
-            if num_lost > _MOST_LOST:
+            if num_lost > _MAX_LOST_CONNECTIONS:
                 raise
         await asyncio.sleep(_WAIT_INTERVAL_S)
