@@ -43,7 +43,11 @@ def ttft_findings(
     if not lane.targets.ttft_ms:
         return
     oldest_us = lane.info.oldest_wait.ToNanoseconds() // 1000 if lane.info.num_queued else 0
-    is_late = lane.ttft.num >= _MIN_REQUESTS and lane.ttft_attained < lane.targets.percentile / 100
+    # `ttft_attained` is about the requests that had a target. A lane may have got its target later.
+    num_with_target = lane.ttft_ratio.num
+    is_late = (
+        num_with_target >= _MIN_REQUESTS and lane.ttft_attained < lane.targets.percentile / 100
+    )
     is_stuck = _oldest_ratio(lane) > 2 and lane.info.num_queued >= _MIN_REQUESTS
     # Where targets grow with the prompt, a long wait may be in time.
     unfair = None
@@ -78,7 +82,7 @@ def _ttft_evidence(lane: admin_pb2.LaneStatus) -> str:
         f"TTFT p50 {ms(lane.ttft.p50_us)}, p95 {ms(lane.ttft.p95_us)}, p99 "
         f"{ms(lane.ttft.p99_us)}; the target is {_target(lane)} "
         f"(p{lane.targets.percentile:g}), met by {percent(lane.ttft_attained)} of "
-        f"{lane.ttft.num} requests"
+        f"{lane.ttft_ratio.num} requests"
     )
 
 

@@ -12,6 +12,7 @@ from baton.client import doctor
 from baton.client.doctor import Kind
 from baton.coordinator.server import admin
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.scaling_config import Targets
 from baton.v1 import cluster_pb2, common_pb2, kv_transfer_pb2
 
 
@@ -185,6 +186,16 @@ def test_a_healthy_cell_is_healthy():
     cell = healthy()
     assert found(cell) == []
     assert doctor.summary(cell.status()).startswith("healthy; in the last 60 s interactive: ")
+
+
+def test_first_tokens_from_before_their_lane_had_a_target_are_not_late():
+    batch = common_pb2.LANE_BATCH
+    cell = LiveCell().workers().load(4, 400, 30, lane=batch).after(20)
+    cell.post(ev.TargetsRequested({"batch": Targets(ttft_s=5.0, itl_s=None, percentile=95.0)}))
+    lane = next(one for one in cell.status().lanes if one.info.lane == batch)
+    assert (lane.targets.ttft_ms, lane.ttft_ratio.num) == (5000, 0)
+    assert lane.ttft.num > 8
+    assert found(cell) == []
 
 
 def test_an_idle_cell_is_healthy():
