@@ -21,8 +21,8 @@ from baton.v1 import admin_pb2, common_pb2
 
 # Minimum number of inter-token gaps for a finding.
 _MIN_GAPS = 50
-# Share of handoffs that failed or fell back, and share of used memory, that cause a finding.
-_FELL_BACK, _FULL = 0.02, 0.9
+# Share of handoffs that failed or fell back, and share of memory in use, that cause a finding.
+_FAILED_SHARE, _FULL_SHARE = 0.02, 0.9
 
 
 def itl_findings(
@@ -66,7 +66,7 @@ def itl_findings(
     if num_slow_mixed and num_slow_mixed >= num_slow:
         yield Finding(
             Kind.DECODE_INTERFERENCE,
-            f"{name}: starts, then stutters: decode workers compute prompts between the tokens",
+            f"{name}: tokens are late: decode workers compute prompts between them",
             "decode",
             (
                 *evidence,
@@ -83,7 +83,7 @@ def itl_findings(
     elif num_slow:
         yield Finding(
             Kind.BATCH_TOO_LARGE,
-            f"{name}: starts, then stutters: the decode batch is too large for the target",
+            f"{name}: tokens are late: the decode batch is too large for the target",
             "decode",
             tuple(evidence),
             f"add {'' if status.elastic else 'decode '}workers, or fewer requests on each "
@@ -93,16 +93,16 @@ def itl_findings(
     elif _handoff_us(lane) > lane.targets.itl_ms * 1000:
         yield Finding(
             Kind.SLOW_HANDOFFS,
-            f"{name}: the second token comes late: the handoff takes longer than the ITL target",
+            f"{name}: the second token is late: the handoff takes longer than the ITL target",
             "handoff",
             (*evidence, f"exposed handoff p95 {ms(_handoff_us(lane))}"),
-            "see `baton workers` for the transport of each pair of workers, and why it was chosen",
+            "see in `baton workers` which transport each pair of workers uses, and why",
             weight,
         )
     elif not status.num_recoveries:
         yield Finding(
             Kind.NETWORK,
-            f"{name}: tokens come late although the engine steps meet the target",
+            f"{name}: tokens are late although the engine steps meet the target",
             "network",
             tuple(evidence),
             "check the network between decode workers and coordinator, and the coordinator's CPU",
@@ -126,21 +126,21 @@ def pool_findings(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
             yield full
     for worker in status.workers:
         used = worker.staging_bytes_used / (worker.staging_bytes_total or 1)
-        if used >= _FULL:
+        if used >= _FULL_SHARE:
             yield Finding(
                 Kind.STAGING_FULL,
                 f"staging of {worker.worker_id} is nearly full: further handoffs wait for memory",
                 "handoff",
                 (f"{percent(used)} of {worker.staging_bytes_total / 2**20:.0f} MiB are in use",),
                 "raise kv_transfer.send_bytes and .receive_bytes (they must fit /dev/shm)",
-                used / _FULL,
+                used / _FULL_SHARE,
             )
 
 
 def _no_workers(
     status: admin_pb2.GetStatusResponse, group: Sequence[admin_pb2.PoolInfo]
 ) -> Finding | None:
-    """Returns that no worker of these pools serves; None if one does or none is needed."""
+    """Returns the finding that no worker of these pools serves; None if one does or none must."""
     if not needs_first_worker(status, group):
         return None
     queued = [lane for lane in status.lanes if lane.info.num_queued]
@@ -151,7 +151,7 @@ def _no_workers(
         for lane in queued
     )
     num_starting = sum(pool.num_starting for pool in group)
-    problems = [f"the last start that failed: {pool.problem}" for pool in group if pool.problem]
+    problems = [f"last failed start: {pool.problem}" for pool in group if pool.problem]
     # Starting a worker of one pool is enough: preferably of a pool that should have workers.
     pool = next((one for one in group if one.desired), next(iter(active), group[0]))
     name = role_name(pool.role)
@@ -161,7 +161,7 @@ def _no_workers(
         "queue",
         (
             waits or "no request waits for a worker yet",
-            f"{num_starting} are starting, {sum(one.num_draining for one in group)} drain",
+            f"{num_starting} are starting, {sum(one.num_draining for one in group)} are draining",
             *problems,
         ),
         keep_warm_advice(name) if num_starting and not problems else _start_advice(pool, name),
@@ -172,11 +172,11 @@ def _no_workers(
 def _kv_full(
     status: admin_pb2.GetStatusResponse, group: Sequence[admin_pb2.PoolInfo]
 ) -> Finding | None:
-    """Returns that the KV cache of the workers that decode is nearly full; None if it is not."""
+    """Returns the finding that the KV cache of these pools is nearly full; None if it is not."""
     decode = next((pool for pool in group if pool.role == common_pb2.ROLE_DECODE), None)
     total = sum(pool.kv_tokens_total for pool in group)
     used = sum(pool.kv_tokens_used for pool in group) / (total or 1)
-    if decode is None or used < _FULL:
+    if decode is None or used < _FULL_SHARE:
         return None
     return Finding(
         Kind.KV_FULL,
@@ -190,7 +190,7 @@ def _kv_full(
         ),
         f"{add_workers_advice(status) if status.elastic else add_worker_advice(decode)}, or limit "
         "outputs (lanes.*.max_output_tokens)",
-        used / _FULL,
+        used / _FULL_SHARE,
     )
 
 
@@ -209,7 +209,7 @@ def recovery_findings(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
     silent = [one for one in status.workers if one.unresponsive]
     yield Finding(
         Kind.RECOVERIES,
-        "requests lost their worker and were resumed on other workers",
+        "workers failed; other workers continue their requests",
         "recovery",
         (
             f"{status.num_recoveries} attempts were lost; {status.num_workers_lost} workers "
@@ -226,7 +226,7 @@ def handoff_findings(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
     handoffs = status.handoffs
     num_bad = handoffs.num_fallbacks + handoffs.num_failures
     num_all = handoffs.exposed.num + handoffs.num_failures
-    if not num_bad or num_bad < _FELL_BACK * num_all:
+    if not num_bad or num_bad < _FAILED_SHARE * num_all:
         return
     yield Finding(
         Kind.HANDOFF_FALLBACKS,
@@ -238,8 +238,8 @@ def handoff_findings(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
             "took over",
             f"exposed time of successful handoffs: p95 {ms(handoffs.exposed.p95_us)}",
         ),
-        "see `baton workers` for the transport of each pair of workers and the reason, and the "
-        "workers' logs for the failures",
+        "see in `baton workers` which transport each pair of workers uses and why, and in the "
+        "workers' logs why handoffs failed",
         # A fallback may belong to a handoff that has not ended, or that was cancelled.
         1 + min(1.0, num_bad / max(1, num_all)),
     )

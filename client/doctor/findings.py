@@ -63,9 +63,9 @@ def lacks_workers(group: Iterable[admin_pb2.PoolInfo]) -> bool:
 def needs_first_worker(
     status: admin_pb2.GetStatusResponse, group: Sequence[admin_pb2.PoolInfo]
 ) -> bool:
-    """Whether no worker of a group of pools serves although one should.
+    """Whether no worker of a group of pools serves, although one should.
 
-    A pool that sizes itself may have scaled to zero until a request arrives.
+    A pool that sizes itself may have no worker as long as no request waits.
     """
     is_wanted = any(pool.desired or not pool.sizes_itself for pool in group)
     is_queued = any(lane.info.num_queued for lane in status.lanes)
@@ -85,8 +85,8 @@ def add_workers_advice(status: admin_pb2.GetStatusResponse) -> str:
     pool, name = pools.get(role), role_name(role)
     if pool is not None and pool.num_starting:
         return (
-            f"keep more {name} workers ready (scaling.{name}.min_workers): the workers that are "
-            "starting come too late"
+            f"keep more {name} workers running (scaling.{name}.min_workers): the workers that are "
+            "starting will be too late"
         )
     if pool is not None and pool.max_workers and pool.num_serving >= pool.max_workers:
         return f"raise scaling.{name}.max_workers: the pool is at its limit of {pool.max_workers}"
@@ -106,8 +106,8 @@ def _add_any_worker_advice(pools: Sequence[admin_pb2.PoolInfo]) -> str:
     """Advice to add a worker to a cell in which any worker does any work."""
     if any(pool.num_starting for pool in pools):
         return (
-            "keep more workers ready (scaling.prefill.min_workers, scaling.decode.min_workers): "
-            "the workers that are starting come too late"
+            "keep more workers running (scaling.prefill.min_workers, scaling.decode.min_workers): "
+            "the workers that are starting will be too late"
         )
     sized = [pool for pool in pools if pool.max_workers]
     if not sized:
@@ -126,8 +126,8 @@ def _add_any_worker_advice(pools: Sequence[admin_pb2.PoolInfo]) -> str:
 def keep_warm_advice(name: str) -> str:
     """Advice against cold starts of a pool."""
     return (
-        f"keep workers warm (scaling.{name}.min_workers), scale sooner, or make the start shorter "
-        "(weights on local disk, a warm compile cache)"
+        f"keep more workers running (scaling.{name}.min_workers), scale sooner, or make the start "
+        "shorter (weights on local disk, a warm compile cache)"
     )
 
 

@@ -23,10 +23,11 @@ from baton.v1 import admin_pb2, common_pb2
 
 # Minimum number of requests, and of waits, for a finding.
 _MIN_REQUESTS, _MIN_WAITS = 8, 5
-# A tenant that waits this many times longer than another one is treated unfairly.
-_UNFAIR = 4.0
-# From this multiple of the TTFT target on, one more worker could not drain the queue.
-_EXPLODED = 10.0
+# A tenant is treated unfairly if its waits are this many times as long as another tenant's.
+_UNFAIR_RATIO = 4.0
+# First tokens this many times later than the target mean overload: the queue would grow with one
+# more worker too.
+_OVERLOAD_RATIO = 10.0
 # Share of refused requests that causes a finding.
 _REFUSED_SHARE = 0.01
 _NETWORK = (common_pb2.STAGE_NETWORK, common_pb2.STAGE_TOKENIZE)
@@ -49,7 +50,7 @@ def ttft_findings(
         num_with_target >= _MIN_REQUESTS and lane.ttft_attained < lane.targets.percentile / 100
     )
     is_stuck = _oldest_ratio(lane) > 2 and lane.info.num_queued >= _MIN_REQUESTS
-    # Where targets grow with the prompt, a long wait may be in time.
+    # If targets grow with the prompt, even a long wait can be in time.
     unfair = None
     if is_late or is_stuck or not lane.targets.ttft_ms_per_1k_tokens:
         unfair = _unfair(lane)
@@ -68,7 +69,7 @@ def ttft_findings(
             finding = _network(lane, late)
         elif stage_share(late, _PREFILL) >= 0.5:
             finding = _slow_prefill(lane, late)
-        elif shed is None and max(lane.ttft_ratio.p99, _oldest_ratio(lane)) >= _EXPLODED:
+        elif shed is None and max(lane.ttft_ratio.p99, _oldest_ratio(lane)) >= _OVERLOAD_RATIO:
             finding = _overload(status, lane, oldest_us)
         elif shed is None:
             finding = _queue(status, lane, late, oldest_us)
@@ -97,7 +98,7 @@ def _oldest_ratio(lane: admin_pb2.LaneStatus) -> float:
 
 
 def _times_target(lane: admin_pb2.LaneStatus, *, waits: bool = False) -> float:
-    """TTFT as a multiple of its target; `waits`: of the request that has waited longest too."""
+    """95th percentile of TTFT / target; with `waits`, at least the ratio of the longest wait."""
     return max(lane.ttft_ratio.p95, _oldest_ratio(lane) if waits else 0.0)
 
 
@@ -107,12 +108,12 @@ def _network(lane: admin_pb2.LaneStatus, late: Mapping[int, int]) -> Finding:
         evidence.append(f"prompts of 64 tokens and less take {ms(lane.tiny.p50_us)} (p50) too")
     return Finding(
         Kind.NETWORK,
-        f"{lane_of(lane)}: first tokens are late for prompts of any length: the time "
-        "is spent between the processes",
+        f"{lane_of(lane)}: first tokens are late, for short prompts too: the time is spent between "
+        "the processes",
         "network",
         tuple(evidence),
-        "check the network between coordinator and workers (round trips, a busy coordinator CPU, "
-        "workers in another zone); more workers do not help",
+        "check the network between coordinator and workers (round-trip times, workers in another "
+        "zone) and the coordinator's CPU; more workers do not help",
         _times_target(lane),
     )
 
@@ -128,7 +129,7 @@ def _slow_prefill(lane: admin_pb2.LaneStatus, late: Mapping[int, int]) -> Findin
         evidence.append(f"later tokens are fast: ITL p95 {ms(lane.itl.p95_us)}")
     return Finding(
         Kind.PREFILL,
-        f"{lane_of(lane)}: a long silence, then fast: computing the prompts takes the time",
+        f"{lane_of(lane)}: first tokens are late: computing the prompts takes most of the time",
         "prefill",
         tuple(evidence),
         "give prefill faster workers (more tensor parallelism or a faster GPU; a prompt runs on "
@@ -157,7 +158,7 @@ def _queue(
         evidence.append(f"{starting} workers are starting: scaling lags behind the load")
     return Finding(
         Kind.QUEUE,
-        f"{lane_of(lane)}: fast alone, slow under load: requests wait for a worker",
+        f"{lane_of(lane)}: first tokens are late: requests wait for a worker",
         "queue",
         tuple(evidence),
         add_workers_advice(status),
@@ -174,7 +175,7 @@ def _overload(
     )
     return Finding(
         Kind.ADMISSION,
-        f"{name}: latency explodes: more requests are admitted than can be served",
+        f"{name}: first tokens are far too late: more requests are admitted than can be served",
         "queue",
         (
             _ttft_evidence(lane),
@@ -196,13 +197,13 @@ def _refusals(status: admin_pb2.GetStatusResponse, lane: admin_pb2.LaneStatus) -
         return None
     worst = max(lane.sheds, key=lambda reason: lane.sheds[reason])
     add_to_pool = "add workers" if status.elastic else "add workers to the overloaded pool"
-    cures = {
+    remedies = {
         "queue_full": f"{add_to_pool}, or raise lanes.*.max_queued if a longer wait is better "
         "than a refusal",
         "too_late": f"add {'' if status.elastic else 'prefill '}workers, or raise the TTFT target "
         "of the requests",
-        "tenant_rate": "raise tenants.NAME.tokens_per_s of the refused tenants, or leave it: "
-        "other tenants are not affected",
+        "tenant_rate": "raise tenants.NAME.tokens_per_s of the refused tenants, or change "
+        "nothing: other tenants are not affected",
         "too_many_requests": "raise coordinator.max_running_requests, or add workers",
         "session_full": "raise coordinator.max_requests_per_session, or use more sessions",
     }
@@ -214,7 +215,7 @@ def _refusals(status: admin_pb2.GetStatusResponse, lane: admin_pb2.LaneStatus) -
         f"{lane_of(lane)}: {percent(num_shed / num_requests)} of the requests are refused",
         "admission",
         (f"{num_shed} of {num_requests} were not admitted: {reasons}",),
-        cures.get(worst, add_to_pool),
+        remedies.get(worst, add_to_pool),
         1 + 10 * num_shed / num_requests,
     )
 
@@ -229,7 +230,7 @@ def _unfair(lane: admin_pb2.LaneStatus) -> Finding | None:
     best, worst = tenants[0], tenants[-1]
     target_us = lane.targets.ttft_ms * 1000
     if best.wait.p95_us > target_us or worst.wait.p95_us < max(
-        target_us, _UNFAIR * best.wait.p95_us
+        target_us, _UNFAIR_RATIO * best.wait.p95_us
     ):
         return None
     total = sum(one.num_tokens for one in lane.tenants) or 1

@@ -136,7 +136,7 @@ def test_the_doctor_s_words_and_exit_codes(answers, stutters, capsys):
         doctor.doctor()
     assert ended.value.exit_code == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("1. interactive: starts, then stutters")
+    assert lines[0].startswith("1. interactive: tokens are late: decode workers compute")
     assert lines[0].endswith("[decode_interference]")
     assert lines[1] == "   stage: decode"
     assert lines[2].startswith("   - ITL p50 ")

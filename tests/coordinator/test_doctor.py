@@ -380,7 +380,7 @@ def test_an_elastic_cell_is_told_to_add_any_worker():
     decode.max_workers = 1
     assert "scaling.prefill.max_workers or scaling.decode.max_workers" in first(queue, Kind.QUEUE)
     decode.num_starting = 1
-    assert "come too late" in first(queue, Kind.QUEUE)
+    assert "will be too late" in first(queue, Kind.QUEUE)
 
 
 def test_a_pool_at_its_ceiling_says_so():
