@@ -127,11 +127,11 @@ class Connector:
         if self._session is not None and not self._session.closed:
             self._session.submit(state)
             return
-        self._wait(state)
+        self._queue(state)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="baton client sessions")
 
-    def _wait(self, state: RequestState) -> None:
+    def _queue(self, state: RequestState) -> None:
         state.on_cancel = self._cancel_waiting
         self._waiting[state] = None
 
@@ -234,10 +234,10 @@ class Connector:
         if end is not None and end.permanent and end.served:
             state.fail(end.error)
         elif end is not None and (end.served or not end.refused):
-            # A session that never served may have ended at a proxy: its loss does not count.
+            # A session that never served may have ended at a proxy: the request did not cause that.
             state.on_session_lost(end.error, self._resume_timeout_s, counts=end.served)
         if end is None:
-            self._wait(state)
+            self._queue(state)
         elif not state.ended:
             # A request without tokens loses nothing by moving to another cell at once.
             self._take_over(state, MOVES_AFTER_S if state.token_ids else 0.0)
@@ -304,7 +304,7 @@ class Connector:
             and error.retry_after_s is not None
             and state.remaining_retry_s > state.remaining_resume_s
         ):
-            # No coordinator has the request. The one that refused it names a time for the retry.
+            # No coordinator runs the request, and the refusal says when to submit it again.
             state.start_over()
         if state.resuming:
             delay_s = resume_retry_delay_s(error, state.num_refusals, random.random())

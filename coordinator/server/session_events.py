@@ -27,7 +27,7 @@ _DELTA, _ACCEPTED, _FINISHED, _FAILED = (
 )
 _GENERATE_DELTA = length_tag(inference_pb2.GenerateEvent.DESCRIPTOR, "delta")
 # Headers are cached below this size; tokens with logprobs are larger, with varying sizes.
-_MANY_BYTES = 128
+_MAX_CACHED_BYTES = 128
 
 
 def encoded_deltas(deltas: Iterable[tuple[StreamKey, bytes]]) -> dict[int, bytes]:
@@ -42,7 +42,7 @@ def encoded_deltas(deltas: Iterable[tuple[StreamKey, bytes]]) -> dict[int, bytes
         head = heads.get(num_bytes)
         if head is None:
             head = _head(to.stream, _DELTA, num_bytes)
-            if num_bytes < _MANY_BYTES:
+            if num_bytes < _MAX_CACHED_BYTES:
                 heads[num_bytes] = head
         parts.append(head)
         parts.append(data)
@@ -123,5 +123,5 @@ def _head(stream: int, tag: int, num_bytes: int) -> bytes:
 
 @functools.lru_cache(maxsize=2**14)
 def _delta_heads(stream: int) -> dict[int, bytes]:
-    """Cache of a stream's encoded headers by size; most deltas have one of a few sizes."""
+    """Returns a stream's cached headers of deltas by size; most deltas have one of few sizes."""
     return {}

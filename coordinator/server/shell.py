@@ -120,7 +120,7 @@ class Shell:
         self.cache_drops = CacheDrops(self._command)
         self.renders = Renders(self._command)
         self._refusal: BatonError | None = None
-        self._left: BatonError | None = None
+        self._leave_error: BatonError | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
         self._follow_ups: deque[ev.Event] = deque()
@@ -162,7 +162,7 @@ class Shell:
                 self._follow_ups.popleft()
         finally:
             self._follow_ups.clear()
-            self._arm()
+            self._set_timer()
         if not self.core.num_requests:
             self._idle.set()
         if members_changed:
@@ -185,7 +185,7 @@ class Shell:
         Clients resume their requests at the next coordinator, and workers continue them until
         then. New workers are refused.
         """
-        self._left = why
+        self._leave_error = why
         sessions, self._sessions = list(self._sessions.values()), {}
         for session in sessions:
             session.end_error = why
@@ -209,16 +209,17 @@ class Shell:
     def close_session(self, session: ClientSession) -> None:
         """Closes a session; cancels its running requests."""
         if self._drop_session(session):
-            self._lose(session.number)
+            self._cancel_requests_of(session.number)
 
-    def _lose(self, session: int) -> None:
-        """Cancels the requests of a lost session in parts, between which the event loop runs.
+    def _cancel_requests_of(self, session: int) -> None:
+        """Cancels the requests of a closed session in parts, between which the event loop runs.
 
-        A gateway that dies may leave thousands of requests; other streams must not wait for them.
+        The session of a gateway that dies may have thousands of requests, and their cancellation
+        must not delay other streams.
         """
         self.post(ev.SessionLost(session, _MAX_LOST_AT_ONCE))
         if self.core.serves(session):
-            asyncio.get_running_loop().call_soon(self._lose, session)
+            asyncio.get_running_loop().call_soon(self._cancel_requests_of, session)
 
     def is_open(self, session: ClientSession) -> bool:
         """Whether the session is open; a closed session must not get new requests."""
@@ -229,7 +230,7 @@ class Shell:
         self._slow_writes.append((session.number, began_at, ended_at))
 
     def client_stalls(self, session: int, arrived_at: float, ended_at: float) -> list[Stall]:
-        """Known periods in which a slow client delayed the events of a request."""
+        """Periods in which a slow client delayed the events of a request; only recent ones."""
         return [
             Stall(
                 max(0, round((began - arrived_at) * 1e6)),
@@ -252,12 +253,12 @@ class Shell:
         Raises:
             BatonError: The worker is refused (see cluster.proto), or this coordinator stops.
         """
-        if self._left is not None:
-            raise self._left
+        if self._leave_error is not None:
+            raise self._leave_error
         link = self._links.get((hello.worker_id, hello.incarnation))
         # The acknowledgement is only valid if the worker knows this coordinator's generation.
         if link is not None and hello.generation == self.generation:
-            # Before new commands are sent, because the link may be at its limit.
+            # This frees room in the link, which may be at its limit, for the commands that follow.
             link.acknowledge(hello.ack)
         self._refusal = None
         returns = hello.generation not in (0, self.generation)
@@ -267,7 +268,7 @@ class Shell:
             raise refusal
         link = self._links.get((hello.worker_id, hello.incarnation))
         if link is None:
-            # Sending to the worker exceeded the limit of its link, so it was removed at once.
+            # The commands for the worker exceeded the limit of its link, which removed the worker.
             refusal = self.core.workers.refusal(hello)
             assert refusal is not None
             raise refusal
@@ -299,7 +300,7 @@ class Shell:
                 prompt_tokens=effect.num_prompt_tokens,
             )
             session.outbox.push(effect.to.stream, accepted)
-            self._bound(session)
+            self._close_if_overfull(session)
 
     def _send_deltas(self, effect: ev.SendDeltas) -> None:
         for number, batch in encoded_deltas(effect.deltas).items():
@@ -308,9 +309,9 @@ class Shell:
                 for stream in session.outbox.slow_streams:
                     slow = StreamKey(session.number, stream)
                     self._follow_ups.append(ev.StreamFailed(slow, slow_reader()))
-                self._bound(session)
+                self._close_if_overfull(session)
 
-    def _bound(self, session: ClientSession) -> None:
+    def _close_if_overfull(self, session: ClientSession) -> None:
         """Closes a session whose waiting events exceed the limit."""
         if session.outbox.overfull and self._drop_session(session):
             session.slow = True
@@ -336,13 +337,13 @@ class Shell:
                 prompt_logprobs=effect.prompt_logprobs,
             )
             session.end(effect.to.stream, finished)
-            self._bound(session)
+            self._close_if_overfull(session)
 
     def _send_failed(self, effect: ev.SendFailed) -> None:
         session = self._sessions.get(effect.to.session)
         if session is not None:
             session.end(effect.to.stream, effect.error)
-            self._bound(session)
+            self._close_if_overfull(session)
 
     def _send_command(self, effect: ev.SendCommand) -> None:
         link = self._links.get(effect.worker)
@@ -360,7 +361,7 @@ class Shell:
         link.role, link.adopted = effect.role, effect.adopted
 
     def _warn_of_revision(self, key: WorkerKey) -> None:
-        """Warns of a worker whose fleet gets no new requests: it may be a mistake."""
+        """Warns if the worker's fleet gets no new requests: its revision may be a typing error."""
         worker, traffic = self.core.workers.get(key), self.core.rollouts.traffic
         if worker is not None and not traffic.is_current(worker.fleet):
             _log.warning(
@@ -412,7 +413,7 @@ class Shell:
 
     # ---- Time
 
-    def _arm(self) -> None:
+    def _set_timer(self) -> None:
         """Sets the timer for the core's next deadline; an early Tick is harmless."""
         due = self.core.next_deadline()
         if self._closed or due is None or (self._timer is not None and self._timer_at <= due):
@@ -426,7 +427,7 @@ class Shell:
     def _tick(self) -> None:
         self._timer = None
         self.post(ev.Tick())
-        self._arm()
+        self._set_timer()
 
 
 _MEMBERSHIP = {
