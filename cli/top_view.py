@@ -98,7 +98,7 @@ def _header(view: View, width: int) -> Text:
 
 
 def _hits(found: admin_pb2.PromptTokens) -> str:
-    """Share of the prompt tokens that were not computed, and the parts from elsewhere."""
+    """Share of the prompt tokens that came from a cache, and the parts not from the device."""
     hits = found.device + found.host + found.disk + found.fetched
     total = hits + found.computed
     if not total:
@@ -112,8 +112,8 @@ def _hits(found: admin_pb2.PromptTokens) -> str:
         )
         if count
     ]
-    told = f" ({', '.join(parts)})" if parts else ""
-    return f"   hits {hits / total:.0%}{told}"
+    sources = f" ({', '.join(parts)})" if parts else ""
+    return f"   hits {hits / total:.0%}{sources}"
 
 
 def _health(view: View, problem: str, age_s: float, width: int) -> Text:

@@ -1,7 +1,7 @@
 """Assigns CPU cores to local workers on hosts without a GPU.
 
-By default, all vLLM processes on a host bind their threads to the same cores, and transfers during
-a prefill slow the prefill down.
+Without this, all vLLM processes on a host bind their threads to the same cores, and a transfer that
+runs during a prefill slows the prefill down.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class CorePlaces:
         if cpus and not config.kv_transfer.cpus:
             transfer = config.kv_transfer.model_copy(update={"cpus": cpus})
             config = config.model_copy(update={"kv_transfer": transfer})
-        # The configuration with the cores of the transfer services filled in.
+        # The given configuration, with the cores of the transfer services added.
         self.config = config
 
     def take(self, worker_id: str, num_ranks: int) -> dict[str, str]:

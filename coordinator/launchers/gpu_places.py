@@ -1,4 +1,4 @@
-"""Assigns GPUs to local workers; by default, all vLLM processes on a host use the first GPUs."""
+"""Assigns GPUs to local workers; otherwise all vLLM processes on a host use the first GPUs."""
 
 from __future__ import annotations
 

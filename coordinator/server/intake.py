@@ -36,7 +36,7 @@ from baton.runtime.ttft_target import TtftTarget
 from baton.v1 import common_pb2, inference_pb2
 
 # Cache of valid sampling parameters: number of entries, and maximum encoded size of an entry.
-_MAX_KNOWN, _MAX_KNOWN_BYTES = 1024, 256
+_MAX_SAMPLINGS, _MAX_SAMPLING_BYTES = 1024, 256
 # W3C Trace Context, version 00; other values are ignored, as the recommendation requires.
 _TRACEPARENT = re.compile(r"00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}", re.ASCII)
 
@@ -107,10 +107,17 @@ class Intake:
         peer: str,
         now: float,
     ) -> Caller:
-        """Identifies the caller by the request's credential, or else by that of its stream.
+        """Identifies the caller by the request's credential, or else by the credential of its call.
+
+        Args:
+            request: the client's request.
+            authorization: credential of the gRPC call; empty: none.
+            peer: address of the client, for logs.
+            now: time by the core's clock.
 
         Raises:
-            Unauthenticated, PermissionDenied.
+            Unauthenticated: There is no valid credential.
+            PermissionDenied: The caller may not send this request.
         """
         if self._access is None or not self._access.needs_credentials:
             return ANYONE
@@ -261,7 +268,7 @@ class Intake:
         if request.HasField("chat"):
             check_images(request.chat, self._config.images, taken=limits.takes_images)
         if sampling is None:
-            sampling = self._remembered(encoded, limits)
+            sampling = self._shared_sampling(encoded, limits)
         lane, tenant = request.lane or common_pb2.LANE_INTERACTIVE, _tenant(request, caller)
         pending = self._pending[lane]
         # The core checks admission again after the tokenization. A resumed request that still runs
@@ -283,11 +290,11 @@ class Intake:
             raise refused
         if request.HasField("tokens") or request.resume.prompt_token_ids:
             return lane, sampling
-        num_least = self._tokenizer.min_tokens(request)
-        if limits.max_model_len is not None and num_least >= limits.max_model_len:
+        min_tokens = self._tokenizer.min_tokens(request)
+        if limits.max_model_len is not None and min_tokens >= limits.max_model_len:
             raise ContextLengthExceeded(
                 request.WhichOneof("prompt") or "prompt",
-                num_least,
+                min_tokens,
                 limits.max_model_len,
                 is_lower_bound=True,
             )
@@ -317,16 +324,16 @@ class Intake:
         timeouts = [deadline_s] if deadline_s is not None else []
         if request.HasField("timeout"):
             timeouts.append(request.timeout.seconds + request.timeout.nanos / 1e9)
-        own_limit = grants.max_output_tokens if grants is not None else None
-        found = [one for one in (lane_limits.max_output_tokens, own_limit) if one is not None]
+        key_limit = grants.max_output_tokens if grants is not None else None
+        defaults = [one for one in (lane_limits.max_output_tokens, key_limit) if one is not None]
         if request.default_max_tokens:
-            found.append(max(request.default_max_tokens, sampling.min_tokens))
+            defaults.append(max(request.default_max_tokens, sampling.min_tokens))
         room = (limits.max_model_len or math.inf) - len(prompt)
         if not sampling.HasField("max_tokens"):
-            if found:
-                sampling = _limited(sampling, min(*found, room))
+            if defaults:
+                sampling = _with_max_tokens(sampling, min(*defaults, room))
         elif sampling.max_tokens > room:
-            sampling = _limited(sampling, room)
+            sampling = _with_max_tokens(sampling, room)
         known = array("I", request.resume.token_ids)
         tokenizer = self._tokenizer
         stop = known_stop(
@@ -374,7 +381,7 @@ class Intake:
         return self._config.tenants.get(tenant, self._config.tenant_defaults).weight
 
     def _cache_salt(self, tenant: str) -> str:
-        """Returns the salt that hides a tenant's KV blocks from other tenants; empty: none does."""
+        """Returns the salt that hides KV blocks from other tenants; empty: tenants share them."""
         return "" if self._config.kv_store.share == "all" else cache_salt_of(tenant)
 
     def _running(self, request: inference_pb2.GenerateRequest, caller: Caller) -> Request | None:
@@ -382,7 +389,7 @@ class Intake:
         name, tenant = request.request_id, _tenant(request, caller)
         return self._core.running_request(name, tenant) if name else None
 
-    def _remembered(self, encoded: bytes, limits: ModelLimits) -> common_pb2.SamplingParams:
+    def _shared_sampling(self, encoded: bytes, limits: ModelLimits) -> common_pb2.SamplingParams:
         """Returns sampling parameters as a shared message, which must not be changed.
 
         The message is a copy: a part of the request's message would keep the whole request,
@@ -393,16 +400,16 @@ class Intake:
             limits: model limits used by the checks.
         """
         found = common_pb2.SamplingParams.FromString(encoded)
-        if len(encoded) <= _MAX_KNOWN_BYTES:
+        if len(encoded) <= _MAX_SAMPLING_BYTES:
             self._samplings[encoded, limits.vocab_size] = found
-            if len(self._samplings) > _MAX_KNOWN:
+            if len(self._samplings) > _MAX_SAMPLINGS:
                 del self._samplings[next(iter(self._samplings))]
         return found
 
     def _limits(self, request: inference_pb2.GenerateRequest) -> ModelLimits:
         model, known = self.model(), self._known_limits
         if request.resume.token_ids:
-            # The request's fleet continues it and may have adapters that the stable fleet lacks.
+            # A resumed request stays in its fleet, which may have adapters that others lack.
             fleet = self._core.fleets.find(request.resume.revision)
             if fleet is not None:
                 model = fleet.workers.model or model
@@ -418,16 +425,18 @@ class Intake:
         return known[1]
 
 
-def _limited(sampling: common_pb2.SamplingParams, most: float) -> common_pb2.SamplingParams:
+def _with_max_tokens(
+    sampling: common_pb2.SamplingParams, max_tokens: float
+) -> common_pb2.SamplingParams:
     """Returns a copy with this max_tokens; the original is shared by many requests."""
-    limited = common_pb2.SamplingParams()
-    limited.CopyFrom(sampling)
-    limited.max_tokens = int(most)
-    return limited
+    found = common_pb2.SamplingParams()
+    found.CopyFrom(sampling)
+    found.max_tokens = int(max_tokens)
+    return found
 
 
 def has_images(request: inference_pb2.GenerateRequest) -> bool:
-    """Returns whether a worker must render the request's prompt."""
+    """Whether the request has images, so that a worker must render its prompt."""
     return request.HasField("chat") and any(
         part.HasField("image") for message in request.chat.messages for part in message.parts
     )

@@ -60,7 +60,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def say(message: wire.Message) -> None:
-        # The coordinator may be gone.
+        # The pipe is closed if the coordinator has ended.
         with contextlib.suppress(OSError):
             reports.write(wire.encode(message))
 
@@ -75,7 +75,7 @@ def main() -> None:
     if not opening.address:
         shutil.rmtree(opening.directory, ignore_errors=True)
     sys.stderr.flush()
-    # os._exit, because threads of Ray may hang.
+    # os._exit does not wait for threads of Ray, which may hang.
     os._exit(0)
 
 

@@ -118,15 +118,16 @@ class DriverProcess:
         except TimeoutError:
             refused = f"{self._ray_name} has not started the worker within {_START_TIMEOUT_S:g} s"
         except BaseException:
-            self._forget(worker_id)
+            self._give_up_start(worker_id)
             raise
         finally:
             self._starting.pop(worker_id, None)
         if refused:
-            self._forget(worker_id)
+            self._give_up_start(worker_id)
             raise LaunchError(refused)
 
-    def _forget(self, worker_id: str) -> None:
+    def _give_up_start(self, worker_id: str) -> None:
+        """Ends a worker that the driver may have started or may still start."""
         del self._workers[worker_id]
         self._say(wire.End(worker_id))
 
@@ -159,7 +160,7 @@ class DriverProcess:
                 async with asyncio.timeout(stop_timeout_s):
                     await self._process.wait()
         finally:
-            # Also when this call was cancelled.
+            # No process of the driver may be left, even if this call was cancelled.
             await self._kill()
 
     async def _kill(self) -> None:
@@ -195,7 +196,7 @@ class DriverProcess:
             while line := await output.readline():
                 self._take(wire.decode(line))
         finally:
-            self._has_ended()
+            self._on_driver_end()
 
     def _take(self, message: wire.Message) -> None:
         match message:
@@ -224,7 +225,7 @@ class DriverProcess:
             self._workers[worker_exit.worker_id] = True
             self._on_exit(worker_exit)
 
-    def _has_ended(self) -> None:
+    def _on_driver_end(self) -> None:
         self.ended = True
         stopped = f"{self._ray_name} has stopped"
         if not self._closing:
@@ -249,8 +250,8 @@ def _environment(*, own: bool) -> dict[str, str]:
     # Ray must not prefix workers' output: each line already names its worker.
     environment = {**os.environ, "RAY_DEDUP_LOGS": "0", "RAY_DISABLE_WORKER_LOG_PREFIX": "1"}
     if own:
-        # A token for this local Ray only; otherwise Ray keeps a token in the home directory.
+        # A token for this local Ray only. Otherwise Ray would keep one in the home directory.
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        # By default, Ray gives its workers niceness 15: other processes of the host slow them down.
+        # Ray's default niceness of 15 would let other processes of the host slow workers down.
         environment.setdefault("RAY_worker_niceness", "0")
     return environment

@@ -25,8 +25,8 @@ DIRECTORY, PREFIX = "/tmp", "baton-ray-"
 class RayLauncher:
     """Runs workers in a Ray cluster, or in a local Ray on this host.
 
-    The launcher connects at the first start, and again if Ray was lost. Ray restarts nothing: a
-    lost actor or node is reported as the exit of its worker.
+    The launcher connects at the first start, and again if Ray was lost. Ray restarts no actor: the
+    loss of an actor or of a node is reported as the exit of its worker.
 
     Args:
         config: Effective configuration, which is passed to the workers as a whole; its section
@@ -52,7 +52,7 @@ class RayLauncher:
             raise ConfigError(
                 "launcher: is 'ray', which is not installed; install baton[ray], or use 'local'"
             )
-        config = _with_whole_paths(config)
+        config = _with_absolute_paths(config)
         self._places = None if config.ray.address else CorePlaces(config)
         self._config = config if self._places is None else self._places.config
         self._coordinator, self._on_exit, self._on_waits = coordinator, on_exit, on_waits
@@ -66,9 +66,9 @@ class RayLauncher:
         """Raises LaunchError; see Launcher."""
         config = self._config
         if revision is not None:
-            config = _with_whole_paths(revision.over(config))
+            config = _with_absolute_paths(revision.over(config))
         start = start_of(worker_id, role, config, self._config)
-        driver = await self._connected()
+        driver = await self._connected_driver()
         # Cores are assigned only on this host; other nodes bind engines by their own environment.
         if self._places is not None:
             environment = self._places.take(worker_id, start.num_ranks)
@@ -92,7 +92,7 @@ class RayLauncher:
             if driver is not None:
                 await driver.close()
 
-    async def _connected(self) -> DriverProcess:
+    async def _connected_driver(self) -> DriverProcess:
         failure = self._failure
         async with self._connecting:
             if self._driver is not None and self._driver.ended:
@@ -100,12 +100,12 @@ class RayLauncher:
                 self._driver = None
             if self._driver is None:
                 if self._failure is not failure:
-                    # A connection attempt failed while this call waited for the lock. Another
-                    # attempt by each waiting call would take as long again.
+                    # A connection attempt failed while this call waited for the lock. If each
+                    # waiting call tried again, the last one would wait for the sum of all timeouts.
                     raise LaunchError(str(self._failure))
                 try:
                     self._driver = await DriverProcess.open(
-                        self._opening(),
+                        self._open_message(),
                         self._on_exit,
                         self._on_waits,
                     )
@@ -114,7 +114,7 @@ class RayLauncher:
                     raise
             return self._driver
 
-    def _opening(self) -> wire.Open:
+    def _open_message(self) -> wire.Open:
         ray = self._config.ray
         return wire.Open(
             address=ray.address,
@@ -129,7 +129,7 @@ class RayLauncher:
         )
 
 
-def _with_whole_paths(config: BatonConfig) -> BatonConfig:
+def _with_absolute_paths(config: BatonConfig) -> BatonConfig:
     """Makes local paths absolute, because Ray chooses the actors' working directories."""
     adapters = {name: _absolute(path) for name, path in config.lora_adapters.items()}
     return config.model_copy(update={"model": _absolute(config.model), "lora_adapters": adapters})
@@ -151,18 +151,18 @@ def start_of(worker_id: str, role: str, config: BatonConfig, configured: BatonCo
         configured: configuration of the coordinator. `ray.*.gpus` is the number for a worker with
             this configuration; it is scaled if the worker has another number of ranks.
     """
-    num_ranks, usual = _num_ranks(config, role), _num_ranks(configured, role)
-    takes = configured.ray.prefill if role == "prefill" else configured.ray.decode
-    gpus = takes.gpus
-    if gpus is not None and num_ranks and usual:
-        gpus *= num_ranks / usual
+    num_ranks, configured_ranks = _num_ranks(config, role), _num_ranks(configured, role)
+    needs = configured.ray.prefill if role == "prefill" else configured.ray.decode
+    gpus = needs.gpus
+    if gpus is not None and num_ranks and configured_ranks:
+        gpus *= num_ranks / configured_ranks
     return wire.Start(
         worker_id,
         role,
-        cpus=takes.cpus,
+        cpus=needs.cpus,
         gpus=gpus,
         num_ranks=num_ranks,
-        resources=takes.resources,
+        resources=needs.resources,
         environment={},
         config=dump(config),
     )

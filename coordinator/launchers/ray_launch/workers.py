@@ -293,7 +293,7 @@ class RayWorkers:
                     async with asyncio.timeout(stop_timeout_s + 2 * KILL_TIMEOUT_S):
                         await result(worker.actor.stop.remote(stop_timeout_s))
             with contextlib.suppress(Exception):
-                # The timeout is short if Ray does not answer.
+                # A silent Ray hardly answers this call, so the wait for it is short.
                 timeout_s = _PROBE_S if self._silent_s else CALL_TIMEOUT_S
                 await in_thread(lambda: ray.kill(worker.actor, no_restart=True), timeout_s)
                 # The watch task ends when its calls to the dead actor fail.
@@ -328,5 +328,5 @@ class RayWorkers:
             if not worker.ending:
                 lost = f"was lost with Ray, which has stopped: {why}"
                 self._say(wire.Exited(worker.worker_id, None, lost=lost))
-        # os._exit, because Ray's own shutdown would wait for the lost Ray.
+        # os._exit skips Ray's own shutdown, which would wait for the lost Ray.
         os._exit(3)
