@@ -53,7 +53,7 @@ WarmUp = Annotated[
         "--warm-up",
         metavar="SECONDS",
         min=0.0,
-        help="Leave the requests of this first time out of the figures.",
+        help="Do not count requests that are sent in this time after the start.",
     ),
 ]
 Timeout = Annotated[

@@ -87,7 +87,8 @@ Address = Annotated[
         "--address",
         envvar="BATON_ADDRESS",
         metavar="HOST:PORT,...",
-        help="Address of the coordinator, or several addresses; default: 127.0.0.1:7070.",
+        help="Address of the coordinator, or several addresses separated by commas; default: "
+        "127.0.0.1:7070.",
     ),
 ]
 Watch = Annotated[

@@ -231,8 +231,9 @@ class AdminClient(AsyncClosing):
             share: Share of new sessions, and of requests without a session, from 0 to 1.
             model: Model of the canary; empty: the model of the stable revision.
             engine_args: Engine arguments that override those of the stable revision.
-            num_prefill: Number of prefill workers to start; None: the attached ones, or one.
-            num_decode: Number of decode workers to start; None: the attached ones, or one.
+            num_prefill: Number of prefill workers, attached ones included; None: the attached ones,
+                or one.
+            num_decode: Number of decode workers, as num_prefill.
             abort_if_worse: Abort automatically when the canary is judged to be worse.
 
         Returns:

@@ -119,7 +119,7 @@ class Connector:
         try:
             await asyncio.gather(*tasks, return_exceptions=True)
         finally:
-            # Also if this call is cancelled: readers of the requests must not wait forever.
+            # Readers of the requests must not wait forever, even if this call is cancelled.
             self._fail_all(errors.make(code_pb2.CANCELLED, why))
 
     def _place(self, state: RequestState) -> None:

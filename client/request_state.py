@@ -206,7 +206,9 @@ class RequestState:
                     buffer.popleft()
             except Exception:
                 # The failure must not affect other requests; the reader gets this delta instead.
-                _log.exception("pushing a delta failed")
+                _log.exception(
+                    "forwarding a delta failed; the reader of the stream gets it instead"
+                )
                 self.push = None
         if buffer:
             self._wake()

@@ -137,7 +137,7 @@ class DecodeRole:
         if state.state not in _ENDED:
             self._receives.setdefault(state.handoff_id, _Receive()).on_state(state.state)
             return
-        # None if the handoff ended before its first state arrived here.
+        # `receive` is None if the handoff ended before this process knew of it.
         receive = self._receives.pop(state.handoff_id, None)
         attempt = self._attempts.pop(state.handoff_id, None)
         if attempt is not None:

@@ -178,7 +178,8 @@ class PrefillRole:
     async def _reserve(self, attempt: Attempt) -> SendHandoff | None:
         plan = attempt.handoff
         assert plan is not None
-        # Registered before the reply, because its end may arrive first and a cancel must find it.
+        # The send is registered before the service replies: its end may arrive before the reply,
+        # and a cancellation must find it.
         send = self._sends[plan.handoff_id] = _Send(attempt)
         num_sent_tokens = plan.num_tokens - plan.skip_tokens
         try:

@@ -92,7 +92,7 @@ class WorkerHost:
         self._startup_ms, self._labels = startup_ms, labels
         self._max_requests = max_requests
         self._revision, self._config_digest = revision, config_digest
-        # Repeated in Hello, so that a restarted coordinator recovers the rollout.
+        # Hello repeats this record, so that a restarted coordinator recovers the rollout.
         self._rollout: cluster_pb2.RolloutRecord | None = None
         self._role, self._state = role, cluster_pb2.WORKER_STATE_SERVING
         self._process = psutil.Process()

@@ -118,7 +118,7 @@ class Profiles:
         except BatonError as error:
             self._report(profile_id, failed=to_message(error))
         except Exception as error:
-            _log.exception("profile")
+            _log.exception("the profile failed")
             internal = Internal(f"the profile failed: {type(error).__name__}: {error}")
             self._report(profile_id, failed=to_message(internal))
         finally:

@@ -302,7 +302,7 @@ class Runner:
         except EngineDead as error:
             self._die(str(error))
         except Exception as error:
-            _log.exception("request %s", held.attempt.engine_id)
+            _log.exception("request %s could not be started", held.attempt.engine_id)
             self._fail(held, Internal(f"{type(error).__name__}: {error}"))
 
     def _expire(self, held: _Held) -> None:

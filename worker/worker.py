@@ -412,7 +412,7 @@ def _failure(
                     return f"engine: {cause}"
                 case TransferError() | AttachError():
                     return str(cause)
-        _log.error("a task failed", exc_info=error)
+        _log.error("a task of the worker failed", exc_info=error)
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -175,7 +175,7 @@ class Rollouts:
         canary.revision = event.revision
         sizes = dict.fromkeys(Pool, 0)
         if self._scaler.active:
-            sizes = why.to_start(self._fleets, canary.workers, event.sizes)
+            sizes = why.canary_sizes(self._fleets, canary.workers, event.sizes)
         self.rollout = Rollout(canary, self.traffic.stable, sizes, event.abort_if_worse)
         self.traffic.canary, self.traffic.share = canary, event.share
         self._changed()

@@ -31,16 +31,17 @@ def interchangeable(fleets: Fleets) -> tuple[tuple[Pool, ...], ...]:
     return (tuple(Pool),) if fleets.elastic else tuple((pool,) for pool in Pool)
 
 
-def to_start(
+def canary_sizes(
     fleets: Fleets, attached: Iterable[Worker], sizes: Mapping[Pool, int]
 ) -> dict[Pool, int]:
-    """Returns how many workers a canary needs, by pool.
+    """Returns the number of workers by pool up to which the coordinator starts canary workers.
 
     Args:
         fleets: All fleets.
         attached: The canary's attached workers.
-        sizes: Numbers that the operator gave. The default is 1 per pool, or 0 if a worker is
-            attached that can do the pool's work.
+        sizes: Numbers of workers that the operator gave, attached ones included. For a pool
+            without a number: 1, or 0 if an attached worker can do the pool's work, so that the
+            coordinator starts none.
     """
     pools = {POOL_OF.get(one.role) for one in attached}
     return {
@@ -51,10 +52,9 @@ def to_start(
 
 
 def promoted_sizes(fleets: Fleets, scaler: Scaler) -> dict[Pool, int]:
-    """Returns how many workers the stable fleet has, by pool.
+    """Returns the number of workers by pool that a canary needs to replace the stable fleet.
 
-    A canary that replaces the stable fleet needs as many, and at least one worker of each group of
-    interchangeable pools.
+    It is the stable fleet's number, and at least one worker of each group of interchangeable pools.
     """
     if scaler.active:
         sizes = {pool: scaler.desired(pool) for pool in Pool}
@@ -109,7 +109,7 @@ def start_error(
         running: The canary of the rollout that runs, if any.
         retiring: Fleets that leave.
         revision: Launch configuration of the canary's workers.
-        sizes: Numbers of workers that the operator gave, as for `to_start`.
+        sizes: Numbers of workers that the operator gave, as for `canary_sizes`.
     """
     name, fleet = revision.name, workers.fleets.find(revision.name)
     if not is_revision(name):
@@ -127,7 +127,7 @@ def start_error(
             "yet: wait until they have left, or use another name"
         )
     attached = list(fleet.workers) if fleet is not None else []
-    wanted = to_start(workers.fleets, attached, sizes)
+    wanted = canary_sizes(workers.fleets, attached, sizes)
     return _workers_error(workers.fleets, scaler, attached, revision, sizes) or _gpus_error(
         workers, scaler, attached, revision, wanted
     )
@@ -180,7 +180,7 @@ def _workers_error(
             if sizes.get(pool, 0) > most:
                 allowed = f"at most {most}, which is scaling.{pool.value}.max_workers"
                 return InvalidArgument(pool.value, sizes[pool], allowed)
-        wanted = to_start(fleets, attached, sizes)
+        wanted = canary_sizes(fleets, attached, sizes)
         for group in lacking:
             if not any(wanted[pool] for pool in group):
                 field = " + ".join(pool.value for pool in group)

@@ -124,8 +124,10 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
             raise
         except Exception as error:
             # The error removes the worker, which would send the message again on every stream.
-            _log.exception("a message could not be applied", extra={"worker": link.key[0]})
-            raise Internal(f"a message could not be applied: {error!r}") from error
+            _log.exception(
+                "a message of the worker could not be handled", extra={"worker": link.key[0]}
+            )
+            raise Internal(f"the message could not be handled: {error!r}") from error
         if message.seq:
             link.processed(message.seq)
 
@@ -176,7 +178,7 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
                     reader.result()
                     return
                 link.wake.clear()
-                # Checked before each write: a newer stream may have replaced this one meanwhile.
+                # A newer stream may have replaced this one during the previous write.
                 while link.stream is stream and (message := link.next_to_send()) is not None:
                     heartbeat.sent()
                     await context.write(message)

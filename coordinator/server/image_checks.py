@@ -71,7 +71,7 @@ class HeldImages:
         """
         num_bytes, most = sum(map(len, images_of(request.chat))), self._limits.max_held_bytes
         if not num_bytes or num_bytes > self._limits.max_bytes:
-            # Too large images are refused by check_images.
+            # `check_images` refuses a request whose own images are too large.
             return None
         if self.num_bytes + num_bytes > most:
             raise ResourceExhausted(

@@ -192,7 +192,7 @@ class Coordinator:
             async with asyncio.timeout(timeout_s):
                 await self.shell.idle()
         except TimeoutError:
-            _log.warning("requests did not end within %g s", timeout_s)
+            _log.warning("requests still run after the drain timeout of %g s", timeout_s)
             if self._launched:
                 why = f"the coordinator stopped after {timeout_s:g} s"
                 self.shell.post(ev.ShutdownNow(why))

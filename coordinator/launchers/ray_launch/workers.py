@@ -173,7 +173,7 @@ class RayWorkers:
             "max_restarts": 0,
         }
         if node is not None:
-            # As in Ray Serve: on this node if it has room now, otherwise on any node.
+            # Ray uses this node if it has room now, and otherwise any node (as in Ray Serve).
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(
                 node, soft=True, _spill_on_unavailable=True
             )
