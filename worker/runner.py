@@ -389,14 +389,7 @@ class Runner:
 
     def _take(self, held: _Held, output: EngineOutput, step: cluster_pb2.StepOutputs) -> None:
         if held.attempt.only_cached:
-            if output.finish is Finish.PREFIX_GONE and self.prefill.shorten(
-                held.attempt, output.num_held_tokens
-            ):
-                self._begin_with(held, self.prefill.begin_again)
-                return
-            held.policy.on_output(held.attempt, output)
-            if output.finish is not None:
-                self._forget(held, "prefix_sent" if output.finish is Finish.CUT else "prefix_gone")
+            self._take_prefix_output(held, output)
             return
         self.num_tokens += len(output.token_ids)
         self.num_handoff_tokens += output.num_handoff_tokens
@@ -417,9 +410,19 @@ class Runner:
             if end == "finished" and held.attempt.role == common_pb2.ROLE_DECODE:
                 ended = held.attempt.running()
                 ended.finished.CopyFrom(message.finished)
-                # The next posted message has this step's outputs.
+                # The outputs of this step go into the message that is posted next.
                 self._ended.append((self._outbox.next_seq, ended))
             self._forget(held, end)
+
+    def _take_prefix_output(self, held: _Held, output: EngineOutput) -> None:
+        """Handles an output of an attempt that only sends a cached prefix to another worker."""
+        is_gone = output.finish is Finish.PREFIX_GONE
+        if is_gone and self.prefill.shorten(held.attempt, output.num_held_tokens):
+            self._begin_with(held, self.prefill.begin_again)
+            return
+        held.policy.on_output(held.attempt, output)
+        if output.finish is not None:
+            self._forget(held, "prefix_sent" if output.finish is Finish.CUT else "prefix_gone")
 
     async def _pump_transfer(self) -> None:
         while True:

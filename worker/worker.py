@@ -108,7 +108,7 @@ class Worker:
             try:
                 await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
                 if not starting.done():
-                    # Told to leave while the model loads: no request has to finish.
+                    # The worker must leave while its model loads: no request has to finish.
                     return
                 await self._serve(*starting.result(), stopping, ready)
             finally:
@@ -124,7 +124,7 @@ class Worker:
         tracing.require(config.tracing)
         exposure.check_metrics("worker.metrics_listen", config.worker.metrics_listen, security)
         dial = within_cluster(security, with_tls=security.dials_tls)
-        self._mark("process", lifecycle.process_started_at())
+        self._record_startup("process", lifecycle.process_started_at())
 
         # 1. The transfer service, which the engine connects to while it starts.
         begun_at = monotonic()
@@ -140,7 +140,7 @@ class Worker:
         except TransferError as error:
             raise WorkerFailed(f"transfer service: {error}") from None
         stack.push_async_callback(transfer.close)
-        self._mark("transfer", begun_at)
+        self._record_startup("transfer", begun_at)
 
         # 2. The engine: loads the model and runs a warm-up step.
         begun_at = monotonic()
@@ -155,9 +155,9 @@ class Worker:
         starting_at = monotonic()
         info = _with_revision(await self._start_engine(engine, transfer), config.worker.revision)
         kv_at = starting_at + info.weights_s
-        self._mark("weights", begun_at, kv_at)
-        self._mark("kv", kv_at, kv_at + info.kv_s)
-        self._mark("warm_up", kv_at + info.kv_s)
+        self._record_startup("weights", begun_at, kv_at)
+        self._record_startup("kv", kv_at, kv_at + info.kv_s)
+        self._record_startup("warm_up", kv_at + info.kv_s)
 
         problem = staging_size.shortage(
             info.layout, info.model.max_model_len, transfer.send_bytes, transfer.receive_bytes
@@ -371,7 +371,7 @@ class Worker:
         if ready is not None:
             ready(hello.worker_id)
 
-    def _mark(self, stage: str, begun_at: float, ended_at: float | None = None) -> None:
+    def _record_startup(self, stage: str, begun_at: float, ended_at: float | None = None) -> None:
         ended_at = monotonic() if ended_at is None else ended_at
         self._startup_ms[stage] = max(0, round((ended_at - begun_at) * 1e3))
 

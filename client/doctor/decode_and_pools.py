@@ -140,7 +140,7 @@ def pool_findings(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
 def _no_workers(
     status: admin_pb2.GetStatusResponse, group: Sequence[admin_pb2.PoolInfo]
 ) -> Finding | None:
-    """Returns the finding that no worker of these pools serves; None if one does or none must."""
+    """Returns the finding that no worker of these pools serves; None if none is missing."""
     if not needs_first_worker(status, group):
         return None
     queued = [lane for lane in status.lanes if lane.info.num_queued]

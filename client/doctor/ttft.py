@@ -25,8 +25,7 @@ from baton.v1 import admin_pb2, common_pb2
 _MIN_REQUESTS, _MIN_WAITS = 8, 5
 # A tenant is treated unfairly if its waits are this many times as long as another tenant's.
 _UNFAIR_RATIO = 4.0
-# First tokens this many times later than the target mean overload: the queue would grow with one
-# more worker too.
+# A TTFT of this many times its target means overload, which one more worker would not end.
 _OVERLOAD_RATIO = 10.0
 # Share of refused requests that causes a finding.
 _REFUSED_SHARE = 0.01

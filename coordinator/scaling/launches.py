@@ -22,7 +22,7 @@ from baton.coordinator.telemetry.stats import CoreStats
 # Wait after a failed start; it doubles with each further failure in a row, up to the longest.
 _BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 60.0
 # A worker that dies within this many seconds after attaching counts as a failed start.
-_STABLE_S = 10.0
+STABLE_S = 10.0
 
 
 @dataclass(slots=True)
@@ -298,7 +298,7 @@ class Launches:
             and not launch.ends
         ]
         stable = any(
-            launch.attached_at is not None and now - launch.attached_at >= _STABLE_S
+            launch.attached_at is not None and now - launch.attached_at >= STABLE_S
             for launch in later
         )
         unwanted = not later and now >= starts.not_before + _LONGEST_BACKOFF_S
@@ -331,7 +331,7 @@ class Launches:
         self._emit(ev.EndWorker(launch.worker_id))
 
     def _lost(self, launch: _Launch, reason: str, now: float) -> None:
-        if launch.attached_at is not None and now - launch.attached_at >= _STABLE_S:
+        if launch.attached_at is not None and now - launch.attached_at >= STABLE_S:
             return
         starts = self._starts[launch.pool, launch.revision.name]
         starts.num_failed += 1

@@ -13,6 +13,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from baton.coordinator.core.core import Core
+from baton.coordinator.scaling.launches import STABLE_S
 from baton.coordinator.server.rollout_metrics import rollout_metrics
 from baton.coordinator.state.pools import ROLE_OF, Pool
 from baton.runtime.config import BatonConfig
@@ -183,7 +184,7 @@ class CoreCollector(Collector):
             ),
             (
                 "baton_failed_starts",
-                "Workers that ended before they had been attached for 10 s.",
+                f"Workers that ended before they had been attached for {STABLE_S:g} s.",
                 stats.num_failed_starts,
             ),
             (

@@ -322,7 +322,7 @@ class Shell:
         if self._sessions.pop(session.number, None) is None:
             return False
         session.outbox.clear()
-        # Released now, because the call of a client that does not read may last for long.
+        # The resources are freed now, because a client that does not read may keep its call open.
         session.release_streams()
         return True
 
@@ -361,7 +361,7 @@ class Shell:
         link.role, link.adopted = effect.role, effect.adopted
 
     def _warn_of_revision(self, key: WorkerKey) -> None:
-        """Warns if the worker's fleet gets no new requests: its revision may be a typing error."""
+        """Warns if the worker's fleet gets no new requests: its revision may be misspelled."""
         worker, traffic = self.core.workers.get(key), self.core.rollouts.traffic
         if worker is not None and not traffic.is_current(worker.fleet):
             _log.warning(

@@ -37,8 +37,8 @@ _SILENT_S = 5.0
 _GONE_S = 60.0
 # An actor that cannot be reached for this long is lost.
 _UNREACHABLE_S = 5.0
-# A new worker is to be placed on the node of a worker of the other role. If that worker has no node
-# yet, the new worker waits for its placement until this long after the creation of its actor.
+# A new worker should share a node with a worker of the other role. If such a worker has no node
+# yet, the new worker waits for its placement, until this long after the creation of its actor.
 _PARTNER_WAIT_S = 5.0
 # Interval of the checks why a worker has no node yet.
 _PLACEMENT_CHECK_S = 2.0
