@@ -215,7 +215,10 @@ def _check_pixels(chat: inference_pb2.ChatPrompt, max_pixels: int) -> None:
             raise _unreadable(field, data, error) from error
         num_pixels += width * height
         if num_pixels > max_pixels:
-            allowed = f"with the images before at most {max_pixels} pixels (images.max_pixels)"
+            allowed = (
+                f"together with the images before it at most {max_pixels} pixels "
+                "(images.max_pixels)"
+            )
             raise InvalidArgument(field, f"{width} x {height} pixels", allowed)
 
 
