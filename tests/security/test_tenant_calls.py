@@ -6,16 +6,13 @@ from contextlib import AsyncExitStack
 
 import grpc
 import pytest
+from accepted_requests import WAIT_S, accepted, outcome
 
-from baton.client import Accepted, BatonClient, Finished
+from baton.client import BatonClient
 from baton.client.errors import ResourceExhaustedError
 from baton.coordinator.server import inference
 from baton.runtime import rpc
-from baton.runtime.errors import RemoteError
 from baton.v1 import inference_pb2, inference_pb2_grpc
-
-# Longest wait for an event that must happen; long enough for a busy machine.
-WAIT_S = 120.0
 
 
 @pytest.fixture
@@ -25,26 +22,6 @@ async def limited(start_coordinator, keys):
     security = {"api_keys_file": keys.path, "max_calls_per_tenant": 2}
     async with start_coordinator(security) as running:
         yield running, made
-
-
-async def outcome(client, **options):
-    """Returns the error of a request that is refused."""
-    with pytest.raises(RemoteError) as caught:
-        await client.complete([1, 2, 3], max_tokens=1, **options)
-    return caught.value
-
-
-async def accepted(client, **options):
-    """Submits a request, which waits because there is no worker, and cancels it when accepted."""
-    stream = client.generate([1, 2, 3], max_tokens=1, **options)
-    events = []
-    async with asyncio.timeout(WAIT_S):
-        async for event in stream:
-            events.append(event)
-            if isinstance(event, Accepted):
-                stream.cancel()
-    assert [type(event) for event in events] == [Accepted, Finished]
-    assert events[-1].reason == "cancelled"
 
 
 async def test_idle_sessions_of_one_tenant_leave_calls_for_others(limited, count_refusals):
