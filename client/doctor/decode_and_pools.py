@@ -36,14 +36,16 @@ def itl_findings(
     wanted = lane.targets.percentile / 100
     if not lane.targets.itl_ms or lane.itl.num < _MIN_GAPS or lane.itl_attained >= wanted:
         return
+    # A coordinator of an earlier version compares gaps only with the ITL target.
+    knows_gaps = lane.HasField("gap_attained")
     mean_us = lane.mean_gap.ToNanoseconds() // 1000
     is_mean_missed = mean_us > lane.targets.itl_ms * 1000
-    if not is_mean_missed and lane.gap_attained >= wanted:
+    if knows_gaps and not is_mean_missed and lane.gap_attained >= wanted:
         return
     decode = status.decode
-    num_slow, num_slow_mixed = decode.num_over_gap, decode.num_over_gap_mixed
-    if is_mean_missed:
-        num_slow, num_slow_mixed = decode.num_slow, decode.num_slow_mixed
+    num_slow, num_slow_mixed = decode.num_slow, decode.num_slow_mixed
+    if knows_gaps and not is_mean_missed:
+        num_slow, num_slow_mixed = decode.num_over_gap, decode.num_over_gap_mixed
     evidence = [
         f"ITL p50 {ms(lane.itl.p50_us)}, p95 {ms(lane.itl.p95_us)}, p99 {ms(lane.itl.p99_us)}; "
         f"the target is {lane.targets.itl_ms} ms, met by {percent(lane.itl_attained)} of "
@@ -53,7 +55,7 @@ def itl_findings(
                 f"single gaps may take {lane.targets.longest_gap_ms:g} ms, as "
                 f"{percent(lane.gap_attained)} of them do"
             ]
-            if lane.targets.longest_gap_ms > lane.targets.itl_ms
+            if knows_gaps and lane.targets.longest_gap_ms > lane.targets.itl_ms
             else []
         ),
         *([f"the mean gap is {ms(mean_us)}: over the target"] if is_mean_missed else []),

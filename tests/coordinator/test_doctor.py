@@ -356,6 +356,16 @@ def test_gaps_over_the_chosen_length_are_a_finding():
         assert f"single gaps may take {longest_gap_ms or 60} ms" in evidence[1]
 
 
+def test_gaps_are_compared_with_the_itl_target_of_an_earlier_coordinator():
+    """It does not tell how many gaps were within the longest gap."""
+    status = long_gaps(None).status()
+    for lane in status.lanes:
+        for field in ("gap_attained", "mean_gap"):
+            lane.ClearField(field)
+    status.decode.num_over_gap = status.decode.num_over_gap_mixed = 0
+    assert Kind.DECODE_INTERFERENCE in {one.kind for one in doctor.diagnose(status)}
+
+
 def test_a_mean_gap_over_the_target_is_a_finding_however_long_single_gaps_may_be():
     cell = long_gaps(1000, rate=30)
     assert Kind.DECODE_INTERFERENCE in {one.kind for one in found(cell)}
