@@ -21,6 +21,9 @@ from baton.coordinator.telemetry.stats import CoreStats
 
 # Wait after a failed start; it doubles with each further failure in a row, up to the longest.
 _BACKOFF_S, _LONGEST_BACKOFF_S = 1.0, 60.0
+# Doublings that reach the longest wait. Without a limit, a float could not hold the wait after a
+# thousand failures, which is less than a day.
+_MAX_DOUBLINGS = 6
 # A worker that dies within this many seconds after attaching counts as a failed start.
 STABLE_S = 10.0
 
@@ -335,7 +338,8 @@ class Launches:
             return
         starts = self._starts[launch.pool, launch.revision.name]
         starts.num_failed += 1
-        wait_s = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2 ** (starts.num_failed - 1))
+        num_doublings = min(starts.num_failed - 1, _MAX_DOUBLINGS)
+        wait_s = min(_LONGEST_BACKOFF_S, _BACKOFF_S * 2**num_doublings)
         starts.failed_at, starts.not_before = now, now + wait_s
         starts.problem = f"worker {launch.worker_id} {reason}"
         self._stats.num_failed_starts += 1

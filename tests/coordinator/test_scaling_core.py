@@ -7,9 +7,13 @@ from dataclasses import replace
 import pytest
 from launched_world import Launched
 
+from baton.coordinator.scaling.launches import Launches
 from baton.coordinator.state import events as ev
+from baton.coordinator.state.fleets import Fleets
 from baton.coordinator.state.pools import ROLE_OF, Pool
 from baton.coordinator.state.scaling_config import PoolLimits, Targets
+from baton.coordinator.state.workers import WorkerRegistry
+from baton.coordinator.telemetry.stats import CoreStats
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -80,6 +84,21 @@ def test_a_start_that_fails_is_told_and_tried_again_later_and_later(launched):
     made.wait(20)
     assert made.core.scaler.launches.problem(PREFILL) == ""
     assert made.core.stats.num_failed_starts == 8
+
+
+def test_the_wait_between_starts_that_fail_for_days_stays_the_longest():
+    orders = list[ev.Effect]()
+    launches = Launches(WorkerRegistry("m", Fleets("1")), CoreStats(), orders.append)
+    now, wait_s = 0.0, 0.0
+    for _ in range(1100):
+        launches.start(PREFILL, 1, now)
+        worker_id = orders[-1].worker_id
+        assert launches.exited(ev.WorkerExited(worker_id, "exited with code 1"), now)
+        assert not launches.exited(ev.WorkerExited(worker_id, "was ended", gone=True), now)
+        assert now + wait_s <= launches.not_before(PREFILL) <= now + 60
+        wait_s, now = launches.not_before(PREFILL) - now, launches.not_before(PREFILL)
+    assert wait_s == 60
+    assert launches.worker_ids == []
 
 
 def test_an_unwanted_start_is_not_announced_as_tried_again(launched):
