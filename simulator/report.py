@@ -69,10 +69,13 @@ class Figures:
 
     Attributes:
         num_failed: Requests that were refused or failed later.
+        lasted_s: Seconds for which the workers are paid: until a second after the last arrival.
         attained: Share of all requests that ended well, with TTFT within its target and the mean
             gap between tokens (TPOT) within the ITL target.
         itl_within: Share of all gaps that are within the ITL target.
         ttft_ratio: TTFT divided by the request's own target, by percentile; 0 without a target.
+        requests_per_s, goodput_per_s: Requests that ended, and those that met the targets, per
+            second until the last of them ended: as `baton bench` and `replay` measure.
         goodput_per_gpu: Requests that met the targets, per second and paid GPU.
     """
 
@@ -124,6 +127,9 @@ def figures(
         num_tpot += tpot_s <= most_itl
         num_attained += ttft_s <= most_ttft_s and tpot_s <= most_itl
     total = max(1, len(record.arrivals))
+    # An overloaded cell serves its backlog long after the last arrival.
+    ended_at = max((end for end in record.ends if not math.isnan(end)), default=record.began_at)
+    served_s = max(1e-9, ended_at - record.began_at)
     return Figures(
         num_requests=len(record.arrivals),
         num_failed=num_failed,
@@ -138,8 +144,8 @@ def figures(
         ttft_within=num_ttft / total,
         tpot_within=num_tpot / total,
         itl_within=gaps.share_within(most_itl) if math.isfinite(most_itl) else 1.0,
-        requests_per_s=len(lasted) / max(1e-9, record.lasted_s),
-        goodput_per_s=num_attained / max(1e-9, record.lasted_s),
+        requests_per_s=len(lasted) / served_s,
+        goodput_per_s=num_attained / served_s,
         goodput_per_gpu=num_attained / max(1e-9, record.gpu_hours * 3600),
         gpu_hours=record.gpu_hours,
         num_cold_starts=record.num_cold_starts,

@@ -30,6 +30,7 @@ from baton.simulator.picture import svg
 from baton.simulator.policies import Baton, Static, decision
 from baton.simulator.record import Moment
 from baton.simulator.report import figures
+from baton.simulator.run import simulate
 from baton.v1 import common_pb2
 
 sys.path.append(str(Path(__file__).parents[1] / "coordinator"))
@@ -252,6 +253,19 @@ def test_figures_are_computed_from_the_record():
     strict = figures(record, made.gaps, Targets(0.5, 0.001))
     assert strict.tpot_within < 0.1
     assert strict.itl_within == 0
+
+
+@pytest.mark.parametrize("policy", ["static", "colocated"])
+def test_rates_count_the_time_in_which_a_backlog_is_served(policy):
+    """As in `baton bench`, with whose results the rates are compared."""
+    config = parse({"prefill": {"workers": 1}, "decode": {"workers": 1}}, "the test")
+    found = simulate(config, steady(100, 1, prompt=2000), policy)
+    ends, began_at = found.record.ends, found.record.began_at
+    served_s = max(ends) - began_at
+    assert served_s > 3 * found.figures.lasted_s
+    assert found.figures.requests_per_s == pytest.approx(len(ends) / served_s)
+    num_attained = found.figures.attained * len(ends)
+    assert found.figures.goodput_per_s == pytest.approx(num_attained / served_s)
 
 
 def test_a_picture_shows_the_request_rate_between_decisions():
