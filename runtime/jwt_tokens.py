@@ -23,6 +23,9 @@ from baton.runtime.watched_file import WatchedFiles
 
 _ALGORITHMS = ["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "EdDSA"]
 _CLAIMS = ("tenant", "lanes", "admin", "max_prompt_tokens", "max_output_tokens", "max_concurrent")
+# Most seconds by which the identity provider's clock may be ahead: `iat` and `nbf` of a token that
+# it has just made are then in the future. `exp` has no such tolerance.
+_CLOCK_SKEW_S = 60
 # Size of the cache of tokens with a checked signature.
 _MAX_KNOWN = 1024
 # The size limit of a call's metadata. A request message could carry a longer token, and decoding it
@@ -113,6 +116,8 @@ class JwtVerifier:
                 algorithms=_ALGORITHMS,
                 issuer=self._config.issuer,
                 audience=self._config.audience,
+                # Also applies to `exp`, which `token` checks again.
+                leeway=_CLOCK_SKEW_S,
                 options={"require": ["exp", "iss", "aud"]},
             )
         except errors.ExpiredSignatureError:

@@ -1,6 +1,7 @@
 """Authentication by API key or token, and the rights that result."""
 
 import json
+import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -268,11 +269,24 @@ def test_running_requests_are_counted_per_subject(issuer, keys):
         both.acquire_slot(request(both, credential))
 
 
+@pytest.mark.parametrize("claim", ["iat", "nbf"])
+def test_the_clock_of_the_identity_provider_may_be_ahead(issuer, claim):
+    """A new token is used at once, before this host's clock reaches its beginning."""
+    token = issuer.token(**{claim: time.time() + 30})
+    assert request(jwt_access(issuer), token).grants.tenant == "search"
+    found = jwt_access(issuer)
+    with pytest.raises(Unauthenticated):
+        request(found, issuer.token(exp=time.time() - 1))
+    assert refused(found) == {"expired": 1}
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"exp": 1000}, "expired"),
         ({"exp": None}, "invalid"),
+        ({"iat": 4_000_000_000}, "invalid"),
+        ({"nbf": 4_000_000_000}, "invalid"),
         ({"iss": "https://other.test"}, "issuer"),
         ({"aud": "other"}, "audience"),
         ({"aud": None}, "invalid"),
