@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from baton.gateway import body_reader
+from baton.gateway.body_parser import json_body
 from baton.gateway.connections import CHUNK_WRITER, ChunkWriter
 from baton.gateway.coordinator_queries import with_bearer
 from baton.gateway.error_responses import CLIENT_CLOSED_REQUEST, HttpError, internal_error
@@ -155,7 +156,7 @@ class ConvertedRoute:
             answer = error_response(self._dialect, failure, headers.get("x-request-id", ""))
             await answer(scope, receive, send)
             return
-        sent = json.dumps(conversion.chat).encode()
+        sent = json_body(conversion.chat)
         reply = _Reply(send, self._dialect, conversion)
         try:
             await self._chat(

@@ -6,13 +6,13 @@ running; its error names the line.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pydantic_core
 
+from baton.gateway.body_parser import json_body
 from baton.gateway.responses_route import RESPONSES
 from baton.runtime.errors import shown
 
@@ -126,7 +126,7 @@ class InputParser:
             return InputLine(
                 self._number,
                 custom_id,
-                json.dumps(body).encode(),
+                json_body(body),
                 model=model if isinstance(model, str) else None,
             )
         except _WrongLine as problem:

@@ -80,6 +80,17 @@ def test_lines_may_cross_chunks(tmp_path):
             ]
 
 
+@pytest.mark.parametrize("prompt", ["冷" * 100, [1] * 100], ids=["Chinese", "token IDs"])
+def test_a_line_within_the_limit_has_a_body_within_it(prompt):
+    """Its route checks the body against the same limit."""
+    body = {"prompt": prompt}
+    found = {"custom_id": "a", "method": "POST", "url": ROUTE, "body": body}
+    data = json.dumps(found, ensure_ascii=False, separators=(",", ":")).encode()
+    (line,) = InputParser(ROUTE, len(data), 1).feed(data, last=True)
+    assert json.loads(line.body) == body
+    assert len(line.body) < len(data)
+
+
 def test_lines_are_read_by_parts_of_bounded_size(tmp_path):
     names = [f"{n}" for n in range(70)]
     body = {"prompt": "x" * 1_100_000}

@@ -16,6 +16,7 @@ from scripted_inference import ScriptedInference, accepted, delta, failed, finis
 from tokenizers import Tokenizer
 
 from baton import models
+from baton.runtime.config import HttpConfig
 from baton.runtime.errors import Unavailable
 from baton.v1 import common_pb2
 
@@ -1155,6 +1156,24 @@ async def test_a_client_that_stops_reading_is_disconnected_and_its_request_cance
     assert cancelled.result() == number
     connection.send(finished(number, common_pb2.FINISH_REASON_CANCELLED, offset))
     writer.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/responses"])
+async def test_a_body_within_the_limit_is_within_it_as_a_chat(gateway, path):
+    """A character of this text takes 3 bytes of the body, and 6 where it is escaped."""
+    text = "冷" * (HttpConfig().max_body_bytes // 5)
+    turn = {"role": "user", "content": text}
+    body = {"messages": [turn], "max_tokens": 9} if path == "/v1/messages" else {"input": [turn]}
+    sent = json.dumps({"model": "scripted", **body}, ensure_ascii=False).encode()
+    async with httpx.AsyncClient(timeout=WAIT_S) as http:
+        headers = {"content-type": "application/json"}
+        asked = asyncio.create_task(
+            http.post(f"{gateway.url}{path}", content=sent, headers=headers)
+        )
+        answering = asyncio.create_task(gateway.answer("It is cold.", STOP))
+        await asyncio.wait((asked, answering), return_when=asyncio.FIRST_COMPLETED)
+        answering.cancel()
+        assert (await asked).status_code == 200
 
 
 # ---- Batches of both.
