@@ -239,22 +239,36 @@ def test_selectors_find_pods(name):
                 assert selected(spec["selector"], template)
 
 
-def test_every_pod_is_scraped():
+# Scraped jobs of a pod, by its command. `up` runs a coordinator and a gateway; Ray's pods run the
+# workers.
+JOBS = {
+    "coordinator": ["baton-coordinator"],
+    "gateway": ["baton-gateway"],
+    "worker": ["baton-workers"],
+    "up": ["baton-coordinator", "baton-gateway"],
+}
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_every_pod_is_scraped(name):
     monitors = documents(KUBERNETES / "monitoring" / "podmonitors.yaml")
-    for workload, _, container in pods("gpu"):
+    for workload, _, container in pods(name):
         labels = workload["spec"]["template"]["metadata"]["labels"]
-        found = [one for one in monitors if selected(one["spec"]["selector"], labels)]
-        assert len(found) == 1
-        (endpoint,) = found[0]["spec"]["podMetricsEndpoints"]
-        assert endpoint["port"] in {one["name"] for one in container["ports"]}
-    jobs = {
-        one["replacement"]
-        for monitor in monitors
-        for one in monitor["spec"]["podMetricsEndpoints"][0]["relabelings"]
-        if one["targetLabel"] == "job"
-    }
+        ports = {one["name"] for one in container["ports"]}
+        found = [
+            relabeling["replacement"]
+            for monitor in monitors
+            if selected(monitor["spec"]["selector"], labels)
+            for endpoint in monitor["spec"]["podMetricsEndpoints"]
+            if endpoint["port"] in ports
+            for relabeling in endpoint["relabelings"]
+            if relabeling["targetLabel"] == "job"
+        ]
+        assert found == JOBS[container["args"][0]]
     scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yaml").read_text())
-    assert jobs == {one["job_name"] for one in scraped["scrape_configs"]}
+    assert {one for jobs in JOBS.values() for one in jobs} == {
+        one["job_name"] for one in scraped["scrape_configs"]
+    }
 
 
 def test_the_ray_version_equals_the_ray_extra():
