@@ -161,6 +161,10 @@ class Planner:
         rate, work_s, outputs, held = (
             sum(values) / len(self._history) for values in zip(*self._history, strict=True)
         )
+        if not rate:
+            # Without requests, no length says how many of them a worker could hold.
+            self._floors = dict.fromkeys(POOLS, 0)
+            return
         self._floors[Pool.PREFILL] = math.ceil(rate * work_s)
         target = _targets(self.config)
         each = queueing.most_requests(self._latency, target.itl_s or math.inf, held)

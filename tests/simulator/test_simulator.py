@@ -242,6 +242,21 @@ def test_every_baseline_grows_only_the_overloaded_pool(name):
     assert last.decode < last.prefill
 
 
+@pytest.mark.parametrize("policy", ["baton", "hpa", "planner", "hindsight"])
+def test_a_long_pause_of_a_trace_needs_no_further_workers(policy):
+    """Without an ITL target, nothing limits the requests of a worker while there are none."""
+    targets = {"ttft_ms": 500, "itl_ms": None}
+    values = {
+        "prefill": {"workers": 1},
+        "decode": {"workers": 1},
+        "scaling": {"targets": {"interactive": targets}},
+    }
+    arrivals = [Arrival(0.0, 100, 20), Arrival(800.0, 100, 20)]
+    found = simulate(parse(values, "the test"), arrivals, policy).figures
+    assert found.attained == 1
+    assert found.num_cold_starts == 0
+
+
 def test_figures_are_computed_from_the_record():
     made = cell()
     record = made.run(steady(5, 20), sizes(1, 1), 21)
