@@ -132,7 +132,7 @@ class PoolingServers(AsyncClosing):
                 async with asyncio.timeout(_HEALTH_TIMEOUT_S):
                     answer = await self._client.get(f"{config.url}/health")
                 healthy = answer.status_code == 200
-            except (TimeoutError, httpx.TransportError):
+            except (TimeoutError, httpx.RequestError):
                 healthy = False
             if healthy is not self._health[config.model, config.url]:
                 told = "serves again" if healthy else "does not answer its health check"

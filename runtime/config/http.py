@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator
 
 from baton.runtime.section import PositiveInt, PositiveSeconds, Section
 
@@ -58,6 +60,18 @@ class PoolingConfig(Section):
         "share its requests.",
     )
     timeout_s: PositiveSeconds = Field(60.0, description="Longest time of one request.")
+
+    @field_validator("url")
+    @classmethod
+    def _can_be_dialled(cls, value: str) -> str:
+        try:
+            parts = urlsplit(value)
+            is_right = bool(parts.hostname) and parts.port != 0
+        except ValueError:
+            is_right = False
+        if not is_right:
+            raise ValueError("must be http:// or https://, a host, and a port of 1 to 65535 if any")
+        return value
 
 
 class HttpConfig(Section):

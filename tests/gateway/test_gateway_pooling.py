@@ -12,6 +12,7 @@ from openai import APIStatusError, BadRequestError
 from scripted_inference import ScriptedInference, serving, unused_address
 from vllm_programs import fork
 
+from baton.gateway import pooling_servers
 from baton.gateway.pooling_route import POOLING_ROUTES
 from baton.runtime import errors
 
@@ -96,6 +97,30 @@ async def test_a_server_that_cannot_be_reached_is_503(coordinator, start_gateway
         assert url in str(caught.value)
         assert caught.value.response.headers["retry-after"] == "1"
         assert await metric(gateway, f'baton_http_pooling_up{{model="tiny",url="{url}"}} 0.0')
+
+
+async def test_health_checks_go_on_after_an_answer_that_cannot_be_read(
+    coordinator, start_gateway, monkeypatch
+):
+    monkeypatch.setattr(pooling_servers, "_HEALTH_PAUSE_S", 0.01)
+    num_checks = 0
+
+    async def answer(reader, writer):
+        nonlocal num_checks
+        await reader.readuntil(b"\r\n\r\n")
+        num_checks += 1
+        encoding = b"content-encoding: gzip\r\n" if num_checks == 1 else b""
+        head = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n"
+        writer.write(head + encoding + b"\r\nok")
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()
+    url = f"http://{host}:{port}"
+    async with server, start_gateway(coordinator, pooling=servers(url)):
+        async with asyncio.timeout(WAIT_S):
+            while num_checks < 3:
+                await asyncio.sleep(0.01)
 
 
 async def test_a_server_that_does_not_answer_is_504_and_one_that_answers_nonsense_502(

@@ -44,6 +44,14 @@ def test_a_pool_size_has_an_upper_limit(section):
         parse(section, "test")
 
 
+@pytest.mark.parametrize("port", ["http", "99999", "0"])
+def test_the_url_of_a_pooling_server_has_a_port_that_exists(port):
+    url = f"http://embedder.test:{port}"
+    with pytest.raises(ConfigError, match=rf"http.pooling.0.url: is '{url}'; must be http://"):
+        parse({"http": {"pooling": [{"model": "a", "url": url}]}}, "test")
+    parse({"http": {"pooling": [{"model": "a", "url": "http://[::1]:8100"}]}}, "test")
+
+
 @pytest.mark.parametrize("endpoint", ["localhost:4317", "http://h", "ftp://h:1", "http://h:1/v1"])
 def test_the_endpoint_for_spans_is_a_url_with_a_port(endpoint):
     with pytest.raises(
