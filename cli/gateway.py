@@ -103,6 +103,8 @@ def gateway(
             places,
             listener,
             ready=lambda: output_streams.stdout.write(f"ready http={url}\n"),
+            # As long as workers keep the outputs: after that, a coordinator would find none.
+            resume_timeout_s=effective.coordinator.adoption_grace_s,
             security=effective.security,
         )
     )

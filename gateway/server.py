@@ -129,6 +129,7 @@ async def serve(
     listener: socket.socket,
     *,
     ready: Callable[[], None],
+    resume_timeout_s: float,
     stop: asyncio.Event | None = None,
     security: SecurityConfig | None = None,
     clock: Callable[[], float] = time.time,
@@ -140,6 +141,8 @@ async def serve(
         cell_endpoints: The cells behind the gateway; at least one.
         listener: Bound socket.
         ready: Called once when connections are accepted.
+        resume_timeout_s: Longest wait of a running request for a coordinator, after it has lost its
+            own.
         stop: Set it to stop the gateway; None: SIGINT and SIGTERM stop it.
         security: TLS towards clients and coordinators, and access to metrics; None: the defaults.
         clock: Returns Unix time in seconds, for files and batches.
@@ -173,7 +176,16 @@ async def serve(
         max_streams = max(_MIN_STREAMS, 2 * config.max_running_requests)
         for endpoints in cell_endpoints:
             cells.add(
-                await _open(endpoints, cells, has_others, max_streams, tls, query_limiter, stack)
+                await _open(
+                    endpoints,
+                    cells,
+                    has_others,
+                    max_streams,
+                    resume_timeout_s,
+                    tls,
+                    query_limiter,
+                    stack,
+                )
             )
         await stack.enter_async_context(cells)
         gateway = Gateway(cells, query_limiter, config, security, database, clock)
@@ -242,6 +254,7 @@ async def _open(
     cells: Cells,
     has_others: bool,
     max_streams: int,
+    resume_timeout_s: float,
     tls: Tls | None,
     query_limiter: QueryLimiter,
     stack: contextlib.AsyncExitStack,
@@ -254,6 +267,7 @@ async def _open(
     client = BatonClient(
         endpoints.coordinators,
         max_requests=max_streams,
+        resume_timeout_s=resume_timeout_s,
         tls=tls,
         find_other_cell=find_other_cell if has_others else None,
     )

@@ -67,7 +67,9 @@ class CoordinatorConfig(Section):
         description="A request fails after this many attempts in a row without a new token.",
     )
     adoption_grace_s: PositiveSeconds = Field(
-        30.0, description="Workers without a coordinator keep their requests for this long."
+        30.0,
+        description="Workers without a coordinator keep their requests for this long, and requests "
+        "of gateways wait as long for the next one.",
     )
     handoff_timeout_s: PositiveSeconds = Field(
         10.0,

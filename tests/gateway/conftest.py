@@ -17,7 +17,7 @@ import pytest
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from baton.cli.gateway import bind
-from baton.client import BatonClient, connector
+from baton.client import connector
 from baton.client.watcher import Watcher
 from baton.gateway import body_reader, cell, connections, coordinator_queries, server
 from baton.runtime.config import HttpConfig
@@ -89,7 +89,6 @@ async def running(
         patch.setattr(cell, "_QUERY_TIMEOUT_S", query_timeout_s)
         patch.setattr(coordinator_queries, "_QUEUE_TIMEOUT_S", WAIT_S)
         patch.setattr(connector, "_PING_TIMEOUT_S", WAIT_S)
-        patch.setitem(BatonClient.__init__.__kwdefaults__, "resume_timeout_s", 2 * WAIT_S)
         patch.setitem(Watcher.__init__.__kwdefaults__, "timeout_s", WAIT_S)
         for module in (body_reader, connections):
             patch.setattr(module, "LINGER_S", WAIT_S)
@@ -99,7 +98,15 @@ async def running(
         config = HttpConfig(**{"drain_timeout_s": 5.0, **long, **limits})
         places = [server.CellEndpoints([address]) for address in addresses]
         task = asyncio.create_task(
-            server.serve(config, places, listener, ready=ready.set, stop=stop, clock=clock)
+            server.serve(
+                config,
+                places,
+                listener,
+                ready=ready.set,
+                resume_timeout_s=2 * WAIT_S,
+                stop=stop,
+                clock=clock,
+            )
         )
         await asyncio.wait_for(ready.wait(), WAIT_S)
         try:

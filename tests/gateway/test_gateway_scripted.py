@@ -7,6 +7,7 @@ import sys
 
 import httpx2 as httpx
 import pytest
+from gateway_command import gateway_command
 from google.rpc import code_pb2
 from openai import APIError, RateLimitError
 from scripted_inference import ScriptedInference, accepted, delta, failed, finished, serving
@@ -633,3 +634,30 @@ async def test_a_client_that_leaves_before_its_request_is_submitted_costs_nothin
             text = (await http.get(f"{gateway.url}/metrics")).text
         assert 'baton_http_requests_total{code="499",route="/v1/completions"} 1.0' in text
         assert 'baton_http_requests_total{code="200",route="/v1/completions"} 1.0' in text
+
+
+# ---- Outages.
+
+
+async def test_a_request_waits_for_a_coordinator_as_long_as_workers_keep_its_output(
+    inference, coordinator, tmp_path
+):
+    config = tmp_path / "baton.yaml"
+    fields = {"coordinator": {"adoption_grace_s": 1.5}, "http": {"listen": "127.0.0.1:0"}}
+    config.write_text(json.dumps(fields))
+    body = {"model": "scripted", "prompt": [1, 2], "max_tokens": 9}
+    async with (
+        gateway_command(coordinator, config, WAIT_S) as url,
+        httpx.AsyncClient(timeout=WAIT_S) as http,
+    ):
+        asked = asyncio.create_task(http.post(f"{url}/v1/completions", json=body))
+        connection = await inference.connection()
+        stream = (await connection.submitted()).stream
+        connection.send(accepted(stream), delta(stream, 0, [1], "a"))
+        connection.end()
+        # The next coordinator gets the request and does not accept it.
+        assert (await (await inference.connection()).submitted()).request.resume.token_ids == [1]
+        answer = await asked
+    assert answer.status_code == 503
+    message = answer.json()["error"]["message"]
+    assert message.startswith("the request lost its session and could not be resumed within 1.5 s")
