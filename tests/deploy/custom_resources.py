@@ -118,6 +118,11 @@ RAY_CLUSTER = _resource(
             idleTimeoutSeconds=INTEGER,
             upscalingMode={"enum": ["Default", "Aggressive", "Conservative"]},
             resources=_object([], requests=_QUANTITIES, limits=_QUANTITIES),
+            securityContext=_object(
+                [],
+                allowPrivilegeEscalation={"type": "boolean"},
+                capabilities=_object([], add=STRINGS, drop=STRINGS),
+            ),
         ),
         headGroupSpec=_object(
             ["template"],

@@ -274,3 +274,17 @@ def test_every_pod_is_scraped(name):
 def test_the_ray_version_equals_the_ray_extra():
     (ray,) = documents(KUBERNETES / "kuberay" / "raycluster.yaml")
     assert f'ray = ["ray=={ray["spec"]["rayVersion"]}"]' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_every_container_of_the_ray_cluster_fits_the_restricted_policy():
+    """The namespace refuses a pod with a container that does not, also one that KubeRay adds."""
+    (ray,) = documents(KUBERNETES / "kuberay" / "raycluster.yaml")
+    groups = [ray["spec"]["headGroupSpec"], *ray["spec"]["workerGroupSpecs"]]
+    pods = [group["template"]["spec"] for group in groups]
+    containers = [one for pod in pods for one in pod["containers"]]
+    for one in [ray["spec"]["autoscalerOptions"], *containers]:
+        assert one["securityContext"]["allowPrivilegeEscalation"] is False
+        assert one["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    for pod in pods:
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
