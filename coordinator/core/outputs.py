@@ -143,8 +143,10 @@ class _Step:
         if last_at is None:
             request.first_token_at = self.now
             self.lifecycle.admission.first_token(request, self.now)
-            stages = ttft_stages(request, self.now)
-            self.lifecycle.stats.first_token(request, self.now, stages)
+            if not len(request.submission.known_token_ids):
+                # The first token of a resumed output came before.
+                stages = ttft_stages(request, self.now)
+                self.lifecycle.stats.first_token(request, self.now, stages)
         else:
             gap = self._gap_since(lane, last_at)
             gap[1] += 1

@@ -279,6 +279,22 @@ def begun_anew(restarted, out, state=RequestState.PREFILLING):
     assert world.core.request("r1").state is state
 
 
+@pytest.mark.parametrize("is_adopted", [True, False], ids=["adopted", "begun anew"])
+def test_a_resumed_output_has_no_second_first_token(restarted, out, is_adopted):
+    """The coordinator before the restart counted its time to first token."""
+    if is_adopted:
+        restarted.reattach(running())
+        restarted.resume()
+        restarted.report(out, 5, 8, finish=LENGTH)
+    else:
+        begun_anew(restarted, out, RequestState.DECODING)
+        restarted.report(out, 4, 8, attempt=1, finish=LENGTH, name="d2")
+    stats = restarted.world.core.stats
+    (lane,) = [one for one in stats.lanes.values() if sum(one.e2e.counts)]
+    assert sum(lane.ttft.counts) == sum(lane.ttft_ratio.counts) == 0
+    assert not any(one.first_tokens for one in stats.demand.values())
+
+
 @pytest.mark.parametrize("state", [RequestState.PREFILLING, RequestState.HANDING_OFF])
 def test_a_late_worker_continues_if_no_other_worker_decodes_yet(restarted, out, state):
     begun_anew(restarted, out, state)
