@@ -224,6 +224,7 @@ class CoreStats:
         """Records the first token of a request; `stages` are the seconds per stage until then."""
         submission = request.submission
         ttft_s = now - submission.arrived_at
+        self.num_prompt_tokens += request.num_prompt_tokens
         self.lanes[submission.lane].ttft.observe(ttft_s)
         target_s = self.ttft_target_s(submission)
         if target_s is not None:
@@ -276,7 +277,6 @@ class CoreStats:
     def ended(self, request: Request, record: EndedRequest, outcome: str) -> None:
         lane = self.lanes[record.lane]
         self.requests[record.lane, outcome] += 1
-        self.num_prompt_tokens += record.num_prompt_tokens
         lane.e2e.observe(record.ended_at - record.arrived_at)
         if (fleet := self.compared.get(request.fleet)) is not None:
             fleet.ended(record.error_code)

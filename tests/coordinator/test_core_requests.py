@@ -53,6 +53,16 @@ def test_prefill_then_handoff_then_decode(world, out):
     assert len(world.commands["p"]) == 1
 
 
+def test_a_prompt_counts_as_tokens_once_its_first_token_comes(world, out):
+    stats = world.core.stats
+    world.handle(ev.StreamCancelled(world.submit(num_prompt=1000)))
+    assert (stats.num_prompt_tokens, sum(stats.requests.values())) == (0, 1)
+    begin(world, out, num_prompt=20)
+    assert (stats.num_prompt_tokens, stats.num_output_tokens) == (20, 1)
+    world.step("d", out("r2", [8], offset=1, finish=LENGTH))
+    assert (stats.num_prompt_tokens, stats.num_output_tokens) == (20, 2)
+
+
 def test_images_go_only_to_workers_that_compute_the_prompt(world, out):
     images = [common_pb2.PromptImage(id="a", offset=2, num_tokens=4)]
     chat = inference_pb2.ChatPrompt()
