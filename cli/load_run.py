@@ -161,6 +161,12 @@ def run_load(
 
     if not timeout_s > 0:
         raise typer.BadParameter(f"is {timeout_s:g}; must be more than 0", param_hint="--timeout")
+    duration_s = load["duration_s"]
+    if duration_s is not None and warm_up_s >= duration_s:
+        raise typer.BadParameter(
+            f"is {warm_up_s:g}; must be less than --duration ({duration_s:g})",
+            param_hint="--warm-up",
+        )
     addresses = options.resolve_addresses(address)
     options.check_writable(out, "--out")
     outcome = interrupts.run(
@@ -180,7 +186,11 @@ def run_load(
     if result.interrupted:
         raise typer.Exit(130)
     if not result.total.num_ended:
-        typer.echo("baton: no request succeeded", err=True)
+        problem = "no request succeeded"
+        if warm_up_s and not result.total.num_requests:
+            problem = f"no request was due after the first {warm_up_s:g} s (--warm-up)"
+            problem += ", so there are no figures"
+        typer.echo(f"baton: {problem}", err=True)
         raise typer.Exit(1)
 
 

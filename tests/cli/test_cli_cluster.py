@@ -312,6 +312,14 @@ def test_bench_and_replay_measure_and_their_results_compare(ask, ask_apart, tmp_
     assert rows["TTFT p50, ms"]["b_over_a"] > 0
 
 
+def test_a_trace_that_ends_within_the_warm_up_is_told_apart_from_failures(ask_apart, tmp_path):
+    result = ask_apart("replay", mooncake(tmp_path / "trace", (0, 10, [])), "--warm-up", "60")
+    assert (result.code, result.err.splitlines()[-1]) == (
+        1,
+        "baton: no request was due after the first 60 s (--warm-up), so there are no figures",
+    )
+
+
 def test_a_full_disk_does_not_lose_the_printed_figures(ask_apart):
     load = ("--rate", "50", "--requests", "3", "--prompt-tokens", "20", "--output-tokens", "2")
     result = ask_apart("bench", *load, "--out", "/dev/full")

@@ -65,6 +65,13 @@ async def test_ctrl_c_ends_the_wait_for_a_cell_that_does_not_serve(starting, com
     assert (process.returncode, out, err) == (130, b"", b"")
 
 
+def test_a_warm_up_as_long_as_the_run_is_refused_before_it(baton, unused_address):
+    load = ("bench", "--rate", "1", "--duration", "20", "--warm-up", "20")
+    result = baton(*load, "--address", unused_address)
+    assert result.code == 2
+    assert "--warm-up: is 20; must be less than --duration (20)" in result.err
+
+
 def test_files_are_utf_8_whatever_the_locale(baton, tmp_path):
     trace, picture = tmp_path / "caf\u00e9.json", tmp_path / "picture.svg"
     trace.write_text(
