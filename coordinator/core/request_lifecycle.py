@@ -397,15 +397,7 @@ class RequestLifecycle:
         if self._set_timer(request) > now:
             return
         if request.deadline <= now:
-            age_s = request.deadline - request.submission.arrived_at
-            self.fail(
-                request,
-                errors.DeadlineExceeded(
-                    f"request {request.id} did not end within {age_s:g} s; "
-                    f"it was {request.state.name.lower()}"
-                ),
-                now,
-            )
+            self.fail(request, self._overdue(request), now)
         else:
             self.fail(request, error(request), now)
 
@@ -467,6 +459,22 @@ class RequestLifecycle:
         if submission.timeout_s is not None:
             life_s = min(life_s, submission.timeout_s)
         return submission.arrived_at + life_s
+
+    def _overdue(self, request: Request) -> errors.BatonError:
+        """Returns the error of a request whose deadline has passed."""
+        submission = request.submission
+        age_s = request.deadline - submission.arrived_at
+        message = (
+            f"request {request.id} did not end within {age_s:g} s; "
+            f"it was {request.state.name.lower()}"
+        )
+        has_own = (
+            submission.timeout_s is not None and submission.timeout_s <= self._config.max_request_s
+        )
+        if has_own or not (request.waits or request.num_parked):
+            return errors.DeadlineExceeded(message)
+        # It lacked a worker, not time: when the cell is less busy, the same request may succeed.
+        return errors.ResourceExhausted(message, reason="QUEUE_TIMEOUT", retry_after_s=1.0)
 
     @staticmethod
     def _keep_deltas(request: Request, decoder: Worker | None) -> None:

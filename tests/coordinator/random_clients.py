@@ -315,8 +315,11 @@ class RandomClients:
         if code == code_pb2.DEADLINE_EXCEEDED:
             return client.deadline is not None or cell.conditions.faults
         if code == code_pb2.RESOURCE_EXHAUSTED:
-            # A request that lost its worker fails after the recovery timeout if all are busy.
-            return not client.accepted or cell.conditions.tight or cell.num_losses > 0
+            # A request that lost its worker fails after the recovery timeout if all are busy, and
+            # a parked one at the end of max_request_s, which is short in runs with faults.
+            is_late = cell.conditions.faults and client.lane == common_pb2.LANE_BATCH
+            is_lost = cell.conditions.tight or cell.num_losses > 0
+            return not client.accepted or is_lost or is_late
         if getattr(error, "reason", "") == _GONE:
             return cell.conditions.faults and bool(client.revision)
         if code == code_pb2.FAILED_PRECONDITION:

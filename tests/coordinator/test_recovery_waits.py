@@ -193,6 +193,29 @@ def test_a_batch_request_that_lost_its_worker_waits_while_workers_are_busy(new_w
     assert isinstance(world.last(job).error, errors.Unavailable)
 
 
+@pytest.mark.parametrize("timeout_s", [None, 200.0, 100.0])
+def test_a_request_that_was_parked_to_its_end_may_be_sent_again(new_world, out, timeout_s):
+    """No worker had room for it; a batch sends such a line again. A timeout of its own is final."""
+    world = new_world(lanes=LANES, max_request_s=150.0).pair()
+    jobs = []
+    for lane in [common_pb2.LANE_BATCH] * 3 + [common_pb2.LANE_INTERACTIVE]:
+        to = world.submit(lane=lane, timeout_s=timeout_s)
+        jobs.append(world.core.request(f"r{to.stream}"))
+        world.step("p", out(jobs[-1].id, [7], finish=0))
+        world.step("d", out(jobs[-1].id, [8], 1))
+        world.wait(10)
+    job = next(one for one in jobs if one.state is RequestState.PARKED)
+    world.wait(120)
+    error = world.last(job.submission.to).error
+    life_s = min(150.0, timeout_s or 150.0)
+    assert str(error) == f"request {job.id} did not end within {life_s:g} s; it was parked"
+    if life_s < 150:
+        assert isinstance(error, errors.DeadlineExceeded)
+    else:
+        assert isinstance(error, errors.ResourceExhausted)
+        assert (error.reason, error.retry_after_s) == ("QUEUE_TIMEOUT", 1.0)
+
+
 @pytest.fixture
 def elastic(new_world, out):
     """An elastic cell of two workers: "p", which is full of interactive requests, and "d"."""
