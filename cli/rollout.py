@@ -75,7 +75,8 @@ def start(
             "--prefill",
             min=0,
             max=options.MOST,
-            help="Number of prefill workers, including attached ones; default: those, or 1.",
+            help="Number of prefill workers, including attached ones; by default, the attached "
+            "ones, or 1.",
         ),
     ] = None,
     decode: Annotated[
@@ -84,7 +85,8 @@ def start(
             "--decode",
             min=0,
             max=options.MOST,
-            help="Number of decode workers, including attached ones; default: those, or 1.",
+            help="Number of decode workers, including attached ones; by default, the attached "
+            "ones, or 1.",
         ),
     ] = None,
     abort_if_worse: Annotated[

@@ -120,7 +120,7 @@ async def wait_until(
         message = f"{what} after {wait_s:g} s; the coordinator continues the change"
         raise DeadlineExceeded(message) from None
     except errors.UnavailableError as error:
-        message = f"{error}; {what} yet, but the coordinator continues the change"
+        message = f"{error}; {what} yet, but the coordinator has received the command"
         raise errors.make(error.code, message, error.details()) from None
 
 

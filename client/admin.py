@@ -233,7 +233,7 @@ class AdminClient(AsyncClosing):
             engine_args: Engine arguments that override those of the stable revision.
             num_prefill: Number of prefill workers, attached ones included; None: the attached ones,
                 or one.
-            num_decode: Number of decode workers, as num_prefill.
+            num_decode: Number of decode workers, counted as for num_prefill.
             abort_if_worse: Abort automatically when the canary is judged to be worse.
 
         Returns:

@@ -31,7 +31,7 @@ class _UnaryStream(grpc.aio.UnaryStreamClientInterceptor):
 
 
 def interceptors(dial: Dial) -> list[grpc.aio.ClientInterceptor]:
-    """Returns interceptors that add a dial's metadata to these two kinds of calls of a channel.
+    """Returns interceptors that add a dial's metadata to each unary call and each response stream.
 
     Bidirectional streams get no interceptor, because it would add a cost to every message.
     """

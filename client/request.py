@@ -92,8 +92,8 @@ class RequestOptions(SamplingOptions, total=False):
         model: Name of the base model or of a LoRA adapter; empty or left out: the base model.
         lane: "interactive" (default) or "batch", which may wait longer.
         slo: Latency targets; left out: the targets of the lane.
-        timeout_s: Time limit from submission; then the request fails with DeadlineExceededError,
-            which both the client and the coordinator enforce.
+        timeout_s: Time limit from submission; then the request fails with DeadlineExceededError.
+            Both the client and the coordinator enforce the limit.
         request_id: Request ID; left out: the coordinator assigns one.
         session_id: ID that the requests of one conversation share.
         default_max_tokens: Output limit of a request without max_tokens, cut to the room that the

@@ -173,7 +173,7 @@ class RequestState:
                 self._end(errors.from_message(event.failed))
 
     def on_delta(self, delta: common_pb2.TokenDelta, token_ids: list[int]) -> None:
-        """Handles the delta of an event. This is the only code that runs once per delta."""
+        """Handles the delta of an event. It runs once per delta, so it must be cheap."""
         if self.ended:
             return
         known, offset = self.token_ids, delta.offset

@@ -220,7 +220,7 @@ HANDOFF_ROWS = (
                 _rate("baton_handoff_bytes_total", "transport"),
             ),
             Panel(
-                "Handoffs that never loaded",
+                "Handoffs that failed before they were loaded",
                 "ops",
                 _rate("baton_handoff_failures_total", "reason"),
                 "The decode worker computes the prompts of these handoffs again.",

@@ -385,7 +385,7 @@ async def _load(engine: Engine) -> EngineInfo:
 async def _drained(host: WorkerHost, runner: Runner, attachment: Attachment) -> None:
     """Waits until no request is left, and until the coordinator cannot send another one.
 
-    It cannot once it has released this worker, or once no stream is up.
+    The coordinator cannot once it has released this worker, or once no stream is up.
     """
     released = asyncio.create_task(host.released.wait(), name="released")
     detached = asyncio.create_task(attachment.detached.wait(), name="detached")

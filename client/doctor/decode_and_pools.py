@@ -211,7 +211,7 @@ def recovery_findings(status: admin_pb2.GetStatusResponse) -> Iterator[Finding]:
     silent = [one for one in status.workers if one.unresponsive]
     yield Finding(
         Kind.RECOVERIES,
-        "workers failed; other workers continue their requests",
+        "workers were lost or did not respond; their requests continue on others if possible",
         "recovery",
         (
             f"{status.num_recoveries} attempts were lost; {status.num_workers_lost} workers "

@@ -78,11 +78,13 @@ def ttft_findings(
 
 def _ttft_evidence(lane: admin_pb2.LaneStatus) -> str:
     """Evidence: TTFT percentiles and the target."""
+    met = "no request with this target has had its first token yet"
+    if lane.ttft_ratio.num:
+        met = f"met by {percent(lane.ttft_attained)} of {lane.ttft_ratio.num} requests"
     return (
         f"TTFT p50 {ms(lane.ttft.p50_us)}, p95 {ms(lane.ttft.p95_us)}, p99 "
         f"{ms(lane.ttft.p99_us)}; the target is {_target(lane)} "
-        f"(p{lane.targets.percentile:g}), met by {percent(lane.ttft_attained)} of "
-        f"{lane.ttft_ratio.num} requests"
+        f"(p{lane.targets.percentile:g}), {met}"
     )
 
 

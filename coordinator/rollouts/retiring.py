@@ -105,9 +105,9 @@ class Retiring:
         """Drains all workers but one per pool, and that one once the fleet has no requests.
 
         A request that waits for another attempt, because its worker died or because it made room
-        for interactive requests, needs one worker of each pool (in an elastic cell any one worker).
-        If the last worker that can decode is already draining, a worker that is starting takes its
-        place.
+        for interactive requests, needs one worker of each pool. In an elastic cell any one worker
+        is enough, and the second one is a spare. If the last worker that can decode is already
+        draining, a worker that is starting takes its place.
         """
         stays = fleet.num_requests > 0 and now < leaving.deadline
         if stays:
@@ -121,7 +121,7 @@ class Retiring:
             ]
             drainable.sort(key=lambda one: (one.serving, len(one.ledger), one.id))
             if is_needed and drainable:
-                # The last one serves, and has the most requests.
+                # The worker that stays: one that serves, if any does, with the most requests.
                 drainable.pop()
             for worker in drainable:
                 self._drain(worker, max(1.0, leaving.deadline - now), leaving.reason, now)

@@ -302,7 +302,7 @@ class Rollouts:
         self._send_record()
 
     def _was_replaced(self, worker: Worker) -> bool:
-        """Whether the worker's record says that another revision has replaced the worker's fleet.
+        """Whether, according to the worker's record, the worker's fleet has left or is leaving.
 
         False for a fleet that took part in no rollout: its workers are kept.
         """

@@ -123,8 +123,8 @@ def start_error(
         )
     if fleet is not None and fleet in retiring:
         return FailedPrecondition(
-            f"revision is {name!r}, and workers of an earlier rollout of this name have not left "
-            "yet: wait until they have left, or use another name"
+            f"revision is {name!r}, and earlier workers of this revision have not left yet: "
+            "wait until they have left, or use another name"
         )
     attached = list(fleet.workers) if fleet is not None else []
     wanted = canary_sizes(workers.fleets, attached, sizes)

@@ -74,8 +74,8 @@ class ScalingCalls:
         info = self._pool(request.role)
         past = scaler.decisions[pool]
         message = (
-            f"the target size of the {pool.value} pool is {request.workers} workers; "
-            f"{info.num_serving} serving now"
+            f"the target size of the {pool.value} pool is {request.workers} workers; workers that "
+            f"serve now: {info.num_serving}"
         )
         if scaler.autoscale:
             message += (
@@ -150,8 +150,8 @@ class ScalingCalls:
         if scaler.active and pool is not None:
             desired = scaler.desired(pool)
             message += (
-                f"; the target size of the {pool.value} pool stays {desired}: to keep one worker "
-                "less, use `baton scale`"
+                f"; the target size of the {pool.value} pool is {desired}, so another worker takes "
+                "its place: to keep one worker less, use `baton scale`"
             )
         return admin_pb2.DrainWorkerResponse(message=message)
 
@@ -306,7 +306,8 @@ def _changed(known: Targets, asked: admin_pb2.LaneTargets, number: int) -> Targe
 def _comparable_state(event: admin_pb2.WatchEvent) -> bytes:
     """Serializes a snapshot without the fields that change all the time.
 
-    Watchers get an event only if these bytes differ from those of the previous event.
+    Watchers get an event if these bytes differ from those of the previous event, or if there are
+    new decisions.
     """
     one = admin_pb2.WatchEvent(pools=event.pools, workers=event.workers, rollout=event.rollout)
     one.rollout.ClearField("compared_for")

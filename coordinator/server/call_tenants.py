@@ -10,7 +10,8 @@ class CallTenants:
     """Charges a call to every tenant with a request in it, or, while idle, to the last tenant.
 
     After its first request, an open call is therefore always charged to some tenant. A gateway's
-    call serves many tenants in turn; each is charged only while it has a request in the call.
+    call serves many tenants in turn; the charge of a tenant without a request ends when another
+    tenant is charged.
     """
 
     def __init__(self) -> None:

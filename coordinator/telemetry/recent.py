@@ -27,7 +27,7 @@ MAX_TENANTS, OTHERS = 32, "(others)"
 # Longest prompt, in tokens, whose prefill time is negligible.
 TINY_PROMPT_TOKENS = 64
 # Maximum number of steps counted per load report. Of a longer report, evenly chosen steps are
-# counted several times each, so that their weights sum to the number of steps.
+# counted several times each, so that their weights sum to about the number of steps.
 _MAX_STEPS = 32
 # Sketches of LaneWindow.
 _SKETCHES = ("ttft", "itl", "e2e", "served", "tiny", "late", "after_start", "ttft_ratio")
@@ -244,7 +244,7 @@ class Recent:
         if number > self._number:
             self._number, self._latest, self._closed = number, Window(), None
             self._slices.append((number, self._latest))
-            self._drop_before(number)
+            self._drop_expired(number)
         return self._latest
 
     def window(self, now: float) -> Window:
@@ -277,6 +277,6 @@ class Recent:
         target_ms = self.target(lane).itl_ms
         return None if target_ms is None else target_ms / 1e3
 
-    def _drop_before(self, number: int) -> None:
+    def _drop_expired(self, number: int) -> None:
         while self._slices[0][0] <= number - NUM_SLICES:
             self._slices.popleft()

@@ -140,7 +140,8 @@ class CoreStats:
         num_prefixes_gone: times that a decode worker lacked blocks that it could not compute.
         cold_starts: workers that attached for the first time, by pool.
         cold_start_s: seconds that worker starts took, by stage.
-        num_failed_starts: workers that ended sooner than STABLE_S (launches.py) after attaching.
+        num_failed_starts: workers that ended before they had been attached for STABLE_S
+            (launches.py), or that never attached.
         scalings: decisions that changed a pool, by pool and "up", "down" or "flip" (into it).
         compared: Statistics of the fleets that a rollout compares; replaced by the rollout.
     """

@@ -673,7 +673,9 @@ async def test_a_pipe_opened_for_reading_and_writing_has_a_reader(tmp_path, monk
 
 def test_promote_fails_when_the_coordinator_ends_during_the_wait(serve):
     service = Ending(RUNNING)
-    match = "the canary is not the stable revision yet, but the coordinator continues the change"
+    match = (
+        "the canary is not the stable revision yet, but the coordinator has received the command"
+    )
     with pytest.raises(errors.UnavailableError, match=match):
         promote(f"{serve(service)},{serve(other := Rolling(RUNNING))}")
     assert (service.num_promotions, other.num_promotions) == (1, 0)

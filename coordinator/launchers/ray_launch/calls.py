@@ -18,7 +18,7 @@ T = TypeVar("T")
 # Timeout of quick calls into Ray.
 CALL_TIMEOUT_S = 15.0
 _MAX_ERROR_CHARS = 500
-# Ray puts the reason of an actor's end after this text and a list of class, IDs and addresses.
+# Ray's errors list class, IDs and addresses of an actor first; the reason follows this text.
 _BEFORE_REASON = re.compile(r"The actor (?:is dead|died) because ")
 
 

@@ -113,7 +113,7 @@ class RayWorkers:
         try:
             why = await self._try_start(start)
         except Exception as error:
-            why = f"Ray cannot create its actor: {error_line(error)}"
+            why = f"Ray cannot start the worker: {error_line(error)}"
         finally:
             self._starting.pop(start.worker_id, None)
         self._say(wire.Started(start.worker_id, why))

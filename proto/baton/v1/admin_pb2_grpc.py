@@ -257,8 +257,8 @@ class AdminServicer:
         """Deletes the KV blocks of a tenant or of a session, or all KV blocks, from the tiers of every
         attached worker, and waits for the end. Requests that run meanwhile may store blocks again.
         INVALID_ARGUMENT: nothing is named, `all` is set beside another field, or several tenants have
-        a session of this ID. NOT_FOUND: no blocks of the session are known. FAILED_PRECONDITION:
-        tenants share KV blocks (kv_store.share), so that blocks belong to no tenant.
+        a session of this ID. NOT_FOUND: no blocks of the session are known. FAILED_PRECONDITION: a
+        tenant without a session is named, but tenants share KV blocks (kv_store.share).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -86,8 +86,8 @@ class AdminStub:
     """Deletes the KV blocks of a tenant or of a session, or all KV blocks, from the tiers of every
     attached worker, and waits for the end. Requests that run meanwhile may store blocks again.
     INVALID_ARGUMENT: nothing is named, `all` is set beside another field, or several tenants have
-    a session of this ID. NOT_FOUND: no blocks of the session are known. FAILED_PRECONDITION:
-    tenants share KV blocks (kv_store.share), so that blocks belong to no tenant.
+    a session of this ID. NOT_FOUND: no blocks of the session are known. FAILED_PRECONDITION: a
+    tenant without a session is named, but tenants share KV blocks (kv_store.share).
     """
     StartRollout: _grpc.UnaryUnaryMultiCallable[_admin_pb2.StartRolloutRequest, _admin_pb2.StartRolloutResponse]
     """A rollout tries another model, or other engine arguments, on a share of the traffic first.
@@ -169,8 +169,8 @@ class AdminAsyncStub(AdminStub):
     """Deletes the KV blocks of a tenant or of a session, or all KV blocks, from the tiers of every
     attached worker, and waits for the end. Requests that run meanwhile may store blocks again.
     INVALID_ARGUMENT: nothing is named, `all` is set beside another field, or several tenants have
-    a session of this ID. NOT_FOUND: no blocks of the session are known. FAILED_PRECONDITION:
-    tenants share KV blocks (kv_store.share), so that blocks belong to no tenant.
+    a session of this ID. NOT_FOUND: no blocks of the session are known. FAILED_PRECONDITION: a
+    tenant without a session is named, but tenants share KV blocks (kv_store.share).
     """
     StartRollout: _aio.UnaryUnaryMultiCallable[_admin_pb2.StartRolloutRequest, _admin_pb2.StartRolloutResponse]  # type: ignore[assignment]
     """A rollout tries another model, or other engine arguments, on a share of the traffic first.
@@ -339,8 +339,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         """Deletes the KV blocks of a tenant or of a session, or all KV blocks, from the tiers of every
         attached worker, and waits for the end. Requests that run meanwhile may store blocks again.
         INVALID_ARGUMENT: nothing is named, `all` is set beside another field, or several tenants have
-        a session of this ID. NOT_FOUND: no blocks of the session are known. FAILED_PRECONDITION:
-        tenants share KV blocks (kv_store.share), so that blocks belong to no tenant.
+        a session of this ID. NOT_FOUND: no blocks of the session are known. FAILED_PRECONDITION: a
+        tenant without a session is named, but tenants share KV blocks (kv_store.share).
         """
 
     @_abc_1.abstractmethod
