@@ -198,6 +198,19 @@ def test_first_tokens_from_before_their_lane_had_a_target_are_not_late():
     assert found(cell) == []
 
 
+def test_evidence_about_a_new_target_does_not_count_earlier_first_tokens():
+    batch = common_pb2.LANE_BATCH
+    cell = LiveCell().workers().load(4, 400, 30, lane=batch).after(20)
+    for _ in range(40):
+        cell.submit(7000, 200, lane=batch)
+    cell.post(ev.TargetsRequested({"batch": Targets(ttft_s=0.1, itl_s=None, percentile=95.0)}))
+    cell.after(0.3)
+    lane = next(one for one in cell.status().lanes if one.info.lane == batch)
+    assert (lane.ttft_ratio.num, lane.ttft.num > 8) == (0, True)
+    (evidence,) = (one.evidence[0] for one in found(cell) if "the target is" in one.evidence[0])
+    assert "no request with this target has had its first token yet" in evidence
+
+
 def test_an_idle_cell_is_healthy():
     cell = LiveCell().workers()
     assert found(cell) == []
