@@ -60,11 +60,11 @@ class ClusterServicer:
         incarnation and generation it resends all messages that the other side has not processed (see
         Hello.ack and Welcome.ack). Load reports and bare acknowledgements are not kept or resent.
 
-        Liveness: each side must send a message at least every Welcome.heartbeat_interval. A worker that
-        has had no message for 15 s and three intervals must end the stream and attach again. If the
-        stream ends because the coordinator went away, the worker keeps its requests running for
-        Welcome.adoption_grace. A worker that meets a new generation reports its requests in
-        Hello.running, continues those named in Welcome.adopted, and aborts the others.
+        Liveness: each side must send a message at least every Welcome.heartbeat_interval. A worker
+        that has had no message for 15 s, or three intervals if that is longer, must end the stream
+        and attach again. If the stream ends because the coordinator went away, the worker keeps its
+        requests running for Welcome.adoption_grace. A worker that meets a new generation reports its
+        requests in Hello.running, continues those named in Welcome.adopted, and aborts the others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

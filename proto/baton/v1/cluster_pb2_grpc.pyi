@@ -47,11 +47,11 @@ class ClusterStub:
     incarnation and generation it resends all messages that the other side has not processed (see
     Hello.ack and Welcome.ack). Load reports and bare acknowledgements are not kept or resent.
 
-    Liveness: each side must send a message at least every Welcome.heartbeat_interval. A worker that
-    has had no message for 15 s and three intervals must end the stream and attach again. If the
-    stream ends because the coordinator went away, the worker keeps its requests running for
-    Welcome.adoption_grace. A worker that meets a new generation reports its requests in
-    Hello.running, continues those named in Welcome.adopted, and aborts the others.
+    Liveness: each side must send a message at least every Welcome.heartbeat_interval. A worker
+    that has had no message for 15 s, or three intervals if that is longer, must end the stream
+    and attach again. If the stream ends because the coordinator went away, the worker keeps its
+    requests running for Welcome.adoption_grace. A worker that meets a new generation reports its
+    requests in Hello.running, continues those named in Welcome.adopted, and aborts the others.
     """
 
 @_typing.type_check_only
@@ -73,11 +73,11 @@ class ClusterAsyncStub(ClusterStub):
     incarnation and generation it resends all messages that the other side has not processed (see
     Hello.ack and Welcome.ack). Load reports and bare acknowledgements are not kept or resent.
 
-    Liveness: each side must send a message at least every Welcome.heartbeat_interval. A worker that
-    has had no message for 15 s and three intervals must end the stream and attach again. If the
-    stream ends because the coordinator went away, the worker keeps its requests running for
-    Welcome.adoption_grace. A worker that meets a new generation reports its requests in
-    Hello.running, continues those named in Welcome.adopted, and aborts the others.
+    Liveness: each side must send a message at least every Welcome.heartbeat_interval. A worker
+    that has had no message for 15 s, or three intervals if that is longer, must end the stream
+    and attach again. If the stream ends because the coordinator went away, the worker keeps its
+    requests running for Welcome.adoption_grace. A worker that meets a new generation reports its
+    requests in Hello.running, continues those named in Welcome.adopted, and aborts the others.
     """
 
 class ClusterServicer(metaclass=_abc_1.ABCMeta):
@@ -102,11 +102,11 @@ class ClusterServicer(metaclass=_abc_1.ABCMeta):
         incarnation and generation it resends all messages that the other side has not processed (see
         Hello.ack and Welcome.ack). Load reports and bare acknowledgements are not kept or resent.
 
-        Liveness: each side must send a message at least every Welcome.heartbeat_interval. A worker that
-        has had no message for 15 s and three intervals must end the stream and attach again. If the
-        stream ends because the coordinator went away, the worker keeps its requests running for
-        Welcome.adoption_grace. A worker that meets a new generation reports its requests in
-        Hello.running, continues those named in Welcome.adopted, and aborts the others.
+        Liveness: each side must send a message at least every Welcome.heartbeat_interval. A worker
+        that has had no message for 15 s, or three intervals if that is longer, must end the stream
+        and attach again. If the stream ends because the coordinator went away, the worker keeps its
+        requests running for Welcome.adoption_grace. A worker that meets a new generation reports its
+        requests in Hello.running, continues those named in Welcome.adopted, and aborts the others.
         """
 
 def add_ClusterServicer_to_server(servicer: ClusterServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

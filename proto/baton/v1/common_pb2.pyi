@@ -110,8 +110,8 @@ class _StageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Stage.ValueType
     STAGE_NETWORK: _Stage.ValueType  # 9
     """Between processes: rest of a span after subtracting the stages inside it."""
     STAGE_PARKED: _Stage.ValueType  # 10
-    """The request left its worker, as in REQUEST_STATE_PARKED or because the worker left at the end of
-    a drain, until its tokens flow again.
+    """The request left its worker, as in REQUEST_STATE_PARKED or because the worker left at the end
+    of a drain, until its tokens flow again.
     """
 
 class Stage(_Stage, metaclass=_StageEnumTypeWrapper):
@@ -136,8 +136,8 @@ STAGE_RECOVERY: Stage.ValueType  # 8
 STAGE_NETWORK: Stage.ValueType  # 9
 """Between processes: rest of a span after subtracting the stages inside it."""
 STAGE_PARKED: Stage.ValueType  # 10
-"""The request left its worker, as in REQUEST_STATE_PARKED or because the worker left at the end of
-a drain, until its tokens flow again.
+"""The request left its worker, as in REQUEST_STATE_PARKED or because the worker left at the end
+of a drain, until its tokens flow again.
 """
 Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
