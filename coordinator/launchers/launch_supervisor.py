@@ -36,6 +36,8 @@ class LaunchSupervisor:
         self._launcher: Launcher | None = None
         # The latest step (start or end) of each worker; each step waits for the previous one.
         self._steps: dict[str, asyncio.Task[None]] = {}
+        # All starts that have not finished, also those that an end of their worker waits for.
+        self._starts: set[asyncio.Task[None]] = set()
         self._closed = False
         self.first_failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -61,9 +63,11 @@ class LaunchSupervisor:
 
     def start(self, worker_id: str, pool: Pool, revision: Revision) -> None:
         if not self._closed:
-            self._enqueue(
+            start = self._enqueue(
                 worker_id, "start", lambda one: self._start(one, worker_id, pool, revision)
             )
+            self._starts.add(start)
+            start.add_done_callback(self._starts.discard)
 
     def end(self, worker_id: str) -> None:
         if not self._closed:
@@ -78,19 +82,18 @@ class LaunchSupervisor:
         launcher = self._launcher
         assert launcher is not None
         # launcher.stop() ends only processes whose start has finished.
-        starting = [one for one in self._steps.values() if one.get_name().startswith("start ")]
-        if starting:
-            _, late = await asyncio.wait(starting, timeout=_START_GRACE_S)
+        if self._starts:
+            _, late = await asyncio.wait(self._starts, timeout=_START_GRACE_S)
             for start in late:
                 start.cancel()
-            await asyncio.gather(*starting, return_exceptions=True)
+            await asyncio.gather(*late, return_exceptions=True)
         await launcher.stop()
         await asyncio.gather(*self._steps.values(), return_exceptions=True)
 
     # ---- Private methods
 
-    def _enqueue(self, worker_id: str, kind: str, step: _Step) -> None:
-        """Runs a step of a worker after the worker's earlier steps."""
+    def _enqueue(self, worker_id: str, kind: str, step: _Step) -> asyncio.Task[None]:
+        """Runs a step of a worker after the worker's earlier steps; returns the step's task."""
         assert self._launcher is not None
         before = self._steps.get(worker_id)
         task = asyncio.create_task(
@@ -98,6 +101,7 @@ class LaunchSupervisor:
         )
         self._steps[worker_id] = task
         task.add_done_callback(lambda done: self._forget(worker_id, done))
+        return task
 
     def _forget(self, worker_id: str, task: asyncio.Task[None]) -> None:
         if self._steps.get(worker_id) is task:

@@ -46,5 +46,8 @@ async def test_closing_does_not_wait_for_a_connection_to_ray(connecting, monkeyp
         supervisor.start(f"decode-{number}", Pool.DECODE, Revision("r1"))
     async with asyncio.timeout(WAIT_S):
         await connecting.wait()
+        # `baton up` asks its workers to end before it closes the launcher.
+        for number in range(3):
+            supervisor.end(f"decode-{number}")
         await supervisor.close()
     assert set(psutil.Process().children()) <= before
