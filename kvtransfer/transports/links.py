@@ -31,6 +31,9 @@ from baton.v1 import kv_transfer_pb2 as pb
 
 # Most links from this service, and most to it; further pairs use another transport.
 MAX_LINKS = 64
+# Most links of one host that have ended and whose threads go on. A single thread that hangs, or is
+# only slow to end, does not keep the services of its host from making links.
+_MAX_STUCK_PER_HOST = 4
 # Longest ID of a link.
 MAX_ID_CHARS = 64
 # Longest time to join a link's group, in seconds. A group has its own timeouts, but NCCL waits for
@@ -106,9 +109,8 @@ class Links:
         # Links to other services by target, and links from other services by ID.
         self._to: dict[str, _Outgoing] = {}
         self._incoming: dict[str, ReceivingLink] = {}
-        # Links that have ended, and whose threads a library never returns to, with their senders'
-        # hosts. While there is one, no further link of its host is tried: what keeps one thread
-        # would keep the others too.
+        # Links that have ended and whose threads go on, with their senders' hosts: a library may
+        # never return to them.
         self._stuck: list[tuple[str, ReceivingLink]] = []
 
     # ---- Sending.
@@ -333,8 +335,9 @@ class Links:
         if hello.link_id in self._incoming:
             return f"link_id is {hello.link_id!r}; must be new"
         self._stuck = [each for each in self._stuck if not each[1].thread_ended]
-        if any(host == each for each, _ in self._stuck):
-            return f"an earlier link from {host} has ended, and its thread hangs"
+        num_stuck = sum(host == each for each, _ in self._stuck)
+        if num_stuck >= _MAX_STUCK_PER_HOST:
+            return f"{num_stuck} earlier links from {host} have ended, and their threads hang"
         if len(self._incoming) + len(self._stuck) >= MAX_LINKS:
             return f"{MAX_LINKS} links are in use at the receiver"
         return ""
