@@ -62,9 +62,12 @@ async def test_a_worker_leaves_a_silent_stream_and_loses_nothing(
     coordinator, start_worker, vocabulary, monkeypatch
 ):
     """The stream stays open and answers pings, as behind a proxy or with a blocked event loop."""
-    monkeypatch.setattr(attach, "_SILENT_S", 0.5)
-    worker = start_worker(simulated=SLOW)
-    stream = await coordinator.stream()
+    with monkeypatch.context() as patch:
+        # Counts for the first stream only: a slow machine may delay heartbeats of the second one.
+        patch.setattr(attach, "_SILENT_S", 0.5)
+        worker = start_worker(simulated=SLOW)
+        stream = await coordinator.stream()
+        await stream.loads(1)
     await coordinator.command(stream, decode=decode("r", [5, 6, 7], max_tokens=40))
     outputs = await some_outputs(stream, 2)
     worker.hold_outputs()
@@ -80,7 +83,11 @@ async def test_a_worker_leaves_a_silent_stream_and_loses_nothing(
     assert tokens_of(outputs) == expected_tokens(vocabulary, [5, 6, 7], 40)
 
 
-async def test_a_short_silence_does_not_end_a_stream(coordinator, start_worker, vocabulary):
+async def test_a_short_silence_does_not_end_a_stream(
+    coordinator, start_worker, vocabulary, monkeypatch
+):
+    # Longer than a slow machine takes for this test.
+    monkeypatch.setattr(attach, "_SILENT_S", 600.0)
     start_worker(simulated=SLOW)
     stream = await coordinator.stream()
     stream.fall_silent()
