@@ -47,6 +47,18 @@ class _Handler(logging.Handler):
             self.handleError(record)
 
 
+def _is_handled_elsewhere(record: logging.LogRecord) -> bool:
+    """Whether a handler below the root logger takes the record, so that it is written already."""
+    logger: object = logging.root.manager.loggerDict.get(record.name)
+    while isinstance(logger, logging.Logger) and logger is not logging.root:
+        for handler in logger.handlers:
+            # A library's NullHandler leaves the choice of the handler to the program.
+            if not isinstance(handler, logging.NullHandler) and record.levelno >= handler.level:
+                return True
+        logger = logger.parent
+    return False
+
+
 def setup(level: str, process: str) -> None:
     """Sends this process's logs to stderr, with warnings and errors of libraries.
 
@@ -60,6 +72,7 @@ def setup(level: str, process: str) -> None:
     handler, others, formatter = _Handler(), _Handler(logging.WARNING), _Formatter(process)
     for one in (handler, others):
         one.setFormatter(formatter)
+    others.addFilter(lambda record: not _is_handled_elsewhere(record))
 
     def note(num_lines: int) -> str:
         text = "%d log lines dropped, because stderr was not read"

@@ -1,6 +1,7 @@
 """Lines of a process's log."""
 
 import asyncio
+import io
 import logging
 
 import pytest
@@ -37,6 +38,26 @@ def test_a_line_has_only_the_callers_fields(capsys, set_up):
         logging.setLogRecordFactory(made)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(" info decode-0 baton.test engine is up kv=127.0.0.1:1")
+
+
+def test_a_record_that_a_library_writes_by_itself_is_no_line_of_the_log(capsys, set_up):
+    set_up()
+    library = logging.getLogger("test_logs_library")
+    own, null = logging.StreamHandler(io.StringIO()), logging.NullHandler()
+    own.setLevel(logging.ERROR)
+    try:
+        # As libraries do that leave their logs to the program.
+        library.addHandler(null)
+        library.getChild("part").warning("first")
+        library.addHandler(own)
+        library.getChild("part").warning("second")
+        library.getChild("part").error("third")
+    finally:
+        library.removeHandler(own)
+        library.removeHandler(null)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.rpartition(" ")[2] for line in lines] == ["first", "second"]
+    assert own.stream.getvalue() == "third\n"
 
 
 async def test_errors_of_callbacks_are_lines_of_the_log(capsys, set_up):
