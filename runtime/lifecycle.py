@@ -38,7 +38,7 @@ def run(main: Coroutine[Any, Any, int]) -> int:
     """Runs a process's main coroutine on uvloop and returns its exit code.
 
     It raises the limit of open files to the allowed maximum, because each connection is one file.
-    At the end it flushes the output, so that an error that the caller prints comes last.
+    At the end it flushes the output, so that the traceback of an exception comes last.
     """
     quick_start.collect_as_usual()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

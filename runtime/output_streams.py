@@ -14,12 +14,17 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable
+from time import monotonic
 from typing import Literal, TextIO
 
 # Most characters that wait for the reader; when there are more, the oldest are dropped.
 MAX_WAITING_CHARS = 2**20
-# Longest wait at the end of a process for the reader.
+# Longest wait of a flush while the reader reads nothing, and longest wait in all.
 FLUSH_TIMEOUT_S = 2.0
+FLUSH_LIMIT_S = 10.0
+# Lines that wait are written together, up to this size: a pipe may mix larger writes with those of
+# other processes.
+_WRITE_CHARS = select.PIPE_BUF
 
 
 def _note(num_lines: int) -> str:
@@ -30,7 +35,9 @@ class OutputStream:
     """Standard output or standard error. Any thread may use it.
 
     The caller itself writes the text to a stream that is not a file (in tests), and where no
-    thread can help: in a forked child, after `atexit` has run, or if no thread can be started.
+    thread can help: after `atexit` has run, or if no thread can be started. A forked child has a
+    thread of its own from its first write; the parent writes all text from before the fork. Code
+    that ends a process with os._exit must call `flush` before.
 
     Args:
         name: Name of the stream in `sys`.
@@ -40,16 +47,24 @@ class OutputStream:
     """
 
     def __init__(self, name: Literal["stdout", "stderr"]) -> None:
-        self._name, self._pid = name, os.getpid()
+        self._name = name
         self.note: Callable[[int], str] = _note
-        # Guards the attributes below.
+        self._is_closed = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets text that waits, and the thread; for a forked child, which has no such thread."""
+        # Guards the attributes below. Another thread may have held the parent's lock in the fork.
         self._changed = threading.Condition()
         self._waiting: deque[str] = deque()
         self._num_chars = self._num_dropped = 0
-        self._is_writing = self._is_closed = False
+        self._is_writing = False
         self._thread: threading.Thread | None = None
-        # Only the thread uses this: whether the latest text ended a line.
-        self._is_at_line_start = True
+        # When a flush has last given up; on the clock of time.monotonic().
+        self._gave_up_at = 0.0
+        # Only the thread sets these: whether the latest text ended a line, and when the reader or
+        # the pipe has last taken text.
+        self._is_at_line_start, self._written_at = True, 0.0
 
     def write(self, text: str) -> None:
         """Writes text in the order of the calls; never blocks on a pipe or terminal.
@@ -59,7 +74,7 @@ class OutputStream:
         """
         if not text:
             return
-        if self._descriptor() is None or self._is_closed or os.getpid() != self._pid:
+        if self._descriptor() is None or self._is_closed:
             self._write_directly(text)
             return
         with self._changed:
@@ -68,15 +83,32 @@ class OutputStream:
         if not has_thread:
             self._write_directly(text)
 
-    def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> bool:
-        """Waits until all text is written; returns whether that took at most `timeout_s`."""
-        if os.getpid() != self._pid:
-            # The parent's thread writes what waits; its lock may be held here for ever.
-            return True
+    def flush(self, began_at: float | None = None) -> bool:
+        """Waits until all text is written; returns whether it is.
+
+        Gives up when the reader has read nothing for FLUSH_TIMEOUT_S, and after FLUSH_LIMIT_S; at
+        once if an earlier flush has given up and the reader has read nothing since.
+
+        Args:
+            began_at: Time from which the waiting counts, on the clock of time.monotonic(); None
+                means now.
+        """
+        began_at = monotonic() if began_at is None else began_at
         with self._changed:
-            return self._changed.wait_for(
-                lambda: not self._waiting and not self._is_writing, timeout_s
-            )
+            while self._waiting or self._is_writing:
+                if self._gave_up_at > self._written_at:
+                    return False
+                silent_at = max(began_at, self._written_at) + FLUSH_TIMEOUT_S
+                left_s = min(silent_at, began_at + FLUSH_LIMIT_S) - monotonic()
+                if left_s <= 0:
+                    self._gave_up_at = monotonic()
+                    return False
+                self._changed.wait(left_s)
+        return True
+
+    def close(self) -> None:
+        """Makes callers of `write` write by themselves from now on."""
+        self._is_closed = True
 
     def _has_thread(self) -> bool:
         """Starts the thread at the first call; returns False while it cannot be started."""
@@ -88,7 +120,6 @@ class OutputStream:
             except RuntimeError:
                 return False
             self._thread = thread
-            atexit.register(self._close)
         return True
 
     def _keep(self, text: str) -> None:
@@ -98,11 +129,8 @@ class OutputStream:
             oldest = self._waiting.popleft()
             self._num_chars -= len(oldest)
             self._num_dropped += max(1, oldest.count("\n"))
-        self._changed.notify_all()
-
-    def _close(self) -> None:
-        self.flush()
-        self._is_closed = True
+        if not self._is_writing:
+            self._changed.notify_all()
 
     def _stream(self) -> TextIO | None:
         # None if it was closed before the start, contrary to its declared type.
@@ -129,18 +157,28 @@ class OutputStream:
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._is_writing = False
-                self._changed.notify_all()
-                self._changed.wait_for(lambda: self._waiting)
+                if not self._waiting:
+                    self._is_writing = False
+                    self._changed.notify_all()
+                    self._changed.wait_for(lambda: self._waiting)
                 self._is_writing = True
                 num_dropped, self._num_dropped = self._num_dropped, 0
-                text = self._waiting.popleft()
-                self._num_chars -= len(text)
+                text = self._take()
             if num_dropped:
                 line_end = "" if self._is_at_line_start else "\n"
                 text = f"{line_end}{self.note(num_dropped)}{text}"
             self._is_at_line_start = text.endswith("\n")
             self._write(text)
+
+    def _take(self) -> str:
+        """Takes the oldest text, up to _WRITE_CHARS unless the first part is longer."""
+        parts = [self._waiting.popleft()]
+        num_chars = len(parts[0])
+        while self._waiting and num_chars + len(self._waiting[0]) <= _WRITE_CHARS:
+            parts.append(self._waiting.popleft())
+            num_chars += len(parts[-1])
+        self._num_chars -= num_chars
+        return "".join(parts)
 
     def _write(self, text: str) -> None:
         """Writes to the descriptor, because a blocked write must not hold the stream's own lock.
@@ -155,6 +193,7 @@ class OutputStream:
             while rest:
                 try:
                     rest = rest[os.write(descriptor, rest) :]
+                    self._written_at = monotonic()
                 except BlockingIOError:
                     # Another process has made the shared pipe or terminal non-blocking.
                     poll = select.poll()
@@ -167,6 +206,20 @@ stderr = OutputStream("stderr")
 
 
 def flush() -> None:
-    """Waits at most FLUSH_TIMEOUT_S for each of both streams."""
-    stdout.flush()
-    stderr.flush()
+    """Waits for both streams together, as OutputStream.flush does for one."""
+    began_at = monotonic()
+    stdout.flush(began_at)
+    stderr.flush(began_at)
+
+
+def _close() -> None:
+    began_at = monotonic()
+    for stream in (stdout, stderr):
+        # While nothing reads, a caller that writes by itself would block.
+        if stream.flush(began_at):
+            stream.close()
+
+
+atexit.register(_close)
+os.register_at_fork(after_in_child=stdout.reset)
+os.register_at_fork(after_in_child=stderr.reset)

@@ -173,7 +173,7 @@ class Worker:
         except TransferError as error:
             raise WorkerFailed(f"transfer service: {error}") from None
 
-        # 4. Metrics and spans. Their threads start after the engine has forked its processes.
+        # 4. Metrics and spans.
         role = role_name(self._role)
         collector = WorkerCollector(info.model.name, role, config.kv_transfer.transports)
         registry = collector.registry()

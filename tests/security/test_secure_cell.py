@@ -21,7 +21,7 @@ from baton.coordinator.server.server import Coordinator
 from baton.engine.sim_tokens import Vocabulary, expected_tokens
 from baton.gateway.server import CellEndpoints
 from baton.gateway.server import serve as serve_gateway
-from baton.runtime import rpc
+from baton.runtime import output_streams, rpc
 from baton.runtime.dev_certs import CLUSTER_NAME, Authority
 from baton.runtime.dial import Dial, bearer
 from baton.runtime.tls import TlsFiles
@@ -244,6 +244,7 @@ async def test_a_worker_with_another_token_leaves_with_the_reason(cell, capfd, t
     code = await serve_worker(
         config, common_pb2.ROLE_DECODE, cell.address, "stranger", stop=asyncio.Event()
     )
+    await asyncio.to_thread(output_streams.flush)
     said = capfd.readouterr().err
     assert code == 1
     assert "refuses this worker: the credential is not valid here" in said
