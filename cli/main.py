@@ -36,7 +36,7 @@ from baton.cli import (
     simulate,
     top,
 )
-from baton.runtime import quick_exit
+from baton.runtime import output_streams, quick_exit
 
 app = typer.Typer(
     name="baton",
@@ -131,7 +131,7 @@ def main() -> None:
                 sys.stdout.flush()
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             if error.errno == errno.ENOSPC:
-                print(f"baton: cannot write: {error.strerror}", file=sys.stderr)
+                output_streams.stderr.write(f"baton: cannot write: {error.strerror}\n")
             sys.exit(1)
         from baton.cli import exit_codes
 
@@ -139,7 +139,7 @@ def main() -> None:
         if code is None:
             raise
         for line in exit_codes.message(error).splitlines():
-            print(f"baton: {line}", file=sys.stderr)
+            output_streams.stderr.write(f"baton: {line}\n")
         sys.exit(code)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -146,8 +145,7 @@ async def serve(
         worker = Worker(config, role, coordinator, worker_id, directory, engine_factory)
         await worker.run(stop, ready)
     except (WorkerFailed, ConfigError) as error:
-        # After the log: the coordinator takes the last line of stderr as the reason of the exit.
-        await asyncio.to_thread(output_streams.flush)
-        print(f"baton worker {worker_id}: {error}", file=sys.stderr, flush=True)
+        # The coordinator takes the last line of stderr as the reason of the exit.
+        output_streams.stderr.write(f"baton worker {worker_id}: {error}\n")
         return error.exit_code if isinstance(error, WorkerFailed) else 2
     return 0

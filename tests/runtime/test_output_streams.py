@@ -53,6 +53,20 @@ output_streams._close()
 log.info("late line")
 sys.exit(3)
 """
+FAILED_COMMAND = """
+from baton.cli import main
+
+sys.argv = ["baton", "coordinator", "--listen", "nowhere"]
+main.main()
+"""
+FAILED_WORKER = """
+from baton.runtime.config import parse
+from baton.v1 import common_pb2
+from baton.worker import main
+
+config = parse({"model": "demo", "worker": {"metrics_listen": "nowhere"}}, "test")
+sys.exit(main.main(config, common_pb2.ROLE_DECODE, "127.0.0.1:9"))
+"""
 
 
 async def start(program, *, full=False):
@@ -116,8 +130,10 @@ async def test_a_paused_reader_stops_no_event_loop_and_gets_the_last_lines():
         (PAUSED_CHILD, 3),
         (FLUSHED_TWICE, 3),
         (WRITES_LATE, 3),
+        (FAILED_COMMAND, 2),
+        (FAILED_WORKER, 2),
     ],
-    ids=["paused", "forked child", "flushed twice", "late"],
+    ids=["paused", "forked child", "flushed twice", "late", "failed command", "failed worker"],
 )
 async def test_a_process_ends_although_its_output_is_never_read(program, exit_code):
     process, reads = await start(program, full=True)
