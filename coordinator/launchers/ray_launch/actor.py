@@ -12,6 +12,7 @@ import ray
 import yaml
 
 from baton.coordinator.launchers.worker_process import BATON, WorkerExit, WorkerProcess
+from baton.runtime import output_streams
 
 
 class WorkerActor:
@@ -67,7 +68,9 @@ class WorkerActor:
     async def exited(self) -> dict[str, Any]:
         """Waits until the process ends without being told to; returns its WorkerExit's fields."""
         assert self._ended is not None, "start comes first"
-        return dataclasses.asdict(await asyncio.shield(self._ended))
+        ended = await asyncio.shield(self._ended)
+        await asyncio.to_thread(output_streams.flush)
+        return dataclasses.asdict(ended)
 
     async def stop(self, stop_timeout_s: float) -> None:
         """Ends the process with its children, and prevents a later start."""
@@ -75,6 +78,8 @@ class WorkerActor:
             self._is_stopped = True
         if self._process is not None:
             await self._process.stop(stop_timeout_s)
+        # The driver kills this process next.
+        await asyncio.to_thread(output_streams.flush)
 
     async def coordinator(self) -> str:
         """host:port that the worker attaches to."""
