@@ -26,10 +26,10 @@ from baton.kvtransfer.transports.link_store import MAX_KEYS, LinkStore, may_have
 from baton.kvtransfer.transports.process_group import LinkOptions, unusable_reason
 from baton.v1 import kv_transfer_pb2 as pb
 
-OPTIONS = LinkOptions("gloo", "127.0.0.1", frame_timeout_s=30.0)
-HASTY = LinkOptions("gloo", "127.0.0.1", open_timeout_s=1.0, frame_timeout_s=0.5)
 # Longest wait for something that must happen; no test asserts that it happens sooner.
 WAIT_S = 120.0
+OPTIONS = LinkOptions("gloo", "127.0.0.1", open_timeout_s=WAIT_S, frame_timeout_s=WAIT_S)
+HASTY = LinkOptions("gloo", "127.0.0.1", open_timeout_s=1.0, frame_timeout_s=0.5)
 MEMORY_BYTES = 4 * PART_BYTES
 
 
