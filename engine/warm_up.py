@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from baton.engine.base import Engine, EngineDead, EngineInfo, EngineRequest, Finish, RequestRejected
+from baton.engine.base import (
+    Engine,
+    EngineDead,
+    EngineInfo,
+    EngineRequest,
+    EngineStep,
+    Finish,
+    RequestRejected,
+)
 from baton.v1 import common_pb2
 
 # Prompt tokens: enough to compile the kernels of a real prompt, and quick to compute on a CPU.
@@ -17,18 +25,25 @@ def is_warm_up(request_id: str) -> bool:
     return request_id == _NAME or request_id.startswith(f"{_NAME}#")
 
 
-async def warm_up(engine: Engine, info: EngineInfo) -> None:
+async def warm_up(engine: Engine, info: EngineInfo) -> list[EngineStep]:
     """Runs a prompt, and two output tokens if they fit, with the model and each adapter.
 
     The engine must have no other requests meanwhile.
 
+    Returns:
+        The engine's steps. With the first steps, an engine reports the blocks that an earlier
+        worker has left on disk.
+
     Raises:
         EngineDead: The engine has failed.
     """
+    steps: list[EngineStep] = []
     for adapter in ("", *(one.name for one in info.model.adapters)):
-        await _run(engine, _request(info, adapter), f"warm-up of {adapter}" if adapter else _NAME)
+        what = f"warm-up of {adapter}" if adapter else _NAME
+        steps += await _run(engine, _request(info, adapter), what)
     # Drop the samples: warm-up steps would distort the latency model.
     engine.load()
+    return steps
 
 
 def _request(info: EngineInfo, adapter: str) -> EngineRequest:
@@ -47,14 +62,16 @@ def _request(info: EngineInfo, adapter: str) -> EngineRequest:
     )
 
 
-async def _run(engine: Engine, request: EngineRequest, what: str) -> None:
+async def _run(engine: Engine, request: EngineRequest, what: str) -> list[EngineStep]:
     try:
         await engine.submit(request)
     except RequestRejected as error:
         raise EngineDead(f"{what}: {error}") from error
+    steps: list[EngineStep] = []
     while True:
-        for output in (await engine.next_step()).outputs:
+        steps.append(await engine.next_step())
+        for output in steps[-1].outputs:
             if output.finish is Finish.ERROR:
                 raise EngineDead(f"{what}: {output.error}")
             if output.finish is not None:
-                return
+                return steps

@@ -126,7 +126,7 @@ class Outgoing(Protocol):
     def acknowledge(self, seq: int) -> None: ...
     def mark_hello(self) -> None: ...
     def resume(self, ack: int) -> None: ...
-    def restart(self, adopted: Collection[tuple[str, int]]) -> None: ...
+    def restart(self, adopted: Collection[tuple[str, int]]) -> bool: ...
 
 
 class Attachment:
@@ -250,8 +250,9 @@ class Attachment:
             self._outbox.resume(welcome.ack)
         else:
             adopted = frozenset((one.request_id, one.attempt) for one in welcome.adopted)
-            self._outbox.restart(adopted)
-            if self._generation:
+            has_dropped = self._outbox.restart(adopted)
+            # Before its first coordinator, a worker may have reported blocks on disk.
+            if self._generation or has_dropped:
                 self._host.keep_only(adopted)
             self._generation, self._received = welcome.generation, 0
         self._acknowledged = self._received

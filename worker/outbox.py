@@ -99,13 +99,17 @@ class Outbox:
         self.acknowledge(ack)
         self._next_to_send = self._first_seq
 
-    def restart(self, adopted: Collection[tuple[str, int]]) -> None:
+    def restart(self, adopted: Collection[tuple[str, int]]) -> bool:
         """Starts again for a new coordinator: messages after the Hello are numbered from 1.
 
         Args:
             adopted: (request id, attempt). Outputs of other attempts are dropped, because the new
                 coordinator counts attempts anew and would take them for its own.
+
+        Returns:
+            Whether messages from before the Hello were dropped.
         """
+        has_dropped = self._first_seq < self._reported_seq
         later = list(islice(self._kept, max(0, self._reported_seq - self._first_seq), None))
         self._kept.clear()
         self._count(-self._num_bytes)
@@ -119,6 +123,7 @@ class Outbox:
                     if (outputs[index].request_id, outputs[index].attempt) not in adopted:
                         del outputs[index]
             self.post(message)
+        return has_dropped
 
     async def wait_for_space(self) -> None:
         """Waits while too many messages are kept."""

@@ -15,7 +15,14 @@ from google.rpc import code_pb2
 
 from baton.decode.role import DecodeRole
 from baton.engine.attempts import Attempt
-from baton.engine.base import Engine, EngineDead, EngineOutput, Finish, RequestRejected
+from baton.engine.base import (
+    Engine,
+    EngineDead,
+    EngineOutput,
+    EngineStep,
+    Finish,
+    RequestRejected,
+)
 from baton.kvtransfer.control import HandoffEvent, TransferClient
 from baton.kvtransfer.layout import KvLayout
 from baton.prefill.role import PrefillRole
@@ -232,6 +239,17 @@ class Runner:
         self._host_cache.flush()
         self._disk_cache.flush()
 
+    def take_disk(self, step: EngineStep) -> None:
+        """Takes what a step reports about the disk tier.
+
+        The worker passes the steps of the warm-up. Their other blocks are those of the warm-up
+        itself, which no prompt has.
+        """
+        if step.disk_cache is not None:
+            self._disk_cache.take(step.disk_cache)
+        self.num_wrong_files += step.num_wrong_files
+        self.disk_failed = self.disk_failed or step.disk_failed
+
     def fail_all(self, error: BatonError) -> None:
         """Fails every request with an error."""
         outputs = [
@@ -365,10 +383,7 @@ class Runner:
                 self._cache.take(step.cache)
             if step.host_cache is not None:
                 self._host_cache.take(step.host_cache)
-            if step.disk_cache is not None:
-                self._disk_cache.take(step.disk_cache)
-            self.num_wrong_files += step.num_wrong_files
-            self.disk_failed = self.disk_failed or step.disk_failed
+            self.take_disk(step)
             # Cache changes are sent before the outputs that depend on them: stored blocks before
             # the prompt's first token, removed blocks before the request that misses them.
             if any(

@@ -17,7 +17,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from baton.engine.base import Engine, EngineDead, EngineInfo
+from baton.engine.base import Engine, EngineDead, EngineInfo, EngineStep
 from baton.engine.warm_up import warm_up
 from baton.kvtransfer import staging_size
 from baton.kvtransfer.addresses import with_listen_address
@@ -153,7 +153,8 @@ class Worker:
         stack.push_async_callback(engine.stop)
         # The time before this is the import of the engine, which may take as long as the model.
         starting_at = monotonic()
-        info = _with_revision(await self._start_engine(engine, transfer), config.worker.revision)
+        info, warm_up_steps = await self._start_engine(engine, transfer)
+        info = _with_revision(info, config.worker.revision)
         kv_at = starting_at + info.weights_s
         self._record_startup("weights", begun_at, kv_at)
         self._record_startup("kv", kv_at, kv_at + info.kv_s)
@@ -203,6 +204,8 @@ class Worker:
             max_requests=self._max_requests[self._role],
             open_timeout_s=config.kv_transfer.open_timeout_s,
         )
+        for step in warm_up_steps:
+            runner.take_disk(step)
         profiles = Profiles(engine, outbox)
         stack.push_async_callback(profiles.close)
         cache_drops = CacheDrops(engine, outbox)
@@ -248,7 +251,9 @@ class Worker:
         except OSError as error:
             raise WorkerFailed(f"--directory: {error}") from None
 
-    async def _start_engine(self, engine: Engine, transfer: TransferClient) -> EngineInfo:
+    async def _start_engine(
+        self, engine: Engine, transfer: TransferClient
+    ) -> tuple[EngineInfo, list[EngineStep]]:
         timeout_s = self._config.worker.start_timeout_s
         starting = asyncio.create_task(_load(engine), name="engine start")
         gone = asyncio.create_task(transfer.gone.wait(), name="transfer gone")
@@ -376,10 +381,9 @@ class Worker:
         self._startup_ms[stage] = max(0, round((ended_at - begun_at) * 1e3))
 
 
-async def _load(engine: Engine) -> EngineInfo:
+async def _load(engine: Engine) -> tuple[EngineInfo, list[EngineStep]]:
     info = await engine.start()
-    await warm_up(engine, info)
-    return info
+    return info, await warm_up(engine, info)
 
 
 async def _drained(host: WorkerHost, runner: Runner, attachment: Attachment) -> None:
