@@ -251,7 +251,7 @@ class TierLoads:
     """Loads of KV blocks from one tier.
 
     Attributes:
-        num_bytes: Bytes of all ranks.
+        num_bytes: Bytes of all ranks; ranks that hold the same keys and values count once.
         seconds: Time in which the ranks loaded them, all at the same time.
     """
 

@@ -30,7 +30,7 @@ class LoadSpeeds:
 
         Args:
             tier: HOST or DISK.
-            num_bytes: bytes of all ranks.
+            num_bytes: bytes of all ranks; ranks that hold the same keys and values count once.
             now: time by the core's clock.
         """
         s_per_byte, found = self._assumed[tier], self._measured.get(tier)

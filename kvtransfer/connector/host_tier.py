@@ -42,6 +42,7 @@ from vllm.v1.request import RequestStatus
 from baton.kvtransfer.connector.cached_blocks import CachedBlocks
 from baton.kvtransfer.connector.disk_tier import DiskTier
 from baton.kvtransfer.connector.host_memory import HostBlocks, HostMemory, lacking
+from baton.kvtransfer.connector.load_counts import LoadCounts
 from baton.kvtransfer.disk.orders import DiskReport
 
 if TYPE_CHECKING:
@@ -62,8 +63,7 @@ HOST_CHANGE = "baton_host_cache"
 # Key in SchedulerStats.kv_connector_stats: by the engine's request id, how many prompt tokens a
 # request loads from host memory, and how many of these had to come from disk.
 HOST_LOADS = "baton_host_loads"
-# Key in SchedulerStats.kv_connector_stats: for host memory and for the disk, bytes that were loaded
-# from there, of all ranks, and the seconds in which the ranks loaded them at the same time.
+# Key in SchedulerStats.kv_connector_stats; the value is the result of `LoadCounts.take`.
 TIER_LOADS = "baton_tier_loads"
 # Most times that one request loads blocks from disk; host memory may have evicted them again.
 _MOST_DISK_LOADS = 3
@@ -137,6 +137,7 @@ class HostTier:
     Args:
         memory: Description of the host memory.
         scheduler: vLLM's half beside the scheduler.
+        num_replicas: Number of ranks that hold the same keys and values.
         disk: The tier below; None: there is none.
 
     Attributes:
@@ -148,15 +149,14 @@ class HostTier:
         self,
         memory: HostMemory,
         scheduler: OffloadingConnectorScheduler,
+        num_replicas: int,
         disk: DiskTier | None = None,
     ) -> None:
         self.blocks = memory.get_manager()
         self._scheduler = scheduler
         self.disk = disk
         self._loads: dict[str, tuple[int, int]] = {}
-        self._num_ranks = memory.config.parallel.world_size
-        # Bytes loaded from host memory and from disk, and the seconds of a rank.
-        self._copied = {"host": (0, 0.0), "disk": (0, 0.0)}
+        self._counts = LoadCounts(memory.config.parallel.world_size, num_replicas)
         # Blocks loaded from disk, by the engine's request id.
         self._disk_loads: dict[str, _DiskLoads] = {}
 
@@ -166,6 +166,7 @@ class HostTier:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         reports: CachedBlocks,
+        num_replicas: int,
     ) -> HostTier | None:
         """Returns None if the tier is off or its memory holds no block.
 
@@ -181,7 +182,7 @@ class HostTier:
         scheduler = OffloadingConnectorScheduler(memory, vllm_config, kv_cache_config)
         if missing := _missing(scheduler):
             raise lacking(missing)
-        return cls(memory, scheduler, disk)
+        return cls(memory, scheduler, num_replicas, disk)
 
     def add(self, request: Request) -> None:
         """Takes a request that was given to the engine."""
@@ -266,7 +267,7 @@ class HostTier:
         """Takes the ranks' report on copies that have ended."""
         if report is not None:
             load = report.transfer_stats.load
-            self._count("host", load.bytes, load.time)
+            self._counts.add("host", load.bytes, load.time)
             output = replace(output, kv_connector_worker_meta=report)
             self._scheduler.update_connector_output(output)
 
@@ -301,19 +302,12 @@ class HostTier:
 
     def disk_reported(self, report: DiskReport) -> None:
         """Takes the ranks' report on their disks."""
-        self._count("disk", report.loaded_bytes, report.load_s)
+        self._counts.add("disk", report.loaded_bytes, report.load_s)
         self.blocks.disk_reported(report)
-
-    def _count(self, tier: str, num_bytes: int, seconds: float) -> None:
-        """Counts loads; the seconds are those of all ranks added up."""
-        bytes_before, before_s = self._copied[tier]
-        self._copied[tier] = bytes_before + num_bytes, before_s + seconds / self._num_ranks
 
     def take_copied(self) -> dict[str, tuple[int, float]]:
         """Returns the loads since the last call, see TIER_LOADS; empty if there were none."""
-        copied = {tier: one for tier, one in self._copied.items() if one[0]}
-        self._copied |= dict.fromkeys(copied, (0, 0.0))
-        return copied
+        return self._counts.take()
 
     def clear(self) -> None:
         """Forgets all blocks."""

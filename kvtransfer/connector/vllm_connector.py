@@ -203,7 +203,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             # vLLM's scheduler spins while its ranks compute; it must not take their cores.
             affinity.avoid_cores(extra["rank_cpus"])
             self._scheduler = SchedulerHalf(self._port, self._layout)
-            self._host = HostTier.make(vllm_config, kv_cache_config, self._cached)
+            self._host = HostTier.make(
+                vllm_config, kv_cache_config, self._cached, self._layout.num_replicas
+            )
             num_ranks = vllm_config.parallel_config.world_size
             self._drops = CacheDrops(self._cached, self._scheduler, self._host, num_ranks)
         else:

@@ -707,7 +707,7 @@ class TierLoads(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     DURATION_US_FIELD_NUMBER: _builtins.int
     num_bytes: _builtins.int
-    """Bytes of all ranks."""
+    """Bytes of all ranks; ranks that hold the same keys and values count once."""
     duration_us: _builtins.int
     """Time in which the ranks loaded them, all at the same time."""
     def __init__(
