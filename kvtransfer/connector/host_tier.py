@@ -16,7 +16,7 @@ engine's cache until host memory has the block.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +85,8 @@ _FIELDS: dict[type, tuple[str, ...]] = {
     TransferStats: ("load",),
     DirectionalTransferStats: ("bytes", "time"),
 }
+# Attributes of vLLM's half beside the scheduler that HostTier uses.
+_ATTRIBUTES = ("_jobs", "_req_status", "_current_batch_allocated_block_ids")
 
 
 @dataclass(slots=True)
@@ -244,6 +246,18 @@ class HostTier:
         self._loads[request.request_id] = num_loaded_tokens, num_from_disk
         self._scheduler.update_state_after_alloc(request, blocks, num_loaded_tokens)
 
+    def overwritten(self, block_ids: Iterable[int]) -> None:
+        """Takes blocks of the device that get other bytes in the step that is made next.
+
+        A block's copy to host memory may go on after its request has ended, and must end first.
+        vLLM sees to that for the blocks of requests that it schedules or that load from host
+        memory. It does not know of loads of handoffs, and of blocks that are cleared.
+
+        Args:
+            block_ids: Blocks of the engine's cache.
+        """
+        self._scheduler._current_batch_allocated_block_ids.update(block_ids)
+
     def step(self, output: SchedulerOutput) -> OffloadingConnectorMetadata:
         """Returns the copies of a step that vLLM has scheduled, and those that wait for it."""
         return self._scheduler.build_connector_meta(output)
@@ -320,7 +334,7 @@ def _missing(scheduler: OffloadingConnectorScheduler) -> list[str]:
         for owner, names in _FIELDS.items()
         for name in set(names).difference(one.name for one in fields(owner))
     ]
-    found += [name for name in ("_jobs", "_req_status") if not hasattr(scheduler, name)]
+    found += [name for name in _ATTRIBUTES if not hasattr(scheduler, name)]
     assert isinstance(scheduler.manager, HostBlocks), "HostMemory makes no other"
     return found + scheduler.manager.missing
 

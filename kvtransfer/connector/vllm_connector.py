@@ -32,6 +32,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -380,6 +381,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler_half.allocated(request, tables, 0)
             self._host.allocated(request, blocks, num_external_tokens)
         else:
+            if num_external_tokens and self._host is not None:
+                self._host.overwritten(chain.from_iterable(tables))
             self._scheduler_half.allocated(request, tables, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -387,6 +390,7 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         is_idle = not scheduler_output.total_num_scheduled_tokens
         if self._host is None:
             return StepMetadata(step, clearing=self._drops.step(), is_idle=is_idle)
+        self._host.overwritten(step.cleared)
         host, disk = self._host.step(scheduler_output), self._host.disk
         orders = disk.take_orders() if disk is not None else []
         return StepMetadata(step, host, orders, self._drops.step(), is_idle)

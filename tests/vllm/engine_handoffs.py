@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import takewhile
 from typing import Any, Literal
 
@@ -185,8 +185,20 @@ async def side(
             await asyncio.gather(reading, return_exceptions=True)
 
 
-async def hand_over(prefill: Side, decode: Side, case: cases.Case) -> dict[str, Any]:
-    """Runs one request through both engines, as prefill/role.py and decode/role.py do."""
+async def hand_over(
+    prefill: Side,
+    decode: Side,
+    case: cases.Case,
+    before_load: Callable[[], Awaitable[None]] | None = None,
+) -> dict[str, Any]:
+    """Runs one request through both engines, as prefill/role.py and decode/role.py do.
+
+    Args:
+        prefill: Engine that computes the prompt.
+        decode: Engine that continues.
+        case: The request.
+        before_load: Waited for before the decode engine gets the request.
+    """
     name, prompt = case["name"], case["prompt"]
     sampling = common_pb2.SamplingParams(**case["sampling"])
     if sampling.max_tokens == 1:
@@ -206,6 +218,8 @@ async def hand_over(prefill: Side, decode: Side, case: cases.Case) -> dict[str, 
         await decode.committed(handoff_id)
     if (rank := case.get("spoiled_rank")) is not None:
         spoil(prefill, decode, rank, num_blocks)
+    if before_load is not None:
+        await before_load()
     # Forced tokens are not part of the prompt that the engine starts with.
     said_by_decode = decode.num_cached_tokens(
         prompt if needs_exact_state(sampling) else prompt + first

@@ -92,11 +92,38 @@ async def handoffs(prefill: Side, decode: Side) -> dict[str, Any]:
     return made
 
 
+async def taken_blocks(prefill: Side, decode: Side) -> dict[str, Any]:
+    """A handoff gets the blocks of a prompt that has just ended, before host memory has them.
+
+    Beside a stream and that prompt, the cache has no room for the handoff.
+    """
+    prompt, ends = cases.prompt(900, 85), list[asyncio.Task[Any]]()
+
+    async def until_prompt_runs() -> None:
+        ends.append(asyncio.create_task(decode.finish(EngineRequest("ends", prompt, greedy(1)))))
+        while decode.engine.load().num_running < 2:
+            await asyncio.sleep(0.001)
+
+    num_tokens = decode.counts["tokens"]
+    beside = EngineRequest("beside", cases.prompt(900, 86), greedy(120))
+    stream = asyncio.create_task(decode.finish(beside))
+    while decode.counts["tokens"] == num_tokens:
+        await asyncio.sleep(0.001)
+    taker = cases.greedy("taker", cases.prompt(900, 87), 8)
+    made: dict[str, Any] = {"taker": await hand_over(prefill, decode, taker, until_prompt_runs)}
+    await asyncio.gather(stream, *ends)
+    await evict(decode, "h")
+    made["stored"] = await ask(decode, "stored", prompt)
+    made["computed"] = await ask(prefill, "not stored", prompt)
+    return made
+
+
 async def host_tier(prefill: Side, decode: Side) -> dict[str, Any]:
     """Runs all cases and returns their results."""
     async with asyncio.timeout(TIMEOUT_S):
         made = {"conversation": await conversation(decode, prefill)}
         made["handoffs"] = await handoffs(prefill, decode)
+        made["taken blocks"] = await taken_blocks(prefill, decode)
     return {
         **made,
         "host_kv_tokens": decode.info.host_kv_tokens,

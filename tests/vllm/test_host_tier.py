@@ -93,3 +93,12 @@ def test_nothing_of_a_wrong_handoff_is_stored(handoffs: dict[str, Any]) -> None:
     # The prompt was computed after the handoff failed, and these blocks were stored.
     assert handoffs["after"]["num_host"] == whole_blocks(340)
     assert handoffs["after"]["tokens"] == right
+
+
+def test_a_handoff_that_gets_a_prompts_blocks_does_not_change_the_stored_ones(
+    made: dict[str, Any],
+) -> None:
+    taken = made["taken blocks"]
+    # The last block of the prompt is not full.
+    assert taken["stored"]["num_host"] == whole_blocks(900)
+    assert taken["stored"]["tokens"] == taken["computed"]["tokens"]
