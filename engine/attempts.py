@@ -106,7 +106,8 @@ class Attempt:
             adapter=self.spec.adapter,
             cache_salt=self.spec.cache_salt,
             only_cached=self.only_cached,
-            due_in_s=due_in_s(self.spec),
+            # The attempt may have waited for staging, or for a load of its own blocks.
+            due_in_s=due_in_s(self.spec) - (monotonic() - self.arrived_at),
             itl_s=own_itl_s(self.spec),
             images=self.spec.images,
             chat=self.spec.chat if self.spec.HasField("chat") else None,

@@ -383,7 +383,8 @@ class VllmEngine:
         """
         self._output.abort_requests([live.internal_id], internal=True)
         del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
-        request = dataclasses.replace(live.request, receive=None, send=None)
+        due_in_s = live.request.due_in_s - (time.monotonic() - live.submitted_at)
+        request = dataclasses.replace(live.request, receive=None, send=None, due_in_s=due_in_s)
         again = LiveRequest(
             request, self._new_internal_id(request), live.submitted_at, retried=True
         )
