@@ -93,7 +93,11 @@ class CachedBlocks:
         for name, block_hash, extra in zip(names, hashes, keys, strict=True):
             if extra != plain:
                 return
-            block = self._blocks.setdefault(name, _Block(block_hash, owner))
+            if (block := self._blocks.get(name)) is None:
+                block = self._blocks[name] = _Block(block_hash, owner)
+                if self._in_host.get(name):
+                    # It was not known when it arrived there: its parent was deleted before.
+                    self._host_changes.store(block_hash)
             block.num_copies += 1
             if block.num_copies == 1:
                 self._changes.store(block_hash)

@@ -190,6 +190,19 @@ def test_blocks_without_a_known_hash_are_not_reported_from_host_memory():
     assert cached.take_host() is None
 
 
+def test_a_block_in_host_memory_is_reported_when_its_hash_becomes_known():
+    cached = CachedBlocks(BLOCK_SIZE)
+    # The parent was deleted, so the hash is not known.
+    cached.stored(b"a", [b"b"], PROMPT[BLOCK_SIZE : 2 * BLOCK_SIZE], None)
+    cached.go_to_host([b"b"])
+    cached.arrive_in_host([b"b"])
+    assert cached.take_host() is None
+    cached.stored(None, [b"a", b"b"], PROMPT[: 2 * BLOCK_SIZE], None)
+    assert cached.take_host() == changed(stored=[HASHES[1]])
+    cached.leave_host([b"b"])
+    assert cached.take_host() == changed(removed=[HASHES[1]])
+
+
 def test_a_copy_that_failed_is_not_reported():
     cached = with_prompt()
     cached.go_to_host([b"a"])
