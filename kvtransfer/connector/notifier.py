@@ -254,5 +254,10 @@ class NotifierThread:
             logger.error("the notifier thread cannot start: %s", error)
             self._taking = False
             return
-        while (call := self._queue.get()) is not None:
-            call()
+        try:
+            while (call := self._queue.get()) is not None:
+                call()
+        except Exception:
+            # Without its thread, the rank would go on to queue handoffs that nothing sends.
+            logger.exception("the notifier thread has failed: this rank hands over nothing more")
+            self._taking = False

@@ -370,6 +370,24 @@ async def test_a_thread_that_cannot_be_prepared_hands_over_nothing(start):
     assert not port.alive
 
 
+async def test_a_thread_that_fails_is_not_alive(start):
+    worker = await start()
+    port = EnginePort(worker.client.socket_path)
+
+    class Failing:
+        def wait(self):
+            raise ValueError("operation forbidden on released memoryview object")
+
+    thread = NotifierThread(Notifier(port, 0), port, prepare=nothing)
+    thread.filled(Failing(), [])
+    thread.flush()
+    async with asyncio.timeout(120):
+        while thread.alive:
+            await asyncio.sleep(0.01)
+    thread.close()
+    assert not port.alive
+
+
 async def test_close_waits_for_copies_with_a_timeout(start):
     worker = await start()
     port = EnginePort(worker.client.socket_path)
