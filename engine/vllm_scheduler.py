@@ -40,8 +40,9 @@ STEPS = "steps"
 _LOOKUP_AGAIN_S, _MAX_LOOKUPS = 1.0, 8
 # More blocks than any cache has.
 _NO_LIMIT = 2**62
-# Statuses of waiting requests that compute their prompt next.
+# Statuses of waiting requests that compute their prompt next, and of all that hold no blocks.
 _COMPUTES_PROMPT = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+_HOLDS_NO_BLOCKS = (*_COMPUTES_PROMPT, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
 
 
 @dataclass(slots=True, eq=False)
@@ -209,7 +210,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
     def _candidate(self, request: Request, now: float, model: LatencyModel) -> _Candidate:
         num_done = request.num_computed_tokens
         # A prompt that was loaded waits, and holds its blocks.
-        running = request.status not in _COMPUTES_PROMPT
+        running = request.status not in _HOLDS_NO_BLOCKS
         if not running:
             num_done = self._num_cached(request, now)
         # A stream that was preempted is not late: its first token is out.
@@ -255,12 +256,14 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         arrivals: list[_Candidate] = []
         awaiting: list[Request] = []
         for request in self.waiting:
+            # vLLM has skipped it until now, and starts it in this step.
+            has_grammar = _has_its_grammar(request)
             waits = (
-                request in self.deferred_waiting
+                (request in self.deferred_waiting and not has_grammar)
                 or _is_handed_over(request)
                 or self.connector.awaits_handoff(request.request_id)
             )
-            if waits or request.status not in _COMPUTES_PROMPT:
+            if waits or not (has_grammar or request.status in _COMPUTES_PROMPT):
                 awaiting.append(request)
             else:
                 arrivals.append(self._candidate(request, now, model))
@@ -326,6 +329,15 @@ def _is_handed_over(request: Request) -> bool:
     """Whether a request starts from its whole prompt's handoff and was not preempted since."""
     params = RequestParams(request.kv_transfer_params)
     return not request.num_preemptions and params.loads_whole_prompt
+
+
+def _has_its_grammar(request: Request) -> bool:
+    """Whether a request has waited only for its grammar, which is compiled now."""
+    if request.status != RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+        return False
+    wanted = request.structured_output_request
+    grammar = wanted.grammar if wanted is not None else None
+    return grammar is not None and not isinstance(grammar, Exception)
 
 
 def _age(request: Request) -> tuple[int, float]:

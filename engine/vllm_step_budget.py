@@ -71,6 +71,7 @@ _ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "arrival_time",
         "priority",
         "status",
+        "structured_output_request",
     ),
     KVCacheManager: ("block_pool", "coordinator"),
     KVCacheCoordinator: ("single_type_managers",),

@@ -19,7 +19,7 @@ from vllm import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from baton.engine import vllm_step_budget
 from baton.engine.base import EngineDead
@@ -204,6 +204,23 @@ def after_the_warm_up() -> dict[str, Any]:
     return {"warm_up": warm_up, "first": engine.step()}
 
 
+def compiled_grammar() -> dict[str, Any]:
+    """A prompt waits for its grammar, which is compiled after the first step."""
+    engine = Engine(60, asynchronous=False, targets=TARGETS["normal"])
+    engine.add("stream", range(5), URGENT, 100)
+    engine.add("json", range(1000, 1030), URGENT, 1)
+    prompt = engine.scheduler.requests["json"]
+    prompt.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    prompt.structured_output_request = SimpleNamespace(grammar=None)
+    steps = [engine.step()]
+    prompt.structured_output_request.grammar = "compiled"
+    steps.append(engine.schedule())
+    # There is no model whose tokens a grammar could take.
+    prompt.structured_output_request = None
+    engine.take_output()
+    return {"steps": steps}
+
+
 def recurrent_states() -> dict[str, Any]:
     """Chunks of a long prompt beside streams when vLLM keeps states at the ends of blocks.
 
@@ -322,6 +339,7 @@ def main(num_seeds: int) -> dict[str, Any]:
         "short beside long": short_beside_long(),
         "late beside in time": late_beside_in_time(),
         "after the warm-up": after_the_warm_up(),
+        "compiled grammar": compiled_grammar(),
         "recurrent states": recurrent_states(),
         "wide block": wide_block(),
         "preempted stream": preempted_stream(),

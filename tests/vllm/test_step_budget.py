@@ -60,6 +60,12 @@ def test_the_first_step_after_the_warm_up_is_short(made: dict[str, Any]) -> None
     assert 0 < case["first"]["first"] <= 64
 
 
+def test_a_prompt_starts_whole_in_the_step_in_which_it_has_its_grammar(
+    made: dict[str, Any],
+) -> None:
+    assert made["compiled grammar"]["steps"] == [{"stream": 5}, {"stream": 1, "json": 30}]
+
+
 def test_prompts_with_recurrent_states_progress_beside_streams(made: dict[str, Any]) -> None:
     """vLLM gives them no part of a block if the step's plan exceeds a block."""
     for ends in made["recurrent states"].values():
