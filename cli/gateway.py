@@ -18,7 +18,7 @@ from baton.cli import options
 
 if TYPE_CHECKING:
     from baton.gateway.cell import OutputParsersFactory
-    from baton.runtime.config import BatonConfig, CellConfig
+    from baton.runtime.config import BatonConfig, CellConfig, CoordinatorConfig
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +29,7 @@ _PACKAGES = ("uvicorn", "starlette", "httptools")
 _START_TIMEOUT_S = 180.0
 # Added to the gateway's drain timeout before the process is killed.
 _STOP_MARGIN_S = 5.0
+_MIN_RESUME_TIMEOUT_S = 30.0
 _GRPC_EXPERIMENTS = "-event_engine_client"
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
 
@@ -103,8 +104,7 @@ def gateway(
             places,
             listener,
             ready=lambda: output_streams.stdout.write(f"ready http={url}\n"),
-            # As long as workers keep the outputs: after that, a coordinator would find none.
-            resume_timeout_s=effective.coordinator.adoption_grace_s,
+            resume_timeout_s=resume_timeout_s(effective.coordinator),
             security=effective.security,
         )
     )
@@ -231,6 +231,15 @@ def bind(listen: str) -> tuple[socket.socket, str]:
         reason = error.strerror or error
         raise ConfigError(f"http.listen: cannot listen on {listen}: {reason}") from None
     return bound, f"http://{joined(host, bound.getsockname()[1])}"
+
+
+def resume_timeout_s(config: CoordinatorConfig) -> float:
+    """Longest wait of a gateway's running requests for a coordinator after they have lost theirs.
+
+    A coordinator that comes while workers keep the outputs continues them. One that comes later
+    computes them again, so a short grace does not shorten the wait.
+    """
+    return max(_MIN_RESUME_TIMEOUT_S, config.adoption_grace_s)
 
 
 class GatewayProcess:

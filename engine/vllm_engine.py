@@ -200,7 +200,9 @@ class VllmEngine:
         return f"{request.request_id}#{next(self._counter)}"
 
     async def _submit(self, live: LiveRequest) -> None:
-        request = live.request
+        # Images may have taken long to prepare, and a retry comes much later.
+        waited_s = time.monotonic() - live.submitted_at
+        request = dataclasses.replace(live.request, due_in_s=live.request.due_in_s - waited_s)
         try:
             lora = self._lora_request(request.adapter)
             shown, run = engine_core_requests(
@@ -383,8 +385,7 @@ class VllmEngine:
         """
         self._output.abort_requests([live.internal_id], internal=True)
         del self._live[live.request.request_id], self._by_internal_id[live.internal_id]
-        due_in_s = live.request.due_in_s - (time.monotonic() - live.submitted_at)
-        request = dataclasses.replace(live.request, receive=None, send=None, due_in_s=due_in_s)
+        request = dataclasses.replace(live.request, receive=None, send=None)
         again = LiveRequest(
             request, self._new_internal_id(request), live.submitted_at, retried=True
         )

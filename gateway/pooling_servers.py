@@ -116,7 +116,7 @@ class PoolingServers(AsyncClosing):
                 async for part in response.aiter_bytes():
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                 await send({"type": "http.response.body", "body": b""})
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             self._health[server.model, server.url] = False
             told = str(error) or type(error).__name__
             message = f"the server of {server.model!r} at {server.url} failed: {told}"

@@ -35,10 +35,10 @@ def diagnose(status: admin_pb2.GetStatusResponse) -> list[Finding]:
 
 def summary(status: admin_pb2.GetStatusResponse) -> str:
     """Summarizes a cell without findings in one line."""
-    lanes = [lane for lane in status.lanes if lane.ttft.num]
+    lanes = [lane for lane in status.lanes if lane.ttft.num or lane.itl.num]
     window_s = status.window.ToNanoseconds() / 1e9
     if not lanes:
-        return f"healthy; no request had a first token in the last {window_s:.0f} s"
+        return f"healthy; no request had a token in the last {window_s:.0f} s"
     parts = [
         f"{lane_of(lane)}: {lane.ttft.num} request{'s' * (lane.ttft.num > 1)}, "
         f"TTFT p95 {ms(lane.ttft.p95_us)}, ITL p95 {ms(lane.itl.p95_us)}"

@@ -471,9 +471,9 @@ class RequestLifecycle:
         has_own = (
             submission.timeout_s is not None and submission.timeout_s <= self._config.max_request_s
         )
-        if has_own or not (request.waits or request.num_parked):
+        if has_own or request.state is not RequestState.PARKED:
             return errors.DeadlineExceeded(message)
-        # It lacked a worker, not time: when the cell is less busy, the same request may succeed.
+        # It lacked room, not time: when the cell is less busy, the same request may succeed.
         return errors.ResourceExhausted(message, reason="QUEUE_TIMEOUT", retry_after_s=1.0)
 
     @staticmethod

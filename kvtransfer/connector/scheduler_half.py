@@ -260,21 +260,24 @@ class SchedulerHalf:
 
     def allocated(
         self, request: Request, tables: Sequence[list[int]], num_loaded_tokens: int
-    ) -> None:
+    ) -> Sequence[int]:
         """Takes the blocks of a request that runs in the step that is made next.
 
         Args:
             request: The engine's request.
             tables: All blocks of the request, by block table.
             num_loaded_tokens: Number of tokens that the request loads from its handoff.
+
+        Returns:
+            The blocks that the load of the handoff fills.
         """
         self._unverified.follow(tables)
         receive = self._receives.get(request.request_id)
         if receive is None or receive.over:
-            return
+            return ()
         if num_loaded_tokens == 0:
             self._end(receive)
-            return
+            return ()
         usable = self._usable_tokens(receive, request)
         first_token = usable - num_loaded_tokens
         load = Load(
@@ -293,8 +296,9 @@ class SchedulerHalf:
         self._loads.append(load)
         if load.waiting_id:
             self._waited[request.request_id] = receive.handoff_id
-            return
-        self._unverified.load(load.block_ids, tables, first_token)
+        else:
+            self._unverified.load(load.block_ids, tables, first_token)
+        return load.block_ids
 
     def _parts(
         self, tables: Sequence[list[int]], first_token: int, end_token: int, skip_tokens: int

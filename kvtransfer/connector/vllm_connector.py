@@ -32,7 +32,6 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -381,9 +380,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler_half.allocated(request, tables, 0)
             self._host.allocated(request, blocks, num_external_tokens)
         else:
-            if num_external_tokens and self._host is not None:
-                self._host.overwritten(chain.from_iterable(tables))
-            self._scheduler_half.allocated(request, tables, num_external_tokens)
+            filled = self._scheduler_half.allocated(request, tables, num_external_tokens)
+            if self._host is not None:
+                self._host.overwritten(filled)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         step = self._scheduler_half.step(scheduler_output)

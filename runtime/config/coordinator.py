@@ -69,7 +69,7 @@ class CoordinatorConfig(Section):
     adoption_grace_s: PositiveSeconds = Field(
         30.0,
         description="Workers without a coordinator keep their requests for this long, and requests "
-        "of gateways wait as long for the next one.",
+        "of gateways wait as long for the next one, at least 30 s.",
     )
     handoff_timeout_s: PositiveSeconds = Field(
         10.0,

@@ -154,5 +154,5 @@ def test_the_doctor_on_a_healthy_cell(answers, capsys):
             doctor.doctor(as_json=as_json)
         assert ended.value.exit_code == 0
     healthy, told = capsys.readouterr().out.split("\n", 1)
-    assert healthy == "healthy; no request had a first token in the last 60 s"
+    assert healthy == "healthy; no request had a token in the last 60 s"
     assert json.loads(told)["findings"] == []

@@ -64,6 +64,7 @@ class Running:
 async def running(
     *addresses: str,
     query_timeout_s: float = WAIT_S,
+    resume_timeout_s: float = 2 * WAIT_S,
     clock: Callable[[], float] = time.time,
     **limits,
 ) -> AsyncIterator[Running]:
@@ -72,6 +73,7 @@ async def running(
     Args:
         addresses: Addresses of the cells' coordinators.
         query_timeout_s: Longest wait for a coordinator's model description or health.
+        resume_timeout_s: Longest wait of a request that has lost its coordinator.
         clock: Time of files and batches.
         limits: Fields of HttpConfig.
     """
@@ -103,7 +105,7 @@ async def running(
                 places,
                 listener,
                 ready=ready.set,
-                resume_timeout_s=2 * WAIT_S,
+                resume_timeout_s=resume_timeout_s,
                 stop=stop,
                 clock=clock,
             )

@@ -14,7 +14,7 @@ from vllm_programs import fork
 
 from baton.gateway import pooling_servers
 from baton.gateway.pooling_route import POOLING_ROUTES
-from baton.runtime import errors
+from baton.runtime import errors, long_tasks
 
 # Bounds hangs. No test may fail because a busy machine is slow.
 WAIT_S = 300.0
@@ -104,6 +104,8 @@ async def test_health_checks_go_on_after_an_answer_that_cannot_be_read(
 ):
     monkeypatch.setattr(pooling_servers, "_HEALTH_PAUSE_S", 0.01)
     num_checks = 0
+    # Repeating a check that has failed would hide the error.
+    monkeypatch.setattr(long_tasks, "_FIRST_PAUSE_S", WAIT_S)
 
     async def answer(reader, writer):
         nonlocal num_checks

@@ -29,6 +29,7 @@ async def gateway(coordinator, pki=None, security=None, **limits):
             [CellEndpoints([coordinator])],
             listener,
             ready=ready.set,
+            resume_timeout_s=WAIT_S,
             stop=stop,
             security=found,
         )

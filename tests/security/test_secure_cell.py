@@ -143,6 +143,7 @@ async def cell(model, fresh_pki, keys, coordinator_config, tmp_path):
                     [CellEndpoints([coordinator.address])],
                     listener,
                     ready=ready.set,
+                    resume_timeout_s=WAIT_S,
                     stop=stop,
                     security=config_of_workers.security,
                 )

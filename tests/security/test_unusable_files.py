@@ -108,6 +108,7 @@ async def test_a_gateway_names_its_ca_file_as_configured(pki, tmp_path, kind):
                 [CellEndpoints(["127.0.0.1:1"])],
                 listener=None,
                 ready=lambda: None,
+                resume_timeout_s=1.0,
                 security=config.security,
             )
 
