@@ -5,6 +5,7 @@ The other worker (the reader) computes the rest of the prompt.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -61,11 +62,16 @@ class _Fetch:
     is_sent: bool = False
     failed: bool = False
 
-    def helps(self, hashes: Sequence[int]) -> bool:
-        """Whether a prompt begins with some of the blocks that are fetched."""
-        # Hashes are chained: equal hashes mean equal blocks up to there.
-        at = self.blocks.start
-        return at < len(hashes) and hashes[at] == self.hashes[at]
+    def num_shared(self, hashes: Sequence[int]) -> int:
+        """Returns how many of the blocks that are fetched a prompt has at the same place."""
+        # Hashes are chained: they are equal up to some block and never after it.
+        blocks = range(self.blocks.start, min(self.blocks.stop, len(hashes)))
+        return bisect_left(blocks, True, key=lambda at: hashes[at] != self.hashes[at])
+
+    def left_s(self, now: float) -> float:
+        """Predicted seconds until its blocks are loaded; of a late fetch, as long as it is late."""
+        elapsed_s = now - (self.ends_at - self.choice.timeout_s)
+        return abs(self.choice.fetch_s - elapsed_s)
 
 
 class Fetches:
@@ -73,7 +79,8 @@ class Fetches:
 
     A fetch is an ordinary handoff of blocks that its sender has cached. The reader waits for it
     without KV blocks, for a limited time, and computes the blocks that do not arrive. Other
-    requests of the reader with the same prefix wait for the same fetch.
+    requests of the reader with the same prefix wait for the same fetch, unless they would compute
+    the blocks that they share with it sooner.
     """
 
     def __init__(
@@ -95,11 +102,24 @@ class Fetches:
             self._begin(request, reader.worker, reader.fetch, hashes, now)
             return
         for handoff_id, fetch in self._by_reader.get(reader.worker, {}).items():
-            if not fetch.failed and fetch.ends_at > now and fetch.helps(hashes):
+            if fetch.failed or fetch.ends_at <= now:
+                continue
+            saved_s, left_s = self._saved_s(fetch, hashes), fetch.left_s(now)
+            # A prompt that shares only a system prompt would be later if it waited.
+            if saved_s > left_s:
+                timeout_s = min(fetch.ends_at - now, max(saved_s, 2 * left_s))
                 request.fetch = cluster_pb2.FetchPlan(
-                    handoff_id=handoff_id, timeout=duration(fetch.ends_at - now)
+                    handoff_id=handoff_id, timeout=duration(timeout_s)
                 )
                 return
+
+    def _saved_s(self, fetch: _Fetch, hashes: Sequence[int]) -> float:
+        """Returns how long the reader would compute those fetched blocks that a prompt has too."""
+        load = self._router(fetch.route).load(fetch.route.reader)
+        if load is None:
+            return 0.0
+        num_tokens = fetch.num_shared(hashes) * load.traits.block_size_tokens
+        return load.traits.latency.model.chunk_s(0, num_tokens)
 
     def _begin(
         self,

@@ -408,6 +408,22 @@ def test_a_prompt_with_another_beginning_does_not_wait_for_the_fetch(new_world):
     assert not world.commands["r"][-1].HasField("fetch")
 
 
+@pytest.mark.parametrize(("num_shared", "waits"), [(48, False), (640, True)])
+def test_a_prompt_waits_for_a_fetch_only_if_it_computes_what_they_share_later(
+    new_world, num_shared, waits
+):
+    """All conversations share a short system prompt, and few share more."""
+    world = cell(new_world)
+    world.submit(num_prompt=900)
+    read = world.commands["r"][0].fetch
+    world.submit(prompt_token_ids=[*LONG[:num_shared], *range(50)])
+    (_, command) = world.commands["r"]
+    assert command.HasField("fetch") == waits
+    if waits:
+        assert command.fetch.handoff_id == read.handoff_id
+        assert 0 < command.fetch.timeout.ToNanoseconds() <= read.timeout.ToNanoseconds()
+
+
 @pytest.mark.parametrize("by", ["report", "loss", "silence"])
 def test_the_reader_does_not_wait_for_a_holder_that_sends_nothing(new_world, out, by):
     world = cell(new_world)
