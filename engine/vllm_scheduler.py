@@ -85,6 +85,8 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         # memory, and when they were looked up.
         self._cached: dict[str, tuple[int, float]] = {}
         self._num_lookups = 0
+        # When vLLM was last to ask for a request's handoff.
+        self._asked_at: dict[str, float] = {}
         self._warms_up = True
 
     # ---- Methods of vLLM's scheduler
@@ -93,11 +95,12 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         self.planner.begin(time.monotonic(), self.requests)
         # The first step with another request has a limit: it is the first one that is measured.
         self._warms_up = self._warms_up and all(map(is_warm_up, self.requests))
-        self.max_num_scheduled_tokens = self._plan()
+        self.max_num_scheduled_tokens, held = self._plan()
         try:
             output = super().schedule(*args, **kwargs)
         finally:
             self.max_num_scheduled_tokens = self._most_tokens
+            self.waiting.extend(held)
         # The time of a warm-up step says nothing: it includes compilation.
         work = None if self._warms_up else self.connector.latest_step_work()
         self.planner.made(output, work)
@@ -143,8 +146,12 @@ class BatonScheduler(TableLoadFailures, Scheduler):
 
     # ---- The plan of a step
 
-    def _plan(self) -> int:
-        """Orders the requests and bounds their prompts; returns the step's number of tokens."""
+    def _plan(self) -> tuple[int, list[Request]]:
+        """Orders the requests and bounds their prompts.
+
+        Returns:
+            The step's number of tokens; waiting requests that vLLM must not see in the step.
+        """
         now, model, self._num_lookups = time.time(), self.planner.model, 0
         decodes = [one for one in self.running if not _is_prompt(one)]
         # Prompts that have just been loaded hold blocks, as running ones do.
@@ -155,7 +162,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         ]
         begun = [*(one for one in self.running if _is_prompt(one)), *loaded]
         chunks = [self._candidate(one, now, model) for one in begun]
-        arrivals, awaiting, blocked = self._divide_waiting(now, model)
+        arrivals, awaiting, blocked, held = self._divide_waiting(now, model)
         prompts = sorted([*chunks, *arrivals], key=_rank)
         streams = self._streams(decodes, now)
         # vLLM asks requests for their handoff only while tokens are left in the step.
@@ -183,7 +190,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         # vLLM pads a prompt's last token to 1 + drafts, and starts nothing with less than that.
         num_granted = sum(max(per_request, grant) for grant in granted.values() if grant)
         total: int = streams.num_tokens + num_granted + reserve
-        return max(1, min(total, self._most_tokens))
+        return max(1, min(total, self._most_tokens)), held
 
     def _streams(self, decodes: Sequence[Request], now: float) -> Streams:
         num_tokens = num_kv_tokens = 0
@@ -244,17 +251,19 @@ class BatonScheduler(TableLoadFailures, Scheduler):
 
     def _divide_waiting(
         self, now: float, model: LatencyModel
-    ) -> tuple[list[_Candidate], list[Request], list[Request]]:
+    ) -> tuple[list[_Candidate], list[Request], list[Request], list[Request]]:
         """Divides the waiting requests.
 
         Returns:
             Prompts that may start; requests that wait for a handoff or for another event, and
             then compute one token in their first step; prompts that must wait, because the step
-            has no place for another request or the cache has no room.
+            has no place for another request or the cache has no room; requests that certainly
+            still wait for their handoffs.
         """
         num_places = max(0, self.max_num_active_reqs - len(self.running))
         arrivals: list[_Candidate] = []
         awaiting: list[Request] = []
+        held: list[Request] = []
         for request in self.waiting:
             # vLLM has skipped it until now, and starts it in this step.
             has_grammar = _has_its_grammar(request)
@@ -264,13 +273,31 @@ class BatonScheduler(TableLoadFailures, Scheduler):
                 or self.connector.awaits_handoff(request.request_id)
             )
             if waits or not (has_grammar or request.status in _COMPUTES_PROMPT):
-                awaiting.append(request)
+                (awaiting if self._must_ask(request, now) else held).append(request)
             else:
                 arrivals.append(self._candidate(request, now, model))
         awaiting.sort(key=_age)
         arrivals.sort(key=_rank)
         count = self._num_fitting(arrivals[:num_places])
-        return arrivals[:count], awaiting, [one.request for one in arrivals[count:]]
+        return arrivals[:count], awaiting, [one.request for one in arrivals[count:]], held
+
+    def _must_ask(self, request: Request, now: float) -> bool:
+        """Whether vLLM is to ask in this step for what a request waits for.
+
+        vLLM looks up the whole prompt in the prefix cache before it asks for a handoff: 4 ms for
+        8,192 cached blocks. For a handoff that is on its way it asks once a second, because the
+        cache may lose the blocks that the handoff leaves out.
+        """
+        name = request.request_id
+        if not self.connector.is_on_its_way(name):
+            self._asked_at.pop(name, None)
+            return True
+        if now - self._asked_at.get(name, 0.0) <= _LOOKUP_AGAIN_S:
+            return False
+        if len(self._asked_at) > 2 * len(self.requests):
+            self._asked_at = {one: at for one, at in self._asked_at.items() if one in self.requests}
+        self._asked_at[name] = now
+        return True
 
     def _num_fitting(self, arrivals: Sequence[_Candidate]) -> int:
         """Number of prompts, from the first one on, that may start now.

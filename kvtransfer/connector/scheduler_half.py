@@ -213,6 +213,20 @@ class SchedulerHalf:
         self._end(receive)
         return 0
 
+    def is_on_its_way(self, request_id: str) -> bool:
+        """Returns whether a request waits for a handoff that has neither come nor failed.
+
+        `num_loadable_tokens` then returns None, whatever the prefix cache has.
+        """
+        receive = self._receives.get(request_id)
+        if receive is None or receive.over:
+            return False
+        self._poll()
+        if receive.only_waits:
+            return not self._is_ended(receive)
+        has_come = receive.handoff_id in self._committed or receive.handoff_id in self._failed
+        return not has_come and self._port.alive and time.monotonic() < receive.deadline
+
     def _is_ended(self, receive: _Receive) -> bool:
         """Returns whether a request need not wait for another request's fetch any more."""
         ended = receive.handoff_id in self._failed or receive.handoff_id in self._released

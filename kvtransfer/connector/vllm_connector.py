@@ -412,6 +412,10 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         """Tells Baton's scheduler (engine/vllm_scheduler.py); see SchedulerHalf.receives."""
         return self._scheduler_half.receives(request_id)
 
+    def is_on_its_way(self, request_id: str) -> bool:
+        """Tells Baton's scheduler (engine/vllm_scheduler.py); see SchedulerHalf.is_on_its_way."""
+        return self._scheduler_half.is_on_its_way(request_id)
+
     def latest_step_work(self) -> StepWork | None:
         """Tells Baton's scheduler (engine/vllm_scheduler.py); see SchedulerHalf."""
         return self._scheduler_half.latest_step_work()

@@ -162,6 +162,28 @@ def handoffs_at_the_floor() -> dict[str, Any]:
     }
 
 
+def handoff_under_way() -> dict[str, Any]:
+    """A request waits for its handoff beside a stream; then the handoff comes."""
+    vllm_connector.EnginePort = ManyHandoffs  # type: ignore[misc,assignment]
+    engine = Engine(60, asynchronous=False, targets=TARGETS["normal"])
+    manager = engine.scheduler.kv_cache_manager
+    engine.add("stream", range(5), URGENT, 200)
+    engine.step()
+    engine.add("waits", range(1000, 1000 + 2 * BLOCK + 1), URGENT, 2, receive(HANDOFF, 2 * BLOCK))
+    with mock.patch.object(
+        manager, "get_computed_blocks", wraps=manager.get_computed_blocks
+    ) as lookups:
+        before = [engine.step() for _ in range(100)]
+    num_waiting = engine.scheduler.get_request_counts()[1]
+    ManyHandoffs.coming = (HANDOFF,)
+    return {
+        "before": before,
+        "lookups": lookups.call_count,
+        "num_waiting": num_waiting,
+        "after": [engine.step() for _ in range(5)],
+    }
+
+
 def short_beside_long() -> dict[str, Any]:
     """A short prompt comes while a long one is computed beside a stream."""
     engine = Engine(60, asynchronous=False, targets=TARGETS["normal"])
@@ -345,6 +367,7 @@ def main(num_seeds: int) -> dict[str, Any]:
         "preempted stream": preempted_stream(),
         "own ITL target": own_itl_target(),
         "handoffs at the floor": handoffs_at_the_floor(),
+        "handoff under way": handoff_under_way(),
     }
 
 

@@ -60,6 +60,16 @@ def test_the_first_step_after_the_warm_up_is_short(made: dict[str, Any]) -> None
     assert 0 < case["first"]["first"] <= 64
 
 
+def test_a_request_is_not_looked_up_in_each_step_while_its_handoff_is_under_way(
+    made: dict[str, Any],
+) -> None:
+    case = made["handoff under way"]
+    assert case["before"] == [{"stream": 1}] * 100
+    assert case["lookups"] < 50
+    assert case["num_waiting"] == 1
+    assert any("waits" in step for step in case["after"])
+
+
 def test_a_prompt_starts_whole_in_the_step_in_which_it_has_its_grammar(
     made: dict[str, Any],
 ) -> None:
