@@ -311,7 +311,10 @@ class VllmEngine:
         """
         if reports.get(CUT_OFF):
             # The service may still run, but it has lost part of this engine's messages.
-            raise EngineDead("vLLM has lost its transfer service, and hands over nothing more")
+            raise EngineDead(
+                "vLLM has lost its transfer service, or a thread that notifies it has failed "
+                "(the log has the reason): it hands over nothing more"
+            )
         work = reports.get(STEP_WORK)
         self._sample(None if work is None else StepWork(*work), timestamp)
         if (change := reports.get(CACHE_CHANGE)) is not None:

@@ -265,10 +265,13 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         awaiting: list[Request] = []
         held: list[Request] = []
         for request in self.waiting:
-            # vLLM has skipped it until now, and starts it in this step.
             has_grammar = _has_its_grammar(request)
+            if has_grammar:
+                # vLLM has skipped it until now. It is a prompt like others, even if it gets no
+                # token in this step; vLLM itself would forget that only when it starts.
+                self.deferred_waiting.discard(request)
             waits = (
-                (request in self.deferred_waiting and not has_grammar)
+                request in self.deferred_waiting
                 or _is_handed_over(request)
                 or self.connector.awaits_handoff(request.request_id)
             )

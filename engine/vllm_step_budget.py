@@ -16,6 +16,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.request import Request
+from vllm.v1.structured_output.request import StructuredOutputRequest
 
 from baton.engine import vllm_scheduler
 from baton.engine.base import EngineDead
@@ -36,6 +37,7 @@ _METHODS: dict[type, tuple[str, ...]] = {
     Request: ("num_tokens", "num_tokens_with_spec", "num_output_tokens"),
     KVCacheManager: ("get_computed_blocks",),
     BlockPool: ("get_num_free_blocks",),
+    StructuredOutputRequest: ("grammar",),
 }
 _HOOK_PARAMETERS = {
     "_mamba_block_aligned_split": [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import os
 import select
 import sys
@@ -21,10 +22,10 @@ from typing import Literal, TextIO
 MAX_WAITING_CHARS = 2**20
 # Longest wait of a flush while the reader reads nothing, and longest wait in all.
 FLUSH_TIMEOUT_S = 2.0
-FLUSH_LIMIT_S = 10.0
-# Lines that wait are written together, up to this size: a pipe may mix larger writes with those of
-# other processes.
-_WRITE_CHARS = select.PIPE_BUF
+FLUSH_LIMIT_S = 4.0
+# Lines that wait are written together, up to about this size: a pipe may mix larger writes with
+# those of other processes.
+_WRITE_BYTES = select.PIPE_BUF
 
 
 def _note(num_lines: int) -> str:
@@ -87,7 +88,8 @@ class OutputStream:
         """Waits until all text is written; returns whether it is.
 
         Gives up when the reader has read nothing for FLUSH_TIMEOUT_S, and after FLUSH_LIMIT_S; at
-        once if an earlier flush has given up and the reader has read nothing since.
+        once if an earlier flush has given up and the reader has read nothing since, or if one has
+        taken FLUSH_LIMIT_S: a process that ends flushes several times.
 
         Args:
             began_at: Time from which the waiting counts, on the clock of time.monotonic(); None
@@ -101,7 +103,8 @@ class OutputStream:
                 silent_at = max(began_at, self._written_at) + FLUSH_TIMEOUT_S
                 left_s = min(silent_at, began_at + FLUSH_LIMIT_S) - monotonic()
                 if left_s <= 0:
-                    self._gave_up_at = monotonic()
+                    now = monotonic()
+                    self._gave_up_at = math.inf if now >= began_at + FLUSH_LIMIT_S else now
                     return False
                 self._changed.wait(left_s)
         return True
@@ -171,10 +174,10 @@ class OutputStream:
             self._write(text)
 
     def _take(self) -> str:
-        """Takes the oldest text, up to _WRITE_CHARS unless the first part is longer."""
+        """Takes the oldest text, up to _WRITE_BYTES characters unless the first part is longer."""
         parts = [self._waiting.popleft()]
         num_chars = len(parts[0])
-        while self._waiting and num_chars + len(self._waiting[0]) <= _WRITE_CHARS:
+        while self._waiting and num_chars + len(self._waiting[0]) <= _WRITE_BYTES:
             parts.append(self._waiting.popleft())
             num_chars += len(parts[-1])
         self._num_chars -= num_chars
@@ -192,7 +195,8 @@ class OutputStream:
         with contextlib.suppress(OSError, ValueError):
             while rest:
                 try:
-                    rest = rest[os.write(descriptor, rest) :]
+                    # In parts: a blocked write returns only when all of it is written.
+                    rest = rest[os.write(descriptor, rest[:_WRITE_BYTES]) :]
                     self._written_at = monotonic()
                 except BlockingIOError:
                     # Another process has made the shared pipe or terminal non-blocking.

@@ -22,7 +22,7 @@ class _Refusal:
     """The latest refusal of a request.
 
     Attributes:
-        due_at: Time at which the retry is due.
+        due_at: Time at which the retry is due, at most _REMEMBERED_S after the refusal.
         is_only: Whether no equal request came between the refusal and that time.
     """
 
@@ -65,8 +65,10 @@ class Retries:
         """Remembers that a submission was refused and may come again after `retry_after_s`."""
         key = _key(submission)
         # An earlier refusal that is still remembered was of an equal request.
-        is_only = self._refusals.pop(key, None) is None
-        self._refusals[key] = _Refusal(now + retry_after_s, is_only)
+        earlier = self._refusals.pop(key, None)
+        is_only = earlier is None or earlier.due_at + _REMEMBERED_S < now
+        due_at = now + min(retry_after_s, _REMEMBERED_S)
+        self._refusals[key] = _Refusal(due_at, is_only)
         if len(self._refusals) > _MAX_REQUESTS:
             del self._refusals[next(iter(self._refusals))]
 

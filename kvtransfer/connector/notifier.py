@@ -177,7 +177,7 @@ class NotifierThread:
         self._notifier, self._port, self._put_timeout_s = notifier, port, put_timeout_s
         self._prepare = prepare
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(max_queued)
-        self._taking = True
+        self._taking, self._has_failed = True, False
         # Copies that the thread does not know of yet, and their bytes.
         self._copies: list[tuple[Copy, Sequence[Filled]]] = []
         self._num_bytes = 0
@@ -215,8 +215,8 @@ class NotifierThread:
     def close(self, timeout_s: float = _CLOSE_TIMEOUT_S) -> None:
         """Waits for queued notifications to be sent, then closes the port. Idempotent.
 
-        If that takes too long, the thread and its port stay: memory under a copy that may still run
-        must stay mapped.
+        If that takes too long, or if the thread has failed, the port stays open: memory under a
+        copy that may still run must stay mapped.
         """
         deadline = time.monotonic() + timeout_s
         self.flush()
@@ -228,6 +228,9 @@ class NotifierThread:
                 logger.error("copies to staging have not ended in %.1f s", timeout_s)
                 return
         self._thread.join(max(0.0, deadline - time.monotonic()))
+        if self._has_failed:
+            logger.error("nothing waits for the copies to staging since the thread has failed")
+            return
         if self._thread.is_alive():
             logger.error("copies to staging have not ended in %.1f s", timeout_s)
             return
@@ -260,4 +263,4 @@ class NotifierThread:
         except Exception:
             # Without its thread, the rank would go on to queue handoffs that nothing sends.
             logger.exception("the notifier thread has failed: this rank hands over nothing more")
-            self._taking = False
+            self._taking, self._has_failed = False, True

@@ -45,7 +45,7 @@ from baton.kvtransfer.service.sender import Sender
 from baton.kvtransfer.transports import registry
 from baton.kvtransfer.transports.negotiation import Negotiator
 from baton.kvtransfer.transports.transport import ServiceContext
-from baton.runtime import affinity, lifecycle, logs, quick_exit, rpc
+from baton.runtime import affinity, lifecycle, logs, output_streams, quick_exit, rpc
 from baton.runtime.access import Access
 from baton.runtime.config_error import ConfigError
 from baton.runtime.dial import within_cluster
@@ -255,7 +255,7 @@ def main() -> int:
         message = "; ".join(problems)
     except (ConfigError, TransferError) as error:
         message = str(error)
-    print(f"kv-transfer: {message}", file=sys.stderr, flush=True)
+    output_streams.stderr.write(f"kv-transfer: {message}\n")
     # A transport whose reads do not end has asked for exit code 0; the latest call counts.
     quick_exit.skip_cleanup(1)
     return 1

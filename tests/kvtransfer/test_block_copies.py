@@ -385,7 +385,9 @@ async def test_a_thread_that_fails_is_not_alive(start):
         while thread.alive:
             await asyncio.sleep(0.01)
     thread.close()
-    assert not port.alive
+    # Nothing has waited for the copies, so the memory stays mapped.
+    assert port.alive
+    port.close()
 
 
 async def test_close_waits_for_copies_with_a_timeout(start):

@@ -99,7 +99,9 @@ async def start(program, *, full=False):
 
 
 async def test_a_paused_reader_stops_no_event_loop_and_gets_the_last_lines():
-    process, reads = await start(PAUSED)
+    # The reader may get no CPU time for long.
+    patient = "output_streams.FLUSH_TIMEOUT_S = output_streams.FLUSH_LIMIT_S = 600.0\n"
+    process, reads = await start(f"{patient}{PAUSED}")
     try:
         async with asyncio.timeout(WAIT_S):
             assert await process.stdout.readline() == b"goes on\n"

@@ -230,7 +230,7 @@ def compiled_grammar() -> dict[str, Any]:
     """A prompt waits for its grammar, which is compiled after the first step."""
     engine = Engine(60, asynchronous=False, targets=TARGETS["normal"])
     engine.add("stream", range(5), URGENT, 100)
-    engine.add("json", range(1000, 1030), URGENT, 1)
+    engine.add("json", range(1000, 1010), URGENT, 1)
     prompt = engine.scheduler.requests["json"]
     prompt.status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     prompt.structured_output_request = SimpleNamespace(grammar=None)
@@ -240,6 +240,27 @@ def compiled_grammar() -> dict[str, Any]:
     # There is no model whose tokens a grammar could take.
     prompt.structured_output_request = None
     engine.take_output()
+    return {"steps": steps}
+
+
+def compiled_grammar_behind_another_prompt() -> dict[str, Any]:
+    """A long prompt has its grammar, and gets no token while a shorter one is computed."""
+    engine = Engine(
+        60, asynchronous=False, targets=TARGETS["floor"], max_num_batched_tokens=BLOCK * 4
+    )
+    requests = engine.scheduler.requests
+    engine.add("stream", range(5), URGENT, 200)
+    engine.step()
+    engine.add("short", range(1000, 1100), URGENT, 1)
+    for name, first in (("json", 2000), ("not compiled", 5000)):
+        engine.add(name, range(first, first + 240), URGENT, 1)
+        requests[name].status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+        requests[name].structured_output_request = SimpleNamespace(grammar=None)
+    engine.step()
+    requests["json"].structured_output_request.grammar = "compiled"
+    steps = []
+    while "short" in requests:
+        steps.append(engine.step())
     return {"steps": steps}
 
 
@@ -362,6 +383,7 @@ def main(num_seeds: int) -> dict[str, Any]:
         "late beside in time": late_beside_in_time(),
         "after the warm-up": after_the_warm_up(),
         "compiled grammar": compiled_grammar(),
+        "compiled grammar behind another prompt": compiled_grammar_behind_another_prompt(),
         "recurrent states": recurrent_states(),
         "wide block": wide_block(),
         "preempted stream": preempted_stream(),

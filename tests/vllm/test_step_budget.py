@@ -73,7 +73,13 @@ def test_a_request_is_not_looked_up_in_each_step_while_its_handoff_is_under_way(
 def test_a_prompt_starts_whole_in_the_step_in_which_it_has_its_grammar(
     made: dict[str, Any],
 ) -> None:
-    assert made["compiled grammar"]["steps"] == [{"stream": 5}, {"stream": 1, "json": 30}]
+    assert made["compiled grammar"]["steps"] == [{"stream": 5}, {"stream": 1, "json": 10}]
+
+
+def test_a_prompt_with_its_grammar_has_its_turn_like_others(made: dict[str, Any]) -> None:
+    steps = made["compiled grammar behind another prompt"]["steps"]
+    assert len(steps) > 2
+    assert not any("json" in step for step in steps[:-1])
 
 
 def test_prompts_with_recurrent_states_progress_beside_streams(made: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 import vllm_cases as cases
 
-from baton.runtime import affinity
+from baton.runtime import affinity, output_streams
 from baton.runtime.closing import Closing
 
 TIMEOUT_S = 500
@@ -72,7 +72,11 @@ def _run(
     tracker = resource_tracker._resource_tracker
     os.close(tracker._fd)
     tracker._fd = tracker._pid = None
-    target(*arguments)
+    try:
+        target(*arguments)
+    finally:
+        # The process ends without the functions of atexit.
+        output_streams.flush()
 
 
 def run_baton(*arguments: str) -> None:
