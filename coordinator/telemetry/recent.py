@@ -26,7 +26,7 @@ WINDOW_S, NUM_SLICES = 60.0, 12
 MAX_TENANTS, OTHERS = 32, "(others)"
 # Longest prompt, in tokens, whose prefill time is negligible.
 TINY_PROMPT_TOKENS = 64
-# Maximum number of steps counted per load report. Of a longer report, evenly chosen steps are
+# Maximum number of steps counted per load report. In a longer report, evenly chosen steps are
 # counted several times each, so that their weights sum to about the number of steps.
 _MAX_STEPS = 32
 # Sketches of LaneWindow.

@@ -194,7 +194,7 @@ def test_the_block_unused_for_longest_is_evicted(tmp_path: Path):
     store.write(blocks[:4])
     store.index.used([one.key for one in blocks[:2]])
     store.write(blocks[4:6])
-    # Of one prompt, the last block goes first.
+    # The last block of a prompt goes first.
     assert [one.key in store.index for one in blocks[:6]] == [True, True, False, False, True, True]
     store.write(blocks[6:7])
     assert [one.key in store.index for one in blocks[:2]] == [True, False]
@@ -489,7 +489,7 @@ def test_a_killed_worker_leaves_only_whole_blocks(tmp_path: Path):
                 written.append(block(int(writer.stdout.readline())))
             writer.send_signal(signal.SIGKILL)
         store = Store(tmp_path)
-        # What was reported as written is there; no other file can be loaded with wrong bytes.
+        # Files that were reported as written are there; others are never loaded with wrong bytes.
         assert all(store.load(one) for one in written)
         for n in range(begin, begin + 200):
             store.load(block(n))

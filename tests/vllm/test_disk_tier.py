@@ -110,7 +110,7 @@ def test_the_blocks_of_a_tenant_are_deleted(made: dict[str, Any]) -> None:
 def test_all_blocks_are_deleted(made: dict[str, Any]) -> None:
     assert made["num_files, before"] > 0
     assert min(made["all deleted"][tier] for tier in ("device", "host", "disk")) > 0
-    # What ran meanwhile is deleted by the second order.
+    # The second order deletes the blocks of requests that ran meanwhile.
     assert made["num_files, after"] == 0
     assert (made["num_in_host"], made["num_on_disk, after"]) == (0, 0)
     assert found(made["computed again"]) == 0

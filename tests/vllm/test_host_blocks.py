@@ -136,7 +136,7 @@ def test_evicted_blocks_come_back_from_disk(done: bool) -> None:
     assert table.blocks.load_from_disk(keys, table.context) == set()
     table.report(loads, done=done)
     assert table.lookup(keys) == [table.found.HIT if done else table.found.MISS] * 4
-    # What a wrong file would have filled is free again.
+    # The block that a wrong file would have filled is free again.
     assert table.num_free == (0 if done else 4)
 
 

@@ -127,7 +127,7 @@ async def test_the_next_turn_loads_what_another_worker_has_computed(workers):
     assert sent.num_bytes == received.num_bytes == HELD // BLOCK * BLOCK_BYTES
     assert (sent.handoff_id, received.handoff_id) == (handoff_id, handoff_id)
     await workers.idle()
-    # What was fetched is in the reader's prefix cache.
+    # The fetched blocks are in the reader's prefix cache.
     again = cluster_pb2.DecodeCommand(spec=spec("again", prompt, max_tokens=3))
     await workers.tell(workers.reader, decode=again)
     assert (await read(workers, "again", prompt, 3)).num_cached_tokens == 144
