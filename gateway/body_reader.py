@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.gateway.connections import LINGER_S
-from baton.gateway.coordinator_queries import caller_digest
+from baton.gateway.coordinator_queries import caller_name
 from baton.gateway.error_responses import HttpError
 from baton.runtime.config import HttpConfig
 from baton.runtime.errors import shown
@@ -138,8 +138,7 @@ def _check_type(headers: Mapping[str, str]) -> None:
 
 def _caller(headers: Mapping[str, str]) -> str:
     """Identifies the caller by its credential, which is not checked yet; empty if it has none."""
-    credential = headers.get("authorization") or headers.get("x-api-key", "")
-    return caller_digest(credential).hex() if credential else ""
+    return caller_name(headers.get("authorization") or headers.get("x-api-key", ""))
 
 
 class _UnreadBodyResponse(Response):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from baton.gateway.coordinator_queries import caller_digest
+from baton.gateway.coordinator_queries import caller_name
 from baton.gateway.error_responses import HttpError
 from baton.runtime.fair_places import FairPlaces
 
@@ -37,7 +37,7 @@ class CallerSlots:
         Raises:
             HttpError: No slot is free for this caller (429).
         """
-        caller = caller_digest(credential).hex() if credential else ""
+        caller = caller_name(credential)
         most = self._most_of_caller
         is_over = most is not None and bool(caller) and self._places.num_of(caller) >= most
         if is_over or not self._places.has_room(caller):

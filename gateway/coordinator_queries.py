@@ -59,6 +59,11 @@ def caller_digest(credential: str) -> bytes:
     return hashlib.sha256(credential.encode()).digest()
 
 
+def caller_name(credential: str) -> str:
+    """Names a caller for FairPlaces; empty: callers without a credential cannot be told apart."""
+    return caller_digest(credential).hex() if credential else ""
+
+
 class QueryLimiter:
     """Limits how many queries are sent to the coordinators at a time; further queries queue.
 
