@@ -206,7 +206,7 @@ class SchedulerHalf:
                 receive.num_tokens = min(receive.num_tokens, brought)
             if self._is_loadable(receive, request):
                 return max(0, self._usable_tokens(receive, request) - num_computed_tokens)
-        elif receive.handoff_id not in self._failed and self._port.alive:
+        elif self._may_come(receive):
             if time.monotonic() < receive.deadline:
                 return None
             self._port.release(receive.handoff_id, all_ranks=True, not_loaded=_EXPIRED)
@@ -224,8 +224,12 @@ class SchedulerHalf:
         self._poll()
         if receive.only_waits:
             return not self._is_ended(receive)
-        has_come = receive.handoff_id in self._committed or receive.handoff_id in self._failed
-        return not has_come and self._port.alive and time.monotonic() < receive.deadline
+        has_come = receive.handoff_id in self._committed
+        return not has_come and self._may_come(receive) and time.monotonic() < receive.deadline
+
+    def _may_come(self, receive: _Receive) -> bool:
+        """Returns whether a handoff that has not come may still come, its deadline left out."""
+        return receive.handoff_id not in self._failed and self._port.alive
 
     def _is_ended(self, receive: _Receive) -> bool:
         """Returns whether a request need not wait for another request's fetch any more."""
