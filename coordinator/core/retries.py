@@ -12,7 +12,6 @@ _REMEMBERED_S = 120.0
 # Different requests that are remembered at most.
 _MAX_REQUESTS = 4096
 
-
 # Lane, tenant and digest of a request.
 _Key = tuple[Lane, str, int]
 
@@ -35,11 +34,10 @@ class Retries:
 
     Clients may submit a refused request again under another ID, so a submission repeats a refused
     one if it has the same lane, tenant, prompt and parameters, and comes when the retry was due or
-    later.
-    An equal request that comes earlier is a request of its own, for example another sample of the
-    prompt, or one of a load test with a single prompt. From then on, retries and new requests
-    cannot be told apart, and all of these equal requests count, until none was refused for
-    _REMEMBERED_S: too much demand does less harm than too little.
+    later. An equal request that comes earlier is a request of its own, for example another sample
+    of the prompt, or one of a load test with a single prompt. From then on, retries and new
+    requests cannot be told apart, and all of these equal requests count, until none was refused
+    for _REMEMBERED_S: too much demand does less harm than too little.
     """
 
     def __init__(self) -> None:

@@ -35,4 +35,4 @@ class RunningLimit:
     @property
     def is_reached(self) -> bool:
         """Whether no request may be dispatched now."""
-        return self.max_running is not None and self.num_running >= self.max_running
+        return self.num_free == 0
