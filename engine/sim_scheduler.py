@@ -115,6 +115,13 @@ class LiveRequest:
         self.pace.advance(targets, now, len(self.tokens))
         return self.pace
 
+    @property
+    def is_coming(self) -> bool:
+        """Whether this is an interactive stream whose KV cache is on its way from its reader."""
+        receive = self.request.receive
+        is_handoff = receive is not None and not receive.is_fetch
+        return is_handoff and self.receive_deadline is not None and self.order[0] <= 0
+
     def block_hashes(self, num_tokens: int, block_size_tokens: int) -> array[int]:
         """Returns the hashes of the full blocks of the first `num_tokens` tokens."""
         num_blocks = num_tokens // block_size_tokens
@@ -172,11 +179,16 @@ class _Policy:
         return sorted(prompts, key=lambda one: prompt_order(one[0], self.model))
 
     def grants(
-        self, work: Sequence[Work], prompts: Iterable[tuple[Prompt, LiveRequest]], max_tokens: int
+        self,
+        work: Sequence[Work],
+        coming: Iterable[LiveRequest],
+        prompts: Iterable[tuple[Prompt, LiveRequest]],
+        max_tokens: int,
     ) -> list[tuple[LiveRequest, int]]:
         """Distributes prompt tokens beside the decodes in `work`, in the policy's order."""
         decodes = [item.request for item in work]
-        paces = (request.pace_at(self.now, self.targets) for request in decodes)
+        paces = [request.pace_at(self.now, self.targets) for request in decodes]
+        paces += [StreamPace.coming(self.now, request.request.itl_s) for request in coming]
         streams = Streams.of(
             len(decodes),
             sum(len(request.tokens) for request in decodes),
@@ -328,7 +340,8 @@ class Scheduler:
         )
         if may_start:
             work += self._start_by_targets(policy, work)
-        grants = policy.grants(work, self._running_prompts(policy), self.max_num_batched_tokens)
+        prompts = self._running_prompts(policy)
+        grants = policy.grants(work, self._coming(), prompts, self.max_num_batched_tokens)
         # A prompt has held the blocks of all its tokens since its start.
         return work + [self._work(request, grant) for request, grant in grants if grant]
 
@@ -357,7 +370,9 @@ class Scheduler:
         prompts = waiting + self._running_prompts(policy)
         started, is_full = list[Work](), False
         num_left = {request.id: prompt.num_left for prompt, request in waiting}
-        for request, grant in policy.grants(work, prompts, self.max_num_batched_tokens):
+        for request, grant in policy.grants(
+            work, self._coming(), prompts, self.max_num_batched_tokens
+        ):
             if request.id not in num_left:
                 continue
             if not (grant or request.has_blocks or num_left[request.id] == 1):
@@ -376,6 +391,9 @@ class Scheduler:
             if self._start(request) and request.is_decoding:
                 started.append(self._work(request, 1))
         return started
+
+    def _coming(self) -> list[LiveRequest]:
+        return [request for request in self.waiting if request.is_coming]
 
     def _running_prompts(self, policy: _Policy) -> list[tuple[Prompt, LiveRequest]]:
         return [

@@ -164,7 +164,14 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         chunks = [self._candidate(one, now, model) for one in begun]
         arrivals, awaiting, blocked, held = self._divide_waiting(now, model)
         prompts = sorted([*chunks, *arrivals], key=_rank)
-        streams = self._streams(decodes, now)
+        waiting = [*self.kv_holding_waiting, *awaiting, *held]
+        coming = [one for one in waiting if one.priority <= 0 and _is_handed_over(one)]
+        streams = self._streams(decodes, coming, now)
+        has_limit = math.isfinite(streams.limit_s) and streams.limit_s > 0
+        self.connector.limit_step(streams.limit_s if has_limit else 0.0)
+        if has_limit and coming and self.connector.copies_in_steps:
+            # The other half is for the loads.
+            streams = streams._replace(limit_s=streams.limit_s / 2)
         # vLLM asks requests for their handoff only while tokens are left in the step.
         per_request = 1 + self.num_spec_tokens
         room = max(0, self._most_tokens - streams.num_tokens)
@@ -192,9 +199,12 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         total: int = streams.num_tokens + num_granted + reserve
         return max(1, min(total, self._most_tokens)), held
 
-    def _streams(self, decodes: Sequence[Request], now: float) -> Streams:
+    def _streams(
+        self, decodes: Sequence[Request], coming: Sequence[Request], now: float
+    ) -> Streams:
+        """Streams of the step, and those whose handoffs are on their way or being loaded."""
         num_tokens = num_kv_tokens = 0
-        paces: list[StreamPace] = []
+        paces = [StreamPace.coming(now, _itl_s(one)) for one in coming]
         for request in decodes:
             # Placeholders stand for tokens of steps under way (asynchronous scheduling).
             pending = request.num_output_placeholders
@@ -208,8 +218,9 @@ class BatonScheduler(TableLoadFailures, Scheduler):
                 if not num_outputs and _is_handed_over(request):
                     # The prefill worker made the first token just before this request arrived.
                     waited_s = max(0.0, now - request.arrival_time)
-                itl_s = read_itl_s(request.kv_transfer_params)
-                paces.append(self.planner.pace(request.request_id, num_outputs, waited_s, itl_s))
+                paces.append(
+                    self.planner.pace(request.request_id, num_outputs, waited_s, _itl_s(request))
+                )
         num_drafts = num_tokens - len(decodes)
         targets = self.planner.targets
         return Streams.of(len(decodes), num_kv_tokens, paces, targets, num_drafts)
@@ -353,6 +364,11 @@ def _is_prompt(request: Request) -> bool:
     """Whether a request computes its prompt (after a preemption: its tokens so far)."""
     num_computed = request.num_computed_tokens
     return bool(num_computed < request.num_tokens - 1 or not num_computed)
+
+
+def _itl_s(request: Request) -> float | None:
+    """ITL target that a request named, in seconds; None: it named none."""
+    return read_itl_s(request.kv_transfer_params)
 
 
 def _is_handed_over(request: Request) -> bool:

@@ -7,7 +7,9 @@ tokens as long as the predicted time of the step stays within a limit:
 - Beside interactive streams, the limit follows from their ITL targets: the worker's target, or the
   target that a request named. A stream whose tokens came faster than its target has saved time, and
   a later step may spend it. A stream whose tokens came more slowly gets shorter steps until it has
-  caught up. The stream with the tightest limit decides.
+  caught up. The stream with the tightest limit decides. A stream counts from the time when its
+  request arrives with its first token, although its KV cache may still be on its way
+  (`StreamPace.coming`): the steps until it is loaded are part of its first gap.
 - If `StepTargets.longest_gap_s` is more than 1.2 times the ITL target (long gaps), a step with
   interactive prompts that can be in time may take up to that long. It borrows the time that the
   streams would save in their next `_BORROWED_TOKENS` tokens. Prompts are then in time in cells
@@ -201,8 +203,9 @@ class Streams(NamedTuple):
     Attributes:
         num_streams: Number of streams.
         num_kv_tokens: KV tokens that they attend to, in total.
-        limit_s: Longest time of the step that all interactive streams allow: the smallest
-            `StreamPace.limit_s`. Infinite without interactive streams, and without an ITL target.
+        limit_s: Longest time of the step that all interactive streams allow, those that are coming
+            included: the smallest `StreamPace.limit_s`. Infinite without interactive streams, and
+            without an ITL target.
         num_drafts: Draft tokens (speculative decoding) that the step verifies, in addition to one
             token per stream.
         itl_s: Smallest ITL target of the interactive streams; None: they have none, and the step
@@ -258,6 +261,15 @@ class StreamPace:
     num_tokens: int
     itl_s: float | None = None
     saved_s: float = 0.0
+
+    @classmethod
+    def coming(cls, now: float, itl_s: float | None) -> StreamPace:
+        """The pace of a stream whose first token is out and whose KV cache is not loaded yet.
+
+        It limits steps like a stream that is on target. How long it has waited does not count: a
+        transfer may take seconds, and prompts would get no time meanwhile.
+        """
+        return cls(now, 0, itl_s)
 
     def target_s(self, targets: StepTargets) -> float | None:
         """The stream's ITL target in seconds; `targets` are the worker's."""
@@ -357,7 +369,7 @@ def prompt_tokens(
     fixed_s = _streams_s(model, streams)
     prompts_s, spent_s = _prompts_s(model, targets, streams, fixed_s), 0.0
     in_time_s = prompts_s
-    if not streams.num_streams:
+    if not streams.num_streams and math.isinf(streams.limit_s):
         longest_s = _PROMPT_STEPS * targets.prompt_step_s
         is_urgent = len(prompts) == 1 and prompts[0].due_in_s <= _URGENT * _left_s(
             prompts[0], model

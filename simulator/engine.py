@@ -69,6 +69,8 @@ class Engine:
         self._swapped: deque[SimulatedRequest] = deque()
         self._prefilling: list[SimulatedRequest] = []
         self._decoding: dict[SimulatedRequest, None] = {}
+        # Interactive streams whose handoffs are on their way, or wait for a place.
+        self._coming: dict[SimulatedRequest, None] = {}
         self._ends: list[tuple[int, int, SimulatedRequest]] = []
         # Number of steps with decodes. A decoding request makes one token in each of them, so its
         # token count follows from `joined_at_step`.
@@ -147,6 +149,8 @@ class Engine:
         )
         self._requests[request.key] = request
         if is_handoff:
+            if not request.priority:
+                self._coming[request] = None
             wait_s = 0.0
             if not shape.handoff_stalls:
                 wait_s = shape.handoff_s + shape.handoff_per_token_s * num_prompt
@@ -216,6 +220,7 @@ class Engine:
         request = self._requests.pop(key, None)
         if request is not None:
             request.ended = True
+            self._coming.pop(request, None)
             if request.fetches is not None:
                 self.fetches.end(request.fetches.handoff_id)
             self._batch_changed()
@@ -281,6 +286,7 @@ class Engine:
                 heapq.heappop(self._waiting)
             if request.ended:
                 continue
+            self._coming.pop(request, None)
             if request.is_handoff and shape.handoff_stalls and not request.first_sent:
                 stall_s += shape.handoff_s + shape.handoff_per_token_s * request.num_computed
             if request.num_uncomputed == 1 and request.num_computed:
@@ -530,7 +536,12 @@ class Engine:
         self.host.at(self.host.now + took_s, self._mixed_over, work, sample, took_s)
 
     def _paces(self, targets: StepTargets) -> Iterator[StreamPace]:
-        """Yields how the decoding requests compare with their ITL targets; batch has none."""
+        """Yields how streams, and those that are coming, compare with their ITL targets.
+
+        Batch streams have none.
+        """
+        for request in self._coming:
+            yield StreamPace.coming(self.host.now, request.itl_s)
         for request in self._decoding:
             if not request.priority:
                 assert request.pace is not None

@@ -27,6 +27,8 @@ from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 STEP_BYTES, IDLE_STEP_BYTES = 8 * 2**20, 64 * 2**20
 # Bytes that a long step may copy per second of its own time: the copies take a twentieth of it.
 LONG_STEP_BYTES_PER_S = 200 * 2**20
+# Speed of the copies, rather too low.
+COPIED_BYTES_PER_S = 4 * 2**30
 
 
 def step_bytes(step_s: float, *, is_idle: bool) -> int:
@@ -39,6 +41,16 @@ def step_bytes(step_s: float, *, is_idle: bool) -> int:
     if is_idle:
         return IDLE_STEP_BYTES
     return max(STEP_BYTES, int(step_s * LONG_STEP_BYTES_PER_S))
+
+
+def stream_bytes(step_s: float, limit_s: float) -> int:
+    """Returns the bytes that a step may copy for streams, which make no token before their load.
+
+    Args:
+        step_s: Time that the step has taken without the copies, in seconds.
+        limit_s: Longest time of the step, its copies included; 0: none is known.
+    """
+    return max(0, int((limit_s - step_s) * COPIED_BYTES_PER_S))
 
 
 @dataclass(slots=True)

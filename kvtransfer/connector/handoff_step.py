@@ -51,6 +51,7 @@ class Load:
             request runs in this step, whose model waits for the load.
         num_shards: Number of shards of the sender's cache; 0: as many as of this one.
         has_draft: Whether the handoff holds the layers of a draft.
+        is_stream: Whether the request has its first token, and makes the next one after the load.
     """
 
     handoff_id: bytes
@@ -59,6 +60,7 @@ class Load:
     waiting_id: str = ""
     num_shards: int = 0
     has_draft: bool = False
+    is_stream: bool = False
 
     @property
     def block_ids(self) -> list[int]:

@@ -270,9 +270,9 @@ class RankHalf:
         """Begins the step's loads."""
         self._loads.begin(step.loads)
 
-    def copy_waited(self, most_bytes: int) -> int:
+    def copy_waited(self, most_bytes: int, stream_bytes: int = 0) -> int:
         """Goes on with the loads that requests wait for; see RankLoads."""
-        return self._loads.copy_waited(most_bytes)
+        return self._loads.copy_waited(most_bytes, stream_bytes)
 
     def take_ended(self) -> tuple[set[str], set[str]]:
         """Returns the requests whose loads have ended, and those whose loads have failed."""

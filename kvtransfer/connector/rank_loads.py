@@ -166,25 +166,27 @@ class RankLoads:
         else:
             self._load(load, shards)
 
-    def copy_waited(self, most_bytes: int) -> int:
-        """Goes on with the loads that requests wait for, in the order in which they came.
+    def copy_waited(self, most_bytes: int, stream_bytes: int = 0) -> int:
+        """Goes on with the loads that requests wait for: streams first, then in order of arrival.
 
         Args:
             most_bytes: Bytes after which a CPU copies no further frame in this step. A GPU copies
                 all bytes beside the steps.
+            stream_bytes: The same for loads of streams, if it is more.
 
         Returns:
             Bytes that this thread has copied.
         """
         num_bytes, wait_until = 0, self._clock() + _STEP_CLAIM_WAIT_S
-        for one in self._waited:
-            if self._copies.finishes_at_once and num_bytes >= most_bytes:
+        for one in sorted(self._waited, key=lambda waited: not waited.load.is_stream):
+            most = max(most_bytes, stream_bytes) if one.load.is_stream else most_bytes
+            if self._copies.finishes_at_once and num_bytes >= most:
                 # A claim expires, so it is made when the copy can begin.
                 break
             if one.pending is None or one.pending:
                 self._try_to_claim(one, wait_until)
             if one.to_copy is not None:
-                num_bytes += self._copy_part(one, most_bytes - num_bytes)
+                num_bytes += self._copy_part(one, most - num_bytes)
         return num_bytes
 
     def _try_to_claim(self, one: _Waited, wait_until: float) -> None:

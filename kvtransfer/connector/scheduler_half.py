@@ -80,7 +80,8 @@ class _Unfinished:
     """A step that was scheduled and whose output has not come.
 
     Attributes:
-        work: The step's work as the latency model counts it; None when it computes nothing.
+        work: The step's work as the latency model counts it; None when it computes nothing, or
+            its time says nothing about the model.
         loads: Handoffs that the step loads before it ends.
         releases: Handoffs to release when the step has ended, with the reason why they were not
             loaded.
@@ -99,6 +100,7 @@ class SchedulerHalf:
     Args:
         port: This thread's connection to the transfer service.
         layout: Layout of the KV cache.
+        copies_in_steps: Whether the ranks copy handoffs in the time of the steps: on a CPU.
 
     Attributes:
         requests_wait: Whether requests wait for their loads, with their blocks, while other
@@ -106,8 +108,10 @@ class SchedulerHalf:
             caches with states, because vLLM copies a state when it runs the request.
     """
 
-    def __init__(self, port: EnginePort, layout: KvLayout) -> None:
-        self._port, self._layout = port, layout
+    def __init__(
+        self, port: EnginePort, layout: KvLayout, *, copies_in_steps: bool = False
+    ) -> None:
+        self._port, self._layout, self._copies_in_steps = port, layout, copies_in_steps
         self.requests_wait = not layout.has_states
         # Every request that has not ended, by the engine's request id.
         self._requests: dict[str, Request] = {}
@@ -130,9 +134,9 @@ class SchedulerHalf:
         self._gone: dict[str, int] = {}
         # True once a rank has lost the transfer service.
         self._is_cut_off = False
-        # Handoffs that requests wait for, by the engine's request id, until all ranks have loaded
+        # Loads that requests wait for, by the engine's request id, until all ranks have loaded
         # them; and why ranks could not.
-        self._waited: dict[str, bytes] = {}
+        self._waited: dict[str, Load] = {}
         self._waited_failed: dict[bytes, kv_transfer_pb2.RefusalReason.ValueType] = {}
         # Loads and releases of the step that is made next.
         self._loads: list[Load] = []
@@ -305,6 +309,7 @@ class SchedulerHalf:
             request.request_id if self.requests_wait else "",
             receive.num_shards,
             receive.has_draft,
+            is_stream=not receive.is_fetch,
         )
         receive.over = True
         if receive.is_fetch:
@@ -313,7 +318,7 @@ class SchedulerHalf:
         self._committed.pop(receive.handoff_id, None)
         self._loads.append(load)
         if load.waiting_id:
-            self._waited[request.request_id] = receive.handoff_id
+            self._waited[request.request_id] = load
         else:
             self._unverified.load(load.block_ids, tables, first_token)
         return load.block_ids
@@ -393,9 +398,13 @@ class SchedulerHalf:
         if len(self._sends):
             pushes = list(self._sends.pushes(output, self._unverified.block_ids()))
         step = HandoffStep(pushes, self._loads, self._sends.take_given_up(), self._wrong.take())
+        work = self._counter.count(output)
+        if self._copies_in_steps and any(load.is_stream for load in self._waited.values()):
+            # Copies for a stream may take most of the step.
+            work = None
         self._unfinished.append(
             _Unfinished(
-                self._counter.count(output),
+                work,
                 [load.handoff_id for load in step.loads if not load.waiting_id],
                 self._releases,
             )
@@ -463,7 +472,7 @@ class SchedulerHalf:
             is_cut_off: True if a rank has lost the transfer service.
         """
         self._is_cut_off = self._is_cut_off or is_cut_off
-        waited = set(self._waited.values())
+        waited = {load.handoff_id for load in self._waited.values()}
         for handoff_id, why in report.failed.items():
             failed = self._waited_failed if handoff_id in waited else self._failed_loads
             failed[handoff_id] = why
@@ -475,7 +484,7 @@ class SchedulerHalf:
             request_ids: The engine's request IDs; others than those that wait are ignored.
         """
         for request_id in self._waited.keys() & request_ids:
-            handoff_id = self._waited.pop(request_id)
+            handoff_id = self._waited.pop(request_id).handoff_id
             why = self._waited_failed.pop(handoff_id, _LOADED)
             self._port.release(handoff_id, all_ranks=True, not_loaded=why)
 

@@ -56,7 +56,7 @@ from baton.kvtransfer import engine_groups, engine_stages
 from baton.kvtransfer.connector.cache_drops import CacheDrops, Clearing
 from baton.kvtransfer.connector.cache_groups import UnsupportedCache, named_groups
 from baton.kvtransfer.connector.cached_blocks import CACHE_CHANGE, CachedBlocks
-from baton.kvtransfer.connector.cpu_copies import CpuCopies, step_bytes
+from baton.kvtransfer.connector.cpu_copies import CpuCopies, step_bytes, stream_bytes
 from baton.kvtransfer.connector.disk_tier import SHUTDOWN_TIMEOUT_S, make_rank_disk
 from baton.kvtransfer.connector.draft_layers import check_draft, draft_layers
 from baton.kvtransfer.connector.handoff_step import HandoffStep, LoadReport
@@ -110,6 +110,7 @@ class StepMetadata(KVConnectorMetadata):
         disk: Orders for the ranks' disks.
         clearing: Blocks of host memory that an operator has deleted.
         is_idle: Whether the step computes nothing.
+        limit_s: Longest time of the step that its streams allow; 0: none is known.
     """
 
     step: HandoffStep = field(default_factory=HandoffStep)
@@ -117,6 +118,7 @@ class StepMetadata(KVConnectorMetadata):
     disk: list[Order] = field(default_factory=list)
     clearing: Clearing = field(default_factory=Clearing)
     is_idle: bool = False
+    limit_s: float = 0.0
 
 
 @dataclass
@@ -198,11 +200,13 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         self._host_layers: list[npt.NDArray[np.int8]] = []
         # Orders of an operator whose last block this rank has overwritten.
         self._cleared: list[int] = []
-        self._step_began_at = 0.0
+        self._step_began_at = self._limit_s = 0.0
         if role == KVConnectorRole.SCHEDULER:
             # vLLM's scheduler spins while its ranks compute; it must not take their cores.
             affinity.avoid_cores(extra["rank_cpus"])
-            self._scheduler = SchedulerHalf(self._port, self._layout)
+            self._scheduler = SchedulerHalf(
+                self._port, self._layout, copies_in_steps=self.copies_in_steps
+            )
             self._host = HostTier.make(
                 vllm_config, kv_cache_config, self._cached, self._layout.num_replicas
             )
@@ -322,10 +326,11 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
             self._host_copies.prepare_store_kv(self._orders().host)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        # On a CPU, loads of handoffs and copies of host memory share the bytes of a step.
-        step_s = time.monotonic() - self._step_began_at
-        most_bytes = step_bytes(step_s, is_idle=self._orders().is_idle)
-        most_bytes -= self._rank_half.copy_waited(most_bytes)
+        # On a CPU, loads of handoffs and copies of host memory share the bytes of a step. Loads of
+        # streams may take all the time that the step has left.
+        orders, step_s = self._orders(), time.monotonic() - self._step_began_at
+        most_bytes = step_bytes(step_s, is_idle=orders.is_idle)
+        most_bytes -= self._rank_half.copy_waited(most_bytes, stream_bytes(step_s, orders.limit_s))
         if self._host_copies is not None and isinstance(self._host_copies.worker, CpuCopies):
             self._host_copies.worker.most_bytes = most_bytes
         ended, failed = self._rank_half.take_ended()
@@ -387,12 +392,14 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         step = self._scheduler_half.step(scheduler_output)
         is_idle = not scheduler_output.total_num_scheduled_tokens
-        if self._host is None:
-            return StepMetadata(step, clearing=self._drops.step(), is_idle=is_idle)
-        self._host.overwritten(step.cleared)
-        host, disk = self._host.step(scheduler_output), self._host.disk
-        orders = disk.take_orders() if disk is not None else []
-        return StepMetadata(step, host, orders, self._drops.step(), is_idle)
+        made = StepMetadata(
+            step, clearing=self._drops.step(), is_idle=is_idle, limit_s=self._limit_s
+        )
+        if self._host is not None:
+            self._host.overwritten(step.cleared)
+            made.host, disk = self._host.step(scheduler_output), self._host.disk
+            made.disk = disk.take_orders() if disk is not None else []
+        return made
 
     def has_pending_push_work(self) -> bool:
         return self._drops.has_work or (self._host is not None and self._host.has_work)
@@ -415,6 +422,15 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
     def is_on_its_way(self, request_id: str) -> bool:
         """Tells Baton's scheduler (engine/vllm_scheduler.py); see SchedulerHalf.is_on_its_way."""
         return self._scheduler_half.is_on_its_way(request_id)
+
+    @property
+    def copies_in_steps(self) -> bool:
+        """Tells Baton's scheduler whether copies take time of the steps: on a CPU."""
+        return bool(self._vllm_config.device_config.device_type == "cpu")
+
+    def limit_step(self, limit_s: float) -> None:
+        """Takes from Baton's scheduler how long the next step may take; 0: no limit is known."""
+        self._limit_s = limit_s
 
     def latest_step_work(self) -> StepWork | None:
         """Tells Baton's scheduler (engine/vllm_scheduler.py); see SchedulerHalf."""

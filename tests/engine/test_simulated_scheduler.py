@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -12,6 +13,7 @@ from baton.engine.sim_host_tier import HostTier
 from baton.engine.sim_scheduler import LiveRequest, Scheduler, Work
 from baton.engine.sim_text import OutputText
 from baton.engine.sim_tokens import TokenChain, Vocabulary
+from baton.kvtransfer.handoff_orders import ReceiveHandoff
 from baton.runtime import demo_model
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.latency import LatencyModel
@@ -104,3 +106,29 @@ def test_a_loaded_request_starts_when_the_only_running_one_is_preempted(
     scheduler.remove(loads)
     assert [item.request for item in scheduler.schedule(LOADED_AT)] == [runs]
     scheduler.blocks.check_integrity()
+
+
+def test_a_stream_whose_handoff_is_on_its_way_limits_the_steps_of_prompts(
+    vocabulary: Vocabulary,
+) -> None:
+    """A batch stream has no ITL target."""
+    receive = ReceiveHandoff(bytes(16), 4, 60.0)
+    found = {}
+    for lane in (0, 1):
+        scheduler = Scheduler(
+            BlockPool(64, BLOCK),
+            max_num_seqs=8,
+            max_num_batched_tokens=64,
+            is_ready=lambda request: request.id != "stream",
+            on_start=lambda _: None,
+            model=MODEL,
+            targets=StepTargets(itl_s=0.01, longest_gap_s=0.012, prompt_step_s=0.2),
+        )
+        scheduler.add(live(vocabulary, "prompt", range(60), 0))
+        stream = live(vocabulary, "stream", range(5), 1, lane)
+        stream.request = replace(stream.request, receive=receive)
+        stream.receive_deadline = 60.0
+        scheduler.add(stream)
+        (work,) = scheduler.schedule(0.0)
+        found[lane] = work.num_tokens
+    assert found == {0: 9, 1: 60}

@@ -309,6 +309,7 @@ class DrivenEngine:
         ahead=False,
         slow=False,
         most_bytes=ALL_BYTES,
+        stream_bytes=0,
     ):
         """Makes a step as vLLM does.
 
@@ -321,6 +322,7 @@ class DrivenEngine:
             ahead: Whether a second step is made before the first one's output is processed.
             slow: Whether only the first rank goes on with loads that requests wait for.
             most_bytes: Bytes after which a rank copies no further frame of them.
+            stream_bytes: The same for loads of streams, if it is more.
         """
         others = self.pool.get_new_blocks(max(0, len(self.pool.free) - num_free))
         scheduled = self.schedule()
@@ -329,9 +331,8 @@ class DrivenEngine:
         if ahead:
             scheduled_next = self.schedule(only_waiting=True)
             steps.append((scheduled_next, self.half.step(as_scheduled(scheduled_next))))
-        done = [
-            self.work(one, work, others, slow=slow, most_bytes=most_bytes) for one, work in steps
-        ]
+        most = most_bytes, stream_bytes
+        done = [self.work(one, work, others, slow=slow, most=most) for one, work in steps]
         for request in [*scheduled, *self.loading][::-1][:num_aborted]:
             self.end(request)
         for (one, _), said in zip(steps, done, strict=True):
@@ -339,7 +340,7 @@ class DrivenEngine:
         self.happen(later)
         self.pool.free_blocks(others)
 
-    def work(self, scheduled, work, others, *, slow=False, most_bytes=ALL_BYTES):
+    def work(self, scheduled, work, others, *, slow=False, most=(ALL_BYTES, 0)):
         """Does the ranks' work of a step; returns what they say."""
         invalid, report, loaded = set(), LoadReport(), set()
         for number, rank in enumerate(self.ranks):
@@ -355,8 +356,7 @@ class DrivenEngine:
             rank.end_step()
             # One rank may be faster than the others.
             if not slow or not number:
-                num_copied = rank.copy_waited(most_bytes)
-                assert num_copied < most_bytes + BLOCK_BYTES
+                assert rank.copy_waited(*most) < max(most) + BLOCK_BYTES
                 self.later.run()
             ended, failed = rank.take_ended()
             self.failing |= failed

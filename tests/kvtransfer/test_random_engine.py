@@ -221,6 +221,14 @@ def test_a_load_is_divided_over_steps_in_which_others_run():
     engine.end_all()
 
 
+def test_a_stream_is_loaded_in_one_step_if_the_step_has_time():
+    engine, request = divided_engine(1)
+    engine.run_step(most_bytes=2 * BLOCK_BYTES, stream_bytes=NUM_FRAMES * BLOCK_BYTES)
+    engine.run_step(most_bytes=2 * BLOCK_BYTES)
+    assert request in engine.running
+    engine.end_all()
+
+
 def test_loads_are_copied_one_after_the_other():
     engine, first = divided_engine(2)
     engine.begin(20, 2, 0)

@@ -129,6 +129,18 @@ def test_without_streams_only_prompts_in_time_make_steps_longer(
     assert slow.mixed_step_s(tokens, 0, 0, 0) == pytest.approx(longest_s, abs=1e-3)
 
 
+def test_a_stream_that_is_coming_limits_steps_like_one_on_target() -> None:
+    """Also if nothing decodes: its first gap began with the token that its reader has made."""
+    prompt = Prompt(0, 10_000, 0, 0.0, running=False, due_in_s=1.9)
+    coming = Streams.of(0, 0, [StreamPace.coming(100.0, None)], TARGETS)
+    (tokens,) = prompt_tokens(MODEL, TARGETS, coming, [prompt], 100_000)
+    longest_s = MEAN_MARGIN * 0.05
+    assert MODEL.mixed_step_s(tokens, tokens**2, 0, 0) == pytest.approx(longest_s, abs=1e-3)
+    named = Streams.of(0, 0, [StreamPace.coming(100.0, 0.02)], TARGETS)
+    (fewer,) = prompt_tokens(MODEL, TARGETS, named, [prompt], 100_000)
+    assert 0 < fewer < tokens / 2
+
+
 def test_a_prompt_that_is_hardly_in_time_makes_no_longer_steps_beside_another() -> None:
     slow = LatencyModel(0.02, 1e-4, 0.0, 0.02, 5e-5, 2e-7)
     hardly = Prompt(0, 10_000, 0, 0.0, running=False, due_in_s=1.9)

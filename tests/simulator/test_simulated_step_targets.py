@@ -47,6 +47,25 @@ def test_prompts_beside_a_stream_keep_its_gaps_and_its_mean_within_the_targets()
     assert gaps.percentile(100) > 5 * TARGETS.longest_gap_s
 
 
+def test_steps_are_short_while_a_stream_waits_for_its_handoff():
+    """Its first token was made elsewhere, and the wait is part of its first gap."""
+    transfer_s = 0.5
+    cell = ColocatedCell(replace(BY_TARGETS, handoff_s=transfer_s), 1)
+    (engine,) = cell.engines
+    engine.take(to_message(TARGETS))
+    take = engine.take
+
+    def handed_over(command):
+        if command.spec.sampling.max_tokens > 1:
+            command.spec.known_token_ids.append(1)
+            command.handoff.num_tokens = len(command.spec.prompt_token_ids)
+        take(command)
+
+    engine.take = handed_over
+    cell.run([Arrival(0.0, 8000, 1), Arrival(0.3, 100, 20)], 1.0)
+    assert transfer_s < cell.gaps.percentile(100) <= transfer_s + 2 * TARGETS.longest_gap_s
+
+
 def test_a_short_prompt_overtakes_a_long_one_between_two_steps():
     arrivals = Arrival(0.0, 6000, 1), Arrival(0.01, 100, 1)
     _, (long_s, short_s), _ = served(BY_TARGETS, *arrivals)

@@ -184,6 +184,26 @@ def handoff_under_way() -> dict[str, Any]:
     }
 
 
+def handoff_beside_a_prompt() -> list[int]:
+    """Tokens of a long prompt in each step; a stream's handoff arrives, comes, and is loaded.
+
+    The stream has a tiny ITL target, and there is no other stream.
+    """
+    vllm_connector.EnginePort = ManyHandoffs  # type: ignore[misc,assignment]
+    engine = Engine(60, asynchronous=False, targets=TARGETS["normal"])
+    engine.add("long", range(1000, 1240), URGENT, 1)
+    found = [engine.step()["long"]]
+    order = ReceiveHandoff(HANDOFF, 2 * BLOCK, 60.0)
+    transfer = encode(receive=order, itl_s=1e-6)
+    engine.add("stream", range(2000, 2000 + 2 * BLOCK + 1), URGENT, 2, transfer)
+    found.append(engine.step()["long"])
+    ManyHandoffs.coming = (HANDOFF,)
+    while "stream" in engine.scheduler.requests:
+        found.append(engine.step()["long"])
+    found.append(engine.step()["long"])
+    return found
+
+
 def short_beside_long() -> dict[str, Any]:
     """A short prompt comes while a long one is computed beside a stream."""
     engine = Engine(60, asynchronous=False, targets=TARGETS["normal"])
@@ -390,6 +410,7 @@ def main(num_seeds: int) -> dict[str, Any]:
         "own ITL target": own_itl_target(),
         "handoffs at the floor": handoffs_at_the_floor(),
         "handoff under way": handoff_under_way(),
+        "handoff beside a prompt": handoff_beside_a_prompt(),
     }
 
 

@@ -106,6 +106,14 @@ def test_a_step_that_takes_longer_copies_more(step_s: float, num_blocks: int) ->
     assert step_bytes(step_s, is_idle=False) == num_blocks * LAYERS * PAGE_BYTES
 
 
+def test_a_load_that_a_stream_waits_for_gets_all_the_time_that_the_step_has_left() -> None:
+    from baton.kvtransfer.connector.cpu_copies import COPIED_BYTES_PER_S, stream_bytes
+
+    left = stream_bytes(0.02, 0.05)
+    assert left == pytest.approx(0.03 * COPIED_BYTES_PER_S, abs=1)
+    assert stream_bytes(0.06, 0.05) == stream_bytes(0.02, 0.0) == 0
+
+
 def test_blocks_that_get_new_owners_are_copied_first() -> None:
     copies = Copies()
     copies.give(1, range(20), range(20), is_store=True)

@@ -70,6 +70,15 @@ def test_a_request_is_not_looked_up_in_each_step_while_its_handoff_is_under_way(
     assert any("waits" in step for step in case["after"])
 
 
+def test_steps_are_short_from_the_arrival_of_a_stream_whose_handoff_is_not_loaded(
+    made: dict[str, Any],
+) -> None:
+    """Its first token is out, so the steps until its load are part of its first gap."""
+    before, *meanwhile, after = made["handoff beside a prompt"]
+    assert len(meanwhile) >= 3
+    assert max(meanwhile) <= 16 < 2 * 16 < min(before, after)
+
+
 def test_a_prompt_starts_whole_in_the_step_in_which_it_has_its_grammar(
     made: dict[str, Any],
 ) -> None:
