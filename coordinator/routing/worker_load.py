@@ -306,6 +306,11 @@ class WorkerLoad:
         """Predicted seconds of remaining prefill work on a worker without decodes."""
         return self.queued_s(now) * self.prompt_speed
 
+    def interactive_work_s(self, now: float) -> float:
+        """The same, of the prompts that are not batch prompts."""
+        work_s = math.fsum(one.work_s for one in self._prefills.values() if not one.is_batch)
+        return min(self.work_s(now), work_s)
+
     def ahead_s(self, num_tokens: int, now: float, *, is_batch: bool = False) -> float:
         """Predicted seconds of prefill work that goes before a prompt of `num_tokens` tokens.
 

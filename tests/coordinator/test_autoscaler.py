@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from baton.coordinator.scaling.autoscale import forecast, queueing
 from baton.coordinator.scaling.autoscale.autoscaler import decide
 from baton.coordinator.scaling.autoscale.needs import prefill_need
@@ -430,6 +432,64 @@ def test_an_idle_pool_shrinks_to_zero_and_grows_again():
     assert days.size(Pool.PREFILL) == days.size(Pool.DECODE) == 0
     days.passes(5, rate=1, work_s=0.01)
     assert days.size(Pool.PREFILL) == days.size(Pool.DECODE) == 1
+
+
+def test_the_last_worker_leaves_when_no_request_came_for_idle_s():
+    """That it stayed until then was no need of the load, so no further window follows."""
+    none = PoolLimits(0, 16)
+    for shared in (False, True):
+        config = replace(CONFIG, prefill=none, decode=none, idle_s=300.0)
+        days = Days(config=config, shared=shared)
+        days.passes(60, rate=1, work_s=0.01)
+        days.passes(290)
+        assert days.size(Pool.PREFILL) + days.size(Pool.DECODE) > 0
+        days.passes(20)
+        assert days.size(Pool.PREFILL) + days.size(Pool.DECODE) == 0
+
+
+def test_two_silent_minutes_after_a_burst_are_no_growth():
+    """The trend is measured over one cold start, and the present load over two minutes."""
+    days = Days(config=replace(CONFIG, cold_start_s=600.0))
+    days.passes(840)
+    days.passes(60, rate=50)
+    for _ in range(40):
+        days.passes(5)
+    assert days.decisions[-1].prefill.needed >= 1
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_outputs_of_lanes_without_targets_make_no_pool_grow(shared):
+    """Batch outputs fill each new worker too, so the pool would grow to its largest size."""
+    days = Days(num_prefill=2, num_decode=2, shared=shared)
+    for _ in range(20):
+        number = 250 * (4 if shared else days.size(Pool.DECODE))
+        days.decode = DecodeLoad(number, 0, number * 500, 200_000, num_without_targets=number)
+        days.passes(5)
+    assert days.size(Pool.PREFILL) + days.size(Pool.DECODE) <= 4
+    assert days.size(Pool.DECODE) >= 2
+    # Nor do they hide the need of the others.
+    days.decode = replace(days.decode, num_without_targets=50)
+    days.passes(5)
+    assert days.size(Pool.PREFILL) + days.size(Pool.DECODE) > 4
+
+
+def test_all_workers_of_a_shared_cell_clear_the_backlog_of_prompts():
+    growing = (("interactive", Targets(1.0, None, ttft_s_per_1k_tokens=1.0)),)
+    needed = {}
+    for num_prefill in (1, 7):
+        days = Days(
+            config=replace(CONFIG, targets=growing),
+            num_prefill=num_prefill,
+            num_decode=8 - num_prefill,
+            shared=True,
+            obeyed=False,
+        )
+        works = (Work(1.0, 9000),) * 8
+        days.passes(30, rate=0.5, work_s=1.0, works=works)
+        needed[num_prefill] = days.passes(
+            5, rate=0.5, work_s=1.0, works=works, queued_s=40.0
+        ).prefill.needed
+    assert needed[1] == needed[7]
 
 
 def test_requests_without_targets_keep_a_pool_from_shrinking_to_zero():

@@ -287,7 +287,7 @@ def test_a_size_by_hand_wins_over_autoscaling_until_that_is_switched_on_again(la
     assert len(made.ids(DECODE)) == 3
     assert "held at 3, set by hand, until `baton autoscale on`" in made.reason(DECODE)
     made.world.handle(ev.AutoscaleRequested(True))
-    made.wait(200)
+    made.wait(150)
     assert len(made.ids(DECODE)) == 1
     assert "held" not in made.reason(DECODE)
 

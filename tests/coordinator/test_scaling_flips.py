@@ -334,7 +334,7 @@ def test_the_last_worker_of_a_sleepy_pool_is_not_waited_for(new_world):
     limits = {"prefill": PoolLimits(0, 4), "decode": PoolLimits(1, 4)}
     made = Launched(new_world, autoscale=True, limits=limits, idle_s=30.0)
     made.come_up()
-    made.wait(80)
+    made.wait(20)
     assert (made.ids(Pool.PREFILL), made.ids(Pool.DECODE)) == ({"prefill-0"}, {"decode-0"})
     made.world.handle(ev.WorkerExited("decode-0", "was killed by SIGKILL"))
     made.wait(10)

@@ -76,14 +76,20 @@ def decide(
         return _frozen(members, config, problem, now), after
     states = {Pool.PREFILL: state.prefill, Pool.DECODE: state.decode}
     serving = {pool: len(members[pool].serving) for pool in POOLS}
-    needs = {
-        Pool.PREFILL: prefill_need(
-            observation, config, samples, state.prefill.correction, serving[Pool.PREFILL], now
-        ),
-        Pool.DECODE: decode_need(observation, config, samples, state.decode.correction, now),
-    }
+    shared = sizing.share_work(observation, config)
+    num_all = sum(serving.values())
+    # In a shared cell, all workers compute the queued prompts.
+    num_prefill = num_all if shared else serving[Pool.PREFILL]
+    prefill = prefill_need(observation, config, samples, state.prefill.correction, num_prefill, now)
+    num_decode = serving[Pool.DECODE]
+    if shared:
+        num_decode = num_all - max(1, prefill.workers)
+    decode = decode_need(observation, config, samples, state.decode.correction, num_decode, now)
+    needs = {Pool.PREFILL: prefill, Pool.DECODE: decode}
     idle = after.busy_at is not None and now - after.busy_at >= config.idle_s
     needs = {pool: _keep_one(need, config.idle_s, idle=idle) for pool, need in needs.items()}
+    # Workers of a pool that only `_keep_one` has needed; they leave without a further delay.
+    num_kept = int(idle)
     known_s = now - samples[0].at + samples[0].span_s
     states = {
         pool: replace(
@@ -95,6 +101,7 @@ def decide(
                 config,
                 known_s,
                 now,
+                num_kept=num_kept,
             ),
         )
         for pool in POOLS
@@ -106,8 +113,8 @@ def decide(
         config,
         known_s,
         now,
+        num_kept=num_kept * len(POOLS),
     )
-    shared = sizing.share_work(observation, config)
     decision, flipped_into = _decision(
         members, needs, states, wanted, config, known_s, now, shared=shared
     )
@@ -189,7 +196,7 @@ def _samples(
         name for name, one in config.targets if one.ttft_s is not None or one.itl_s is not None
     )
     sample = forecast.sample(
-        state.lanes, observation.lanes, lanes, now, span_s, observation.decode.num_decodes
+        state.lanes, observation.lanes, lanes, now, span_s, observation.decode.num_with_targets
     )
     if sample is None:
         return (), "the coordinator's counts began again"

@@ -91,8 +91,13 @@ def growth(samples: Sequence[Sample], now: float, lead_s: float) -> float:
     if slope < _SIGNIFICANCE * error:
         return 1.0
     damped_s = span_s / 2 * -math.expm1(-2 * lead_s / span_s)
-    ahead = level + (slope - error) * (now + damped_s - centre)
-    return min(_MAX_GROWTH, max(1.0, ahead / load(samples, now, lambda one: one.rate)))
+    ahead, present = level + (slope - error) * (now + damped_s - centre), load(samples, now, _rate)
+    # The window may be longer than the one that the present load is measured in.
+    return min(_MAX_GROWTH, max(1.0, ahead / present)) if present > 0 else 1.0
+
+
+def _rate(sample: Sample) -> float:
+    return sample.rate
 
 
 def load(samples: Sequence[Sample], now: float, value: Callable[[Sample], float]) -> float:

@@ -159,9 +159,14 @@ def decode_need(
     config: ScalingConfig,
     samples: tuple[Sample, ...],
     correction: float,
+    num_serving: int,
     now: float,
 ) -> Need:
-    """Decode workers for the present requests and for those expected after a cold start."""
+    """Decode workers for the present requests and for those expected after a cold start.
+
+    Requests of lanes without targets make the pool no larger than the `num_serving` workers that it
+    has for them now.
+    """
     itl_s = min((one.itl_s for _, one in config.targets if one.itl_s is not None), default=math.inf)
     within_s = itl_s * (1 - _MARGIN) / correction
     load, latency = observation.decode, observation.latency
@@ -190,7 +195,7 @@ def decode_need(
     waiting = sum(
         dict(observation.lanes).get(name, LaneLoad()).num_waiting for name in _lanes(config)
     )
-    present, bursts = load.num_decodes + waiting, forecast.burstiness(samples)
+    present, bursts = load.num_with_targets + waiting, forecast.burstiness(samples)
     # Outputs may be longer than expected, so the lasting number of present requests counts too.
     lasting = forecast.load(samples, now, lambda one: one.present)
     # Requests hold different numbers of KV tokens, so a few long requests can slow steps as much as
@@ -205,15 +210,18 @@ def decode_need(
     # Present requests minus random variation, whose requests end before a worker could start.
     surely = present - _SIGNIFICANCE * math.sqrt(present * bursts)
     number, at_once = _workers(most, each), _workers(surely, each)
+    if load.num_without_targets:
+        kept = min(_workers(load.num_decodes, each), num_serving)
+        if kept > max(number, at_once):
+            return Need(kept, f"{load.num_without_targets} requests without targets run there")
     if not number and not at_once:
         return Need(0, "no request is expected")
     reason = f"{max(expected, lasting):.0f} requests at a time"
     if rising > 1 and expected > lasting:
         reason += f", rising {rising:.2f} x in {config.cold_start_s:g} s"
     if at_once > number:
-        reason = (
-            f"{present} requests, {load.num_in_prefill + waiting} of them before their first token"
-        )
+        num_without_token = min(present, load.num_in_prefill + waiting)
+        reason = f"{present} requests, {num_without_token} of them before their first token"
     reason += f": a worker takes {each:.0f}"
     if by_time <= each and alone_s > target_s:
         reason += (

@@ -80,7 +80,7 @@ class Observer:
         decode = self._decode(loads, decoders, config)
         full = _full(loads, decode)
         # In a strict cell, decode workers may compute prompts too.
-        at_workers_s = sum(load.work_s(now) for load in self._loads(workers))
+        at_workers_s = sum(load.interactive_work_s(now) for load in self._loads(workers))
         return Observation(
             observed_at=max((one.heard_at for one in workers), default=now),
             workers=(
@@ -165,7 +165,10 @@ class Observer:
         self, loads: Sequence[WorkerLoad], workers: Sequence[Worker], config: ScalingConfig
     ) -> DecodeLoad:
         """Returns the load of workers that decode; `loads` are theirs."""
-        num_decodes = sum(entry.num_decodes for entry in loads)
+        num_decodes, num_without_targets = sum(entry.num_decodes for entry in loads), 0
+        batch = dict(config.targets).get(lane_name(common_pb2.LANE_BATCH))
+        if batch is None or (batch.ttft_s is None and batch.itl_s is None):
+            num_without_targets = num_decodes - sum(entry.num_urgent for entry in loads)
         router = self._placers.of(self._workers.fleets.stable).router
         steps = [
             (model, step)
@@ -196,6 +199,7 @@ class Observer:
         )
         return DecodeLoad(
             num_decodes=num_decodes,
+            num_without_targets=num_without_targets,
             num_in_prefill=num_decodes - sum(entry.num_arrived for entry in loads),
             reserved_tokens=sum(entry.reserved_tokens for entry in loads),
             kv_tokens=min((entry.traits.kv_tokens for entry in loads), default=0),

@@ -71,6 +71,8 @@ def add_need(
     config: ScalingConfig,
     known_s: float,
     now: float,
+    *,
+    num_kept: int = 0,
 ) -> tuple[tuple[float, int], ...]:
     """Adds the present need to the needs within the window; a monotonic queue for their maximum.
 
@@ -84,13 +86,16 @@ def add_need(
         config: lengths of the windows.
         known_s: how long the load has been known.
         now: time by the core's clock.
+        num_kept: earlier needs of at most this many workers do not count, except while the load is
+            known for a short time.
     """
     young = known_s < config.young_s
     since = now - (max(config.window_s, config.young_s) if young else config.window_s)
     found = [one for one in wanted if since <= one[0] <= now]
     if not found:
         found = [(now, current)]
-    return (*(one for one in found if one[1] > needed), (now, needed))
+    least = needed if young else max(needed, num_kept)
+    return (*(one for one in found if one[1] > least), (now, needed))
 
 
 def share_work(observation: Observation, config: ScalingConfig) -> bool:

@@ -108,6 +108,7 @@ class DecodeLoad:
         most_requests: maximum number of requests per worker regardless of KV room; 0: unknown.
         itl_s: measured step time at the target's percentile of the latest steps; None: no steps.
         itl_predicted_s: step time predicted for the same steps, at the same percentile.
+        num_without_targets: assigned requests whose lane has no targets; they make no pool grow.
     """
 
     num_decodes: int = 0
@@ -117,6 +118,12 @@ class DecodeLoad:
     most_requests: int = 0
     itl_s: float | None = None
     itl_predicted_s: float | None = None
+    num_without_targets: int = 0
+
+    @property
+    def num_with_targets(self) -> int:
+        """Assigned requests of lanes with targets."""
+        return self.num_decodes - self.num_without_targets
 
     @property
     def required(self) -> tuple[float, ...]:
