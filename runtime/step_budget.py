@@ -363,12 +363,12 @@ def prompt_tokens(
     grants = [0] * len(prompts)
     if room <= 0 or not prompts:
         return grants
-    if not _can_be_in_time(prompts[0], model):
-        # No time is borrowed for batch and late prompts, because prompts in time need it.
-        streams = streams._replace(itl_s=None)
-    fixed_s = _streams_s(model, streams)
-    prompts_s, spent_s = _prompts_s(model, targets, streams, fixed_s), 0.0
-    in_time_s = prompts_s
+    fixed_s, spent_s = _streams_s(model, streams), 0.0
+    in_time_s = _prompts_s(model, targets, streams, fixed_s)
+    # No time is borrowed for batch and late prompts, because prompts in time need it.
+    others_s = _prompts_s(model, targets, streams._replace(itl_s=None), fixed_s)
+    # Before steps without streams get longer for prompts in time.
+    oldest_s = in_time_s
     if not streams.num_streams and math.isinf(streams.limit_s):
         longest_s = _PROMPT_STEPS * targets.prompt_step_s
         is_urgent = len(prompts) == 1 and prompts[0].due_in_s <= _URGENT * _left_s(
@@ -376,10 +376,10 @@ def prompt_tokens(
         )
         if not is_urgent:
             longest_s = min(longest_s, _FIXED_PARTS * fixed_s)
-        in_time_s = max(prompts_s, longest_s - fixed_s)
+        in_time_s = max(in_time_s, longest_s - fixed_s)
 
     def room_s(prompt: Prompt) -> float:
-        return (in_time_s if _can_be_in_time(prompt, model) else prompts_s) - spent_s
+        return (in_time_s if _can_be_in_time(prompt, model) else others_s) - spent_s
 
     def add(index: int, most: int) -> None:
         nonlocal spent_s, room
@@ -392,7 +392,9 @@ def prompt_tokens(
 
     oldest = _oldest_running(prompts)
     if oldest is not None:
-        fits = _fits(model, prompts[oldest].num_done, prompts_s)
+        if not _can_be_in_time(prompts[oldest], model):
+            oldest_s = others_s
+        fits = _fits(model, prompts[oldest].num_done, oldest_s)
         share = int(_OLDEST_SHARE * min(room, fits))
         add(oldest, max(1, share))
     for index, prompt in enumerate(prompts):

@@ -330,6 +330,10 @@ def test_no_time_is_borrowed_for_batch_prompts_and_late_ones() -> None:
     assert prompt_tokens(MODEL, LONG_GAPS, streams, [late], 8192) == by_default
     (owed,) = prompt_tokens(MODEL, LONG_GAPS, streams, [in_time], 8192)
     assert owed > 2 * by_default[0]
+    # Nor beside a short prompt in time, whose turn comes first.
+    short = in_time._replace(num_left=64)
+    for other in (batch, late, late._replace(running=False)):
+        assert sum(prompt_tokens(MODEL, LONG_GAPS, streams, [short, other], 8192)) <= by_default[0]
 
 
 def test_the_stream_with_the_tightest_target_decides_what_is_owed() -> None:
