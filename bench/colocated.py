@@ -170,10 +170,11 @@ async def measure(given: argparse.Namespace) -> None:
         await mixed_load.open_loop(send, uncounted)
         for case in cases:
             await asyncio.sleep(SPIN_S)
-            # No prompt occurs twice, so prefix caches have no effect.
             seed = f"{case['mix']} {case['rate']} {case['half_busy']} {case['seed']}"
-            seed += "" if system != "least loaded" else " again"
-            load = mixed_load.arrivals(seed, case["rate"], given.requests, MIXES[case["mix"]])
+            mix = MIXES[case["mix"]]
+            # The plain servers get no prompt twice, so their prefix caches have no effect.
+            shift = int(system == "least loaded")
+            load = mixed_load.arrivals(seed, case["rate"], given.requests, mix, shift=shift)
             with half_busy(pair[0], wanted=case["half_busy"]):
                 answers = await mixed_load.open_loop(send, load)
             print(json.dumps(row(system, case, answers)), flush=True)

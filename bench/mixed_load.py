@@ -75,7 +75,9 @@ class Answer:
 Send: TypeAlias = Callable[[Arrival], Awaitable[Timed | None]]
 
 
-def arrivals(seed: str, rate: float, count: int, mix: Mix = Mix()) -> list[Arrival]:
+def arrivals(
+    seed: str, rate: float, count: int, mix: Mix = Mix(), *, shift: int = 0
+) -> list[Arrival]:
     """Returns Poisson arrivals. Another rate gives the same requests with scaled times.
 
     Args:
@@ -83,12 +85,14 @@ def arrivals(seed: str, rate: float, count: int, mix: Mix = Mix()) -> list[Arriv
         rate: Requests/s.
         count: Number of requests.
         mix: Kinds of the requests.
+        shift: Another number gives other tokens, and the same times and kinds.
     """
     source, at, made = random.Random(seed), 0.0, []
+    tokens = [*TOKEN_IDS[shift:], *TOKEN_IDS[:shift]]
     for _ in range(count):
         at += source.expovariate(1.0)
         kind = mix.long if source.random() < mix.long_share else mix.short
-        prompt = source.choices(TOKEN_IDS, k=kind.prompt_tokens)
+        prompt = source.choices(tokens, k=kind.prompt_tokens)
         made.append(Arrival(at / rate, kind, prompt))
     return made
 
