@@ -124,7 +124,8 @@ class Engine:
         num_known = len(spec.known_token_ids)
         num_prompt = len(spec.prompt_token_ids)
         total = num_prompt + num_known
-        num_uncomputed = num_known or 1 if is_handoff else total
+        # A handoff lacks only the latest known token.
+        num_uncomputed = max(1, total - command.handoff.num_tokens) if is_handoff else total
         request = SimulatedRequest(
             request_id=spec.request_id,
             attempt=spec.attempt,

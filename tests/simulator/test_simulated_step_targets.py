@@ -66,6 +66,27 @@ def test_steps_are_short_while_a_stream_waits_for_its_handoff():
     assert transfer_s < cell.gaps.percentile(100) <= transfer_s + 2 * TARGETS.longest_gap_s
 
 
+def test_a_stream_that_is_handed_over_with_known_tokens_computes_only_the_latest():
+    """After a move, the handoff holds the prompt and all known tokens but one."""
+    gaps = []
+    for num_known in (1, 300):
+        cell = ColocatedCell(BY_TARGETS, 1)
+        (engine,) = cell.engines
+        engine.take(to_message(TARGETS))
+        take = engine.take
+
+        def handed_over(command, take=take, num_known=num_known):
+            command.spec.known_token_ids.extend([1] * num_known)
+            command.spec.sampling.max_tokens += num_known
+            command.handoff.num_tokens = len(command.spec.prompt_token_ids) + num_known - 1
+            take(command)
+
+        engine.take = handed_over
+        cell.run([Arrival(0.0, 1000, 20)], 1.0)
+        gaps.append(cell.gaps.percentile(100))
+    assert gaps[1] == pytest.approx(gaps[0], rel=0.1)
+
+
 def test_a_short_prompt_overtakes_a_long_one_between_two_steps():
     arrivals = Arrival(0.0, 6000, 1), Arrival(0.01, 100, 1)
     _, (long_s, short_s), _ = served(BY_TARGETS, *arrivals)
