@@ -36,7 +36,7 @@ from baton.coordinator.routing.worker_traits import block_size_of, handoff_bytes
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.lanes import lane_config
 from baton.coordinator.state.pools import POOL_OF, Pool
-from baton.coordinator.state.requests import Request, WorkerKey
+from baton.coordinator.state.requests import Request, RequestState, WorkerKey
 from baton.coordinator.state.workers import AttachedWorkers, Worker
 from baton.coordinator.telemetry.recent_values import RecentValues
 from baton.runtime import kv_fingerprint
@@ -247,9 +247,9 @@ class Placer:
         if placement.prefill is not None:
             self._assign_prompt(request, placement.prefill)
             worker = placement.prefill.worker
-            # A decode worker that hands over its own request delays no prompt in the prefill pool.
-            in_pool = self.router.pool(worker) is Pool.PREFILL
-            if yields and in_pool and self._lane_of(request) == _BATCH:
+            # With strict roles, a decode worker that hands over its own request delays no prompt.
+            computes_prompts = self.router.loads.computes_prompts(self.router.pool(worker))
+            if yields and computes_prompts and self._lane_of(request) == _BATCH:
                 self.batch_prompts.begins(request.key, worker)
         if placement.decode is not None:
             if placement.local is not None:
@@ -416,7 +416,13 @@ class Placer:
             num_mean_tokens=self._num_mean_tokens(request),
             due_in_s=request.first_token_due_at - self.router.now,
             itl_s=math.inf if targets is None or targets.itl_s is None else targets.itl_s,
-            others_go_first_if_late=not request.is_late and self._lane_of(request) != _BATCH,
+            # A request that lost its worker does not go behind others: `max_recovery_s` may end
+            # before it would have its turn.
+            others_go_first_if_late=(
+                request.state is RequestState.QUEUED
+                and not request.is_late
+                and self._lane_of(request) != _BATCH
+            ),
             is_late=request.is_late,
             waits_for_others=(request.is_late or is_batch) and not must_place,
             must_place=must_place,

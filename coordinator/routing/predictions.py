@@ -89,8 +89,9 @@ class Predictions:
             submission: the request, which is not queued.
             hashes: hashes of the prompt's blocks.
             in_lane_s: function that predicts the seconds of waiting in the lane; its arguments are
-                the seconds of the request's own work and the number of prefill workers. A worker
-                that computes prompts at half speed beside its decodes counts half.
+                the seconds of the request's own work on a worker without decodes, and the number of
+                prefill workers. A worker that computes prompts at half speed beside its decodes
+                counts half.
 
         Returns:
             None while no worker computes prompts.
@@ -108,7 +109,8 @@ class Predictions:
             and self._batch_prompts.may_be_parked(entry, worker)
         ):
             wait_s = min(wait_s, entry.step_s)
-        wait_s += in_lane_s(choice.work_s, num_workers)
+        speed = 1.0 if entry is None else entry.prompt_speed
+        wait_s += in_lane_s(choice.work_s * speed, num_workers)
         # A queued prompt waits for whole steps, so it may wait for one step more than predicted.
         # Adding half a step (the mean) made a full cell admit 1.5 % of requests that came too late.
         wait_s += min(wait_s, entry.step_s) if entry is not None else 0.0

@@ -17,7 +17,7 @@ from baton.coordinator.routing.worker_load import WorkerTraits
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
-from baton.coordinator.state.requests import WorkerKey
+from baton.coordinator.state.requests import RequestState, WorkerKey
 from baton.runtime.block_hashes import block_hashes
 from baton.runtime.config import LaneTargetsConfig, TargetsConfig, parse
 from baton.runtime.latency import LatencyModel
@@ -475,6 +475,23 @@ def test_only_requests_of_the_interactive_lane_go_behind_the_others(new_world):
     late = {one.submission.lane for one in waiting if one.is_late}
     assert late == {common_pb2.LANE_INTERACTIVE}
     assert {one.submission.lane for one in waiting} > late
+
+
+def test_a_request_that_lost_its_worker_does_not_go_behind_the_others(new_world):
+    """Its first token is late by then, but `max_recovery_s` might end before it had its turn."""
+    # A prompt of 400 tokens takes 0.4 s.
+    latency = LatencyModel(1e-3, 1e-3, 0.0, 0.020, 0.005, 0.0)
+    world = new_world(elastic=True, latency=latency).pair()
+    for _ in range(2):
+        world.submit(num_prompt=400)
+    first, second = world.core.running()
+    assert first.attempt == second.attempt == 1
+    lost = next(one for one in (first.prefill, first.decode) if one is not None)
+    world.wait(1)
+    world.handle(ev.WorkerLost(lost[0], "died"))
+    recovering = [one for one in world.core.running() if one.state is RequestState.RECOVERING]
+    assert recovering
+    assert not any(one.is_late for one in recovering)
 
 
 def two_workers() -> VirtualCell:
