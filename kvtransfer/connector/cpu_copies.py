@@ -22,6 +22,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 
+from baton.kvtransfer.connector.memory_ahead import MemoryAhead
+
 # Most bytes that a short step copies: 1 or 2 ms. A step without streams and prompts delays no
 # token.
 STEP_BYTES, IDLE_STEP_BYTES = 8 * 2**20, 64 * 2**20
@@ -76,7 +78,7 @@ class _Job:
 class CpuCopies(OffloadingWorker):
     """One rank's copies, in the order in which they were given.
 
-    The operating system provides the memory when it is first written.
+    The operating system provides the memory as far as it is used, and a little ahead.
 
     Args:
         caches: The rank's caches, of a single group.
@@ -94,6 +96,7 @@ class CpuCopies(OffloadingWorker):
             (one.tensor.numpy(), np.empty((num_blocks, one.page_size_bytes), dtype=np.int8))
             for one in caches.tensors
         ]
+        self._ahead = MemoryAhead(self.memory)
         self._block_bytes = sum(memory.shape[1] for _, memory in self._pairs)
         self._jobs: dict[int, _Job] = {}
         self._ended: list[TransferResult] = []
@@ -110,6 +113,8 @@ class CpuCopies(OffloadingWorker):
     ) -> bool:
         assert isinstance(stored, CPULoadStoreSpec)
         assert len(stored.block_ids) == len(cached.block_ids)
+        # vLLM gives blocks that were never used in ascending order.
+        self._ahead.use(int(max(stored.block_ids, default=-1)) + 1)
         self._jobs[job_id] = _Job(job_id, cached.block_ids, stored.block_ids, is_store)
         return True
 
@@ -153,5 +158,6 @@ class CpuCopies(OffloadingWorker):
         return [memory for _, memory in self._pairs]
 
     def shutdown(self) -> None:
+        self._ahead.close()
         self._jobs.clear()
         self._pairs = []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import pytest
 
@@ -16,6 +17,8 @@ PER_STEP = 8
 
 class Copies:
     """Copies between a cache with random bytes and host memory."""
+
+    made: ClassVar[list[Copies]] = []
 
     def __init__(self) -> None:
         import torch
@@ -35,6 +38,7 @@ class Copies:
         tensors = [CanonicalKVCacheTensor(one, PAGE_BYTES) for one in self.cache]
         self.worker = CpuCopies(CanonicalKVCaches(tensors, [refs]), NUM_BLOCKS)
         self.before = [one.clone().numpy() for one in self.cache]
+        self.made.append(self)
 
     def give(self, job_id: int, cached: range, stored: range, *, is_store: bool) -> None:
         from vllm.v1.kv_offload.base import GPULoadStoreSpec
@@ -58,6 +62,13 @@ class Copies:
             for cache, memory in pairs
         ]
         return sum(all(layers) for layers in zip(*same, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def _shut_down() -> Iterator[None]:
+    yield
+    while Copies.made:
+        Copies.made.pop().worker.shutdown()
 
 
 def test_a_step_copies_a_part_of_a_long_prompt() -> None:
