@@ -89,7 +89,13 @@ class StepPlanner:
         return pace
 
     def tokens(
-        self, streams: Streams, prompts: Sequence[Prompt], max_tokens: int, *, limit: bool = True
+        self,
+        streams: Streams,
+        prompts: Sequence[Prompt],
+        max_tokens: int,
+        *,
+        limit: bool = True,
+        share: float = 1.0,
     ) -> list[int]:
         """Number of tokens of each prompt in the step; see `prompt_tokens`.
 
@@ -99,6 +105,7 @@ class StepPlanner:
             max_tokens: Most tokens of a step, those of the streams included.
             limit: Whether the step is limited; False for steps of the warm-up, which are not
                 measured.
+            share: As in `prompt_tokens`.
         """
         if limit:
             most = max(_FIRST_TOKENS, _GROWTH * self._most_measured)
@@ -107,7 +114,7 @@ class StepPlanner:
         else:
             targets = replace(self.targets, prompt_step_s=_UNLIMITED_S)
             streams = streams._replace(limit_s=math.inf)
-        return prompt_tokens(self.model, targets, streams, prompts, max_tokens)
+        return prompt_tokens(self.model, targets, streams, prompts, max_tokens, share)
 
     def made(self, step: object, work: StepWork | None) -> None:
         """Records that the planned step was scheduled.

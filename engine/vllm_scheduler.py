@@ -38,6 +38,8 @@ STEPS = "steps"
 # Seconds after which the cached part of a waiting prompt is looked up again, and largest number of
 # look-ups in one step: a look-up takes some 50 us for a prompt of 1,500 tokens.
 _LOOKUP_AGAIN_S, _MAX_LOOKUPS = 1.0, 8
+# Share of the time for prompts that they get while ranks copy handoffs in the steps.
+_SHARE_BESIDE_LOADS = 0.5
 # More blocks than any cache has.
 _NO_LIMIT = 2**62
 # Statuses of waiting requests that compute their prompt next, and of all that hold no blocks.
@@ -164,14 +166,18 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         chunks = [self._candidate(one, now, model) for one in begun]
         arrivals, awaiting, blocked, held = self._divide_waiting(now, model)
         prompts = sorted([*chunks, *arrivals], key=_rank)
-        waiting = [*self.kv_holding_waiting, *awaiting, *held]
-        coming = [one for one in waiting if one.priority <= 0 and _is_handed_over(one)]
+        waiting = [one for one in (*awaiting, *held) if self._awaits_handoff(one)]
+        coming = [
+            one
+            for one in (*self.kv_holding_waiting, *waiting)
+            if one.priority <= 0 and _is_handed_over(one)
+        ]
         streams = self._streams(decodes, coming, now)
         has_limit = math.isfinite(streams.limit_s) and streams.limit_s > 0
         self.connector.limit_step(streams.limit_s if has_limit else 0.0)
-        if has_limit and coming and self.connector.copies_in_steps:
-            # The other half is for the loads.
-            streams = streams._replace(limit_s=streams.limit_s / 2)
+        copies = (
+            has_limit and self.connector.copies_in_steps and any(map(self._loads_handoff, coming))
+        )
         # vLLM asks requests for their handoff only while tokens are left in the step.
         per_request = 1 + self.num_spec_tokens
         room = max(0, self._most_tokens - streams.num_tokens)
@@ -181,6 +187,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
             [one.prompt for one in prompts],
             self._most_tokens - reserve,
             limit=not self._warms_up,
+            share=_SHARE_BESIDE_LOADS if copies else 1.0,
         )
         granted = {
             one.request.request_id: grant for one, grant in zip(prompts, grants, strict=True)
@@ -284,7 +291,7 @@ class BatonScheduler(TableLoadFailures, Scheduler):
             waits = (
                 request in self.deferred_waiting
                 or _is_handed_over(request)
-                or self.connector.awaits_handoff(request.request_id)
+                or self._awaits_handoff(request)
             )
             if waits or not (has_grammar or request.status in _COMPUTES_PROMPT):
                 (awaiting if self._must_ask(request, now) else held).append(request)
@@ -294,6 +301,19 @@ class BatonScheduler(TableLoadFailures, Scheduler):
         arrivals.sort(key=_rank)
         count = self._num_fitting(arrivals[:num_places])
         return arrivals[:count], awaiting, [one.request for one in arrivals[count:]], held
+
+    def _awaits_handoff(self, request: Request) -> bool:
+        return bool(self.connector.awaits_handoff(request.request_id))
+
+    def _loads_handoff(self, request: Request) -> bool:
+        """Whether the ranks copy a request's handoff in the next step, if its streams have time."""
+        name = request.request_id
+        if request in self.kv_holding_waiting:
+            return name not in self.finished_recving_kv_req_ids
+        num_free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        return not self.connector.is_on_its_way(name) and (
+            self._num_blocks(request.num_tokens) <= num_free
+        )
 
     def _must_ask(self, request: Request, now: float) -> bool:
         """Whether vLLM is to ask in this step for what a request waits for.

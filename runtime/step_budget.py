@@ -17,10 +17,10 @@ tokens as long as the predicted time of the step stays within a limit:
   the borrowed time has no limit: streams then catch up so slowly that prompts waiting for them
   would be late.
 - Without interactive streams, the limit is `StepTargets.prompt_step_s`, so that a short prompt that
-  arrives never waits for the whole computation of a long one. If nothing decodes, a step with
-  interactive prompts that can be in time may take up to `_PROMPT_STEPS` times as long, in two
-  cases: the fixed part of a step takes long, or there is only one prompt and its computation takes
-  most of its TTFT target.
+  arrives never waits for the whole computation of a long one. If no stream decodes or is coming, a
+  step with interactive prompts that can be in time may take up to `_PROMPT_STEPS` times as long, in
+  two cases: the fixed part of a step takes long, or there is only one prompt and its computation
+  takes most of its TTFT target.
 
 Prompts get tokens in the order of `prompt_order`: first by lane; then prompts that can still meet
 their TTFT target before those that cannot; then by the remaining computation, the shortest first,
@@ -343,6 +343,7 @@ def prompt_tokens(
     streams: Streams,
     prompts: Sequence[Prompt],
     max_tokens: int,
+    share: float = 1.0,
 ) -> list[int]:
     """Number of tokens of each prompt in the next step.
 
@@ -352,6 +353,8 @@ def prompt_tokens(
         streams: The streams that decode in it.
         prompts: In the order of `prompt_order`.
         max_tokens: Most tokens of a step, those of the streams included.
+        share: Share of the time for prompts that they may take; the rest is for copies in the step.
+            With less than 1, the step borrows no time.
 
     Returns:
         One number per prompt, in the same order; the sum and `streams.num_tokens` are together at
@@ -364,9 +367,10 @@ def prompt_tokens(
     if room <= 0 or not prompts:
         return grants
     fixed_s, spent_s = _streams_s(model, streams), 0.0
-    in_time_s = _prompts_s(model, targets, streams, fixed_s)
     # No time is borrowed for batch and late prompts, because prompts in time need it.
-    others_s = _prompts_s(model, targets, streams._replace(itl_s=None), fixed_s)
+    in_time_s = others_s = share * _prompts_s(model, targets, streams._replace(itl_s=None), fixed_s)
+    if share == 1.0:
+        in_time_s = _prompts_s(model, targets, streams, fixed_s)
     # Before steps without streams get longer for prompts in time.
     oldest_s = in_time_s
     if not streams.num_streams and math.isinf(streams.limit_s):

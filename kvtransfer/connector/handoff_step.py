@@ -51,7 +51,8 @@ class Load:
             request runs in this step, whose model waits for the load.
         num_shards: Number of shards of the sender's cache; 0: as many as of this one.
         has_draft: Whether the handoff holds the layers of a draft.
-        is_stream: Whether the request has its first token, and makes the next one after the load.
+        is_stream: Whether it is an interactive request that has its first token, and makes the next
+            one after the load.
     """
 
     handoff_id: bytes

@@ -7,6 +7,7 @@ that stores KV blocks in new memory would take that much longer.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
@@ -39,7 +40,7 @@ class MemoryAhead:
     """
 
     def __init__(self, arrays: Sequence[npt.NDArray[np.int8]]) -> None:
-        self._arrays = arrays
+        self._arrays: Sequence[npt.NDArray[np.int8]] = arrays
         row_bytes = sum(array.shape[1] for array in arrays)
         self._num_ahead = max(1, AHEAD_BYTES // max(1, row_bytes))
         self._num_rows = min((len(array) for array in arrays), default=0)
@@ -57,7 +58,7 @@ class MemoryAhead:
         return self._num_provided
 
     def use(self, num_rows: int) -> None:
-        """Says that the first `num_rows` rows may be used; costs no time."""
+        """Says that the first `num_rows` rows may be used."""
         wanted = min(self._num_rows, num_rows + self._num_ahead)
         num_more = wanted - self._num_wanted
         # In steps of a quarter, so that the thread is seldom woken.
@@ -72,9 +73,13 @@ class MemoryAhead:
             self._is_closed = True
             self._changed.notify()
         self._thread.join()
+        self._arrays = ()
 
     def _run(self) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        # A rank is bound to cores that its model keeps busy.
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
         while True:
             with self._changed:
                 self._changed.wait_for(

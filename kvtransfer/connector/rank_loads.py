@@ -178,10 +178,18 @@ class RankLoads:
             Bytes that this thread has copied.
         """
         num_bytes, wait_until = 0, self._clock() + _STEP_CLAIM_WAIT_S
+        others_until: int | None = None
         for one in sorted(self._waited, key=lambda waited: not waited.load.is_stream):
-            most = max(most_bytes, stream_bytes) if one.load.is_stream else most_bytes
+            most = max(most_bytes, stream_bytes)
+            if not one.load.is_stream:
+                if others_until is None:
+                    # Streams leave the others at least half of the usual bytes.
+                    others_until = max(most_bytes, num_bytes + most_bytes // 2)
+                most = others_until
             if self._copies.finishes_at_once and num_bytes >= most:
                 # A claim expires, so it is made when the copy can begin.
+                if one.load.is_stream:
+                    continue
                 break
             if one.pending is None or one.pending:
                 self._try_to_claim(one, wait_until)

@@ -309,7 +309,7 @@ class SchedulerHalf:
             request.request_id if self.requests_wait else "",
             receive.num_shards,
             receive.has_draft,
-            is_stream=not receive.is_fetch,
+            is_stream=not receive.is_fetch and request.priority <= 0,
         )
         receive.over = True
         if receive.is_fetch:

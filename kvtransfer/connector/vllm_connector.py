@@ -330,7 +330,8 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
         # streams may take all the time that the step has left.
         orders, step_s = self._orders(), time.monotonic() - self._step_began_at
         most_bytes = step_bytes(step_s, is_idle=orders.is_idle)
-        most_bytes -= self._rank_half.copy_waited(most_bytes, stream_bytes(step_s, orders.limit_s))
+        copied = self._rank_half.copy_waited(most_bytes, stream_bytes(step_s, orders.limit_s))
+        most_bytes = max(most_bytes - copied, most_bytes // 2)
         if self._host_copies is not None and isinstance(self._host_copies.worker, CpuCopies):
             self._host_copies.worker.most_bytes = most_bytes
         ended, failed = self._rank_half.take_ended()
@@ -425,8 +426,9 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def copies_in_steps(self) -> bool:
-        """Tells Baton's scheduler whether copies take time of the steps: on a CPU."""
-        return bool(self._vllm_config.device_config.device_type == "cpu")
+        """Tells Baton's scheduler whether copies of handoffs take time of steps, as on a CPU."""
+        is_cpu = self._vllm_config.device_config.device_type == "cpu"
+        return bool(is_cpu and not self._layout.has_states)
 
     def limit_step(self, limit_s: float) -> None:
         """Takes from Baton's scheduler how long the next step may take; 0: no limit is known."""

@@ -356,7 +356,8 @@ class DrivenEngine:
             rank.end_step()
             # One rank may be faster than the others.
             if not slow or not number:
-                assert rank.copy_waited(*most) < max(most) + BLOCK_BYTES
+                # Fetches get at least half of the usual bytes beside streams.
+                assert rank.copy_waited(*most) < max(most) + most[0] // 2 + BLOCK_BYTES
                 self.later.run()
             ended, failed = rank.take_ended()
             self.failing |= failed

@@ -118,6 +118,7 @@ class Request:
     blocks: list[Block] = field(default_factory=list)
     num_computed: int = 0
     num_outputs: int = 0
+    priority: int = 0
 
     def __post_init__(self):
         self._all_token_ids = list(self.prompt_token_ids)

@@ -181,6 +181,7 @@ class Request:
     block_hashes: tuple = ()
     tables: list[list[int]] = field(default_factory=list)
     num_computed: int = 0
+    priority: int = 0
 
 
 class Engine:

@@ -87,6 +87,8 @@ def test_an_operating_system_that_cannot_provide_it_changes_nothing(
 ) -> None:
     monkeypatch.setattr(memory_ahead, "_MADV_POPULATE_WRITE", 12345)
     ahead = MemoryAhead(arrays)
+    ahead._thread.join(DEADLINE_S)
+    assert not ahead._thread.is_alive()
     ahead.use(NUM_ROWS)
     ahead.close()
     assert ahead.num_provided == 0

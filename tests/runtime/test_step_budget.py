@@ -141,6 +141,17 @@ def test_a_stream_that_is_coming_limits_steps_like_one_on_target() -> None:
     assert 0 < fewer < tokens / 2
 
 
+def test_beside_copies_prompts_get_a_share_of_the_time_that_streams_leave() -> None:
+    """Also with long gaps: the step borrows no time then."""
+    prompt = Prompt(0, 10_000, 0, 0.0, running=False)
+    for targets in (TARGETS, LONG_GAPS):
+        streams = Streams.of(4, 1000, [StreamPace.coming(100.0, None)], targets)
+        alone_s = MODEL.mixed_step_s(0, 0, 4, 1000)
+        (tokens,) = prompt_tokens(MODEL, targets, streams, [prompt], 100_000, 0.5)
+        took_s = MODEL.mixed_step_s(tokens, tokens**2, 4, 1000) - alone_s
+        assert took_s == pytest.approx((MEAN_MARGIN * 0.05 - alone_s) / 2, rel=0.05)
+
+
 def test_a_prompt_that_is_hardly_in_time_makes_no_longer_steps_beside_another() -> None:
     slow = LatencyModel(0.02, 1e-4, 0.0, 0.02, 5e-5, 2e-7)
     hardly = Prompt(0, 10_000, 0, 0.0, running=False, due_in_s=1.9)

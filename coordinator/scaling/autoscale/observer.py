@@ -80,7 +80,12 @@ class Observer:
         decode = self._decode(loads, decoders, config)
         full = _full(loads, decode)
         # In a strict cell, decode workers may compute prompts too.
-        at_workers_s = sum(load.interactive_work_s(now) for load in self._loads(workers))
+        prompts = self._loads(workers)
+        interactive_s = sum(load.interactive_work_s(now) for load in prompts)
+        at_workers_s = {
+            _INTERACTIVE: interactive_s,
+            common_pb2.LANE_BATCH: sum(load.work_s(now) for load in prompts) - interactive_s,
+        }
         return Observation(
             observed_at=max((one.heard_at for one in workers), default=now),
             workers=(
@@ -91,7 +96,7 @@ class Observer:
             lanes=tuple(
                 (
                     lane_name(lane),
-                    self._lane(lane, config, at_workers_s if lane == _INTERACTIVE else 0.0, full),
+                    self._lane(lane, config, at_workers_s.get(lane, 0.0), full),
                 )
                 for lane in LANES
             ),
