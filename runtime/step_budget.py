@@ -371,8 +371,10 @@ def prompt_tokens(
     in_time_s = others_s = share * _prompts_s(model, targets, streams._replace(itl_s=None), fixed_s)
     if share == 1.0:
         in_time_s = _prompts_s(model, targets, streams, fixed_s)
-    # Before steps without streams get longer for prompts in time.
-    oldest_s = in_time_s
+    oldest, oldest_s = _oldest_running(prompts), others_s
+    if oldest is not None and _can_be_in_time(prompts[oldest], model):
+        # Without the time by which a step without streams gets longer.
+        oldest_s = in_time_s
     if not streams.num_streams and math.isinf(streams.limit_s):
         longest_s = _PROMPT_STEPS * targets.prompt_step_s
         is_urgent = len(prompts) == 1 and prompts[0].due_in_s <= _URGENT * _left_s(
@@ -394,13 +396,9 @@ def prompt_tokens(
         room -= count
         spent_s += model.chunk_s(begin, count)
 
-    oldest = _oldest_running(prompts)
     if oldest is not None:
-        if not _can_be_in_time(prompts[oldest], model):
-            oldest_s = others_s
         fits = _fits(model, prompts[oldest].num_done, oldest_s)
-        share = int(_OLDEST_SHARE * min(room, fits))
-        add(oldest, max(1, share))
+        add(oldest, max(1, int(_OLDEST_SHARE * min(room, fits))))
     for index, prompt in enumerate(prompts):
         if room <= 0 or (seconds := room_s(prompt)) <= 0:
             break

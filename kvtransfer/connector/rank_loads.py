@@ -177,24 +177,31 @@ class RankLoads:
         Returns:
             Bytes that this thread has copied.
         """
-        num_bytes, wait_until = 0, self._clock() + _STEP_CLAIM_WAIT_S
-        others_until: int | None = None
-        for one in sorted(self._waited, key=lambda waited: not waited.load.is_stream):
-            most = max(most_bytes, stream_bytes)
-            if not one.load.is_stream:
-                if others_until is None:
-                    # Streams leave the others at least half of the usual bytes.
-                    others_until = max(most_bytes, num_bytes + most_bytes // 2)
-                most = others_until
-            if self._copies.finishes_at_once and num_bytes >= most:
+        wait_until = self._clock() + _STEP_CLAIM_WAIT_S
+        streams = [one for one in self._waited if one.load.is_stream]
+        others = [one for one in self._waited if not one.load.is_stream]
+        num_bytes = self._go_on(streams, max(most_bytes, stream_bytes), wait_until)
+        # Streams leave the others at least half of the usual bytes.
+        left_bytes = max(most_bytes - num_bytes, most_bytes // 2)
+        return num_bytes + self._go_on(others, left_bytes, wait_until)
+
+    def _go_on(self, waited: Sequence[_Waited], most_bytes: int, wait_until: float) -> int:
+        """Goes on with these loads in their order; returns the bytes that this thread has copied.
+
+        Args:
+            waited: The loads.
+            most_bytes: As in `copy_waited`.
+            wait_until: As in `_try_to_claim`.
+        """
+        num_bytes = 0
+        for one in waited:
+            if self._copies.finishes_at_once and num_bytes >= most_bytes:
                 # A claim expires, so it is made when the copy can begin.
-                if one.load.is_stream:
-                    continue
                 break
             if one.pending is None or one.pending:
                 self._try_to_claim(one, wait_until)
             if one.to_copy is not None:
-                num_bytes += self._copy_part(one, most - num_bytes)
+                num_bytes += self._copy_part(one, most_bytes - num_bytes)
         return num_bytes
 
     def _try_to_claim(self, one: _Waited, wait_until: float) -> None:

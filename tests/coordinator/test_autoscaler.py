@@ -435,7 +435,7 @@ def test_an_idle_pool_shrinks_to_zero_and_grows_again():
 
 
 def test_the_last_worker_leaves_when_no_request_came_for_idle_s():
-    """That it stayed until then was no need of the load, so no further window follows."""
+    """The load did not need the worker until then, so no further window follows."""
     none = PoolLimits(0, 16)
     for shared in (False, True):
         config = replace(CONFIG, prefill=none, decode=none, idle_s=300.0)
