@@ -13,7 +13,8 @@ workers are left out. "Static at peak" is the smallest pair of pools that is eno
 minute. "Hindsight" has exactly the needs of each minute and orders workers one cold start earlier.
 No policy that meets the targets in each minute can use fewer GPU-hours than the needs. The loads
 of Azure and Mooncake hardly vary. "tides" is Azure's trace, repeated and thinned so that the load
-rises from a fifth to the full load and falls back within 20 minutes.
+rises from a fifth to the full load and falls back within 20 minutes; with `--tide-s`, within that
+time. "Static at peak" then has the sizes for the tide of 20 minutes, whose peak is the same.
 
 Azure runs with three seeds by default, the other traces with one because they take longer. The seed
 moves the copies of requests in a trace that is scaled up, chooses the requests of a trace that is
@@ -32,6 +33,7 @@ import multiprocessing
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from baton.bench.autoscale_runs import Results, Runs, Where, cells, log, needs_o
 from baton.bench.autoscale_scenes import (
     BATON,
     BATON_AT,
+    HINDSIGHT,
     HPA,
     PLANNER,
     POLICIES,
@@ -62,11 +65,12 @@ def run(arguments: argparse.Namespace) -> tuple[Results, dict[str, Any]]:
     with ProcessPoolExecutor(arguments.processes, context) as pool:
         for trace in arguments.traces:
             wheres = [
-                Where(trace, seed, arguments.factor, arguments.at_most_s)
+                Where(trace, seed, arguments.factor, arguments.at_most_s, arguments.tide_s)
                 for seed in range(arguments.seeds or TRACES[trace].num_seeds)
             ]
             began = time.monotonic()
-            needs = needs_of(wheres[0], pool)
+            # A longer tide has the same peak.
+            needs = needs_of(replace(wheres[0], tide_s=None), pool)
             log(f"{trace}: {time.monotonic() - began:.0f} s for the needs of each minute")
             show_needs(trace, needs)
             details[f"{trace}, needs"] = {
@@ -186,6 +190,11 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--seeds", type=int, help="seeds per trace (default: 3 for azure, 1 for the others)"
     )
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument(
+        "--tide-s",
+        type=float,
+        help='length of the trace "tides" in seconds, without hindsight (default: 1200)',
+    )
     parser.add_argument("--factor", type=float, default=1.0, help="additional scale of the load")
     parser.add_argument(
         "--quick", action="store_true", help="four minutes of Azure's trace, one cold start"
@@ -202,6 +211,13 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--factor: is {arguments.factor}; must be more than 0")
     if any(not 0 < one < math.inf for one in arguments.cold_starts):
         parser.error("--cold-starts: must be more than 0 s")
+    if arguments.tide_s is not None:
+        if not TRACES["tides"].tide_s <= arguments.tide_s < math.inf:
+            parser.error(f"--tide-s: is {arguments.tide_s}; must be at least 1200")
+        if arguments.traces != ["tides"]:
+            parser.error("--tide-s: needs --traces tides")
+        # Its needs are known for the tide of 20 minutes only.
+        arguments.policies = [name for name in arguments.policies or POLICIES if name != HINDSIGHT]
     for name in ("seeds", "processes"):
         given = getattr(arguments, name)
         if given is not None and given < 1:

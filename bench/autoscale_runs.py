@@ -26,6 +26,7 @@ class Where:
     seed: int
     factor: float
     at_most_s: float
+    tide_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Cell:
 
 
 def _scene(where: Where) -> Scene:
-    return scene(where.trace, where.seed, where.factor, where.at_most_s)
+    return scene(where.trace, where.seed, where.factor, where.at_most_s, where.tide_s)
 
 
 def best(where: Where) -> list[Within]:

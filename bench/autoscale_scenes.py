@@ -68,11 +68,17 @@ class Trace:
     warm_up_s: float = 30.0
     num_seeds: int = 1
 
-    def arrivals(self, seed: int, factor: float, at_most_s: float) -> list[Arrival]:
-        """Reads the trace; `seed` chooses the requests that are kept and moves their copies."""
+    def arrivals(
+        self, seed: int, factor: float, at_most_s: float, tide_s: float | None = None
+    ) -> list[Arrival]:
+        """Reads the trace; `seed` chooses the requests that are kept and moves their copies.
+
+        `tide_s` is another length for a trace with a tide.
+        """
         found = traces.read(self.path)
         if self.tide_s:
-            found = traces.tidal(traces.repeated(found, self.tide_s), self.tide_s, 0.2, seed)
+            lasts_s = tide_s or self.tide_s
+            found = traces.tidal(traces.repeated(found, lasts_s), lasts_s, 0.2, seed)
         found = traces.scaled(found, self.factor * factor, seed)
         return [one for one in found if one.at_s < at_most_s]
 
@@ -158,12 +164,14 @@ class Scene:
 
     Attributes:
         at_most_s: Only this many seconds of the trace are used.
+        tide_s: Length of the trace if it has a tide; None: its default length.
     """
 
     name: str
     seed: int = 0
     factor: float = 1.0
     at_most_s: float = math.inf
+    tide_s: float | None = None
 
     @property
     def trace(self) -> Trace:
@@ -171,7 +179,7 @@ class Scene:
 
     @cached_property
     def arrivals(self) -> list[Arrival]:
-        return self.trace.arrivals(self.seed, self.factor, self.at_most_s)
+        return self.trace.arrivals(self.seed, self.factor, self.at_most_s, self.tide_s)
 
     @cached_property
     def latency(self) -> LatencyModel:
@@ -259,6 +267,8 @@ class Scene:
 
 
 @lru_cache(maxsize=2)
-def scene(name: str, seed: int, factor: float, at_most_s: float) -> Scene:
+def scene(
+    name: str, seed: int, factor: float, at_most_s: float, tide_s: float | None = None
+) -> Scene:
     """Returns a scene; the cache ensures that each process reads a trace only once."""
-    return Scene(name, seed, factor, at_most_s)
+    return Scene(name, seed, factor, at_most_s, tide_s)
