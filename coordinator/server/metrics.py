@@ -261,13 +261,20 @@ class CoreCollector(Collector):
             "tokens, gap for a single gap. A lane without a target has no series.",
             labels=["lane", "signal"],
         )
+        percentile = GaugeMetricFamily(
+            "baton_target_percentile",
+            "Percentage of requests and of gaps that must meet the lane's targets.",
+            labels=["lane"],
+        )
         for lane, target in scaler.targets.items():
+            percentile.add_metric([lane], target.percentile)
             for signal, target_s in (("ttft", target.ttft_s), ("itl", target.itl_s)):
                 if target_s is not None:
                     targets.add_metric([lane, signal], target_s)
         if (longest_gap_s := self._core.longest_gap_s) is not None:
             targets.add_metric(["interactive", "gap"], longest_gap_s)
         yield targets
+        yield percentile
         limit = GaugeMetricFamily(
             "baton_queue_limit", "Maximum number of waiting requests.", labels=["lane"]
         )

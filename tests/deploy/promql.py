@@ -196,7 +196,7 @@ def _calculate(calculate, left, right, modifier) -> Vector | float:
     return {_key(k, modifier): calculate(a, b) for k, a, b in _pairs(left, right, modifier)}
 
 
-def _call(node: ast.Call, data: Data, at_s: float) -> Vector:
+def _call(node: ast.Call, data: Data, at_s: float) -> Vector | float:
     match node.func.name:
         case "rate" | "increase":
             (window,) = node.args
@@ -208,6 +208,10 @@ def _call(node: ast.Call, data: Data, at_s: float) -> Vector:
         case "histogram_quantile":
             quantile, buckets = node.args
             return _quantiles(evaluate(quantile, data, at_s), evaluate(buckets, data, at_s))
+        case "scalar":
+            (vector,) = node.args
+            values = list(evaluate(vector, data, at_s).values())
+            return values[0] if len(values) == 1 else math.nan
         case "absent":
             (selector,) = node.args
             if not isinstance(selector, ast.VectorSelector):
@@ -264,7 +268,8 @@ def _quantiles(quantile: float, buckets: Vector) -> Vector:
 
 
 def _quantile(quantile: float, buckets: list[tuple[float, float]]) -> float:
-    if len(buckets) < 2 or buckets[-1][0] != math.inf or buckets[-1][1] == 0:
+    no_samples = len(buckets) < 2 or buckets[-1][0] != math.inf or buckets[-1][1] == 0
+    if no_samples or math.isnan(quantile):
         return math.nan
     rank = quantile * buckets[-1][1]
     index = next(

@@ -66,6 +66,9 @@ ONE = [Series(Labels({"__name__": "a", "x": "1"}.items()), [0.0, 15.0, 30.0], [0
         ("sum(max_over_time(a[30s]))", 5.0),
         ("2 * sum(a) + 1", 3.0),
         ("sum(a) > 1", None),
+        ("sum(a) > scalar(max(a)) - 1", 1.0),
+        # Without exactly one element, the scalar is not a number.
+        ("sum(a) > scalar(b)", None),
         ("sum(a) and sum(b)", None),
         ("sum(a) unless sum(b)", 1.0),
     ],
