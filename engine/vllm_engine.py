@@ -89,7 +89,7 @@ class VllmEngine:
         adapters: Directory or hub ID of each LoRA adapter, by name.
         scheduler: Which scheduler chooses the prompt tokens of a step (steps.scheduler).
         prior: Latency model of Baton's scheduler until it has measured steps.
-        host_bytes: Host memory for KV blocks that the cache evicts; 0: none.
+        host_bytes: Host memory for a copy of every full KV block; 0: none.
         disk_dir: Directory for KV blocks that the workers of this host share; empty: none.
         disk_bytes: Most bytes of this worker's files there.
         disk_bytes_per_s: Speed of loads from there, for the engine's description.

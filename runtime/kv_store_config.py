@@ -1,4 +1,4 @@
-"""The `kv_store` section: where KV blocks are kept when they leave the engine's cache."""
+"""The `kv_store` section: where copies of KV blocks are kept below the engine's cache."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class KvStoreConfig(Section):
 
     host_bytes: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = Field(
         None,
-        description="Host memory in which each worker keeps KV blocks of prompts and answers that "
-        "its engine's cache evicts, in bytes; 0: off. null: a tenth of the memory that is free "
-        "when the worker starts, at most 32 GiB.",
+        description="Host memory of one worker for a copy of every full KV block, made when the "
+        "block fills, in bytes; 0: off. null: a tenth of the memory that is free when the worker "
+        "starts, at most 32 GiB.",
     )
     disk_dir: str = Field(
         "",

@@ -1,4 +1,4 @@
-"""Keeps KV blocks in host memory when the engine's cache evicts them, by vLLM's offloading.
+"""Keeps a copy of every full KV block in host memory, by vLLM's offloading.
 
 Every full block of a prompt or an answer is copied to host memory, once, after the step that
 computed it. A prompt whose first blocks are in the engine's cache loads the blocks after them from

@@ -22,8 +22,8 @@ the rest. The holder runs a request for the same tokens and one more, which push
 blocks; if some are missing, this request ends before it gets blocks. The blocks that a fetch leaves
 out are held on the device while its request waits (kept_prefixes.py).
 
-Keeping. Blocks that the engine's cache evicts stay in host memory (host_tier.py), and on disk
-(disk_tier.py); a request without a handoff loads them from there.
+Keeping. Every full block is copied to host memory when it fills (host_tier.py), and from there to
+disk (disk_tier.py). A request without a handoff loads blocks that the engine's cache lacks.
 """
 
 from __future__ import annotations

@@ -41,7 +41,9 @@ class BatonConfig(Section):
         description="Engine of the workers. simulated: real processes and transfers, but no model.",
     )
     engine_args: dict[str, Any] = Field(
-        default_factory=dict, description="vLLM's engine arguments, passed through unchanged."
+        default_factory=dict,
+        description="vLLM's engine arguments. Baton sets some itself and refuses those that "
+        "conflict.",
     )
     lora_adapters: dict[str, str] = Field(
         default_factory=dict,

@@ -28,8 +28,8 @@ class LaneConfig(Section):
     )
     ttft_ms: Count | None = Field(
         None,
-        description="TTFT target of requests that name none. A request that is predicted to miss "
-        "its target is refused.",
+        description="TTFT limit of requests that name no TTFT target. A request that is predicted "
+        "to be later is refused. The targets are in scaling.targets.",
     )
     ttft_ms_per_1k_tokens: CountOrZero = Field(
         0,
@@ -43,7 +43,7 @@ class LaneConfig(Section):
 
     @property
     def ttft(self) -> TtftTarget | None:
-        """TTFT target of requests that name none; None: no target."""
+        """TTFT limit of requests that name no target; None: no limit."""
         return TtftTarget.from_ms(self.ttft_ms, self.ttft_ms_per_1k_tokens)
 
 
@@ -52,8 +52,9 @@ class InteractiveLaneConfig(LaneConfig):
 
     itl_ms: Count = Field(
         100,
-        description="Inter-token latency target; batch requests that decode on the same worker are "
-        "paused when interactive ones would miss it.",
+        description="Inter-token latency that batch requests and prompts on the same worker must "
+        "leave to interactive requests with strict roles, and during flips. In an elastic cell, "
+        "scaling.targets.interactive.itl_ms decides instead.",
     )
 
 

@@ -21,7 +21,10 @@ _PER_1K = (
 
 
 class TargetsConfig(Section):
-    """Latency targets that pools are sized for; null means no target: it makes no pool grow."""
+    """Latency targets: pools are sized for them, and requests are placed and steps made by them.
+
+    null means no target.
+    """
 
     ttft_ms: Count | None = Field(500, description="Target of the time to first token.")
     ttft_ms_per_1k_tokens: CountOrZero = Field(0, description=_PER_1K)
