@@ -33,7 +33,7 @@ _LANE_HISTOGRAMS = (
     (
         "tpot",
         "gen_ai_server_time_per_output_token_seconds",
-        "Mean gap between a request's tokens after the first.",
+        "Mean gap between a request's tokens (TPOT).",
     ),
     ("e2e", "gen_ai_server_request_duration_seconds", "Whole request, from arrival."),
     ("itl", "baton_inter_token_latency_seconds", "Gaps between consecutive outputs of a stream."),
@@ -59,13 +59,15 @@ class CoreCollector(Collector):
             for lane, lane_stats in stats.lanes.items():
                 _add(family, [lane_name(lane)], getattr(lane_stats, attribute))
             yield family
-        queued = GaugeMetricFamily("baton_queue_depth", "Requests waiting.", labels=["lane"])
+        queued = GaugeMetricFamily(
+            "baton_queue_depth", "Requests that wait in the lane.", labels=["lane"]
+        )
         running = GaugeMetricFamily(
-            "baton_requests_running", "Requests sent to workers.", labels=["lane"]
+            "baton_requests_running", "Requests that workers have.", labels=["lane"]
         )
         waits = GaugeMetricFamily(
             "baton_wait_ratio",
-            "Factor that predicted waits are multiplied by, from the actual waits of requests.",
+            "Factor that predicted waits are multiplied by: actual waits / predicted waits.",
             labels=["lane"],
         )
         for lane in stats.lanes:
@@ -91,12 +93,18 @@ class CoreCollector(Collector):
     def _totals(self) -> Iterator[Metric]:
         stats = self._core.stats
         requests = CounterMetricFamily(
-            "baton_requests", "Requests that ended.", labels=["lane", "outcome"]
+            "baton_requests",
+            "Admitted requests that ended, by finish reason or error.",
+            labels=["lane", "outcome"],
         )
         for (lane, outcome), count in tuple(stats.requests.items()):
             requests.add_metric([lane_name(lane), outcome], count)
         yield requests
-        tokens = CounterMetricFamily("baton_tokens", "Tokens.", labels=["kind"])
+        tokens = CounterMetricFamily(
+            "baton_tokens",
+            "Tokens of prompts that got a first token, and of outputs.",
+            labels=["kind"],
+        )
         tokens.add_metric(["prompt"], stats.num_prompt_tokens)
         tokens.add_metric(["output"], stats.num_output_tokens)
         yield tokens
@@ -118,8 +126,16 @@ class CoreCollector(Collector):
             fetches.add_metric([outcome], count)
         yield fetches
         for name, documentation, counts in (
-            ("baton_sheds", "Requests refused for overload.", stats.sheds),
-            ("baton_rejections", "Requests refused as invalid.", stats.rejections),
+            (
+                "baton_sheds",
+                "Requests refused at once, because of a limit or because they would be late.",
+                stats.sheds,
+            ),
+            (
+                "baton_rejections",
+                "Requests refused at once as invalid, not allowed or unknown, by gRPC code.",
+                stats.rejections,
+            ),
             (
                 "baton_handoff_failures",
                 "Handoffs that failed before they were loaded, by reason.",
