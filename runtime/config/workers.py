@@ -31,8 +31,9 @@ class DecodePoolConfig(PoolConfig):
     local_prefill: bool = Field(
         True,
         description="Whether a decode worker may compute a prompt itself, when that is much faster "
-        "than a prefill worker and delays the inter-token latency beyond itl_ms only for a few "
-        "tokens.",
+        "than a prefill worker and delays the inter-token latency beyond "
+        "lanes.interactive.itl_ms only for a few tokens. For strict roles; false makes a cell "
+        "strict unless elastic is true.",
     )
 
 

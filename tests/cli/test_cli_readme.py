@@ -15,6 +15,7 @@ from baton.gateway.caller_slots import CallerSlots
 from baton.gateway.metrics import GatewayCollector, GatewayStats
 from baton.runtime.config import BatonConfig
 from baton.runtime.refusals import Refusals
+from baton.worker.gpus import GpuCollector
 from baton.worker.metrics import WorkerCollector
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +51,8 @@ def test_every_metric_it_names_exists():
             CallerSlots(1, "requests", "gateway_full"),
         ).registry(),
         Refusals(),
+        # Without GPUs, the collector reads nothing from NVML.
+        GpuCollector(None, ()),
     )
     shown = "".join(generate_latest(one).decode() for one in registries)
     exist = set(re.findall(r"^# HELP (\w+)", shown, re.MULTILINE))
