@@ -394,10 +394,14 @@ class Runner:
             message = cluster_pb2.StepOutputs(step=self._num_steps)
             for output in step.outputs:
                 held = self._by_engine_id.get(output.request_id)
-                if held is not None:
-                    self._take(held, output, message)
-                else:
+                if held is None:
                     self._own_blocks.take(output)
+                    continue
+                self._take(held, output, message)
+                if message.outputs and message.outputs[-1].finished.prompt_logprobs:
+                    # They are up to 4 MiB; those of several requests would exceed gRPC's limit.
+                    self._outbox.post(cluster_pb2.WorkerMessage(step=message))
+                    message = cluster_pb2.StepOutputs(step=self._num_steps)
             if message.outputs or message.HasField("tokens"):
                 self._outbox.post(cluster_pb2.WorkerMessage(step=message))
             await self._outbox.wait_for_space()

@@ -50,9 +50,6 @@ class Outbox:
         max_stream_bytes: Limit of one stream's waiting tokens.
         max_bytes: Limit of all waiting events.
 
-    Attributes:
-        slow_streams: streams over their limit at the last sealing, because their readers are too
-            slow.
     """
 
     def __init__(
@@ -66,7 +63,7 @@ class Outbox:
         self._posted = asyncio.Event()
         self._num_accepted_waiting = 0
         self._timer: asyncio.TimerHandle | None = None
-        self.slow_streams: list[int] = []
+        self._slow_streams: list[int] = []
 
     @property
     def empty(self) -> bool:
@@ -81,6 +78,18 @@ class Outbox:
         """Whether the waiting events of the session exceed the limit."""
         return self.num_bytes > self._max_bytes
 
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether an answer of this size leaves half of the session's limit to other events."""
+        return 2 * (self.num_bytes + num_bytes) <= self._max_bytes
+
+    def take_slow_streams(self) -> list[int]:
+        """Streams over their limit at the last sealing, because their readers are too slow.
+
+        Each is returned once per sealing.
+        """
+        found, self._slow_streams = self._slow_streams, []
+        return found
+
     def wake(self) -> None:
         """Makes `take` return, possibly without events."""
         self._posted.set()
@@ -89,7 +98,7 @@ class Outbox:
         """Adds encoded token deltas after all earlier events of their streams.
 
         Returns:
-            Whether a segment was sealed, so that the caller must check `slow_streams` and
+            Whether a segment was sealed, so that the caller must check `take_slow_streams` and
             `overfull`.
         """
         self._posted.set()
@@ -103,8 +112,19 @@ class Outbox:
         return has_sealed
 
     def push(self, stream: int, event: Event) -> None:
-        """Adds an event other than tokens."""
-        self._growing.add(encoded_event(stream, event))
+        """Adds an event other than tokens; the caller then checks the limits as after tokens."""
+        encoded = encoded_event(stream, event)
+        if len(encoded) > _SEGMENT_BYTES:
+            # Several ends with prompt logprobs would exceed gRPC's limit in one message.
+            if self._growing.batches:
+                self._seal()
+            segment = _Segment()
+            segment.add(encoded)
+            self._close(segment)
+        else:
+            self._growing.add(encoded)
+            if self._growing.num_bytes > _SEGMENT_BYTES:
+                self._seal()
         if not isinstance(event, inference_pb2.Accepted):
             self._posted.set()
             return
@@ -160,11 +180,14 @@ class Outbox:
             if event.HasField("delta"):
                 segment.stream_bytes[event.stream] += event.delta.ByteSize()
         segment.add(events.SerializeToString())
-        self._sealed.append(segment)
-        self._sealed_bytes += segment.num_bytes
+        self._close(segment)
         self._stream_bytes += segment.stream_bytes
-        self.slow_streams = [
+        self._slow_streams = [
             stream
             for stream, num_bytes in self._stream_bytes.items()
             if num_bytes > self._max_stream_bytes
         ]
+
+    def _close(self, segment: _Segment) -> None:
+        self._sealed.append(segment)
+        self._sealed_bytes += segment.num_bytes

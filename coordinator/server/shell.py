@@ -300,19 +300,19 @@ class Shell:
                 prompt_tokens=effect.num_prompt_tokens,
             )
             session.outbox.push(effect.to.stream, accepted)
-            self._close_if_overfull(session)
+            self._check_limits(session)
 
     def _send_deltas(self, effect: ev.SendDeltas) -> None:
         for number, batch in encoded_deltas(effect.deltas).items():
             session = self._sessions.get(number)
             if session is not None and session.outbox.push_deltas(batch):
-                for stream in session.outbox.slow_streams:
-                    slow = StreamKey(session.number, stream)
-                    self._follow_ups.append(ev.StreamFailed(slow, slow_reader()))
-                self._close_if_overfull(session)
+                self._check_limits(session)
 
-    def _close_if_overfull(self, session: ClientSession) -> None:
-        """Closes a session whose waiting events exceed the limit."""
+    def _check_limits(self, session: ClientSession) -> None:
+        """Fails streams, or closes the session, if too much waits for the client's reader."""
+        for stream in session.outbox.take_slow_streams():
+            slow = StreamKey(session.number, stream)
+            self._follow_ups.append(ev.StreamFailed(slow, slow_reader()))
         if session.outbox.overfull and self._drop_session(session):
             session.slow = True
             self._follow_ups.append(ev.SessionLost(session.number))
@@ -336,14 +336,19 @@ class Shell:
                 budget=effect.budget,
                 prompt_logprobs=effect.prompt_logprobs,
             )
-            session.end(effect.to.stream, finished)
-            self._close_if_overfull(session)
+            # Prompt logprobs are up to 4 MiB. They must not fill the session, because it would be
+            # closed with all of its requests.
+            if effect.prompt_logprobs and not session.outbox.has_room(finished.ByteSize()):
+                session.end(effect.to.stream, slow_reader())
+            else:
+                session.end(effect.to.stream, finished)
+            self._check_limits(session)
 
     def _send_failed(self, effect: ev.SendFailed) -> None:
         session = self._sessions.get(effect.to.session)
         if session is not None:
             session.end(effect.to.stream, effect.error)
-            self._close_if_overfull(session)
+            self._check_limits(session)
 
     def _send_command(self, effect: ev.SendCommand) -> None:
         link = self._links.get(effect.worker)

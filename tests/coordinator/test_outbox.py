@@ -159,7 +159,7 @@ async def test_an_unread_stream_is_reported_as_slow():
     found = set()
     for index in range(40_000):
         if push_delta(outbox, 1, delta(16 * index, 16)):
-            found.update(outbox.slow_streams)
+            found.update(outbox.take_slow_streams())
         if index == 1000:
             assert not found
             push_delta(outbox, 2, delta(0))
@@ -183,6 +183,28 @@ async def test_tokens_of_one_worker_message_may_fill_several_messages():
     batches = [batch(await outbox.take()) for _ in range(12) if not outbox.empty]
     assert [one.stream for events in batches for one in events] == list(range(12))
     assert all(len(events) <= 4 for events in batches)
+
+
+def large_answer() -> inference_pb2.Finished:
+    """An answer with as many prompt logprobs as are allowed: 200,000 entries."""
+    entry = common_pb2.TokenLogprob(token_id=100_000, logprob=-1.5, rank=3, text=" word")
+    row = common_pb2.TokenLogprobs(entries=[entry] * 20)
+    return inference_pb2.Finished(prompt_logprobs=[row] * 10_000)
+
+
+async def test_large_answers_fill_several_messages():
+    outbox, answer = Outbox(), large_answer()
+    assert answer.ByteSize() > 4 * 10**6
+    push_delta(outbox, 0, delta(0))
+    for stream in range(6):
+        outbox.push(stream, answer)
+    outbox.push(6, EVENTS["finished"])
+    messages = [await outbox.take() for _ in range(8) if not outbox.empty]
+    assert outbox.num_bytes == 0
+    assert max(map(len, messages)) < 8 * 2**20
+    events = [event for message in messages for event in batch(message)]
+    assert [one.stream for one in events] == [0, *range(7)]
+    assert all(one.finished == answer for one in events[1:-1])
 
 
 @pytest_asyncio.fixture
@@ -245,6 +267,35 @@ async def test_overfull_session_is_given_up_whole(shell):
     assert await session.outbox.take() == b""
     assert shell.core.num_requests == 0
     assert shell.num_sessions == 0
+
+
+async def test_answers_that_fill_a_session_fail_alone(shell):
+    session, rows = shell.open_session(), large_answer().prompt_logprobs
+    for stream in range(24):
+        submit(shell, session, stream)
+        finished = cluster_pb2.WorkerFinished(
+            reason=common_pb2.FINISH_REASON_LENGTH, prompt_logprobs=rows
+        )
+        output = cluster_pb2.RequestOutput(
+            request_id=f"r1-{stream}",
+            attempt=1,
+            delta=common_pb2.TokenDelta(token_ids=[0]),
+            finished=finished,
+        )
+        shell.post(ev.WorkerStep(("p", 1), cluster_pb2.StepOutputs(outputs=[output])))
+    submit(shell, session, 24)
+    assert not session.slow
+    assert session.live == {24}
+    ends = {}
+    while not session.outbox.empty:
+        for one in batch(await session.outbox.take()):
+            if one.WhichOneof("event") in ("finished", "failed"):
+                ends[one.stream] = one
+    delivered = [stream for stream, one in ends.items() if one.HasField("finished")]
+    assert delivered == list(range(len(delivered)))
+    assert 0 < len(delivered) < 24
+    failed = [reason(ends[stream].failed) for stream in range(len(delivered), 24)]
+    assert set(failed) == {"SLOW_READER"}
 
 
 async def test_a_stalled_write_frees_the_resources_of_the_call():

@@ -58,6 +58,23 @@ async def test_a_whole_request_on_a_decode_worker(coordinator, start_worker, voc
     assert load.resident_bytes > 0
 
 
+async def test_prompt_logprobs_of_one_step_fill_several_messages(coordinator, start_worker):
+    start_worker(simulated=SLOW | {"prefill_base_ms": 500})
+    stream = await coordinator.stream()
+    # The others arrive while the first prompt is computed, and so end in one step.
+    for name in ("first", "a", "b", "c"):
+        command = cluster_pb2.DecodeCommand(spec=spec(name, list(range(10, 40)), max_tokens=1))
+        command.spec.sampling.prompt_logprobs = 1
+        await coordinator.command(stream, decode=command)
+    steps = {}
+    while len(steps) < 4:
+        step = (await stream.next_of("step")).step
+        (output,) = step.outputs
+        assert len(output.finished.prompt_logprobs) == 30
+        steps[output.request_id] = step.step
+    assert steps["a"] == steps["b"] == steps["c"] > steps["first"]
+
+
 async def test_an_attempt_with_a_handle_reports_plain_tokens_in_columns(
     coordinator, start_worker, vocabulary
 ):
