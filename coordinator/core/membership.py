@@ -108,6 +108,8 @@ class Membership:
             worker = Worker(hello, fleet, hello.role, hello.state, attached_at=now, heard_at=now)
             self._detector.expect(worker)
             self._workers.add(worker)
+            if len(fleet.workers) == 1:
+                self._lifecycle.limit_outputs(fleet)
             if not hello.generation:
                 # The worker has served no coordinator before.
                 self._lifecycle.stats.attached_first(worker, now)

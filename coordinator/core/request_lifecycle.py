@@ -183,6 +183,17 @@ class RequestLifecycle:
         self.lanes.dispatched(request, 0)
         self._assignments.adopt(request, worker)
 
+    def limit_outputs(self, fleet: Fleet) -> None:
+        """Cuts max_tokens of requests that came before the fleet's first worker, at its context.
+
+        Their digests are then those that the requests have for workers and for clients that resume
+        them. Requests with an attempt keep the parameters that their worker knows.
+        """
+        max_model_len = fleet.workers.max_model_len
+        for request in self.requests.all():
+            if max_model_len and request.fleet is fleet and not request.attempt:
+                request.submission = request.submission.cut_to(max_model_len)
+
     def prompt_computed(self, request: Request, now: float) -> None:
         """Records from which sources the KV cache of a prompt came, as its worker has reported."""
         sources = request.prompt_sources

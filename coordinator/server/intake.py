@@ -8,6 +8,7 @@ import os
 import re
 from array import array
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from google.rpc import code_pb2
 
@@ -24,7 +25,7 @@ from baton.coordinator.server.validation import (
     check_token_ids,
 )
 from baton.coordinator.state.lanes import LANES, lane_config
-from baton.coordinator.state.requests import Request, StreamKey, Submission
+from baton.coordinator.state.requests import Request, StreamKey, Submission, with_max_tokens
 from baton.runtime.access import ANYONE, Access, Caller
 from baton.runtime.config import BatonConfig
 from baton.runtime.enum_names import lane_name
@@ -328,12 +329,16 @@ class Intake:
         defaults = [one for one in (lane_limits.max_output_tokens, key_limit) if one is not None]
         if request.default_max_tokens:
             defaults.append(max(request.default_max_tokens, sampling.min_tokens))
-        room = (limits.max_model_len or math.inf) - len(prompt)
+        # The workers' context may differ from that of the model's own configuration. So the core
+        # cuts max_tokens of requests that come before the first worker, once one has attached:
+        # the digest of a request must not depend on when its client resumes it.
+        context = limits.max_model_len if self._known is not None else None
+        room = (context or math.inf) - len(prompt)
         if not sampling.HasField("max_tokens"):
             if defaults:
-                sampling = _with_max_tokens(sampling, min(*defaults, room))
+                sampling = with_max_tokens(sampling, int(min(*defaults, room)))
         elif sampling.max_tokens > room:
-            sampling = _with_max_tokens(sampling, room)
+            sampling = with_max_tokens(sampling, int(room))
         known = array("I", request.resume.token_ids)
         tokenizer = self._tokenizer
         stop = known_stop(
@@ -422,17 +427,10 @@ class Intake:
                 model.takes_images if self._known is not None else None,
             )
             known = self._known_limits = model, limits
+        if self._known is None and request.resume.token_ids:
+            # The earlier coordinator has checked the request against the context of the workers.
+            return replace(known[1], max_model_len=None)
         return known[1]
-
-
-def _with_max_tokens(
-    sampling: common_pb2.SamplingParams, max_tokens: float
-) -> common_pb2.SamplingParams:
-    """Returns a copy with this max_tokens; the original is shared by many requests."""
-    found = common_pb2.SamplingParams()
-    found.CopyFrom(sampling)
-    found.max_tokens = int(max_tokens)
-    return found
 
 
 def has_images(request: inference_pb2.GenerateRequest) -> bool:

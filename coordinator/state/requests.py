@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, NewType
 
@@ -168,6 +168,18 @@ class Submission:
         """The conversation that the request belongs to."""
         return SessionKey(self.tenant, self.session_id) if self.session_id else None
 
+    def cut_to(self, max_model_len: int) -> Submission:
+        """Returns the submission with a max_tokens that fits this context length.
+
+        It is returned unchanged if it has no max_tokens, or if its prompt does not fit: then it
+        fails before an attempt.
+        """
+        sampling, room = self.sampling, max_model_len - len(self.prompt_token_ids)
+        most = max(room, sampling.min_tokens)
+        if room <= 0 or not sampling.HasField("max_tokens") or sampling.max_tokens <= most:
+            return self
+        return replace(self, sampling=with_max_tokens(sampling, most))
+
     def ordered_in(self, long_prompt_tokens: int) -> common_pb2.Lane.ValueType:
         """Returns the lane that orders its prompt: a long prompt is ordered in the batch lane.
 
@@ -190,6 +202,16 @@ class Submission:
         """Returns the part of that target that grows with the prompt; 0 without a target."""
         target = self.slo_ttft or of_lane
         return 0.0 if target is None else target.growth_s(len(self.prompt_token_ids))
+
+
+def with_max_tokens(
+    sampling: common_pb2.SamplingParams, max_tokens: int
+) -> common_pb2.SamplingParams:
+    """Returns a copy with this max_tokens; the original is shared by many requests."""
+    found = common_pb2.SamplingParams()
+    found.CopyFrom(sampling)
+    found.max_tokens = max_tokens
+    return found
 
 
 class Prediction(NamedTuple):

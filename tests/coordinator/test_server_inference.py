@@ -6,12 +6,14 @@ import grpc
 import pytest
 from google.rpc import error_details_pb2
 from inference_client import generate
-from scripted_worker import WAIT_S, answer, attached
+from scripted_worker import WAIT_S, ScriptedWorker, answer, attached
 
 from baton.coordinator.server.server import Coordinator
 from baton.runtime import rpc
 from baton.runtime.errors import from_rpc_error
-from baton.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from baton.runtime.names import DEFAULT_TENANT
+from baton.runtime.request_digest import request_digest
+from baton.v1 import cluster_pb2, common_pb2, inference_pb2, inference_pb2_grpc
 
 PREFILL, DECODE = common_pb2.ROLE_PREFILL, common_pb2.ROLE_DECODE
 STOP, LENGTH = common_pb2.FINISH_REASON_STOP, common_pb2.FINISH_REASON_LENGTH
@@ -250,6 +252,48 @@ async def test_a_resumed_request_is_checked_by_its_own_fleets_model(
         events = [event async for event in inference.Generate(request, timeout=WAIT_S)]
         assert events[0].accepted.model == "law"
         assert [t for event in events for t in event.delta.token_ids] == [2, 3]
+
+
+@pytest.mark.parametrize(("context", "max_tokens"), [(64, 64), (4096, 2000)])
+async def test_a_request_resumed_before_the_first_worker_is_adopted(
+    coordinator, inference, say_hello, context, max_tokens
+):
+    """The context of the workers is shorter or longer than that of the model's configuration."""
+    prompt = [5, 6, 7]
+    request = generate(sampling={"max_tokens": max_tokens}, cut_max_tokens=True, request_id="r1")
+    request.resume.token_ids.extend([0, 7])
+    request.resume.num_text_chars = 2
+    request.resume.prompt_token_ids.extend(prompt)
+    events = aiter(inference.Generate(request, timeout=WAIT_S))
+    assert (await anext(events)).HasField("accepted")
+    hello = say_hello("d", DECODE)
+    hello.model.max_model_len = context
+    sampling = common_pb2.SamplingParams(max_tokens=min(max_tokens, context - len(prompt)))
+    hello.running.add(
+        request_id="r1",
+        attempt=3,
+        role=DECODE,
+        next_offset=2,
+        token_ids=[0, 7],
+        num_text_chars=2,
+        decoding=True,
+        digest=request_digest(prompt, sampling),
+        tenant=DEFAULT_TENANT,
+    )
+    worker = ScriptedWorker(coordinator.address, hello, auto=False)
+    # The worker has served an earlier coordinator.
+    worker.welcome = cluster_pb2.Welcome(generation=77)
+    try:
+        await worker.connect()
+        adopted = [(one.request_id, one.attempt) for one in worker.welcome.adopted]
+        assert adopted == [("r1", 3)]
+        spec = cluster_pb2.RequestSpec(request_id="r1", attempt=3)
+        await worker.step(answer(spec, 2, 2, LENGTH))
+        rest = [event async for event in events]
+        assert [token for event in rest for token in event.delta.token_ids] == [2, 3]
+        assert rest[-1].finished.reason == LENGTH
+    finally:
+        await worker.close()
 
 
 async def test_a_resumed_request_that_lacks_only_its_end_gets_it(inference):
