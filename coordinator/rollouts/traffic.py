@@ -64,9 +64,14 @@ class Traffic:
 
 
 def fits(submission: Submission, model: common_pb2.ModelDescription | None) -> bool:
-    """Whether workers that serve this model can compute a request; True if `model` is None."""
+    """Whether workers that serve this model can compute a request; True if `model` is None.
+
+    An output without max_tokens may end at the context of any model.
+    """
     if model is None:
         return True
     if submission.adapter and all(one.name != submission.adapter for one in model.adapters):
         return False
-    return not model.max_model_len or len(submission.prompt_token_ids) < model.max_model_len
+    num_output = max(1, submission.sampling.min_tokens, submission.sampling.max_tokens)
+    num_tokens = len(submission.prompt_token_ids) + num_output
+    return not model.max_model_len or num_tokens <= model.max_model_len

@@ -91,7 +91,7 @@ def test_a_canary_that_serves_in_one_pool_only_gets_no_requests(two_fleets):
     assert cell.fleet_name(cell.world.submit()) == "1"
 
 
-def test_a_prompt_too_long_for_the_canary_stays_in_the_stable_fleet(two_fleets, say_hello):
+def test_a_request_too_long_for_the_canary_stays_in_the_stable_fleet(two_fleets, say_hello):
     cell = two_fleets(None)
     for name in ("cp", "cp2", "cd", "cd2"):
         cell.world.handle(ev.WorkerLost(name, "was killed"))
@@ -102,6 +102,15 @@ def test_a_prompt_too_long_for_the_canary_stays_in_the_stable_fleet(two_fleets, 
     cell.start(1.0)
     assert cell.fleet_name(cell.world.submit(num_prompt=20)) == "r2"
     assert cell.fleet_name(cell.world.submit(num_prompt=80)) == "1"
+    # The canary would end such an output early.
+    for sampling, fleet in (
+        ({"max_tokens": 44}, "r2"),
+        ({"max_tokens": 45}, "1"),
+        ({"max_tokens": None, "min_tokens": 44}, "r2"),
+        ({"max_tokens": None, "min_tokens": 45}, "1"),
+        ({"max_tokens": None}, "r2"),
+    ):
+        assert cell.fleet_name(cell.world.submit(num_prompt=20, sampling=sampling)) == fleet
 
 
 def test_the_rate_limit_counts_outputs_by_the_stable_fleets_context_length(new_world, say_hello):
