@@ -359,9 +359,13 @@ class WorkerRegistry(AttachedWorkers):
             ]
         if not differing:
             return None
-        return FailedPrecondition(
-            f"worker {hello.worker_id} does not fit worker {other.id}: " + "; ".join(differing)
-        )
+        why = f"worker {hello.worker_id} does not fit worker {other.id}: " + "; ".join(differing)
+        if fleet:
+            why += (
+                f"; both have worker.revision {revision!r}: workers with another model or other "
+                "engine_args need another one"
+            )
+        return FailedPrecondition(why)
 
     def add(self, worker: Worker) -> None:
         """Adds a worker whose hello was not refused; no worker of its id may be attached."""

@@ -146,10 +146,13 @@ def test_workers_of_one_fleet_must_be_alike_workers_of_two_fleets_need_not(world
     assert {one.id for one in world.core.workers} == {"p", "d", "c"}
     (refusal,) = world.attach("c2", DECODE, revision="r2")
     assert "fingerprint.num_layers is 4, here 8" in str(refusal.error)
+    assert "both have worker.revision 'r2'" in str(refusal.error)
     model = say_hello("x", PREFILL).model
     model.vocab_size = 600
     (refusal,) = world.attach("c3", DECODE, revision="r3", model=model)
     assert "model.vocab_size is 600, here 512" in str(refusal.error)
+    # Another revision would not help.
+    assert "worker.revision" not in str(refusal.error)
     (refusal,) = world.attach("c4", DECODE, revision="a b")
     assert isinstance(refusal.error, errors.InvalidArgument)
 

@@ -22,6 +22,7 @@ from deploy_files import (
 )
 
 from baton.cli.config import check
+from baton.runtime.names import FIRST_REVISION
 
 KUBERNETES = DEPLOY / "kubernetes"
 # Oldest supported version of Kubernetes, and the newest version with an installed schema.
@@ -288,3 +289,11 @@ def test_every_container_of_the_ray_cluster_fits_the_restricted_policy():
     for pod in pods:
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+
+
+@pytest.mark.parametrize("name", ["cpu", "gpu"])
+def test_pods_of_one_deployment_may_differ_in_their_revision(name):
+    """Old and new pods run side by side, so operators must be able to tell them apart."""
+    values = yaml.safe_load((KUBERNETES / name / "baton.yaml").read_text())
+    # The default: an upgrade of the manifests alone changes no revision.
+    assert values["worker"]["revision"] == FIRST_REVISION
