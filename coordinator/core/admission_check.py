@@ -113,7 +113,9 @@ class AdmissionCheck:
                 return self._admission.closing
             if not older.is_resumed_by(submission):
                 return errors.AlreadyExists(f"request {submission.request_id} is running")
-            if older.submission.digest == submission.digest:
+            is_same = older.submission.digest == submission.digest
+            # In another lane it needs a place there.
+            if is_same and older.submission.lane == submission.lane:
                 return None
         # A different request under the id of a running request replaces that request. It is limited
         # like a new request: a tenant could otherwise get around its rate limit.

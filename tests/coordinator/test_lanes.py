@@ -406,6 +406,21 @@ def test_batch_requests_leave_places_for_interactive_ones(new_world):
     assert all(world.kinds(world.submit()) == ["Accepted"] for _ in range(4))
 
 
+def test_a_request_that_is_resumed_in_another_lane_needs_a_place_there(new_world):
+    lanes = LanesConfig(interactive=InteractiveLaneConfig(max_queued=2))
+    world = new_world(lanes=lanes)
+    people = [world.submit() for _ in range(2)]
+    job = world.submit(lane=BATCH, request_id="job")
+    resumed = {"request_id": "job", "known_token_ids": (7,)}
+    again = world.submit(2, **resumed)
+    assert world.last(again).error.reason == "QUEUE_FULL"
+    # The request goes on in its own lane.
+    assert world.kinds(job) == ["Accepted"]
+    world.handle(ev.StreamCancelled(people[0]))
+    assert world.kinds(world.submit(3, **resumed)) == ["Accepted"]
+    assert world.kinds(job) == ["Accepted", "Failed"]
+
+
 def test_a_request_that_waits_too_long_is_told_which_limit_was_reached(new_world):
     lanes = LanesConfig(
         interactive=InteractiveLaneConfig(max_queue_s=5.0),
