@@ -210,6 +210,7 @@ class Core:
                 self.fleets.forget(fleet)
                 self.placers.forget(fleet)
                 self._lifecycle.forget(fleet)
+                self.scaler.launches.forget(fleet)
 
     # ---- State that the shell may read
 

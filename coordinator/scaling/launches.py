@@ -308,6 +308,11 @@ class Launches:
         if stable or unwanted:
             del self._starts[key]
 
+    def forget(self, fleet: Fleet) -> None:
+        """Forgets the failed starts of a fleet that takes part in no rollout any more."""
+        for pool in Pool:
+            self._starts.pop((pool, fleet.name), None)
+
     def check_integrity(self) -> None:
         """Raises AssertionError if the counts of starting processes are wrong."""
         starting = (launch for launch in self._all.values() if launch.starting)

@@ -107,6 +107,23 @@ def test_an_aborted_rollout_leaves_no_workers(launched):
     assert made.core.rollouts.start_error(Revision("r2"), 0.1, {}) is None
 
 
+def test_a_rollout_knows_nothing_of_failed_starts_under_its_name(launched):
+    made = launched()
+    made.world.handle(ev.RolloutRequested(Revision("r2"), 0.1, {}))
+    for _ in range(4):
+        made.world.handle(ev.WorkerExited(made.started[-1], "exited with code 1", "no such model"))
+        made.wait(10)
+    made.world.handle(ev.AbortRequested("test"))
+    made.wait(5)
+    num_started = len(made.started)
+    sizes = {Pool.PREFILL: 1, Pool.DECODE: 2}
+    assert made.core.rollouts.start_error(Revision("r2"), 0.1, sizes) is None
+    made.world.handle(ev.RolloutRequested(Revision("r2"), 0.1, sizes))
+    launches, canary = made.core.scaler.launches, made.core.fleets.find("r2")
+    assert [launches.problem(pool, canary) for pool in Pool] == ["", ""]
+    assert len(made.started) == num_started + 3
+
+
 def test_a_canary_that_does_not_start_is_reported_and_delays_no_other_start(launched):
     made = launched()
     made.world.handle(ev.RolloutRequested(Revision("r2"), 0.1, {}))
