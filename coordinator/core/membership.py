@@ -19,7 +19,7 @@ from baton.coordinator.state.pools import POOL_OF, ROLE_OF
 from baton.coordinator.state.requests import WorkerKey
 from baton.coordinator.state.scaling_decision import Drain
 from baton.coordinator.state.timers import Timers
-from baton.coordinator.state.workers import Worker, WorkerRegistry
+from baton.coordinator.state.workers import Worker, WorkerRegistry, without_running
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
 
@@ -103,9 +103,10 @@ class Membership:
             blame = worker.state != cluster_pb2.WORKER_STATE_DRAINING
             self._removal.lose(worker, replaced, now, blame=blame, ended=False)
             worker = None
+        kept = without_running(hello)
         if worker is None:
             fleet = self._workers.fleet_of(hello)
-            worker = Worker(hello, fleet, hello.role, hello.state, attached_at=now, heard_at=now)
+            worker = Worker(kept, fleet, hello.role, hello.state, attached_at=now, heard_at=now)
             self._detector.expect(worker)
             self._workers.add(worker)
             if len(fleet.workers) == 1:
@@ -119,7 +120,7 @@ class Membership:
             # A draining worker never serves again; it may not have read the drain command yet.
             drains = worker.state == cluster_pb2.WORKER_STATE_DRAINING
             worker.state = worker.state if drains else hello.state
-            worker.hello, worker.role = hello, hello.role
+            worker.hello, worker.role = kept, hello.role
         if hello.state == cluster_pb2.WORKER_STATE_DRAINING:
             self._drains.confirmed(worker)
         worker.connected, worker.heard_at, worker.progressed_at = True, now, now

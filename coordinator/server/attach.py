@@ -49,8 +49,8 @@ class ClusterService(cluster_pb2_grpc.ClusterServicer):
         del request_iterator  # Reading through the context leaves writing to another task.
         stream = object()
         try:
-            hello = await self._hello(context)
-            link = self._shell.attach(hello, stream)
+            # The Hello is not kept: its running requests may be megabytes.
+            link = self._shell.attach(await self._hello(context), stream)
         except BatonError as error:
             await abort(context, error)
             return

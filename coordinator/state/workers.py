@@ -34,6 +34,15 @@ _MAX_FENCED = 4096
 _MODEL_FIELDS = ("name", "revision", "max_model_len", "vocab_size")
 
 
+def without_running(hello: cluster_pb2.Hello) -> cluster_pb2.Hello:
+    """Returns a copy without the running requests, whose outputs are megabytes.
+
+    A cleared field would keep its memory as long as the message.
+    """
+    fields = {one.name: value for one, value in hello.ListFields() if one.name != "running"}
+    return cluster_pb2.Hello(**fields)
+
+
 @dataclass(slots=True)
 class Flipping:
     """A change of a worker's role that is under way.
@@ -58,7 +67,7 @@ class Worker:
     """One attached worker process.
 
     Attributes:
-        hello: The worker's latest Hello.
+        hello: The worker's latest Hello, without its running requests.
         fleet: The fleet that it belongs to, named by its revision.
         key: Worker id and incarnation. Requests and the shell hold this very object.
         connected: Whether its stream is open.

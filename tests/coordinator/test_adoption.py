@@ -108,6 +108,16 @@ def test_a_client_gets_its_missing_tokens_and_the_worker_continues(restarted, ou
     assert world.core.stats.num_adopted == 1
 
 
+def test_the_outputs_in_a_hello_are_not_kept(restarted):
+    labels = {"host": "a"}
+    for incarnation in (1, 1, 2):
+        hello = restarted.hello("d", DECODE, incarnation, generation=77, labels=labels)
+        hello.running.append(running())
+        restarted.world.handle(ev.WorkerAttached(hello, returns=True))
+        kept = restarted.world.core.workers.by_id("d").hello
+        assert kept == restarted.hello("d", DECODE, incarnation, generation=77, labels=labels)
+
+
 def test_a_tenant_gets_no_output_of_another_tenant_with_the_same_request_id(restarted):
     restarted.reattach(running(request_id="somebody/r1", tenant="somebody"))
     own = restarted.resume(num_tokens=0)
