@@ -103,6 +103,18 @@ class Membership:
             blame = worker.state != cluster_pb2.WORKER_STATE_DRAINING
             self._removal.lose(worker, replaced, now, blame=blame, ended=False)
             worker = None
+        elif worker is not None and event.forgets:
+            self._removal.lose(
+                worker,
+                "has served another coordinator since",
+                now,
+                fenced=False,
+                blame=False,
+                ended=False,
+                left=True,
+                may_return=True,
+            )
+            worker = None
         kept = without_running(hello)
         if worker is None:
             fleet = self._workers.fleet_of(hello)

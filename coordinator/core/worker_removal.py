@@ -54,6 +54,7 @@ class WorkerRemoval:
         blame: bool = True,
         ended: bool = True,
         left: bool = False,
+        may_return: bool = False,
     ) -> None:
         """Removes a worker. Its requests are queued again and cancelled on their other workers.
 
@@ -66,8 +67,9 @@ class WorkerRemoval:
             ended: False if another process has taken over its id; the caller then calls
                 `left_pool` if that process is in another pool.
             left: Whether it stopped as it was asked to: its requests move, and none is lost.
+            may_return: Whether the same incarnation may attach again.
         """
-        self._workers.remove(worker, reason)
+        self._workers.remove(worker, reason, may_return=may_return)
         self._adoption.lost(worker.key)
         self._placers.detach(worker)
         self._latency.forget(worker.key)

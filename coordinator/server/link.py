@@ -79,6 +79,11 @@ class WorkerLink:
         self._num_bytes = 0
         self._first_seq = self._next_to_send = self._next_seq = 1
 
+    @property
+    def is_used(self) -> bool:
+        """Whether one end has processed a numbered message of the other."""
+        return self.received > 0 or self._first_seq > 1
+
     def open(self, stream: object) -> None:
         """Starts a stream; sending continues after the last acknowledged command."""
         self.stream = stream

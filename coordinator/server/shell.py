@@ -262,7 +262,12 @@ class Shell:
             link.acknowledge(hello.ack)
         self._refusal = None
         returns = hello.generation not in (0, self.generation)
-        self.post(ev.WorkerAttached(hello, returns))
+        # A link that is not used may belong to this very return, if its welcome was lost.
+        forgets = returns and link is not None and link.is_used
+        if link is not None and forgets:
+            # Messages of an older stream must not reach the new link's worker.
+            link.leave()
+        self.post(ev.WorkerAttached(hello, returns, forgets))
         refusal, self._refusal = self._refusal, None
         if refusal is not None:
             raise refusal

@@ -74,10 +74,13 @@ class WorkerAttached:
 
     Attributes:
         returns: Whether the worker served another coordinator before.
+        forgets: Whether it has forgotten what it was sent here before, and numbers its messages
+            anew: it was attached here, and has served another coordinator since.
     """
 
     hello: cluster_pb2.Hello
     returns: bool = False
+    forgets: bool = False
 
 
 @dataclass(frozen=True, slots=True)

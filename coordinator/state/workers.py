@@ -383,16 +383,19 @@ class WorkerRegistry(AttachedWorkers):
         worker.fleet.add(worker)
         self.changed(worker)
 
-    def remove(self, worker: Worker, reason: str) -> None:
-        """Removes a worker and fences its incarnation, so that it cannot attach again.
+    def remove(self, worker: Worker, reason: str, *, may_return: bool = False) -> None:
+        """Removes a worker.
 
         Args:
             worker: An attached worker.
             reason: Reason in words that continue "this incarnation ...".
+            may_return: Whether its incarnation may attach again; otherwise it is fenced.
         """
         del self._workers[worker.id], self._by_key[worker.key]
         worker.fleet.remove(worker)
         self.changed(worker)
+        if may_return:
+            return
         self._fenced[worker.key] = reason
         while len(self._fenced) > _MAX_FENCED:
             del self._fenced[next(iter(self._fenced))]

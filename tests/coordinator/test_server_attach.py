@@ -17,6 +17,7 @@ from baton.coordinator.server.admin import AdminService
 from baton.coordinator.server.server import Coordinator
 from baton.coordinator.state import events as ev
 from baton.runtime import long_tasks, rpc
+from baton.runtime.request_digest import request_digest
 from baton.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -189,6 +190,60 @@ async def test_newer_stream_takes_over_from_a_half_open_one(coordinator, say_hel
         worker = coordinator.shell.core.workers.by_id("p")
         assert worker.connected
         await second.close()
+
+
+@pytest.mark.parametrize("still_runs", [False, True])
+async def test_a_worker_that_returns_from_another_coordinator_begins_anew(
+    coordinator, channel, say_hello, still_runs
+):
+    """Both ends number their messages anew, and only what the worker still runs goes on."""
+    inference = inference_pb2_grpc.InferenceStub(channel)
+    hellos = say_hello("p", PREFILL), say_hello("d", DECODE)
+    async with attached(coordinator.address, *hellos, auto=False) as (p, d):
+        call = inference.Generate(generate(request_id="r1"), timeout=WAIT_S)
+        await call.read()
+        spec = (await p.command("prefill")).spec
+        await p.step(answer(spec, 0, 1, 0))
+        await d.command("decode")
+        await d.step(answer(spec, 1, 1))
+        assert [list((await call.read()).delta.token_ids) for _ in range(2)] == [[0], [1]]
+        hello = say_hello("d", DECODE)
+        if still_runs:
+            hello.running.add(
+                request_id="r1",
+                attempt=1,
+                role=DECODE,
+                next_offset=2,
+                token_ids=[0, 1],
+                num_text_chars=2,
+                decoding=True,
+                digest=request_digest(spec.prompt_token_ids, spec.sampling),
+                tenant=spec.tenant,
+            )
+        again = ScriptedWorker(coordinator.address, hello, auto=False)
+        again.welcome = cluster_pb2.Welcome(generation=77)
+        try:
+            await again.connect()
+            assert again.welcome.ack == 0
+            # The older stream, whose end the coordinator had not noticed, has no effect.
+            assert (await d.ended())[0] is grpc.StatusCode.OK
+            adopted = [(one.request_id, one.attempt) for one in again.welcome.adopted]
+            if still_runs:
+                assert adopted == [("r1", 1)]
+            else:
+                assert not adopted
+                assert (await p.command("cancel")).attempt == 1
+                prompt = (await p.command("prefill")).spec
+                await p.step(answer(prompt, 0, 1, 0))
+                spec = (await again.command("decode")).spec
+                assert (spec.attempt, list(spec.known_token_ids)) == (2, [0, 1])
+            await again.step(answer(spec, 2, 2, LENGTH))
+            events = await events_of(call)
+            assert tokens_of(events) == [2, 3]
+            assert events[-1].finished.reason == LENGTH
+            assert coordinator.shell.core.stats.num_workers_lost == 0
+        finally:
+            await again.close()
 
 
 async def test_cache_events_reach_the_core_in_order(coordinator, say_hello, monkeypatch):
