@@ -350,7 +350,6 @@ async def test_without_a_launcher_sizes_are_refused_and_workers_drain_all_the_sa
     async with AdminClient(coordinator.address) as admin:
         for call in (
             admin.scale_pool(DECODE, 1),
-            admin.set_targets(),
             admin.set_autoscale(enabled=True),
             admin.list_decisions(),
         ):
@@ -359,6 +358,19 @@ async def test_without_a_launcher_sizes_are_refused_and_workers_drain_all_the_sa
         await admin.drain_worker("d")
         await until(admin, lambda event: not event.workers)
     await worker.close()
+
+
+async def test_without_a_launcher_targets_change_the_steps_all_the_same(coordinator, say_hello):
+    async with (
+        attached(coordinator.address, say_hello("d", DECODE)) as (worker,),
+        AdminClient(coordinator.address) as admin,
+    ):
+        before = await admin.set_targets()
+        assert [one.itl_ms for one in before if one.lane == common_pb2.LANE_INTERACTIVE] == [50]
+        asked = admin_pb2.LaneTargets(lane=common_pb2.LANE_INTERACTIVE, itl_ms=20)
+        (after,) = [one for one in await admin.set_targets([asked]) if one.lane == asked.lane]
+        assert after.itl_ms == 20
+        assert (await worker.command("step_targets")).itl.ToMilliseconds() == 20
 
 
 async def test_a_rollout_through_the_launcher(cell):
