@@ -19,6 +19,7 @@ from baton.runtime.enum_names import lane_name
 from baton.v1 import common_pb2
 
 _BATCH = common_pb2.LANE_BATCH
+_MAX_KEY = "coordinator.max_running_requests"
 # Shortest delay before a refused request should be tried again.
 _RETRY_AFTER_S = 1.0
 # Number of a lane's recent waits that correct predictions.
@@ -132,10 +133,11 @@ class Admission:
             num_open[replaced.submission.lane] -= 1
         most = self._config.max_running_requests
         if (num := sum(num_open.values())) >= most:
-            return _too_many(f"{num} requests are running; at most {most}")
+            return _too_many(f"{num} requests wait or run; at most {most} ({_MAX_KEY})")
         num, max_batch = num_open[lane], self._max_batch
         if lane == _BATCH and num >= max_batch:
-            return _too_many(f"{num} batch requests are running; at most {max_batch} of {most}")
+            told = f"{num} batch requests wait or run; at most {max_batch} of {most} ({_MAX_KEY})"
+            return _too_many(told)
         if not self._lanes.has_room(lane, tenant):
             num = self._lanes.num_queued(lane)
             return queue_full(

@@ -18,7 +18,7 @@ class CoordinatorConfig(Section):
     )
     max_running_requests: PositiveInt = Field(
         4096,
-        description="Requests that are admitted and not finished; further ones are refused. Batch "
+        description="Requests that wait or run, in all lanes; further ones are refused. Batch "
         "requests leave lanes.interactive.max_queued of these places free, at most half of them.",
     )
     max_requests_per_session: PositiveInt = Field(

@@ -393,10 +393,13 @@ def test_batch_requests_leave_places_for_interactive_ones(new_world):
     assert all(world.kinds(to) == ["Accepted"] for to in jobs)
     error = world.last(world.submit(lane=BATCH)).error
     assert error.reason == "TOO_MANY_REQUESTS"
-    assert "6 batch requests are running; at most 6 of 10" in str(error)
+    limit = "(coordinator.max_running_requests)"
+    assert str(error) == f"6 batch requests wait or run; at most 6 of 10 {limit}"
     people = [world.submit() for _ in range(4)]
     assert all(world.kinds(to) == ["Accepted"] for to in people)
-    assert world.last(world.submit()).error.reason == "TOO_MANY_REQUESTS"
+    error = world.last(world.submit()).error
+    assert error.reason == "TOO_MANY_REQUESTS"
+    assert str(error) == f"10 requests wait or run; at most 10 {limit}"
     # A batch request that another one replaces leaves its place to it.
     world.handle(ev.StreamCancelled(people[0]))
     again = world.submit(2, lane=BATCH, request_id="r1", num_prompt=9, known_token_ids=(7,))
