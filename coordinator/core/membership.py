@@ -8,7 +8,7 @@ from baton.coordinator.core.adoption import Adoption
 from baton.coordinator.core.failure_detector import FailureDetector
 from baton.coordinator.core.flips import Flips
 from baton.coordinator.core.request_lifecycle import RequestLifecycle
-from baton.coordinator.core.worker_removal import WorkerRemoval
+from baton.coordinator.core.worker_removal import Departure, WorkerRemoval
 from baton.coordinator.routing.latency import LatencyRegistry
 from baton.coordinator.routing.placers import Placers
 from baton.coordinator.scaling.drains import Drains
@@ -100,20 +100,13 @@ class Membership:
         if worker is not None and worker.key != key:
             replaced = f"was replaced by incarnation {hello.incarnation:016x}"
             # A draining worker has ended as it was asked to.
-            blame = worker.state != cluster_pb2.WORKER_STATE_DRAINING
-            self._removal.lose(worker, replaced, now, blame=blame, ended=False)
+            drains = worker.state == cluster_pb2.WORKER_STATE_DRAINING
+            how = Departure.RESTARTED if drains else Departure.REPLACED
+            self._removal.lose(worker, replaced, now, how)
             worker = None
         elif worker is not None and event.forgets:
-            self._removal.lose(
-                worker,
-                "has served another coordinator since",
-                now,
-                fenced=False,
-                blame=False,
-                ended=False,
-                left=True,
-                may_return=True,
-            )
+            elsewhere = "has served another coordinator since"
+            self._removal.lose(worker, elsewhere, now, Departure.ELSEWHERE)
             worker = None
         kept = without_running(hello)
         if worker is None:
@@ -202,9 +195,8 @@ class Membership:
         change = event.change
         if change.state == cluster_pb2.WORKER_STATE_STOPPED:
             reason = f"stopped: {change.reason}" if change.reason else "stopped"
-            self._removal.lose(
-                worker, reason, now, fenced=False, blame=change.failed, left=not change.failed
-            )
+            how = Departure.FAILED if change.failed else Departure.STOPPED
+            self._removal.lose(worker, reason, now, how)
             return
         if change.state == cluster_pb2.WORKER_STATE_DRAINING:
             self._flips.stop(worker)
@@ -272,7 +264,7 @@ class Membership:
             self._removal.lose(worker, event.reason, now)
             return
         if worker is not None:
-            self._removal.lose(worker, event.reason, now, fenced=False, blame=False)
+            self._removal.lose(worker, event.reason, now, Departure.EXITED)
         self._scaler.exited(event, now)
 
     def scale(self, now: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum
 
 from baton.coordinator.core.adoption import Adoption
 from baton.coordinator.core.request_lifecycle import RequestLifecycle
@@ -16,6 +17,35 @@ from baton.coordinator.state.timers import Timers
 from baton.coordinator.state.workers import Worker, WorkerRegistry
 from baton.runtime import errors
 from baton.v1 import cluster_pb2, common_pb2
+
+
+class Departure(Enum):
+    """How a worker leaves the cell.
+
+    Attributes:
+        fenced: Whether it is told to end; False if it has ended by itself or goes on.
+        blamed: Whether one of the requests that it computed may have crashed it.
+        ended: Whether its ID is free; False if a worker of this ID is attached next.
+        orderly: Whether its requests move without a loss: it told the coordinator that it leaves.
+    """
+
+    # Columns: fenced, blamed, ended, orderly.
+    LOST = (True, True, True, False)
+    # It has reported that it stops because of an error.
+    FAILED = (False, True, True, False)
+    # It has reported that it stops as it was asked to.
+    STOPPED = (False, False, True, True)
+    # Its process has ended while it drained, without such a report.
+    EXITED = (False, False, True, False)
+    # Another process has its ID.
+    REPLACED = (True, True, False, False)
+    # The same, while it drained.
+    RESTARTED = (True, False, False, False)
+    # It returns from another coordinator, and has forgotten its requests here.
+    ELSEWHERE = (False, False, False, True)
+
+    def __init__(self, fenced: bool, blamed: bool, ended: bool, orderly: bool) -> None:
+        self.fenced, self.blamed, self.ended, self.orderly = fenced, blamed, ended, orderly
 
 
 class WorkerRemoval:
@@ -45,16 +75,7 @@ class WorkerRemoval:
         self._adoption, self._scaler, self._timers, self._emit = adoption, scaler, timers, emit
 
     def lose(
-        self,
-        worker: Worker,
-        reason: str,
-        now: float,
-        *,
-        fenced: bool = True,
-        blame: bool = True,
-        ended: bool = True,
-        left: bool = False,
-        may_return: bool = False,
+        self, worker: Worker, reason: str, now: float, how: Departure = Departure.LOST
     ) -> None:
         """Removes a worker. Its requests are queued again and cancelled on their other workers.
 
@@ -62,29 +83,25 @@ class WorkerRemoval:
             worker: An attached worker.
             reason: Reason in words that continue "worker w1 ...".
             now: Time by the core's clock.
-            fenced: Whether the worker is told to end; False if it has ended by itself.
-            blame: Whether one of the requests that it computed may have crashed it.
-            ended: False if another process has taken over its id; the caller then calls
-                `left_pool` if that process is in another pool.
-            left: Whether it stopped as it was asked to: its requests move, and none is lost.
-            may_return: Whether the same incarnation may attach again.
+            how: How it leaves. If its ID stays in use, the caller then calls `left_pool` if the
+                worker of that ID is in another pool.
         """
-        self._workers.remove(worker, reason, may_return=may_return)
+        self._workers.remove(worker, reason, may_return=how is Departure.ELSEWHERE)
         self._adoption.lost(worker.key)
         self._placers.detach(worker)
         self._latency.forget(worker.key)
         self._timers.cancel(worker.key)
-        if fenced or blame:
+        if how.fenced or how.blamed:
             self._lifecycle.stats.worker_lost(now)
         leaves = worker.state == cluster_pb2.WORKER_STATE_DRAINING
-        if ended:
+        if how.ended:
             self._scaler.left(worker.id, reason, now, wanted=leaves)
-        suspects = worker.computing() if blame and not worker.unresponsive else []
-        self._recover_all(worker, reason, suspects, now, left=left)
+        suspects = worker.computing() if how.blamed and not worker.unresponsive else []
+        self._recover_all(worker, reason, suspects, now, left=how.orderly)
         self._lifecycle.fetches.lost(worker.key)
-        if ended:
+        if how.ended:
             self.left_pool(worker.role, worker.fleet, now)
-        fence = errors.Aborted(f"worker {worker.id} is fenced: it {reason}") if fenced else None
+        fence = errors.Aborted(f"worker {worker.id} is fenced: it {reason}") if how.fenced else None
         self._emit(ev.FenceWorker(worker.key, fence))
 
     def suspect(self, worker: Worker, reason: str, now: float) -> None:
