@@ -83,12 +83,12 @@ class Outbox:
         return 2 * (self.num_bytes + num_bytes) <= self._max_bytes
 
     def take_slow_streams(self) -> list[int]:
-        """Streams over their limit at the last sealing, because their readers are too slow.
+        """Streams over their limit since the last sealing, because their readers are too slow.
 
         Each is returned once per sealing.
         """
         found, self._slow_streams = self._slow_streams, []
-        return found
+        return [one for one in found if self._stream_bytes[one] > self._max_stream_bytes]
 
     def wake(self) -> None:
         """Makes `take` return, possibly without events."""
