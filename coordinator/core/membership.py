@@ -115,7 +115,7 @@ class Membership:
             self._detector.expect(worker)
             self._workers.add(worker)
             if len(fleet.workers) == 1:
-                self._lifecycle.limit_outputs(fleet)
+                self._lifecycle.limit_outputs(fleet, now)
             if not hello.generation:
                 # The worker has served no coordinator before.
                 self._lifecycle.stats.attached_first(worker, now)

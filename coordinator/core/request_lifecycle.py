@@ -183,7 +183,7 @@ class RequestLifecycle:
         self.lanes.dispatched(request, 0)
         self._assignments.adopt(request, worker)
 
-    def limit_outputs(self, fleet: Fleet) -> None:
+    def limit_outputs(self, fleet: Fleet, now: float) -> None:
         """Cuts max_tokens of requests that came before the fleet's first worker, at its context.
 
         Their digests are then those that the requests have for workers and for clients that resume
@@ -191,8 +191,12 @@ class RequestLifecycle:
         """
         max_model_len = fleet.workers.max_model_len
         for request in self.requests.all():
-            if max_model_len and request.fleet is fleet and not request.attempt:
-                request.submission = request.submission.cut_to(max_model_len)
+            before = request.submission
+            if not max_model_len or request.fleet is not fleet or request.attempt:
+                continue
+            request.submission = before.cut_to(max_model_len)
+            if request.submission is not before:
+                self.lanes.reserve_only(request, max_model_len, now)
 
     def prompt_computed(self, request: Request, now: float) -> None:
         """Records from which sources the KV cache of a prompt came, as its worker has reported."""

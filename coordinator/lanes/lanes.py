@@ -270,6 +270,20 @@ class Lanes:
             lane_queue.order.credit(entry.queue, cost)
             lane_queue.fleet_queues.deficit.owed -= cost * entry.owed_per_token
 
+    def reserve_only(self, request: Request, num_tokens: int, now: float) -> None:
+        """Returns reserved tokens beyond `num_tokens` to the tenant's rate limit.
+
+        Args:
+            request: A request that has not ended.
+            num_tokens: Most tokens that its prompt and output can have.
+            now: Current time by the core's clock.
+        """
+        entry = self._entries[request.key]
+        num_back = max(0, entry.num_reserved_tokens - num_tokens)
+        entry.num_reserved_tokens -= num_back
+        if (bucket := entry.queue.tenant.bucket) is not None:
+            bucket.give_back(num_back, now)
+
     def ended(self, request: Request, now: float) -> None:
         """A waiting or dispatched request has ended; idempotent.
 

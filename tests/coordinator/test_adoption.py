@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.requests import RequestState
+from baton.runtime.config import TenantConfig
 from baton.runtime.names import DEFAULT_TENANT
 from baton.runtime.request_digest import request_digest
 from baton.v1 import cluster_pb2, common_pb2
@@ -116,6 +117,24 @@ def test_the_outputs_in_a_hello_are_not_kept(restarted):
         restarted.world.handle(ev.WorkerAttached(hello, returns=True))
         kept = restarted.world.core.workers.by_id("d").hello
         assert kept == restarted.hello("d", DECODE, incarnation, generation=77, labels=labels)
+
+
+def test_an_early_request_reserves_no_more_tokens_than_the_context_has(new_world):
+    world = new_world(tenants={"a": TenantConfig(tokens_per_s=1, burst_tokens=1200)})
+    early = world.submit(
+        request_id="r1",
+        tenant="a",
+        known_token_ids=OUTPUT[:3],
+        known_text_chars=3,
+        sampling={"max_tokens": 10**9},
+    )
+    assert world.kinds(early) == ["Accepted"]
+    world.pair()
+    assert world.core.request("r1", "a").submission.sampling.max_tokens == 1004
+    # The context of 1,024 tokens is reserved, so 176 are left.
+    large, small = (world.submit(tenant="a", num_prompt=number) for number in (200, 100))
+    assert world.last(large).error.reason == "TENANT_RATE"
+    assert world.kinds(small) == ["Accepted"]
 
 
 def test_a_tenant_gets_no_output_of_another_tenant_with_the_same_request_id(restarted):
