@@ -123,10 +123,10 @@ def _without_secrets(value: Any, key: str = "") -> Any:
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
-        if isinstance(value, Mapping) and isinstance(merged.get(key), Mapping):
-            merged[key] = _merged(merged[key], value)
-        elif isinstance(value, Mapping):
-            merged[key] = _merged({}, value)
+        if isinstance(value, Mapping):
+            section = {} if merged.get(key) is None else merged[key]
+            # The validation reports a section that is no mapping, so it stays as it is.
+            merged[key] = _merged(section, value) if isinstance(section, Mapping) else section
         elif value is not None:
             merged[key] = value
     return merged

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import yaml
 
 from baton.cli import options
 from baton.runtime.config import BatonConfig
+from baton.runtime.config_error import ConfigError
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "deploy" / "examples").glob("*.yaml"))
 
@@ -186,6 +188,25 @@ def test_options_lie_over_the_file(tmp_path):
     assert (config.model, config.engine_args) == ("b", {"x": 3, "y": 2})
     assert (config.prefill.workers, config.decode.workers) == (4, 2)
     assert config.coordinator.listen == "127.0.0.1:0"
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("prefill: 3", "prefill: is 3"),
+        ("http: false", "http: is False"),
+        ("coordinator: 0.0.0.0:7070", "coordinator: is '0.0.0.0:7070'"),
+        ("scaling: {targets: 200}", "scaling.targets: is 200"),
+        ("engine_args: foo", "engine_args: is 'foo'"),
+        ("worker: r2", "worker: is 'r2'"),
+        ("scaling: {targets: {interactive: []}}", "scaling.targets.interactive: is []"),
+    ],
+)
+def test_options_do_not_replace_a_section_that_is_no_mapping(tmp_path, text, key):
+    (file := tmp_path / "baton.yaml").write_text(text)
+    for given in ({}, {"num_prefill": 2, "http_listen": "127.0.0.1:1", "engine_args": ["x=1"]}):
+        with pytest.raises(ConfigError, match=re.escape(f"{key}; must be a mapping of keys")):
+            options.load_config(str(file), **given)
 
 
 def test_what_is_no_file_is_not_replaced(tmp_path):
