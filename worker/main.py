@@ -63,7 +63,7 @@ def make_engine(config: BatonConfig, pool: PoolConfig, transfer_socket: str) -> 
 
 def vllm_arguments(config: BatonConfig, pool: PoolConfig) -> dict[str, Any]:
     """Returns the engine arguments of a pool's workers, by vLLM's names."""
-    arguments = config.engine_args | pool.engine_args
+    arguments = config.engine_args_of(pool)
     if config.reasoning_parser:
         # With a reasoning parser, grammars apply only after the reasoning.
         arguments = {"reasoning_parser": config.reasoning_parser, **arguments}

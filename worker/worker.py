@@ -443,7 +443,7 @@ def _with_revision(info: EngineInfo, revision: str) -> EngineInfo:
 
 def _digest(config: BatonConfig, pool: PoolConfig) -> str:
     """Hash of the engine, the model and the engine arguments."""
-    settings = [config.engine, config.model, config.engine_args | pool.engine_args]
+    settings = [config.engine, config.model, config.engine_args_of(pool)]
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 

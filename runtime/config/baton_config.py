@@ -42,8 +42,8 @@ class BatonConfig(Section):
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
-        description="vLLM's engine arguments. Baton sets some itself and refuses those that "
-        "conflict.",
+        description="vLLM's engine arguments; null: vLLM's default. Baton sets some itself and "
+        "refuses those that conflict.",
     )
     lora_adapters: dict[str, str] = Field(
         default_factory=dict,
@@ -130,13 +130,18 @@ class BatonConfig(Section):
                 raise ValueError(f"lora_adapters.{name}: is empty; must be a directory or hub id")
         return self
 
+    def engine_args_of(self, pool: PoolConfig) -> dict[str, Any]:
+        """Engine arguments of a pool: the common ones, overridden by its own, without nulls."""
+        given = self.engine_args | pool.engine_args
+        return {name: value for name, value in given.items() if value is not None}
+
     def tensor_parallel_size(self, pool: PoolConfig) -> Any:
         """Configured ranks per stage of a pool's engines; vLLM checks that it is a number."""
-        return (self.engine_args | pool.engine_args).get("tensor_parallel_size", 1)
+        return self.engine_args_of(pool).get("tensor_parallel_size", 1)
 
     def pipeline_parallel_size(self, pool: PoolConfig) -> Any:
         """Configured pipeline stages of a pool's engines; vLLM checks that it is a number."""
-        return (self.engine_args | pool.engine_args).get("pipeline_parallel_size", 1)
+        return self.engine_args_of(pool).get("pipeline_parallel_size", 1)
 
     def num_ranks(self, pool: PoolConfig) -> int:
         """Ranks per engine of a pool; 0 if a configured value is invalid (vLLM reports that)."""
@@ -148,9 +153,7 @@ class BatonConfig(Section):
         """Whether any worker may compute prompts and decode."""
         if self.elastic is not None:
             return self.elastic
-        prefill, decode = (
-            self.engine_args | one.engine_args for one in (self.prefill, self.decode)
-        )
+        prefill, decode = (self.engine_args_of(one) for one in (self.prefill, self.decode))
         # Without chunked prefill, a step holds a whole prompt, and no ITL target can bound it.
         bounds_steps = (
             self.steps.scheduler == "baton" and decode.get("enable_chunked_prefill") is not False

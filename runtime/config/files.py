@@ -19,6 +19,8 @@ _SECRET_KEY = re.compile(
     r"(^|[_-])(token|secret|passw(or)?d|passphrase|credentials?|(api|access|private|secret)[_-]?keys?)$",
     re.I,
 )
+# vLLM's arguments are replaced one by one, also by null and by mappings, which are their values.
+_ENGINE_ARGS = "engine_args"
 _PASSWORD = re.compile(r"//[^/@\s]+@")
 
 
@@ -66,7 +68,7 @@ def load(path: str | None, overrides: Mapping[str, Any] | None = None) -> BatonC
 
     Args:
         path: Path of the file; "-" means standard input, None means defaults only.
-        overrides: Nested like the file; None values are ignored.
+        overrides: Nested like the file; None values are ignored, except those of engine arguments.
 
     Raises:
         ConfigError: The file is unreadable or not YAML, or a key is invalid or unknown.
@@ -126,7 +128,12 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Mapping):
             section = {} if merged.get(key) is None else merged[key]
             # The validation reports a section that is no mapping, so it stays as it is.
-            merged[key] = _merged(section, value) if isinstance(section, Mapping) else section
+            if not isinstance(section, Mapping):
+                merged[key] = section
+            elif key == _ENGINE_ARGS:
+                merged[key] = {**section, **value}
+            else:
+                merged[key] = _merged(section, value)
         elif value is not None:
             merged[key] = value
     return merged

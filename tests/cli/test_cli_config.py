@@ -8,8 +8,9 @@ import typer
 import yaml
 
 from baton.cli import options
-from baton.runtime.config import BatonConfig
+from baton.runtime.config import BatonConfig, dump, parse
 from baton.runtime.config_error import ConfigError
+from baton.worker.main import vllm_arguments
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "deploy" / "examples").glob("*.yaml"))
 
@@ -188,6 +189,19 @@ def test_options_lie_over_the_file(tmp_path):
     assert (config.model, config.engine_args) == ("b", {"x": 3, "y": 2})
     assert (config.prefill.workers, config.decode.workers) == (4, 2)
     assert config.coordinator.listen == "127.0.0.1:0"
+
+
+def test_an_engine_argument_replaces_that_of_the_file_whole(tmp_path):
+    file = tmp_path / "baton.yaml"
+    file.write_text("engine_args: {seed: 1, tensor_parallel_size: 2, x: {a: 1, b: null}, y: 2}\n")
+    given = ["seed=null", "tensor_parallel_size=", "x={c: null}"]
+    config = options.load_config(str(file), engine_args=given)
+    # null stands for vLLM's default, which vLLM takes when it does not get the argument.
+    expected = {"x": {"c": None}, "y": 2}
+    assert vllm_arguments(config, config.prefill) == expected
+    assert config.num_ranks(config.prefill) == 1
+    shown = parse(yaml.safe_load(dump(config)), "shown")
+    assert vllm_arguments(shown, shown.decode) == expected
 
 
 @pytest.mark.parametrize(

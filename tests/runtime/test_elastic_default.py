@@ -18,6 +18,7 @@ from baton.runtime.config import parse
             },
             True,
         ),
+        ({"prefill": {"engine_args": {"max_num_seqs": None}}}, True),
         ({"decode": {"engine_args": {"max_num_seqs": 8}}}, False),
         ({"decode": {"local_prefill": False}}, False),
         ({"steps": {"scheduler": "vllm"}}, False),
