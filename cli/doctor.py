@@ -35,7 +35,8 @@ def doctor(
     Each finding names the slow stage and the evidence. With --compare, the command instead
     simulates the latest requests and says with which setup they meet their targets best.
 
-    Exit codes: 0 healthy, 1 there are findings. With --compare: 0 compared, 1 too few measurements.
+    Exit codes: 0 healthy, 1 there are findings. With --compare: 0 compared, 1 too few measurements,
+    or workers that cannot be compared.
     """
     if compare:
         _compare(address, as_json=as_json)
@@ -81,10 +82,11 @@ def _compare(address: str | None, *, as_json: bool) -> None:
 
     try:
         cell = measured(*call_admin(address, ask))
-    except NotMeasured as missing:
-        typer.echo(f"baton: {missing}", err=True)
+        rows = simulated_rows(cell.config, cell.arrivals, cell.setups(), cell.engines)
+    except ValueError as error:
+        problem = error if isinstance(error, NotMeasured) else f"no comparison: {error}"
+        typer.echo(f"baton: {problem}", err=True)
         raise typer.Exit(1) from None
-    rows = simulated_rows(cell.config, cell.arrivals, cell.setups())
     best, text = cell.best(rows), cell.conclusion(rows)
     if as_json:
         print_json(

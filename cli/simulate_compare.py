@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 if TYPE_CHECKING:
+    from baton.coordinator.state.pools import Pool
     from baton.coordinator.state.scaling_config import Targets
     from baton.load.traces import Arrival
-    from baton.runtime.config import BatonConfig
+    from baton.runtime.config import BatonConfig, SimulatedConfig
     from baton.simulator.comparison import Row, Setup
 
 
@@ -60,9 +61,15 @@ def print_rows(rows: Sequence[Row], best: Row, targets: Targets, left_out_hint: 
 
 
 def simulated_rows(
-    config: BatonConfig, arrivals: Sequence[Arrival], setups: Sequence[Setup]
+    config: BatonConfig,
+    arrivals: Sequence[Arrival],
+    setups: Sequence[Setup],
+    engines: Mapping[Pool, SimulatedConfig] | None = None,
 ) -> list[Row]:
-    """Runs the simulations; shows their progress on standard error if that is a terminal."""
+    """Runs the simulations; shows their progress on standard error if that is a terminal.
+
+    Args and errors: see `comparison.run`.
+    """
     from concurrent.futures.process import BrokenProcessPool
 
     from rich.console import Console
@@ -77,7 +84,9 @@ def simulated_rows(
     try:
         with progress:
             task = progress.add_task("simulations", total=len(setups))
-            for index, row in comparison.run(config, arrivals, setups, os.cpu_count() or 1):
+            num_processes = os.cpu_count() or 1
+            found = comparison.run(config, arrivals, setups, num_processes, engines)
+            for index, row in found:
                 rows[index] = row
                 progress.advance(task)
     except BrokenProcessPool:

@@ -225,6 +225,11 @@ def _arrival(path: Path, number: int, at_s: float, prompt: Any, output: Any) -> 
     return Arrival(at_s, lengths[0], lengths[1])
 
 
+def longest(arrivals: Sequence[Arrival]) -> int:
+    """Returns the prompt and output tokens of the longest request."""
+    return max(one.num_prompt_tokens + one.num_output_tokens for one in arrivals)
+
+
 def shared_prompt_tokens(arrivals: Sequence[Arrival], block_size_tokens: int) -> tuple[int, int]:
     """Counts the prompt tokens that one infinite prefix cache would have served.
 

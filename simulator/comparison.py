@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import Targets
 from baton.load.results import limits, plain
 from baton.load.traces import Arrival
-from baton.runtime.config import BatonConfig
+from baton.runtime.config import BatonConfig, SimulatedConfig
 from baton.simulator import processes
 from baton.simulator.report import Figures
 from baton.simulator.run import COLOCATED, simulate
@@ -107,9 +108,14 @@ def setups(config: BatonConfig) -> list[Setup]:
     ]
 
 
-def colocated(config: BatonConfig) -> list[Setup]:
-    """Returns plain servers with vLLM's default step size, and with the configured step size."""
-    configured = config.simulated.max_num_batched_tokens
+def colocated(config: BatonConfig, others: Iterable[SimulatedConfig] = ()) -> list[Setup]:
+    """Returns plain servers with vLLM's default step size, and with the configured step sizes.
+
+    Args:
+        config: Configuration of the workers.
+        others: Further engine settings whose step sizes are used.
+    """
+    configured = {one.max_num_batched_tokens for one in (config.simulated, *others)}
     return [
         Setup(
             f"colocated, {tokens}/step",
@@ -118,7 +124,7 @@ def colocated(config: BatonConfig) -> list[Setup]:
             config.decode.workers,
             tokens,
         )
-        for tokens in sorted({VLLM_STEP_TOKENS, configured})
+        for tokens in sorted({VLLM_STEP_TOKENS, *configured})
     ]
 
 
@@ -143,16 +149,29 @@ class _Job:
 
     config: BatonConfig
     arrivals: Sequence[Arrival]
+    engines: Mapping[Pool, SimulatedConfig] | None
 
     def __call__(self, setup: Setup) -> Row:
-        found = simulate(setup.applied(self.config), self.arrivals, setup.policy)
+        config = setup.applied(self.config)
+        found = simulate(config, self.arrivals, setup.policy, self.engines)
         return Row(setup, found.figures, dict(found.record.reasons))
 
 
 def run(
-    config: BatonConfig, arrivals: Sequence[Arrival], chosen: Sequence[Setup], num_processes: int
+    config: BatonConfig,
+    arrivals: Sequence[Arrival],
+    chosen: Sequence[Setup],
+    num_processes: int,
+    engines: Mapping[Pool, SimulatedConfig] | None = None,
 ) -> Iterator[tuple[int, Row]]:
     """Simulates each setup in one of several processes.
+
+    Args:
+        config: Configuration that the setups change.
+        arrivals: Requests in order of time.
+        chosen: The setups.
+        num_processes: Number of processes.
+        engines: As in `simulate`.
 
     Yields:
         Index of a setup and its row, as soon as the simulation has ended.
@@ -160,7 +179,7 @@ def run(
     Raises:
         ValueError: as `simulate`.
     """
-    return processes.results(_Job(config, arrivals), chosen, num_processes)
+    return processes.results(_Job(config, arrivals, engines), chosen, num_processes)
 
 
 # ---- The conclusion.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import Targets, in_seconds
-from baton.load.traces import Arrival
-from baton.runtime.config import BatonConfig, parse
+from baton.load.traces import Arrival, longest
+from baton.runtime.config import BatonConfig, SimulatedConfig, parse
 from baton.simulator import comparison
 from baton.simulator.comparison import Row, Setup
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
 
+_ROLES = {Pool.PREFILL: common_pb2.ROLE_PREFILL, Pool.DECODE: common_pb2.ROLE_DECODE}
 # Fewer requests, or steps behind the latency model, say little about a load.
 LEAST_REQUESTS, LEAST_STEPS = 50, 100
 
@@ -25,12 +28,15 @@ class MeasuredCell:
     """A live cell as the simulator sees it.
 
     Attributes:
-        config: The cell's number of workers, their measured step costs, and its targets.
+        config: The cell's number of workers, their measured step costs, and its targets. Its
+            section `simulated` describes a worker that decodes.
         arrivals: The latest requests that ended, in order of arrival.
+        engines: The workers of each pool that has some.
     """
 
     config: BatonConfig
     arrivals: Sequence[Arrival]
+    engines: Mapping[Pool, SimulatedConfig]
 
     @property
     def targets(self) -> Targets:
@@ -40,7 +46,7 @@ class MeasuredCell:
     def setups(self) -> list[Setup]:
         """Returns colocated serving, the present split, and the same workers without a split."""
         prefill, decode = self.config.prefill.workers, self.config.decode.workers
-        found = comparison.colocated(self.config)
+        found = comparison.colocated(self.config, self.engines.values())
         if prefill and decode:
             found.append(Setup(f"{prefill} prefill + {decode} decode", "static", prefill, decode))
         return [*found, Setup("elastic", "static", prefill, decode, elastic=True)]
@@ -87,8 +93,9 @@ def measured(
         requests: Its requests, those that ended recently included.
 
     Raises:
-        NotMeasured: There are too few requests, too few measured steps, or no serving worker; or
-            the workers differ in their measured speed.
+        NotMeasured: There are too few requests, too few measured steps, or no serving worker; the
+            workers differ in their measured speed, or those of a pool in their settings; or a
+            request is longer than the workers allow now.
     """
     serving = [one for one in workers if one.state == cluster_pb2.WORKER_STATE_SERVING]
     if len(serving) < 2:
@@ -106,21 +113,26 @@ def measured(
         raise NotMeasured(
             f"{len(arrivals)} requests have ended; a comparison needs {LEAST_REQUESTS}"
         )
+    engines = {
+        pool: _engine(pool, members)
+        for pool, role in _ROLES.items()
+        if (members := [one for one in serving if one.role == role])
+    }
+    _refuse_different("", "block_size_tokens", [one.block_size_tokens for one in engines.values()])
+    limit, tokens = min(one.max_model_len for one in engines.values()), longest(arrivals)
+    if tokens > limit:
+        raise NotMeasured(
+            f"a request had {tokens} tokens, prompt and output, but the workers' max_model_len is "
+            f"{limit} now; compare again when that request is no longer among the latest ones"
+        )
     lane = next(one for one in status.lanes if one.info.lane == common_pb2.LANE_INTERACTIVE)
-    capacity = worker.capacity
     roles = [one.role for one in serving]
+    main = engines.get(Pool.DECODE) or engines[Pool.PREFILL]
     values = {
         "elastic": status.elastic,
         "prefill": {"workers": roles.count(common_pb2.ROLE_PREFILL)},
         "decode": {"workers": roles.count(common_pb2.ROLE_DECODE)},
-        "simulated": {
-            **step_costs(worker.latency),
-            "kv_tokens": capacity.kv_tokens,
-            "block_size_tokens": capacity.block_size_tokens,
-            "max_num_seqs": capacity.max_num_seqs,
-            "max_num_batched_tokens": capacity.max_num_batched_tokens,
-            "max_model_len": worker.model.max_model_len,
-        },
+        "simulated": main.model_dump(),
         "scaling": {
             "targets": {
                 "interactive": {
@@ -132,7 +144,40 @@ def measured(
             }
         },
     }
-    return MeasuredCell(parse(values, "the cell"), arrivals)
+    return MeasuredCell(parse(values, "the cell"), arrivals, engines)
+
+
+def _engine(pool: Pool, workers: Sequence[admin_pb2.WorkerInfo]) -> SimulatedConfig:
+    """Describes a worker of a pool; of different KV caches the smallest counts.
+
+    Raises:
+        NotMeasured: The workers differ in another setting.
+    """
+    settings: list[dict[str, Any]] = [
+        {
+            "block_size_tokens": one.capacity.block_size_tokens,
+            "max_num_seqs": one.capacity.max_num_seqs,
+            "max_num_batched_tokens": one.capacity.max_num_batched_tokens,
+            "max_model_len": one.model.max_model_len,
+        }
+        for one in workers
+    ]
+    for name in settings[0]:
+        _refuse_different(f"{pool.value} ", name, [one[name] for one in settings])
+    values = {
+        **step_costs(workers[0].latency),
+        **settings[0],
+        "kv_tokens": min(one.capacity.kv_tokens for one in workers),
+    }
+    return parse({"simulated": values}, "the cell").simulated
+
+
+def _refuse_different(which: str, name: str, values: Sequence[int]) -> None:
+    if len(found := sorted(set(values))) > 1:
+        raise NotMeasured(
+            f"the {which}workers have different {name} ({', '.join(map(str, found))}); a "
+            "comparison needs equal ones"
+        )
 
 
 def step_costs(latency: admin_pb2.LatencyInfo) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from baton.coordinator.scaling.autoscale import queueing
@@ -12,7 +12,7 @@ from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import ScalingConfig, in_seconds, scaling_config
 from baton.load import traces
 from baton.load.traces import Arrival
-from baton.runtime.config import BatonConfig
+from baton.runtime.config import BatonConfig, SimulatedConfig
 from baton.runtime.latency import LatencyModel
 from baton.simulator.baselines import Hindsight, Hpa, Planner, needed_sizes
 from baton.simulator.cell import ColdStart, SimulatedCell
@@ -35,7 +35,12 @@ class Simulation:
     record: Record
 
 
-def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> Simulation:
+def simulate(
+    config: BatonConfig,
+    arrivals: Sequence[Arrival],
+    policy: str,
+    engines: Mapping[Pool, SimulatedConfig] | None = None,
+) -> Simulation:
     """Runs a trace on simulated workers.
 
     Args:
@@ -44,16 +49,20 @@ def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> S
         arrivals: Requests in order of time.
         policy: One of POLICIES; "static" keeps the initial pool sizes. "colocated" uses as many
             plain servers as both pools have workers.
+        engines: Settings of the workers of some pools, instead of the section `simulated`. Plain
+            servers have those of `simulated`. All have the same size of KV blocks.
 
     Raises:
         ValueError: the policy does not exist, there is no worker, a decode step would take no time,
             or a request exceeds `simulated.max_model_len`.
     """
-    longest = max(one.num_prompt_tokens + one.num_output_tokens for one in arrivals)
-    if longest > config.simulated.max_model_len:
+    engines = dict.fromkeys(Pool, config.simulated) | dict(engines or {})
+    longest = traces.longest(arrivals)
+    shortest = min(one.max_model_len for one in (config.simulated, *engines.values()))
+    if longest > shortest:
         raise ValueError(
-            f"simulated.max_model_len: is {config.simulated.max_model_len}; must be at least "
-            f"{longest}, the longest request of the trace"
+            f"simulated.max_model_len: is {shortest}; must be at least {longest}, the longest "
+            "request of the trace"
         )
     scaling, shape = scaling_config(config), shape_of(config)
     targets = in_seconds(config.scaling.targets.interactive)
@@ -72,7 +81,7 @@ def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> S
     core = replace(CoreConfig.of(config), model_name="simulated", latency=shape.model)
     cell = SimulatedCell(
         core,
-        dict.fromkeys(Pool, shape),
+        {pool: shape_of(config, engine) for pool, engine in engines.items()},
         policy_of(policy, scaling, arrivals, shape),
         cold_start=ColdStart.lasting(scaling.cold_start_s),
         heartbeat_s=config.coordinator.heartbeat_s,
@@ -84,13 +93,17 @@ def simulate(config: BatonConfig, arrivals: Sequence[Arrival], policy: str) -> S
     return Simulation(figures(record, cell.gaps, targets, hits), record)
 
 
-def shape_of(config: BatonConfig) -> Shape:
+def shape_of(config: BatonConfig, engine: SimulatedConfig | None = None) -> Shape:
     """Returns the shape of a worker with the settings of `simulated` and `steps`.
+
+    Args:
+        config: The configuration.
+        engine: Settings of the worker's engine, instead of the section `simulated`.
 
     Raises:
         ValueError: a decode step would take no time.
     """
-    engine = config.simulated
+    engine = engine or config.simulated
     model = LatencyModel.from_config(engine).scaled(engine.time_scale)
     if not model.decode_step_s(1, 0):
         raise ValueError(

@@ -8,9 +8,11 @@ import pytest
 import typer
 
 from baton.cli import admin_calls, doctor
+from baton.coordinator.state.pools import Pool
 from baton.runtime.ttft_target import TtftTarget
 from baton.simulator import comparison
 from baton.simulator.measured import NotMeasured, measured
+from baton.v1 import admin_pb2
 
 sys.path.append(str(Path(__file__).parents[1] / "coordinator"))
 
@@ -66,6 +68,41 @@ def test_a_cell_without_measurements_says_what_is_missing(wrong_split):
         measured(*described(fresh))
 
 
+def test_each_pool_is_simulated_with_its_own_settings():
+    """As with different engine_args for the pools: the decode worker runs 8 requests at a time."""
+    cell = LiveCell(scaling={"targets": {"interactive": TARGETS}}, decode={"local_prefill": True})
+    cell.workers(2, 0, max_num_batched_tokens=4096, max_num_seqs=64, kv_tokens=200_000)
+    cell.workers(0, 1, max_num_batched_tokens=1024, max_num_seqs=8, kv_tokens=50_000)
+    cell.load(10, 50, 100, 20).after(60)
+    found = measured(*described(cell))
+    limits = {pool: (one.max_num_seqs, one.kv_tokens) for pool, one in found.engines.items()}
+    assert limits == {Pool.PREFILL: (64, 200_000), Pool.DECODE: (8, 50_000)}
+    setups = found.setups()
+    assert [one.step_tokens for one in setups] == [1024, 2048, 4096, None, None]
+    split = [one for one in setups if one.is_split]
+    ((_, present),) = comparison.run(found.config, found.arrivals, split, 1, found.engines)
+    assert present.setup.name == "2 prefill + 1 decode"
+    # With the settings of a prefill worker, no request would wait for the decode worker.
+    real = sum(one.ttft_s <= 0.3 for one in cell.outcomes) / len(cell.outcomes)
+    assert real < 0.8
+    assert present.figures.ttft_within == pytest.approx(real, abs=0.1)
+
+
+def test_workers_of_a_pool_that_differ_are_not_compared(wrong_split):
+    status, workers, requests = described(wrong_split)
+    p1 = next(one for one in workers if one.worker_id == "p1")
+    p1.capacity.kv_tokens = 1000
+    assert measured(status, workers, requests).engines[Pool.PREFILL].kv_tokens == 1000
+    p1.capacity.max_num_seqs = 7
+    with pytest.raises(NotMeasured, match=r"the prefill workers have different max_num_seqs \(7, "):
+        measured(status, workers, requests)
+    p1.CopyFrom(wrong_split.list_workers()[0])
+    for one in workers:
+        one.model.max_model_len = 149
+    with pytest.raises(NotMeasured, match=r"had 150 tokens, .* max_model_len is 149 now"):
+        measured(status, workers, requests)
+
+
 def test_doctor_compares_and_reports_in_text_and_json(monkeypatch, capsys, wrong_split):
     found = described(wrong_split)
     monkeypatch.setattr(admin_calls, "call_admin", lambda address, question: found)
@@ -76,8 +113,16 @@ def test_doctor_compares_and_reports_in_text_and_json(monkeypatch, capsys, wrong
     doctor.doctor(compare=True, as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert told["conclusion"] == out.splitlines()[-1]
-    monkeypatch.setattr(admin_calls, "call_admin", lambda *_: (found[0], found[1], []))
-    with pytest.raises(typer.Exit) as ended:
-        doctor.doctor(compare=True)
-    assert ended.value.exit_code == 1
-    assert "0 requests have ended" in capsys.readouterr().err
+    instant = [admin_pb2.WorkerInfo.FromString(one.SerializeToString()) for one in found[1]]
+    for one in instant:
+        one.latency.step_base_ms = one.latency.step_per_request_ms = 0
+    for workers, requests, problem in (
+        (found[1], [], "0 requests have ended"),
+        (instant, found[2], "no comparison: simulated: a decode step takes no time"),
+    ):
+        told = found[0], workers, requests
+        monkeypatch.setattr(admin_calls, "call_admin", lambda *_, told=told: told)
+        with pytest.raises(typer.Exit) as ended:
+            doctor.doctor(compare=True)
+        assert ended.value.exit_code == 1
+        assert problem in capsys.readouterr().err
