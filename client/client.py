@@ -49,9 +49,10 @@ class BatonClient(AsyncClosing):
         api_key: Credential of requests without `authorization`: an API key, a JWT, or a function
             that returns one; empty: no credential.
         find_other_cell: Called with a model when a request of that model has been without a
-            session for 5 s, or has lost its session before its first token. Returns an open client
-            of another cell that serves the model, where the request is resumed within
-            resume_timeout_s; or None: the request waits for this client's next session.
+            session for 5 s, has lost its session before its first token, or was refused by a
+            restarting coordinator; empty: the base model. Returns an open client of another cell
+            that serves the model, where the request is resumed within resume_timeout_s; or None:
+            the request waits for this client's next session.
     """
 
     def __init__(
@@ -106,6 +107,11 @@ class BatonClient(AsyncClosing):
     def address(self) -> str | None:
         """Address of the coordinator of the current session; None without a session."""
         return self._connector.address if self._connector is not None else None
+
+    @property
+    def draining(self) -> bool:
+        """Whether the coordinator of the current session is restarting: it takes no requests."""
+        return self._connector is not None and self._connector.draining
 
     def generate(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> TokenStream:
         """Submits a request and returns its stream at once.

@@ -44,8 +44,8 @@ class Connector:
             it fails instead.
         dial: Connection settings; each session reads the TLS files again.
         find_other_connector: Returns the connector of another cell for a request that has been
-            without a session for MOVES_AFTER_S, or that lost its session before its first token.
-            None: such requests wait here.
+            without a session for MOVES_AFTER_S, that lost its session before its first token, or
+            that a restarting coordinator refused. None: such requests wait here.
     """
 
     def __init__(
@@ -81,6 +81,11 @@ class Connector:
     def address(self) -> str | None:
         """Address of the coordinator of the current session; None without a session."""
         return self._session.address if self._session is not None else None
+
+    @property
+    def draining(self) -> bool:
+        """Whether the coordinator of the current session is restarting: it takes no requests."""
+        return self._session is not None and self._session.draining
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -242,6 +247,15 @@ class Connector:
             # A request without tokens loses nothing by moving to another cell at once.
             self._take_over(state, MOVES_AFTER_S if state.token_ids else 0.0)
 
+    def _may_move(self, state: RequestState, delay_s: float) -> None:
+        """Lets a request that lost its session look for another cell after `delay_s` seconds."""
+        if (
+            state.resuming
+            and self._find_other_connector is not None
+            and state not in self._move_timers
+        ):
+            self._move_later(state, delay_s)
+
     def _move_later(self, state: RequestState, delay_s: float) -> None:
         self._move_timers[state] = asyncio.get_running_loop().call_later(delay_s, self._move, state)
 
@@ -265,12 +279,7 @@ class Connector:
     def _take_over(self, state: RequestState, moves_after_s: float) -> None:
         """Takes over a request that lost its session."""
         self._place(state)
-        if (
-            state.resuming
-            and self._find_other_connector is not None
-            and state not in self._move_timers
-        ):
-            self._move_later(state, moves_after_s)
+        self._may_move(state, moves_after_s)
 
     def _detach_draining_session(self) -> bool:
         """Detaches a draining session; returns False if there is no other address to use."""
@@ -296,7 +305,8 @@ class Connector:
             if state.ended:
                 return
         if self._detach_draining_session():
-            self._place(state)
+            # The other coordinators of the cell come first, if they can be reached.
+            self._take_over(state, MOVES_AFTER_S)
             return
         if (
             state.resuming
@@ -325,6 +335,7 @@ class Connector:
             self._delayed[state] = asyncio.get_running_loop().call_later(
                 delay_s, self._submit_delayed, state
             )
+            self._may_move(state, MOVES_AFTER_S if state.token_ids else 0.0)
 
     def _submit_delayed(self, state: RequestState) -> None:
         del self._delayed[state]

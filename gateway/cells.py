@@ -127,7 +127,10 @@ class Cells(AsyncClosing):
             lost: Cell that lost the request's session or refuses the request.
             model: Model that the request needs; empty: the base model of `lost`.
         """
-        if lost.client.address is None:
+        if lost.client.draining:
+            lost.outage.began(f"the coordinator at {lost.client.address} is restarting")
+            self._mark_unreachable(lost)
+        elif lost.client.address is None:
             lost.outage.began(f"requests lost their session with {lost.name}")
             self._mark_unreachable(lost)
         wanted = model or next(iter(self._served.get(lost.name, ())), None)

@@ -462,6 +462,45 @@ async def test_a_stream_moves_to_another_cell_when_its_own_stays_unreachable(two
     assert (stream.token_ids, stream.num_resumes) == ((1, 2, 3, 4), 1)
 
 
+async def test_a_request_that_a_restarting_coordinator_refuses_moves_to_another_cell(
+    two_cells, inference, monkeypatch
+):
+    """At once: it does not wait for MOVES_AFTER_S, nor for the end of the coordinator."""
+    monkeypatch.setattr(connector, "MOVES_AFTER_S", 10 * TIMEOUT_S)
+    client, _, other, _ = two_cells
+    old, connection = await flowing(client, inference)
+    new = client.generate("new", model="scripted")
+    connection.send(failed((await connection.submitted()).stream, RESTARTING))
+    request = await finish(await other.connection(), 0, [5], "e")
+    assert request.text == "new"
+    assert (await new.complete()).token_ids == (5,)
+    # Only one coordinator has the request; the old one is not asked again.
+    assert connection.received.empty()
+    # A stream stays with the restarting coordinator.
+    connection.send(delta(1, 2, [3], "d"), finished(1))
+    assert [one.token_ids for one in (await rest(old))[:1]] == [(3,)]
+
+
+async def test_a_refused_request_moves_after_a_while_if_the_second_coordinator_is_down(
+    inference, monkeypatch
+):
+    monkeypatch.setattr(connector, "MOVES_AFTER_S", 0.5)
+    other = ScriptedInference()
+    async with (
+        serving(inference) as (address, _),
+        serving(other) as (there, _),
+        BatonClient(there) as second,
+        BatonClient([address, unused_address()], find_other_cell=lambda _: second) as client,
+    ):
+        new = client.generate("new")
+        connection = await inference.connection()
+        connection.send(failed((await connection.submitted()).stream, RESTARTING))
+        request = await finish(await other.connection(), 0, [5], "e")
+        assert request.text == "new"
+        assert (await new.complete()).token_ids == (5,)
+        assert connection.received.empty()
+
+
 async def test_a_stream_waits_for_its_cell_if_no_other_cell_has_its_model(two_cells, inference):
     client, cell, other, models = two_cells
     models.clear()

@@ -18,7 +18,7 @@ from scripted_inference import (
 )
 
 from baton.client import connector
-from baton.runtime.errors import ResourceExhausted, Unauthenticated, Unavailable
+from baton.runtime.errors import RESTARTING, ResourceExhausted, Unauthenticated, Unavailable
 from baton.runtime.errors import abort as abort_call
 from baton.v1 import common_pb2
 
@@ -300,6 +300,28 @@ async def test_a_request_without_tokens_does_not_wait_for_its_lost_cell(start_ga
         await stacks[lost].aclose()
         assert await asking == cells[left].name
         assert await failovers(http) == {addresses[lost]: 1.0}
+
+
+async def test_a_cell_whose_coordinator_restarts_gets_no_requests(start_gateway, monkeypatch):
+    """Its requests move at once: they do not wait for MOVES_AFTER_S."""
+    monkeypatch.setattr(connector, "MOVES_AFTER_S", 10 * WAIT_S)
+    one, two = CellOf("one", "m"), CellOf("two", "m")
+    one.refuses = Unavailable("restarting", reason=RESTARTING)
+    async with (
+        serving(one) as (here, health),
+        serve(two) as there,
+        asyncio.TaskGroup() as group,
+        start_gateway(here, there) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=WAIT_S) as http,
+    ):
+        answering = group.create_task(one.answer())
+        await set_serving(health, False)
+        texts = {await said(http, model="m", request_id=f"r{number}") for number in range(32)}
+        assert texts == {"two"}
+        # The first refusal told the gateway that the coordinator is restarting.
+        assert len(one.requests) == 1
+        assert await failovers(http) == {here: 1.0}
+        answering.cancel()
 
 
 async def test_a_request_that_the_other_cell_refuses_is_no_failover(start_gateway):
