@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from baton.cli import options
+
+if TYPE_CHECKING:
+    from baton.runtime.config import BatonConfig
 
 app = typer.Typer(
     help="Check and show the configuration, and list all keys.",
@@ -20,13 +23,37 @@ def check(
 ) -> None:
     """Check a configuration file.
 
-    The error for an unknown key suggests the nearest known key.
+    The error for an unknown key suggests the nearest known key. Files of the section security are
+    checked if this host has them.
     """
-    from baton.runtime import exposure
-    from baton.runtime.addresses import split_address
     from baton.runtime.config import load
+    from baton.runtime.config_error import ConfigError
 
     config = load(file)
+    try:
+        missing = _check_as_processes_do(config)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    if missing:
+        names = ", ".join(f"{key} ({path})" for key, path in missing.items())
+        typer.echo(f"baton: {file}: not checked, because not on this host: {names}", err=True)
+    print(f"{file}: ok")
+
+
+def _check_as_processes_do(config: BatonConfig) -> dict[str, str]:
+    """Makes the checks that `baton up` and `baton gateway` make when they start.
+
+    Returns:
+        The files that this host does not have, by configuration key.
+
+    Raises:
+        ConfigError: A check failed.
+    """
+    from baton.cli.gateway import configured_cells
+    from baton.coordinator.state.scaling_config import check_sizes
+    from baton.runtime import exposure, security_files
+    from baton.runtime.addresses import split_address
+
     for key, address in (
         ("coordinator.listen", config.coordinator.listen),
         ("coordinator.metrics_listen", config.coordinator.metrics_listen),
@@ -36,9 +63,12 @@ def check(
     ):
         # Only the transfer service's and the gateway's addresses may be empty.
         if address or key not in ("kv_transfer.listen", "http.listen"):
-            split_address(address, f"{file}: {key}")
+            split_address(address, key)
     exposure.check_all(config)
-    print(f"{file}: ok")
+    if config.http.cells:
+        configured_cells(config, [])
+    check_sizes(config)
+    return security_files.check_present(config.security)
 
 
 @app.command()

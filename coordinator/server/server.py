@@ -25,12 +25,11 @@ from baton.coordinator.server.status import SAMPLE_S
 from baton.coordinator.state import events as ev
 from baton.coordinator.state.config import CoreConfig
 from baton.coordinator.state.pools import Pool
-from baton.coordinator.state.scaling_config import scaling_config
+from baton.coordinator.state.scaling_config import check_sizes
 from baton.runtime import demo_model, exposure, rpc, tracing
 from baton.runtime.access import Access
 from baton.runtime.addresses import is_wildcard, joined, outward_address
 from baton.runtime.config import BatonConfig
-from baton.runtime.config_error import ConfigError
 from baton.runtime.dial import within_cluster
 from baton.runtime.errors import RESTARTING, BatonError, Unavailable
 from baton.runtime.lifecycle import frozen_heap, stop_requested
@@ -101,7 +100,7 @@ class Coordinator:
             self._tokenizer = await asyncio.to_thread(Tokenizer, model)
             cleanup.callback(self._tokenizer.close)
             if self._launched:
-                _check_sizes(self._config)
+                check_sizes(self._config)
             # A worker that attaches during the start sets the shell's timer.
             cleanup.callback(self.shell.close)
             self._tracing = Tracing(self._config.tracing, {"baton.process": "coordinator"})
@@ -222,25 +221,6 @@ class Coordinator:
                 await self._health.set(_INFERENCE, _SERVING if serving else _NOT_SERVING)
                 told = serving
             await self._members_changed.wait()
-
-
-def _check_sizes(config: BatonConfig) -> None:
-    """Raises ConfigError for initial pool sizes over the scaling limits."""
-    scaling = scaling_config(config)
-    sizes = {Pool.PREFILL: config.prefill.workers, Pool.DECODE: config.decode.workers}
-    for pool, workers in sizes.items():
-        most = scaling.limits(pool).ceiling
-        if config.scaling.autoscale and workers > most:
-            raise ConfigError(
-                f"{pool.value}.workers: is {workers}; must be at most {most}, "
-                f"scaling.{pool.value}.max_workers, because scaling.autoscale is on"
-            )
-    needed = sum(workers * scaling.limits(pool).gpus for pool, workers in sizes.items())
-    if scaling.max_gpus is not None and needed > scaling.max_gpus:
-        raise ConfigError(
-            f"scaling.max_gpus: is {scaling.max_gpus}; must be at least {needed}, the "
-            "GPUs of prefill.workers and decode.workers"
-        )
 
 
 async def _record_history(admin: AdminService) -> None:

@@ -14,6 +14,7 @@ from baton.runtime.config import (
     PoolLimitsConfig,
     TargetsConfig,
 )
+from baton.runtime.config_error import ConfigError
 from baton.runtime.ttft_target import TtftTarget
 
 # Shortest stabilisation window, and how long a load must be known before a pool may shrink. Loads
@@ -215,6 +216,25 @@ def in_seconds(targets: TargetsConfig) -> Targets:
         percentile=targets.percentile,
         ttft_s_per_1k_tokens=targets.ttft_ms_per_1k_tokens / 1e3,
     )
+
+
+def check_sizes(config: BatonConfig) -> None:
+    """Raises ConfigError for pool sizes of `baton up` that are over the scaling limits."""
+    scaling = scaling_config(config)
+    sizes = {Pool.PREFILL: config.prefill.workers, Pool.DECODE: config.decode.workers}
+    for pool, workers in sizes.items():
+        most = scaling.limits(pool).ceiling
+        if config.scaling.autoscale and workers > most:
+            raise ConfigError(
+                f"{pool.value}.workers: is {workers}; must be at most {most}, "
+                f"scaling.{pool.value}.max_workers, because scaling.autoscale is on"
+            )
+    needed = sum(workers * scaling.limits(pool).gpus for pool, workers in sizes.items())
+    if scaling.max_gpus is not None and needed > scaling.max_gpus:
+        raise ConfigError(
+            f"scaling.max_gpus: is {scaling.max_gpus}; must be at least {needed}, the "
+            "GPUs of prefill.workers and decode.workers"
+        )
 
 
 def _limits(config: BatonConfig, pool: PoolConfig, limits: PoolLimitsConfig) -> PoolLimits:

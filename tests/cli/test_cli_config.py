@@ -77,6 +77,21 @@ def test_show_lays_a_file_over_the_defaults(baton_here):
         ("decode: {workers: 1}\ndecode: {workers: 2}", "found the key 'decode' a second time"),
         ("engine: gpt", "engine: is 'gpt'; "),
         ("coordinator: {listen: nowhere}", "coordinator.listen: is 'nowhere'; must be host:port"),
+        (
+            "http: {cells: [{coordinators: a:1}, {coordinators: nonsense}]}",
+            "-: http.cells[1].coordinators: is 'nonsense'; must be host:port",
+        ),
+        (
+            "http: {cells: [{coordinators: a:1}, {coordinators: a:1}]}",
+            "cells must have different coordinators",
+        ),
+        (
+            "prefill: {workers: 3}\nscaling: {autoscale: true, prefill: {max_workers: 2}}",
+            "-: prefill.workers: is 3; must be at most 2, scaling.prefill.max_workers",
+        ),
+        ("scaling: {max_gpus: 1}", "-: scaling.max_gpus: is 1; must be at least 2"),
+        ("security: {ca_file: /dev/null}", "-: security.ca_file: "),
+        ("security: {metrics_token_file: /dev/null}", "-: security.metrics_token_file: /dev/null "),
         ("a: [", "not YAML"),
         ("- 1", "must be a mapping"),
     ],
@@ -88,6 +103,29 @@ def test_check_says_what_is_wrong_on_one_line(baton_here, text, expected):
     assert checked.err.startswith("baton: -: ")
     assert expected in checked.err
     assert checked.err.count("\n") == 1
+
+
+def test_check_names_the_files_that_are_not_on_this_host(baton_here, tmp_path):
+    """It may run on another host than the cell, so that they are no error."""
+    (token := tmp_path / "token").write_text("f" * 64)
+    text = f"""
+security:
+  ca_file: {tmp_path}/ca.pem
+  cert_file: {token}
+  key_file: {token}
+  cluster_token_file: {token}
+  api_keys_file: {tmp_path}/keys.yaml
+  jwt: {{key_file: {tmp_path}/jwks.json, issuer: a, audience: b}}
+"""
+    checked = baton_here("config", "check", "-", stdin=text)
+    assert (checked.code, checked.out) == (0, "-: ok\n")
+    assert checked.err == (
+        f"baton: -: not checked, because not on this host: security.ca_file ({tmp_path}/ca.pem), "
+        f"security.jwt.key_file ({tmp_path}/jwks.json), "
+        f"security.api_keys_file ({tmp_path}/keys.yaml)\n"
+    )
+    token.write_text("")
+    assert baton_here("config", "check", "-", stdin=text).code == 2
 
 
 def test_what_is_commented_out_whole_is_as_good_as_absent(baton_here):
