@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import sys
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -44,7 +45,10 @@ Requests = Annotated[
 Duration = Annotated[
     float | None,
     typer.Option(
-        "--duration", metavar="SECONDS", min=0.001, help="Stop sending requests after this time."
+        "--duration",
+        metavar="SECONDS",
+        min=0.001,
+        help="Stop sending requests after this time; inf: at Ctrl-C.",
     ),
 ]
 WarmUp = Annotated[
@@ -99,14 +103,14 @@ Out = Annotated[
 ]
 
 _READY_TIMEOUT_S = 10.0
+# Longest timeout of a request, in seconds: three years, as for durations of the configuration.
+_MOST_TIMEOUT_S = 1e8
 # Terminal codes: carriage return, then clear the line.
 _CLEAR = "\r\x1b[K"
 
 
 def slo(ttft_ms: float | None, ttft_ms_per_1k_tokens: float, itl_ms: float | None) -> Slo:
     """Builds the latency goal; raises typer.BadParameter for a target that is out of range."""
-    import math
-
     from baton.load.measured import Slo
     from baton.runtime.ttft_target import TtftTarget
 
@@ -159,9 +163,14 @@ def run_load(
     from baton.cli import interrupts
     from baton.load.figures import Result
 
-    if not timeout_s > 0:
-        raise typer.BadParameter(f"is {timeout_s:g}; must be more than 0", param_hint="--timeout")
+    if not 0 < timeout_s <= _MOST_TIMEOUT_S:
+        raise typer.BadParameter(
+            f"is {timeout_s:g}; must be more than 0 and at most {_MOST_TIMEOUT_S:g}",
+            param_hint="--timeout",
+        )
     duration_s = load["duration_s"]
+    if not math.isfinite(warm_up_s):
+        raise typer.BadParameter(f"is {warm_up_s:g}; must be finite", param_hint="--warm-up")
     if duration_s is not None and warm_up_s >= duration_s:
         raise typer.BadParameter(
             f"is {warm_up_s:g}; must be less than --duration ({duration_s:g})",

@@ -142,7 +142,7 @@ class Result:
         """Returns the result as JSON; figures shared with `baton simulate` have the same keys."""
         return {
             "kind": self.kind,
-            "load": self.load,
+            "load": plain(self.load),
             "targets": targets(self.slo.ttft, self.slo.itl_s),
             "lasted_s": round(self.lasted_s, 3),
             "interrupted": self.interrupted,

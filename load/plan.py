@@ -95,10 +95,10 @@ def replayed(
     """Yields the requests of a trace, sent `speed` times as fast as in the trace.
 
     Raises:
-        ValueError: the speed is not more than 0.
+        ValueError: the speed is not finite or not more than 0.
     """
-    if not speed > 0:
-        raise ValueError(f"--speed is {speed}; must be more than 0")
+    if not 0 < speed < math.inf:
+        raise ValueError(f"--speed is {speed}; must be finite and more than 0")
     chance = random.Random(f"lanes {seed}")
     return (
         Planned(

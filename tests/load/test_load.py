@@ -401,6 +401,23 @@ def test_a_figure_without_a_finite_value_is_missing(tmp_path):
     assert {row["a"] for row in found} == {None}
 
 
+def test_a_run_until_ctrl_c_is_written_as_json():
+    """The option is `--duration inf`; JSON has no infinite numbers."""
+    seen = Measured(Slo())
+    load = {"duration_s": math.inf, "rate": 2.0}
+    found = Result.of("bench", load, seen.slo, Outcome({}, 2.0, True), is_open=True).as_json()
+    assert json.loads(json.dumps(found), parse_constant=pytest.fail)["load"] == {
+        "duration_s": None,
+        "rate": 2.0,
+    }
+
+
+@pytest.mark.parametrize("speed", [0.0, math.inf, math.nan])
+def test_a_speed_that_is_no_factor_is_refused(speed):
+    with pytest.raises(ValueError, match=r"--speed is .*; must be finite and more than 0"):
+        replayed([Arrival(0.0, 1, 1)], speed, LaneRule(), 0)
+
+
 @pytest.mark.parametrize(
     ("text", "said"), [("{", "not JSON"), ("[]", "ttft_ms is missing"), (None, "cannot be read")]
 )
@@ -423,6 +440,12 @@ def test_a_file_that_is_not_a_result_is_refused_with_its_name(tmp_path, text, sa
         (("--rate", "0"), "--rate is 0"),
         (("--rate", "inf"), "--rate is inf"),
         (("--rate", "1", "--duration", "-1"), "--duration"),
+        (("--rate", "1", "--duration", "nan"), "--duration"),
+        (("--rate", "1", "--warm-up", "inf"), "--warm-up"),
+        (("--rate", "1", "--warm-up", "nan"), "--warm-up"),
+        (("--rate", "1", "--timeout", "inf"), "--timeout"),
+        (("--rate", "1", "--timeout", "nan"), "--timeout"),
+        (("--rate", "1", "--timeout", "1e12"), "--timeout"),
         (("--rate", "1", "--burstiness", "-1"), "--burstiness is -1"),
         (("--rate", "1", "--prompt-tokens", "x"), "--prompt-tokens is 'x'"),
         (("--rate", "1", "--batch-share", "2"), "--batch-share is 2"),
