@@ -82,20 +82,20 @@ def add_workers_advice(status: admin_pb2.GetStatusResponse) -> str:
         decode.kv_tokens_used >= 0.85 * decode.kv_tokens_total or decode.num_waiting > 0
     )
     role = common_pb2.ROLE_DECODE if full else common_pb2.ROLE_PREFILL
-    pool, name = pools.get(role), role_name(role)
-    if pool is not None and pool.num_starting:
+    pool = pools.get(role)
+    return add_worker_advice(pool) if pool is not None else f"add a {role_name(role)} worker"
+
+
+def add_worker_advice(pool: admin_pb2.PoolInfo) -> str:
+    """Advice to add a worker to a pool, if workers may be added and none is starting."""
+    name = role_name(pool.role)
+    if pool.num_starting:
         return (
             f"keep more {name} workers running (scaling.{name}.min_workers): the workers that are "
             "starting will be too late"
         )
-    if pool is not None and pool.max_workers and pool.num_serving >= pool.max_workers:
+    if pool.max_workers and pool.num_serving >= pool.max_workers:
         return f"raise scaling.{name}.max_workers: the pool is at its limit of {pool.max_workers}"
-    return add_worker_advice(pool) if pool is not None else f"add a {name} worker"
-
-
-def add_worker_advice(pool: admin_pb2.PoolInfo) -> str:
-    """Advice to add a worker to a pool."""
-    name = role_name(pool.role)
     if pool.max_workers:
         return f"add a {name} worker: baton scale {name} {pool.num_serving + 1}"
     # A coordinator that starts no workers refuses `baton scale`.

@@ -417,6 +417,18 @@ def test_a_pool_at_its_ceiling_says_so():
     assert "scaling lags" in " ".join(finding.evidence)
 
 
+def test_a_full_decode_pool_that_cannot_grow_is_not_told_to():
+    status = full_caches().status()
+    decode = next(pool for pool in status.pools if pool.role == common_pb2.ROLE_DECODE)
+    decode.max_workers = 16
+    assert first(status, Kind.KV_FULL).startswith("add a decode worker: baton scale decode 2")
+    decode.num_serving = 16
+    limit = "raise scaling.decode.max_workers: the pool is at its limit of 16, or limit outputs"
+    assert first(status, Kind.KV_FULL).startswith(limit)
+    decode.num_serving, decode.num_starting = 1, 1
+    assert first(status, Kind.KV_FULL).startswith("keep more decode workers running")
+
+
 def test_how_long_a_cell_is_up_does_not_go_by_the_wall_clock(monkeypatch):
     cell = healthy()
     # The wall clock may be set, for example by NTP.
