@@ -92,8 +92,8 @@ def _rows(text: str, path: Path) -> Iterator[Arrival]:
     if start == "[":
         return _plain(text, path)
     if start == "{":
-        lines = [line for line in text.splitlines() if line.strip()]
-        values = [_json(line, path, number) for number, line in enumerate(lines, start=1)]
+        lines = enumerate(text.splitlines(), start=1)
+        values = [_json(line, path, number) for number, line in lines if line.strip()]
         return _mooncake(values, path)
     return _csv(text, path)
 
@@ -140,17 +140,18 @@ def _expanded(path: Path, rows: Iterable[dict[str, str]]) -> Iterator[dict[str, 
         }
 
 
-def _azure(rows: Iterable[dict[str, str]], path: Path) -> Iterator[Arrival]:
-    for number, row in enumerate(rows, start=2):
+def _azure(rows: csv.DictReader[str], path: Path) -> Iterator[Arrival]:
+    for row in rows:
+        place = f"{path}:{rows.line_num}"
         try:
             at = datetime.fromisoformat(row["TIMESTAMP"])
         except ValueError:
             raise TraceError(
-                f"{path}:{number}: TIMESTAMP is {row['TIMESTAMP']!r}; must be a date and time"
+                f"{place}: TIMESTAMP is {row['TIMESTAMP']!r:.60}; must be a date and time"
             ) from None
         # Azure's times are UTC; the trace of 2024 writes the zone, the trace of 2023 does not.
         at_s = (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
-        yield _arrival(path, number, at_s, row["ContextTokens"], row["GeneratedTokens"])
+        yield _arrival(place, at_s, row["ContextTokens"], row["GeneratedTokens"])
 
 
 def _mooncake(rows: Sequence[Any], path: Path) -> Iterator[Arrival]:
@@ -167,7 +168,8 @@ def _mooncake(rows: Sequence[Any], path: Path) -> Iterator[Arrival]:
         span = min(next_of.get(stamp, stamp + 3000) - stamp, 3000)
         at_s = (stamp + span * index / count[stamp]) / 1e3
         blocks = _blocks(path, number, row.get("hash_ids") or ())
-        one = _arrival(path, number, at_s, row.get("input_length"), row.get("output_length"))
+        place = f"{path}: request {number}"
+        one = _arrival(place, at_s, row.get("input_length"), row.get("output_length"))
         yield one._replace(block_ids=blocks)
 
 
@@ -185,10 +187,11 @@ def _blocks(path: Path, number: int, ids: Any) -> tuple[int, ...]:
 def _plain(text: str, path: Path) -> Iterator[Arrival]:
     rows = _json(text, path, 1)
     for number, row in enumerate(rows, start=1):
+        place = f"{path}: request {number}"
         if not isinstance(row, dict):
-            raise TraceError(f"{path}: request {number} is {row!r:.60}; must be an object")
+            raise TraceError(f"{place} is {row!r:.60}; must be an object")
         at_s = _number(path, number, row, "start_time")
-        yield _arrival(path, number, at_s, row.get("prompt_len"), row.get("output_len"))
+        yield _arrival(place, at_s, row.get("prompt_len"), row.get("output_len"))
 
 
 def _json(text: str, path: Path, number: int) -> Any:
@@ -209,7 +212,7 @@ def _number(path: Path, number: int, row: Any, key: str) -> float:
     return found
 
 
-def _arrival(path: Path, number: int, at_s: float, prompt: Any, output: Any) -> Arrival:
+def _arrival(place: str, at_s: float, prompt: Any, output: Any) -> Arrival:
     lengths = []
     for name, value in (("prompt", prompt), ("output", output)):
         try:
@@ -218,8 +221,7 @@ def _arrival(path: Path, number: int, at_s: float, prompt: Any, output: Any) -> 
             length = 0
         if not 1 <= length <= _MAX_TOKENS:
             raise TraceError(
-                f"{path}: request {number}: its {name} has {value!r:.60} tokens; must be 1 to "
-                f"{_MAX_TOKENS}"
+                f"{place}: its {name} has {value!r:.60} tokens; must be 1 to {_MAX_TOKENS}"
             )
         lengths.append(length)
     return Arrival(at_s, lengths[0], lengths[1])

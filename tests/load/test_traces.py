@@ -66,6 +66,7 @@ def test_plain_json_is_read(tmp_path):
     assert traces.read(path) == [Arrival(0.0, 7, 2)]
 
 
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,7,2\n\n"
 MOONCAKE = '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids":'
 COMPACT = "timestamp_ms,input_tokens,output_tokens,block_ids\n"
 
@@ -83,6 +84,10 @@ COMPACT = "timestamp_ms,input_tokens,output_tokens,block_ids\n"
         (f'[{{"start_time": 1{"0" * 400}}}]', "start_time is 1000"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,7\n", "its output has ''"),
         ("ContextTokens,GeneratedTokens,TIMESTAMP\n7,7\n", "TIMESTAMP is ''"),
+        # Places are lines of the file, empty ones included.
+        (f"{AZURE}2024-01-01 00:00:00,0,2\n", r"trace:4: its prompt has '0' tokens"),
+        (f"{AZURE}soon,7,2\n", r"trace:4: TIMESTAMP is 'soon'"),
+        (f"{MOONCAKE} []}}\n\n{{nonsense", r"trace:3: not JSON"),
         ('{"timestamp": NaN, "input_length": 1, "output_length": 1}', "timestamp is nan"),
         ('{"timestamp": 0, "input_length": 1e999, "output_length": 1}', "its prompt has inf"),
         (f"{MOONCAKE} [7.5]}}", r"hash_ids is \[7.5\]"),
