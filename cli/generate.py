@@ -97,6 +97,11 @@ def generate(
     """
     from baton.cli import interrupts
 
+    if as_json and timeline:
+        raise typer.BadParameter(
+            "cannot be used with --json, which prints the stages in its last object",
+            param_hint="--timeline",
+        )
     wanted: RequestOptions = {
         "model": model,
         "lane": lane.value,

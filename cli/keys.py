@@ -84,6 +84,18 @@ def add(
         raise typer.BadParameter(
             "a key needs --tenant, to send requests, or --admin", param_hint="--tenant"
         )
+    if not tenant:
+        for option, limit in (
+            ("--lane", lane),
+            ("--max-prompt-tokens", max_prompt_tokens),
+            ("--max-output-tokens", max_output_tokens),
+            ("--max-concurrent", max_concurrent),
+        ):
+            if limit:
+                raise typer.BadParameter(
+                    "limits requests, which the key cannot send without --tenant",
+                    param_hint=option,
+                )
     grants = {
         "tenant": tenant,
         "lanes": [one.value for one in lane] if lane else None,

@@ -12,10 +12,14 @@ from baton.cli.admin_calls import call_admin, print_answer, print_progress
 from baton.cli.watch import follow_changes, wait_until
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from datetime import datetime
 
     from baton.client import AdminClient
     from baton.v1 import admin_pb2, common_pb2
+
+# Decisions per pool that `baton why` prints by default.
+_NUM_DECISIONS = 5
 
 
 class PoolName(StrEnum):
@@ -240,17 +244,20 @@ def why(
         typer.Argument(metavar="POOL", help="Pool: prefill or decode; both if left out."),
     ] = None,
     limit: Annotated[
-        int,
+        int | None,
         typer.Option(
-            "--limit", min=0, max=options.MOST, help="Number of decisions per pool; 0 shows all."
+            "--limit",
+            min=0,
+            max=options.MOST,
+            help="Number of earlier decisions per pool; 0 shows all; default: 5, with --watch 1.",
         ),
-    ] = 5,
+    ] = None,
     address: options.Address = None,
     as_json: options.Json = False,
     watch: Annotated[
         bool,
         typer.Option(
-            "--watch", help="Print the latest decisions, then each new one, until Ctrl-C."
+            "--watch", help="Print the earlier decisions, then each new one, until Ctrl-C."
         ),
     ] = False,
 ) -> None:
@@ -263,13 +270,15 @@ def why(
 
     role = common_pb2.ROLE_UNSPECIFIED if pool is None else _role(pool)
     # A coordinator that does not size pools refuses this call; --watch needs the same error.
+    if limit is None:
+        limit = 1 if watch else _NUM_DECISIONS
     found = call_admin(address, lambda admin: admin.list_decisions(role, limit=limit))
     if watch:
         # Consecutive decisions on a pool differ in their sizes.
         latest = dict[int, tuple[int, int, int]]()
 
-        def show(event: admin_pb2.WatchEvent) -> None:
-            for one in event.decisions:
+        def show_new(decisions: Iterable[admin_pb2.ScalingDecision]) -> None:
+            for one in decisions:
                 if role not in (common_pb2.ROLE_UNSPECIFIED, one.role):
                     continue
                 sizes = (one.from_workers, one.needed_workers, one.to_workers)
@@ -282,7 +291,8 @@ def why(
                 else:
                     _show_decision(one)
 
-        return follow_changes(address, True, show)
+        show_new(reversed(found))
+        return follow_changes(address, True, lambda event: show_new(event.decisions))
     if as_json:
         return print_json([plain(one) for one in found])
     if not found:

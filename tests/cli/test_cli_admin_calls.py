@@ -117,16 +117,25 @@ class Sizing(admin_pb2_grpc.AdminServicer):
 
 
 class Deciding(admin_pb2_grpc.AdminServicer):
-    """A coordinator that streams decisions and then ends the stream, or that sizes no pools."""
+    """A coordinator that streams decisions and then ends the stream, or that sizes no pools.
 
-    def __init__(self, *told: list[admin_pb2.ScalingDecision]) -> None:
-        self.told = told
+    It made the decisions `before` earlier, the newest first.
+    """
+
+    def __init__(self, *told: list[admin_pb2.ScalingDecision], before=()) -> None:
+        self.told, self.before = told, before
 
     async def ListDecisions(self, request, context):
         if not self.told:
             reason = "this coordinator starts no workers"
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
-        return admin_pb2.ListDecisionsResponse()
+        before = [one for one in self.before if request.role in (0, one.role)]
+        newest = [
+            one
+            for role in {one.role for one in before}
+            for one in [one for one in before if one.role == role][: request.limit or None]
+        ]
+        return admin_pb2.ListDecisionsResponse(decisions=newest)
 
     async def Watch(self, request, context):
         for decisions in self.told:
@@ -531,6 +540,25 @@ def test_decisions_are_followed_as_they_are_made(serve, capsys):
         "00:00:01 UTC  decode 1 -> 2: outputs",
         "  requests 7",
     ]
+
+
+@pytest.mark.parametrize(
+    ("limit", "reasons"),
+    [
+        (None, ["newest", "next"]),
+        (2, ["newer", "newest", "next"]),
+        (0, ["oldest", "newer", "newest", "next"]),
+    ],
+)
+def test_earlier_decisions_are_printed_before_those_that_are_followed(
+    serve, capsys, limit, reasons
+):
+    made = [decision(DECODE, n, why) for n, why in enumerate(("oldest", "newer", "newest", "next"))]
+    # The first event repeats the newest decision.
+    address = serve(Deciding([made[2]], [made[3]], before=made[2::-1]))
+    pool_sizes.why(limit=limit, address=address, as_json=True, watch=True)
+    found = [json.loads(line)["reason"] for line in capsys.readouterr().out.splitlines()]
+    assert found == reasons
 
 
 class Resuming(Deciding):

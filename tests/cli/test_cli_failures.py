@@ -124,6 +124,25 @@ def test_an_argument_that_is_not_utf_8_is_exit_2(baton, unused_address, argument
 
 
 @pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        (("up", "--no-http", "--http-port", "1"), "--http-port"),
+        (("generate", "hi", "--json", "--timeline"), "--timeline"),
+        (("keys", "add", "k", "--name", "n", "--admin", "--lane", "batch"), "--lane"),
+        (("keys", "add", "k", "--name", "n", "--admin", "--max-concurrent", "1"), "--max-conc"),
+    ],
+)
+def test_an_option_without_effect_beside_another_is_exit_2(
+    baton_here, unused_address, arguments, option, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    result = baton_here(*arguments, env={"BATON_ADDRESS": unused_address})
+    assert result.code == 2
+    assert f"Invalid value for {option}" in result.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
     "arguments",
     [
         ("scale", "decode", str(2**32)),
