@@ -83,6 +83,7 @@ def simulate(
         typer.Option(
             "--host-kv-tokens",
             min=0,
+            max=options.MOST,
             help="Tokens that each worker keeps in host memory; default: by kv_store.host_bytes.",
         ),
     ] = None,

@@ -7,8 +7,15 @@ import random
 import re
 from dataclasses import dataclass
 
-ALLOWED = "N, LOW-HIGH (evenly) or MEAN~CV (log-normal), in tokens, at least 1"
-_FORM = re.compile(r"(\d+)(?:-(\d+)|~(\d+(?:\.\d*)?|\.\d+))?")
+from baton.load.traces import MAX_TOKENS
+
+# Larger coefficients of variation make nearly all lengths 1.
+_MAX_VARIATION = 100
+ALLOWED = (
+    f"N, LOW-HIGH (evenly) or MEAN~CV (log-normal), in tokens, from 1 to {MAX_TOKENS}, and a CV of "
+    f"at most {_MAX_VARIATION}"
+)
+_FORM = re.compile(r"(\d{1,9})(?:-(\d{1,9})|~(\d{1,9}(?:\.\d{0,30})?|\.\d{1,30}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +42,15 @@ class Lengths:
         if found is not None:
             low = int(found[1])
             high = int(found[2]) if found[2] else low
-            if 1 <= low <= high:
-                return cls(low, high, float(found[3] or 0))
-        raise ValueError(f"{name} is {text!r}; must be {ALLOWED}")
+            variation = float(found[3] or 0)
+            if 1 <= low <= high <= MAX_TOKENS and variation <= _MAX_VARIATION:
+                return cls(low, high, variation)
+        raise ValueError(f"{name} is {text!r:.60}; must be {ALLOWED}")
 
     def draw(self, chance: random.Random) -> int:
         if not self.variation:
             return chance.randint(self.low, self.high)
         square = math.log(1 + self.variation**2)
         mean = math.log(self.low) - square / 2
-        return max(1, round(chance.lognormvariate(mean, math.sqrt(square))))
+        length = round(chance.lognormvariate(mean, math.sqrt(square)))
+        return min(max(1, length), MAX_TOKENS)

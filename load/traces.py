@@ -24,7 +24,7 @@ _MAX_BLOCK_ID = 2**31
 # Limit for the sum of the blocks of all requests; this many use several hundred MB of memory.
 _MAX_BLOCKS = 2**23
 # Limit for one prompt or output, several times the context length of any model.
-_MAX_TOKENS = 2**24
+MAX_TOKENS = 2**24
 # Copies of a request in a scaled trace arrive within this many seconds of the original.
 _COPY_SHIFT_S = 10.0
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -219,9 +219,9 @@ def _arrival(place: str, at_s: float, prompt: Any, output: Any) -> Arrival:
             length = int(value)
         except (TypeError, ValueError, OverflowError):
             length = 0
-        if not 1 <= length <= _MAX_TOKENS:
+        if not 1 <= length <= MAX_TOKENS:
             raise TraceError(
-                f"{place}: its {name} has {value!r:.60} tokens; must be 1 to {_MAX_TOKENS}"
+                f"{place}: its {name} has {value!r:.60} tokens; must be 1 to {MAX_TOKENS}"
             )
         lengths.append(length)
     return Arrival(at_s, lengths[0], lengths[1])

@@ -154,6 +154,7 @@ def test_an_option_without_effect_beside_another_is_exit_2(
         ("keys", "add", "keys.yaml", "--name", "n", "--days", "99999999"),
         ("certs", "certs", "--days", "99999999"),
         ("bench", "--concurrency", "99999999999"),
+        ("simulate", "trace", "--host-kv-tokens", "99999999999999999999"),
     ],
 )
 def test_a_number_beyond_uint32_is_exit_2(baton_here, unused_address, arguments):
