@@ -9,7 +9,7 @@ from typing import Any
 from baton.load.gap_histogram import GapHistogram
 from baton.load.generator import Outcome
 from baton.load.measured import Measured, Slo
-from baton.load.results import PERCENTS, limits, plain, targets
+from baton.load.results import PERCENTS, limits, number, plain, targets
 
 # A warning is printed if the p99 delay of the generator itself exceeds both limits: milliseconds,
 # and a share of the median TTFT. Above them the measured latency includes the generator's delay.
@@ -167,7 +167,7 @@ class Result:
                 ("sent late by", self.total.lateness_ms),
             ]
         return [
-            [f"{name}, ms", *(_shown(values[percent]) for percent in PERCENTS)]
+            [f"{name}, ms", *(number(values[percent], 1) for percent in PERCENTS)]
             for name, values in rows
         ]
 
@@ -218,7 +218,3 @@ class Result:
 
 def _ms(durations: GapHistogram) -> dict[int, float]:
     return {percent: durations.percentile(percent) * 1e3 for percent in PERCENTS}
-
-
-def _shown(value: float) -> str:
-    return "-" if math.isnan(value) else f"{value:.1f}"

@@ -29,6 +29,11 @@ def limits(ttft: TtftTarget | None, itl_s: float | None) -> dict[str, str]:
     return {name: str(one) for name, one in (("TTFT", ttft), ("mean ITL", itl)) if one is not None}
 
 
+def number(value: float, digits: int) -> str:
+    """Formats a figure; "-" if no request has it."""
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
+
+
 def plain(value: Any) -> Any:
     """Converts keys to strings, and nan and infinite values to None, for JSON."""
     if isinstance(value, Mapping):

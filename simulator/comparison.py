@@ -9,7 +9,7 @@ from typing import Any
 
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import Targets
-from baton.load.results import limits, plain
+from baton.load.results import limits, number, plain
 from baton.load.traces import Arrival
 from baton.runtime.config import BatonConfig, SimulatedConfig
 from baton.simulator import processes
@@ -221,9 +221,9 @@ def concluded(rows: Sequence[Row], targets: Targets) -> Conclusion:
         f"It attains {100 * one.attained:.1f} %, {_difference(points)} "
         f"colocated serving with {plain_row.setup.step_tokens} tokens per step "
         f"({100 * other.attained:.1f} %); "
-        f"TTFT p99 is {_number(one.ttft_ms[99], 0)} ms instead of "
-        f"{_number(other.ttft_ms[99], 0)} ms, mean ITL p99 {_number(one.tpot_ms[99], 1)} ms "
-        f"instead of {_number(other.tpot_ms[99], 1)} ms."
+        f"TTFT p99 is {number(one.ttft_ms[99], 0)} ms instead of "
+        f"{number(other.ttft_ms[99], 0)} ms, mean ITL p99 {number(one.tpot_ms[99], 1)} ms "
+        f"instead of {number(other.tpot_ms[99], 1)} ms."
     )
     for row in rows:
         if row.setup.elastic and row.setup.policy == "static":
@@ -298,9 +298,9 @@ def table(rows: Sequence[Row], best: Row) -> list[list[str]]:
         [
             row.setup.name,
             f"{found.attained:.1%}",
-            *(_number(found.ttft_ms[percent], 0) for percent in (50, 90, 99)),
-            *(_number(found.itl_ms[percent], 1) for percent in (50, 99)),
-            _number(found.tpot_ms[99], 1),
+            *(number(found.ttft_ms[percent], 0) for percent in (50, 90, 99)),
+            *(number(found.itl_ms[percent], 1) for percent in (50, 99)),
+            number(found.tpot_ms[99], 1),
             str(found.num_failed),
             f"{found.hits.total:.1%}",
             f"{found.gpu_hours:.3f}",
@@ -309,11 +309,6 @@ def table(rows: Sequence[Row], best: Row) -> list[list[str]]:
         for row in rows
         for found in (row.figures,)
     ]
-
-
-def _number(value: float, digits: int) -> str:
-    """Formats a figure; "-" if no request has it."""
-    return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def as_json(rows: Sequence[Row], conclusion: Conclusion) -> dict[str, Any]:

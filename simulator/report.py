@@ -11,7 +11,7 @@ from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import Targets
 from baton.load import stats
 from baton.load.gap_histogram import GapHistogram
-from baton.load.results import PERCENTS, plain, targets
+from baton.load.results import PERCENTS, number, plain, targets
 from baton.runtime.ttft_target import TtftTarget
 from baton.simulator.record import Record
 
@@ -192,7 +192,7 @@ def as_json(found: Figures, record: Record) -> dict[str, Any]:
 def table(found: Figures) -> list[list[str]]:
     """Returns table rows with one column per percentile."""
     return [
-        [name, *(f"{values[percent]:.1f}" for percent in PERCENTS)]
+        [name, *(number(values[percent], 1) for percent in PERCENTS)]
         for name, values in (
             ("TTFT, ms", found.ttft_ms),
             ("ITL, ms", found.itl_ms),

@@ -72,6 +72,18 @@ def test_a_warm_up_as_long_as_the_run_is_refused_before_it(baton, unused_address
     assert "--warm-up: is 20; must be less than --duration (20)" in result.err
 
 
+def test_a_figure_that_no_request_has_is_a_dash(baton_here, tmp_path):
+    """As in the tables of bench: answers of one token have no gap."""
+    (trace := tmp_path / "trace.json").write_text(
+        '[{"start_time": 0, "prompt_len": 9, "output_len": 1}]'
+    )
+    done = baton_here("simulate", str(trace))
+    assert done.code == 0
+    rows = {line.split(",")[0]: line.split() for line in done.out.splitlines()}
+    assert rows["ITL"][2:] == ["-"] * 4
+    assert "nan" not in done.out
+
+
 def test_files_are_utf_8_whatever_the_locale(baton, tmp_path):
     trace, picture = tmp_path / "caf\u00e9.json", tmp_path / "picture.svg"
     trace.write_text(
