@@ -291,7 +291,7 @@ def why(
                 else:
                     _show_decision(one)
 
-        show_new(reversed(found))
+        show_new(sorted(found, key=lambda one: one.since.ToNanoseconds()))
         return follow_changes(address, True, lambda event: show_new(event.decisions))
     if as_json:
         return print_json([plain(one) for one in found])

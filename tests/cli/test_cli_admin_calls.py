@@ -561,6 +561,14 @@ def test_earlier_decisions_are_printed_before_those_that_are_followed(
     assert found == reasons
 
 
+def test_earlier_decisions_of_both_pools_are_printed_in_their_order(serve, capsys):
+    made = [decision((PREFILL, DECODE)[n % 2], n, str(n)) for n in range(4)]
+    address = serve(Deciding([], before=made[::-1]))
+    pool_sizes.why(limit=0, address=address, as_json=True, watch=True)
+    found = [json.loads(line)["reason"] for line in capsys.readouterr().out.splitlines()]
+    assert found == ["0", "1", "2", "3"]
+
+
 class Resuming(Deciding):
     """A coordinator whose second Watch sends the latest decision again, and then ends."""
 
