@@ -9,7 +9,8 @@ from typing import Any
 from baton.coordinator.state.pools import Pool
 from baton.coordinator.state.scaling_config import Targets, in_seconds
 from baton.load.traces import Arrival, longest
-from baton.runtime.config import BatonConfig, SimulatedConfig, parse
+from baton.runtime.config import BatonConfig, SimulatedConfig, StepsConfig, parse
+from baton.runtime.step_budget import StepTargets
 from baton.simulator import comparison
 from baton.simulator.comparison import Row, Setup
 from baton.v1 import admin_pb2, cluster_pb2, common_pb2
@@ -133,6 +134,7 @@ def measured(
         "prefill": {"workers": roles.count(common_pb2.ROLE_PREFILL)},
         "decode": {"workers": roles.count(common_pb2.ROLE_DECODE)},
         "simulated": main.model_dump(),
+        "steps": _steps(lane.targets, elastic=status.elastic),
         "scaling": {
             "targets": {
                 "interactive": {
@@ -170,6 +172,22 @@ def _engine(pool: Pool, workers: Sequence[admin_pb2.WorkerInfo]) -> SimulatedCon
         "kv_tokens": min(one.capacity.kv_tokens for one in workers),
     }
     return parse({"simulated": values}, "the cell").simulated
+
+
+def _steps(targets: admin_pb2.LaneTargets, *, elastic: bool) -> dict[str, Any]:
+    """Returns the settings of `steps` that the targets of the interactive lane show."""
+    if not targets.itl_ms:
+        return {}
+    if not targets.longest_gap_ms:
+        return {"scheduler": "vllm"}
+    # A gap that the coordinator may have chosen itself is chosen again in each simulation.
+    chosen = {
+        round(StepTargets.of(StepsConfig(), targets.itl_ms / 1e3, long_gaps=long).longest_gap_s, 6)
+        for long in {False, elastic}
+    }
+    if round(targets.longest_gap_ms / 1e3, 6) in chosen:
+        return {}
+    return {"longest_gap_ms": targets.longest_gap_ms}
 
 
 def _refuse_different(which: str, name: str, values: Sequence[int]) -> None:

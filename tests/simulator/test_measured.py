@@ -88,6 +88,21 @@ def test_each_pool_is_simulated_with_its_own_settings():
     assert present.figures.ttft_within == pytest.approx(real, abs=0.1)
 
 
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ({}, ("baton", None)),
+        ({"scheduler": "vllm"}, ("vllm", None)),
+        ({"longest_gap_ms": 30}, ("baton", 30)),
+    ],
+)
+def test_steps_are_simulated_as_in_the_cell(wrong_split, steps, expected):
+    _, workers, requests = described(wrong_split)
+    status = LiveCell(scaling={"targets": {"interactive": TARGETS}}, steps=steps).workers().status()
+    found = measured(status, workers, requests).config.steps
+    assert (found.scheduler, found.longest_gap_ms) == expected
+
+
 def test_workers_of_a_pool_that_differ_are_not_compared(wrong_split):
     status, workers, requests = described(wrong_split)
     p1 = next(one for one in workers if one.worker_id == "p1")
