@@ -101,8 +101,6 @@ def up(
     prefill, decode = options.split_workers(workers, prefill, decode)
     if workers is not None and elastic is False:
         raise typer.BadParameter("cannot be used with --no-elastic", param_hint="--workers")
-    if http_port is not None and no_http:
-        raise typer.BadParameter("cannot be used with --no-http", param_hint="--http-port")
     effective = options.load_config(
         config,
         model=model,
@@ -120,7 +118,7 @@ def up(
         http_listen="" if no_http else None,
         launcher=launcher,
     )
-    if http_port is not None:
+    if http_port is not None and not no_http:
         effective = _with_http_port(effective, http_port)
     logs.setup(effective.log_level, "coordinator")
     raise typer.Exit(lifecycle.run(_up(with_demo_model(effective))))

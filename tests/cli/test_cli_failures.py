@@ -126,7 +126,6 @@ def test_an_argument_that_is_not_utf_8_is_exit_2(baton, unused_address, argument
 @pytest.mark.parametrize(
     ("arguments", "option"),
     [
-        (("up", "--no-http", "--http-port", "1"), "--http-port"),
         (("generate", "hi", "--json", "--timeline"), "--timeline"),
         (("keys", "add", "k", "--name", "n", "--admin", "--lane", "batch"), "--lane"),
         (("keys", "add", "k", "--name", "n", "--admin", "--max-concurrent", "1"), "--max-conc"),
